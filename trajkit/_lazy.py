@@ -5,7 +5,7 @@ from importlib import import_module
 
 
 def lazy_names(
-    package: str, names: Mapping[str, str], subpackages: tuple[str, ...] = ()
+    package: str, modules: Mapping[str, str], subpackages: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of a package.
 
@@ -13,11 +13,13 @@ def lazy_names(
     ----------
     package : str
         Its ``__name__``.
-    names : mapping of str to str
-        Public name to the module, within the package, that defines it.
+    modules : mapping of str to str
+        The public names that each module of the package defines, separated by spaces.
     subpackages : tuple of str
         Subpackages that work as attributes without an import of their own.
     """
+
+    names = {name: module for module, own in modules.items() for name in own.split()}
 
     def get(name: str) -> object:
         if name in subpackages:

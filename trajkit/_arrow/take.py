@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit.errors import SchemaError
+from trajkit.errors import SchemaError, UnknownSessionError
 
 _Column = TypeVar("_Column", pa.Array, pa.ChunkedArray)
 _Values = TypeVar("_Values", pa.Array, pa.RecordBatch)
@@ -53,6 +53,22 @@ def take_run(values: _Values, indices: npt.NDArray[Any]) -> _Values:
     if n == 1 or (n and (np.diff(indices) == 1).all()):
         return values.slice(int(indices[0]), n)
     return values.take(pa.array(indices))
+
+
+def take_session(table: pa.Table, session_id: str, what: str = "turns") -> pa.Table:
+    """The lines of one session.
+
+    Raises
+    ------
+    UnknownSessionError
+        There is none. ``what`` names the table.
+    """
+    found = table.slice(0, 0)
+    if "session_id" in table.column_names:
+        found = table.filter(pc.equal(table["session_id"], session_id))
+    if not found.num_rows:
+        raise UnknownSessionError(f"the {what} have no session {session_id!r}")
+    return found
 
 
 def tuples(table: pa.Table, *names: str) -> Iterator[tuple[Any, ...]]:

@@ -1,4 +1,8 @@
-"""Analyse recorded runs: drift and its causes, branches, comparison of policies."""
+"""Analyse recorded runs: drift and its causes, branches, comparison of policies.
+
+For turns, policies and sessions that they cannot take, the functions raise what
+`trajkit.linearize` raises.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -19,15 +23,14 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "call_tree": "session_tree",
-            "check_roundtrip": "roundtrip",
-            "classify_drift": "drift",
-            "explain_drift": "drift_findings",
-            "label_branches": "branches",
-            "metrics": "run_metrics",
-            "metrics_by_step": "run_metrics",
-            "output_spans": "sampled_tokens",
-            "simulate": "simulation",
-            "why": "row_reasons",
+            "branches": "label_branches",
+            "drift": "classify_drift",
+            "drift_findings": "explain_drift",
+            "roundtrip": "check_roundtrip",
+            "row_reasons": "why",
+            "run_metrics": "metrics metrics_by_step",
+            "sampled_tokens": "output_spans",
+            "session_tree": "call_tree",
+            "simulation": "simulate",
         },
     )

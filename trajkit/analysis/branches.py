@@ -13,6 +13,7 @@ from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
 from trajkit._streams.lockstep import Source, Stream, map_sessions
+from trajkit.analysis.turn_lines import codes, turn_lines
 from trajkit.observations.attribution import SessionCalls
 from trajkit.pipeline.links import read_links
 from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
@@ -114,27 +115,17 @@ def _branches(turns: pa.Table, links: pa.Table, opening_tokens: int) -> pa.Table
     for s in range(calls.n_sessions):
         session = _Session(calls, forest, records, s, opening_tokens)
         found += session.branches()
-    rows = pa.array([one.call for one in found], pa.int64())
-    taken = calls.table.select(["session_id", "turn_index"]).take(rows)
     other = np.array([one.other for one in found], np.int64)
-    return pa.Table.from_arrays(
-        [
-            taken.column("session_id"),
-            taken.column("turn_index"),
-            pa.DictionaryArray.from_arrays(
-                pa.array([LABELS.index(one.label) for one in found], pa.int8()),
-                pa.array(LABELS),
-            ),
-            pa.array(calls.turn_index[other], pa.int32()),
-            pa.array([one.shared_messages for one in found], pa.int32()),
-            pa.array([one.shared_tokens for one in found], pa.int32()),
-            pa.array(
-                [calls.path_len[one.other] - one.shared_tokens for one in found],
-                pa.int32(),
-            ),
-            pa.array([one.evidence for one in found], pa.string()),
-        ],
-        schema=BRANCHES,
+    return turn_lines(
+        BRANCHES,
+        calls,
+        [one.call for one in found],
+        codes([LABELS.index(one.label) for one in found], LABELS),
+        calls.turn_index[other],
+        [one.shared_messages for one in found],
+        [one.shared_tokens for one in found],
+        [calls.path_len[one.other] - one.shared_tokens for one in found],
+        [one.evidence for one in found],
     )
 
 

@@ -11,9 +11,10 @@ from trajkit._arrow.canonical import TableLike
 from trajkit._streams.lockstep import Source, Stream, map_sessions
 from trajkit.analysis.drift_findings import MIN_RUN, find_causes
 from trajkit.analysis.tokenizer import Codec, Tokenizer
+from trajkit.analysis.turn_lines import codes, turn_lines
 from trajkit.pipeline.links import measure, read_links
 from trajkit.schema import CAUSES, DRIFT, REGIONS, TEXT_CAUSES
-from trajkit.turns.calls import Calls, Longs, Records, read_calls
+from trajkit.turns.calls import Calls, Records, read_calls
 from trajkit.turns.prefix_forest import Forest, grow
 from trajkit.turns.records import as_turns
 
@@ -127,13 +128,11 @@ def _with_text_causes(
 ) -> pa.Table:
     """The ``drift`` table with causes from the texts."""
     names = ("clean", *TEXT_CAUSES)
-    codes = np.zeros(len(calls.calls), np.int8)
+    causes = np.zeros(len(calls.calls), np.int8)
     for one in find_causes(calls, forest, records, codec, min_run):
         if one.number == 0:
-            codes[one.call] = names.index(one.cause)
-    cause = pa.DictionaryArray.from_arrays(
-        pa.array(codes[records["parent"] >= 0]), pa.array(names)
-    )
+            causes[one.call] = names.index(one.cause)
+    cause = codes(causes[records["parent"] >= 0], names)
     at = table.schema.get_field_index("cause")
     return table.set_column(at, table.schema.field(at), cause)
 
@@ -153,26 +152,20 @@ def drift_table(
     nowhere = found["resync_length"] < 0
     size = calls.path_len[linked["parent"]] - linked["lcp"]
 
-    def names(codes: Longs, of: tuple[str, ...]) -> pa.Array:
-        return pa.DictionaryArray.from_arrays(codes.astype(np.int8), pa.array(of))
-
     def where(name: str) -> pa.Array:
         return pa.array(found[name].astype(np.int32), mask=nowhere)
 
-    taken = calls.table.select(["session_id", "turn_index"]).take(rows)
-    return pa.Table.from_arrays(
-        [
-            taken.column("session_id"),
-            taken.column("turn_index"),
-            pa.array(calls.turn_index[linked["parent"]]),
-            pa.array(linked["lcp"].astype(np.int32)),
-            pa.array(size.astype(np.int32)),
-            names(found["region"], REGIONS),
-            where("resync_path"),
-            where("resync_prompt"),
-            where("resync_length"),
-            pa.array(found["tokens_after_drift"].astype(np.int32)),
-            names(found["cause"], CAUSES),
-        ],
-        schema=DRIFT,
+    return turn_lines(
+        DRIFT,
+        calls,
+        rows,
+        calls.turn_index[linked["parent"]],
+        linked["lcp"],
+        size,
+        codes(found["region"], REGIONS),
+        where("resync_path"),
+        where("resync_prompt"),
+        where("resync_length"),
+        found["tokens_after_drift"],
+        codes(found["cause"], CAUSES),
     )

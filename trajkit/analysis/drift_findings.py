@@ -13,6 +13,7 @@ from trajkit._arrow.canonical import TableLike
 from trajkit._streams.lockstep import Source, Stream, map_sessions
 from trajkit.analysis.drift_text import Side, Stretch, text_cause
 from trajkit.analysis.tokenizer import Codec, Tokenizer
+from trajkit.analysis.turn_lines import codes, turn_lines
 from trajkit.observations.attribution import SessionCalls
 from trajkit.pipeline.links import measure, read_links
 from trajkit.schema import FINDINGS, TEXT_CAUSES
@@ -95,27 +96,17 @@ def _findings(turns: pa.Table, links: pa.Table, codec: Codec, min_run: int) -> p
     forest = grow(calls)
     measure(calls, forest, records)
     found = list(find_causes(calls, forest, records, codec, min_run))
-    rows = pa.array([one.call for one in found], pa.int64())
-    taken = calls.table.select(["session_id", "turn_index"]).take(rows)
-    parents = records["parent"][[one.call for one in found]]
-    return pa.Table.from_arrays(
-        [
-            taken.column("session_id"),
-            taken.column("turn_index"),
-            pa.array(calls.turn_index[parents]),
-            pa.array([one.number for one in found], pa.int32()),
-            pa.DictionaryArray.from_arrays(
-                pa.array([TEXT_CAUSES.index(one.cause) for one in found], pa.int8()),
-                pa.array(TEXT_CAUSES),
-            ),
-            *(
-                pa.array([one.stretch[i] for one in found], pa.int32())
-                for i in range(4)
-            ),
-            pa.array([one.path_text for one in found], pa.string()),
-            pa.array([one.prompt_text for one in found], pa.string()),
-        ],
-        schema=FINDINGS,
+    which = [one.call for one in found]
+    return turn_lines(
+        FINDINGS,
+        calls,
+        which,
+        calls.turn_index[records["parent"][which]],
+        [one.number for one in found],
+        codes([TEXT_CAUSES.index(one.cause) for one in found], TEXT_CAUSES),
+        *([one.stretch[i] for one in found] for i in range(4)),
+        [one.path_text for one in found],
+        [one.prompt_text for one in found],
     )
 
 

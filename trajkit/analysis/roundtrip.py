@@ -8,6 +8,7 @@ import pyarrow as pa
 from trajkit._arrow.canonical import TableLike
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.analysis.tokenizer import Codec, Tokenizer
+from trajkit.analysis.turn_lines import turn_lines
 from trajkit.schema import ROUNDTRIP
 from trajkit.turns.calls import read_calls
 from trajkit.turns.prefix import lcp
@@ -86,15 +87,13 @@ def _checked(turns: pa.Table, codec: Codec) -> pa.Table:
         if same < max(len(output), len(again)):
             differs[call] = same
     exact = differs < 0
-    return pa.Table.from_arrays(
-        [
-            calls.table.column("session_id"),
-            calls.table.column("turn_index"),
-            pa.array(exact),
-            pa.array(differs, mask=exact),
-            pa.array(calls.calls["out_len"].astype(np.int32)),
-            pa.array(n_encoded),
-            pa.array(exact & calls.calls["trainable"].astype(np.bool_)),
-        ],
-        schema=ROUNDTRIP,
+    return turn_lines(
+        ROUNDTRIP,
+        calls,
+        range(n_calls),
+        exact,
+        pa.array(differs, mask=exact),
+        calls.calls["out_len"],
+        n_encoded,
+        exact & calls.calls["trainable"].astype(np.bool_),
     )

@@ -119,11 +119,6 @@ def metrics_by_step(
     dict of int to dict
         Empty if the turns have no column ``step``, or only nulls. Sessions of an unknown
         step are left out.
-
-    Raises
-    ------
-    SchemaError, InvalidTurnsError
-        As `metrics`.
     """
     table, counts = as_turns(as_table(turns)), as_table(report)
     if "step" not in table.column_names:

@@ -8,6 +8,7 @@ import pyarrow as pa
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike, as_table
 from trajkit._streams import limits
+from trajkit.analysis.turn_lines import codes
 from trajkit.pipeline.links import find_links, measure
 from trajkit.pipeline.plan import NO_LIMIT, plan_rows
 from trajkit.pipeline.rows import linearize
@@ -71,11 +72,6 @@ def output_spans(
         `trajkit.schema.OUTPUT_SPANS`. Per session and kind, the tokens are those of the
         report of `trajkit.linearize`: ``tokens_trained`` and each ``lost_*``. Of a
         token that several rows train, each row has a line.
-
-    Raises
-    ------
-    SchemaError, InvalidTurnsError, PolicyError, ArgumentError
-        As `trajkit.linearize`.
 
     Examples
     --------
@@ -335,9 +331,7 @@ class _Outputs:
                 pa.array(calls.turn_index[call]),
                 pa.array((start - offsets[call]).astype(np.int32)),
                 pa.array((stop - offsets[call]).astype(np.int32)),
-                pa.DictionaryArray.from_arrays(
-                    pa.array(kind.astype(np.int8)), pa.array(OUTPUT_KINDS)
-                ),
+                codes(kind, OUTPUT_KINDS),
                 _named(row_index, row),
                 _named(calls.turn_index, drift),
             ],

@@ -4,10 +4,9 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table
-from trajkit._arrow.take import tuples
+from trajkit._arrow.take import take_session, tuples
 from trajkit.analysis.branches import label_branches
 from trajkit.analysis.drift import classify_drift
-from trajkit.errors import UnknownSessionError
 from trajkit.pipeline.links import link
 from trajkit.policies import Policy
 from trajkit.turns.delta import expand
@@ -51,11 +50,7 @@ def call_tree(
     ├─ turn 1: prompt 3, output 1
     └─ turn 2: prompt 3, output 1, rewrite
     """
-    table = as_turns(as_table(turns))
-    table = table.filter(pc.equal(table["session_id"], session_id))
-    if not table.num_rows:
-        raise UnknownSessionError(f"the turns have no session {session_id!r}")
-    table = expand(table)
+    table = expand(take_session(as_turns(as_table(turns)), session_id))
     links = link(table, policy)
     texts = _texts(table, links)
     children: dict[int | None, list[int]] = {}

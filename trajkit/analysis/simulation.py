@@ -101,12 +101,7 @@ def simulate(
     [3, 2]
     """
     counts = Simulation(
-        policies,
-        pad_to=pad_to,
-        pack_tokens=pack_tokens,
-        sessions=sessions,
-        max_row_tokens=max_row_tokens,
-        threads=threads,
+        policies, pad_to, pack_tokens, sessions, max_row_tokens, threads
     )
     if is_stream(turns):
         tables: Iterable[pa.Table] = whole_sessions(batches_of(turns))
@@ -129,7 +124,6 @@ class Simulation:
     def __init__(
         self,
         policies: str | Policy | Iterable[str | Policy] | None = None,
-        *,
         pad_to: int | None = None,
         pack_tokens: int | None = None,
         sessions: TableLike | None = None,
@@ -149,13 +143,7 @@ class Simulation:
         self._max_row_tokens, self._threads = max_row_tokens, threads
 
     def add(self, turns: pa.Table) -> None:
-        """Count complete sessions. If they are rejected, the counts stay unchanged.
-
-        Raises
-        ------
-        SchemaError, InvalidTurnsError
-            As `simulate`.
-        """
+        """Count complete sessions. If they are rejected, the counts stay unchanged."""
         totals = [total.copy() for total in self._totals]
         calls = read_calls(turns)
         for part in calls.split(limits.PART_TOKENS):

@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import entry_points, version
-from typing import NoReturn, TextIO, cast
+from typing import NoReturn, cast
 
 from trajkit._arguments import did_you_mean
 from trajkit.cli import (
@@ -198,14 +198,7 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _warn(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
     """A replacement of `warnings.showwarning` that does not print source lines."""
     _print_line(f"warning: {message}")
 

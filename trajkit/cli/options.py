@@ -218,49 +218,35 @@ def add_policies(parser: argparse.ArgumentParser, help: str) -> None:
 --policy NAME       {help}
 --set CHOICE=VALUE  change a choice of the policy before it; may be repeated
 """,
-        policy={"action": _NamePolicy},
-        set={"action": _SetChoice, "dest": "policy", "type": setting},
+        policy={"action": _Repeated},
+        set={"action": _Repeated, "dest": "policy", "type": setting},
     )
 
 
-class _NamePolicy(argparse.Action):
-    """A repeatable ``--policy``: appends its name and a list for its choices."""
+class _Repeated(argparse.Action):
+    """A ``--policy`` that may be repeated, or a ``--set`` for the one before it.
+
+    The value is a list with the name of each policy and a list of its choices.
+    """
 
     def __call__(
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
+        values: Any,
         option_string: str | None = None,
     ) -> None:
-        before = getattr(namespace, self.dest) or []
-        setattr(namespace, self.dest, [*before, (values, [])])
-
-
-class _SetChoice(argparse.Action):
-    """A ``--set`` for the ``--policy`` before it."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        named = getattr(namespace, self.dest)
-        if not named:
+        named = getattr(namespace, self.dest) or []
+        if "--policy" in self.option_strings:
+            setattr(namespace, self.dest, [*named, (values, [])])
+        elif named:
+            named[-1][1].append(values)
+        else:
             raise argparse.ArgumentError(self, "needs a --policy before it")
-        named[-1][1].append(values)
 
 
 def known_sessions(arguments: argparse.Namespace) -> pa.Table | None:
-    """The table of ``--sessions``.
-
-    Raises
-    ------
-    FormatError, SchemaError
-        As `trajkit.read_sessions`.
-    """
+    """The table of ``--sessions``."""
     if arguments.sessions is None:
         return None
     return tk.read_sessions(arguments.sessions)

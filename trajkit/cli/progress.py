@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable
 from time import monotonic
-from types import TracebackType
 from typing import Self
 
 WIDTH = 32
@@ -38,12 +37,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._write("\r\x1b[K")
 
     def begin(self, total: int, done: int = 0) -> None:

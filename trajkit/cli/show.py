@@ -11,13 +11,12 @@ import numpy as np
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.take import tuples
+from trajkit._arrow.take import take_session, tuples
 from trajkit.analysis.tokenizer import Codec, Ids
 from trajkit.cli.options import chosen_policy, command
 from trajkit.cli.terminal import Fragment, Screen, lines_of, shortened, visible
 from trajkit.cli.tokenizer import chosen_tokenizer
-from trajkit.errors import ArgumentError, UnknownSessionError
+from trajkit.errors import ArgumentError
 from trajkit.io.tables import iter_tables, read_any_rows
 from trajkit.schema import EMPTY_KINDS
 from trajkit.turns.table import locate
@@ -96,21 +95,8 @@ def is_rows(source: str) -> bool:
 
 
 def of_session(table: pa.Table, session: str | None, what: str) -> pa.Table:
-    """The lines of one session; of all without a name.
-
-    Raises
-    ------
-    UnknownSessionError
-        There is no such session.
-    """
-    if session is None:
-        return table
-    found = table
-    if "session_id" in table.column_names:
-        found = table.filter(pc.equal(table["session_id"], session))
-    if found is table or not found.num_rows:
-        raise UnknownSessionError(f"the {what} have no session {session!r}")
-    return found
+    """The lines of one session, as `take_session`; of all without a name."""
+    return table if session is None else take_session(table, session, what)
 
 
 def each_session(turns: pa.Table) -> Iterator[pa.Table]:

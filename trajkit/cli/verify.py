@@ -101,23 +101,10 @@ def describe(found: Iterable[pa.Table]) -> str:
         first += table.slice(0, SHOWN - len(first)).to_pylist()
     if not counts:
         return "no violations"
-    lines = [
-        [
-            *(
-                "" if one[name] is None else str(one[name])
-                for name in ("session_id", "row_index", "turn_index", "token", "rule")
-            ),
-            one["detail"],
-        ]
-        for one in first
-    ]
     head = ["session", "row", "turn", "token", "rule", "detail"]
+    names = ["session_id", "row_index", "turn_index", "token", "rule", "detail"]
+    lines = [["" if one[n] is None else str(one[n]) for n in names] for one in first]
     left = counts.total() - len(lines)
-    return "\n".join(
-        [
-            text_table(head, lines),
-            *([f"and {left:,} more"] if left else []),
-            "",
-            text_table(["rule", "violations"], [list(one) for one in counts.items()]),
-        ]
-    )
+    more = f"and {left:,} more\n" if left else ""
+    rules = text_table(["rule", "violations"], [*counts.items()])
+    return f"{text_table(head, lines)}\n{more}\n{rules}"

@@ -290,13 +290,7 @@ def _advantage(row: ExportRow) -> Any:
 def weighted_advantages(
     rows: list[ExportRow], normalize: Normalize, reduce: Reduce
 ) -> list[float]:
-    """Advantages that carry the row weights into a trainer without a slot for them.
-
-    Raises
-    ------
-    ExportError
-        As `advantages_of`.
-    """
+    """Advantages that carry the row weights into a trainer without a slot for them."""
     scales = token_scales(rows, normalize, reduce)
     return [a * scale for a, scale in zip(advantages_of(rows), scales, strict=True)]
 

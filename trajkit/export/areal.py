@@ -86,7 +86,7 @@ def trajectory_fields(
 
 def _versions(row: ExportRow, names: list[str | None] | None, version: int) -> Any:
     versions = np.where(row.loss_mask, version, CONTEXT_VERSION).astype(np.int32)
-    for k in np.flatnonzero(row.loss_mask) if names else ():
+    for k in np.flatnonzero(row.loss_mask):
         name = names[k] if names else None
         if name is None:
             continue

@@ -4,7 +4,7 @@ Source: NeMo-RL at 7ea279a (``algorithms/grpo.py``, ``data/llm_message_utils.py`
 training formats 7.
 """
 
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -58,15 +58,9 @@ def message_logs(rows: TableLike) -> list[list[dict[str, Any]]]:
     """`message_log_fields` with torch tensors, as NeMo-RL takes them."""
     import torch
 
-    return [
-        [
-            {
-                name: torch.from_numpy(value.copy())
-                if isinstance(value, np.ndarray)
-                else value
-                for name, value in message.items()
-            }
-            for message in log
-        ]
-        for log in message_log_fields(rows)
-    ]
+    logs = message_log_fields(rows)
+    for message in chain.from_iterable(logs):
+        for name, value in message.items():
+            if isinstance(value, np.ndarray):
+                message[name] = torch.from_numpy(value.copy())
+    return logs

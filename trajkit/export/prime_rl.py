@@ -144,11 +144,6 @@ def micro_batch_fields(
         cost (`trajkit.balance`); one of padding alone fills up.
     pad_to_multiple_of : int
         Micro-batches are padded to a multiple of this many tokens.
-
-    Raises
-    ------
-    ExportError
-        As for `sample_fields`.
     """
     samples = sample_fields(
         rows,
@@ -239,11 +234,6 @@ def write_micro_batches(
     -------
     list of Path
         ``step_{step}/rank_{rank}.bin`` for each rank. Each appears complete.
-
-    Raises
-    ------
-    ExportError
-        As for `micro_batch_fields`.
     """
     import msgspec
 

@@ -114,14 +114,8 @@ def _provenance(
 
     def add(kind: str, turn: int, offset: int, length: int) -> None:
         if length:
-            runs.append(
-                {
-                    "kind": kind,
-                    "sequence_id": name(turn),
-                    "offset": offset,
-                    "length": length,
-                }
-            )
+            place = {"offset": offset, "length": length}
+            runs.append({"kind": kind, "sequence_id": name(turn), **place})
 
     at = 0
     for span in sorted(held, key=lambda span: int(span["start"])):

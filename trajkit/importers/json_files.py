@@ -81,13 +81,7 @@ def findings(
 
 
 def first_object(file: Path) -> dict[str, object] | None:
-    """The first complete object of a JSON file, or None.
-
-    Raises
-    ------
-    FormatError
-        As `objects`.
-    """
+    """The first complete object of a JSON file, or None."""
     return next((text.value for text in objects(file) if text.bad is None), None)
 
 

@@ -34,18 +34,10 @@ from trajkit.io.json_numbers import EACH, IDS, ITEMS, Shape
 REQUEST: Final[Shape] = {"messages": ITEMS, "input_ids": IDS, "prompt": IDS}
 """The long arrays of a request."""
 
+_OF_CHOICE = ("prompt_token_ids", "input_token_ids", "token_ids", "response_token_ids")
 RESPONSE: Final[Shape] = {
-    "prompt_token_ids": IDS,
-    "token_ids": IDS,
-    "output_ids": IDS,
-    "choices": {
-        EACH: {
-            "prompt_token_ids": IDS,
-            "input_token_ids": IDS,
-            "token_ids": IDS,
-            "response_token_ids": IDS,
-        }
-    },
+    **dict.fromkeys(("prompt_token_ids", "token_ids", "output_ids"), IDS),
+    "choices": {EACH: dict.fromkeys(_OF_CHOICE, IDS)},
 }
 """The long arrays of a response."""
 

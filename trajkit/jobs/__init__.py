@@ -13,9 +13,7 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "compact_file": "stages",
-            "expand_file": "stages",
-            "linearize_file": "stages",
-            "verify_file": "verification",
+            "stages": "compact_file expand_file linearize_file",
+            "verification": "verify_file",
         },
     )

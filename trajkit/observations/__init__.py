@@ -10,6 +10,6 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "observation_weights": "weights",
+            "weights": "observation_weights",
         },
     )

@@ -46,13 +46,7 @@ _PACKS_AT_A_TIME = 64
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The arguments of `pack`, checked.
-
-    Raises
-    ------
-    ArgumentError, SchemaError
-        As `pack`.
-    """
+    """The arguments of `pack`, checked."""
 
     max_tokens: int
     layout: Layout
@@ -544,19 +538,13 @@ class _Packs:
         columns["mm_items"] = pa.array(
             pack_items(self._table, self._ids, offsets), PACKS.field("mm_items").type
         )
-        prefixes = [self._prefixes.get(k) for k in range(n_packs)]
-        columns["prefix_pack"] = pa.array(
-            [
-                None if prefix is None else self._first_pack + k - 1
-                for k, prefix in enumerate(prefixes)
-            ],
-            pa.int64(),
-        )
+        lines = np.arange(n_packs)
+        continues = np.isin(lines, list(self._prefixes))
+        before = self._first_pack + lines - 1
+        columns["prefix_pack"] = pa.array(before, mask=~continues)
         for at, name in enumerate(("prefix_source", "prefix_end")):
-            columns[name] = pa.array(
-                [[] if prefix is None else prefix[at] for prefix in prefixes],
-                pa.large_list(pa.int32()),
-            )
+            lists = [self._prefixes.get(k, ((), ()))[at] for k in range(n_packs)]
+            columns[name] = pa.array(lists, pa.large_list(pa.int32()))
         further = [
             pa.field(name, column.type, nullable=False)
             for name, column in columns.items()

@@ -1,4 +1,8 @@
-"""Pictures and reports of runs: SVG and HTML, or matplotlib figures (extra ``plot``)."""
+"""Pictures and reports of runs: SVG and HTML, or matplotlib figures (extra ``plot``).
+
+For turns, policies, sessions and rows that they cannot take, the functions raise what
+`trajkit.linearize` and `trajkit.verify` raise.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -17,13 +21,9 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "drift": "figures",
-            "forest": "session_svg",
-            "policies": "figures",
-            "report": "html_report",
-            "run": "figures",
-            "swimlanes": "figures",
-            "tokens": "figures",
-            "trace": "timeline",
+            "figures": "drift policies run swimlanes tokens",
+            "html_report": "report",
+            "session_svg": "forest",
+            "timeline": "trace",
         },
     )

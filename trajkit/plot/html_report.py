@@ -107,11 +107,6 @@ def report(
     tokenizer : Tokenizer, optional
         The engine's tokenizer. Causes of drift then come from the texts, and have
         examples.
-
-    Raises
-    ------
-    SchemaError, InvalidTurnsError, PolicyError
-        As `trajkit.linearize` and `trajkit.verify`.
     """
     table, chosen = as_turns(as_table(turns)), named_policy(policy)
     links = link(table, chosen)
@@ -223,21 +218,13 @@ def _recorded(run: _Run, sessions: TableLike | None) -> Iterable[str]:
             facts.append((f"{kind}, over all sessions", f"{own:,.1f} s"))
         last = max(one.stop for one in slices)
         facts.append(("from the first turn to the last", f"{last:,.1f} s"))
-    yield _table(["", ""], facts)
+    yield _table("|", facts)
 
 
 def _kept(run: _Run, sessions: TableLike | None) -> Iterable[str]:
     lines = run.simulation.to_pylist()
     yield _table(
-        [
-            "policy",
-            "sampled tokens",
-            "trained",
-            "of sampled",
-            "rows",
-            "forward",
-            "shared once",
-        ],
+        "policy|sampled tokens|trained|of sampled|rows|forward|shared once",
         [
             [
                 line["policy"],
@@ -272,7 +259,7 @@ def _lost(
     )
     reasons = [kind for kind in LOSS_WORDS if line[f"lost_{kind}"]]
     yield _table(
-        ["reason", "tokens", "what happens"],
+        "reason|tokens|what happens",
         [[_words(r), line[f"lost_{r}"], LOSS_WORDS[r]] for r in reasons],
     )
     turns: Counter[tuple[str, int, str, int | None]] = Counter()
@@ -287,9 +274,7 @@ def _lost(
         [session, turn, n, _words(kind), "" if by is None else f"turn {by}"]
         for (session, turn, kind, by), n in turns.most_common()
     ]
-    yield _table(
-        ["session", "turn", "tokens", "reason", "because of the prompt of"], lost
-    )
+    yield _table("session|turn|tokens|reason|because of the prompt of", lost)
     yield "</details>"
 
 
@@ -320,17 +305,8 @@ def _drift(run: _Run) -> Iterable[str]:
                 _example(own[0], examples.get(cause)),
             ]
         )
-    yield _table(
-        [
-            "cause",
-            "turns",
-            "tokens at stake",
-            "what happens",
-            "what to change",
-            "example",
-        ],
-        lines,
-    )
+    head = "cause|turns|tokens at stake|what happens|what to change|example"
+    yield _table(head, lines)
     if run.findings is None:
         yield '<p class="small">Causes come from token ids. A tokenizer names more.</p>'
     at_stake: Counter[str] = Counter()
@@ -388,7 +364,7 @@ def _groups(run: _Run) -> Iterable[str]:
         f"<p>{numbers['groups/constant']:,.0f} of {numbers['groups/count']:,.0f} groups of "
         "two scored rollouts or more have no variance.</p>"
     )
-    yield _table(["group", "rollouts", "scored", "mean", "min", "max", ""], lines)
+    yield _table("group|rollouts|scored|mean|min|max|", lines)
 
 
 def _distributions(run: _Run) -> Iterable[str]:
@@ -409,7 +385,7 @@ def _versions(run: _Run) -> Iterable[str]:
         "version.</p>"
     )
     lines = [[name, n, len(own)] for name, (n, own) in versions.items()]
-    yield _table(["version, in order of appearance", "tokens", "sessions"], lines)
+    yield _table("version, in order of appearance|tokens|sessions", lines)
 
 
 def _steps(run: _Run) -> Iterable[str]:
@@ -417,21 +393,13 @@ def _steps(run: _Run) -> Iterable[str]:
     if not steps:
         yield "<p>The turns have no column <code>step</code>.</p>"
         return
-    names = [
-        "run/sessions",
-        "reward/mean",
-        "tokens/sampled",
-        "tokens/trained_share",
-        "drift/turn_share",
-        "length/turns",
-        "length/output",
-        "logprob/mean",
-    ]
+    names = ["run/sessions", "reward/mean", "tokens/sampled", "tokens/trained_share"]
+    names += ["drift/turn_share", "length/turns", "length/output", "logprob/mean"]
     lines = [
         [step, *(numbers.get(name, "") for name in names)]
         for step, numbers in steps.items()
     ]
-    yield _table(["step", *names], lines[-_SHOWN:])
+    yield _table("|".join(["step", *names]), lines[-_SHOWN:])
 
 
 def _violations(run: _Run, own: bool) -> Iterable[str]:
@@ -442,22 +410,25 @@ def _violations(run: _Run, own: bool) -> Iterable[str]:
         return
     yield f"<p>{_count(len(found), 'violation')} in {escaped(rows)}.</p>"
     rules = Counter(line["rule"] for line in found)
-    yield _table(["rule", "violations"], [list(one) for one in rules.most_common()])
+    yield _table("rule|violations", [list(one) for one in rules.most_common()])
     names = ["session_id", "row_index", "turn_index", "token", "rule", "detail"]
-    head = ["session", "row", "turn", "token", "rule", "detail"]
     empty = [["" if line[n] is None else line[n] for n in names] for line in found]
-    yield _table(head, empty)
+    yield _table("session|row|turn|token|rule|detail", empty)
 
 
 def _section(title: str, parts: Iterable[str]) -> str:
     return "\n".join([f"<section>\n<h2>{escaped(title)}</h2>", *parts, "</section>"])
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
-    """A table of at most `_SHOWN` lines; all text is escaped."""
+def _table(head: str, lines: Sequence[Sequence[object]]) -> str:
+    """A table of at most `_SHOWN` lines; all text is escaped.
+
+    ``head`` names the columns, with bars between the names.
+    """
+    names = head.split("|")
     numeric = [
         bool(lines) and all(isinstance(line[k], int | float) for line in lines)
-        for k in range(len(head))
+        for k in range(len(names))
     ]
 
     def cells(tag: str, values: Sequence[object]) -> str:
@@ -467,7 +438,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
         )
 
     rows = [f"<tr>{cells('td', line)}</tr>" for line in lines[:_SHOWN]]
-    top = f"<thead><tr>{cells('th', head)}</tr></thead>" if any(head) else ""
+    top = f"<thead><tr>{cells('th', names)}</tr></thead>" if any(names) else ""
     more = len(lines) - len(rows)
     return (
         f'<div class="scroll"><table>{top}<tbody>{"".join(rows)}</tbody></table></div>'

@@ -121,11 +121,6 @@ def trace(turns: TableLike, sessions: TableLike | None = None) -> str:
     str
         JSON: "X" events in microseconds, and names of processes and threads.
 
-    Raises
-    ------
-    SchemaError, InvalidTurnsError
-        As `trajkit.plot.swimlanes`.
-
     References
     ----------
     Trace Event Format, "JSON Object Format", "Complete Events", "Metadata Events".

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.take import take_session
 from trajkit.analysis.colors import OUTPUTS, ROLES
 from trajkit.analysis.drift import classify_drift
 from trajkit.analysis.sampled_tokens import output_spans
@@ -51,18 +51,13 @@ def session_tokens(
     session_id, session = one_session(turns, session_id)
     indices = session["turn_index"].to_pylist()
     kinds = {kind: np.zeros(len(indices), np.int64) for kind in OUTPUTS}
-    spans = output_spans(session, chosen).to_pylist()
-    for at, turn in enumerate(indices):
-        own = [span for span in spans if span["turn_index"] == turn]
-        for kind in {span["kind"] for span in own}:
-            # a policy may train a token twice
-            covered = {
-                token
-                for span in own
-                if span["kind"] == kind
-                for token in range(span["output_start"], span["output_stop"])
-            }
-            kinds[kind][at] = len(covered)
+    # as sets, because a policy may train a token twice
+    covered: dict[tuple[str, int], set[int]] = {}
+    for span in output_spans(session, chosen).to_pylist():
+        tokens = covered.setdefault((span["kind"], span["turn_index"]), set())
+        tokens.update(range(span["output_start"], span["output_stop"]))
+    for (kind, turn), tokens in covered.items():
+        kinds[kind][indices.index(turn)] = len(tokens)
     roles = _roles(session, chosen, indices)
     return SessionTokens(session_id, chosen.name, indices, roles, kinds)
 
@@ -81,9 +76,7 @@ def one_session(turns: TableLike, session_id: str | None) -> tuple[str, pa.Table
         session_id = max(counts, key=lambda name: counts[name])
     if session_id is None:
         raise UnknownSessionError("there are no turns, so there is no session to draw")
-    if session_id not in counts:
-        raise UnknownSessionError(f"the turns have no session {session_id!r}")
-    return session_id, table.filter(pc.equal(table["session_id"], session_id))
+    return session_id, take_session(table, session_id)
 
 
 def _roles(

@@ -16,12 +16,7 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "Match": "recorder",
-            "REJECTED_CALLS": "rejected",
-            "Recorded": "recorder",
-            "Recorder": "recorder",
-            "RejectedCall": "rejected",
-            "RowOptions": "recorder",
-            "SessionRows": "recorder",
+            "recorder": "Match Recorded Recorder RowOptions SessionRows",
+            "rejected": "REJECTED_CALLS RejectedCall",
         },
     )

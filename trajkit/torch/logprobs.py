@@ -35,6 +35,7 @@ def gather_logprobs(
         The model's last hidden states, after its last norm.
     lm_head : callable
         From hidden states of shape (k, width) to logits of shape (k, n_vocabulary).
+    pack : Pack
     temperature : float
         The logits are divided by it, as the engine did when it sampled.
     chunk_size : int
@@ -71,17 +72,9 @@ def gather_logprobs(
     parts = []
     for k, (a, b) in enumerate(itertools.pairwise(edges)):
         start = k * chunk_size
-        parts.append(
-            checkpoint(
-                _chunk,
-                states[start : start + chunk_size],
-                lm_head,
-                slot[a:b] - start,
-                target[a:b],
-                temperature,
-                use_reentrant=False,
-            )
-        )
+        here, at = states[start : start + chunk_size], slot[a:b] - start
+        given = (here, lm_head, at, target[a:b], temperature)
+        parts.append(checkpoint(_chunk, *given, use_reentrant=False))
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order))
     return torch.cat(parts)[inverse.to(place)]

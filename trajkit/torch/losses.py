@@ -112,6 +112,7 @@ def nll_loss(logprobs: Tensor, pack: Pack) -> Tensor:
     ----------
     logprobs : float tensor, shape (n_edges,)
         As `gather_logprobs` gives them.
+    pack : Pack
     """
     _check_length(logprobs, pack)
     return -(pack.edge_weight.to(logprobs) * logprobs).sum()

@@ -193,21 +193,16 @@ def block_mask(
     """
     visited, full = _blocks(query, key, window, block_size)
     partial = visited & ~full
-    lists = [
-        torch.from_numpy(x).to(device, non_blocking=True)
-        for blocks in (partial, full, partial.T, full.T)
-        for x in _index_lists(blocks)
-    ]
+    lists = {}
+    sides = {"kv": partial, "full_kv": full, "q": partial.T, "full_q": full.T}
+    for name, blocks in sides.items():
+        for what, x in zip(
+            ("num_blocks", "indices"), _index_lists(blocks), strict=True
+        ):
+            lists[f"{name}_{what}"] = torch.from_numpy(x).to(device, non_blocking=True)
     return BlockMask(
+        **lists,
         seq_lengths=(len(query.enter), len(key.enter)),
-        kv_num_blocks=lists[0],
-        kv_indices=lists[1],
-        full_kv_num_blocks=lists[2],
-        full_kv_indices=lists[3],
-        q_num_blocks=lists[4],
-        q_indices=lists[5],
-        full_q_num_blocks=lists[6],
-        full_q_indices=lists[7],
         BLOCK_SIZE=(block_size, block_size),
         mask_mod=_mask_mod(query, key, device, window),
     )

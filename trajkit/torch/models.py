@@ -163,15 +163,14 @@ def model_inputs(
     LayoutError
         A tree of the pack continues in another pack.
     """
-    return _inputs(model, pack, None, kernel, kernel_options)
+    return _inputs(model, pack, None, _Options(kernel, kernel_options))
 
 
 def _inputs(
     model: PreTrainedModel,
     pack: Pack,
     carried: CarriedStates | None,
-    kernel: Kernel,
-    kernel_options: dict[str, Any] | None,
+    options: "_Options",
 ) -> dict[str, Any]:
     check_model(model)
     if model.training:
@@ -180,7 +179,9 @@ def _inputs(
     return {
         "input_ids": pack.input_ids[None].to(device),
         "position_ids": pack.position_ids[None].to(device),
-        "tree": TreeAttention(pack, device, kernel, kernel_options, carried),
+        "tree": TreeAttention(
+            pack, device, options.kernel, options.kernel_options, carried
+        ),
         "use_cache": False,
     }
 
@@ -215,7 +216,7 @@ def edge_logprobs(
     LayoutError
         A tree of the pack continues in another pack: see `carry_backward`.
     """
-    options = _Options(temperature, chunk_size, kernel, kernel_options)
+    options = _Options(kernel, kernel_options, temperature, chunk_size)
     return _logprobs(model, pack, None, options)
 
 
@@ -223,10 +224,10 @@ def edge_logprobs(
 class _Options:
     """The arguments of `edge_logprobs` and of those who call it for several packs."""
 
-    temperature: float
-    chunk_size: int
     kernel: Kernel
     kernel_options: dict[str, Any] | None
+    temperature: float = 1.0
+    chunk_size: int = 2048
 
 
 def _hidden(
@@ -236,7 +237,7 @@ def _hidden(
     options: _Options,
 ) -> Tensor:
     """The last hidden states of a pack."""
-    inputs = _inputs(model, pack, carried, options.kernel, options.kernel_options)
+    inputs = _inputs(model, pack, carried, options)
     hidden: Tensor = model.base_model(**inputs).last_hidden_state
     return hidden
 
@@ -250,9 +251,12 @@ def _logprobs(
     """As `edge_logprobs`."""
     head = _output_head(model)
     hidden = _hidden(model, pack, carried, options)
-    temperature, chunk_size = options.temperature, options.chunk_size
     return gather_logprobs(
-        hidden, head, pack, temperature=temperature, chunk_size=chunk_size
+        hidden,
+        head,
+        pack,
+        temperature=options.temperature,
+        chunk_size=options.chunk_size,
     )
 
 
@@ -290,7 +294,7 @@ def carry_logprobs(
         The packs are not all parts of one tree, in order.
     """
     _check_parts(model, parts)
-    options = _Options(temperature, chunk_size, kernel, kernel_options)
+    options = _Options(kernel, kernel_options, temperature, chunk_size)
     found = []
     states: States = {}
     with torch.no_grad():
@@ -346,7 +350,7 @@ def carry_backward(
     arXiv:2511.00413) and of DTA (arXiv:2602.00482), over the cuts of `trajkit.pack`.
     """
     _check_parts(model, parts)
-    options = _Options(temperature, chunk_size, kernel, kernel_options)
+    options = _Options(kernel, kernel_options, temperature, chunk_size)
     prefixes: list[States] = [{}]
     with torch.no_grad():
         for pack in parts[:-1]:

@@ -16,12 +16,10 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "Loss": "loss",
-            "add_advantages": "baselines",
-            "add_weights": "row_weights",
-            "advantages": "baselines",
-            "reference_loss": "loss",
-            "spread_rewards": "rewards",
-            "step_advantages": "steps",
+            "baselines": "add_advantages advantages",
+            "loss": "Loss reference_loss",
+            "rewards": "spread_rewards",
+            "row_weights": "add_weights",
+            "steps": "step_advantages",
         },
     )

@@ -16,12 +16,9 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "content_ids": "mm_items",
-            "engine_ids": "mm_items",
-            "lcp": "prefix",
-            "message_body": "messages",
-            "message_key": "messages",
-            "message_record": "messages",
-            "reject_sessions": "validation",
+            "messages": "message_body message_key message_record",
+            "mm_items": "content_ids engine_ids",
+            "prefix": "lcp",
+            "validation": "reject_sessions",
         },
     )

@@ -244,16 +244,15 @@ def session_faults(
         edges = [0, *(1 + row for row in changes), len(names)] if len(names) else []
         for start, stop in pairwise(edges):
             name = names[start].as_py()
-            detail = "the session has no turns"
-            for row in range(start, start if name in known else stop):
-                yield Violation(
-                    name, numbers[row].as_py(), None, None, "session", detail
-                )
+            unknown = () if name in known else range(start, stop)
+            faults = [(row, "the session has no turns") for row in unknown]
             if name != current and name in began:
-                detail = "the session continues after another session began"
-                yield Violation(
-                    name, numbers[start].as_py(), None, None, "session", detail
+                faults.append(
+                    (start, "the session continues after another session began")
                 )
+            for row, detail in faults:
+                index = numbers[row].as_py()
+                yield Violation(name, index, None, None, "session", detail)
             current = name
             began.add(name)
 

@@ -161,8 +161,7 @@ class _Reading:
             if shared < len(inside):
                 return None
             position += len(run)
-        place = position - len(output)
-        place = min(place, len(self.ids))
+        place = min(position - len(output), len(self.ids))
         n_named = state.n_named
         if n_named < len(self.named) and call == self.named[n_named]:
             if self.places[call] != place:
@@ -225,21 +224,10 @@ def _check(reading: _Reading) -> None:
         for state in reading.readings(token)
     ]
     if not ways:
+        departs = reading.departs
+        after = (one for one in reading.named if reading.places[one] >= departs)
         detail = "the row is not a splice of its turns' outputs"
-        case.report(
-            "row_tokens",
-            detail,
-            row,
-            next(
-                (
-                    one
-                    for one in reading.named
-                    if reading.places[one] >= reading.departs
-                ),
-                None,
-            ),
-            reading.departs,
-        )
+        case.report("row_tokens", detail, row, next(after, None), departs)
         return
     _check_dropped(reading, ways)
     named = case.rows.number("last_turn", row)

@@ -1,4 +1,8 @@
-"""Look at a run in the browser: one HTML file, or a page served from this machine."""
+"""Look at a run in the browser: one HTML file, or a page served from this machine.
+
+For turns, policies, sessions and rows that they cannot take, the functions raise what
+`trajkit.linearize` and `trajkit.verify` raise.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -10,5 +14,8 @@ if TYPE_CHECKING:
     from trajkit.view.document import view as view
 else:
     __getattr__, __dir__ = lazy_names(
-        __name__, {"Page": "document", "page": "document", "view": "document"}
+        __name__,
+        {
+            "document": "Page page view",
+        },
     )

@@ -87,11 +87,6 @@ def view(
     -------
     Page
         As the last value of a cell it is shown. ``save`` writes it as a file.
-
-    Raises
-    ------
-    SchemaError, InvalidTurnsError, PolicyError
-        As `page`.
     """
     html = page(
         turns,
@@ -140,11 +135,6 @@ def page(
         Show the packs of at most this many tokens that the rows of a session make.
     against : tuple, optional
         The title, turns and sessions (or None) of a second run to compare with.
-
-    Raises
-    ------
-    SchemaError, InvalidTurnsError, PolicyError
-        As `trajkit.linearize`.
     """
     named = chosen(policies)
     runs = [(title, turns, sessions), *([] if against is None else [against])]

@@ -12,9 +12,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.take import take_session
 from trajkit.analysis.tokenizer import Tokenizer
-from trajkit.errors import TrajkitError, UnknownSessionError
+from trajkit.errors import TrajkitError
 from trajkit.policies import Policy
 from trajkit.view.document import document
 from trajkit.view.tables import ViewTables, packed
@@ -133,9 +133,7 @@ class LiveRun:
         assert self._turns is not None
         turns, sessions = self._turns
         if session_id is not None:
-            turns = turns.filter(pc.equal(turns["session_id"], session_id))
-            if not turns.num_rows:
-                raise UnknownSessionError(f"the turns have no session {session_id!r}")
+            turns = take_session(turns, session_id)
         return ViewTables(
             turns,
             map(self._options.parse, policies),
@@ -184,34 +182,33 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         port = self.server.server_port
         if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
-            self._send(HTTPStatus.FORBIDDEN, b"another host\n", "text/plain")
+            self._refuse(HTTPStatus.FORBIDDEN, "another host")
             return
         target = urlsplit(self.path)
         _, _, path = target.path.partition("/")
         token, _, rest = path.partition("/")
         if not secrets.compare_digest(token.encode(), self.server.token.encode()):
-            self._send(HTTPStatus.NOT_FOUND, b"not found\n", "text/plain")
+            self._refuse(HTTPStatus.NOT_FOUND, "not found")
         elif rest == "":
             self._send(HTTPStatus.OK, self.server.page, "text/html; charset=utf-8")
         elif rest.startswith("api/"):
             self._answer(rest.removeprefix("api/"), parse_qs(target.query))
         else:
-            self._send(HTTPStatus.NOT_FOUND, b"not found\n", "text/plain")
+            self._refuse(HTTPStatus.NOT_FOUND, "not found")
 
     def _answer(self, name: str, query: dict[str, list[str]]) -> None:
         try:
             run = self.server.runs[query.get("run", ["0"])[0]]
             content = run.answer(name, query, len(self.server.runs))
         except KeyError as error:
-            text = f"not found: {error.args[0]}\n"
-            self._send(HTTPStatus.NOT_FOUND, text.encode(), "text/plain; charset=utf-8")
+            self._refuse(HTTPStatus.NOT_FOUND, f"not found: {error.args[0]}")
         except (TrajkitError, OSError) as error:
-            text = f"{error}\n"
-            self._send(
-                HTTPStatus.BAD_REQUEST, text.encode(), "text/plain; charset=utf-8"
-            )
+            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         else:
             self._send(HTTPStatus.OK, content, "application/octet-stream")
+
+    def _refuse(self, status: HTTPStatus, why: str) -> None:
+        self._send(status, f"{why}\n".encode(), "text/plain; charset=utf-8")
 
     def _send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
         self.send_response(status)

@@ -29,11 +29,6 @@ class Violations:
         The policy of the rows.
     sessions : table, optional
         `trajkit.schema.SESSIONS`.
-
-    Raises
-    ------
-    SchemaError, InvalidTurnsError, ArgumentError
-        As `trajkit.verify`.
     """
 
     def __init__(

@@ -1,0 +1,42 @@
+"""Tables with lines about turns."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit.turns.calls import Calls, Longs
+
+
+def turn_lines(
+    schema: pa.Schema,
+    calls: Calls,
+    which: Longs | Sequence[int],
+    *columns: Sequence[Any] | npt.NDArray[Any] | pa.Array,
+) -> pa.Table:
+    """A table of the session and turn of some calls, and further columns.
+
+    Parameters
+    ----------
+    schema : Schema
+        Begins with session_id and turn_index.
+    which : sequence of int
+        Indices of calls.
+    *columns : sequence
+        The values of the columns that follow, as their types or as `codes`.
+    """
+    rows = pa.array(np.asarray(which, np.int64))
+    taken = calls.table.select(["session_id", "turn_index"]).take(rows)
+    arrays = [
+        values if isinstance(values, pa.Array) else pa.array(values, field.type)
+        for field, values in zip(list(schema)[2:], columns, strict=True)
+    ]
+    return pa.Table.from_arrays([*taken.columns, *arrays], schema=schema)
+
+
+def codes(values: Sequence[int] | npt.NDArray[Any], names: tuple[str, ...]) -> pa.Array:
+    """Names by their number, with all of the names as categories."""
+    numbers = pa.array(np.asarray(values, np.int8))
+    return pa.DictionaryArray.from_arrays(numbers, pa.array(names))
