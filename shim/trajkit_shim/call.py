@@ -407,18 +407,23 @@ class _Call:
         )
 
     def _tokens(self, start: int) -> tuple[Token, ...]:
-        """The output's tokens from ``start`` on, without the end of the message."""
+        """The output's tokens from ``start`` on, without stop string and end token."""
         ids, logprobs = self.result.output_ids, self.result.output_logprobs
         if logprobs is None:
             raise EngineError("the engine gives no logprobs", 400)
-        decoder = Decoder(self._renderer)
-        return tuple(
-            Token(decoder.feed([token]), token, logprob)
-            for token, logprob in zip(
-                ids[start:].tolist(), logprobs[start:].tolist(), strict=True
-            )
-            if token not in self._renderer.end_ids
-        )
+        decoder, tokens = Decoder(self._renderer), list[Token]()
+        text, matched = self._text()
+        left = None if matched is None else len(text)
+        for i, (token, logprob) in enumerate(
+            zip(ids.tolist(), logprobs.tolist(), strict=True)
+        ):
+            if left == 0:
+                break
+            shown = decoder.feed([token])[:left]
+            left = None if left is None else left - len(shown)
+            if i >= start and token not in self._renderer.end_ids:
+                tokens.append(Token(shown, token, logprob))
+        return tuple(tokens)
 
     def _parser(self) -> Parser:
         return Parser(

@@ -49,6 +49,7 @@ class Mark(NamedTuple):
     offset: int  # in the body
     lengths: Lengths  # of what was restored of it
     unnamed_calls: int  # `ChatRequest.unnamed_calls`
+    n_bytes: int  # memory of its messages, about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class KnownRequest:
 
     protocol: str  # its name
     history: str  # the field with the conversation (`WireProtocol.history`)
-    body: bytes
+    body: bytes  # up to the last of them
     digests: list[bytes]  # of its start, one per `_HASHED` bytes
     fields: Json  # those before the history
     n_front: int  # `ChatRequest.n_front`
@@ -67,7 +68,7 @@ class KnownRequest:
     @property
     def n_bytes(self) -> int:
         """Memory, about: the body, its messages and their records."""
-        return 3 * len(self.body) + _OVERHEAD * len(self.restored.messages)
+        return len(self.body) + self.marks[-1].n_bytes
 
 
 class Match(NamedTuple):
@@ -104,14 +105,20 @@ class ReadRequest:
         marks = self.marks
         # the next message may belong to an assistant's last one
         if self.end >= 0 and restored.messages[-1]["role"] != "assistant":
-            end = Mark(self.end, restored.lengths, self.chat.unnamed_calls)
-            marks = [*marks, end]
+            n_bytes, n_known = 0, 0
+            if marks:
+                n_bytes, n_known = marks[-1].n_bytes, marks[-1].lengths.messages
+            # a message is kept as text and as JSON
+            for record in restored.logged[n_known:]:
+                n_bytes += 2 * len(record.body) + _OVERHEAD
+            unnamed = self.chat.unnamed_calls
+            marks = [*marks, Mark(self.end, restored.lengths, unnamed, n_bytes)]
         if not marks:
             return None
         return KnownRequest(
             protocol=protocol,
             history=history,
-            body=self.body,
+            body=self.body[: marks[-1].offset],
             digests=self.digests,
             fields=self.fields,
             n_front=self.chat.n_front,
@@ -132,7 +139,7 @@ def find_known(
             shared = _n_shared(body, request.body)
             if best is None or shared > best.n_shared:
                 best = Match(request, shared)
-            if shared >= request.marks[-1].offset:
+            if shared == len(request.body):
                 break
     return best
 
@@ -216,6 +223,9 @@ def _continue(
 
 def _n_shared(one: bytes, other: bytes) -> int:
     """The length of the common prefix."""
+    # quicker than the words below
+    if one.startswith(other):
+        return len(other)
     n_both = min(len(one), len(other))
     words = [np.frombuffer(each, np.uint64, n_both // 8) for each in (one, other)]
     start = 0
