@@ -6,7 +6,6 @@ earlier history is parsed, read and restored from there on only. Any other body 
 completely.
 """
 
-import json
 import math
 import re
 import secrets
@@ -24,7 +23,7 @@ import numpy as np
 
 from trajkit_shim.chat.request import ChatRequest, ReadOptions
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Json, parse_object
+from trajkit_shim.json_input import DECODER, Json, check_value, parse_object
 from trajkit_shim.prompting.reply_matching import Lengths, RestoredRequest
 
 Read: TypeAlias = Callable[[Json, ReadOptions], ChatRequest]
@@ -39,8 +38,6 @@ _SPACE = b" \t\n\r"
 _OVERHEAD = 1024
 # in the place of a history's known messages; unpredictable for clients
 _KNOWN = secrets.token_hex(16)
-
-_value_end = json.JSONDecoder().raw_decode
 
 
 class Mark(NamedTuple):
@@ -173,16 +170,11 @@ def read_request(
                 return request
     if len(body) > most:
         return None
-    request.chat = read(parse_object(body), options)
     if len(body) < SHORT:
-        return request
-    found = _list_start(history).search(body)
-    if found is not None:
-        before = body[: found.start()].rstrip(_SPACE).removesuffix(b",")
-        # another field may have that name
-        with suppress(GatewayError):
-            request.fields = parse_object(before + b"}")
-            request.end = _list_end(body, found.end() - 1)
+        fields = parse_object(body)
+    else:
+        fields, request.fields, request.end = _parse(body, history)
+    request.chat = read(fields, options)
     return request
 
 
@@ -198,7 +190,7 @@ def _continue(
     start = f'{{"{name}":["{_KNOWN}"'.encode()
     tail = start + request.body[mark.offset :]
     try:
-        fields = parse_object(tail)
+        fields, _, end = _parse(tail, name)
         history = fields[name]
         # the field may be there twice
         if not isinstance(history, list) or history[0] != _KNOWN or len(history) < 2:
@@ -216,7 +208,6 @@ def _continue(
         return False
     request.chat = replace(chat, messages=head.messages + chat.messages[n_front:])
     request.head, request.marks, request.fields = head, marks, known.fields
-    end = _list_end(tail, len(start) - len(f'["{_KNOWN}"'))
     request.end = mark.offset + end - len(start)
     return True
 
@@ -245,8 +236,24 @@ def _list_start(name: str) -> re.Pattern[bytes]:
     return re.compile(rb'"%s"[ \t\n\r]*:[ \t\n\r]*\[' % name.encode())
 
 
-def _list_end(body: bytes, start: int) -> int:
-    """The end of the last value of the list that starts at a byte of a JSON text."""
-    text = body[start:].decode()
-    _, end = _value_end(text)
-    return start + len(text[: end - 1].encode().rstrip(_SPACE))
+def _parse(body: bytes, name: str) -> tuple[Json, Json, int]:
+    """Parse an object whose field of that name is a list, as `parse_object`.
+
+    Returns the object, its fields before that one, and where the last value of the list
+    ends (-1: not found). Each byte is parsed once, because other threads wait meanwhile.
+    """
+    found = _list_start(name).search(body)
+    if found is not None:
+        front = body[: found.start()].rstrip(_SPACE).removesuffix(b",")
+        # another field may have that name, and errors name a place in the complete body
+        with suppress(GatewayError, ValueError, RecursionError):
+            before = parse_object(front + b"}")
+            text = body[found.end() - 1 :].decode()
+            history, end = DECODER.raw_decode(text)
+            after = parse_object(f'{{"{_KNOWN}":0{text[end:]}'.encode())
+            del after[_KNOWN]
+            items = text[: end - 1].encode()
+            check_value({name: history}, items)
+            stop = found.end() - 1 + len(items.rstrip(_SPACE))
+            return {**before, name: history, **after}, before, stop
+    return parse_object(body), {}, -1
