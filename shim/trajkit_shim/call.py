@@ -182,6 +182,7 @@ class _Call:
     # the prompt as the engine consumes it, and its images
     _engine_ids: Ids
     _images: list[PlacedImage]
+    _opened: bool  # the prompt ends within the reply's reasoning
     result: Sample
 
     def __init__(self, context: CallContext, info: EngineInfo) -> None:
@@ -226,6 +227,7 @@ class _Call:
         except TooManyTokensError as error:
             length = f"at least {error.n_tokens}"
             raise checks.too_long(length, error.n_tokens, max_tokens) from error
+        self._opened = self._renderer.opens_reasoning(self.prompt.ids)
         self._engine_ids, self._images = self.prompt.ids, []
         places, messages = self._settings.prompts.places, self.restored.messages
         if places is not None and hashes_of(messages):
@@ -252,7 +254,7 @@ class _Call:
                 self._request,
                 parser.form if parser else self._settings.tool_form,
                 terms.pins.extra,
-                opened=self._renderer.opens_reasoning(self.prompt.ids),
+                opened=self._opened,
                 reasons=THINK in self._renderer.chat_template,
             ),
         )
@@ -274,7 +276,7 @@ class _Call:
                 text,
                 self._request.tools,
                 self._engine_ids,
-                opened=self._renderer.opens_reasoning(self.prompt.ids),
+                opened=self._opened,
             )
             self._parsed = parsed, matched
         self._ended_at = datetime.now(UTC)
@@ -428,7 +430,7 @@ class _Call:
     def _parser(self) -> Parser:
         return Parser(
             tools=self._request.tools,
-            opened=self._renderer.opens_reasoning(self.prompt.ids),
+            opened=self._opened,
             form=self._settings.tool_form,
         )
 

@@ -199,21 +199,24 @@ class Prompts:
                 if not isinstance(end, int):
                     text, failed = view.text, end
                     continue
-                tail = self._encode(view.text[end:], new, max_tokens)
-                shown = None
+                tail, shown = view.text[end:], None
                 if attributed:
+                    encoded = self._encode(tail, new, max_tokens)
+                    tail_ids = encoded.ids
                     # a template that trims changes what it renders
                     spans = self._find_new(view, end, verbatim=not probe.trims_new)
                     if spans is not None:
-                        shown = message_index(tail, spans)
+                        shown = message_index(encoded, spans)
+                else:
+                    tail_ids = self._ids(tail, new, max_tokens)
                 more = view.text[view.before.length :]
                 full = view.before is base.rendered
-                ids, buffer = extended(base.ids(), tail.ids, base.branch.buffer)
+                ids, buffer = extended(base.ids(), tail_ids, base.branch.buffer)
                 return Prompt(
                     ids=ids,
                     buffer=buffer,
                     reason=reason,
-                    hasher=_hashed(tail.ids, base.hasher),
+                    hasher=_hashed(tail_ids, base.hasher),
                     base=base,
                     n_known=last + 1,
                     message_index=shown,
