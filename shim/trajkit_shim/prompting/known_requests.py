@@ -9,17 +9,13 @@ completely.
 import math
 import re
 import secrets
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import takewhile
-from operator import itemgetter
 from typing import NamedTuple, TypeAlias
-
-import numpy as np
 
 from trajkit_shim.chat.request import ChatRequest, ReadOptions
 from trajkit_shim.errors import GatewayError
@@ -31,8 +27,7 @@ Read: TypeAlias = Callable[[Json, ReadOptions], ChatRequest]
 SHORT = 1 << 13
 """Bytes of a body. A shorter one is read completely, which takes less than a lookup."""
 
-# bytes that are hashed at once, and words of 8 bytes that are compared at once
-_HASHED, _BLOCK = 1 << 13, 1 << 15
+_HASHED = 1 << 13  # bytes that are hashed at once
 _SPACE = b" \t\n\r"
 # bytes of a message besides its text
 _OVERHEAD = 1024
@@ -69,10 +64,15 @@ class KnownRequest:
 
 
 class Match(NamedTuple):
-    """A known request, and how many of a body's bytes it begins with."""
+    """A known request, and how many of its marks a body contains at the same place."""
 
     known: KnownRequest
-    n_shared: int
+    n_marks: int
+
+    @property
+    def n_shared(self) -> int:
+        """How many bytes both begin with, at least."""
+        return self.known.marks[self.n_marks - 1].offset if self.n_marks else 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,17 +127,25 @@ class ReadRequest:
 def find_known(
     body: bytes, protocol: str, known: Iterable[KnownRequest]
 ) -> Match | None:
-    """Return a protocol's request that shares the most bytes with a body, if it is long."""
+    """Return a protocol's request that shares the most with a body, if it is long."""
     best = None
     if len(body) < SHORT:
         return None
     for request in known:
-        if request.protocol == protocol:
-            shared = _n_shared(body, request.body)
-            if best is None or shared > best.n_shared:
-                best = Match(request, shared)
-            if shared == len(request.body):
-                break
+        if request.protocol != protocol:
+            continue
+        n_marks = len(request.marks)
+        if not body.startswith(request.body):
+            n_marks = bisect_left(
+                request.marks,
+                True,
+                key=lambda mark: not body.startswith(request.body[: mark.offset]),
+            )
+        match = Match(request, n_marks)
+        if best is None or match.n_shared > best.n_shared:
+            best = match
+        if n_marks == len(request.marks):
+            break
     return best
 
 
@@ -161,7 +169,7 @@ def read_request(
     request = ReadRequest(body=body, digests=digests)
     if match is not None:
         marks = match.known.marks
-        n_marks = bisect_right(marks, match.n_shared, key=itemgetter(0))
+        n_marks = match.n_marks
         # a request that is sent again has nothing after the last one
         for n_used in range(n_marks, max(0, n_marks - 2), -1):
             if len(body) - marks[n_used - 1].offset > most:
@@ -210,25 +218,6 @@ def _continue(
     request.head, request.marks, request.fields = head, marks, known.fields
     request.end = mark.offset + end - len(start)
     return True
-
-
-def _n_shared(one: bytes, other: bytes) -> int:
-    """The length of the common prefix."""
-    # quicker than the words below
-    if one.startswith(other):
-        return len(other)
-    n_both = min(len(one), len(other))
-    words = [np.frombuffer(each, np.uint64, n_both // 8) for each in (one, other)]
-    start = 0
-    for first in range(0, n_both // 8, _BLOCK):
-        left, right = (each[first : first + _BLOCK] for each in words)
-        differ = left != right
-        if differ.any():
-            start = 8 * (first + int(np.argmax(differ)))
-            break
-        start = 8 * (first + len(left))
-    rest = zip(one[start : start + 8], other[start : start + 8], strict=False)
-    return start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], rest))
 
 
 @lru_cache
