@@ -229,11 +229,11 @@ async def grow(session: Session, sizes: list[int]) -> list[tuple[Ids, list[Turn]
     found = []
     turn = await session.turn()
     for size in sizes:
-        while turn.n_tokens < size:
+        turns: list[Turn] = []
+        # the median of the turns has the size
+        while len(turns) < _TURNS or turns[_TURNS // 2].n_tokens < size:
             turn = await session.turn()
-        session.check(turn)
-        turns = [await session.turn() for _ in range(_TURNS)]
-        turn = turns[-1]
+            turns = [*turns[-_TURNS + 1 :], turn]
         session.check(turn)
         found.append((session.engine.prompt_ids, turns))
     return found
@@ -289,7 +289,7 @@ def history(sizes: list[int]) -> None:
                 spent = 1e3 * statistics.median(turn.processor for turn in turns)
                 wall = 1e3 * statistics.median(turn.wall for turn in turns)
                 first = first or spent
-                body = turns[-1].body
+                n_tokens, body = turns[_TURNS // 2].n_tokens, turns[_TURNS // 2].body
                 whole, received, written = (
                     1e3 * processor_seconds(work)
                     for work in (
@@ -299,7 +299,7 @@ def history(sizes: list[int]) -> None:
                     )
                 )
                 print(
-                    f"{'attributed' if attributed else 'ids':12}{len(ids):9,}"
+                    f"{'attributed' if attributed else 'ids':12}{n_tokens:9,}"
                     f"{spent:9.2f}{f'({wall:.2f})':>10}{spent / first:9.2f}"
                     f"{whole:9.1f}{whole / spent:11.1f}{received:9.2f}{written:8.2f}"
                 )

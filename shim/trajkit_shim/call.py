@@ -182,6 +182,7 @@ class _Call:
     # the prompt as the engine consumes it, and its images
     _engine_ids: Ids
     _images: list[PlacedImage]
+    _opened: bool  # the prompt ends within the reply's reasoning
     result: Sample
 
     def __init__(self, context: CallContext, info: EngineInfo) -> None:
@@ -226,6 +227,7 @@ class _Call:
         except TooManyTokensError as error:
             length = f"at least {error.n_tokens}"
             raise checks.too_long(length, error.n_tokens, max_tokens) from error
+        self._opened = self._renderer.opens_reasoning(self.prompt.ids)
         self._engine_ids, self._images = self.prompt.ids, []
         places, messages = self._settings.prompts.places, self.restored.messages
         if places is not None and hashes_of(messages):
@@ -252,7 +254,7 @@ class _Call:
                 self._request,
                 parser.form if parser else self._settings.tool_form,
                 terms.pins.extra,
-                opened=self._renderer.opens_reasoning(self.prompt.ids),
+                opened=self._opened,
                 reasons=THINK in self._renderer.chat_template,
             ),
         )
@@ -274,7 +276,7 @@ class _Call:
                 text,
                 self._request.tools,
                 self._engine_ids,
-                opened=self._renderer.opens_reasoning(self.prompt.ids),
+                opened=self._opened,
             )
             self._parsed = parsed, matched
         self._ended_at = datetime.now(UTC)
@@ -407,23 +409,28 @@ class _Call:
         )
 
     def _tokens(self, start: int) -> tuple[Token, ...]:
-        """The output's tokens from ``start`` on, without the end of the message."""
+        """The output's tokens from ``start`` on, without stop string and end token."""
         ids, logprobs = self.result.output_ids, self.result.output_logprobs
         if logprobs is None:
             raise EngineError("the engine gives no logprobs", 400)
-        decoder = Decoder(self._renderer)
-        return tuple(
-            Token(decoder.feed([token]), token, logprob)
-            for token, logprob in zip(
-                ids[start:].tolist(), logprobs[start:].tolist(), strict=True
-            )
-            if token not in self._renderer.end_ids
-        )
+        decoder, tokens = Decoder(self._renderer), list[Token]()
+        text, matched = self._text()
+        left = None if matched is None else len(text)
+        for i, (token, logprob) in enumerate(
+            zip(ids.tolist(), logprobs.tolist(), strict=True)
+        ):
+            if left == 0:
+                break
+            shown = decoder.feed([token])[:left]
+            left = None if left is None else left - len(shown)
+            if i >= start and token not in self._renderer.end_ids:
+                tokens.append(Token(shown, token, logprob))
+        return tuple(tokens)
 
     def _parser(self) -> Parser:
         return Parser(
             tools=self._request.tools,
-            opened=self._renderer.opens_reasoning(self.prompt.ids),
+            opened=self._opened,
             form=self._settings.tool_form,
         )
 

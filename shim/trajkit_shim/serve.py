@@ -1,6 +1,7 @@
 """Runs the gateway on a socket, in the foreground or on a thread."""
 
 import asyncio
+import gc
 import ipaddress
 import math
 import resource
@@ -57,6 +58,9 @@ def serve(
         The address is not available.
     """
     listener, url = _listen(host, port)
+    # a collection that looks at all that was imported would stop every call
+    gc.collect()
+    gc.freeze()
     with listener:
         if on_listening is not None:
             on_listening(url)

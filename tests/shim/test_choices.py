@@ -216,6 +216,17 @@ async def test_logprobs_are_the_recorded_ones(tmp_path, name, stream):
     )
 
 
+async def test_logprobs_end_before_the_stop_string(tmp_path):
+    async with in_process(PiecewiseEngine("abcd"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        choices, _ = await chat(client, stream=False, logprobs=True, stop=["cd"])
+        (turn,) = gateway.turns()
+    assert choices[0].message.content == "ab"
+    assert [token.token for token in choices[0].logprobs.content] == ["a", "b"]
+    logprobs = [token.logprob for token in choices[0].logprobs.content]
+    assert logprobs == pytest.approx(turn["output_logprobs"][:2])
+
+
 async def test_no_logprobs_by_default(tmp_path):
     async with in_process(ScriptedEngine("a"), RENDERER, tmp_path) as gateway:
         choices, _ = await chat(await gateway.open(), stream=False)

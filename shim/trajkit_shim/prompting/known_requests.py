@@ -6,25 +6,20 @@ earlier history is parsed, read and restored from there on only. Any other body 
 completely.
 """
 
-import json
 import math
 import re
 import secrets
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import takewhile
-from operator import itemgetter
 from typing import NamedTuple, TypeAlias
-
-import numpy as np
 
 from trajkit_shim.chat.request import ChatRequest, ReadOptions
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Json, parse_object
+from trajkit_shim.json_input import DECODER, Json, check_value, parse_object
 from trajkit_shim.prompting.reply_matching import Lengths, RestoredRequest
 
 Read: TypeAlias = Callable[[Json, ReadOptions], ChatRequest]
@@ -32,15 +27,12 @@ Read: TypeAlias = Callable[[Json, ReadOptions], ChatRequest]
 SHORT = 1 << 13
 """Bytes of a body. A shorter one is read completely, which takes less than a lookup."""
 
-# bytes that are hashed at once, and words of 8 bytes that are compared at once
-_HASHED, _BLOCK = 1 << 13, 1 << 15
+_HASHED = 1 << 13  # bytes that are hashed at once
 _SPACE = b" \t\n\r"
 # bytes of a message besides its text
 _OVERHEAD = 1024
 # in the place of a history's known messages; unpredictable for clients
 _KNOWN = secrets.token_hex(16)
-
-_value_end = json.JSONDecoder().raw_decode
 
 
 class Mark(NamedTuple):
@@ -49,6 +41,7 @@ class Mark(NamedTuple):
     offset: int  # in the body
     lengths: Lengths  # of what was restored of it
     unnamed_calls: int  # `ChatRequest.unnamed_calls`
+    n_bytes: int  # memory of its messages, about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +50,7 @@ class KnownRequest:
 
     protocol: str  # its name
     history: str  # the field with the conversation (`WireProtocol.history`)
-    body: bytes
+    body: bytes  # up to the last of them
     digests: list[bytes]  # of its start, one per `_HASHED` bytes
     fields: Json  # those before the history
     n_front: int  # `ChatRequest.n_front`
@@ -67,14 +60,19 @@ class KnownRequest:
     @property
     def n_bytes(self) -> int:
         """Memory, about: the body, its messages and their records."""
-        return 3 * len(self.body) + _OVERHEAD * len(self.restored.messages)
+        return len(self.body) + self.marks[-1].n_bytes
 
 
 class Match(NamedTuple):
-    """A known request, and how many of a body's bytes it begins with."""
+    """A known request, and how many of its marks a body contains at the same place."""
 
     known: KnownRequest
-    n_shared: int
+    n_marks: int
+
+    @property
+    def n_shared(self) -> int:
+        """How many bytes both begin with, at least."""
+        return self.known.marks[self.n_marks - 1].offset if self.n_marks else 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,14 +102,20 @@ class ReadRequest:
         marks = self.marks
         # the next message may belong to an assistant's last one
         if self.end >= 0 and restored.messages[-1]["role"] != "assistant":
-            end = Mark(self.end, restored.lengths, self.chat.unnamed_calls)
-            marks = [*marks, end]
+            n_bytes, n_known = 0, 0
+            if marks:
+                n_bytes, n_known = marks[-1].n_bytes, marks[-1].lengths.messages
+            # a message is kept as text and as JSON
+            for record in restored.logged[n_known:]:
+                n_bytes += 2 * len(record.body) + _OVERHEAD
+            unnamed = self.chat.unnamed_calls
+            marks = [*marks, Mark(self.end, restored.lengths, unnamed, n_bytes)]
         if not marks:
             return None
         return KnownRequest(
             protocol=protocol,
             history=history,
-            body=self.body,
+            body=self.body[: marks[-1].offset],
             digests=self.digests,
             fields=self.fields,
             n_front=self.chat.n_front,
@@ -123,17 +127,25 @@ class ReadRequest:
 def find_known(
     body: bytes, protocol: str, known: Iterable[KnownRequest]
 ) -> Match | None:
-    """Return a protocol's request that shares the most bytes with a body, if it is long."""
+    """Return a protocol's request that shares the most with a body, if it is long."""
     best = None
     if len(body) < SHORT:
         return None
     for request in known:
-        if request.protocol == protocol:
-            shared = _n_shared(body, request.body)
-            if best is None or shared > best.n_shared:
-                best = Match(request, shared)
-            if shared >= request.marks[-1].offset:
-                break
+        if request.protocol != protocol:
+            continue
+        n_marks = len(request.marks)
+        if not body.startswith(request.body):
+            n_marks = bisect_left(
+                request.marks,
+                True,
+                key=lambda mark: not body.startswith(request.body[: mark.offset]),
+            )
+        match = Match(request, n_marks)
+        if best is None or match.n_shared > best.n_shared:
+            best = match
+        if n_marks == len(request.marks):
+            break
     return best
 
 
@@ -157,7 +169,7 @@ def read_request(
     request = ReadRequest(body=body, digests=digests)
     if match is not None:
         marks = match.known.marks
-        n_marks = bisect_right(marks, match.n_shared, key=itemgetter(0))
+        n_marks = match.n_marks
         # a request that is sent again has nothing after the last one
         for n_used in range(n_marks, max(0, n_marks - 2), -1):
             if len(body) - marks[n_used - 1].offset > most:
@@ -166,16 +178,11 @@ def read_request(
                 return request
     if len(body) > most:
         return None
-    request.chat = read(parse_object(body), options)
     if len(body) < SHORT:
-        return request
-    found = _list_start(history).search(body)
-    if found is not None:
-        before = body[: found.start()].rstrip(_SPACE).removesuffix(b",")
-        # another field may have that name
-        with suppress(GatewayError):
-            request.fields = parse_object(before + b"}")
-            request.end = _list_end(body, found.end() - 1)
+        fields = parse_object(body)
+    else:
+        fields, request.fields, request.end = _parse(body, history)
+    request.chat = read(fields, options)
     return request
 
 
@@ -191,7 +198,7 @@ def _continue(
     start = f'{{"{name}":["{_KNOWN}"'.encode()
     tail = start + request.body[mark.offset :]
     try:
-        fields = parse_object(tail)
+        fields, _, end = _parse(tail, name)
         history = fields[name]
         # the field may be there twice
         if not isinstance(history, list) or history[0] != _KNOWN or len(history) < 2:
@@ -209,25 +216,8 @@ def _continue(
         return False
     request.chat = replace(chat, messages=head.messages + chat.messages[n_front:])
     request.head, request.marks, request.fields = head, marks, known.fields
-    end = _list_end(tail, len(start) - len(f'["{_KNOWN}"'))
     request.end = mark.offset + end - len(start)
     return True
-
-
-def _n_shared(one: bytes, other: bytes) -> int:
-    """The length of the common prefix."""
-    n_both = min(len(one), len(other))
-    words = [np.frombuffer(each, np.uint64, n_both // 8) for each in (one, other)]
-    start = 0
-    for first in range(0, n_both // 8, _BLOCK):
-        left, right = (each[first : first + _BLOCK] for each in words)
-        differ = left != right
-        if differ.any():
-            start = 8 * (first + int(np.argmax(differ)))
-            break
-        start = 8 * (first + len(left))
-    rest = zip(one[start : start + 8], other[start : start + 8], strict=False)
-    return start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], rest))
 
 
 @lru_cache
@@ -235,8 +225,24 @@ def _list_start(name: str) -> re.Pattern[bytes]:
     return re.compile(rb'"%s"[ \t\n\r]*:[ \t\n\r]*\[' % name.encode())
 
 
-def _list_end(body: bytes, start: int) -> int:
-    """The end of the last value of the list that starts at a byte of a JSON text."""
-    text = body[start:].decode()
-    _, end = _value_end(text)
-    return start + len(text[: end - 1].encode().rstrip(_SPACE))
+def _parse(body: bytes, name: str) -> tuple[Json, Json, int]:
+    """Parse an object whose field of that name is a list, as `parse_object`.
+
+    Returns the object, its fields before that one, and where the last value of the list
+    ends (-1: not found). Each byte is parsed once, because other threads wait meanwhile.
+    """
+    found = _list_start(name).search(body)
+    if found is not None:
+        front = body[: found.start()].rstrip(_SPACE).removesuffix(b",")
+        # another field may have that name, and errors name a place in the complete body
+        with suppress(GatewayError, ValueError, RecursionError):
+            before = parse_object(front + b"}")
+            text = body[found.end() - 1 :].decode()
+            history, end = DECODER.raw_decode(text)
+            after = parse_object(f'{{"{_KNOWN}":0{text[end:]}'.encode())
+            del after[_KNOWN]
+            items = text[: end - 1].encode()
+            check_value({name: history}, items)
+            stop = found.end() - 1 + len(items.rstrip(_SPACE))
+            return {**before, name: history, **after}, before, stop
+    return parse_object(body), {}, -1

@@ -184,36 +184,39 @@ class Prompts:
         probe = self.probe(tools=tools is not None) if appends else None
         if probe is None or not probe.safe:
             ids = self._ids(self.renderer.text(messages, tools), messages, max_tokens)
-            reason: Reason = "chosen" if probe is None else "template"
-            return Prompt(ids=ids, reason=reason, hasher=_hashed(ids))
+            why: Reason = "chosen" if probe is None else "template"
+            return Prompt(ids=ids, reason=why, hasher=_hashed(ids))
         offered = _tools_digest(tools)
         last, base, reason = _find_base(restored, offered, replies, cache)
         text = None
         if base is not None:
             reply, *new = messages[last:]
-            reasons = base.reasons or bool(reply.get("reasoning_content"))
+            reasons = base.reasons or _reasons(messages[last:])
+            failed: Departure | None = None
             tail_only = self._tail_only(probe, base, new, reasons)
             for view in self._views(base, messages, last, tools, tail_only):
                 end = end_of_reply(self.renderer, view.before, view.text, reply, new)
                 if not isinstance(end, int):
-                    text, reason = view.text, end
+                    text, failed = view.text, end
                     continue
-                tail = self._encode(view.text[end:], new, max_tokens)
-                shown = None
+                tail, shown = view.text[end:], None
                 if attributed:
+                    encoded = self._encode(tail, new, max_tokens)
+                    tail_ids = encoded.ids
                     # a template that trims changes what it renders
                     spans = self._find_new(view, end, verbatim=not probe.trims_new)
-                    shown = None
                     if spans is not None:
-                        shown = message_index(tail, spans)
+                        shown = message_index(encoded, spans)
+                else:
+                    tail_ids = self._ids(tail, new, max_tokens)
                 more = view.text[view.before.length :]
                 full = view.before is base.rendered
-                ids, buffer = extended(base.ids(), tail.ids, base.branch.buffer)
+                ids, buffer = extended(base.ids(), tail_ids, base.branch.buffer)
                 return Prompt(
                     ids=ids,
                     buffer=buffer,
-                    reason=None,
-                    hasher=_hashed(tail.ids, base.hasher),
+                    reason=reason,
+                    hasher=_hashed(tail_ids, base.hasher),
                     base=base,
                     n_known=last + 1,
                     message_index=shown,
@@ -221,12 +224,13 @@ class Prompts:
                     tools=offered,
                     reasons=reasons,
                 )
-            if reason == "rewritten" and tail_only:
+            if failed == "rewritten" and tail_only:
                 # what was proven of short conversations is not true of this one
                 with self._lock:
                     self._probes[tools is not None] = replace(probe, tail=False)
-            if reason == "rewritten" and probe.drops_reasoning and reasons:
-                reason = "reasoning"
+            if failed == "rewritten" and probe.drops_reasoning and reasons:
+                failed = "reasoning"
+            reason = reason or failed
         if text is None:
             text = self.renderer.text(messages, tools)
         ids = self._ids(text, messages, max_tokens)
@@ -236,7 +240,7 @@ class Prompts:
             hasher=_hashed(ids),
             rendered=RenderedPrefix.of(text, probe.leaves),
             tools=offered,
-            reasons=any(message.get("reasoning_content") for message in messages),
+            reasons=_reasons(messages),
         )
 
     def _ids(self, text: str, messages: list[Json], max_tokens: int) -> Ids:
@@ -368,26 +372,42 @@ class _View:
 
 def _find_base(
     restored: RestoredRequest, offered: bytes, replies: ReplyIndex, cache: TokenCache
-) -> tuple[int, CachedPath | None, Reason]:
-    """The index of a request's last reply, and its path, or why it has no path."""
-    last = len(restored.messages) - 1
-    while last >= 0 and restored.messages[last]["role"] != "assistant":
-        last -= 1
+) -> tuple[int, CachedPath | None, Reason | None]:
+    """The index and path of the reply to extend, and why that is not the last one.
+
+    If replies were moved, because messages before them changed, it is the last one before
+    the change.
+    """
+    messages, positions = restored.messages, restored.positions
+    reversed_replies = (
+        i for i in reversed(range(len(messages))) if messages[i]["role"] == "assistant"
+    )
+    last = next(reversed_replies, -1)
     if last < 0:
         return -1, None, "opening"
-    path = cache.get(restored.positions[last])
+    reason: Reason | None = None
+    path = cache.get(positions[last])
     if path is None:
         _, taken_for = restored.known[-1]
         if taken_for == "new":
             return last, None, "unknown_reply"
-        before = restored.positions[last - 1] if last else START
-        replied = replies.has_reply_at(before)
-        return last, None, "released" if replied else "moved"
+        if replies.has_reply_at(positions[last - 1] if last else START):
+            return last, None, "released"
+        reason = "moved"
+        while path is None:
+            last = next(reversed_replies, -1)
+            if last < 0:
+                return -1, None, reason
+            path = cache.get(positions[last])
     if not path.closed:
-        return last, None, "unclosed"
+        return last, None, reason or "unclosed"
     if path.tools != offered:
-        return last, None, "tools"
-    return last, path, "chosen"
+        return last, None, reason or "tools"
+    return last, path, reason
+
+
+def _reasons(messages: list[Json]) -> bool:
+    return any(message.get("reasoning_content") for message in messages)
 
 
 def _tools_digest(tools: list[Json] | None) -> bytes:

@@ -172,7 +172,7 @@ class TokenCache:
             used = None if used.base is None else used.base.branch
         if replaced is not None and not self._needs(replaced.branch):
             self._release(replaced.branch)
-        budget.add(self, branch.n_bytes - before)
+        budget.add(self, branch, branch.n_bytes - before)
 
     def release_oldest(self) -> None:
         """Drop one branch that no other extends."""
@@ -197,28 +197,41 @@ class TokenCache:
             if (path := self._paths.get(position)) and path.branch is branch:
                 del self._paths[position]
         assert self._budget is not None
-        self._budget.remove(self, branch.n_bytes, last=not self._branches)
+        self._budget.remove(self, branch, last=not self._branches)
 
 
 class CacheBudget:
-    """A limit in bytes on the memory of all sessions' paths."""
+    """A limit in bytes on the memory of all sessions' branches.
+
+    Requests are dropped first, since they only save work: a prompt whose ids are gone is
+    rendered, and may differ from them.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.n_bytes = 0
-        # most recently added to last
+        # sessions, and branches with a request; most recently added to last
         self._sessions: OrderedDict[TokenCache, None] = OrderedDict()
+        self._requests: OrderedDict[Branch, None] = OrderedDict()
 
-    def add(self, paths: TokenCache, n_bytes: int) -> None:
-        """Count a path, and drop the oldest branches if the limit is exceeded."""
+    def add(self, session: TokenCache, branch: Branch, n_bytes: int) -> None:
+        """Count what a branch grew by, and drop the oldest if the limit is exceeded."""
         self.n_bytes += n_bytes
-        self._sessions[paths] = None
-        self._sessions.move_to_end(paths)
+        self._sessions[session] = None
+        self._sessions.move_to_end(session)
+        self._requests.pop(branch, None)
+        if branch.request is not None:
+            self._requests[branch] = None
+        while self.n_bytes > self.max_bytes and self._requests:
+            oldest, _ = self._requests.popitem(last=False)
+            n_before, oldest.request = oldest.n_bytes, None
+            self.n_bytes -= n_before - oldest.n_bytes
         while self.n_bytes > self.max_bytes:
             next(iter(self._sessions)).release_oldest()
 
-    def remove(self, paths: TokenCache, n_bytes: int, *, last: bool) -> None:
+    def remove(self, session: TokenCache, branch: Branch, *, last: bool) -> None:
         """Uncount a branch, the session's last one or not."""
-        self.n_bytes -= n_bytes
+        self.n_bytes -= branch.n_bytes
+        self._requests.pop(branch, None)
         if last:
-            del self._sessions[paths]
+            del self._sessions[session]

@@ -352,6 +352,8 @@ class _Row:
 
     def __init__(self, log_schema: pa.Schema) -> None:
         self._schema = log_schema
+        # by the names of their fields; turns of one client have the same
+        self._structs: dict[tuple[str, ...], pa.StructType] = {}
         self._nulls = {field.name: pa.nulls(1, field.type) for field in log_schema}
         self._item_types = {
             field.name: field.type.value_type
@@ -370,8 +372,13 @@ class _Row:
                 columns[name] = _cell(value, self._item_types[name])
             else:
                 row[name] = value
-        fields = pa.struct([self._schema.field(name) for name in row])
-        columns |= zip(row, pa.array([row], fields).flatten(), strict=True)
+        names = tuple(row)
+        if names not in self._structs:
+            fields = [self._schema.field(name) for name in names]
+            self._structs[names] = pa.struct(fields)
+        columns |= zip(
+            names, pa.array([row], self._structs[names]).flatten(), strict=True
+        )
         return pa.RecordBatch.from_arrays([*columns.values()], schema=self._schema)
 
 

@@ -27,10 +27,16 @@ from trajkit_shim.chat.logged_message import logged_message
 from trajkit_shim.chat.reply import Usage
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.errors import EngineError
+from trajkit_shim.prompting.known_requests import KnownRequest, Mark
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.rendered_prefix import RenderedPrefix
-from trajkit_shim.prompting.reply_matching import ReplyIndex, next_position
+from trajkit_shim.prompting.reply_matching import (
+    Lengths,
+    ReplyIndex,
+    RestoredRequest,
+    next_position,
+)
 from trajkit_shim.prompting.token_cache import (
     Branch,
     CacheBudget,
@@ -415,6 +421,23 @@ def test_why_a_request_is_rendered():
     assert reason(Conversation(RENDERER, "render"), [user]) == "chosen"
 
 
+def test_the_last_turn_before_an_edit_is_extended():
+    conversation = Conversation(RENDERER)
+    messages = start(conversation, "a <b")
+    n_first = len(conversation.prompt.ids)
+    messages += [said("user", "and?"), said("user", "so?")]
+    conversation.ask(messages)
+    messages = [*messages, conversation.reply(canonical(RENDERER, "later")), NEXT]
+    edited = [*messages[:3], said("user", "and then?"), *messages[4:]]
+    assert reason(conversation, edited) == "moved"
+    prompt = conversation.prompt
+    assert prompt.built == "render"
+    assert (prompt.n_base > n_first, prompt.n_known) == (True, 3)
+    conversation.reply(canonical(RENDERER, "last"))
+    branches = {path.branch for path in conversation.held._paths.values()}
+    assert len(branches) == 2
+
+
 def test_a_reply_that_did_not_end_itself():
     conversation = Conversation(RENDERER)
     opening = [said("user", "u")]
@@ -738,6 +761,35 @@ def test_a_branch_is_released_before_the_one_that_it_leaves():
     late = path(b"late", fork)
     cache.remember(late, budget)
     assert ids_of(late) == list(range(late.n_ids))
+
+
+def test_requests_are_released_before_tokens():
+    def known(n_bytes):
+        lengths = Lengths(0, 0, 0)
+        return KnownRequest(
+            protocol="p",
+            history="messages",
+            body=bytes(n_bytes),
+            digests=[],
+            fields={},
+            n_front=0,
+            marks=[Mark(0, lengths, 0, 0)],
+            restored=RestoredRequest(),
+        )
+
+    sessions = [TokenCache() for _ in range(3)]
+    budget = CacheBudget(1 << 20)
+    for number, session in enumerate(sessions):
+        session.remember(path(b"one"), budget, known(1000 * number))
+    n_bytes = budget.n_bytes
+    budget.max_bytes = n_bytes + 500
+    sessions[0].remember(path(b"two", sessions[0].get(b"one")), budget, known(1000))
+    # the two that were idle longest
+    assert [len(session.requests()) for session in sessions] == [1, 0, 0]
+    assert [len(session) for session in sessions] == [2, 1, 1]
+    for session in sessions:
+        session.clear()
+    assert budget.n_bytes == 0
 
 
 def test_one_position_has_one_path():
