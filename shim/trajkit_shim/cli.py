@@ -207,7 +207,6 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
             log,
             attributed=attributed,
             prompts=arguments.prompts,
-            check_prompts=arguments.check_prompts,
             admin_token=arguments.admin_token or None,
             hosts=arguments.allow_host,
             **chosen,

@@ -147,6 +147,7 @@ def running_engine(
             {
                 "tool_form": FORMS.get(arguments.tool_form),
                 "reply_parser": _external_parser(arguments, renderer),
+                "check_prompts": arguments.check_prompts,
                 "train_side_calls": arguments.train_side_calls,
                 "train_retried": not arguments.skip_retried,
                 **images,
