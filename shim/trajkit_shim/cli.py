@@ -14,7 +14,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from trajkit.cli.options import Commands
+from trajkit.cli.options import Commands, add_options
 from trajkit_shim import engine_options as options
 from trajkit_shim.engine_options import ADMIN_TOKEN
 
@@ -30,31 +30,31 @@ def add_serve(commands: Commands) -> None:
         "answered. POST /sessions opens a session and returns its API key.",
     )
     options.add_engine(parser)
-    helps = {
-        "--host ADDRESS 127.0.0.1": "default: %(default)s",
-        "--port PORT 8765": "0: any free one (default: %(default)s)",
-        "--out RUN": "directory of the turn log; made if missing",
-        "--log {full,delta}": "delta: store only what each prompt adds to an earlier "
-        "turn, compressed (default: %(default)s)",
-        "--prompts {append,render}": "append: extend the token ids of an earlier turn if "
-        "the chat template permits (the default); render: render every prompt from its "
-        "messages",
-        "--no-attribution": "do not record which message each prompt token belongs to; "
-        "halves the log",
-        "--admin-token TOKEN": "token for requests to /sessions and /admin; required if "
-        "--host can be reached from other machines. Prefer the environment variable "
-        f"{ADMIN_TOKEN}, which other users of this machine cannot see",
-        "--allow-host NAME...": "name that clients use for this machine, besides addresses "
-        "and names of private networks; may be repeated",
-        "--fsync": "write each turn to disk (fsync) before it is answered",
-        f"--file-bytes N {1 << 30}": "maximum size of one file of the log (default: "
-        "%(default)s)",
-        "--log-bytes N": "maximum size of all turns; calls beyond it are rejected",
-        "--drain-seconds SECONDS 30": "how long running calls may take after a stop "
-        "signal; a second signal ends them at once (default: %(default)s)",
-        "--json": "print the addresses as a JSON object",
-    }
-    options.add_options(parser, helps, required=["--out"])
+    add_options(
+        parser,
+        f"""
+--host ADDRESS 127.0.0.1  default: %(default)s
+--port PORT 8765  0: any free one (default: %(default)s)
+--out RUN  directory of the turn log; made if missing
+--log {{full,delta}}  delta: store only what each prompt adds to an earlier turn, compressed
+    (default: %(default)s)
+--prompts {{append,render}}  append: extend the token ids of an earlier turn if the chat
+    template permits (the default); render: render every prompt from its messages
+--no-attribution  do not record which message each prompt token belongs to; halves the log
+--admin-token TOKEN  token for requests to /sessions and /admin; required if --host can be
+    reached from other machines. Prefer the environment variable {ADMIN_TOKEN}, which other
+    users of this machine cannot see
+--allow-host NAME...  name that clients use for this machine, besides addresses and names of
+    private networks; may be repeated
+--fsync  write each turn to disk (fsync) before it is answered
+--file-bytes N {1 << 30}  maximum size of one file of the log (default: %(default)s)
+--log-bytes N  maximum size of all turns; calls beyond it are rejected
+--drain-seconds SECONDS 30  how long running calls may take after a stop signal; a second
+    signal ends them at once (default: %(default)s)
+--json  print the addresses as a JSON object
+""",
+        out={"type": Path, "required": True},
+    )
     parser.set_defaults(admin_token=os.environ.get(ADMIN_TOKEN))
     parser.set_defaults(run=lambda arguments: _serve(parser, arguments))
 
@@ -69,14 +69,16 @@ def add_demo(commands: Commands) -> None:
         "policy, and print what drifted and what each policy trains, loses and costs. "
         "The exit code is 1 if an agent failed.",
     )
-    helps = {
-        "--out RUN": "directory of the run (default: the first free one of runs/demo, "
-        "runs/demo-2, ...)",
-        "--sessions N 4": "number of concurrent agents (default: %(default)s)",
-        "--seed SEED": "of the engine; random by default",
-        "--json": "print only one JSON object",
-    }
-    options.add_options(parser, helps)
+    add_options(
+        parser,
+        """
+--out RUN  directory of the run (default: the first free one of runs/demo, runs/demo-2, ...)
+--sessions N 4  number of concurrent agents (default: %(default)s)
+--seed SEED  of the engine; random by default
+--json  print only one JSON object
+""",
+        out={"type": Path},
+    )
     parser.set_defaults(run=lambda arguments: _demo(parser, arguments))
 
 
@@ -103,30 +105,30 @@ def add_train_demo(commands: Commands) -> None:
         "several policies. Prints tables, and writes steps.arrow, summary.json and "
         "reward.svg.",
     )
-    helps = {
-        "-o --out RUN": "directory of the run (default: the first free one of "
-        "runs/train, runs/train-2, ...)",
-        "--steps N 25": "optimizer steps, each on rollouts of its own (default: "
-        "%(default)s)",
-        "--seeds N 3": "number of seeds (default: %(default)s)",
-        "--seed SEED 0": "the first seed (default: %(default)s)",
-        "--policy NAME...": "a policy to train under; repeat it for several (default: "
-        "faithful, slime, trl and polar)",
-        "--tasks N 8": "tasks per step (default: %(default)s)",
-        "--samples N 8": "rollouts per task (default: %(default)s)",
-        "--prompts {render,append}": "how the gateway builds prompts, as for serve: "
-        "render (the default here) or append",
-        "--width N 64": "of the model (default: %(default)s)",
-        "--layers N 2": "of the model (default: %(default)s)",
-        "--learning-rate RATE 0.001": "of the loop (default: %(default)s)",
-        "--pack-tokens N 256": "tokens of a pack (default: %(default)s; take more on a "
-        "GPU)",
-        "--device NAME cpu": "torch device of model and engine (default: %(default)s)",
-        "--jobs N": "runs at the same time, a process each (default: one per core, or "
-        "one on a GPU)",
-        "--json": "print only one JSON object",
-    }
-    options.add_options(parser, helps)
+    add_options(
+        parser,
+        """
+-o --out RUN  directory of the run (default: the first free one of runs/train, runs/train-2,
+    ...)
+--steps N 25  optimizer steps, each on rollouts of its own (default: %(default)s)
+--seeds N 3  number of seeds (default: %(default)s)
+--seed SEED 0  the first seed (default: %(default)s)
+--policy NAME...  a policy to train under; repeat it for several (default: faithful, slime,
+    trl and polar)
+--tasks N 8  tasks per step (default: %(default)s)
+--samples N 8  rollouts per task (default: %(default)s)
+--prompts {render,append}  how the gateway builds prompts, as for serve: render (the default
+    here) or append
+--width N 64  of the model (default: %(default)s)
+--layers N 2  of the model (default: %(default)s)
+--learning-rate RATE 0.001  of the loop (default: %(default)s)
+--pack-tokens N 256  tokens of a pack (default: %(default)s; take more on a GPU)
+--device NAME cpu  torch device of model and engine (default: %(default)s)
+--jobs N  runs at the same time, a process each (default: one per core, or one on a GPU)
+--json  print only one JSON object
+""",
+        out={"type": Path},
+    )
     parser.set_defaults(run=lambda arguments: _train_demo(parser, arguments))
 
 
@@ -205,7 +207,6 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
             log,
             attributed=attributed,
             prompts=arguments.prompts,
-            check_prompts=arguments.check_prompts,
             admin_token=arguments.admin_token or None,
             hosts=arguments.allow_host,
             **chosen,

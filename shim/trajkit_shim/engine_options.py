@@ -8,15 +8,14 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trajkit.cli import BAD_USAGE
-from trajkit.cli.options import count
+from trajkit.cli.options import add_options
 from trajkit.errors import FormatError
 
 if TYPE_CHECKING:
@@ -35,93 +34,52 @@ _OUTSIDE = ("sglang", "schema")
 _INSTALLED = "sglang:"
 
 
-# types of values by their names; others are text
-_TYPES: dict[str, Callable[[str], object]] = {
-    "N": count,
-    "SECONDS": float,
-    "RATE": float,
-    "PORT": int,
-    "SEED": int,
-    "RUN": Path,
-    "DIR": Path,
-}
-
-
-def add_options(
-    parser: argparse.ArgumentParser,
-    helps: Mapping[str, str],
-    required: Collection[str] = (),
-) -> None:
-    """Add options, described by their names, the name of the value, and the default.
-
-    ``--json`` is a flag, ``--repeat N 1`` has a default, ``--path FOLDER...`` may be
-    repeated, and ``--log {full,delta}`` has choices, of which the first is the default.
-    """
-    for option, text in helps.items():
-        words = option.split()
-        names = [word for word in words if word.startswith("-")]
-        value = "".join(words[len(names) :][:1])
-        default = "".join(words[len(names) + 1 :]) or None
-        more: dict[str, Any] = {"metavar": value, "type": _TYPES.get(value, str)}
-        if not value:
-            more = {"action": "store_true"}
-        elif value.startswith("{"):
-            choices = value.strip("{}").split(",")
-            more = {"choices": choices, "default": choices[0]}
-        elif value.endswith("..."):
-            more = {"metavar": value[:-3], "action": "append", "default": []}
-        elif not set(required).isdisjoint(names):
-            more["required"] = True
-        else:
-            more["default"] = default
-        parser.add_argument(*names, help=text, **more)
-
-
 def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> None:
     """Add the options that choose an engine; `running_engine` reads them.
 
     ``launches``: the command always launches an SGLang server.
     """
-    choices = {
-        "--engine {embedded,sglang,vllm}": "embedded: a small scripted engine, for "
-        "trying things out (the default)",
-        "--engine-url URL...": "of the server (not for embedded); repeat it for several "
-        "servers of one model: each session stays on one of them",
-        "--launch MODEL": "start an SGLang server of this model directory, and end it "
-        "with the command. Arguments after -- are the server's. Its log is "
-        "RUN/engine.log",
-    }
-    helps = {
-        "--launch-python FILE": "the Python that SGLang is installed for (default: the "
-        "one of this command)",
-        "--launch-seconds SECONDS 1800": "how long the server may take to start "
-        "(default: %(default)s)",
-        "--launch-restarts N 3": "how often the server is restarted within an hour if it "
-        "ends (default: %(default)s)",
-        "--check-prompts": "render every conversation completely, also where only new "
-        "messages are needed; have the SGLang server return each prompt, and fail a call "
-        "whose prompt differs",
-        "--routed-experts": "log which experts each token was routed to; needs an SGLang "
-        "server with --enable-return-routed-experts",
-        "--train-side-calls": "train the calls that a known agent makes for itself too, "
-        "such as compactions and titles",
-        "--skip-retried": "turns whose delivered reply is asked for again, by a request "
-        "that is not marked as a retry, are context only",
-        "--model DIR": "the model's config, tokenizer and chat template (not for "
-        "embedded)",
-        "--tool-form NAME": "how the model writes tool calls: hermes, qwen3-coder, glm "
-        "or plain-json (default: detected from its chat template); sglang: that "
-        "server's own parsers; sglang:CALLS,REASONING: the parsers of an installed "
-        "SGLang by their names, of which one may be empty; schema: the tokenizer's "
-        "response template",
-        "--images {auto,refuse,omit}": "auto: accept images if the model takes them (only "
-        "with SGLang), else reject requests with images (the default); refuse: reject "
-        "them; omit: replace each image by a text",
-        "--fetch-images": "fetch images that requests name by a URL, from public hosts",
-        f"--image-bytes N {8 << 20}": "maximum size of one image (default: %(default)s)",
-        "--images-per-prompt N 100": "maximum number of images (default: %(default)s)",
-    }
-    add_options(parser, helps if launches else choices | helps)
+    if not launches:
+        add_options(
+            parser,
+            """
+--engine {embedded,sglang,vllm}  embedded: a small scripted engine, for trying things out
+    (the default)
+--engine-url URL...  of the server (not for embedded); repeat it for several servers of one
+    model: each session stays on one of them
+--launch MODEL  start an SGLang server of this model directory, and end it with the command.
+    Arguments after -- are the server's. Its log is RUN/engine.log
+""",
+        )
+    add_options(
+        parser,
+        f"""
+--launch-python FILE  the Python that SGLang is installed for (default: the one of this
+    command)
+--launch-seconds SECONDS 1800  how long the server may take to start (default: %(default)s)
+--launch-restarts N 3  how often the server is restarted within an hour if it ends (default:
+    %(default)s)
+--check-prompts  render every conversation completely, also where only new messages are
+    needed; have the SGLang server return each prompt, and fail a call whose prompt differs
+--routed-experts  log which experts each token was routed to; needs an SGLang server with
+    --enable-return-routed-experts
+--train-side-calls  train the calls that a known agent makes for itself too, such as
+    compactions and titles
+--skip-retried  turns whose delivered reply is asked for again, by a request that is not
+    marked as a retry, are context only
+--model DIR  the model's config, tokenizer and chat template (not for embedded)
+--tool-form NAME  how the model writes tool calls: hermes, qwen3-coder, glm or plain-json
+    (default: detected from its chat template); sglang: that server's own parsers;
+    sglang:CALLS,REASONING: the parsers of an installed SGLang by their names, of which one
+    may be empty; schema: the tokenizer's response template
+--images {{auto,refuse,omit}}  auto: accept images if the model takes them (only with
+    SGLang), else reject requests with images (the default); refuse: reject them; omit:
+    replace each image by a text
+--fetch-images  fetch images that requests name by a URL, from public hosts
+--image-bytes N {8 << 20}  maximum size of one image (default: %(default)s)
+--images-per-prompt N 100  maximum number of images (default: %(default)s)
+""",
+    )
     parse = parser.parse_known_args
 
     def parse_known_args(
@@ -189,6 +147,7 @@ def running_engine(
             {
                 "tool_form": FORMS.get(arguments.tool_form),
                 "reply_parser": _external_parser(arguments, renderer),
+                "check_prompts": arguments.check_prompts,
                 "train_side_calls": arguments.train_side_calls,
                 "train_retried": not arguments.skip_retried,
                 **images,

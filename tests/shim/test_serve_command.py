@@ -221,3 +221,23 @@ def test_serve_asks_the_engine_before_it_serves(tmp_path, capsys, engine):
     assert "the engine does not work" in said
     assert "127.0.0.1:1 cannot be reached" in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["serve", "rollout"])
+def test_both_commands_with_a_gateway_check_prompts(tmp_path, monkeypatch, command):
+    given = {}
+
+    def create_app(*_, **options):
+        given.update(options)
+        raise OSError("enough")
+
+    monkeypatch.setattr("trajkit_shim.app.create_app", create_app)
+    argv = [command, "--out", str(tmp_path / "run"), "--check-prompts"]
+    if command == "rollout":
+        tasks = tmp_path / "tasks.jsonl"
+        task = {"id": "t", "prompt": "p", "workspace": {"a": "a"}}
+        tasks.write_text(json.dumps({**task, "grade": {"kind": "completed"}}))
+        argv += [str(tasks), "--harness", "shell", "--argument", "true"]
+        argv += ["--sandbox-option", "namespaces=no"]
+    assert cli.main(argv) == cli.BAD_FILE
+    assert given["check_prompts"] is True

@@ -26,7 +26,15 @@ def count(text: str) -> int:
     return number
 
 
-_TYPES: dict[str, Callable[[str], object]] = {"N": count, "X": float, "PATH": Path}
+_TYPES: dict[str, Callable[[str], object]] = {
+    "N": count,
+    "PORT": int,
+    "SEED": int,
+    "X": float,
+    "RATE": float,
+    "SECONDS": float,
+    "PATH": Path,
+}
 """What the value of an option is, by the name of its value."""
 
 
@@ -88,7 +96,9 @@ def add_options(
     table : str
         One entry per option: its flags and the name of its value as in a usage line, two
         spaces, and its help, which indented lines continue. Without flags it is a
-        positional argument. A line without help lists options of `_SHARED`.
+        positional argument. After the name there may be a default. ``NAME...`` may be
+        repeated. ``{a,b}`` are choices, of which the first is the default. A line without
+        help lists options of `_SHARED`.
     **details : dict
         Further keywords of ``add_argument``, by the option's last flag. An option with
         neither a value nor keywords is a switch.
@@ -122,11 +132,18 @@ def _add_option(
     **details: Any,
 ) -> None:
     flags = _flags(spec)
-    for value in spec.split()[len(flags) :]:
-        details = {"metavar": value, "type": _TYPES.get(value), **details}
-    if not details:
-        details = {"action": "store_true"}
-    parser.add_argument(*flags, help=help, **details)
+    value, default = (*spec.split()[len(flags) :], None, None)[:2]
+    own: dict[str, Any]
+    if value is None:
+        own = {} if details else {"action": "store_true"}
+    elif value.startswith("{"):
+        choices = value.strip("{}").split(",")
+        own = {"choices": choices, "default": choices[0]}
+    elif value.endswith("..."):
+        own = {"metavar": value[:-3], "action": "append", "default": []}
+    else:
+        own = {"metavar": value, "type": _TYPES.get(value), "default": default}
+    parser.add_argument(*flags, help=help, **{**own, **details})
 
 
 _SHARED = {

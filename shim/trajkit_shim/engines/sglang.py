@@ -5,7 +5,7 @@ Field names and behaviour as of SGLang 0.5.23.
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
@@ -83,17 +83,18 @@ class SGLangEngine(HttpEngine):
 
     async def pause(self) -> None:
         """Stop sampling. Running calls lose their cache and continue after `resume`."""
-        await self._post_to_all("pause_generation", {"mode": "retract"})
+        servers = await self._members()
+        await _post(servers, "pause_generation", {"mode": "retract"})
 
     async def resume(self) -> None:
         """Continue sampling."""
-        await self._post_to_all("continue_generation", {})
+        await _post(await self._members(), "continue_generation", {})
 
     async def update_weights(self, path: str, version: str) -> None:
         """Load weights from a directory that the servers can read."""
         body: Json = {"model_path": path, "weight_version": version}
-        async with self._versions_in_errors():
-            await self._order("update_weights_from_disk", {**body, "flush_cache": True})
+        async with _updating(await self._members()) as order:
+            await order("update_weights_from_disk", {**body, "flush_cache": True})
 
     async def update_tensors(
         self, tensors: Sequence[str], load_format: str | None, version: str
@@ -105,49 +106,15 @@ class SGLangEngine(HttpEngine):
         body: Json = {"serialized_named_tensors": list(tensors)}
         body |= {"load_format": load_format, "weight_version": version}
         body["flush_cache"] = True
-        async with self._versions_in_errors():
+        async with _updating(await self._members()) as order:
             try:
-                await self._order("begin_weight_update", {})
-                await self._order("update_weights_from_tensor", body)
+                await order("begin_weight_update", {})
+                await order("update_weights_from_tensor", body)
             except BaseException:
                 with suppress(EngineError):
-                    await asyncio.shield(self._order("end_weight_update", {}))
+                    await asyncio.shield(order("end_weight_update", {}))
                 raise
-            await asyncio.shield(self._order("end_weight_update", {}))
-
-    async def _post_to_all(self, name: str, body: Json) -> list[Json]:
-        """Send a request to all servers; return once none is under way."""
-        answers = await asyncio.gather(
-            *(server.post(f"/{name}", body) for server in await self._members()),
-            return_exceptions=True,
-        )
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return cast("list[Json]", answers)
-
-    async def _order(self, name: str, body: Json) -> None:
-        """Send a request of a weight update to all servers; it must succeed."""
-        for answer in await self._post_to_all(name, body):
-            if answer.get("success") is not True:
-                source = body.get("model_path", "")
-                failure = f"failed at {name} {source}: {answer.get('message')}"
-                raise EngineError(f"the SGLang server {failure}")
-
-    @asynccontextmanager
-    async def _versions_in_errors(self) -> AsyncIterator[None]:
-        """Append the servers' weight versions to an `EngineError`."""
-        try:
-            yield
-        except EngineError as error:
-            versions = []
-            for server in await self._members():
-                version = None
-                with suppress(EngineError):
-                    version = (await server.get("/model_info")).get("weight_version")
-                versions.append(f"{server.base_url}: {version or 'unknown'}")
-            error.message += f". Weight versions: {', '.join(versions)}"
-            raise
+            await asyncio.shield(order("end_weight_update", {}))
 
     async def info(self) -> EngineInfo:
         """See `HttpEngine`."""
@@ -229,6 +196,46 @@ class SGLangEngine(HttpEngine):
                 self._incremental = info.get("incremental_streaming_output") is True
         repeated = 0 if self._incremental else max_tokens // _REPEATING_EVENTS
         return max(_TOKENS_PER_EVENT, repeated)
+
+
+async def _post(servers: Sequence[EngineServer], name: str, body: Json) -> list[Json]:
+    """Send a request to servers; return once none is under way."""
+    answers = await asyncio.gather(
+        *(server.post(f"/{name}", body) for server in servers), return_exceptions=True
+    )
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return cast("list[Json]", answers)
+
+
+@asynccontextmanager
+async def _updating(
+    servers: Sequence[EngineServer],
+) -> AsyncIterator[Callable[[str, Json], Coroutine[Any, Any, None]]]:
+    """Yield what sends a request of a weight update to all servers; it must succeed.
+
+    An `EngineError` in this context gets the weight version of each server.
+    """
+
+    async def order(name: str, body: Json) -> None:
+        for answer in await _post(servers, name, body):
+            if answer.get("success") is not True:
+                source = body.get("model_path", "")
+                failure = f"failed at {name} {source}: {answer.get('message')}"
+                raise EngineError(f"the SGLang server {failure}")
+
+    try:
+        yield order
+    except EngineError as error:
+        versions = []
+        for server in servers:
+            version = None
+            with suppress(EngineError):
+                version = (await server.get("/model_info")).get("weight_version")
+            versions.append(f"{server.base_url}: {version or 'unknown'}")
+        error.message += f". Weight versions: {', '.join(versions)}"
+        raise
 
 
 def _one_id_per_image(

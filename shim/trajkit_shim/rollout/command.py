@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE
-from trajkit.cli.options import Commands
+from trajkit.cli.options import Commands, add_options
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
 from trajkit_shim import engine_options as options
@@ -66,40 +66,39 @@ def _add_options(parser: argparse.ArgumentParser, *, launches: bool) -> None:
         type=Path,
         help="a JSONL file, a directory with a task.toml, or a directory of those",
     )
-    helps = {
-        "--harness --agent NAME": "the agent, by name or import path "
-        "(package.module:record); see docs/serving.md",
-        "-o --out RUN": "directory of the run; created if missing, continued otherwise",
-        "--sandbox KIND local": "local, docker, apptainer, e2b, or an import path "
-        "(default: %(default)s)",
-        "--sandbox-option NAME=VALUE...": "option of that kind of sandbox; may be "
-        "repeated",
-        "--image IMAGE": "for sandboxes that need one, unless the task names one",
-        "--path FOLDER...": "directory to put first on the sandbox's PATH; may be "
-        "repeated",
-        "--gateway URL": "gateway that records the calls (trajkit serve) instead of one "
-        "that runs with the rollouts and has the options of an engine; needs its token",
-        "--gateway-url URL": "URL of the gateway as seen from the sandboxes, if it "
-        "differs",
-        "--admin-token TOKEN": "admin token of the gateway (default: a random one); "
-        f"prefer the environment variable {ADMIN_TOKEN}",
-        "--untrusted": "refuse a sandbox that exposes files, processes or the network of "
-        "this machine; see docs/sandboxes.md",
-        "--install": "install the agent in each sandbox if it is missing",
-        "--repeat --samples N 1": "rollouts of each task, which share its group "
-        "(default: %(default)s)",
-        "--parallel --concurrency N 4": "concurrent rollouts (default: %(default)s)",
-        "--timeout SECONDS": "time limit of each agent, overriding its task",
-        "--retry-failed": "when continuing a run, also repeat rollouts that failed",
-        "--callback URL": "URL that receives each finished rollout as a JSON object",
-        "--host ADDRESS 127.0.0.1": "of the gateway (default: %(default)s)",
-        "--seed SEED": "of the embedded engine",
-        "--json": "print only one JSON object",
-        "--argument TEXT...": "extra argument for the agent's command, or the command of "
-        "the shell harness; may be repeated; write --argument=--text if it starts with "
-        "a hyphen",
-    }
-    options.add_options(parser, helps, required=["--harness", "--out"])
+    add_options(
+        parser,
+        f"""
+--harness --agent NAME  the agent, by name or import path (package.module:record); see
+    docs/serving.md
+-o --out RUN  directory of the run; created if missing, continued otherwise
+--sandbox KIND local  local, docker, apptainer, e2b, or an import path (default:
+    %(default)s)
+--sandbox-option NAME=VALUE...  option of that kind of sandbox; may be repeated
+--image IMAGE  for sandboxes that need one, unless the task names one
+--path FOLDER...  directory to put first on the sandbox's PATH; may be repeated
+--gateway URL  gateway that records the calls (trajkit serve) instead of one that runs with
+    the rollouts and has the options of an engine; needs its token
+--gateway-url URL  URL of the gateway as seen from the sandboxes, if it differs
+--admin-token TOKEN  admin token of the gateway (default: a random one); prefer the
+    environment variable {ADMIN_TOKEN}
+--untrusted  refuse a sandbox that exposes files, processes or the network of this machine;
+    see docs/sandboxes.md
+--install  install the agent in each sandbox if it is missing
+--repeat --samples N 1  rollouts of each task, which share its group (default: %(default)s)
+--parallel --concurrency N 4  concurrent rollouts (default: %(default)s)
+--timeout SECONDS  time limit of each agent, overriding its task
+--retry-failed  when continuing a run, also repeat rollouts that failed
+--callback URL  URL that receives each finished rollout as a JSON object
+--host ADDRESS 127.0.0.1  of the gateway (default: %(default)s)
+--seed SEED  of the embedded engine
+--json  print only one JSON object
+--argument TEXT...  extra argument for the agent's command, or the command of the shell
+    harness; may be repeated; write --argument=--text if it starts with a hyphen
+""",
+        agent={"required": True},
+        out={"type": Path, "required": True},
+    )
     options.add_engine(parser, launches=launches)
     parser.set_defaults(admin_token=os.environ.get(ADMIN_TOKEN))
     parser.set_defaults(run=lambda arguments: _rollout(parser, arguments))

@@ -34,8 +34,16 @@ from trajkit_shim.engines.embedded.vocabulary import END, shipped
 from trajkit_shim.errors import EngineError
 
 VOCAB = shipped()
+TOKENIZER = load_tokenizer()
+
+
+def encoded(text):
+    """The canonical ids of a text, with added tokens recognized."""
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
 PROMPT = np.array(
-    VOCAB.encode("<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n"),
+    encoded("<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n"),
     np.int32,
 )
 TALK = [
@@ -211,7 +219,7 @@ def test_frequencies_agree_with_the_scores(choices):
 def test_some_outputs_are_not_canonical_and_come_back_changed():
     engine = EmbeddedEngine(lambda prompt: TALK, drift=0.1, seed=3)
     outputs = [sampled(engine).output_ids.tolist() for _ in range(50)]
-    drifted = [ids for ids in outputs if VOCAB.encode(VOCAB.decode(ids)) != ids]
+    drifted = [ids for ids in outputs if encoded(VOCAB.decode(ids)) != ids]
     assert 0 < len(drifted) < 50
     said = {VOCAB.decode(ids) for ids in outputs}
     assert said == {
@@ -275,7 +283,7 @@ def test_what_spells_a_special_token_is_ordinary_bytes():
             VOCAB.added[END],
         ]
         assert VOCAB.decode(ids) == f"a {END} b<think><think>{END}"
-        assert VOCAB.encode(VOCAB.decode(ids)) != ids
+        assert encoded(VOCAB.decode(ids)) != ids
 
 
 def test_what_cannot_be_drawn_scores_minus_infinity():
@@ -409,7 +417,7 @@ def test_the_shipped_tokenizer_is_what_the_recipe_describes():
     assert VOCAB.size == VOCABULARY + len(VOCAB.added)
     assert {bytes([b]) for b in range(256)} <= set(VOCAB.spelling[:VOCABULARY])
     assert max(VOCAB.encode_plain("".join(VOCAB.added))) < VOCABULARY
-    assert VOCAB.encode("".join(VOCAB.added)) == list(VOCAB.added.values())
+    assert encoded("".join(VOCAB.added)) == list(VOCAB.added.values())
     assert len(set(VOCAB.spelling)) == VOCAB.size
     source = [f"def f{i}(x):\n    return x + {i}\n" for i in range(50)]
     first, second = (train(iter(source)).to_str() for _ in range(2))
@@ -471,7 +479,7 @@ def test_the_template_repeats_a_canonical_reply_token_for_token():
     said = Reply(("Let me look.\n", *tool_call("bash", arguments)))
     engine = EmbeddedEngine(lambda prompt: [said])
     asked = [{"role": "user", "content": [{"type": "text", "text": "Look."}]}]
-    prompt = VOCAB.encode(rendered(asked))
+    prompt = encoded(rendered(asked))
     output = sampled(engine, np.array(prompt), temperature=0.0).output_ids.tolist()
     call = {"name": "bash", "arguments": arguments}
     replay = [
@@ -485,7 +493,7 @@ def test_the_template_repeats_a_canonical_reply_token_for_token():
         {"role": "tool", "tool_call_id": "2", "content": "b"},
     ]
     held = prompt + output
-    again = VOCAB.encode(rendered(replay))
+    again = encoded(rendered(replay))
     assert again[: len(held)] == held
     assert VOCAB.decode(again[len(held) :]) == (
         "\n<|im_start|>user\n<tool_response>\na\n</tool_response>\n<tool_response>\nb\n"

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
+from trajkit.analysis.tokenizer import entry_bytes
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -27,29 +29,20 @@ class Vocabulary:
         self._tokenizer = Tokenizer.from_str(tokenizer_json)
         # the same merges, without added tokens
         self._plain = Tokenizer.from_str(json.dumps(content | {"added_tokens": []}))
-        self.size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.added: dict[str, int] = {
             token["content"]: token["id"] for token in content["added_tokens"]
         }
-        byte_of = _byte_of_character()
-        self.by_bytes: dict[bytes, int] = {
-            bytes(map(byte_of.__getitem__, characters)): token
-            for characters, token in content["model"]["vocab"].items()
-        }
+        entries = content["model"]["vocab"].items()
+        self.by_bytes = {entry_bytes(entry) or b"": token for entry, token in entries}
         self.longest = max(map(len, self.by_bytes))
-        self.spelling = [b""] * self.size
-        for spelled, token in self.by_bytes.items():
-            self.spelling[token] = spelled
-        for text, token in self.added.items():
-            self.spelling[token] = text.encode()
+        spelled = {token: spelling for spelling, token in self.by_bytes.items()}
+        spelled |= {token: text.encode() for text, token in self.added.items()}
+        self.spelling = [spelled[token] for token in range(len(spelled))]
+        self.size = len(spelled)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of some ids, including control tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
-
-    def encode(self, text: str) -> list[int]:
-        """Return the canonical ids of a text, with added tokens recognized."""
-        return list(self._tokenizer.encode(text).ids)
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the canonical ids of a text, without recognizing added tokens."""
@@ -79,16 +72,3 @@ def load_tokenizer() -> "PreTrainedTokenizerFast":
         pad_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
     )
-
-
-def _byte_of_character() -> dict[str, int]:
-    """Byte-level BPE's alphabet: the byte for each character of a token.
-
-    Printable bytes represent themselves; the others are shifted past U+0100 in order
-    (GPT-2's ``bytes_to_unicode``).
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    moved = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + index): byte for index, byte in enumerate(moved)
-    }
