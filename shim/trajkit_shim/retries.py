@@ -62,28 +62,20 @@ class PartialReply:
             await self._changed.wait()
 
 
+@dataclass(eq=False, slots=True)
 class SharedCall:
-    """One model call, and the connections that wait for it.
+    """One model call, and the connections that wait for it."""
 
-    ``work`` prepares the call and is cancelled when the last connection leaves.
-    ``record`` records the finished call and returns its reply, or raises. ``over`` is
-    called, possibly more than once, when the call was recorded, failed, or lost its last
-    connection. ``partial`` is what is known of the reply before that.
-    """
-
-    def __init__(
-        self,
-        work: "asyncio.Task[Any]",
-        record: Callable[[], Answered],
-        over: Callable[[], None],
-        partial: PartialReply,
-    ) -> None:
-        self.work = work
-        self.partial = partial
-        self._record = record
-        self._over = over
-        self._waiting = 0
-        self._outcome: Answered | Exception | None = None
+    # prepares the call; cancelled when the last connection leaves
+    work: "asyncio.Task[Any]"
+    # records the finished call and returns its reply, or raises
+    record: Callable[[], Answered]
+    # called, possibly more than once, when the call was recorded, failed, or lost its last
+    # connection
+    over: Callable[[], None]
+    partial: PartialReply  # what is known of the reply before that
+    _waiting: int = 0
+    _outcome: Answered | Exception | None = None
 
     def finish(self) -> Answered:
         """Return the reply of the call, whose work is done; record it the first time.
@@ -92,12 +84,12 @@ class SharedCall:
         """
         if self._outcome is None:
             try:
-                self._outcome = self._record()
+                self._outcome = self.record()
             except Exception as error:
                 # it may have been recorded in part
                 self._outcome = error
             finally:
-                self._over()
+                self.over()
         if isinstance(self._outcome, Answered):
             return self._outcome
         raise self._outcome
@@ -112,7 +104,7 @@ class SharedCall:
         if not self._waiting:
             self.work.cancel()
             await asyncio.gather(self.work, return_exceptions=True)
-            self._over()
+            self.over()
 
 
 @dataclass(slots=True)

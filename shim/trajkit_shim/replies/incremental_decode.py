@@ -6,6 +6,7 @@ withheld. The result is a prefix of the complete reply, however the ids are grou
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,16 +18,16 @@ from trajkit_shim.replies.parsers.scan import overlap
 _BROKEN = "\ufffd"
 
 
+@dataclass(slots=True)
 class Decoder:
     """Decodes ids that come in groups."""
 
-    def __init__(self, renderer: ChatRenderer) -> None:
-        self._renderer = renderer
-        self._ids: list[int] = []
-        # text up to _done was returned; decoding starts at the group before, because some
-        # tokenizers write the space before a word only after another word
-        self._start = 0
-        self._done = 0
+    _renderer: ChatRenderer
+    _ids: list[int] = field(default_factory=list)
+    # text up to _done was returned; decoding starts at the group before, because some
+    # tokenizers write the space before a word only after another word
+    _start: int = 0
+    _done: int = 0
 
     def feed(self, ids: Sequence[int]) -> str:
         """Return the text that these ids add, up to the last complete character.
@@ -63,13 +64,13 @@ class IncrementalParser:
     def __init__(
         self, renderer: ChatRenderer, parser: Parser, stop: Sequence[str]
     ) -> None:
+        self.ids: list[int] = []
         self._decoder = Decoder(renderer)
         self._parser = parser
         self._stop = stop
         self._pending = ""  # decoded but not yet parsed
         self._stopped = False
         self._last: tuple[object, object] = ((), None)
-        self.ids: list[int] = []
 
     def feed(self, ids: Sequence[int]) -> Parsed | None:
         """Return what is known now, or None if it is the same as before."""

@@ -1,8 +1,11 @@
 """Finds tool calls in a growing text."""
 
+from dataclasses import dataclass, field
+
 from trajkit_shim.replies.parsers.form import SPACE, ToolCall, ToolForm, Tools
 
 
+@dataclass(slots=True)
 class Scan:
     """Finds the calls of one format in a text that comes in pieces.
 
@@ -10,28 +13,17 @@ class Scan:
     two calls is dropped. If a block opens a call but is not a valid one, it stays in the
     text, and the text is ill-formed. Parts that later text could change are not final,
     so the result does not depend on the pieces.
-
-    ``form``: None if everything is text. ``tools``: the offered tools.
-
-    Attributes
-    ----------
-    text : str
-        The text so far.
-    parts : list of str and ToolCall
-        The final parts. No two texts are adjacent; the last one may grow.
-    ill_formed : bool
-        Something opened a call but was not a valid one.
     """
 
-    def __init__(self, form: ToolForm | None, tools: Tools) -> None:
-        self.text = ""
-        self.parts: list[str | ToolCall] = []
-        self.ill_formed = False
-        self._form = form
-        self._tools = tools
-        self._offset = 0
-        self._between = ""  # white space after a call, dropped if another call follows
-        self._closes_from = 0  # where to search for the end of the open call
+    _form: ToolForm | None  # None: everything is text
+    _tools: Tools  # the offered ones
+    text: str = ""  # so far
+    # the final parts: no two texts are adjacent; the last one may grow
+    parts: list[str | ToolCall] = field(default_factory=list)
+    ill_formed: bool = False
+    _offset: int = 0
+    _between: str = ""  # white space after a call, dropped if another call follows
+    _closes_from: int = 0  # where to search for the end of the open call
 
     def feed(self, piece: str) -> None:
         """More text."""
