@@ -1,6 +1,7 @@
 """Traces of rLLM's model gateway, in its SQLite store (its ``TraceRecord``)."""
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ FROM trace_sessions s JOIN traces t ON t.trace_id = s.trace_id
 ORDER BY s.created_at, s.rowid
 """
 _APART = """
-SELECT trace_id, data FROM traces
+SELECT NULL, NULL, trace_id, data FROM traces
 WHERE trace_id NOT IN (SELECT trace_id FROM trace_sessions)
 ORDER BY rowid
 """
@@ -85,21 +86,19 @@ def _traces(base: "Connection") -> Iterator[Finding]:
     read = Reader(_SHAPE).read
     # prompt and output of each trace that others may continue
     paths: dict[str, _Ids] = {}
-    for session, name, trace, data in base.execute(_ORDER.format(run=run)):
+    # traces that trace_sessions does not name come last, without a session
+    lines = chain(base.execute(_ORDER.format(run=run)), base.execute(_APART))
+    for session, name, trace, data in lines:
         # Several runs of the gateway may use one session id. In a damaged database the
         # index may lack rows of the table.
         once = len(runs.get(session, {name})) == 1
-        called = session if once else f"{name}/{session}"
-        found = Finding(f"trace {trace!r}", text_of(called))
+        found = Finding(
+            f"trace {trace!r}", text_of(session if once else f"{name}/{session}")
+        )
         record = _parsed(found, read, data)
         if record is not None:
-            _fill(found, str(trace), record, paths)
-        yield found
-    for trace, data in base.execute(_APART):
-        found = Finding(f"trace {trace!r}")
-        record = _parsed(found, read, data)
-        if record is not None:
-            found.session = text_of(record.get("session_id"))
+            if session is None:
+                found.session = text_of(record.get("session_id"))
             _fill(found, str(trace), record, paths)
         yield found
     for session, trace in base.execute(_ORPHANS):
