@@ -29,10 +29,12 @@ def turn_lines(
     """
     rows = pa.array(np.asarray(which, np.int64))
     taken = calls.table.select(["session_id", "turn_index"]).take(rows)
-    arrays = [
-        values if isinstance(values, pa.Array) else pa.array(values, field.type)
-        for field, values in zip(list(schema)[2:], columns, strict=True)
-    ]
+    arrays = []
+    for field, values in zip(list(schema)[2:], columns, strict=True):
+        if isinstance(values, np.ndarray):  # numpy casts faster than Arrow
+            values = values.astype(field.type.to_pandas_dtype(), copy=False)
+        known = isinstance(values, pa.Array)
+        arrays.append(values if known else pa.array(values, field.type))
     return pa.Table.from_arrays([*taken.columns, *arrays], schema=schema)
 
 

@@ -96,7 +96,7 @@ def balance(
         steps = list(packs)
     tables = [canonical(as_table(step), PACKS) for step in steps]
     _check_sessions(tables)
-    lines: list[tuple[int, int, int, int | None, float]] = []
+    lines: list[dict[str, object]] = []
     for step, table in enumerate(tables):
         costs = _costs(table, cost)
         items = _chains(table)
@@ -107,16 +107,11 @@ def balance(
             filled: list[int | None] = [*order]
             if equal_counts:
                 filled += [None] * (n_slots - len(order))
-            lines += [
-                (step, rank, slot, pack, 0.0 if pack is None else float(costs[pack]))
-                for slot, pack in enumerate(filled)
-            ]
-    columns = zip(*lines, strict=True) if lines else [()] * len(ASSIGNMENT)
-    arrays = [
-        pa.array(list(column), field.type)
-        for field, column in zip(ASSIGNMENT, columns, strict=True)
-    ]
-    return pa.Table.from_arrays(arrays, schema=ASSIGNMENT)
+            for slot, pack in enumerate(filled):
+                own = 0.0 if pack is None else float(costs[pack])
+                line = (step, rank, slot, pack, own)
+                lines.append(dict(zip(ASSIGNMENT.names, line, strict=True)))
+    return pa.Table.from_pylist(lines, ASSIGNMENT)
 
 
 def _check_sessions(tables: list[pa.Table]) -> None:
