@@ -295,8 +295,9 @@ def parsed(parse, body):
 def test_a_request_is_parsed_in_parts_as_at_once():
     body = json.dumps(
         {
-            "nested": {"messages": [1]},
+            "model": "m",
             "messages": ["a ][ \u00e9", {"x": [1, 1.5, "\U0001f600"]}],
+            "nested": {"messages": [1]},
             "tools": [{"a": '"messages":['}],
         }
     ).encode()
