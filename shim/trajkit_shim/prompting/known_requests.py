@@ -233,14 +233,14 @@ def _parse(body: bytes, name: str) -> tuple[Json, Json, int]:
     """
     found = _list_start(name).search(body)
     if found is not None:
-        front = body[: found.start()].rstrip(_SPACE).removesuffix(b",")
+        other = f'"{_KNOWN}":0'
         # another field may have that name, and errors name a place in the complete body
         with suppress(GatewayError, ValueError, RecursionError):
-            before = parse_object(front + b"}")
+            before = parse_object(body[: found.start()] + f"{other}}}".encode())
             text = body[found.end() - 1 :].decode()
             history, end = DECODER.raw_decode(text)
-            after = parse_object(f'{{"{_KNOWN}":0{text[end:]}'.encode())
-            del after[_KNOWN]
+            after = parse_object(f"{{{other}{text[end:]}".encode())
+            del before[_KNOWN], after[_KNOWN]
             items = text[: end - 1].encode()
             check_value({name: history}, items)
             stop = found.end() - 1 + len(items.rstrip(_SPACE))

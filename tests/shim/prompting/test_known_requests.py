@@ -18,6 +18,7 @@ from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine
 from trajkit_shim.chat.request import DEFAULT_OPTIONS
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import parse_object
+from trajkit_shim.prompting import known_requests
 from trajkit_shim.prompting.known_requests import SHORT, find_known, read_request
 from trajkit_shim.prompting.reply_matching import ReplyIndex
 from trajkit_shim.protocols import PROTOCOLS
@@ -281,6 +282,39 @@ def test_the_same_bytes_may_mean_something_else_in_another_protocol():
     other.known = reader.known
     body = body_of("anthropic", before, [*history, user("d")], {})
     assert other.read(body)[0].chat == read_completely("anthropic", body)
+
+
+def parsed(parse, body):
+    """The parsed object, or the error."""
+    try:
+        return parse(body)
+    except GatewayError as error:
+        return str(error)
+
+
+def test_a_request_is_parsed_in_parts_as_at_once():
+    body = json.dumps(
+        {
+            "model": "m",
+            "messages": ["a ][ \u00e9", {"x": [1, 1.5, "\U0001f600"]}],
+            "nested": {"messages": [1]},
+            "tools": [{"a": '"messages":['}],
+        }
+    ).encode()
+    results = []
+
+    def in_parts(body):
+        fields, _, end = known_requests._parse(body, "messages")
+        assert end < 0 or body[end:].lstrip().startswith(b"]")
+        return fields
+
+    changes = [b"", *(bytes([byte]) for byte in b'{}[],:"\\u1 d')]
+    for place, new in itertools.product(range(len(body)), changes):
+        for after in (body[place:], body[place + 1 :]):
+            changed = body[:place] + new + after
+            results.append(parsed(parse_object, changed))
+            assert parsed(in_parts, changed) == results[-1], changed
+    assert {type(result) for result in results} == {dict, str}
 
 
 def test_an_error_names_the_place_in_the_complete_request():
