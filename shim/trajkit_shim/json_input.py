@@ -4,7 +4,6 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
-from functools import partial
 from typing import NoReturn, TypeAlias, TypeVar
 
 from trajkit_shim.errors import GatewayError
@@ -106,19 +105,25 @@ def _kind(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def _typed(value: object, where: str, *, kind: type[T], name: str) -> T:
-    if not isinstance(value, kind):
-        refuse(where, f"{_kind(value)}, not {name}")
-    return value
-
-
 Reader: TypeAlias = Callable[[object, str], T]
 """Returns a value, or raises a 400 that names where it is. All below are readers."""
 
-as_object: Reader[Json] = partial(_typed, kind=dict, name="an object")
-as_list: Reader[list[object]] = partial(_typed, kind=list, name="a list")
-as_text: Reader[str] = partial(_typed, kind=str, name="a string")
-as_flag: Reader[bool] = partial(_typed, kind=bool, name="a boolean")
+
+def _typed(kind: type[T], name: str) -> Reader[T]:
+    """A reader of values of one type."""
+
+    def read(value: object, where: str) -> T:
+        if not isinstance(value, kind):
+            refuse(where, f"{_kind(value)}, not {name}")
+        return value
+
+    return read
+
+
+as_object: Reader[Json] = _typed(dict, "an object")
+as_list: Reader[list[object]] = _typed(list, "a list")
+as_text: Reader[str] = _typed(str, "a string")
+as_flag: Reader[bool] = _typed(bool, "a boolean")
 
 
 def as_name(value: object, where: str) -> str:
@@ -218,7 +223,9 @@ class Fields:
         if value is None:
             self.refuse(name, "missing", code)
         if not isinstance(value, str) or value not in known:
-            self.refuse(name, f"{value!r} is not one of {', '.join(known)}", code)
+            self.refuse(
+                name, f"{value!r} is not one of {', '.join(sorted(known))}", code
+            )
         return value
 
     def get_text(self, name: str) -> str | None:

@@ -73,8 +73,12 @@ def data_url(source: Fields, media_type: str, data: str) -> str:
 
 def joined(parts: Iterable[object]) -> str | list[object]:
     """Return the content of a message: texts, joined by newlines, and images."""
+    match given := list(parts):
+        # the usual case
+        case [str(text)]:
+            return text
     found: list[object] = []
-    for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
+    for is_text, group in groupby(given, lambda part: isinstance(part, str)):
         if is_text:
             found.append({"type": "text", "text": "\n".join(map(str, group))})
         else:

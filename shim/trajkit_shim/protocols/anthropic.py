@@ -132,7 +132,7 @@ def _blocks(value: object, where: str, kinds: frozenset[str]) -> list[Fields]:
         return [Fields({"type": "text", "text": value}, where)]
     found = list(objects(value, where))
     for block in found:
-        kind = block.one_of("type", sorted(kinds), code="unsupported_content")
+        kind = block.one_of("type", kinds, code="unsupported_content")
         block.only(_BLOCKS[kind] | _SILENT)
     return found
 

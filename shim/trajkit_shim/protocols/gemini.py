@@ -37,10 +37,10 @@ _LIMITS: Mapping[str, str | None] = {
     "top_k": "topK",
     "stop": "stopSequences",
 }
-_CONFIG = (
+_CONFIG = frozenset(
     "candidateCount maxOutputTokens responseJsonSchema responseLogprobs responseMimeType "
-    "responseSchema seed stopSequences temperature thinkingConfig topK topP"
-)
+    "responseSchema seed stopSequences temperature thinkingConfig topK topP".split()
+).union(_NEUTRAL)
 # run by the provider; the model cannot call them because it does not see them
 _HOSTED = frozenset(
     "codeExecution googleMaps googleSearch googleSearchRetrieval urlContext".split()
@@ -61,7 +61,7 @@ def _parse(fields: Fields, options: chat.ReadOptions) -> chat.ChatRequest:
     # both modes promise arguments of the schema
     strict = mode in ("ANY", "VALIDATED")
     config = fields.section("generationConfig")
-    config.only({*_NEUTRAL, *_CONFIG.split()})
+    config.only(_CONFIG)
     config.only_neutral(_NEUTRAL)
     return chat.ChatRequest(
         messages=front + messages,
