@@ -1,6 +1,7 @@
 """One model call, from the chat request to what is recorded and answered.
 
-No step here changes shared state, so a call that fails or is cancelled leaves no trace.
+No step here changes what other calls read, so a call that fails or is cancelled leaves no
+trace. At most it takes room for ids that a later prompt then cannot use.
 """
 
 import asyncio
@@ -124,7 +125,16 @@ async def prepare_call(context: CallContext) -> list[PreparedCall]:
         except ExceptionGroup as errors:
             # the first cancelled the others
             raise errors.exceptions[0] from None
-    return [each.finish() for each in calls]
+
+    def finish() -> list[PreparedCall]:
+        # replies to one prompt share it
+        index = call.attribution()
+        return [each.finish(index) for each in calls]
+
+    # for short replies, a thread takes longer to start than this does
+    if call.prompt.base is None or context.request.logprobs or len(calls) > 1:
+        return await asyncio.to_thread(finish)
+    return finish()
 
 
 async def count_tokens(
@@ -313,9 +323,17 @@ class _Call:
             raise EngineError("the engine's output ids are not those that it streamed")
         return sample
 
+    def attribution(self) -> Ids | None:
+        """Return the prompt's attribution, or None; see `Prompts.attribution`."""
+        if not self._settings.attributed:
+            return None
+        return self._settings.prompts.attribution(
+            self.prompt, self.restored.messages, self._request.tools
+        )
+
     @timing.step()
-    def finish(self) -> PreparedCall:
-        """Parse the reply and put the turn together."""
+    def finish(self, message_index: Ids | None) -> PreparedCall:
+        """Parse the reply and put the turn together; the prompt's attribution is given."""
         parsed, stop_sequence = self._parsed or self._parse()
         sample, prompt, settings = self.result, self.prompt, self._settings
         aborted = sample.finish_reason == "abort"
@@ -328,11 +346,8 @@ class _Call:
             raise GatewayError(wrong, 500)
         message = canonical_reply(reply)
         response = logged_message(message)
-        messages = self.restored.messages
-        index = names = path = None
+        names = path = None
         if settings.attributed:
-            tools = self._request.tools
-            index = settings.prompts.attribution(prompt, messages, tools)
             names = self.restored.tool_names[prompt.n_known :]
         position = next_position(self.restored.position, response.key)
         if not aborted:
@@ -363,7 +378,7 @@ class _Call:
             choice=self._choice,
             protocol=self._context.protocol.name,
             **_fields(caller),
-            prompt_message_index=index,
+            prompt_message_index=message_index,
             message_tool_names=names,
             prompt_built=prompt.built,
             render_reason=prompt.reason,

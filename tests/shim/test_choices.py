@@ -1,6 +1,7 @@
 """Several replies to one request, and the logprobs of replies."""
 
 import asyncio
+import threading
 
 import numpy as np
 import openai
@@ -12,6 +13,7 @@ from tests.shim.clients import in_process
 from tests.shim.conformance import DRIVERS
 from tests.shim.fakes import RENDERER, Held, PiecewiseEngine, ScriptedEngine, sampled
 from trajkit_shim.errors import EngineError
+from trajkit_shim.prompting.render import ChatRenderer
 
 pytestmark = pytest.mark.anyio
 
@@ -79,6 +81,27 @@ async def test_choices_are_turns_of_one_prompt(tmp_path, stream):
     assert sum(map(sum, rows["loss_mask"].to_pylist())) == outputs + len(
         last["output_ids"]
     )
+
+
+async def test_a_rendered_prompt_is_attributed_once_and_off_the_event_loop(
+    tmp_path, monkeypatch
+):
+    threads, attribute = [], ChatRenderer.attribute
+
+    def watched(renderer, *args):
+        threads.append(threading.current_thread())
+        return attribute(renderer, *args)
+
+    monkeypatch.setattr(ChatRenderer, "attribute", watched)
+    engine = ScriptedEngine("one", "two", "three")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        await chat(await gateway.open(), stream=False, n=3)
+        turns = gateway.turns()
+    (thread,) = threads
+    assert thread is not threading.current_thread()
+    first, *others = [turn["prompt_message_index"] for turn in turns]
+    assert 0 in first
+    assert others == [first, first]
 
 
 async def test_the_seed_after_the_largest_one_is_the_smallest(tmp_path):

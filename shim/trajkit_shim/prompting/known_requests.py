@@ -9,7 +9,6 @@ completely.
 import math
 import re
 import secrets
-from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -64,7 +63,7 @@ class KnownRequest:
 
 
 class Match(NamedTuple):
-    """A known request, and how many of its marks a body contains at the same place."""
+    """A known request, and at how many of its marks a body still has the same bytes."""
 
     known: KnownRequest
     n_marks: int
@@ -134,13 +133,11 @@ def find_known(
     for request in known:
         if request.protocol != protocol:
             continue
-        n_marks = len(request.marks)
-        if not body.startswith(request.body):
-            n_marks = bisect_left(
-                request.marks,
-                True,
-                key=lambda mark: not body.startswith(request.body[: mark.offset]),
-            )
+        n_marks, start = 0, 0
+        for mark in request.marks:
+            if not body.startswith(request.body[start : mark.offset], start):
+                break
+            n_marks, start = n_marks + 1, mark.offset
         match = Match(request, n_marks)
         if best is None or match.n_shared > best.n_shared:
             best = match
@@ -244,5 +241,8 @@ def _parse(body: bytes, name: str) -> tuple[Json, Json, int]:
             items = text[: end - 1].encode()
             check_value({name: history}, items)
             stop = found.end() - 1 + len(items.rstrip(_SPACE))
+            if name in after:
+                # the last one of a repeated field counts
+                stop = -1
             return {**before, name: history, **after}, before, stop
     return parse_object(body), {}, -1

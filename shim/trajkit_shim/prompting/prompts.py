@@ -8,6 +8,8 @@ It is used only if it provably yields what the template writes: the request's me
 to its last reply are those of a cached turn, with the same tools, the reply ended by
 itself, and the template's text for the request starts with its text for that turn
 (`prompting.rendered_prefix`). Other requests are rendered, for a reason that is counted.
+So is a request whose history was changed, but the ids of the last turn before the change
+are kept.
 """
 
 import json
@@ -72,12 +74,13 @@ class Prompt:
     """The ids for one request, and how they were built."""
 
     ids: Ids
-    reason: Reason | None  # None: appended to an earlier turn
+    reason: Reason | None  # why it does not extend the last reply; None: it does
     hasher: blake2b  # BLAKE2b of the ids as little-endian int32
     buffer: IdBuffer | None = None  # that the ids are in
     base: CachedPath | None = None  # that turn
     n_known: int = 0  # how many of the messages have those tokens
-    # of each appended id, the message after these; -1: none. None: unknown
+    # of each appended id, the index of its message after the known ones; -1: no message.
+    # None: unknown
     message_index: Ids | None = None
     rendered: RenderedPrefix | None = None  # None: no later prompt may extend this one
     tools: bytes = b""  # digest of the offered tools

@@ -229,6 +229,17 @@ def test_another_field_of_that_name_is_not_the_conversation():
     assert request.known("openai_chat", "messages", restored) is None
 
 
+def test_nothing_is_known_of_a_conversation_that_is_there_twice():
+    """The last one counts, and is not what the body begins with."""
+    reader = Reader("openai_chat")
+    first = body_of("openai_chat", {}, [user(LONG)], {})
+    twice = first[:-1] + b', "messages": [%s]}' % json.dumps(user("b")).encode()
+    request, _ = reader.read(twice)
+    assert [message["content"] for message in request.chat.messages] == ["b"]
+    restored = ReplyIndex().restore(request.chat.messages)
+    assert request.known("openai_chat", "messages", restored) is None
+
+
 def test_another_system_prompt_after_the_conversation():
     reader = Reader("anthropic")
     before, after, steps = CONVERSATIONS["anthropic"]
