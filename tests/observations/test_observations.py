@@ -360,6 +360,27 @@ def test_a_prompt_of_which_the_tail_alone_was_rendered():
     assert [token for _, token, _ in weighed(tail)] == [40, 41, 42]
 
 
+def test_messages_that_a_missing_turn_attributes_are_a_gap():
+    turns = [
+        call(OPENING, ASK, turn_index=0),
+        call([*OPENING, ASK, TOLD], DONE, turn_index=1),
+        call([*OPENING, ASK, TOLD, DONE, answer("c2", 42)], DONE, turn_index=2),
+    ]
+    n = len(turns[1]["prompt_ids"]) + len(turns[1]["output_ids"])
+    last = turns[2]
+    last["message_tool_names"] = ["bash"]
+    last["prompt_message_index"] = [
+        0 if k >= n and i == 5 else -1
+        for k, i in enumerate(last["prompt_message_index"])
+    ]
+    assert [token for _, token, _ in weighed(turns)] == [40, 41, 42]
+    with pytest.raises(
+        InvalidTurnsError, match="the first 5 of 6 messages are attribut"
+    ):
+        weighed([turns[0], last])
+    assert counted([turns[0], last], missing="skip")["turns_skipped"] == 1
+
+
 @pytest.mark.parametrize("first", [40, 41])
 def test_of_equal_prompts_the_first_says_what_a_tail_leaves_open(first):
     shown = [*OPENING, ASK, TOLD]

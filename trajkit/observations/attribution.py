@@ -121,14 +121,19 @@ class SessionCalls:
         return Messages(keys, roles) if roles else None
 
     @cached_property
-    def replies(self) -> dict[bytes, int]:
-        """The first call with each recorded reply, by key."""
+    def _repliers(self) -> dict[bytes, list[int]]:
+        """The calls with each recorded reply, by key."""
         keys = pc.struct_field(self._column("response"), "key").to_pylist()
-        found: dict[bytes, int] = {}
+        found: dict[bytes, list[int]] = {}
         for call, key in enumerate(keys):
             if key is not None:
-                found.setdefault(key, call)
+                found.setdefault(key, []).append(call)
         return found
+
+    @cached_property
+    def replies(self) -> dict[bytes, int]:
+        """The first call with each recorded reply, by key."""
+        return {key: calls[0] for key, calls in self._repliers.items()}
 
     @cached_property
     def bodies(self) -> dict[bytes, str]:
@@ -182,7 +187,19 @@ class SessionCalls:
         if highest >= n_known:
             what = "messages" if names is None else "message_tool_names"
             return f"prompt_message_index {highest} of {n_known} {what}", flags
+        n_before = n_messages - n_known
+        if messages is not None and n_before and not self._is_known(messages, n_before):
+            return (
+                f"the first {n_before} of {n_messages} messages are attributed by a turn "
+                "that is not in the table"
+            ), flags
         return None, flags
+
+    def _is_known(self, messages: Messages, n: int) -> bool:
+        """Whether the first messages are those of another call and its reply."""
+        head, reply = messages.keys[: (n - 1) * KEY_BYTES], messages.key(n - 1)
+        earlier = (self.messages(call) for call in self._repliers.get(reply, ()))
+        return any(head == (b"" if one is None else one.keys) for one in earlier)
 
     def _length_fault(self, name: str, call: int) -> str | None:
         values, n = self._list(name, call), int(self.n_prompt[call])
