@@ -143,7 +143,7 @@ def running_server(
             server.stop.set()
             watching.join()
     if server.lost is not None:
-        sys.stderr.write(_tail(log, begin))
+        _report(_tail(log, begin))
         raise ConnectionError(
             f"the engine's server {server.lost}. The end of its log, {log}, is above"
         )
@@ -165,28 +165,38 @@ class _Server:
 
     def keep(self, restarts: int) -> None:
         """Run the server until `stop` is set, or it cannot be restarted."""
+        try:
+            self._restart(restarts)
+        except Exception as error:
+            # such as a process that the system cannot start
+            self.lost = f"failed: {error}"
+        finally:
+            if self.lost is not None and self.healthy:
+                os.kill(os.getpid(), signal.SIGTERM)
+            self.decided.set()
+
+    def _restart(self, restarts: int) -> None:
+        """See `keep`."""
         ends: list[float] = []
         while self.lost is None and (reason := self._run()) is not None:
             now = time.monotonic()
             ends = [end for end in ends if now - end < _WINDOW_SECONDS] + [now]
             if not self.healthy:
-                self.lost = f"{reason} before it was healthy"
+                self.lost = f"was never healthy: it {reason}"
             elif len(ends) > restarts:
                 self.lost = (
                     f"{reason}, and was restarted {restarts} times within an hour"
                 )
             else:
                 restart = f"restart {len(ends)} of {restarts} within an hour"
-                sys.stderr.write(f"trajkit: the engine's server {reason}: {restart}\n")
-        if self.lost is not None and self.healthy:
-            os.kill(os.getpid(), signal.SIGTERM)
-        self.decided.set()
+                _report(f"trajkit: the engine's server {reason}: {restart}\n")
 
     def _run(self) -> str | None:
         """Run the server once; return why it was lost, or None after `stop`."""
         with socket.socket() as other:
             if other.connect_ex((_HOST, self.port)) == 0:
-                return f"cannot start, as another process listens on port {self.port},"
+                why = f"another process listens on port {self.port}"
+                return f"cannot start, because {why}"
         process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,
@@ -222,6 +232,12 @@ class _Server:
             # the server samples a token before it answers
             return client.get(f"http://{_HOST}:{self.port}/health").is_success
         return False
+
+
+def _report(text: str) -> None:
+    """Write to standard error, even if its reader is gone."""
+    with suppress(OSError):
+        sys.stderr.write(text)
 
 
 def _tail(log: Path, begin: int) -> str:

@@ -1,5 +1,6 @@
 """Servers that are launched for a gateway: they are restarted, and end with it."""
 
+import io
 import json
 import os
 import re
@@ -102,7 +103,7 @@ def test_a_server_ends_with_every_process_it_started(python, tmp_path, manner):
 
 
 def test_a_server_that_ends_at_start(python, tmp_path, capfd):
-    reason = r"ended with exit code \d+ before it was healthy.*logs/engine\.log"
+    reason = r"was never healthy: it ended with exit code \d+\. .*logs/engine\.log"
     with (
         pytest.raises(ConnectionError, match=reason),
         launched(python, tmp_path, "--fake", "broken"),
@@ -125,7 +126,9 @@ def test_a_server_that_never_gets_healthy(python, tmp_path):
     pids = tmp_path / "pids"
     options = ["--fake", "mute", "--pids", str(pids)]
     with (
-        pytest.raises(ConnectionError, match=r"did not answer within 1 seconds before"),
+        pytest.raises(
+            ConnectionError, match=r"never healthy: it did not answer within 1 seconds"
+        ),
         launched(python, tmp_path, *options, start_seconds=1),
     ):
         pytest.fail("it is not healthy")
@@ -134,7 +137,9 @@ def test_a_server_that_never_gets_healthy(python, tmp_path):
 
 def test_a_program_that_does_not_exist(tmp_path, capfd):
     with (
-        pytest.raises(ConnectionError, match="exit code 127 before it was healthy"),
+        pytest.raises(
+            ConnectionError, match="never healthy: it ended with exit code 127"
+        ),
         launched(str(tmp_path / "absent"), tmp_path),
     ):
         pytest.fail("it cannot start")
@@ -147,7 +152,7 @@ def test_a_port_that_is_taken(python, tmp_path):
         command = sglang_command(python, "m", port, [])
         with (
             pytest.raises(
-                ConnectionError, match=f"another process listens on port {port}"
+                ConnectionError, match=f"because another process listens on port {port}"
             ),
             running_server(command, port, tmp_path / "log"),
         ):
@@ -184,7 +189,18 @@ def _answers(url, path="/health"):
         return False
 
 
-def test_a_server_that_ends_too_often_ends_the_command(python, tmp_path):
+class Unread(io.StringIO):
+    """Standard error whose reader is gone."""
+
+    def write(self, _):
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("stderr", [io.StringIO, Unread])
+def test_a_server_that_ends_too_often_ends_the_command(
+    python, tmp_path, monkeypatch, stderr
+):
+    monkeypatch.setattr(sys, "stderr", stderr())
     pids = tmp_path / "pids"
     reason = "exit code 3, and was restarted 1 times within an hour"
     options = ["--pids", str(pids)]
@@ -197,6 +213,24 @@ def test_a_server_that_ends_too_often_ends_the_command(python, tmp_path):
     with pytest.raises(ConnectionError, match=reason):
         run()
     assert len(read_pids(pids)) == 4
+
+
+@pytest.mark.parametrize("when", ["start", "restart"])
+def test_a_system_that_cannot_start_the_server(python, tmp_path, monkeypatch, when):
+    def fail(*_, **__):
+        raise BlockingIOError("too many processes")
+
+    def run():
+        with monkeypatch.context() as patch:
+            if when == "start":
+                patch.setattr(subprocess, "Popen", fail)
+            with launched(python, tmp_path) as url:
+                patch.setattr(subprocess, "Popen", fail)
+                # the signal ends it
+                until(lambda: _die(url))
+
+    with pytest.raises(ConnectionError, match="server failed: too many processes"):
+        run()
 
 
 def _die(url):
