@@ -30,12 +30,14 @@ class EngineError(GatewayError):
     """The engine rejected or failed a call.
 
     ``message``: what went wrong, in the engine's words if it gave any. ``status``: 4xx if
-    the request is wrong, 5xx if the engine failed.
+    the request is wrong, 5xx if the engine failed. ``answered``: the HTTP status of the
+    engine's own answer, if there was one.
     """
 
     status: int = 502
     _: KW_ONLY
     code: str | None = "engine_error"
+    answered: int | None = None
 
 
 class TemplateError(GatewayError):

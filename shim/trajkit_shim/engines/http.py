@@ -128,9 +128,9 @@ class EngineServer:
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise EngineError(f"{where}: {error}") from error
+            raise EngineError(f"{where}: {error}", answered=200) from error
         if not isinstance(value, dict):
-            raise EngineError(f"{where} gave no object: {value!r}")
+            raise EngineError(f"{where} gave no object: {value!r}", answered=200)
         return value
 
     def _unreachable(self, error: httpx.HTTPError) -> EngineError:
@@ -152,7 +152,7 @@ class EngineServer:
         # only a bad request is the client's fault
         shown = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503}.get(status, 502)
         text = f"the {self.name} server answered {status}: {message}"
-        return EngineError(text, shown)
+        return EngineError(text, shown, answered=status)
 
 
 def _error_message(value: object) -> str | None:

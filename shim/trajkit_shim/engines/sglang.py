@@ -5,6 +5,7 @@ Field names and behaviour as of SGLang 0.5.23.
 
 import asyncio
 import base64
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -126,18 +127,21 @@ class SGLangEngine(HttpEngine):
 
     async def _members(self) -> Sequence[EngineServer]:
         """See `HttpEngine`. A router passes on only calls, but lists its servers."""
-        found = []
+        urls: list[str] = []
         for server in self._servers:
             try:
-                workers = cast(Any, (await server.get("/workers"))["workers"])
-            except (EngineError, KeyError):
-                # it is a server
-                found.append(server)
+                listed = cast(Any, await server.get("/workers"))
+            except EngineError as error:
+                # a server has no such path; one that cannot be reached fails later
+                if error.answered not in (None, 404, 405):
+                    raise
+                urls.append(server.base_url)
                 continue
-            found += [server.at(str(worker["url"])) for worker in workers]
-        if not found:
+            with reading("SGLang", "/workers"):
+                urls += [_server_url(worker["url"]) for worker in listed["workers"]]
+        if not urls:
             raise EngineError("the SGLang router has no server", 503)
-        return found
+        return [self._servers[0].at(url) for url in dict.fromkeys(urls)]
 
     async def generate(self, request: EngineRequest) -> Sample:
         """See `Engine`.
@@ -196,6 +200,17 @@ class SGLangEngine(HttpEngine):
                 self._incremental = info.get("incremental_streaming_output") is True
         repeated = 0 if self._incremental else max_tokens // _REPEATING_EVENTS
         return max(_TOKENS_PER_EVENT, repeated)
+
+
+def _server_url(worker: str) -> str:
+    """The server of a router's worker; ``http://host:30000@1`` is one of its ranks."""
+    url = re.sub(r"@\d+$", "", worker)
+    if not url.startswith(("http://", "https://")):
+        raise EngineError(
+            f"the SGLang router's worker {worker} does not use HTTP, which pauses and "
+            "weight updates need"
+        )
+    return url
 
 
 async def _post(servers: Sequence[EngineServer], name: str, body: Json) -> list[Json]:

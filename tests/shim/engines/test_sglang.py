@@ -104,14 +104,17 @@ class Router:
 
     def __init__(self, *servers: str) -> None:
         self.asked: list[tuple[str, str]] = []
-        self.workers = [{"url": url} for url in servers]
+        self.workers = httpx.Response(
+            200, json={"workers": [{"url": url} for url in servers]}
+        )
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         host, path = request.url.host, request.url.path
         self.asked.append((host, path))
+        if (host, path) == ("router", "/workers"):
+            return self.workers
         if host == "router":
-            replies = {"/workers": {"workers": self.workers}}
-            replies["/generate"] = RECORDED["basic"]["reply"]
+            replies = {"/generate": RECORDED["basic"]["reply"]}
         else:
             replies = {"/model_info": RECORDED["model_info"]["reply"]}
             replies["/v1/models"] = RECORDED["models"]["reply"]
@@ -147,6 +150,41 @@ async def test_a_router_without_servers():
         await sample(engine)
     await engine.close()
     assert caught.value.status == 503
+
+
+async def test_a_server_with_several_data_parallel_ranks_is_paused_once():
+    """A router started with ``--dp-aware`` lists each rank."""
+    router = Router("http://one:30000@0", "http://one:30000@1", "http://two:30000")
+    engine = router.engine()
+    await engine.pause()
+    await engine.close()
+    paused = [("one", "/pause_generation"), ("two", "/pause_generation")]
+    assert router.asked == [("router", "/workers"), *paused]
+
+
+@pytest.mark.parametrize(
+    ("workers", "status", "match"),
+    [
+        pytest.param({"workers": None}, 200, "/workers cannot be read", id="null"),
+        pytest.param({"workers": ["a"]}, 200, "/workers cannot be read", id="texts"),
+        pytest.param({"workers": [{"url": 1}]}, 200, "cannot be read", id="number"),
+        pytest.param({}, 200, "/workers cannot be read", id="no servers"),
+        pytest.param([], 200, "gave no object", id="a list"),
+        pytest.param(
+            {"workers": [{"url": "grpc://one:1"}]}, 200, "grpc://one:1 does", id="gRPC"
+        ),
+        pytest.param({}, 503, "answered 503", id="it fails"),
+    ],
+)
+async def test_a_router_whose_servers_are_unknown(workers, status, match):
+    """It is not taken for a server."""
+    router = Router()
+    router.workers = httpx.Response(status, json=workers)
+    engine = router.engine()
+    with pytest.raises(EngineError, match=match):
+        await engine.pause()
+    await engine.close()
+    assert router.asked == [("router", "/workers")]
 
 
 async def sample(engine, prompt=PROMPT, **sampling):
