@@ -86,8 +86,10 @@ def trajectory_fields(
 
 def _versions(row: ExportRow, names: list[str | None] | None, version: int) -> Any:
     versions = np.where(row.loss_mask, version, CONTEXT_VERSION).astype(np.int32)
+    if not names:
+        return versions
     for k in np.flatnonzero(row.loss_mask):
-        name = names[k] if names else None
+        name = names[k]
         if name is None:
             continue
         try:
