@@ -35,7 +35,7 @@ _TYPES: dict[str, Callable[[str], object]] = {
     "SECONDS": float,
     "PATH": Path,
 }
-"""What the value of an option is, by the name of its value."""
+"""Types of option values, by their metavar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def add_options(
         spaces, and its help, which indented lines continue. Without flags it is a
         positional argument. After the name there may be a default. ``NAME...`` may be
         repeated. ``{a,b}`` are choices, of which the first is the default. A line without
-        help lists options of `_SHARED`.
+        help lists options of `_SHARED`: ``--policy, --set``.
     **details : dict
         Further keywords of ``add_argument``, by the option's last flag. An option with
         neither a value nor keywords is a switch.

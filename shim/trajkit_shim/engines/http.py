@@ -276,11 +276,13 @@ def logprobs_of(
 
     Raises `ValueError` unless the tokens are ``labels``, one per output id.
     """
-    if [token for _, token in scored] != list(labels):
-        counts = (
-            f"{len(scored)} tokens for {len(labels)} output ids, or of other tokens"
+    if len(scored) != len(labels):
+        raise ValueError(
+            f"logprobs of {len(scored)} tokens for {len(labels)} output ids"
         )
-        raise ValueError(f"logprobs of {counts}")
+    for place, ((_, token), label) in enumerate(zip(scored, labels, strict=True)):
+        if token != label:
+            raise ValueError(f"logprob {place} is of token {token}, not {label}")
     return np.array([logprob for logprob, _ in scored], np.float32)
 
 

@@ -341,7 +341,7 @@ def changed(**meta):
         ),
         pytest.param(
             changed(output_token_logprobs=[[-1.0, 5, None]] * 6),
-            "other tokens",
+            "logprob 0 is of token 5, not ",
             id="logprobs of other ids",
         ),
         pytest.param(

@@ -334,7 +334,7 @@ async def test_an_id_outside_the_vocabulary_never_reaches_the_server():
         pytest.param(reply(logprobs=None), 502, "cannot be read", id="no logprobs"),
         pytest.param(reply(logprobs=scored([5])), 502, "of 1 tokens for 4", id="one"),
         pytest.param(
-            reply(logprobs=scored([5] * 4)), 502, "other tokens", id="of other ids"
+            reply(logprobs=scored([5] * 4)), 502, "logprob 0 is of", id="of other ids"
         ),
     ],
 )
