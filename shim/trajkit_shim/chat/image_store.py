@@ -40,6 +40,7 @@ class ImageLimits:
     max_bytes: int = 8 << 20  # of one image
     max_pixels: int = 1 << 26  # of one image, decoded
     max_images: int = 100  # of one prompt
+    max_request_bytes: int = 64 << 20  # of all images that one request brings
     max_total_bytes: int | None = None  # of the store
     # whether an image that is given as a URL is fetched, from public hosts only
     fetch: bool = False
@@ -122,20 +123,15 @@ class ImageStore:
         """Return the images that messages bring, and put their names in their places.
 
         Images at URLs are fetched. The store knows the images as long as the caller keeps
-        them. Raises `GatewayError`: there are too many (400), one cannot be fetched (400),
-        or cannot be stored later (507).
+        them. Raises `GatewayError`: there are too many, they are too large together, or one
+        cannot be fetched (400), or they cannot be stored later (507).
         """
         contents = [m["content"] for m in messages if isinstance(m["content"], list)]
         images = [part for parts in contents for part in parts if not _is_text(part)]
         if len(images) > self.limits.max_images:
             message = f"{len(images)} images; the limit is {self.limits.max_images}"
             raise GatewayError(message, code="too_many_images")
-        urls = {image.url for image in images if isinstance(image, ImageUrl)}
-        data = await fetch_images(urls, max_bytes=self.limits.max_bytes)
-        fetched = {
-            url: await asyncio.to_thread(open_image, data[url], url[:200], self.limits)
-            for url in urls
-        }
+        fetched = await self._fetch(images)
         brought: list[Image] = []
         for parts in contents:
             for i, part in enumerate(parts):
@@ -147,6 +143,28 @@ class ImageStore:
                     parts[i] = {"type": "image", "sha256": image.name}
         self._check_room(self._new(brought))
         return brought
+
+    async def _fetch(self, images: Collection[object]) -> dict[str, Image]:
+        """The images at the URLs of a request; ``images`` are all of the request."""
+        given = {one.name: len(one.data) for one in images if isinstance(one, Image)}
+        limits = self.limits
+        left = limits.max_request_bytes - sum(given.values())
+        if left < 0:
+            message = (
+                f"the request's images have {sum(given.values())} bytes together; the "
+                f"limit is {limits.max_request_bytes}"
+            )
+            raise GatewayError(message, code="image_too_large")
+        urls = {one.url for one in images if isinstance(one, ImageUrl)}
+        if not urls:
+            return {}
+        data = await fetch_images(
+            urls, max_bytes=limits.max_bytes, max_total_bytes=left
+        )
+        return {
+            url: await asyncio.to_thread(open_image, data[url], url[:200], limits)
+            for url in urls
+        }
 
     @contextmanager
     def storing(self, images: Collection[Image]) -> Iterator[None]:
