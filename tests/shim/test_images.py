@@ -1,5 +1,6 @@
 """Images in every protocol: placed in prompts, given to the engine, stored, logged."""
 
+import asyncio
 import base64
 import io
 import json
@@ -21,7 +22,7 @@ from tests.shim.clients import InProcess, in_process, read_log
 from tests.shim.sglang_cpu.make_vision_model import write_processor
 from trajkit.turns import engine_ids
 from trajkit_shim.chat import fetch_image
-from trajkit_shim.chat.image_store import ImageLimits, ImageStore, open_image
+from trajkit_shim.chat.image_store import ImageLimits, ImageStore, NewImages, open_image
 from trajkit_shim.engines.base import EngineInfo, Sample
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.prompting.image_places import load_image_model
@@ -655,7 +656,73 @@ async def test_a_call_that_fails_stores_no_image(opened):
     assert stored_in(gateway) == [sha256(PNG).hexdigest()]
 
 
-@pytest.mark.parametrize("broken", ["replace", "log"])
+def watch_files(monkeypatch, called):
+    """Call a function whenever a file of an image is opened to be written."""
+    opened = Path.open
+
+    def watched(path, *arguments, **options):
+        if path.parent.name == "images" and arguments == ("wb",):
+            called()
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", watched)
+
+
+async def test_images_are_not_written_on_the_event_loop(opened, monkeypatch):
+    threads = []
+    watch_files(monkeypatch, lambda: threads.append(threading.current_thread()))
+    gateway = await opened()
+    gateway.engine.script = [gateway.reply("red"), gateway.reply("still red")]
+    for _ in range(2):
+        answer = await gateway.post("/v1/messages", anthropic(PNG))
+        assert answer.status_code == 200, answer.text
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
+    assert stored_in(gateway) == [sha256(PNG).hexdigest()]
+
+
+async def test_requests_with_the_same_new_image(tmp_path):
+    store = ImageStore(tmp_path / "images")
+    image = open_image(PNG, "here", store.limits)
+    requests = [NewImages(store, [image, image]) for _ in range(2)]
+    for request in requests:
+        await request.write()
+    assert len(files := list(store.directory.iterdir())) == 2
+    assert all(file.name.startswith(".") for file in files)
+    for request in requests:
+        with request.stored():
+            pass
+        request.discard()
+    assert [file.name for file in store.directory.iterdir()] == [image.name]
+    assert store.data(image.name) == PNG
+
+
+async def test_files_that_are_written_after_the_client_has_left(tmp_path, monkeypatch):
+    store = ImageStore(tmp_path / "images")
+    images = [open_image(data, "here", store.limits) for data in (PNG, JPEG)]
+    begun, left, written = (threading.Event() for _ in range(3))
+
+    def wait():
+        assert not begun.is_set()
+        begun.set()
+        assert left.wait(60)
+
+    watch_files(monkeypatch, wait)
+    request = NewImages(store, images)
+    write = request._write
+    monkeypatch.setattr(request, "_write", lambda new: (write(new), written.set()))
+    work = asyncio.create_task(request.write())
+    assert await asyncio.to_thread(begun.wait, 60)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    request.discard()
+    left.set()
+    assert await asyncio.to_thread(written.wait, 60)
+    assert list(store.directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("broken", ["write", "replace", "log"])
 async def test_an_image_whose_turn_is_not_written_leaves_no_file(
     opened, monkeypatch, broken
 ):
@@ -664,7 +731,9 @@ async def test_an_image_whose_turn_is_not_written_leaves_no_file(
 
     gateway = await opened()
     gateway.engine.script = [gateway.reply("red")]
-    if broken == "replace":
+    if broken == "write":
+        watch_files(monkeypatch, fail)
+    elif broken == "replace":
         monkeypatch.setattr(Path, "replace", fail)
     else:
         monkeypatch.setattr(gateway.gateway.log, "append", fail)
