@@ -26,7 +26,7 @@ import numpy as np
 import trajkit
 from benchmarks.gateway import Host, Line
 from trajkit_shim.app import create_app
-from trajkit_shim.chat.request import DEFAULT_OPTIONS
+from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.json_input import Json, parse_object, read_body
@@ -251,7 +251,7 @@ def processor_seconds(work: Callable[[], object], repeats: int = 3) -> float:
 
 def render(renderer: ChatRenderer, body: bytes, *, attributed: bool) -> None:
     """Read and render a request completely; the renderer remembers nothing."""
-    asked = openai_chat.OPENAI_CHAT.read(parse_object(body), DEFAULT_OPTIONS)
+    asked = openai_chat.OPENAI_CHAT.read(parse_object(body), ReadOptions())
     ids = renderer.render(asked.messages, asked.tools)
     if attributed:
         renderer.attribute(asked.messages, asked.tools, ids)

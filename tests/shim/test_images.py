@@ -1,8 +1,10 @@
 """Images in every protocol: placed in prompts, given to the engine, stored, logged."""
 
+import asyncio
 import base64
 import io
 import json
+import ssl
 import threading
 import warnings
 from contextlib import AsyncExitStack, suppress
@@ -20,7 +22,7 @@ from tests.shim.clients import InProcess, in_process, read_log
 from tests.shim.sglang_cpu.make_vision_model import write_processor
 from trajkit.turns import engine_ids
 from trajkit_shim.chat import fetch_image
-from trajkit_shim.chat.image_store import ImageLimits, ImageStore, open_image
+from trajkit_shim.chat.image_store import ImageLimits, ImageStore, NewImages, open_image
 from trajkit_shim.engines.base import EngineInfo, Sample
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.prompting.image_places import load_image_model
@@ -359,6 +361,9 @@ async def test_a_reply_with_the_token_of_an_image_ends_the_use_of_images(opened,
         pytest.param(url_of(PNG), {"max_pixels": 99}, "image_too_large", id="pixels"),
         pytest.param(url_of(PNG), {"max_images": 0}, "too_many_images", id="count"),
         pytest.param(url_of(PNG), {"max_total_bytes": 9}, "log_full", id="total"),
+        pytest.param(
+            url_of(PNG), {"max_request_bytes": 9}, "image_too_large", id="request"
+        ),
         pytest.param("data:image/png;base64,?", {}, "invalid_image", id="base64"),
         pytest.param("data:image/png;base64,é", {}, "invalid_image", id="not-ascii"),
         pytest.param("data:image/png;base64,eA==", {}, "invalid_image", id="no-image"),
@@ -442,7 +447,7 @@ async def test_private_hosts_are_never_asked(monkeypatch, host):
     def never(*_, **__):
         raise AssertionError("connected")
 
-    monkeypatch.setattr(fetch_image.httpx, "AsyncClient", never)
+    monkeypatch.setattr(fetch_image.httpx.AsyncClient, "stream", never)
     with pytest.raises(GatewayError, match="not public"):
         await fetch(f"http://{host}/image.png")
 
@@ -453,6 +458,8 @@ def test_a_public_address_is_public():
 
 
 class Answers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
     def do_GET(self):
         server = self.server
         server.paths.append(self.path)
@@ -463,8 +470,10 @@ class Answers(BaseHTTPRequestHandler):
         if path == "/together":
             server.together.wait()
         self.send_header("location", "/image")
+        self.send_header("content-length", str(len(PNG) + int(length or 0)))
         self.end_headers()
         self.wfile.write(PNG + b"x" * int(length or 0))
+        server.clients.append(self.client_address)
         server.hosts.append(self.headers["host"])
         server.encodings.append(self.headers["accept-encoding"])
 
@@ -487,6 +496,7 @@ def web(monkeypatch):
     monkeypatch.setattr(fetch_image, "is_public", lambda _: True)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     server.hosts, server.encodings, server.paths = [], [], []
+    server.clients = []
     server.patient = 0
     # each answer waits for as many requests as may be sent at once
     server.together = threading.Barrier(fetch_image._AT_ONCE, timeout=60)
@@ -499,8 +509,10 @@ def web(monkeypatch):
     server.server_close()
 
 
-async def fetch(*urls, max_bytes=8 << 20):
-    return await fetch_image.fetch_images(urls, max_bytes=max_bytes)
+async def fetch(*urls, max_bytes=8 << 20, max_total_bytes=64 << 20):
+    return await fetch_image.fetch_images(
+        urls, max_bytes=max_bytes, max_total_bytes=max_total_bytes
+    )
 
 
 async def test_an_image_is_fetched_from_the_address_that_was_checked(web):
@@ -529,6 +541,51 @@ async def test_the_images_of_a_request_are_fetched_at_once(web):
     urls = [f"{web.url}/together-{i}" for i in range(fetch_image._AT_ONCE)]
     found = await fetch(*urls)
     assert [len(found[url]) - len(PNG) for url in urls] == [0, 1, 2, 3]
+
+
+async def test_certificates_are_read_once_and_not_on_the_event_loop(monkeypatch, web):
+    threads, read = [], ssl.create_default_context
+
+    def recorded(*arguments, **options):
+        threads.append(threading.current_thread())
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(ssl, "create_default_context", recorded)
+    fetch_image._ssl_context.cache_clear()
+    for i in range(2):
+        await fetch(f"{web.url}/image-{i}", f"{web.url}/image")
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
+
+
+async def test_no_connection_is_used_for_two_images(monkeypatch, web):
+    monkeypatch.setattr(fetch_image, "_AT_ONCE", 1)
+    await fetch(*(f"{web.url}/image-{i}" for i in range(3)))
+    assert len(set(web.clients)) == 3
+
+
+async def test_the_images_of_a_request_have_a_limit_together(web):
+    urls = [f"{web.url}/image-{i}" for i in (1, 2)]
+    total = 2 * len(PNG) + 3
+    assert len(await fetch(*urls, max_total_bytes=total)) == 2
+    with pytest.raises(GatewayError, match=f"more than {total - 1} bytes together"):
+        await fetch(*urls, max_total_bytes=total - 1)
+
+
+async def test_images_that_are_sent_leave_less_for_those_at_urls(opened, web):
+    total = len(PNG) + len(JPEG)
+    gateway = await opened(ImageLimits(fetch=True, max_request_bytes=total))
+    gateway.engine.script = [gateway.reply("red")]
+    body = chat(JPEG)
+    parts = body["messages"][0]["content"]
+    for path, rule in (
+        ("image-1", f"more than {len(PNG)} bytes together"),
+        ("image", None),
+    ):
+        parts[2:] = [{"type": "image_url", "image_url": {"url": f"{web.url}/{path}"}}]
+        answer = await gateway.post("/v1/chat/completions", body)
+        assert answer.status_code == (400 if rule else 200), answer.text
+        assert (rule or "") in answer.text
 
 
 async def test_an_image_at_a_url_is_placed_and_stored(opened, web):
@@ -599,7 +656,73 @@ async def test_a_call_that_fails_stores_no_image(opened):
     assert stored_in(gateway) == [sha256(PNG).hexdigest()]
 
 
-@pytest.mark.parametrize("broken", ["replace", "log"])
+def watch_files(monkeypatch, called):
+    """Call a function whenever a file of an image is opened to be written."""
+    opened = Path.open
+
+    def watched(path, *arguments, **options):
+        if path.parent.name == "images" and arguments == ("wb",):
+            called()
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", watched)
+
+
+async def test_images_are_not_written_on_the_event_loop(opened, monkeypatch):
+    threads = []
+    watch_files(monkeypatch, lambda: threads.append(threading.current_thread()))
+    gateway = await opened()
+    gateway.engine.script = [gateway.reply("red"), gateway.reply("still red")]
+    for _ in range(2):
+        answer = await gateway.post("/v1/messages", anthropic(PNG))
+        assert answer.status_code == 200, answer.text
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
+    assert stored_in(gateway) == [sha256(PNG).hexdigest()]
+
+
+async def test_requests_with_the_same_new_image(tmp_path):
+    store = ImageStore(tmp_path / "images")
+    image = open_image(PNG, "here", store.limits)
+    requests = [NewImages(store, [image, image]) for _ in range(2)]
+    for request in requests:
+        await request.write()
+    assert len(files := list(store.directory.iterdir())) == 2
+    assert all(file.name.startswith(".") for file in files)
+    for request in requests:
+        with request.stored():
+            pass
+        request.discard()
+    assert [file.name for file in store.directory.iterdir()] == [image.name]
+    assert store.data(image.name) == PNG
+
+
+async def test_files_that_are_written_after_the_client_has_left(tmp_path, monkeypatch):
+    store = ImageStore(tmp_path / "images")
+    images = [open_image(data, "here", store.limits) for data in (PNG, JPEG)]
+    begun, left, written = (threading.Event() for _ in range(3))
+
+    def wait():
+        assert not begun.is_set()
+        begun.set()
+        assert left.wait(60)
+
+    watch_files(monkeypatch, wait)
+    request = NewImages(store, images)
+    write = request._write
+    monkeypatch.setattr(request, "_write", lambda new: (write(new), written.set()))
+    work = asyncio.create_task(request.write())
+    assert await asyncio.to_thread(begun.wait, 60)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    request.discard()
+    left.set()
+    assert await asyncio.to_thread(written.wait, 60)
+    assert list(store.directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("broken", ["write", "replace", "log"])
 async def test_an_image_whose_turn_is_not_written_leaves_no_file(
     opened, monkeypatch, broken
 ):
@@ -608,7 +731,9 @@ async def test_an_image_whose_turn_is_not_written_leaves_no_file(
 
     gateway = await opened()
     gateway.engine.script = [gateway.reply("red")]
-    if broken == "replace":
+    if broken == "write":
+        watch_files(monkeypatch, fail)
+    elif broken == "replace":
         monkeypatch.setattr(Path, "replace", fail)
     else:
         monkeypatch.setattr(gateway.gateway.log, "append", fail)

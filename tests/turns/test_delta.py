@@ -802,3 +802,20 @@ def test_attribution_of_shared_tokens_is_left_out_where_it_says_nothing(kind):
         [False, False, True, True, False],
     ]
     assert tk.expand(delta).equals(turns)
+
+
+@pytest.mark.parametrize("type_", [pa.string(), pa.float32(), pa.uint8(), pa.bool_()])
+def test_lists_of_other_values_under_the_names_of_attribution_are_unchanged(type_):
+    turns = tk.from_records(
+        {"session_id": "s", "prompt_ids": prompt, "output_ids": [3]}
+        for prompt in ([1, 2], [1, 2, 3, 4])
+    )
+    lists = pa.array([[0, 1], [0, 1, 0, 1]], pa.list_(pa.int32()))
+    # a bool is suitable for one of the two columns
+    names = ["prompt_message_index", "prompt_is_content"][: 1 + (type_ != pa.bool_())]
+    for name in names:
+        turns = turns.append_column(name, lists.cast(pa.list_(type_)))
+    delta = tk.compact(turns)
+    assert delta["shared_length"].to_pylist() == [0, 3]
+    assert delta.select(names).equals(turns.select(names))
+    assert tk.expand(delta).equals(turns)

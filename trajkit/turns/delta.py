@@ -128,13 +128,19 @@ def _attributed(
     """The table with the columns of `ATTRIBUTION` in its own form.
 
     ``cut``: leave out the elements of shared tokens, where a list has only empty ones.
-    Otherwise put them back.
+    Otherwise put them back. Extra columns of these names with values of other types are
+    unchanged.
     """
-    for name, empty in (("prompt_message_index", -1), ("prompt_is_content", False)):
+    for name, empty, is_suitable in (
+        ("prompt_message_index", -1, pa.types.is_signed_integer),
+        ("prompt_is_content", False, pa.types.is_boolean),
+    ):
         if name not in table.column_names:
             continue
         lists = _combined(table.column(name))
         if not isinstance(lists, (pa.ListArray, pa.LargeListArray)):
+            continue
+        if not is_suitable(lists.type.value_type):
             continue
         values, n = lists.flatten(), lengths(lists)
         begins, absent = np.cumsum(n) - n, np.asarray(lists.is_null())

@@ -7,7 +7,10 @@ resolves to later, and redirects are not followed.
 
 import asyncio
 import socket
-from collections.abc import Collection
+import ssl
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
+from functools import cache
 from ipaddress import IPv6Address, IPv6Network, ip_address
 
 import httpx
@@ -21,31 +24,61 @@ _AT_ONCE = 4
 _EMBEDDED = IPv6Network("64:ff9b::/96"), IPv6Network("::/96")
 
 
-async def fetch_images(urls: Collection[str], *, max_bytes: int) -> dict[str, bytes]:
-    """Return what is at the URLs of a request.
+async def fetch_images(
+    urls: Collection[str], *, max_bytes: int, max_total_bytes: int
+) -> dict[str, bytes]:
+    """Return what is at the URLs of a request, at least one.
 
-    Raises `GatewayError` (400) if a URL is not http or https, its host is unknown or not
-    public, the answer is not 200 or too long, or all take too long together.
+    ``max_bytes`` limits each, ``max_total_bytes`` all together. Raises `GatewayError`
+    (400) if a URL is not http or https, its host is unknown or not public, the answer is
+    not 200, or they exceed a limit or take too long together.
     """
-    slots = asyncio.Semaphore(_AT_ONCE)
+    slots, total = asyncio.Semaphore(_AT_ONCE), 0
 
-    async def fetch(url: str) -> bytes:
-        async with slots:
-            try:
-                return await _download(httpx.URL(url), max_bytes)
-            except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-                raise _not_fetched(url, error) from error
+    async def fetch(client: httpx.AsyncClient, url: str) -> bytes:
+        nonlocal total
+        data = bytearray()
+        try:
+            async with slots, aclosing(_chunks(client, httpx.URL(url))) as chunks:
+                async for chunk in chunks:
+                    data += chunk
+                    total += len(chunk)
+                    if len(data) > max_bytes:
+                        raise ValueError(f"it is longer than {max_bytes} bytes")
+                    if total > max_total_bytes:
+                        most = f"more than {max_total_bytes} bytes together"
+                        raise ValueError(f"the images at URLs have {most}")
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+            raise _not_fetched(url, error) from error
+        return bytes(data)
 
+    # the loop would wait for it
+    context = await asyncio.to_thread(_ssl_context)
+    # another name at the same address needs a connection, and a certificate, of its own
+    limits = httpx.Limits(max_keepalive_connections=0)
     try:
-        async with asyncio.timeout(_SECONDS), asyncio.TaskGroup() as group:
-            tasks = {url: group.create_task(fetch(url)) for url in urls}
+        async with (
+            httpx.AsyncClient(
+                trust_env=False, timeout=None, verify=context, limits=limits
+            ) as client,
+            asyncio.timeout(_SECONDS),
+            asyncio.TaskGroup() as group,
+        ):
+            tasks = {url: group.create_task(fetch(client, url)) for url in urls}
     except ExceptionGroup as errors:
         # the first cancelled the others
         raise errors.exceptions[0] from None
     except TimeoutError as error:
-        late = next(url for url, task in tasks.items() if task.cancelled())
+        # the last ones may have ended in the same moment
+        late = max(tasks, key=lambda url: tasks[url].cancelled())
         raise _not_fetched(late, f"it took longer than {_SECONDS:g} seconds") from error
     return {url: task.result() for url, task in tasks.items()}
+
+
+@cache
+def _ssl_context() -> ssl.SSLContext:
+    """The certificates of this process. To read them takes some 30 ms."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 def _not_fetched(url: str, why: object) -> GatewayError:
@@ -77,25 +110,19 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast
 
 
-async def _download(url: httpx.URL, max_bytes: int) -> bytes:
+async def _chunks(client: httpx.AsyncClient, url: httpx.URL) -> AsyncGenerator[bytes]:
+    """Yield what is at a URL."""
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError("expected a data URL with base64, or http or https")
     address = await _public_address(url.host, url.port or 0)
-    data = bytearray()
-    async with (
-        httpx.AsyncClient(trust_env=False, timeout=None) as client,
-        client.stream(
-            "GET",
-            url.copy_with(host=address),
-            headers={"host": url.netloc.decode(), "accept-encoding": "identity"},
-            # the certificate is that of the name
-            extensions={"sni_hostname": url.host},
-        ) as response,
-    ):
+    async with client.stream(
+        "GET",
+        url.copy_with(host=address),
+        headers={"host": url.netloc.decode(), "accept-encoding": "identity"},
+        # the certificate is that of the name
+        extensions={"sni_hostname": url.host},
+    ) as response:
         if response.status_code != 200:
             raise ValueError(f"the server answered {response.status_code}")
         async for chunk in response.aiter_raw():
-            data += chunk
-            if len(data) > max_bytes:
-                raise ValueError(f"it is longer than {max_bytes} bytes")
-    return bytes(data)
+            yield chunk

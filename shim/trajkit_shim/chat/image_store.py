@@ -1,8 +1,9 @@
 """The images of a run: one file each, named by the SHA-256 of its bytes.
 
 Files are as clients sent them. An image is in memory until the first turn that names it is
-recorded. Its file is written just before, so a log never names an image that is missing,
-and a request that is not recorded leaves no file.
+recorded. Its file is written just before under a temporary name, and renamed when the turn
+is recorded. So a log never names an image that is missing, and a request that is not
+recorded leaves no file. Only a killed gateway can leave files with temporary names.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
+from uuid import uuid4
 from weakref import WeakValueDictionary
 
 from trajkit_shim.chat.fetch_image import fetch_images
@@ -40,6 +42,7 @@ class ImageLimits:
     max_bytes: int = 8 << 20  # of one image
     max_pixels: int = 1 << 26  # of one image, decoded
     max_images: int = 100  # of one prompt
+    max_request_bytes: int = 64 << 20  # of all images that one request brings
     max_total_bytes: int | None = None  # of the store
     # whether an image that is given as a URL is fetched, from public hosts only
     fetch: bool = False
@@ -112,7 +115,7 @@ class ImageStore:
     ) -> None:
         self.directory = directory
         self.limits = limits or ImageLimits()
-        self._fsync = fsync
+        self.fsync = fsync
         self._stored: dict[str, Image] = {}
         self._total_bytes = 0
         # only as long as a request has them
@@ -122,20 +125,15 @@ class ImageStore:
         """Return the images that messages bring, and put their names in their places.
 
         Images at URLs are fetched. The store knows the images as long as the caller keeps
-        them. Raises `GatewayError`: there are too many (400), one cannot be fetched (400),
-        or cannot be stored later (507).
+        them. Raises `GatewayError`: there are too many, they are too large together, or one
+        cannot be fetched (400), or they cannot be stored later (507).
         """
         contents = [m["content"] for m in messages if isinstance(m["content"], list)]
         images = [part for parts in contents for part in parts if not _is_text(part)]
         if len(images) > self.limits.max_images:
             message = f"{len(images)} images; the limit is {self.limits.max_images}"
             raise GatewayError(message, code="too_many_images")
-        urls = {image.url for image in images if isinstance(image, ImageUrl)}
-        data = await fetch_images(urls, max_bytes=self.limits.max_bytes)
-        fetched = {
-            url: await asyncio.to_thread(open_image, data[url], url[:200], self.limits)
-            for url in urls
-        }
+        fetched = await self._fetch(images)
         brought: list[Image] = []
         for parts in contents:
             for i, part in enumerate(parts):
@@ -145,28 +143,34 @@ class ImageStore:
                     image = self._requested.setdefault(image.name, image)
                     brought.append(image)
                     parts[i] = {"type": "image", "sha256": image.name}
-        self._check_room(self._new(brought))
+        self.check_room(self.new(brought))
         return brought
 
-    @contextmanager
-    def storing(self, images: Collection[Image]) -> Iterator[None]:
-        """Store the images of a turn that is recorded in this context.
+    async def _fetch(self, images: Collection[object]) -> dict[str, Image]:
+        """The images at the URLs of a request; ``images`` are all of the request."""
+        given = {one.name: len(one.data) for one in images if isinstance(one, Image)}
+        limits = self.limits
+        left = limits.max_request_bytes - sum(given.values())
+        if left < 0:
+            message = (
+                f"the request's images have {sum(given.values())} bytes together; the "
+                f"limit is {limits.max_request_bytes}"
+            )
+            raise GatewayError(message, code="image_too_large")
+        urls = {one.url for one in images if isinstance(one, ImageUrl)}
+        if not urls:
+            return {}
+        data = await fetch_images(
+            urls, max_bytes=limits.max_bytes, max_total_bytes=left
+        )
+        return {
+            url: await asyncio.to_thread(open_image, data[url], url[:200], limits)
+            for url in urls
+        }
 
-        Those that are new are removed again if that fails. Raises `GatewayError`: there
-        is no room (507), or a file cannot be written (500).
-        """
-        new = self._new(images)
-        total = self._check_room(new)
-        try:
-            for image in new:
-                self._write(image)
-            yield
-        except BaseException:
-            for image in new:
-                with suppress(OSError):
-                    (self.directory / image.name).unlink()
-            raise
-        self._total_bytes = total
+    def add(self, new: Collection[Image]) -> None:
+        """Note that images have their files."""
+        self._total_bytes = self.check_room(new)
         self._stored |= {image.name: replace(image, data=b"") for image in new}
 
     def __getitem__(self, name: str) -> Image:
@@ -177,13 +181,16 @@ class ImageStore:
         """Return the bytes of an image."""
         return self[name].data or (self.directory / name).read_bytes()
 
-    def _new(self, images: Collection[Image]) -> list[Image]:
-        """The images that are not stored, each once."""
+    def new(self, images: Collection[Image]) -> list[Image]:
+        """Return the images that are not stored, each once."""
         by_name = {image.name: image for image in images}
         return [image for name, image in by_name.items() if name not in self._stored]
 
-    def _check_room(self, new: Collection[Image]) -> int:
-        """The bytes of all images with the new ones, unless these are too many."""
+    def check_room(self, new: Collection[Image]) -> int:
+        """Return the bytes of all images with new ones.
+
+        Raises `GatewayError` (507): they are too many.
+        """
         total = self._total_bytes + sum(len(image.data) for image in new)
         limit = self.limits.max_total_bytes
         if limit is not None and total > limit:
@@ -191,22 +198,80 @@ class ImageStore:
             raise GatewayError(message, 507, code="log_full")
         return total
 
-    def _write(self, image: Image) -> None:
-        partial = self.directory / f".{image.name}"
+
+class NewImages:
+    """The files of the images that a request brings.
+
+    They have temporary names until a turn of the request is recorded.
+    """
+
+    def __init__(self, store: ImageStore, images: Collection[Image]) -> None:
+        self._store = store
+        self._images = images
+        # two requests may bring the same image
+        self._prefix = f".{uuid4().hex}-"
+        self._discarded = False
+
+    async def write(self) -> None:
+        """Write the images that are not stored, under temporary names.
+
+        The caller calls `discard` later. Raises `GatewayError` (500): a file cannot be
+        written.
+        """
+        if new := self._store.new(self._images):
+            await asyncio.to_thread(self._write, new)
+
+    def _write(self, new: Collection[Image]) -> None:
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            try:
-                with partial.open("wb") as file:
+            self._store.directory.mkdir(parents=True, exist_ok=True)
+            for image in new:
+                if self._discarded:
+                    break
+                with self._temporary(image).open("wb") as file:
                     file.write(image.data)
-                    if self._fsync:
+                    if self._store.fsync:
                         file.flush()
                         os.fsync(file.fileno())
-                partial.replace(self.directory / image.name)
-            finally:
-                partial.unlink(missing_ok=True)
         except OSError as error:
             message = f"the image could not be written: {error}"
             raise GatewayError(message, 500, code="log_failed") from error
+        finally:
+            # a file may be newer than that call
+            if self._discarded:
+                self.discard()
+
+    @contextmanager
+    def stored(self) -> Iterator[None]:
+        """Store the written images with a turn that is recorded in this context.
+
+        Those that are new are removed again if that fails. Raises `GatewayError` (507):
+        there is no room. `OSError`: a file cannot be renamed.
+        """
+        new = self._store.new(self._images)
+        self._store.check_room(new)
+        try:
+            for image in new:
+                self._temporary(image).replace(self._store.directory / image.name)
+            yield
+        except BaseException:
+            for image in new:
+                _remove(self._store.directory / image.name)
+            raise
+        self._store.add(new)
+
+    def discard(self) -> None:
+        """Remove files that have temporary names, now or once they are written."""
+        self._discarded = True
+        for image in self._images:
+            _remove(self._temporary(image))
+
+    def _temporary(self, image: Image) -> Path:
+        return self._store.directory / (self._prefix + image.name)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
 
 
 def _is_text(part: object) -> bool:

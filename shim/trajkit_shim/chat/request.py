@@ -33,9 +33,6 @@ class ReadOptions:
     unnamed_calls: int = 0
 
 
-DEFAULT_OPTIONS = ReadOptions()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Required:
     """The form that a client requires of a reply. The default requires nothing."""
@@ -73,7 +70,7 @@ class ChatRequest:
     n_front: int = 0
     # calls without an id up to its end (Gemini)
     unnamed_calls: int = 0
-    images: Sequence[Image] = ()  # of messages that are new to the session
+    images: Sequence[Image] = ()  # of the messages that were parsed
 
 
 @dataclass(slots=True)

@@ -66,7 +66,10 @@ def parse_sampling(
 
 
 def nth_seed(seed: int, n: int) -> int:
-    """Return the seed of the ``n``-th reply; the one after the last is the first."""
+    """Return the seed of the ``n``-th further reply: ``seed`` + ``n``.
+
+    After the largest seed comes the smallest.
+    """
     least, most = _SEEDS
     return (seed + n - least) % (most + 1 - least) + least
 

@@ -33,9 +33,15 @@ class IdBuffer:
     """
 
     def __init__(self, n_ids: int) -> None:
-        self._ids = np.empty(n_ids + n_ids // 8 + 1024, np.int32)
+        room = n_ids // 8 + min(n_ids // 2, 1024)
+        self._ids = np.empty(n_ids + room, np.int32)
         self._n_used = 0
         self._lock = Lock()
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of the ids and of the room for more."""
+        return self._ids.nbytes
 
     def extend(self, n_ids: int, new: Ids) -> Ids | None:
         """Return the first ``n_ids`` and new ones; None: others follow, or no room."""
@@ -83,8 +89,9 @@ class Branch:
     @property
     def n_bytes(self) -> int:
         """Memory of the branch without its base."""
+        n_ids = self.ids.nbytes if self.buffer is None else self.buffer.n_bytes
         n_request = 0 if self.request is None else self.request.n_bytes
-        return self.ids.nbytes + n_request + _OVERHEAD * max(1, len(self.positions))
+        return n_ids + n_request + _OVERHEAD * max(1, len(self.positions))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -133,7 +133,8 @@ class LoggedTurn:
     started_by_turn: int | None = None
     started_by_call: str | None = None
     # the columns of schema.ATTRIBUTION. None: unknown, or not requested. The index has an
-    # element for each of the last tokens; those before are of earlier calls
+    # element for each of the prompt's last tokens; turns that the prompt extends have
+    # those of the tokens before
     prompt_message_index: npt.NDArray[np.int32] | None = None
     message_tool_names: list[str | None] | None = None
     routed_experts: npt.NDArray[np.int16] | None = None  # as `Sample.routed_experts`

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine
-from trajkit_shim.chat.request import DEFAULT_OPTIONS
+from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import parse_object
 from trajkit_shim.prompting import known_requests
@@ -118,7 +118,7 @@ class Reader:
             return self.protocol.read(fields, options)
 
         match = find_known(body, self.protocol.name, self.known)
-        request = read_request(body, history, read, DEFAULT_OPTIONS, match, **options)
+        request = read_request(body, history, read, ReadOptions(), match, **options)
         return request, lengths
 
     def answer(self, request):
@@ -130,7 +130,7 @@ class Reader:
 
 
 def read_completely(name, body):
-    return BY_NAME[name].read(parse_object(body), DEFAULT_OPTIONS)
+    return BY_NAME[name].read(parse_object(body), ReadOptions())
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)

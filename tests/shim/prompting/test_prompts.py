@@ -42,6 +42,7 @@ from trajkit_shim.prompting.token_cache import (
     CacheBudget,
     CachedPath,
     TokenCache,
+    extended,
 )
 from trajkit_shim.replies.parse import parse
 from trajkit_shim.replies.reply_builder import canonical_reply, make_reply
@@ -741,6 +742,28 @@ def test_what_was_quiet_for_longest_is_released_first():
     huge = path(b"huge", n=10_000)
     first.remember(huge, budget)
     assert (len(first), budget.n_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("n", [10, 400, 40_000])
+def test_the_room_for_more_ids_counts(n):
+    def remembered(before, new, buffer=None, base=None):
+        ids, buffer = extended(before, np.full(new, 7, np.int32), buffer)
+        made = path(b"%d" % len(ids), base, n=new)
+        made.branch.ids, made.branch.buffer = ids, buffer
+        cache.remember(made, budget)
+        return made
+
+    cache, budget = TokenCache(), CacheBudget(1 << 30)
+    first = remembered([], n)
+    n_bytes = budget.n_bytes
+    array = first.branch.ids.base
+    assert array.nbytes <= min(n_bytes, 2 * first.branch.ids.nbytes)
+    # it has the room already
+    second = remembered(first.ids(), n // 10, first.branch.buffer, first)
+    assert second.branch.ids.base is array
+    assert budget.n_bytes - n_bytes == n_bytes - array.nbytes
+    cache.clear()
+    assert budget.n_bytes == 0
 
 
 def test_a_branch_is_released_before_the_one_that_it_leaves():
