@@ -50,8 +50,12 @@ def encode(tokenizer: "Tokenizer", text: str, max_tokens: int = NO_LIMIT) -> "En
         with _long_texts if len(text) > _LONG else nullcontext():
             # unlike encode, this releases the interpreter
             (encoded,) = tokenizer.encode_batch([text], add_special_tokens=False)
-    if len(encoded) > max_tokens:
-        raise TooManyTokensError(len(encoded))
+    n_tokens = len(encoded)
+    if n_tokens > max_tokens:
+        # the error's traceback would keep it until a garbage collection, in which freeing
+        # it would halt all threads
+        del encoded
+        raise TooManyTokensError(n_tokens)
     return encoded
 
 

@@ -1,13 +1,14 @@
 """What was tokenized before is not tokenized again, and makes no difference."""
 
 import json
+import traceback
 
 import numpy as np
 import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from tests.shim.clients import in_process
 from tests.shim.fakes import (
@@ -20,7 +21,7 @@ from tests.strategies import spoken_texts
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.prompting import tokenize_cache
 from trajkit_shim.prompting.render import ChatRenderer, _longest_token
-from trajkit_shim.prompting.tokenize_cache import NO_LIMIT
+from trajkit_shim.prompting.tokenize_cache import NO_LIMIT, TooManyTokensError
 
 EMBEDDED = load_tokenizer()
 UNCACHED = ChatRenderer(EMBEDDED, cache_bytes=0)
@@ -163,3 +164,15 @@ def test_the_longest_token_bounds_a_text_only_where_it_surely_does(change, bound
         for text in ("</tool_call>" * 9, "e\u0301" * 50, "\u1112\u1161\u11ab" * 30):
             n_tokens = len(tokenizer.encode(text).ids)
             assert len(text) // longest <= n_tokens
+
+
+def test_the_error_of_a_text_that_is_too_long_does_not_keep_its_encoding():
+    """Garbage collections would free it, and other threads would wait."""
+    with pytest.raises(TooManyTokensError) as caught:
+        tokenize_cache.encode(EMBEDDED.backend_tokenizer, "a b c " * 2000, 10)
+    kept = [
+        value
+        for frame, _ in traceback.walk_tb(caught.value.__traceback__)
+        for value in frame.f_locals.values()
+    ]
+    assert not [value for value in kept if isinstance(value, Encoding)]
