@@ -17,11 +17,14 @@ from tests.shim.fakes import engine_request
 from trajkit.schema import SESSIONS
 from trajkit_shim.app import create_app
 from trajkit_shim.engines.base import UpdatableEngine
+from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.engines.torch_model import TorchEngine
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 from trajkit_shim.train import Settings, run_train
+from trajkit_shim.train.agents import Gateway
 from trajkit_shim.train.loop import learn
 from trajkit_shim.train.model import END, make_model, make_tokenizer
 from trajkit_shim.train.task import NUMBERS, TOOLS, make_task
@@ -355,3 +358,19 @@ def test_the_demo_trains_reports_and_keeps_its_run(tmp_path, capsys):
     sessions = tk.read_sessions(tmp_path / "faithful/4/log")
     assert sessions["reward"].null_count == 0
     assert "<svg" in (tmp_path / "reward.svg").read_text()
+
+
+def test_an_error_of_the_gateway_is_a_connection_error_with_its_text(tmp_path):
+    app = create_app(
+        EmbeddedEngine(load_tokenizer()),
+        ChatRenderer(load_tokenizer()),
+        TurnLog(tmp_path / "log"),
+    )
+    with running(app, "127.0.0.1") as url:
+        gateway = Gateway(url)
+        with pytest.raises(
+            ConnectionError, match=r"^POST /sessions/no/finish: 404 .*session.*$"
+        ):
+            gateway.post("/sessions/no/finish", {})
+    with pytest.raises(ConnectionError, match=r"^POST /sessions: .*refused$"):
+        gateway.post("/sessions", {})

@@ -11,8 +11,9 @@ def load(name: str, known: Mapping[str, T], kind: type) -> T:
     """Return the object with a name.
 
     ``name``: one of ``known`` (``_`` for ``-`` is accepted), or an import path,
-    ``package.module:attribute``. ``kind``: the type of the object, or the base of a
-    class. Raises `ValueError`: there is no such object, or it has another type.
+    ``package.module:attribute``. ``kind``: the type of the object or, if the known ones
+    are classes, the base of the class. Raises `ValueError`: there is no such object, or it
+    has another type.
     """
     if (found := known.get(name.replace("_", "-"))) is not None:
         return found
@@ -25,7 +26,11 @@ def load(name: str, known: Mapping[str, T], kind: type) -> T:
         given: Any = resolve_name(name)
     except (AttributeError, ImportError) as error:
         raise ValueError(f"{name!r}: {error}") from error
-    fits = issubclass if isinstance(given, type) else isinstance
-    if not fits(given, kind):
-        raise ValueError(f"{name!r} is {type(given).__name__}, not {kind.__name__}")
+    is_class = isinstance(given, type)
+    shown = f"the class {given.__name__}" if is_class else f"a {type(given).__name__}"
+    if any(isinstance(each, type) for each in known.values()):
+        if not is_class or not issubclass(given, kind):
+            raise ValueError(f"{name!r} is {shown}, not a subclass of {kind.__name__}")
+    elif not isinstance(given, kind):
+        raise ValueError(f"{name!r} is {shown}, not an instance of {kind.__name__}")
     return given  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ import httpx
 from trajkit.io.tables import write_table
 from trajkit_shim.agents.harness import Harness, HarnessError, Job
 from trajkit_shim.agents.sandbox import Sandbox, SandboxError, Spec
+from trajkit_shim.agents.sandboxes import SANDBOXES
 from trajkit_shim.agents.sandboxes.local import clear
 from trajkit_shim.rollout.grade import Work, grade
 from trajkit_shim.rollout.run_log import Rollout, RunLog
@@ -71,7 +72,7 @@ _STAGES: Mapping[type[Exception], str] = {
     HarnessError: "harness: ",
     httpx.HTTPError: "gateway: ",
 }
-"""What the errors of a rollout that are expected begin with."""
+"""Prefixes of the expected errors of a rollout, by type."""
 
 
 class _Stopped(Exception):
@@ -100,7 +101,7 @@ class Rollouts:
         self._digests = {task.id: task.digest() for task in tasks}
         out.mkdir(parents=True, exist_ok=True)
         self._journal = RunLog(
-            out / "rollouts.log", settings.harness.name, settings.sandbox.kind
+            out / "rollouts.log", settings.harness.name, _name(settings.sandbox)
         )
         self._stopping = threading.Event()
         self._live: set[Sandbox] = set()
@@ -181,10 +182,7 @@ class Rollouts:
         with self._lock:
             live = list(self._live)
         for sandbox in live:
-            try:
-                sandbox.stop()
-            except Exception:
-                _LOG.exception("sandbox %s", sandbox.spec.name)
+            _stop_or_log(sandbox)
 
     def __enter__(self) -> Self:
         return self
@@ -233,7 +231,8 @@ class Rollouts:
         rollout.patch_bytes = len(patch)
         if task.digest() != self._digests[task.id]:
             raise StageError("grade", "the task's files changed while the agent worked")
-        with self._sandbox(task, f"{name}-grade") as sandbox:
+        # nothing that continues in this one can change the reward
+        with self._sandbox(task, f"{name}-grade", stop=_stop_or_log) as sandbox:
             copy = Workspace(task, sandbox)
             copy.prepare()
             ignored = copy.apply(patch)
@@ -284,7 +283,12 @@ class Rollouts:
             raise StageError("harness", "it ended without an answered model call")
 
     @contextmanager
-    def _sandbox(self, task: Task, name: str) -> Iterator[Sandbox]:
+    def _sandbox(
+        self,
+        task: Task,
+        name: str,
+        stop: Callable[[Sandbox], None] = lambda sandbox: sandbox.stop(),
+    ) -> Iterator[Sandbox]:
         settings = self._settings
         sandbox = settings.sandbox(
             Spec(
@@ -308,12 +312,26 @@ class Rollouts:
         finally:
             with self._lock:
                 self._live.discard(sandbox)
-            sandbox.stop()
+            stop(sandbox)
 
     def _ask(self, method: str, path: str, body: object = None) -> Any:
         answer = self._gateway.request(method, path, json=body)
         answer.raise_for_status()
         return answer.json()
+
+
+def _name(sandbox: type[Sandbox]) -> str:
+    """The name of a kind of sandbox, or its import path if it is not trajkit's."""
+    if SANDBOXES.get(sandbox.kind) is sandbox:
+        return sandbox.kind
+    return f"{sandbox.__module__}:{sandbox.__qualname__}"
+
+
+def _stop_or_log(sandbox: Sandbox) -> None:
+    try:
+        sandbox.stop()
+    except Exception:
+        _LOG.exception("sandbox %s", sandbox.spec.name)
 
 
 def _escaped(text: str) -> str:

@@ -121,9 +121,12 @@ class RunLog:
             self._ended[rollout.session_id] = rollout
 
     def check(self, task_id: str, digest: str) -> None:
-        """Raise `FormatError` if a task has changed since the run started."""
+        """Raise `FormatError` if a task or a default has changed since the start."""
         if self._digests.get(task_id, digest) != digest:
-            rule = "has changed since the run started"
+            rule = (
+                "has changed since the run started, or trajkit's default of a key has: "
+                "choose another directory for a new run"
+            )
             raise FormatError(f"{self.path}: task {task_id!r} {rule}")
 
     def done(self, task_id: str, sample: int, failed_again: bool) -> bool:

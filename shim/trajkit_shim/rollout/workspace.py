@@ -6,7 +6,6 @@ form one patch. Files in the workspace's own ``.gitignore`` and compiled Python 
 excluded.
 """
 
-import re
 import sys
 from collections.abc import Mapping
 from fnmatch import fnmatch
@@ -17,9 +16,12 @@ from trajkit_shim.rollout.tasks import Task
 
 _GIT_SECONDS = 300.0
 _RUNNERS = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging")
+# without Python there is no module
 _FIND = """
-command -v python > /dev/null && exec python -I -c "$0" "$@"
-exec python3 -I -c "$0" "$@"
+for each in python python3; do
+  command -v $each > /dev/null && exec $each -I -c "$0" "$@"
+done
+exit 0
 """
 _FIND_SPEC = """
 import importlib.util, sys
@@ -30,6 +32,7 @@ for name in sys.argv[1:]:
 # Unlike diff, diff-tree ignores settings that change a patch's paths: an agent can write
 # to the repository's configuration.
 _DIFF = ("diff-tree", "-r", "--no-renames", "--full-index")
+_APPLY = ("apply", "--whitespace=nowarn")
 _EXCLUDED = b"__pycache__/\n*.py[cod]\n"
 # files are compared as bytes, whatever the workspace's attributes say
 _ATTRIBUTES = b"* -text -ident -filter -working-tree-encoding\n"
@@ -111,30 +114,40 @@ class Workspace:
 
     def diff(self) -> bytes:
         """Return the changes since `prepare`, as a patch; empty if there is none."""
-        trees = self._start, self._snapshot("diff")
-        return self._git("diff", *_DIFF, "--patch", "--binary", *trees).stdout
+        return self._patch("diff", self._snapshot("diff"))
 
     def apply(self, patch: bytes) -> list[str]:
         """Apply a patch but for changes that could change how tests run.
 
-        Returns the names of their files. The patch is not trusted, so its changes are
-        looked up here.
+        Returns the names of their files. The patch is not trusted: what it changes is
+        found out here.
         """
         if not patch:
             return []
-        # ours have none, and of a renamed file only the new name is looked up
-        if re.search(rb"^(rename|copy) from ", patch, re.MULTILINE):
-            raise StageError("diff", "the patch renames or copies a file")
-        changed = [
-            line.split("\t", 2)[2]
-            for line in self._names("apply", "--numstat", stdin=patch)
-        ]
-        ignored = self._ignored(changed)
-        # a backslash makes a special character literal
-        exclude = (re.sub(r"([\\*?\[])", r"\\\1", name) for name in ignored)
-        options = ("--whitespace=nowarn", *(f"--exclude={name}" for name in exclude))
-        self._git("grade", "apply", *options, stdin=patch)
+        # In a patch, one change may have two names, and options of `git apply` see only
+        # one. In the tree that it makes, each changed file has one.
+        self._git("grade", *_APPLY, "--cached", stdin=patch)
+        tree = self._tree("grade")
+        names = (*_DIFF, "--name-only", self._start, tree)
+        ignored = self._ignored(self._names(*names))
+        excluded = (f":(exclude,literal){name}" for name in ignored)
+        if graded := self._patch("grade", tree, *excluded):
+            self._git("grade", *_APPLY, stdin=graded)
         return ignored
+
+    def _patch(self, stage: str, tree: str, *paths: str) -> bytes:
+        """The changes from the start to a tree, as a patch."""
+        arguments = (
+            *_DIFF,
+            "--patch",
+            "--binary",
+            self._start,
+            tree,
+            "--",
+            ".",
+            *paths,
+        )
+        return self._git(stage, *arguments).stdout
 
     def _ignored(self, changed: list[str]) -> list[str]:
         """The names of changed files that are protected, or whose modules shadow others."""
@@ -156,20 +169,22 @@ class Workspace:
             )
         ]
 
-    def _names(self, command: str, *arguments: str, stdin: bytes = b"") -> list[str]:
+    def _names(self, command: str, *arguments: str) -> list[str]:
         """The texts that a git command prints, each with a null character at its end."""
-        printed = self._git("grade", command, "-z", *arguments, stdin=stdin).stdout
+        printed = self._git("grade", command, "-z", *arguments).stdout
         return printed.decode(errors="surrogateescape").split("\0")[:-1]
 
     def _importable(self, names: set[str]) -> set[str]:
         """The modules of these files and folders that Python has already."""
         modules = sorted({name.partition(".")[0] for name in names})
-        # without Python in the sandbox there is none
         done = self.sandbox.exec(
             ["sh", "-c", _FIND, _FIND_SPEC, *filter(str.isidentifier, modules)],
             timeout_s=_GIT_SECONDS,
             cwd=self.sandbox.map_path("/tmp"),
         )
+        if done.code != 0:
+            message = f"Python's modules cannot be listed: {done.summary}"
+            raise StageError("grade", message)
         return {*done.stdout.decode(errors="replace").split()}
 
     def add_tests(self) -> None:
@@ -181,6 +196,10 @@ class Workspace:
         """The git tree of all files."""
         add = ["git", *self._where(), "add", "--all", "."]
         self._must(stage, ["sh", "-c", _ADD, "sh", *add])
+        return self._tree(stage)
+
+    def _tree(self, stage: str) -> str:
+        """The git tree of all files in the index."""
         return self._git(stage, "write-tree").stdout.decode().strip()
 
     def _git(self, stage: str, *arguments: str, stdin: bytes = b"") -> CommandResult:

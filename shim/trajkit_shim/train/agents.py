@@ -30,9 +30,14 @@ class Gateway:
         )
 
     def post(self, path: str, body: dict[str, Any], key: str = "") -> Any:
-        """Return the JSON answer to a request."""
-        answer = self._client.post(path, json=body, headers={"x-session-key": key})
-        return answer.raise_for_status().json()
+        """Return the JSON answer; raise `ConnectionError` if there is an error instead."""
+        try:
+            answer = self._client.post(path, json=body, headers={"x-session-key": key})
+        except httpx.HTTPError as error:
+            raise ConnectionError(f"POST {path}: {error}") from error
+        if answer.is_error:
+            raise ConnectionError(f"POST {path}: {answer.status_code} {answer.text}")
+        return answer.json()
 
     def rollouts(self, tasks: Sequence[Task], samples: int) -> pa.Table:
         """Have ``samples`` agents work on each task, all at the same time.

@@ -19,6 +19,8 @@ import httpx
 import pytest
 
 from tests.shim import fake_e2b
+from trajkit_shim.agents.harness import Harness
+from trajkit_shim.agents.harnesses import HARNESSES
 from trajkit_shim.agents.plugins import load
 from trajkit_shim.agents.sandbox import (
     MARK,
@@ -340,6 +342,9 @@ def test_what_cannot_be_made_is_refused(tmp_path, fake, kind, fields, said):
     assert not list(fake.iterdir())
 
 
+MADE = SANDBOXES["local"](Spec(name="made", scratch=Path()))
+
+
 def test_kinds_are_found_by_name_or_import_path():
     arguments = (SANDBOXES, Sandbox)
     by_path = load("trajkit_shim.agents.sandboxes.local:LocalSandbox", *arguments)
@@ -348,10 +353,15 @@ def test_kinds_are_found_by_name_or_import_path():
         ("cloud", "is not one of"),
         ("no_such_package:X", "No module named"),
         ("trajkit_shim.agents.sandbox:Absent", "no attribute 'Absent'"),
-        ("trajkit_shim.agents.sandbox:pack", "function, not Sandbox"),
+        ("trajkit_shim.agents.sandbox:pack", "a function, not a subclass of Sandbox"),
+        (f"{__name__}:MADE", "a LocalSandbox, not a subclass of Sandbox"),
+        ("trajkit_shim.agents.sandbox:Spec", "class Spec, not a subclass of Sandbox"),
     ):
         with pytest.raises(ValueError, match=said):
             load(name, *arguments)
+    path = "trajkit_shim.agents.harness:Harness"
+    with pytest.raises(ValueError, match="class Harness, not an instance of Harness"):
+        load(path, HARNESSES, Harness)
 
 
 def test_an_archive_holds_what_it_was_given():
@@ -443,6 +453,16 @@ def test_a_container_that_cannot_be_removed_is_reported(tmp_path, fake):
     shutil.copy(tmp_path / "bin/docker", program)
     box.stop()
     assert not list(fake.iterdir())
+
+
+@pytest.mark.skipif(not APART, reason="its double needs namespaces")
+def test_written_files_are_removed_also_if_an_instance_cannot_be(tmp_path, fake):
+    with sandbox("apptainer", tmp_path) as box:
+        (tmp_path / "bin/apptainer").rename(tmp_path / "bin/hidden")
+        with pytest.raises(SandboxError, match="cannot be run"):
+            box.stop()
+        assert not list((tmp_path / "scratch").iterdir())
+        (tmp_path / "bin/hidden").rename(tmp_path / "bin/apptainer")
 
 
 @pytest.mark.skipif(not APART, reason="its double needs namespaces")

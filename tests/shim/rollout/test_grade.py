@@ -218,15 +218,69 @@ def test_a_patch_that_does_not_apply_is_an_error(tmp_path):
         graded(tmp_path, patch=patch, grade={"command": "true"})
 
 
-def test_a_patch_that_renames_a_file_is_refused(tmp_path):
-    """Ours do not, and the old name could be that of a protected file."""
-    patch = (
-        b"diff --git a/conftest.py b/x\nsimilarity index 100%\n"
-        b"rename from conftest.py\nrename to x\n"
-    )
-    fields = {"workspace": {"conftest.py": "x\n"}, "grade": {"command": "test -e x"}}
-    with pytest.raises(StageError, match="renames or copies"):
-        graded(tmp_path, patch=patch, **fields)
+HEAD = "diff --git a/{0} b/{1}\n"
+ADDED = b"diff --git a/x.py b/x.py\nnew file mode 100644\n--- /dev/null\n+++ b/x.py\n"
+ADDED += b"@@ -0,0 +1 @@\n+x\n"
+HUNK = HEAD + "--- a/{0}\n+++ b/{1}\n@@ -1 +1 @@\n-same\n+changed\n"
+MOVE = HEAD + "similarity index 100%\nrename {2} {0}\nrename {3} {1}\n"
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        MOVE.format("conftest.py", "x.py", "from", "to"),
+        MOVE.format("conftest.py", "x.py", "old", "new"),
+        HUNK.format("conftest.py", "x.py"),
+        # both names of each change are those of changed files
+        MOVE.format("conftest.py", "a.py", "old", "new")
+        + MOVE.format("a.py", "conftest.py", "old", "new"),
+    ],
+    ids=["rename from", "rename old", "two names", "exchanged"],
+)
+def test_a_patch_cannot_move_a_protected_file_away(tmp_path, patch):
+    files = {"conftest.py": "same\n", "a.py": "other\n"}
+    task = task_of(tmp_path, workspace=files, grade={"command": "true"})
+    spec = Spec(name="box", scratch=tmp_path, options={"namespaces": "no"})
+    with LocalSandbox(spec) as sandbox:
+        workspace = Workspace(task, sandbox)
+        workspace.prepare()
+        assert workspace.apply(patch.encode()) == ["conftest.py"]
+        assert (Path(workspace.path) / "conftest.py").read_text() == "same\n"
+
+
+def test_a_patch_of_a_file_that_git_ignores_is_an_error(tmp_path):
+    files = {".gitignore": "conftest.py\n", "conftest.py": "same\n"}
+    patch = HUNK.format("conftest.py", "x.py").encode()
+    with pytest.raises(StageError, match=r"conftest\.py: does not exist in index"):
+        graded(tmp_path, patch=patch, workspace=files, grade={"command": "true"})
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("echo no >&2; exit 3", "exit code 3: no"),
+        # that of a version manager without a version
+        ("exit 127", "exit code 127: no output"),
+    ],
+)
+def test_modules_that_cannot_be_listed_are_an_error(tmp_path, script, error):
+    program = tmp_path / "bin/python"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    task = task_of(tmp_path, grade={"command": "true"})
+    with LocalSandbox(
+        Spec(
+            name="box",
+            scratch=tmp_path,
+            options={"namespaces": "no"},
+            path=(str(program.parent),),
+        )
+    ) as sandbox:
+        copy = Workspace(task, sandbox)
+        copy.prepare()
+        with pytest.raises(StageError, match=f"modules cannot be listed: {error}"):
+            copy.apply(ADDED)
 
 
 def test_changes_are_left_out_by_their_exact_names(tmp_path):

@@ -367,7 +367,7 @@ def test_what_a_run_was_begun_with_cannot_change(tmp_path, do, sure):
     with pytest.raises(FormatError, match="harness 'shell', not 'codex'"):
         run(command(tasks, out, harness="codex"))
     write_tasks(tasks, a={}, b={"workspace": {"b.txt": "not yet\n"}})
-    with pytest.raises(FormatError, match="task 'b' has changed since"):
+    with pytest.raises(FormatError, match=r"task 'b' has changed since .* default"):
         run(command(tasks, out, *QUICK))
 
 
@@ -726,11 +726,19 @@ class StuckSandbox(LocalSandbox):
     """A sandbox that cannot be removed after the agent of task ``a``."""
 
     kind = "stuck"
+    stuck = "trajkit-a.", "-agent"
 
     def _remove(self):
         super()._remove()
-        if self.spec.name.startswith("trajkit-a."):
+        begin, end = self.stuck
+        if self.spec.name.startswith(begin) and self.spec.name.endswith(end):
             raise SandboxError("it is stuck")
+
+
+class StuckCopy(StuckSandbox):
+    """One that cannot be removed after grading; its kind has the same name."""
+
+    stuck = "trajkit-a.", "-grade"
 
 
 STUCK = ("--sandbox", f"{__name__}:StuckSandbox", *QUICK)
@@ -745,6 +753,18 @@ def test_a_sandbox_that_cannot_be_removed_is_the_error_of_its_rollout(
     lines = {line["group_id"]: line for line in sessions(out).values()}
     assert (lines["a"]["error"], lines["a"]["reward"]) == ("sandbox: it is stuck", None)
     assert (lines["b"]["error"], lines["b"]["reward"]) == (None, 1.0)
+
+
+def test_a_reward_is_kept_if_only_the_graded_copy_cannot_be_removed(
+    tmp_path, do, sure, caplog
+):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={})
+    copy = ("--sandbox", f"{__name__}:StuckCopy", *QUICK)
+    code, said = do(command(tasks, tmp_path / "run", *copy))
+    assert (code, said["mean_reward"]) == (DONE, 1.0)
+    assert "SandboxError: it is stuck" in caplog.text
+    with pytest.raises(FormatError, match=r"StuckCopy', not '.*:StuckSandbox'"):
+        run(command(tasks, tmp_path / "run", *STUCK))
 
 
 def test_a_sandbox_that_cannot_be_removed_does_not_keep_a_run_from_its_end(

@@ -182,5 +182,7 @@ class ApptainerSandbox(ContainerSandbox):
         return ["instance", "stop", "--force", self.spec.name]
 
     def _remove(self) -> None:
-        super()._remove()
-        shutil.rmtree(self._overlay, ignore_errors=True)
+        try:
+            super()._remove()
+        finally:
+            shutil.rmtree(self._overlay, ignore_errors=True)

@@ -60,6 +60,7 @@ _PROCESSES = 1024
 _INODE_BYTES = 512
 # a killed process that still exists after this waits for a disk and does nothing more
 _DYING_SECONDS = 5.0
+_LOOK_SECONDS = 0.01
 
 # exit code of a sandbox that failed before the command ran, as in `docker run`
 _FAILED = 125
@@ -149,6 +150,7 @@ class LocalSandbox(sandbox.Sandbox):
                 if time.monotonic() > until:
                     message = f"{self._root}: cannot be removed: {error}"
                     raise SandboxError(message) from error
+                time.sleep(_LOOK_SECONDS)
 
     def map_path(self, path: str) -> str:
         """Return the path below the sandbox's own directory."""
@@ -298,7 +300,7 @@ def _kill_marked(variable: str, value: str) -> None:
                 os.kill(int(process.removeprefix("/proc/")), signal.SIGKILL)
         if not found:
             return
-        time.sleep(0.01)
+        time.sleep(_LOOK_SECONDS)
 
 
 @cache
