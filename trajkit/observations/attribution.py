@@ -188,7 +188,10 @@ class SessionCalls:
             what = "messages" if names is None else "message_tool_names"
             return f"prompt_message_index {highest} of {n_known} {what}", flags
         n_before = n_messages - n_known
-        if messages is not None and n_before and not self._is_known(messages, n_before):
+        # where the first token has a message, no tokens before are left to other turns
+        begins = (self._per_token("prompt_message_index", call, -1)[:1] >= 0).any()
+        of_tail = n_before > 0 and not begins
+        if messages and of_tail and not self._is_known(messages, n_before):
             return (
                 f"the first {n_before} of {n_messages} messages are attributed by a turn "
                 "that is not in the table"
@@ -196,7 +199,12 @@ class SessionCalls:
         return None, flags
 
     def _is_known(self, messages: Messages, n: int) -> bool:
-        """Whether the first messages are those of another call and its reply."""
+        """Whether the first messages are those of another call and its reply.
+
+        If they end with no reply, no call is missing: nobody attributed them.
+        """
+        if messages.roles[n - 1] != "assistant":
+            return True
         head, reply = messages.keys[: (n - 1) * KEY_BYTES], messages.key(n - 1)
         earlier = (self.messages(call) for call in self._repliers.get(reply, ()))
         return any(head == (b"" if one is None else one.keys) for one in earlier)
