@@ -166,7 +166,7 @@ class _Server:
     def keep(self, restarts: int) -> None:
         """Run the server until `stop` is set, or it cannot be restarted."""
         try:
-            self._restart(restarts)
+            self._run_again(restarts)
         except Exception as error:
             # such as a process that the system cannot start
             self.lost = f"failed: {error}"
@@ -175,8 +175,8 @@ class _Server:
                 os.kill(os.getpid(), signal.SIGTERM)
             self.decided.set()
 
-    def _restart(self, restarts: int) -> None:
-        """See `keep`."""
+    def _run_again(self, restarts: int) -> None:
+        """Run the server, again each time that it ends and may be restarted."""
         ends: list[float] = []
         while self.lost is None and (reason := self._run()) is not None:
             now = time.monotonic()
