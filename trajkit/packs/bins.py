@@ -22,11 +22,7 @@ class Bins:
 def fill_bins(sizes: Longs, max_tokens: int) -> Bins:
     """Best-fit decreasing: each part goes to the fullest pack that has room for it.
 
-    Parameters
-    ----------
-    sizes : int64, shape (n_parts,)
-        A part of more than ``max_tokens`` fills packs of its own and the first part of
-        the last one.
+    A part of more than ``max_tokens`` fills packs, and begins the one with its rest.
     """
     first, last = np.empty((2, len(sizes)), np.int64)
     # room and number of each pack that is not full, by room

@@ -22,18 +22,8 @@ def share_nothing(records: Records) -> None:
 def limit_shared(table: pa.Table, records: Records, names: Sequence[str]) -> None:
     """Let rows share tokens only up to the first at which one of the columns differs.
 
-    Parameters
-    ----------
-    records : ndarray of dtype PACK_ROW
-        In any order. ``shared`` and ``parent`` are changed.
-    names : sequence of str
-        A list as long as the row has a value per token. Another column has a value per
-        row: rows where it differs share nothing.
-
-    Raises
-    ------
-    SchemaError
-        A column is absent, or of a type that cannot be compared.
+    A list as long as the row has a value per token. Another column has a value per row:
+    rows where it differs share nothing.
     """
     child = np.flatnonzero(records["parent"] >= 0)
     lines = records["line"]
@@ -98,23 +88,8 @@ def _agree(
 def join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Records:
     """Let the first rows of a group's sessions share what they begin with.
 
-    Parameters
-    ----------
-    records : ndarray of dtype PACK_ROW
-        In the order of the table.
-    same : sequence of str
-        As for `limit_shared`. First rows are joined among those that agree on the
-        values of the row.
-
-    Returns
-    -------
-    ndarray of dtype PACK_ROW
-        The rows in an order in which parents come first.
-
-    Notes
-    -----
-    Two rows that start alike for longest are neighbours in lexical order, so each root
-    need be compared with the one before it only.
+    ``records`` are in the order of the table; in those returned, parents come first.
+    Only rows that agree on the columns ``same`` with a value per row are joined.
     """
     root = np.flatnonzero(records["parent"] < 0)
     kinds = [
@@ -128,6 +103,7 @@ def join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Recor
     values = list_values(table.column(name)).to_numpy()
     ends = offsets_of(records["length"] - records["stored"])
     ids = {int(row): values[ends[row] : ends[row + 1]] for row in root}
+    # two rows that start alike for longest are neighbours in lexical order
     ranked = sorted(
         (group, ids[int(row)].tobytes(), int(row))
         for group, row in zip(groups, root, strict=True)
@@ -174,12 +150,7 @@ def trees(records: Records) -> Longs:
 def cut_trees(records: Records, max_tokens: int) -> tuple[Longs, int]:
     """Cut trees into parts of limited size that repeat the fewest tokens.
 
-    Returns
-    -------
-    starts : int64, shape (n_parts + 1,)
-        As `trees`.
-    bad : int
-        A row that is longer, or -1. The parts are then undefined.
+    Return where the parts begin, as `trees`, and a row that is longer than a part, or -1.
     """
     n = len(records)
     sums, steps = np.empty((2, 2, n + 1), np.int64)

@@ -20,20 +20,9 @@ from trajkit.turns.mm_items import (
 def pack_items(
     rows: pa.Table, ids: Ints, offsets: Longs
 ) -> Sequence[list[Item] | None]:
-    """The column ``mm_items`` of packs.
+    """The column ``mm_items`` of packs, whose ids are ``ids``, pack after pack.
 
-    Parameters
-    ----------
-    rows : Table
-        The rows that were packed.
-    ids : ndarray of int32, shape (n_tokens,)
-        Of all packs.
-    offsets : ndarray of int64, shape (n_packs + 1,)
-
-    Raises
-    ------
-    InvalidTurnsError
-        A pack has a part of an image.
+    Raises `InvalidTurnsError` if a pack has a part of an image.
     """
     found: list[list[Item] | None] = [None] * (len(offsets) - 1)
     if not has_items(rows):

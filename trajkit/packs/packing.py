@@ -224,13 +224,7 @@ def _streamed(
 
 
 def _together(tables: Iterator[pa.Table], options: _Options) -> Iterator[pa.Table]:
-    """Tables of as many sessions as are packed together, the groups complete.
-
-    Raises
-    ------
-    InvalidTurnsError
-        A group comes back after another began.
-    """
+    """Tables of as many sessions as are packed together, the groups complete."""
     groups = _Groups() if options.share == "group" else None
     kept: list[pa.Table] = []
     n_tokens = 0
@@ -341,15 +335,8 @@ def _parts(table: pa.Table, records: Records, options: _Options) -> Longs:
 class _Packs:
     """The columns of packs, as they are filled.
 
-    Parameters
-    ----------
-    table : Table
-        The rows.
-    records : ndarray of dtype PACK_ROW
-        In pre-order, each part a tree of its own.
-    starts : int64, shape (n_parts + 1,)
-    first_pack : int
-        The line of the first pack.
+    ``records`` are rows in pre-order, each part a tree of its own, and ``starts`` where
+    the parts begin, with the end. Lines of packs count from ``first_pack``.
     """
 
     def __init__(
@@ -434,14 +421,9 @@ class _Packs:
             seen = np.concatenate([seen, np.arange(start, stop)])
 
     def add_edges(self, trained: Bools | None, first_row: int) -> None:
-        """Write the edges.
+        """Write the edges; lines of rows count from ``first_row``.
 
-        Parameters
-        ----------
-        trained : bool, shape (n_row_tokens,), optional
-            The loss masks of the rows, where other tokens have edges as well.
-        first_row : int
-            The line of the first row.
+        ``trained``: the loss masks of the rows, where other tokens have edges as well.
         """
         records, table, options = self._records, self._table, self._options
         counts = np.empty(len(records), np.int64)

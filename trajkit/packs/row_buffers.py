@@ -23,24 +23,10 @@ Bools = npt.NDArray[np.bool_]
 
 
 def row_records(table: pa.Table) -> tuple[Records, list[Any]]:
-    """Rows as records that say where their tokens are and what they share.
+    """Rows, which passed `check_layout`, as PACK_ROW records, and what these point into.
 
-    Parameters
-    ----------
-    table : Table
-        Rows of either layout that passed `trajkit.turns.validation.check_layout`.
-
-    Returns
-    -------
-    records : ndarray of dtype PACK_ROW, shape (n_rows,)
-        ``parent``, ``origin`` and ``line`` are lines of the table.
-    keep : list
-        What must live as long as the records are used.
-
-    Raises
-    ------
-    InvalidTurnsError
-        The parent of a row is not in the table.
+    ``parent``, ``origin`` and ``line`` are lines of the table. Raises `InvalidTurnsError`
+    if the parent of a row is not in the table.
     """
     suffix = "suffix_ids" in table.column_names
     prefix = "suffix_" if suffix else ""
@@ -91,13 +77,7 @@ def _lists(column: pa.ChunkedArray) -> tuple[Longs, Longs, Longs, Longs]:
 
 
 def column_of(table: pa.Table, name: str, argument: str) -> pa.ChunkedArray:
-    """A column of rows that an argument names.
-
-    Raises
-    ------
-    SchemaError
-        The rows have no such column.
-    """
+    """A column of rows that an argument names; `SchemaError` if there is none."""
     if name not in table.column_names:
         hint = did_you_mean(name, table.column_names)
         raise SchemaError(f"{argument} has {name!r}: rows have no such column{hint}")
@@ -107,10 +87,7 @@ def column_of(table: pa.Table, name: str, argument: str) -> pa.ChunkedArray:
 def per_token(table: pa.Table, name: str, n_tokens: Longs) -> bool:
     """Whether a column is a list that has, in each row, a value per token.
 
-    Raises
-    ------
-    InvalidTurnsError
-        Some rows have as many values as tokens, and others have another number.
+    Raises `InvalidTurnsError` if that is so in some rows only.
     """
     column = table.column(name)
     if not is_list(column.type):
@@ -127,26 +104,10 @@ def per_token(table: pa.Table, name: str, n_tokens: Longs) -> bool:
 
 
 def add_observed(table: pa.Table, records: Records) -> tuple[Bools, list[Any]]:
-    """Give the records an edge for each observed token, too.
+    """Give the records of rows in the layout "full" an edge for each observed token, too.
 
-    Parameters
-    ----------
-    table : Table
-        Rows in the layout "full".
-    records : ndarray of dtype PACK_ROW
-        In the order of the table. ``mask`` and ``mask_bit`` are replaced.
-
-    Returns
-    -------
-    trained : bool, shape (n_tokens,)
-        The loss masks of the rows, end to end.
-    keep : list
-        What must live as long as the records are used.
-
-    Raises
-    ------
-    SchemaError, InvalidTurnsError
-        The column of weights is absent, or has no weight per token.
+    Return the loss masks of the rows, end to end, and what the records point into.
+    Raises `SchemaError` if the column of weights is absent or has no weight per token.
     """
     offsets = offsets_of(records["length"])
     column = column_of(table, OBSERVED, "columns")

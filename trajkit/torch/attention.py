@@ -220,34 +220,11 @@ def tree_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that transformers calls in each layer.
 
-    Parameters
-    ----------
-    module : torch module
-        The layer.
-    query : tensor, shape (1, n_heads, n_tokens, head_dim)
-    key, value : tensors, shape (1, n_key_heads, n_tokens, head_dim)
-    scaling : float, optional
-    dropout : float
-        Must be 0: a dropped weight of a shared token would be dropped for all rows.
-    sliding_window : int, optional
-        Tokens of the row that a token attends, itself included.
-    tree : TreeAttention
-        The pack's mask, from `model_inputs`.
-    **kwargs : dict
-        What the model passes further: ``softcap`` and ``s_aux`` need CUDA.
-
-    Returns
-    -------
-    output : tensor, shape (1, n_tokens, n_heads, head_dim)
-    weights : None or tensor
-        As FlexAttention gives it; not the attention weights.
-
-    Raises
-    ------
-    UnsupportedModelError
-        A layer asks for what this attention cannot do.
-    LayoutError
-        ``tree`` is missing, or is the mask of another pack.
+    ``query`` is of shape (1, n_heads, n_tokens, head_dim), ``key`` and ``value`` have
+    n_key_heads, and the output is of shape (1, n_tokens, n_heads, head_dim). A dropout is
+    refused: a dropped weight of a shared token would be dropped for all rows. A token
+    attends ``sliding_window`` tokens of its row, itself included. ``softcap`` and
+    ``s_aux`` need CUDA.
     """
     _check_call(module, query, key, attention_mask, dropout, tree, kwargs)
     assert tree is not None

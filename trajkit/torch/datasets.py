@@ -235,13 +235,7 @@ def pad_rows(
 
 
 def _with_engine_ids(table: pa.Table, images: Images) -> pa.Table:
-    """Packs or rows with the ids that the engine consumed.
-
-    Raises
-    ------
-    InvalidTurnsError
-        They have images, and ``images`` is "error".
-    """
+    """Packs or rows with the ids that the engine consumed."""
     check_choice("images", images, Images)
     if not has_items(table):
         return table
@@ -289,13 +283,7 @@ def _element(line: pa.Table, name: str) -> pa.Array:
 
 
 def _tensor(values: pa.Array, where: str) -> Tensor:
-    """An Arrow array as a tensor, in its own memory if it has neither nulls nor bits.
-
-    Raises
-    ------
-    SchemaError
-        It has nulls and is not of floats, or is not of numbers.
-    """
+    """An Arrow array as a tensor, in its own memory if it has neither nulls nor bits."""
     if pa.types.is_boolean(values.type):
         return _tensor(values.cast(pa.uint8()), where).bool()
     if pa.types.is_floating(values.type):

@@ -148,25 +148,8 @@ def _spread_over(rows: pa.Table, mode: Spread, given: pa.Table | None) -> pa.Tab
     return with_column(table, "reward", pa.array(reward, mask=~known))
 
 
-def spread(
-    reward: Floats,
-    mode: Spread,
-    session: Ints,
-    final: Bools,
-) -> Floats:
-    """Each row's share of the reward of its rollout.
-
-    Parameters
-    ----------
-    reward : ndarray of float64, shape (n_rows,)
-        The reward of each row's rollout.
-    mode : {"copy", "uniform", "final_only"}
-        As for `spread_rewards`.
-    session : ndarray of int, shape (n_rows,)
-        The number of each row's rollout.
-    final : ndarray of bool, shape (n_rows,)
-        The result of `final_rows`.
-    """
+def spread(reward: Floats, mode: Spread, session: Ints, final: Bools) -> Floats:
+    """Each row's share of the reward of its rollout; ``final`` is from `final_rows`."""
     if mode == "uniform":
         return reward / np.bincount(session)[session]
     if mode == "final_only":
@@ -177,12 +160,7 @@ def spread(
 def final_rows(session: Ints, index: Ints, of_kind: Bools, final: Bools) -> Bools:
     """Mark final rows: those of kind final, or a rollout's last row if it has no kinds.
 
-    Parameters
-    ----------
-    session, index : ndarray of int, shape (n_rows,), n_rows >= 1
-        The number of each row's rollout, and the row's index in it.
-    of_kind, final : ndarray of bool, shape (n_rows,)
-        Whether rows have a kind, and whether it is final.
+    ``of_kind`` and ``final``: whether a row has a kind, and whether it is final.
     """
     kinds = np.bincount(session, of_kind)[session] > 0
     last = np.full(int(session.max()) + 1, -1, np.int64)
@@ -194,17 +172,9 @@ def final_rows(session: Ints, index: Ints, of_kind: Bools, final: Bools) -> Bool
 def trained_turns(
     table: pa.Table, given: pa.Table, what: str
 ) -> tuple[Longs, Longs, Longs, Longs]:
-    """The trained spans of rows, with the line that ``given`` has for their turns.
+    """Row, start and stop of trained spans, and the line of their turn in ``given``.
 
-    Returns
-    -------
-    row, start, stop : ndarray of int, shape (n_spans,)
-    line : ndarray of int64, shape (n_spans,)
-
-    Raises
-    ------
-    InvalidTurnsError
-        A trained turn has no line. ``what`` names the table.
+    Raises `InvalidTurnsError` if a trained turn has no line; ``what`` names the table.
     """
     spans = list_values(table.column("spans"))
     row = np.repeat(
@@ -287,11 +257,8 @@ def _per_segment(table: pa.Table, given: pa.Table) -> pa.Array:
 def segment_lines(table: pa.Table, given: pa.Table, what: str) -> Longs:
     """The line that ``given`` has for the segment of each row.
 
-    Raises
-    ------
-    InvalidTurnsError
-        A row is no segment or has no line, or a line has no row. ``what`` names the
-        table.
+    Raises `InvalidTurnsError` if a row is no segment or has no line, or a line has no row;
+    ``what`` names the table.
     """
     without = np.flatnonzero(np.asarray(table.column("segment_kind").is_null()))
     if len(without):
