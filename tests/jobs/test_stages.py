@@ -33,7 +33,7 @@ from trajkit.io.formats import paths_in
 from trajkit.io.tables import read_any_rows, write_rows, write_table, write_tables
 from trajkit.jobs import group_sessions, outputs, stages
 from trajkit.jobs.group_sessions import index_sessions
-from trajkit.jobs.outputs import AtomicWriter
+from trajkit.jobs.outputs import write_in_thread
 from trajkit.jobs.stages import compact_file, expand_file, linearize_file
 from trajkit.pipeline import suffix_layout
 from trajkit.schema import AMENDMENTS, REPORT, SESSIONS, TURNS, TURNS_DELTA
@@ -582,9 +582,9 @@ def test_an_outlet_hands_back_what_went_wrong(tmp_path):
     rows = tk.linearize(tk.from_records(some_sessions(2)))
 
     def put(path, n, error=None):
-        with AtomicWriter(path, write_rows, path) as outlet:
+        with write_in_thread(path, write_rows, path) as put_table:
             for _ in range(n):
-                outlet.put(rows)
+                put_table(rows)
             if error is not None:
                 raise error
 
@@ -605,9 +605,9 @@ def test_no_more_than_is_allowed_waits_for_its_file(tmp_path):
             ahead.append(len(handed) - taken)
             write_rows(pa.Table.from_batches([batch] * 50), path)
 
-    with AtomicWriter(tmp_path / "rows.parquet", write, tmp_path) as outlet:
+    with write_in_thread(tmp_path / "rows.parquet", write, tmp_path) as put:
         for _ in range(10):
-            outlet.put(rows)
+            put(rows)
             handed.append(rows)
     # one that waits, and the one that is being handed over
     assert len(ahead) == 10
@@ -1125,9 +1125,9 @@ THREE = ("a.arrows", "b.arrows", "c.arrows")
 def write_three(folder, blocked=None):
     """Write three files together; the place of one is taken meanwhile."""
     places = {name: (folder / name, write_tables) for name in THREE}
-    with outputs.atomic_writers(places) as sinks:
-        for sink in sinks.values():
-            sink.put(pa.table({"x": [1]}))
+    with outputs.atomic_writers(places) as puts:
+        for put in puts.values():
+            put(pa.table({"x": [1]}))
         if blocked:
             (folder / blocked).unlink(missing_ok=True)
             (folder / blocked).mkdir()

@@ -4,7 +4,6 @@ import argparse
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             yield "findings", findings
 
     targets = {
-        name: Target(Path(path), write_tables)
+        name: Target(path, write_tables)
         for name, path in (
             ("drift", arguments.output),
             ("findings", arguments.findings),

@@ -4,13 +4,11 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TypedDict
 
 from trajkit.cli.progress import Progress
-from trajkit.io.tables import write_tables
-from trajkit.jobs.group_sessions import Log, SessionIndex, bucket_numbers
-from trajkit.jobs.stages import Stage, Target, Watch, run
+from trajkit.jobs.group_sessions import SessionIndex, bucket_numbers
+from trajkit.jobs.stages import Stage, Target, Watch, run_job
 
 
 class JobOptions(TypedDict):
@@ -54,13 +52,7 @@ def run_stage(
     bar: Progress,
 ) -> Mapping[str, int]:
     """Apply a stage to the turns of ``arguments.source``; returns the totals."""
-    options = job_options(arguments, bar)
-    rejected = options["rejected"]
-    if rejected is not None:
-        targets = {**targets, "rejected": Target(Path(rejected), write_tables)}
-    reject, gather = rejected is not None, options["gather"]
-    log = Log(arguments.source, reject=reject, gather=gather)
-    return run(log, stage, targets, None, options["watch"])
+    return run_job(arguments.source, stage, targets, **job_options(arguments, bar))
 
 
 def rejected_count(totals: Mapping[str, int]) -> dict[str, int]:

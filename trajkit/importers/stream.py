@@ -13,8 +13,8 @@ from trajkit.errors import FormatError
 from trajkit.importers.reader import ChatTokenizer, imported
 from trajkit.io.arrow import file_rows
 from trajkit.io.tables import write_tables, write_turns
-from trajkit.jobs.group_sessions import TEMPORARY, Log, SessionIndex
-from trajkit.jobs.stages import Made, Target, Watch, folder_of, is_parts, run
+from trajkit.jobs.group_sessions import TEMPORARY, SessionIndex
+from trajkit.jobs.stages import Target, Watch, folder_of, is_parts, run_job
 from trajkit.turns.validation import Nonfinite
 
 
@@ -65,9 +65,6 @@ def import_file(
         sessions = len(index.turns)
         watch.begins(index, done)
 
-    def stage(turns: pa.Table) -> Made:
-        yield "turns", turns
-
     folder = folder_of(output)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
         path = Path(root, "turns.arrows")
@@ -75,11 +72,10 @@ def import_file(
         write_tables(batches_in(tables), path)
         if not file_rows(path, "arrows"):
             return {"sessions": 0, "turns": 0}, notes.table()
-        totals = run(
-            Log(path, folder=folder),
-            stage,
-            {"turns": Target(Path(output), write_turns)},
-            None,
-            replace(watch, begins=begins),
+        totals = run_job(
+            path,
+            lambda turns: iter([("turns", turns)]),
+            {"turns": Target(output, write_turns)},
+            watch=replace(watch, begins=begins),
         )
     return {"sessions": sessions, "turns": totals["turns"]}, notes.table()

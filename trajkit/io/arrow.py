@@ -29,22 +29,12 @@ def read_batches(
     file: Path | BinaryIO,
     kind: Format,
     batch_rows: int | None,
-    skip: int = 0,
     plan: Plan | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """The record batches of a Parquet or Arrow IPC file, starting at row ``skip``.
+    """The record batches of a Parquet or Arrow IPC file.
 
-    Raises
-    ------
-    FormatError
-        The file is damaged or of another format.
-    SchemaError
-        The columns do not fit the schema that ``plan`` returns for their names.
-
-    Warns
-    -----
-    TornLogWarning
-        An IPC stream ends within a message.
+    Columns that do not fit the schema that ``plan`` returns for their names are an error.
+    An IPC stream that ends within a message gives a TornLogWarning.
     """
     if isinstance(file, Path) or file.seekable():
         source = open_input(file, kind)
@@ -53,8 +43,7 @@ def read_batches(
     name = name_of(file)
     with _content_of(name, kind):
         if kind == "parquet":
-            batches = _read_parquet(source, name, batch_rows, skip)
-            skip = 0
+            batches = _read_parquet(source, name, batch_rows)
         elif _is_file_form(source):
             batches = _read_file(source, name)
         else:
@@ -68,10 +57,7 @@ def read_batches(
                 except SchemaError as error:
                     raise SchemaError(f"{name}: {error}") from None
             check_buffers(batch)
-            left = batch.slice(skip)
-            skip = max(skip - batch.num_rows, 0)
-            if left.num_rows or not batch.num_rows:
-                yield left
+            yield batch
 
 
 @contextmanager
@@ -183,32 +169,25 @@ def _leaf_indices(file: Any, names: Collection[str]) -> list[int]:
 
 
 def _read_parquet(
-    source: pa.NativeFile, name: str, batch_rows: int | None, skip: int
+    source: pa.NativeFile, name: str, batch_rows: int | None
 ) -> Iterator[pa.RecordBatch]:
     file, bound = _parquet_file(source), MemoryBound(source, name)
     if file.metadata.num_rows == 0:
         yield empty_batch(file.schema_arrow)
+    columns = range(file.metadata.num_columns)
     for group in range(file.num_row_groups):
-        n_rows = file.metadata.row_group(group).num_rows
-        if skip < n_rows:
-            n_read = 0
-            n_values: dict[str, npt.NDArray[np.int64]] = {}
-            bound.check_row_group(
-                file.metadata, group, range(file.metadata.num_columns)
-            )
-            # group by group, so that only one is in memory undecoded
-            for batch in file.iter_batches(batch_rows or n_rows, [group]):
-                n_read += batch.num_rows
-                for key, array in zip(batch.schema.names, batch.columns, strict=True):
-                    n_values[key] = _values_in(array) + n_values.get(key, 0)
-                left = batch.slice(skip)
-                skip = max(skip - batch.num_rows, 0)
-                if left.num_rows:
-                    yield left
-            _check_rows(file, group, n_read)
-            _check_values(file, group, n_values)
-        else:
-            skip -= n_rows
+        bound.check_row_group(file.metadata, group, columns)
+        n_rows = 0
+        n_values: dict[str, npt.NDArray[np.int64]] = {}
+        # group by group, so that only one is in memory undecoded
+        size = batch_rows or max(file.metadata.row_group(group).num_rows, 1)
+        for batch in file.iter_batches(size, [group]):
+            n_rows += batch.num_rows
+            for key, array in zip(batch.schema.names, batch.columns, strict=True):
+                n_values[key] = _values_in(array) + n_values.get(key, 0)
+            yield batch
+        _check_rows(file, group, n_rows)
+        _check_values(file, group, n_values)
 
 
 def _check_rows(file: Any, group: int, n_read: int | None) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeGuard
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import arrow_source
@@ -318,26 +319,36 @@ def write_tables(
 def gather(table: pa.Table, index: str) -> pa.Table:
     """The table with contiguous sessions, in order of first appearance.
 
-    Parameters
-    ----------
-    table : Table
-        In canonical form. It is returned as it is if its order is right.
-    index : str
-        The column that ascends within a session; ties keep their order.
+    Within a session, the column ``index`` ascends if it has integers only; ties keep
+    their order. A table whose order is right is returned as it is.
     """
-    if len(table) == 0:
-        return table
-    codes = table.column("session_id").combine_chunks().dictionary_encode().indices
-    order = np.lexsort((table.column(index).to_numpy(), codes.to_numpy()))
+    ids = table.column("session_id").combine_chunks().cast(pa.string())
+    keys = [ids.dictionary_encode("encode").indices.to_numpy()]
+    numbers = integers(table, index)
+    order = np.lexsort(keys if numbers is None else [numbers, *keys])
     if (np.diff(order) > 0).all():
         return table
     indices = pa.array(order)
     schema, columns = table.schema, table.columns
     del table
     for i in range(len(columns)):
-        # one by one, so that only one column is in memory twice
+        # one by one, so that only one column is in memory twice; taking from one chunk
+        # is faster
+        columns[i] = columns[i].combine_chunks()
         columns[i] = take_values(columns[i], indices, schema.names[i])
     return pa.Table.from_arrays(columns, schema=schema)
+
+
+def integers(
+    table: pa.RecordBatch | pa.Table, name: str
+) -> npt.NDArray[np.int64] | None:
+    """The column of this name, if it has integers only."""
+    if name not in table.schema.names:
+        return None
+    column = table.column(name)
+    if not pa.types.is_integer(column.type) or column.null_count:
+        return None
+    return np.asarray(column.cast(pa.int64(), safe=False).to_numpy())
 
 
 def _is_directory(source: Source | list[Path]) -> TypeGuard[str | os.PathLike[str]]:

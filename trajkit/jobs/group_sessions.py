@@ -13,26 +13,27 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import canonical, check_session_id, turns_schema
-from trajkit._arrow.take import take_rows, take_values
+from trajkit._arrow.take import take_rows
 from trajkit._streams import limits
 from trajkit._streams.lockstep import batches_in
 from trajkit._streams.session_batches import concat, rechunk, whole_sessions
 from trajkit.errors import InvalidTurnsError, TornLogWarning
 from trajkit.io import jsonl
-from trajkit.io.arrow import file_rows, key_batches, read_batches
+from trajkit.io.arrow import key_batches, read_batches
 from trajkit.io.formats import Format, format_of, is_json, open_input
-from trajkit.io.tables import read_turns, turn_files
+from trajkit.io.tables import gather, integers, read_turns, turn_files
 from trajkit.schema import TURNS
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.calls import Longs
@@ -53,14 +54,9 @@ _REASON = "trajkit.turns.reject_sessions"
 class SessionIndex:
     """The sessions of files, without their turns.
 
-    Attributes
-    ----------
-    turns : dict of str to int
-        Number of turns of each session, in order of first appearance.
-    n_bytes : int
-        Approximate size of the turns as Arrow.
-    scattered : str or None
-        The first session whose turns are not contiguous and ascending.
+    ``turns`` is the number of turns of each session, in order of first appearance;
+    ``n_bytes`` their approximate size as Arrow; ``scattered`` the first session whose
+    turns are not contiguous and ascending.
     """
 
     turns: dict[str | None, int] = field(default_factory=dict)
@@ -82,11 +78,7 @@ class SessionIndex:
     def add(self, ids: pa.Array, index: Longs | None) -> None:
         """Count turns that follow the ones counted before.
 
-        Parameters
-        ----------
-        ids : array of string
-        index : ndarray of int64, optional
-            Their turn numbers. None: unknown, or assigned by the reader.
+        ``index`` are their turn numbers; None: unknown, or assigned by the reader.
         """
         if not len(ids):
             return
@@ -109,13 +101,7 @@ class SessionIndex:
 
 
 def index_sessions(paths: Iterable[Path], format: Format | None) -> SessionIndex:
-    """Scan files for session ids and turn numbers; other columns are not read.
-
-    Raises
-    ------
-    FormatError
-        As `trajkit.read_turns`.
-    """
+    """Scan files for session ids and turn numbers; other columns are not read."""
     index = SessionIndex()
     with warnings.catch_warnings():
         # reading the turns repeats the warning
@@ -136,7 +122,7 @@ def index_sessions(paths: Iterable[Path], format: Format | None) -> SessionIndex
                 if "session_id" in keys.schema.names:
                     check_session_id(keys.schema)
                     ids = keys.column("session_id").cast(pa.string())
-                    index.add(ids, _turn_numbers(keys))
+                    index.add(ids, integers(keys, "turn_index"))
     return index
 
 
@@ -157,51 +143,25 @@ def _session_of(record: dict[str, object]) -> str | None:
     return name
 
 
-def _turn_numbers(turns: pa.RecordBatch | pa.Table) -> Longs | None:
-    """The column turn_index, if it has integers only."""
-    if "turn_index" not in turns.schema.names:
-        return None
-    column = turns.column("turn_index")
-    if not pa.types.is_integer(column.type) or column.null_count:
-        return None
-    return np.asarray(column.cast(pa.int64(), safe=False).to_numpy())
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Complete sessions of a log.
 
-    Attributes
-    ----------
-    turns : Table
-        In canonical form, checked.
-    n_turns : int
-        Turns of the log that were read for it, including those of rejected sessions.
-    rejected : Table
-        `trajkit.turns.validation.REJECTED`: sessions that break a rule.
+    ``turns`` are in canonical form and checked; ``n_turns`` were read for them, with those
+    of rejected sessions; ``rejected`` has the schema `REJECTED`.
     """
 
     turns: pa.Table
     n_turns: int
-    rejected: pa.Table
+    rejected: pa.Table = REJECTED.empty_table()
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
     """Files of turns, and how to read them.
 
-    Attributes
-    ----------
-    source : path
-        As for `trajkit.read_turns`.
-    format : str, optional
-    nonfinite_logprobs : {"raise", "null"}
-    reject : bool
-        Sessions that break a rule are rejected with the reason, not an error.
-    gather : bool
-        Scattered sessions are grouped, not an error.
-    folder : path, optional
-        Parent of the temporary directory. None: the system's.
+    With ``reject``, sessions that break a rule are rejected with the reason, and with
+    ``gather`` scattered sessions are grouped; otherwise they are errors. ``folder`` is the
+    parent of the temporary directory.
     """
 
     source: str | os.PathLike[str]
@@ -223,75 +183,60 @@ class Log:
     ) -> Generator[Piece, None, None]:
         """Tables of complete sessions, in the order of `read_turns`.
 
-        Parameters
-        ----------
-        index : SessionIndex
-            Of the files as they are.
-        skip : int
-            Turns to leave out, which must be those of the first pieces.
-
-        Raises
-        ------
-        SchemaError, InvalidTurnsError
-            As `read_turns`; also a scattered session without ``gather``.
+        ``index`` is of the files as they are. The first ``skip`` turns are left out; they
+        must be those of complete pieces. Raises as `read_turns`.
         """
         if not index.turns:
-            turns = read_turns(self.source, format=self.format)
-            yield Piece(turns, 0, REJECTED.empty_table())
+            yield Piece(read_turns(self.source, format=self.format), 0)
         if self.gather and index.scattered is not None:
-            tables = self._grouped(index, skip)
+            tables = self._grouped(index)
         else:
-            tables = whole_sessions(self._batches(index.batch_rows, skip))
+            tables = whole_sessions(self._batches(index.batch_rows))
         amendments = self._files()[1]
         with closing(tables):
-            for table in rechunk(tables):
+            for table in rechunk(_after(skip, tables)):
                 piece = self._checked(table)
                 if amendments is not None:
-                    piece = replace(piece, turns=amendments.fold_into(piece.turns))
+                    piece = piece._replace(turns=amendments.fold_into(piece.turns))
                 yield piece
 
     def _checked(self, table: pa.Table) -> Piece:
         n_turns = table.num_rows
         if not self.reject:
             table = canonical(table, turns_schema(table.column_names))
-            turns = check_turns(table, self.nonfinite_logprobs)
-            return Piece(turns, n_turns, REJECTED.empty_table())
+            return Piece(check_turns(table, self.nonfinite_logprobs), n_turns)
         table, misread = _split_misread(table)
         good, bad = reject_turns(table, self.nonfinite_logprobs)
         return Piece(good, n_turns, pa.concat_tables([misread, bad]))
 
-    def _batches(self, rows: int | None, skip: int = 0) -> Iterator[pa.RecordBatch]:
+    def _batches(self, rows: int | None) -> Iterator[pa.RecordBatch]:
         """The turns as stored, ``rows`` at a time; JSON lines end with a session."""
         files = ((path, self.format or format_of(path)) for path in self._files()[0])
         for json, run in itertools.groupby(files, lambda file: is_json(file[1])):
-            if json:
-                # turns without a number are counted across the files of a log
-                lines = itertools.chain.from_iterable(
-                    jsonl.planned(
-                        jsonl.calls(open_input(path, kind), str(path)),
-                        turns_schema,
-                        str(path),
-                    )
-                    for path, kind in run
-                )
-                while skip and next(lines, None) is not None:
-                    skip -= 1
-                for records in jsonl.by_session(lines, rows or sys.maxsize):
-                    table = self._from_records(records)
-                    yield from table.combine_chunks().to_batches()
+            if not json:
+                for path, kind in run:
+                    yield from read_batches(path, kind, rows, turns_schema)
                 continue
-            for path, kind in run:
-                n_rows = file_rows(path, kind) if skip else 0
-                if skip < n_rows or not skip:
-                    yield from read_batches(path, kind, rows, skip, turns_schema)
-                skip = max(skip - n_rows, 0)
+            # turns without a number are counted across the files of a log
+            lines = itertools.chain.from_iterable(
+                jsonl.planned(
+                    jsonl.calls(open_input(path, kind), str(path)),
+                    turns_schema,
+                    str(path),
+                )
+                for path, kind in run
+            )
+            for records in jsonl.by_session(lines, rows or sys.maxsize):
+                yield from self._from_records(records).combine_chunks().to_batches()
 
     def _from_records(self, records: list[dict[str, object]]) -> pa.Table:
+        """The turns of complete sessions; of a rejected session, ids and the reason."""
         try:
             return from_records(records, nonfinite_logprobs=self.nonfinite_logprobs)
-        except InvalidTurnsError:
+        except InvalidTurnsError as error:
             if not self.reject:
                 raise
+            reason = str(error)
         sessions: dict[str, list[dict[str, object]]] = {}
         for record in records:
             name = _session_of(record)
@@ -301,57 +246,46 @@ class Log:
                     "no session to reject"
                 )
             sessions.setdefault(name, []).append(record)
-        return concat(self._session(name, own) for name, own in sessions.items())
+        if len(sessions) > 1:
+            return concat(map(self._from_records, sessions.values()))
+        n = len(records)
+        return pa.table({"session_id": [*sessions] * n, _REASON: [reason] * n})
 
-    def _session(self, name: str, records: list[dict[str, object]]) -> pa.Table:
-        try:
-            return from_records(records, nonfinite_logprobs=self.nonfinite_logprobs)
-        except InvalidTurnsError as error:
-            n = len(records)
-            return pa.table({"session_id": [name] * n, _REASON: [str(error)] * n})
-
-    def _grouped(
-        self, index: SessionIndex, skip: int
-    ) -> Generator[pa.Table, None, None]:
+    def _grouped(self, index: SessionIndex) -> Generator[pa.Table, None, None]:
         """The turns of one bucket after another, sorted."""
         buckets = bucket_numbers(index)
         if set(buckets.values()) == {0}:  # everything fits in memory
-            folders: Generator[Path, None, None] = (Path(p) for p in [self.source])
-        else:
-            folders = self._bucket_folders(buckets)
-        with closing(folders):
+            yield self._sorted()
+            return
+        with closing(spilled(self._spill, buckets, self.folder)) as folders:
             for folder in folders:
-                log = self
-                if folder != Path(self.source):
-                    log = replace(self, source=folder, format=None)
-                batches = log._batches(None)
-                table = concat(pa.Table.from_batches([batch]) for batch in batches)
-                table = _sorted(table)
-                left = table.slice(skip)
-                skip = max(skip - table.num_rows, 0)
-                if left.num_rows:
-                    yield left
+                yield replace(self, source=folder, format=None)._sorted()
 
-    def _bucket_folders(
-        self, buckets: dict[str | None, int]
-    ) -> Generator[Path, None, None]:
-        """Directories with the turns of consecutive sessions; each is deleted after use."""
-        with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=self.folder) as root:
-            spill = Spill(Path(root), buckets)
-            for path in self._files()[0]:
-                kind = self.format or format_of(path)
-                if is_json(kind):
-                    lines = jsonl.raw_lines(open_input(path, kind), str(path))
-                    for line, record in lines:
-                        spill.add_line(line, _session_of(record))
-                else:
-                    for batch in read_batches(
-                        path, kind, limits.MIN_READ_ROWS, plan=turns_schema
-                    ):
-                        spill.add(batch)
-            for folder in spill.close():
-                yield folder
-                shutil.rmtree(folder)
+    def _sorted(self) -> pa.Table:
+        batches = self._batches(None)
+        table = concat(pa.Table.from_batches([batch]) for batch in batches)
+        return gather(table, "turn_index")
+
+    def _spill(self, spill: "Spill") -> None:
+        for path in self._files()[0]:
+            kind = self.format or format_of(path)
+            if is_json(kind):
+                lines = jsonl.raw_lines(open_input(path, kind), str(path))
+                for line, record in lines:
+                    spill.add_line(line, _session_of(record))
+            else:
+                rows = limits.MIN_READ_ROWS
+                for batch in read_batches(path, kind, rows, turns_schema):
+                    spill.add(batch)
+
+
+def _after(skip: int, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The tables without their first ``skip`` rows."""
+    for table in tables:
+        left = table.slice(skip)
+        skip = max(skip - table.num_rows, 0)
+        if left.num_rows:
+            yield left
 
 
 def scan_turns(
@@ -409,24 +343,6 @@ def bucket_numbers(index: SessionIndex) -> dict[str | None, int]:
     return dict(zip(index.turns, numbers.tolist(), strict=True))
 
 
-def _sorted(table: pa.Table) -> pa.Table:
-    """The table with contiguous sessions, their turns ascending if they have numbers."""
-    codes = table.column("session_id").combine_chunks().cast(pa.string())
-    codes = codes.dictionary_encode("encode").indices.to_numpy()
-    index = _turn_numbers(table)
-    keys = (codes,) if index is None else (index, codes)
-    order = np.lexsort(keys)
-    if (np.diff(order) > 0).all():
-        return table
-    schema, columns = table.schema, table.columns
-    del table
-    for i in range(len(columns)):
-        # one by one, so that only one column is in memory twice
-        column = pa.chunked_array([columns[i].combine_chunks()], columns[i].type)
-        columns[i] = take_values(column, pa.array(order), schema.names[i])
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
 def _split_misread(table: pa.Table) -> tuple[pa.Table, pa.Table]:
     """The turns that could be read, and REJECTED of the other sessions."""
     if _REASON not in table.column_names:
@@ -442,12 +358,26 @@ def _split_misread(table: pa.Table) -> tuple[pa.Table, pa.Table]:
     return (read if read.num_rows else TURNS.empty_table()), misread
 
 
+def spilled(
+    fill: Callable[["Spill"], None],
+    buckets: Mapping[str | None, int],
+    folder: str | os.PathLike[str] | None,
+) -> Generator[Path, None, None]:
+    """The buckets' directories below ``folder``; each is deleted after use."""
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
+        spill = Spill(Path(root), buckets)
+        fill(spill)
+        spill.close()
+        for bucket in sorted(Path(root).iterdir()):
+            yield bucket
+            shutil.rmtree(bucket)
+
+
 class Spill:
     """Writes turns to the directories of their sessions' buckets."""
 
-    def __init__(self, root: Path, buckets: dict[str | None, int]) -> None:
-        self._root = root
-        self._buckets = buckets
+    def __init__(self, root: Path, buckets: Mapping[str | None, int]) -> None:
+        self._root, self._buckets = root, buckets
         self._pending: list[pa.RecordBatch] = []
         self._bytes = 0
         self._streams: dict[int, tuple[pa.Schema, pa.ipc.RecordBatchStreamWriter]] = {}
@@ -455,12 +385,13 @@ class Spill:
         self._n_streams = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
+        """Add rows; those of sessions without a bucket are left out."""
         if self._pending and not batch.schema.equals(self._pending[0].schema):
-            self._write_pending()
+            self._flush()
         self._pending.append(batch)
         self._bytes += batch.nbytes
         if self._bytes >= limits.SPILL_BYTES:
-            self._write_pending()
+            self._flush()
 
     def add_line(self, line: bytes, session: str | None) -> None:
         number = self._buckets[session]
@@ -469,16 +400,15 @@ class Spill:
             self._texts[number] = pa.OSFile(str(path), "w")
         self._texts[number].write(line + b"\n")
 
-    def close(self) -> list[Path]:
-        """Write everything; returns the directories in order."""
-        self._write_pending()
+    def close(self) -> None:
+        """Write everything."""
+        self._flush()
         for _, writer in self._streams.values():
             writer.close()
         for text in self._texts.values():
             text.close()
-        return sorted(self._root.iterdir())
 
-    def _write_pending(self) -> None:
+    def _flush(self) -> None:
         if not self._pending:
             return
         # one chunk: taking rows of several would concatenate them for each bucket
@@ -486,10 +416,10 @@ class Spill:
         self._pending, self._bytes = [], 0
         ids = table.column("session_id").combine_chunks().cast(pa.string())
         ids = ids.dictionary_encode("encode")
-        numbers = [self._buckets[name] for name in ids.dictionary.to_pylist()]
-        of_turn = np.asarray(numbers, np.int64)[ids.indices.to_numpy()]
-        for number in np.unique(of_turn).tolist():
-            rows = pa.array(np.flatnonzero(of_turn == number))
+        numbers = [self._buckets.get(name, -1) for name in ids.dictionary.to_pylist()]
+        of_row = np.asarray(numbers, np.int64)[ids.indices.to_numpy()]
+        for number in np.unique(of_row[of_row >= 0]).tolist():
+            rows = pa.array(np.flatnonzero(of_row == number))
             self._stream(number, table.schema).write_table(take_rows(table, rows))
 
     def _stream(self, number: int, schema: pa.Schema) -> pa.ipc.RecordBatchStreamWriter:

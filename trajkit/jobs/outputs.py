@@ -5,13 +5,13 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Queue
-from threading import Thread
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from queue import SimpleQueue
+from threading import Semaphore
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 
@@ -20,108 +20,77 @@ from trajkit.errors import FormatError
 from trajkit.io.formats import naming
 
 Write: TypeAlias = Callable[[Iterator[pa.RecordBatch], Path], None]
+Put: TypeAlias = Callable[[pa.Table], None]
+"""Queues a table for a file."""
 
 MANIFEST = "_manifest.json"
 """The manifest's file name; readers of directories skip names with an underscore."""
 
 _VERSION = 1
 
-# tables in memory that a writer thread has not taken yet
-_MAX_WAITING = 1
-
 
 class _Abandoned(Exception):
     """The output is not needed, because the job failed."""
 
 
-class AtomicWriter:
-    """A file that a thread writes, completely or not at all.
+@contextmanager
+def write_in_thread(path: Path, write: Write, target: Path) -> Iterator[Put]:
+    """Queue tables for a thread that writes a file, completely or not at all.
 
-    Parameters
-    ----------
-    path : Path
-    write : function of an iterator of record batches and a path
-        It must leave no file if the iterator raises, as `trajkit.write_rows` does.
-    target : Path
-        What errors call the file.
+    The function waits while another table is queued, and raises the error of an earlier
+    table. ``write`` must leave no file if its iterator raises, as `trajkit.write_rows`
+    does. Errors call the file ``target``.
     """
+    tables = SimpleQueue[pa.Table | _Abandoned | None]()
+    room = Semaphore()
+    failed: list[BaseException] = []
 
-    def __init__(self, path: Path, write: Write, target: Path) -> None:
-        self._queue: Queue[pa.Table | BaseException | None] = Queue(_MAX_WAITING)
-        self._ended = False
-        self._error: BaseException | None = None
-        self._write, self._path, self._target = write, path, target
-        self._thread = Thread(target=self._run, name=f"trajkit writes {target.name}")
-
-    def put(self, table: pa.Table) -> None:
-        """Queue a table; wait while `_MAX_WAITING` others are queued.
-
-        Raises
-        ------
-        Exception
-            The error of an earlier table.
-        """
-        if self._error is not None:
-            raise self._error
-        self._queue.put(table)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._queue.put(_Abandoned())
-        self._queue.put(None)
-        self._thread.join()
-        if error is None and self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            with naming(self._path, self._target):
-                self._write(self._batches(), self._path)
-        except BaseException as error:  # raised again in the thread that calls `put`
-            self._error = error
-            while not self._ended:  # that thread may wait for room in the queue
-                self._ended = self._queue.get() is None
-
-    def _batches(self) -> Iterator[pa.RecordBatch]:
-        while (table := self._queue.get()) is not None:
-            if isinstance(table, BaseException):
+    def batches() -> Iterator[pa.RecordBatch]:
+        while (table := tables.get()) is not None:
+            if isinstance(table, _Abandoned):
                 raise table
+            room.release()
             # one batch, so that row groups do not depend on the number of threads
-            batches = table.combine_chunks().to_batches() or [empty_batch(table.schema)]
+            parts = table.combine_chunks().to_batches() or [empty_batch(table.schema)]
             del table
-            yield from batches
-        self._ended = True
+            yield from parts
+
+    def work() -> None:
+        try:
+            with naming(path, target):
+                write(batches(), path)
+        except BaseException as error:  # raised again in the thread that calls `put`
+            failed.append(error)
+            room.release()
+
+    def put(table: pa.Table) -> None:
+        room.acquire()
+        if failed:
+            raise failed[0]
+        tables.put(table)
+
+    with ThreadPoolExecutor(1, f"trajkit writes {target.name}") as pool:
+        pool.submit(work)
+        try:
+            yield put
+        except BaseException:
+            tables.put(_Abandoned())
+            raise
+        tables.put(None)
+    if failed:
+        raise failed[0]
 
 
 @contextmanager
 def atomic_writers(
     targets: Mapping[str, tuple[Path, Write]],
-) -> Iterator[dict[str, AtomicWriter]]:
-    """A writer per target; all files are renamed into place once all are complete.
+) -> Iterator[dict[str, Put]]:
+    """`write_in_thread` per target; files get their names once all are complete.
 
     If a write or a rename fails, none is created and existing files are left untouched.
     A process that dies during the renames may leave some new files next to some old
     ones. Then a replaced file is still there as ``.PID~NAME``, and a complete file that
     was not renamed yet as ``.PID-NAME``.
-
-    Parameters
-    ----------
-    targets : mapping of str to (Path, function)
-        As for `AtomicWriter`.
-
-    Raises
-    ------
-    OSError
-        A file cannot be written or renamed.
     """
     for path, _ in targets.values():
         _check_no_directory(path)
@@ -133,7 +102,7 @@ def atomic_writers(
     try:
         with ExitStack() as stack:
             yield {
-                name: stack.enter_context(AtomicWriter(drafts[name], write, path))
+                name: stack.enter_context(write_in_thread(drafts[name], write, path))
                 for name, (path, write) in targets.items()
             }
         _rename_all([(drafts[name], path) for name, (path, _) in targets.items()])
@@ -188,17 +157,9 @@ def _restore(old: Path | None, path: Path) -> None:
 class Manifest:
     """The parts that a job has written to a directory.
 
-    Attributes
-    ----------
-    folder : Path
-    job : dict
-        Everything that the parts depend on, in JSON's types.
-    ends : list of int
-        For each part, the turns of the source that it and the earlier parts took.
-    totals : Counter
-        Sums over all parts, by name.
-    finished : bool
-        The last part reaches the end of the source.
+    ``job`` is everything that the parts depend on, in JSON's types. ``ends`` has, for
+    each part, the turns of the source that it and the earlier parts took. ``totals`` are
+    sums over all parts. The last part of a ``finished`` job reaches the source's end.
     """
 
     folder: Path
@@ -213,18 +174,8 @@ class Manifest:
     ) -> "Manifest":
         """Read the manifest of a job; create directory and manifest if needed.
 
-        Parameters
-        ----------
-        folder : Path
-        job : dict
-        others : iterable of Path
-            Other directories that the job writes to.
-
-        Raises
-        ------
-        FormatError
-            The directory has parts of another job; or a new job's directories contain
-            files that no job wrote.
+        A FormatError says that the directory has parts of another job, or that a new
+        job's directories (``folder`` and ``others``) contain files that no job wrote.
         """
         folder.mkdir(exist_ok=True)
         path = folder / MANIFEST

@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import pyarrow as pa
 
@@ -23,7 +22,7 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike
 from trajkit._streams import limits
 from trajkit._streams.prefetch import prefetch
-from trajkit._streams.session_batches import path_tokens
+from trajkit._streams.session_batches import path_tokens, session_ends
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.io.formats import Format, check_folder, kind_of
 from trajkit.io.tables import log_files, write_rows, write_tables, write_turns
@@ -37,24 +36,22 @@ from trajkit.training.row_weights import By, add_weights
 from trajkit.turns.delta import compact, expand
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
 from trajkit.turns.table import locate
-from trajkit.turns.turn_rules import run_starts
 from trajkit.turns.validation import REJECTED, Nonfinite
 
 Made: TypeAlias = Iterator[tuple[str, pa.Table]]
 """Tables, each with the name of its output."""
 
 Stage: TypeAlias = Callable[[pa.Table], Made]
-"""A function from turns of complete sessions to tables."""
+"""Makes tables of complete sessions; it raises before the first table, or not at all."""
 
 # outputs whose rows are counted; the counts of "report" are summed up
 _COUNTED = ("turns", "rejected", "violations")
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """An output: its path and the function that writes it."""
+class Target(NamedTuple):
+    """An output: its path as the caller spelled it, and the function that writes it."""
 
-    path: Path
+    path: str | os.PathLike[str]
     write: Write
 
 
@@ -77,52 +74,54 @@ class Watch:
     notes: Callable[[str], None] = lambda text: None
 
 
-def run(
-    log: Log,
+def run_job(
+    source: str | os.PathLike[str],
     stage: Stage,
     targets: Mapping[str, Target],
-    job: Mapping[str, object] | None,
-    watch: Watch,
-) -> Counter[str]:
-    """Apply a stage to a log.
+    *,
+    job: Mapping[str, object] | None = None,
+    rejected: str | os.PathLike[str] | None = None,
+    format: Format | None = None,
+    nonfinite_logprobs: Nonfinite = "raise",
+    gather: bool = True,
+    watch: Watch | None = None,
+) -> dict[str, int]:
+    """Apply a stage to the turns of files, an empty table if there are none.
 
-    Parameters
-    ----------
-    log : Log
-    stage : function of a table
-        Called for every piece, and for an empty table if the log is empty.
-    targets : mapping of str to Target
-        The outputs of the stage's tables, by name. Tables of other names are only
-        counted. The target "rejected" gets the rejected sessions.
-    job : mapping, optional
-        For directories of parts: everything that the parts depend on besides the
-        source, in JSON's types. The first target has the manifest. None: the targets
-        are files.
-    watch : Watch
-
-    Returns
-    -------
-    Counter
-        The sums of the integer columns of "report", and the numbers of turns, rejected
-        sessions and violations.
-
-    Raises
-    ------
-    ArgumentError
-        Two targets are the same, or some are files and some directories.
+    The stage's tables go to the targets of their names. Others are only counted: the
+    result has the sums of the integer columns of "report", and the numbers of turns,
+    rejected sessions and violations. With ``job`` (what the outputs depend on besides
+    the options here, in JSON's types), a first target that is a directory gets parts and
+    their manifest; then all targets are directories.
     """
-    _check_targets(targets, parts=job is not None)
+    watch = watch or Watch()
+    targets = dict(targets)
+    if rejected is not None:
+        targets["rejected"] = Target(rejected, write_tables)
+    outputs = {
+        name: (Path(target.path), target.write) for name, target in targets.items()
+    }
+    first = next(iter(targets.values()), None)
+    folder = None if first is None else folder_of(first.path)
+    parts = job is not None and first is not None and is_parts(first.path)
+    _check_paths({name: path for name, (path, _) in outputs.items()}, parts=parts)
+    log = Log(source, format, nonfinite_logprobs, rejected is not None, gather, folder)
     index = log.index()
-    if job is None:
+    if not parts:
         watch.begins(index, 0)
         with ExitStack() as stack:
             pieces = prefetch(log.pieces(index), stack)
-            return _write_part(pieces, stage, targets, watch, None)[0]
-    files = itertools.chain(*log_files(log.source, log.format))
-    source = fingerprint(log.source, files)
-    job = {**job, "source": source, "limits": [limits.FILE_TURNS, limits.READ_TOKENS]}
-    main, *others = dict.fromkeys(target.path for target in targets.values())
-    manifest = Manifest.open(main, job, others)
+            return dict(_write_part(pieces, stage, outputs, watch, None)[0])
+    job = {
+        **(job or {}),
+        "rejected": log.reject,
+        "nonfinite_logprobs": nonfinite_logprobs,
+        "outputs": sorted(targets),
+        "source": fingerprint(source, itertools.chain(*log_files(source, format))),
+        "limits": [limits.FILE_TURNS, limits.READ_TOKENS],
+    }
+    folders = [path for path, _ in outputs.values()]
+    manifest = Manifest.open(folders[0], job, folders[1:])
     watch.begins(index, manifest.done)
     with ExitStack() as stack:
         pieces = prefetch(log.pieces(index, manifest.done), stack)
@@ -130,50 +129,62 @@ def run(
             manifest.finish()
         while not manifest.finished:
             part = {}
-            for name, target in targets.items():
-                target.path.mkdir(exist_ok=True)
-                part[name] = Target(target.path / manifest.part(), target.write)
+            for name, (path, write) in outputs.items():
+                path.mkdir(exist_ok=True)
+                part[name] = path / manifest.part(), write
             totals, n = _write_part(pieces, stage, part, watch, limits.FILE_TURNS)
             manifest.add(n, totals)
             if manifest.done >= index.n_turns or not n:
                 manifest.finish()
-    return manifest.totals
+    return dict(manifest.totals)
 
 
-def _check_targets(targets: Mapping[str, Target], *, parts: bool) -> None:
+def is_parts(output: str | os.PathLike[str]) -> bool:
+    """Whether the output is a directory of parts."""
+    text = os.fspath(output)
+    return text.endswith(os.sep) or os.path.isdir(text)
+
+
+def folder_of(output: str | os.PathLike[str]) -> Path:
+    """The directory that contains the output; FileNotFoundError if it is missing."""
+    folder = Path(output).resolve().parent
+    check_folder(folder)
+    return folder
+
+
+def _check_paths(paths: Mapping[str, Path], *, parts: bool) -> None:
     """Raise ArgumentError if two targets are the same, or files mix with directories."""
     names: dict[Path, str] = {}
-    for name, target in targets.items():
-        other = names.setdefault(target.path.resolve(), name)
+    for name, path in paths.items():
+        other = names.setdefault(path.resolve(), name)
         if other != name:
             raise ArgumentError(
-                f"{other} and {name} both go to {target.path}: each needs its own path"
+                f"{other} and {name} both go to {path}: each needs its own path"
             )
-        if parts and kind_of(target.path):
-            main = next(iter(targets.values())).path
+        if parts and kind_of(path):
+            main = next(iter(paths.values()))
             raise ArgumentError(
-                f"{name} goes to the file {target.path}, and {main} is a directory of "
-                "parts: give a directory"
+                f"{name} goes to the file {path}, and {main} is a directory of parts: "
+                "give a directory"
             )
 
 
 def _write_part(
     pieces: Iterator[Piece],
     stage: Stage,
-    targets: Mapping[str, Target],
+    outputs: Mapping[str, tuple[Path, Write]],
     watch: Watch,
     max_turns: int | None,
 ) -> tuple[Counter[str], int]:
     """Write pieces until ``max_turns`` is reached; returns the totals and the turns."""
     totals: Counter[str] = Counter()
     n_turns = 0
-    paths = {name: (target.path, target.write) for name, target in targets.items()}
-    with atomic_writers(paths) as writers:
+    with atomic_writers(outputs) as puts:
         for piece in pieces:
-            for name, table in _apply(stage, piece, reject="rejected" in targets):
+            for name, table in _tables(stage, piece, reject="rejected" in outputs):
                 totals.update(_counts(name, table))
-                if name in writers:
-                    writers[name].put(table)
+                if name in puts:
+                    puts[name](table)
             n_turns += piece.n_turns
             watch.advances(piece.n_turns)
             if max_turns is not None and n_turns >= max_turns:
@@ -181,49 +192,37 @@ def _write_part(
     return totals, n_turns
 
 
-def _apply(stage: Stage, piece: Piece, *, reject: bool) -> Made:
-    """The tables of a piece; with ``reject``, without the sessions that it refuses.
-
-    A stage raises before it yields its first table.
-    """
+def _tables(stage: Stage, piece: Piece, *, reject: bool) -> Made:
+    """The tables of a piece; with ``reject``, without the sessions that it refuses."""
     if not reject:
         yield from stage(piece.turns)
         return
-    rejected = [piece.rejected]
-    made = False
-    try:
-        yield from _first_made(stage(piece.turns))
+    rejected, made = [piece.rejected], False
+    for named_table in _of_accepted(stage, piece.turns, rejected):
         made = True
-    except _Refused:
-        for session in _sessions(piece.turns):
-            try:
-                yield from _first_made(stage(session))
-                made = True
-            except _Refused as error:
-                name = session.column("session_id")[0].as_py()
-                rejected.append(pa.table([[name], [str(error)]], schema=REJECTED))
+        yield named_table
     if not made:  # an empty output has columns, too
         yield from stage(piece.turns.slice(0, 0))
     yield "rejected", pa.concat_tables(rejected)
 
 
-class _Refused(Exception):
-    """A stage refused turns for the reason in the message."""
-
-
-def _first_made(made: Made) -> Made:
-    """The tables, after the first of them was made."""
+def _of_accepted(stage: Stage, turns: pa.Table, rejected: list[pa.Table]) -> Made:
+    """The tables of the sessions that the stage accepts; others are added to a list."""
     try:
+        made = stage(turns)
         first = next(made)
     except InvalidTurnsError as error:
-        raise _Refused(str(error)) from error
-    return itertools.chain([first], made)
-
-
-def _sessions(turns: pa.Table) -> Iterator[pa.Table]:
-    starts = [*run_starts(turns).tolist(), turns.num_rows]
-    for start, stop in pairwise(starts):
-        yield turns.slice(start, stop - start)
+        ends = session_ends(turns).tolist()
+        if len(ends) == 1:
+            name = turns.column("session_id")[0].as_py()
+            rejected.append(pa.table([[name], [str(error)]], schema=REJECTED))
+        else:
+            for start, end in itertools.pairwise([0, *ends]):
+                session = turns.slice(start, end - start)
+                yield from _of_accepted(stage, session, rejected)
+        return
+    yield first
+    yield from made
 
 
 def _counts(name: str, table: pa.Table) -> Mapping[str, int]:
@@ -324,9 +323,9 @@ def linearize_file(
             yield "rows", part
             del part
 
-    targets = {"rows": Target(Path(output), write_rows)}
+    targets = {"rows": Target(output, write_rows)}
     if report is not None:
-        targets["report"] = Target(Path(report), write_tables)
+        targets["report"] = Target(report, write_tables)
     job = {
         "stage": "linearize",
         "policy": asdict(chosen),
@@ -335,15 +334,17 @@ def linearize_file(
         "layout": layout,
         "weigh_by": weigh_by,
     }
-    log = Log(
+    return run_job(
         source,
-        format,
-        nonfinite_logprobs,
-        rejected is not None,
-        gather,
-        folder_of(output),
+        stage,
+        targets,
+        job=job,
+        rejected=rejected,
+        format=format,
+        nonfinite_logprobs=nonfinite_logprobs,
+        gather=gather,
+        watch=watch,
     )
-    return run_job(log, stage, targets, rejected, output, job, watch)
 
 
 def compact_file(
@@ -373,9 +374,17 @@ def compact_file(
     FormatError, SchemaError, InvalidTurnsError
         As for `linearize_file` and `trajkit.compact`.
     """
-    folder = folder_of(output)
-    log = Log(source, format, nonfinite_logprobs, rejected is not None, gather, folder)
-    return _convert_file("compact", compact, log, output, rejected, watch)
+    return run_job(
+        source,
+        lambda turns: iter([("turns", compact(turns))]),
+        {"turns": Target(output, write_turns)},
+        job={"stage": "compact"},
+        rejected=rejected,
+        format=format,
+        nonfinite_logprobs=nonfinite_logprobs,
+        gather=gather,
+        watch=watch,
+    )
 
 
 def expand_file(
@@ -389,76 +398,17 @@ def expand_file(
     watch: Watch | None = None,
 ) -> dict[str, int]:
     """Write files of turns with complete prompts; see `compact_file`."""
-    folder = folder_of(output)
-    log = Log(source, format, nonfinite_logprobs, rejected is not None, gather, folder)
-    return _convert_file("expand", expand, log, output, rejected, watch)
-
-
-def _convert_file(
-    name: str,
-    convert: Callable[[pa.Table], pa.Table],
-    log: Log,
-    output: str | os.PathLike[str],
-    rejected: str | os.PathLike[str] | None,
-    watch: Watch | None,
-) -> dict[str, int]:
-    def stage(turns: pa.Table) -> Made:
-        yield "turns", convert(turns)
-
-    targets = {"turns": Target(Path(output), write_turns)}
-    return run_job(log, stage, targets, rejected, output, {"stage": name}, watch)
-
-
-def run_job(
-    log: Log,
-    stage: Stage,
-    targets: dict[str, Target],
-    rejected: str | os.PathLike[str] | None,
-    output: str | os.PathLike[str],
-    job: dict[str, object],
-    watch: Watch | None,
-) -> dict[str, int]:
-    """`run` with files or directories of parts, depending on ``output``.
-
-    Parameters
-    ----------
-    log, stage, targets, watch
-        As for `run`.
-    rejected : path, optional
-        The target of rejected sessions.
-    output : path
-        The path of the first target, as the caller spelled it.
-    job : dict
-        As for `run`: what the stage depends on.
-
-    Raises
-    ------
-    ArgumentError
-        As `run`.
-    """
-    if rejected is not None:
-        targets["rejected"] = Target(Path(rejected), write_tables)
-    job = {
-        **job,
-        "rejected": log.reject,
-        "nonfinite_logprobs": log.nonfinite_logprobs,
-        "outputs": sorted(targets),
-    }
-    parts = is_parts(output)
-    return dict(run(log, stage, targets, job if parts else None, watch or Watch()))
-
-
-def is_parts(output: str | os.PathLike[str]) -> bool:
-    """Whether the output is a directory of parts."""
-    text = os.fspath(output)
-    return text.endswith(os.sep) or os.path.isdir(text)
-
-
-def folder_of(output: str | os.PathLike[str]) -> Path:
-    """The directory that contains the output; FileNotFoundError if it is missing."""
-    folder = Path(output).resolve().parent
-    check_folder(folder)
-    return folder
+    return run_job(
+        source,
+        lambda turns: iter([("turns", expand(turns))]),
+        {"turns": Target(output, write_turns)},
+        job={"stage": "expand"},
+        rejected=rejected,
+        format=format,
+        nonfinite_logprobs=nonfinite_logprobs,
+        gather=gather,
+        watch=watch,
+    )
 
 
 def facts_digest(facts: SessionFacts) -> object:

@@ -6,12 +6,10 @@ are (`trajkit.jobs.group_sessions`).
 """
 
 import os
-import shutil
-import tempfile
 import warnings
-from collections.abc import Container, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -37,11 +35,10 @@ from trajkit.io.tables import (
     write_tables,
 )
 from trajkit.jobs.group_sessions import (
-    TEMPORARY,
-    Log,
     SessionIndex,
     Spill,
     bucket_numbers,
+    spilled,
     text_bytes,
 )
 from trajkit.jobs.outputs import fingerprint
@@ -60,13 +57,7 @@ from trajkit.turns.session_metadata import Reward
 from trajkit.turns.validation import Nonfinite
 from trajkit.verification.context import violations_table
 from trajkit.verification.row_rules import WeighBy
-from trajkit.verification.run import (
-    Judge,
-    any_rows,
-    judge_of,
-    numbered,
-    session_faults,
-)
+from trajkit.verification.run import any_rows, judge_of, numbered, session_faults
 
 _KEYS = ("session_id", "row_index")
 
@@ -134,132 +125,89 @@ def verify_file(
         directory or ``rejected`` is given.
     """
     judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
-    watch = watch or Watch()
-    files = _RowFiles(Path(rows))
-    index = files.index()
+    path = Path(rows)
+    index = _index_rows(path)
     if None in index.turns:
-        return _of_no_session(
-            files.path, judge, turns, output, rejected, format, nonfinite_logprobs
-        )
-    folder = folder_of(output)
-    log = Log(turns, format, nonfinite_logprobs, rejected is not None, gather, folder)
-    run = _Run(files, index, judge, gather=gather, folder=folder, watch=watch)
+        if is_parts(output) or rejected is not None:
+            raise ArgumentError(
+                f"the rows of {path} have no session_id, so they are verified together: "
+                "pass a file as output, and no file for rejected sessions"
+            )
+        table = read_turns(turns, format=format, nonfinite_logprobs=nonfinite_logprobs)
+        found = judge.found(any_rows(read_any_rows(path)), table)
+        write_table(found, output)
+        return {"turns": table.num_rows, "violations": found.num_rows}
+    watch = watch or Watch()
+    reader = _RowReader(path, index, watch.notes, folder_of(output) if gather else None)
+
+    def begins(turns: SessionIndex, done: int) -> None:
+        watch.begins(turns, done)
+        reader.begin(turns, done)
+
+    def stage(turns: pa.Table) -> Made:
+        found = judge.found(reader.rows_of(turns), turns)
+        yield "turns", turns
+        for faults in reader.faults:
+            yield "violations", faults
+        yield "violations", found
+
     job = {
         "stage": "verify",
-        "rows": fingerprint(rows, paths_in(Path(rows))),
+        "rows": fingerprint(rows, paths_in(path)),
         "policy": None if judge.policy is None else asdict(judge.policy),
         "reward": facts_digest(judge.facts),
         "max_row_tokens": max_row_tokens,
         "weigh_by": weigh_by,
     }
-    targets = {"violations": Target(Path(output), write_tables)}
-    watch = replace(watch, begins=run.begins)
-    with closing(run):
-        return run_job(log, run.stage, targets, rejected, output, job, watch)
-
-
-def _of_no_session(
-    rows: Path,
-    judge: Judge,
-    turns: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    rejected: str | os.PathLike[str] | None,
-    format: Format | None,
-    nonfinite: Nonfinite,
-) -> dict[str, int]:
-    """Verify rows that may belong to any session."""
-    if is_parts(output) or rejected is not None:
-        raise ArgumentError(
-            f"the rows of {rows} have no session_id, so they are verified together: pass "
-            "a file as output, and no file for rejected sessions"
-        )
-    table = read_turns(turns, format=format, nonfinite_logprobs=nonfinite)
-    found = judge.found(any_rows(read_any_rows(rows)), table)
-    write_table(found, Path(output))
-    return {"turns": table.num_rows, "violations": found.num_rows}
-
-
-@dataclass(frozen=True, slots=True)
-class _RowFiles:
-    """Rows of any system in files."""
-
-    path: Path
-
-    def keys(self) -> Iterator[tuple[pa.RecordBatch, int]]:
-        """session_id and row_index of all rows, with their approximate bytes as Arrow."""
-        first = 0
-        for path in paths_in(self.path):
-            kind = format_of(path)
-            batches = key_batches(path, kind, _KEYS)
-            if is_json(kind):
-                batches = _keys_of_lines(path, kind)
-            for batch, n_bytes in batches:
-                yield _keys(batch, first), n_bytes
-                first += batch.num_rows
-
-    def index(self) -> SessionIndex:
-        """The number of rows of each session; None stands for rows without a session.
-
-        Raises
-        ------
-        SchemaError
-            Only some rows have a session.
-        """
-        index = SessionIndex()
-        with warnings.catch_warnings():
-            # reading the rows repeats the warning
-            warnings.simplefilter("ignore", TornLogWarning)
-            for batch, n_bytes in self.keys():
-                index.n_bytes += n_bytes
-                index.add(batch.column("session_id"), None)
-        if None in index.turns and len(index.turns) > 1:
-            raise SchemaError("session_id is null in some rows: expected all or none")
-        return index
-
-    def faults(self, known: Container[str | None]) -> Iterator[pa.Table]:
-        """Violations of sessions as such; ``known`` are the sessions that have turns."""
-        found = session_faults((batch for batch, _ in self.keys()), known)
-        while some := list(islice(found, limits.VIOLATIONS)):
-            yield violations_table(some)
-
-    def batches(self, index: SessionIndex) -> Generator[pa.RecordBatch, None, None]:
-        """The rows as stored, in the types of `verification.run.any_rows`."""
-        tables = iter_tables(self.path, batch_rows=index.batch_rows, plan=rows_plan)
-        return numbered(
-            batch for table in tables for batch in table.combine_chunks().to_batches()
+    with closing(reader):
+        return run_job(
+            turns,
+            stage,
+            {"violations": Target(output, write_tables)},
+            job=job,
+            rejected=rejected,
+            format=format,
+            nonfinite_logprobs=nonfinite_logprobs,
+            gather=gather,
+            watch=replace(watch, begins=begins),
         )
 
-    def in_rank_order(
-        self, index: SessionIndex, ranks: Mapping[str | None, int], folder: Path
-    ) -> Generator[pa.RecordBatch, None, None]:
-        """The rows of ranked sessions, sorted by rank; within a session as stored."""
-        known = pa.array(list(ranks), pa.string())
-        ordered = {name: index.turns[name] for name in ranks if name in index.turns}
-        with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
-            spill = Spill(
-                Path(root), bucket_numbers(SessionIndex(ordered, index.n_bytes))
-            )
-            for batch in self.batches(index):
-                ranked = pc.is_in(batch.column("session_id"), value_set=known)
-                spill.add(batch.filter(ranked))
-            for bucket in spill.close():
-                table = concat(iter_tables(bucket))
-                names = table.column("session_id").to_pylist()
-                order = np.argsort([ranks[name] for name in names], kind="stable")
-                yield one_batch(take_rows(table, pa.array(order)))
-                shutil.rmtree(bucket)
+
+def _index_rows(path: Path) -> SessionIndex:
+    """The number of rows of each session; None stands for rows without a session."""
+    index = SessionIndex()
+    with warnings.catch_warnings():
+        # reading the rows repeats the warning
+        warnings.simplefilter("ignore", TornLogWarning)
+        for batch, n_bytes in _row_keys(path):
+            index.n_bytes += n_bytes
+            index.add(batch.column("session_id"), None)
+    if None in index.turns and len(index.turns) > 1:
+        raise SchemaError("session_id is null in some rows: expected all or none")
+    return index
 
 
-def _keys(batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
-    """session_id and row_index; rows without a number are counted from ``first``."""
-    n, names = batch.num_rows, batch.schema.names
-    ids, numbers = pa.nulls(n, pa.string()), pa.array(first + np.arange(n))
-    if "session_id" in names:
-        check_session_id(batch.schema)
-        ids = batch.column("session_id").cast(pa.string())
-    if "row_index" in names and not batch.column("row_index").null_count:
-        numbers = batch.column("row_index")
-    return pa.RecordBatch.from_arrays([ids, numbers], list(_KEYS))
+def _row_keys(path: Path) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """session_id and row_index of all rows, with their approximate bytes as Arrow.
+
+    Rows without a number are counted.
+    """
+    first = 0
+    for file in paths_in(path):
+        kind = format_of(file)
+        batches = key_batches(file, kind, _KEYS)
+        if is_json(kind):
+            batches = _keys_of_lines(file, kind)
+        for batch, n_bytes in batches:
+            n, names = batch.num_rows, batch.schema.names
+            ids, numbers = pa.nulls(n, pa.string()), pa.array(first + np.arange(n))
+            if "session_id" in names:
+                check_session_id(batch.schema)
+                ids = batch.column("session_id").cast(pa.string())
+            if "row_index" in names and not batch.column("row_index").null_count:
+                numbers = batch.column("row_index")
+            yield pa.RecordBatch.from_arrays([ids, numbers], list(_KEYS)), n_bytes
+            first += n
 
 
 def _keys_of_lines(path: Path, kind: Format) -> Iterator[tuple[pa.RecordBatch, int]]:
@@ -271,89 +219,66 @@ def _keys_of_lines(path: Path, kind: Format) -> Iterator[tuple[pa.RecordBatch, i
         n_bytes = 0
 
 
-class _Run:
-    """Verifies the rows of files, read in step with the turns.
+class _RowReader:
+    """The rows of files, read in step with the turns.
 
-    Parameters
-    ----------
-    files : _RowFiles
-    index : SessionIndex
-        Of the rows.
-    judge : Judge
-    gather : bool
-        Rows in another order than the turns are sorted, in ``folder``.
-    folder : Path
-    watch : Watch
+    ``index`` is of the rows. Rows in another order than the turns are sorted in
+    ``folder``; None: they are an error.
     """
 
     def __init__(
         self,
-        files: _RowFiles,
+        path: Path,
         index: SessionIndex,
-        judge: Judge,
-        *,
-        gather: bool,
-        folder: Path,
-        watch: Watch,
+        notes: Callable[[str], None],
+        folder: Path | None,
     ) -> None:
-        self._files, self._index, self._judge = files, index, judge
-        self._gather, self._folder, self._watch = gather, folder, watch
+        self._path, self._index = path, index
+        self._notes, self._folder = notes, folder
         self._ranks: dict[str | None, int] = {}
-        self._faults: Iterator[pa.Table] = iter([])
+        self.faults: Iterator[pa.Table] = iter([])
         # rank of the first current session; the cursor skips rows of earlier ones
         self._rank = 0
         self._names: set[str] = set()
         self._rows = ROWS.empty_table()
         self._stack = ExitStack()
 
-    def begins(self, turns: SessionIndex, done: int) -> None:
-        """Start to read rows in the order of these turns.
-
-        Raises
-        ------
-        InvalidTurnsError
-            The rows have another order, without ``gather``.
-        """
-        self._watch.begins(turns, done)
+    def begin(self, turns: SessionIndex, done: int) -> None:
+        """Start to read rows in the order of these turns."""
         self._ranks = {name: rank for rank, name in enumerate(turns.turns)}
         known = [name for name in self._index.turns if name in self._ranks]
         complete = len(known) == len(self._index.turns)
         if not done and (self._index.scattered is not None or not complete):
             # a run that continues has written these
-            self._faults = self._files.faults(self._ranks)
-        misplaced = self._index.scattered or _first_misplaced(known, self._ranks)
-        if misplaced is None:
-            batches = self._files.batches(self._index)
-        elif self._gather:
-            self._watch.notes(
+            self.faults = self._session_faults()
+        misplaced = self._index.scattered or next(
+            (
+                name
+                for before, name in pairwise(known)
+                if self._ranks[name] < self._ranks[before]
+            ),
+            None,
+        )
+        batches = self._batches()
+        if misplaced is not None:
+            if self._folder is None:
+                raise InvalidTurnsError(
+                    f"session {misplaced!r}: its rows are not in the order of the turns. "
+                    "Sort them (sessions must be contiguous), or pass gather=True"
+                )
+            self._notes(
                 f"rows of session {misplaced!r} are not in the order of the turns: all "
                 "rows are sorted through temporary files first"
             )
-            batches = self._files.in_rank_order(self._index, self._ranks, self._folder)
-        else:
-            raise InvalidTurnsError(
-                f"session {misplaced!r}: its rows are not in the order of the turns. Sort "
-                "them (sessions must be contiguous), or pass gather=True"
-            )
+            batches = self._sorted(batches, self._folder)
         self._stack.callback(batches.close)
         self._cursor = SessionCursor("rows", batches, "turns", self._is_past)
-
-    def stage(self, turns: pa.Table) -> Made:
-        """The violations in the rows of these turns."""
-        found = self._judge.found(self._rows_of(turns), turns)
-        yield "turns", turns
-        for faults in self._faults:
-            yield "violations", faults
-        yield "violations", found
 
     def close(self) -> None:
         """Stop reading rows and delete temporary files."""
         self._stack.close()
 
-    def _is_past(self, name: str) -> bool:
-        return self._ranks.get(name, -1) < self._rank
-
-    def _rows_of(self, turns: pa.Table) -> pa.Table:
+    def rows_of(self, turns: pa.Table) -> pa.Table:
         """The rows of the next sessions, or of some of the current ones."""
         names = pc.unique(turns.column("session_id"))
         wanted = set(names.to_pylist())
@@ -366,12 +291,37 @@ class _Run:
         wanted_rows = pc.is_in(self._rows.column("session_id"), value_set=names)
         return self._rows.filter(wanted_rows)
 
+    def _is_past(self, name: str) -> bool:
+        return self._ranks.get(name, -1) < self._rank
 
-def _first_misplaced(
-    names: list[str | None], ranks: Mapping[str | None, int]
-) -> str | None:
-    """The first session that follows one of a higher rank."""
-    for before, name in pairwise(names):
-        if ranks[name] < ranks[before]:
-            return name
-    return None
+    def _session_faults(self) -> Iterator[pa.Table]:
+        """Violations of sessions as such."""
+        keys = (batch for batch, _ in _row_keys(self._path))
+        found = session_faults(keys, self._ranks)
+        while some := list(islice(found, limits.VIOLATIONS)):
+            yield violations_table(some)
+
+    def _batches(self) -> Generator[pa.RecordBatch, None, None]:
+        """The rows as stored, in the types of `verification.run.any_rows`."""
+        rows = self._index.batch_rows
+        tables = iter_tables(self._path, batch_rows=rows, plan=rows_plan)
+        return numbered(batch for table in tables for batch in table.to_batches())
+
+    def _sorted(
+        self, batches: Iterator[pa.RecordBatch], folder: Path
+    ) -> Generator[pa.RecordBatch, None, None]:
+        """The rows in the order of the turns; within a session as stored."""
+        counts = self._index.turns
+        ordered = {name: counts[name] for name in self._ranks if name in counts}
+        buckets = bucket_numbers(SessionIndex(ordered, self._index.n_bytes))
+
+        def fill(spill: Spill) -> None:
+            for batch in batches:
+                spill.add(batch)
+
+        with closing(spilled(fill, buckets, folder)) as folders:
+            for bucket in folders:
+                table = concat(iter_tables(bucket))
+                names = table.column("session_id").to_pylist()
+                order = np.argsort([self._ranks[name] for name in names], kind="stable")
+                yield one_batch(take_rows(table, pa.array(order)))
