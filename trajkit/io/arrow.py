@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -79,19 +79,17 @@ def file_rows(path: Path, kind: Format) -> int:
 def key_batches(
     path: Path, kind: Format, names: tuple[str, ...]
 ) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Batches of the named columns that exist, and the approximate bytes of all columns.
-
-    Raises and warns as `read_batches`.
-    """
+    """Batches of the named columns that exist, and the approximate bytes of all columns."""
     source = open_input(path, kind)
     name = name_of(path)
     with _content_of(name, kind):
         if kind == "parquet":
-            file = _parquet_file(source)
+            file, leaves = _parquet_file(source)
             found = [column for column in names if column in file.schema_arrow.names]
+            columns = [leaf for column in found for leaf in leaves[column]]
             bound = MemoryBound(source, name)
             for group in range(file.num_row_groups):
-                bound.check_row_group(file.metadata, group, _leaf_indices(file, found))
+                bound.check_row_group(file.metadata, group, columns)
                 n_bytes = file.metadata.row_group(group).total_byte_size
                 keys = file.read_row_group(group, columns=found)
                 _check_rows(file, group, keys.num_rows if found else None)
@@ -136,10 +134,9 @@ def table_kind(file: Path, kind: Format) -> str | None:
                 import pyarrow.parquet as pq
 
                 schema = pq.read_schema(source)
-            elif source.read(6) == b"ARROW1":
+            elif _is_file_form(source):
                 schema = pa.ipc.open_file(source).schema
             else:
-                source.seek(0)
                 schema = pa.ipc.open_stream(source).schema
     except UNREADABLE:
         return None
@@ -147,7 +144,8 @@ def table_kind(file: Path, kind: Format) -> str | None:
     return None if found is None else found.decode(errors="replace")
 
 
-def _parquet_file(source: pa.NativeFile) -> Any:
+def _parquet_file(source: pa.NativeFile) -> tuple[Any, dict[str, list[int]]]:
+    """A Parquet file, and the Parquet columns that each Arrow column consists of."""
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(
@@ -159,35 +157,38 @@ def _parquet_file(source: pa.NativeFile) -> Any:
     groups = map(file.metadata.row_group, range(file.num_row_groups))
     if sum(group.num_rows for group in groups) != file.metadata.num_rows:
         raise pa.ArrowInvalid("the row groups do not add up to the rows of the file")
-    return file
-
-
-def _leaf_indices(file: Any, names: Collection[str]) -> list[int]:
-    """The Parquet columns that the named Arrow columns consist of."""
-    paths = [file.schema.column(k).path for k in range(len(file.schema.names))]
-    return [k for k, path in enumerate(paths) if path.partition(".")[0] in names]
+    leaves: dict[str, list[int]] = {name: [] for name in file.schema_arrow.names}
+    for leaf in range(len(file.schema.names)):
+        name = file.schema.column(leaf).path.partition(".")[0]
+        leaves.setdefault(name, []).append(leaf)
+    return file, leaves
 
 
 def _read_parquet(
     source: pa.NativeFile, name: str, batch_rows: int | None
 ) -> Iterator[pa.RecordBatch]:
-    file, bound = _parquet_file(source), MemoryBound(source, name)
+    (file, leaves), bound = _parquet_file(source), MemoryBound(source, name)
     if file.metadata.num_rows == 0:
         yield empty_batch(file.schema_arrow)
-    columns = range(file.metadata.num_columns)
-    for group in range(file.num_row_groups):
-        bound.check_row_group(file.metadata, group, columns)
+    for k in range(file.num_row_groups):
+        bound.check_row_group(file.metadata, k, range(file.metadata.num_columns))
+        group = file.metadata.row_group(k)
         n_rows = 0
         n_values: dict[str, npt.NDArray[np.int64]] = {}
         # group by group, so that only one is in memory undecoded
-        size = batch_rows or max(file.metadata.row_group(group).num_rows, 1)
-        for batch in file.iter_batches(size, [group]):
+        for batch in file.iter_batches(batch_rows or max(group.num_rows, 1), [k]):
             n_rows += batch.num_rows
             for key, array in zip(batch.schema.names, batch.columns, strict=True):
                 n_values[key] = _values_in(array) + n_values.get(key, 0)
             yield batch
-        _check_rows(file, group, n_rows)
-        _check_values(file, group, n_values)
+        _check_rows(file, k, n_rows)
+        for key, found in n_values.items():
+            # a page's number of values is in its header, which no checksum protects
+            stored = [group.column(leaf).num_values for leaf in leaves[key]]
+            if len(found) == len(stored) and found.tolist() != stored:
+                raise pa.ArrowInvalid(
+                    f"row group {k} has {found} of {stored} values in {key!r}"
+                )
 
 
 def _check_rows(file: Any, group: int, n_read: int | None) -> None:
@@ -198,27 +199,6 @@ def _check_rows(file: Any, group: int, n_read: int | None) -> None:
     n_rows = file.metadata.row_group(group).num_rows
     if n_read not in (n_rows, None):
         raise pa.ArrowInvalid(f"row group {group} has {n_read} rows of {n_rows}")
-
-
-def _check_values(
-    file: Any, group: int, n_read: Mapping[str, npt.NDArray[np.int64]]
-) -> None:
-    """Raise ArrowInvalid if a list column has more or fewer values than in the footer.
-
-    A page's number of values is in its header, which no checksum protects.
-    """
-    metadata = file.metadata.row_group(group)
-    expected: dict[str, list[int]] = {}
-    for i in range(metadata.num_columns):
-        column = metadata.column(i)
-        name = column.path_in_schema.partition(".")[0]
-        expected.setdefault(name, []).append(column.num_values)
-    for name, found in n_read.items():
-        stored = expected.get(name, [])
-        if len(found) == len(stored) and found.tolist() != stored:
-            raise pa.ArrowInvalid(
-                f"row group {group} has {found} of {stored} values in {name!r}"
-            )
 
 
 def _values_in(array: pa.Array) -> npt.NDArray[np.int64]:
@@ -365,44 +345,25 @@ def storable(table: pa.Table) -> pa.Table:
     """The table with the views that pyarrow cannot write to Parquet cast to plain types.
 
     It writes views, but not dictionaries of views (polars' categories) or structs that
-    contain views.
-
-    Raises
-    ------
-    FormatError
-        Parquet has no such type as a column's.
+    contain views. A column that Parquet has no type for is an error.
     """
     for index, field in enumerate(table.schema):
-        column = table.column(index)
-        if pa.types.is_dictionary(field.type):
-            column = _without_views(column)
-        elif without_views(field.type) != field.type and pa.types.is_nested(field.type):
-            column = column.cast(without_views(field.type))
-        if column.type != field.type:
-            table = table.set_column(index, field.with_type(column.type), column)
-        refused = _refused(column.type)
+        type_ = field.type
+        if pa.types.is_dictionary(type_):
+            values = without_views(type_.value_type)
+            type_ = pa.dictionary(type_.index_type, values, type_.ordered)
+        elif pa.types.is_nested(type_):
+            type_ = without_views(type_)
+        if type_ != field.type:
+            column = table.column(index).cast(type_)
+            table = table.set_column(index, field.with_type(type_), column)
+        refused = _refused(type_)
         if refused:
             raise FormatError(
                 f"Parquet cannot store column {field.name!r} of type {field.type}: "
                 f"{refused}. Cast it, or write Arrow IPC"
             )
     return table
-
-
-def _without_views(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    values = without_views(column.type.value_type)
-    if values == column.type.value_type:
-        return column
-    ordered = column.type.ordered
-    return pa.chunked_array(
-        [
-            pa.DictionaryArray.from_arrays(
-                chunk.indices, chunk.dictionary.cast(values), ordered=ordered
-            )
-            for chunk in column.chunks
-        ],
-        pa.dictionary(column.type.index_type, values, ordered),
-    )
 
 
 @lru_cache(maxsize=256)

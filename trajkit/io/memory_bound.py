@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.errors import FormatError
+from trajkit.io import flatbuffers as fb
 from trajkit.io.formats import bytes_limit
 
 MAX_BATCH_BYTES = "TRAJKIT_MAX_BATCH_BYTES"
@@ -21,15 +22,6 @@ MAX_BATCH_BYTES = "TRAJKIT_MAX_BATCH_BYTES"
 _DEFAULT = 4 << 30
 # a body up to this size is read at once, of a larger one only the lengths
 _SMALL_BODY = 1 << 20
-# MessageHeader in Message.fbs
-_DICTIONARY, _RECORDS = 2, 3
-# field numbers of Message, DictionaryBatch, RecordBatch and Footer
-_HEADER_TYPE, _HEADER, _BODY_LENGTH = 1, 2, 3
-_DATA = 1
-_BUFFERS, _COMPRESSION = 2, 3
-_DICTIONARIES, _BATCHES = 2, 3
-_BLOCK = np.dtype([("offset", "<i8"), ("head", "<i4"), ("_", "<i4"), ("body", "<i8")])
-_BUFFER = np.dtype([("offset", "<i8"), ("size", "<i8")])
 # field numbers of PageHeader, and of the headers of data pages (5, 8)
 _UNCOMPRESSED, _COMPRESSED, _N_VALUES = 2, 3, 1
 _DATA_PAGES = (5, 8)
@@ -40,19 +32,7 @@ _MAX_PAGE_HEADER, _MAX_DEPTH = 16 << 20, 4
 
 
 class MemoryBound:
-    """Raises FormatError before a batch of a file that needs more than the bound.
-
-    Parameters
-    ----------
-    source : pyarrow.NativeFile
-    name : str
-        What errors call the file.
-
-    Raises
-    ------
-    FormatError
-        The environment variable is not a number of bytes.
-    """
+    """Raises FormatError before a batch of a file that needs more than the bound."""
 
     def __init__(self, source: pa.NativeFile, name: str) -> None:
         self._source, self._name = source, name
@@ -61,9 +41,9 @@ class MemoryBound:
     def check_stream(self) -> None:
         """Check the next batch of an IPC stream, with the dictionaries before it."""
         start = at = self._source.tell()
-        n_bytes, kind = 0, _DICTIONARY
+        n_bytes, kind = 0, fb.DICTIONARY
         try:
-            while kind != _RECORDS and (message := self._message(at)) is not None:
+            while kind != fb.RECORDS and (message := self._message(at)) is not None:
                 kind, size, at = message
                 n_bytes += size
         finally:
@@ -74,10 +54,10 @@ class MemoryBound:
         """Check the dictionaries of an IPC file; return where its batches start."""
         size = self._source.size()
         (n_footer,) = struct.unpack("<i", self._read(size - 10, 4))
-        footer = _Flatbuffer(self._read(size - 10 - n_footer, n_footer))
+        footer = fb.Flatbuffer(self._read(size - 10 - n_footer, n_footer))
         dictionaries, batches = (
-            footer.records(footer.root, field, _BLOCK)["offset"].tolist()
-            for field in (_DICTIONARIES, _BATCHES)
+            footer.records(footer.root, field, fb.BLOCK)["offset"].tolist()
+            for field in (fb.DICTIONARIES, fb.BATCHES)
         )
         self._check(sum(map(self._size_at, dictionaries)), "its dictionaries")
         return list(batches)
@@ -100,14 +80,10 @@ class MemoryBound:
             width = _WIDTHS.get(column.physical_type, 8)
             if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
                 width = metadata.schema.column(k).length
-            at = column.data_page_offset
-            if (
-                column.has_dictionary_page
-                and not 0 < at < column.dictionary_page_offset
-            ):
-                at = (
-                    column.dictionary_page_offset
-                )  # a column without values has no other
+            at, first = column.data_page_offset, column.dictionary_page_offset
+            # a column without values has no data page
+            if column.has_dictionary_page and not 0 < at < first:
+                at = first
             stop = at + column.total_compressed_size
             while at < stop and (page := self._page(at, stop)):
                 n_values = sum(page.count(k, _N_VALUES) for k in _DATA_PAGES)
@@ -144,21 +120,19 @@ class MemoryBound:
         header = self._read(at, max(n_header, 0))
         if n_header <= 0 or len(header) < n_header:
             return None
-        data = _Flatbuffer(header)
-        kind_at = data.field(data.root, _HEADER_TYPE)
-        batch = data.table(data.root, _HEADER)
-        kind = 0 if kind_at is None else data.number("<B", kind_at)
+        data = fb.Flatbuffer(header)
+        kind = data.byte(data.root, fb.HEADER_TYPE)
+        batch = data.table(data.root, fb.HEADER)
         body = at + n_header
-        n_body = max(data.long(data.root, _BODY_LENGTH), 0)
-        if kind == _DICTIONARY and batch is not None:
-            batch = data.table(batch, _DATA)
-        if kind not in (_DICTIONARY, _RECORDS) or batch is None:
+        n_body = max(sum(data.longs(data.root, fb.BODY_LENGTH).tolist()), 0)
+        if kind == fb.DICTIONARY and batch is not None:
+            batch = data.table(batch, fb.DATA)
+        if kind not in (fb.DICTIONARY, fb.RECORDS) or batch is None:
             return kind, 0, body + n_body
         size = n_body
-        if data.field(batch, _COMPRESSION) is not None:
-            size = self._decompressed(
-                body, n_body, data.records(batch, _BUFFERS, _BUFFER)
-            )
+        if data.field(batch, fb.COMPRESSION) is not None:
+            buffers = data.records(batch, fb.BUFFERS, fb.BUFFER)
+            size = self._decompressed(body, n_body, buffers)
         return kind, size, body + n_body
 
     def _decompressed(self, body: int, n_body: int, buffers: Any) -> int:
@@ -192,66 +166,10 @@ class MemoryBound:
         return None
 
 
-class _Flatbuffer:
-    """A flatbuffer: a table refers to its fields through a list of their offsets.
-
-    A reference past the end of the data raises ArrowInvalid.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self.root = self._follow(0)
-
-    def field(self, table: int, number: int) -> int | None:
-        """The position of a field, or None."""
-        offsets = table - self.number("<i", table)
-        at = 4 + 2 * number
-        if at + 2 > self.number("<H", offsets):
-            return None
-        offset = self.number("<H", offsets + at)
-        return table + offset if offset else None
-
-    def table(self, table: int, number: int) -> int | None:
-        """The position of a table that a field refers to, or None."""
-        at = self.field(table, number)
-        return None if at is None else self._follow(at)
-
-    def long(self, table: int, number: int) -> int:
-        """The integer of 64 bits in a field; 0 without the field."""
-        at = self.field(table, number)
-        return 0 if at is None else self.number("<q", at)
-
-    def records(self, table: int, number: int, dtype: np.dtype[Any]) -> Any:
-        """A list of structs; shape (n_structs,)."""
-        at = self.table(table, number)
-        if at is None:
-            return np.zeros(0, dtype)
-        n = self.number("<I", at)
-        try:
-            return np.frombuffer(self._data, dtype, n, at + 4)
-        except ValueError as error:
-            raise pa.ArrowInvalid(f"a list in a header is cut off: {error}") from None
-
-    def _follow(self, at: int) -> int:
-        return at + self.number("<I", at)
-
-    def number(self, form: str, at: int) -> int:
-        try:
-            (number,) = struct.unpack_from(form, self._data, at)
-        except struct.error as error:
-            raise pa.ArrowInvalid(f"a header is cut off: {error}") from None
-        return int(number)
-
-
 class _PageHeader:
     """The counts in a struct of thrift's compact protocol.
 
-    Raises
-    ------
-    IndexError
-        The data end before the struct does.
-    ArrowInvalid
-        No page header has such a field.
+    An IndexError means that the data end before the struct does.
     """
 
     def __init__(self, data: bytes) -> None:
