@@ -200,7 +200,7 @@ def polars(path: Path) -> Iterator[Any]:
 
 
 def trajkit_records(path: Path) -> Iterator[Any]:
-    yield from calls(pa.OSFile(str(path)), str(path))
+    yield from calls(path, "jsonl")
 
 
 def trajkit_turns(path: Path) -> Iterator[Any]:

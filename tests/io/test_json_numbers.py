@@ -44,7 +44,7 @@ def outcome(function):
 
 def read(text, objects):
     """The table of a log, or its error; numbers as text, so that -0.0 is itself."""
-    table = outcome(lambda: tk.from_records(objects(io.BytesIO(text), "log")))
+    table = outcome(lambda: tk.from_records(objects(io.BytesIO(text), "jsonl")))
     return table if isinstance(table, tuple) else repr(table.to_pylist())
 
 
@@ -71,7 +71,7 @@ def compare(reader, texts):
 def test_a_log_gives_the_same_turns_and_the_same_errors_either_way(texts):
     log = b"\n".join([*texts, b""])
     with mock.patch.multiple(json_numbers, _WORTH=0, _KEPT=2):
-        fast = read(log, lambda file, name: lines(file, name, _CALL))
+        fast = read(log, lambda file, kind: lines(file, kind, _CALL))
     assert fast == read(log, lines)
 
 

@@ -6,7 +6,8 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from datetime import date
 from itertools import islice
-from typing import Any, TypeAlias, TypedDict
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias, TypedDict
 
 import pyarrow as pa
 
@@ -18,7 +19,7 @@ from trajkit.errors import (
     SchemaError,
     TornLogWarning,
 )
-from trajkit.io.formats import bytes_limit, check_text
+from trajkit.io.formats import Format, bytes_limit, check_text, name_of, open_input
 from trajkit.io.json_numbers import IDS, ITEMS, Reader, Shape
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep, parse
@@ -44,19 +45,8 @@ _CALL: Shape = {
 }
 
 
-def calls(source: pa.NativeFile, name: str) -> Iterator[Record]:
-    """`lines` of recorded calls, with ids as numpy arrays."""
-    return lines(source, name, _CALL)
-
-
 def planned(objects: Iterator[Record], plan: Plan, name: str) -> Iterator[Record]:
-    """The objects of a file; the first one's keys are checked against ``plan``.
-
-    Raises
-    ------
-    SchemaError
-        The keys do not fit the schema; the text has the file's name.
-    """
+    """The objects of a file; the first one's keys are checked against ``plan``."""
     for first in objects:
         try:
             schema = plan(list(first))
@@ -70,37 +60,30 @@ def planned(objects: Iterator[Record], plan: Plan, name: str) -> Iterator[Record
         yield from objects
 
 
+def calls(file: Path | BinaryIO, kind: Format) -> Iterator[Record]:
+    """`lines` of recorded calls, with ids as numpy arrays."""
+    return lines(file, kind, _CALL)
+
+
 def lines(
-    source: pa.NativeFile, name: str, shape: Shape | None = None
+    file: Path | BinaryIO, kind: Format, shape: Shape | None = None
 ) -> Iterator[Record]:
     """The objects of a file of JSON lines; empty lines are skipped.
 
-    Parameters
-    ----------
-    source : NativeFile
-    name : str
-        What errors call the file.
-    shape : mapping, optional
-        The arrays that become numpy arrays; see `trajkit.io.json_numbers.Reader`.
-
-    Raises
-    ------
-    FormatError
-        A line is not a JSON object; the text names file and line.
-
-    Warns
-    -----
-    TornLogWarning
-        The last line has no end and is not valid JSON.
+    Arrays of ``shape`` become numpy arrays; see `trajkit.io.json_numbers.Reader`. A line
+    that is not a JSON object is a FormatError, but if it is the last one and has no end,
+    it gives a TornLogWarning.
     """
-    return (value for _, value in raw_lines(source, name, shape))
+    return (value for _, value in raw_lines(file, kind, shape))
 
 
 def raw_lines(
-    source: pa.NativeFile, name: str, shape: Shape | None = None
+    file: Path | BinaryIO, kind: Format, shape: Shape | None = None
 ) -> Iterator[tuple[bytes, Record]]:
     """`lines` together with their text."""
+    name = name_of(file)
     read = _plain if shape is None else Reader(shape).read
+    source = open_input(file, kind)
     for number, (line, complete) in enumerate(split_lines(source, name), 1):
         if not line or line.isspace():
             continue
@@ -207,15 +190,7 @@ def tables(objects: Iterator[Record], file: str) -> Iterator[pa.Table]:
 
 
 def write(tables: Iterator[pa.Table], schema: pa.Schema, file: pa.NativeFile) -> None:
-    """Write tables in canonical form as JSON lines.
-
-    Raises
-    ------
-    FormatError
-        The table is in delta form, or JSON cannot represent a value of an extra column.
-    InvalidTurnsError
-        A message's body is not in the table.
-    """
+    """Write tables in canonical form as JSON lines."""
     bodies = _Bodies()
     for table in tables:
         if table.column_names[: len(TURNS_DELTA)] == TURNS_DELTA.names:

@@ -8,6 +8,7 @@ bodies and empty prompts, and make the turns of each session contiguous.
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeGuard
 
@@ -37,10 +38,10 @@ from trajkit.io.formats import (
     format_of,
     is_json,
     name_of,
-    open_input,
     paths_in,
     replacing,
 )
+from trajkit.io.jsonl import Record
 from trajkit.io.parquet_polars import write_parquet
 from trajkit.schema import AMENDMENTS, ROWS, SESSIONS, TURNS
 from trajkit.turns.amendments import Amendments
@@ -51,7 +52,6 @@ from trajkit.turns.validation import Nonfinite, check_table, check_turns
 Source: TypeAlias = str | os.PathLike[str] | BinaryIO | TableLike
 Sink: TypeAlias = str | os.PathLike[str] | BinaryIO
 _ANY_ROWS = pa.schema([], metadata=ROWS.metadata)
-_Objects: TypeAlias = Iterator[dict[str, object]]
 
 
 def read_turns(
@@ -101,21 +101,15 @@ def read_turns(
     TornLogWarning
         A log ends within an entry; the text names the file and the bytes left out.
     """
-    tables = []
-    lines: list[_Objects] = []
     files: Source | list[Path] = source
     amendments = None
     if _is_directory(source):
         files, amendments = turn_files(source, format)
-    for part in _parts(files, format, turns_schema, lines_of=jsonl.calls):
-        if isinstance(part, Iterator):
-            lines.append(part)
-        else:
-            tables.append(canonical(part, turns_schema(part.column_names)))
-    if lines:
-        # turns without a number are counted across the files of a log
-        records = (record for part in lines for record in part)
-        tables.append(from_records(records, nonfinite_logprobs=nonfinite_logprobs))
+    read = partial(from_records, nonfinite_logprobs=nonfinite_logprobs)
+    tables = [
+        canonical(table, turns_schema(table.column_names))
+        for table in turn_tables(files, format, read)
+    ]
     check_same_form(tables)
     turns = gather(_concat(tables, TURNS), "turn_index")
     turns = check_turns(turns, nonfinite_logprobs)
@@ -263,22 +257,15 @@ def rows_plan(_: list[str]) -> pa.Schema:
 
 
 def iter_tables(
-    source: Source,
+    source: Source | list[Path],
     *,
     format: Format | None = None,
     batch_rows: int | None = None,
     plan: Plan | None = None,
 ) -> Iterator[pa.Table]:
-    """Tables of any kind, some rows at a time, as stored.
+    """Tables of any kind as stored, ``batch_rows`` of Parquet at a time (or a row group).
 
-    Parameters
-    ----------
-    source, format
-        As for `read_turns`.
-    batch_rows : int, optional
-        The most rows of Parquet at a time. None: a row group.
-    plan : function of names, optional
-        Returns the schema that a file should have, given its columns.
+    ``plan`` returns the schema that a file should have, given its columns.
     """
     for part in _parts(source, format, plan, batch_rows):
         if isinstance(part, Iterator):
@@ -375,24 +362,9 @@ def log_files(
 ) -> tuple[list[Path], list[Path]]:
     """The files of turns of a path in order, and the files of their amendments.
 
-    Parameters
-    ----------
-    path : path
-        A file, or a directory as for `read_turns`.
-    format : str, optional
-        As for `read_turns`.
-
-    Returns
-    -------
-    turns : list of Path
-        JSON Lines files come last, because their lines are numbered together. Files
-        whose metadata name another table are left out.
-    amendments : list of Path
-
-    Raises
-    ------
-    FormatError
-        A directory has no file of turns.
+    JSON Lines files come last, because their lines are numbered together. Files whose
+    metadata name another table are left out; a directory without a file of turns is an
+    error.
     """
     if not Path(path).is_dir():
         return [Path(path)], []
@@ -410,22 +382,36 @@ def log_files(
 def turn_files(
     path: str | os.PathLike[str], format: Format | None = None
 ) -> tuple[list[Path], Amendments | None]:
-    """The files of turns of a path, as `log_files` returns them, and their amendments.
-
-    Raises
-    ------
-    FormatError, SchemaError
-        As `read_turns`.
-    """
+    """The files of turns of a path, as `log_files` returns them, and their amendments."""
     turns, files = log_files(path, format)
     if not files:
         return turns, None
-    lines = [
-        canonical(part, AMENDMENTS)
-        for part in _parts(files, format)
-        if isinstance(part, pa.Table)
-    ]
+    lines = [canonical(part, AMENDMENTS) for part in iter_tables(files, format=format)]
     return turns, Amendments(_concat(lines, AMENDMENTS))
+
+
+def turn_tables(
+    source: Source | list[Path],
+    format: Format | None,
+    read: Callable[[Iterable[Record]], pa.Table],
+    batch_rows: int | None = None,
+) -> Iterator[pa.Table]:
+    """Turns as stored, ``batch_rows`` at a time (None: a table of all JSON lines).
+
+    ``read`` makes turns of JSON lines. They come last, in lists that end with a session:
+    turns without a number are counted across the files of a log.
+    """
+    lines: list[Iterator[Record]] = []
+    for part in _parts(source, format, turns_schema, batch_rows, of_lines=jsonl.calls):
+        if isinstance(part, Iterator):
+            lines.append(part)
+        else:
+            yield part
+    records = itertools.chain.from_iterable(lines)
+    if batch_rows is not None:
+        yield from map(read, jsonl.by_session(records, batch_rows))
+    elif lines:
+        yield read(records)
 
 
 def _parts(
@@ -433,9 +419,9 @@ def _parts(
     format: Format | None,
     plan: Plan | None = None,
     batch_rows: int | None = None,
-    lines_of: Callable[[pa.NativeFile, str], _Objects] | None = None,
-) -> Iterator[pa.Table | _Objects]:
-    """Tables as stored; JSON lines become tables too, unless ``lines_of`` is given."""
+    of_lines: Callable[[Path | BinaryIO, Format], Iterator[Record]] | None = None,
+) -> Iterator[pa.Table | Iterator[Record]]:
+    """Tables as stored; JSON lines become tables too, unless ``of_lines`` is given."""
     is_path = isinstance(source, str | os.PathLike)
     table = None if is_path else arrow_source(source)
     if table is not None:
@@ -449,16 +435,15 @@ def _parts(
     for file in files:
         kind = format or format_of(file)
         if is_json(kind):
-            name = name_of(file)
-            objects = (lines_of or jsonl.lines)(open_input(file, kind), name)
+            objects = (of_lines or jsonl.lines)(file, kind)
             if plan is not None:
-                objects = jsonl.planned(objects, plan, name)
-            if lines_of is None:
-                yield from jsonl.tables(objects, name)
+                objects = jsonl.planned(objects, plan, name_of(file))
+            if of_lines is None:
+                yield from jsonl.tables(objects, name_of(file))
             else:
                 yield objects
         else:
-            for batch in read_batches(file, kind, batch_rows, plan=plan):
+            for batch in read_batches(file, kind, batch_rows, plan):
                 yield pa.Table.from_batches([batch])
 
 

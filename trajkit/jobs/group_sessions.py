@@ -6,11 +6,9 @@ scanned for these alone (`index_sessions`). Then the turns are written once to t
 files ("buckets") with few enough sessions to fit in memory.
 """
 
-import itertools
 import os
 import reprlib
 import shutil
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -32,8 +30,8 @@ from trajkit._streams.session_batches import concat, rechunk, whole_sessions
 from trajkit.errors import InvalidTurnsError, TornLogWarning
 from trajkit.io import jsonl
 from trajkit.io.arrow import key_batches, read_batches
-from trajkit.io.formats import Format, format_of, is_json, open_input
-from trajkit.io.tables import gather, integers, read_turns, turn_files
+from trajkit.io.formats import Format, format_of, is_json
+from trajkit.io.tables import gather, integers, read_turns, turn_files, turn_tables
 from trajkit.schema import TURNS
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.calls import Longs
@@ -110,7 +108,7 @@ def index_sessions(paths: Iterable[Path], format: Format | None) -> SessionIndex
             kind = format or format_of(path)
             if is_json(kind):
                 index.n_bytes += text_bytes(path, kind)
-                for record in jsonl.lines(open_input(path, kind), str(path)):
+                for record in jsonl.lines(path, kind):
                     number = record.get("turn_index")
                     index.add(
                         pa.array([_session_of(record)], pa.string()),
@@ -191,7 +189,10 @@ class Log:
         if self.gather and index.scattered is not None:
             tables = self._grouped(index)
         else:
-            tables = whole_sessions(self._batches(index.batch_rows))
+            parts = self._tables(index.batch_rows)
+            tables = whole_sessions(
+                batch for part in parts for batch in part.combine_chunks().to_batches()
+            )
         amendments = self._files()[1]
         with closing(tables):
             for table in rechunk(_after(skip, tables)):
@@ -209,35 +210,21 @@ class Log:
         good, bad = reject_turns(table, self.nonfinite_logprobs)
         return Piece(good, n_turns, pa.concat_tables([misread, bad]))
 
-    def _batches(self, rows: int | None) -> Iterator[pa.RecordBatch]:
-        """The turns as stored, ``rows`` at a time; JSON lines end with a session."""
-        files = ((path, self.format or format_of(path)) for path in self._files()[0])
-        for json, run in itertools.groupby(files, lambda file: is_json(file[1])):
-            if not json:
-                for path, kind in run:
-                    yield from read_batches(path, kind, rows, turns_schema)
-                continue
-            # turns without a number are counted across the files of a log
-            lines = itertools.chain.from_iterable(
-                jsonl.planned(
-                    jsonl.calls(open_input(path, kind), str(path)),
-                    turns_schema,
-                    str(path),
-                )
-                for path, kind in run
-            )
-            for records in jsonl.by_session(lines, rows or sys.maxsize):
-                yield from self._from_records(records).combine_chunks().to_batches()
+    def _tables(self, batch_rows: int | None) -> Iterator[pa.Table]:
+        """The turns as stored; JSON lines end with a session."""
+        files = self._files()[0]
+        return turn_tables(files, self.format, self._from_records, batch_rows)
 
-    def _from_records(self, records: list[dict[str, object]]) -> pa.Table:
+    def _from_records(self, records: Iterable[jsonl.Record]) -> pa.Table:
         """The turns of complete sessions; of a rejected session, ids and the reason."""
+        records = list(records)
         try:
             return from_records(records, nonfinite_logprobs=self.nonfinite_logprobs)
         except InvalidTurnsError as error:
             if not self.reject:
                 raise
             reason = str(error)
-        sessions: dict[str, list[dict[str, object]]] = {}
+        sessions: dict[str, list[jsonl.Record]] = {}
         for record in records:
             name = _session_of(record)
             if name is None:
@@ -262,16 +249,13 @@ class Log:
                 yield replace(self, source=folder, format=None)._sorted()
 
     def _sorted(self) -> pa.Table:
-        batches = self._batches(None)
-        table = concat(pa.Table.from_batches([batch]) for batch in batches)
-        return gather(table, "turn_index")
+        return gather(concat(self._tables(None)), "turn_index")
 
     def _spill(self, spill: "Spill") -> None:
         for path in self._files()[0]:
             kind = self.format or format_of(path)
             if is_json(kind):
-                lines = jsonl.raw_lines(open_input(path, kind), str(path))
-                for line, record in lines:
+                for line, record in jsonl.raw_lines(path, kind):
                     spill.add_line(line, _session_of(record))
             else:
                 rows = limits.MIN_READ_ROWS

@@ -25,7 +25,7 @@ from trajkit._streams.session_batches import concat
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError, TornLogWarning
 from trajkit.io import jsonl
 from trajkit.io.arrow import key_batches
-from trajkit.io.formats import Format, format_of, is_json, open_input, paths_in
+from trajkit.io.formats import Format, format_of, is_json, paths_in
 from trajkit.io.tables import (
     iter_tables,
     read_any_rows,
@@ -212,7 +212,7 @@ def _row_keys(path: Path) -> Iterator[tuple[pa.RecordBatch, int]]:
 
 def _keys_of_lines(path: Path, kind: Format) -> Iterator[tuple[pa.RecordBatch, int]]:
     n_bytes = text_bytes(path, kind)
-    lines = jsonl.lines(open_input(path, kind), str(path))
+    lines = jsonl.lines(path, kind)
     keys = ({name: line.get(name) for name in _KEYS} for line in lines)
     for table in jsonl.tables(keys, str(path)):
         yield one_batch(table), n_bytes
