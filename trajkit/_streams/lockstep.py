@@ -38,26 +38,11 @@ def map_sessions(
     *others: Named,
     table_of: Callable[..., pa.Table] = as_table,
 ) -> pa.Table | Stream:
-    """Apply a stage to tables, or to streams session by session.
+    """Apply a stage of one table per source to tables, or to streams session by session.
 
-    Parameters
-    ----------
-    stage : function of tables
-        Takes one table per source.
-    lead, others : (str, table or iterator of record batches)
-        As for `zip_sessions`.
-    table_of : function
-        Converts ``lead`` to a table if no source is a stream.
-
-    Returns
-    -------
-    Table, or iterator of record batches if a source is a stream
-        The iterator has a batch, possibly empty, unless ``lead`` has none.
-
-    Raises
-    ------
-    SchemaError, InvalidTurnsError
-        As `zip_sessions`.
+    If a source is a stream, the result is one: it has a batch, possibly empty, unless
+    ``lead`` has none. Otherwise ``table_of`` converts ``lead`` to a table. The order of
+    sessions is as for `zip_sessions`.
     """
     if not any(is_stream(source) for _, source in (lead, *others)):
         return stage(table_of(lead[1]), *(as_table(source) for _, source in others))
@@ -86,13 +71,7 @@ def batches_in(tables: Iterable[pa.Table]) -> Stream:
 
 
 def one_batch(table: pa.Table) -> pa.RecordBatch:
-    """All rows of a table as one batch, which may be empty.
-
-    Raises
-    ------
-    LayoutError
-        A column is too large for one batch, such as text of more than 2 GB.
-    """
+    """All rows of a table as one batch, which may be empty."""
     batches = table.combine_chunks().to_batches()
     if len(batches) > 1:
         raise LayoutError(
@@ -105,20 +84,8 @@ def one_batch(table: pa.Table) -> pa.RecordBatch:
 def zip_sessions(lead: Named, *others: Named) -> Iterator[tuple[pa.Table, ...]]:
     """Tables of the same complete sessions, one per source.
 
-    Parameters
-    ----------
-    lead : (str, table or iterator of record batches)
-        Determines the sessions and their order.
-    others : (str, table or iterator of record batches)
-        Have the same order of sessions; they may lack some.
-
-    Raises
-    ------
-    SchemaError
-        As `trajkit._streams.session_batches.whole_sessions`.
-    InvalidTurnsError
-        A session appears again after another one began; a session of another source is
-        missing from ``lead``, or comes later than in ``lead``.
+    The other sources have the order of sessions that ``lead`` has; they may lack some. A
+    session that ``lead`` lacks, or had earlier, is an InvalidTurnsError.
     """
     cursors = [
         SessionCursor(what, batches_of(source), lead[0]) for what, source in others
@@ -136,10 +103,9 @@ def zip_sessions(lead: Named, *others: Named) -> Iterator[tuple[pa.Table, ...]]:
 def batches_of(
     source: Source, unread: Collection[str] = ()
 ) -> Iterable[pa.RecordBatch]:
-    """The batches of a stream or a table, with checked buffers.
+    """The batches of a stream or a table, with buffers that `check_buffers` has checked.
 
-    A source that knows its columns yields a batch even if it has no rows. ``unread`` is as
-    in `trajkit._arrow.canonical.check_buffers`.
+    A source that knows its columns yields a batch even if it has no rows.
     """
 
     def checked(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -159,17 +125,8 @@ def batches_of(
 class SessionCursor:
     """A stream that is read up to the sessions that a leading stream has reached.
 
-    Parameters
-    ----------
-    what : str
-        What errors call the stream.
-    batches : iterable of record batches
-        Of valid layout; sessions in the order of the leading stream.
-    leads : str
-        What errors call the leading stream.
-    is_past : function of a session's name, optional
-        Whether the leading stream is past a session; the session is then skipped. By
-        default a session that the leading stream is past is an error.
+    Errors call the streams ``what`` and ``leads``. A session that the leading stream is
+    past is an error, or is skipped if ``is_past`` is given and names it.
     """
 
     def __init__(
@@ -199,13 +156,7 @@ class SessionCursor:
         return next((table for table in self._tables if table.num_rows), None)
 
     def take(self, lead: pa.Table) -> pa.Table:
-        """The stream's rows of the sessions in ``lead``, which come next.
-
-        Raises
-        ------
-        InvalidTurnsError
-            The next session was taken before.
-        """
+        """The stream's rows of the sessions in ``lead``, which come next."""
         wanted = pc.unique(lead.column("session_id").cast(pa.string()))
         self._taken.update(wanted.to_pylist())
         taken = []
@@ -226,13 +177,7 @@ class SessionCursor:
         return concat(taken) if taken else self._empty
 
     def rest(self) -> Iterator[pa.Table]:
-        """Tables of the sessions that are left when the leading stream has ended.
-
-        Raises
-        ------
-        InvalidTurnsError
-            One of them was taken before.
-        """
+        """Tables of the sessions that are left when the leading stream has ended."""
         while self._current is not None:
             table, self._current = self._current, self._next()
             names = table.column("session_id").cast(pa.string()).to_pylist()

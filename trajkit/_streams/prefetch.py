@@ -11,12 +11,7 @@ _Item = TypeVar("_Item")
 def prefetch(items: Iterator[_Item], stack: ExitStack) -> Iterator[_Item]:
     """The items; a thread computes the next one while one is in use.
 
-    Parameters
-    ----------
-    items : iterator
-        Only the thread advances it. It is closed when the stack ends.
-    stack : ExitStack
-        Ends the thread.
+    When the stack ends, so does the thread, and the iterator is closed.
     """
     pool = ThreadPoolExecutor(1, "trajkit prefetch")
     end = object()

@@ -30,21 +30,8 @@ def whole_sessions(
     A session may span consecutive batches. It is kept until another session begins or
     the stream ends, so memory is bounded by the largest session and the batch size. If
     every batch is empty, one empty table with their schema is yielded; if there are no
-    batches, nothing is.
-
-    Parameters
-    ----------
-    batches : iterable of RecordBatch
-    what : str
-        What errors call the stream: "turns", "rows" or another table.
-
-    Raises
-    ------
-    SchemaError
-        An item is not a record batch, or has no session_id, or a column changes its
-        type. A column that a batch lacks is null there.
-    InvalidTurnsError
-        A session appears again after another one began.
+    batches, nothing is. A column that a batch lacks is null there. Errors call the stream
+    ``what``.
     """
     pending: list[pa.RecordBatch] = []
     schema: pa.Schema | None = None

@@ -11,20 +11,10 @@ _Result = TypeVar("_Result")
 def parallel_map(
     work: Callable[[_Part], _Result], parts: Sequence[_Part], n_threads: int
 ) -> list[_Result]:
-    """The result of ``work`` for each part, in order.
+    """The result of ``work`` for each part, in order, by at most ``n_threads`` threads.
 
-    Parameters
-    ----------
-    work : callable
-        Called once per part, on several threads at a time.
-    parts : sequence
-    n_threads : int
-        The most threads that work. One: the calling thread does.
-
-    Raises
-    ------
-    Exception
-        What ``work`` raised on the first part that failed. Later parts may be skipped.
+    One thread is the calling one. The error of the first part that failed is raised;
+    later parts may be skipped.
     """
     n_threads = min(n_threads, len(parts))
     if n_threads <= 1:

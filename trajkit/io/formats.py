@@ -53,15 +53,7 @@ def name_of(file: Path | BinaryIO) -> str:
 
 
 def format_of(file: Path | BinaryIO, *, writing: bool = False) -> Format:
-    """The format of a path, by suffix, or of an open file, by its first bytes.
-
-    Raises
-    ------
-    FormatError
-        The suffix or the bytes are unknown.
-    FileNotFoundError
-        The suffix of a path is unknown, and no such file exists to read.
-    """
+    """The format of a path, by suffix, or of an open file, by its first bytes."""
     if isinstance(file, Path):
         kind = kind_of(file)
         if kind is not None:
@@ -109,13 +101,7 @@ def kind_of(path: Path) -> Format | None:
 
 
 def paths_in(path: Path) -> list[Path]:
-    """The path itself, or the files of known formats below a directory, sorted.
-
-    Raises
-    ------
-    FormatError
-        The directory has no such file.
-    """
+    """The path itself, or the files of known formats below a directory, sorted."""
     if not path.is_dir():
         return [path]
     found = sorted(
@@ -147,13 +133,7 @@ class _Borrowed:
 
 
 def bytes_limit(variable: str, default: int) -> int:
-    """A bound in bytes: the environment variable's value, or the default.
-
-    Raises
-    ------
-    FormatError
-        The value is not a number of bytes.
-    """
+    """A bound in bytes: the environment variable's value, or the default."""
     text = os.environ.get(variable, str(default))
     if not text.isdecimal() or not 0 < int(text) < 1 << 62:
         raise FormatError(f"{variable} is {text!r}: expected a number of bytes")
@@ -162,16 +142,12 @@ def bytes_limit(variable: str, default: int) -> int:
 
 def open_input(file: Path | BinaryIO, kind: Format) -> pa.NativeFile:
     """The file's content, decompressed."""
-    if isinstance(file, Path):
-        raw = pa.OSFile(str(file))
-    else:
-        raw = pa.PythonFile(_Borrowed(file), "r")
     codec = _CODECS.get(kind)
-    if codec is None:
-        return raw
-    if isinstance(file, Path) and not raw.size():
+    if not isinstance(file, Path):
+        return pa.input_stream(_Borrowed(file), codec)
+    if codec is not None and not file.stat().st_size:
         raise FormatError(f"{file} is empty: it lacks even the header of {codec}")
-    return pa.CompressedInputStream(raw, codec)
+    return pa.input_stream(str(file), codec)
 
 
 @contextmanager
@@ -179,11 +155,11 @@ def atomic(target: Path | BinaryIO, kind: Format) -> Iterator[pa.NativeFile]:
     """A file to write to; a path appears when the block ends without an error."""
     codec = _CODECS.get(kind)
     if not isinstance(target, Path):
-        with pa.PythonFile(_Borrowed(target), "w") as raw:
-            yield from _compressed(raw, codec)
+        with pa.output_stream(_Borrowed(target), codec) as file:
+            yield file
         return
-    with replacing(target) as path, pa.OSFile(str(path), "w") as raw:
-        yield from _compressed(raw, codec)
+    with replacing(target) as path, pa.output_stream(str(path), codec) as file:
+        yield file
 
 
 def check_folder(folder: Path) -> None:
@@ -230,11 +206,3 @@ def replacing(target: Path) -> Iterator[Path]:
     except BaseException:
         os.unlink(name)
         raise
-
-
-def _compressed(raw: pa.NativeFile, codec: str | None) -> Iterator[pa.NativeFile]:
-    if codec is None:
-        yield raw
-    else:
-        with pa.CompressedOutputStream(raw, codec) as file:
-            yield file

@@ -104,13 +104,7 @@ class _OddError(ValueError):
 
 
 class Reader:
-    """Parses texts of one shape, one after another.
-
-    Parameters
-    ----------
-    shape : mapping
-        The long arrays; see `Shape`.
-    """
+    """Parses texts of one shape, one after another."""
 
     def __init__(self, shape: Shape) -> None:
         self._places = _places(shape)
@@ -122,13 +116,7 @@ class Reader:
         self._taken = 0
 
     def read(self, line: bytes) -> object:
-        """The value of a JSON text, as ``json.loads`` but with numpy arrays.
-
-        Raises
-        ------
-        ValueError
-            The text is not valid JSON; see `trajkit.turns.deep_json.parse`.
-        """
+        """The value of a JSON text, as `deep_json.parse` but with numpy arrays."""
         self._pieces, self._at, self._cut, self._taken = [], 0, [], 0
         try:
             self._value(line, _past_space(line, 0), self._places)
@@ -154,31 +142,25 @@ class Reader:
                 return self._array(line, at, within)
         elif within is not None:
             if opening == b"{":
-                return self._members(line, at + 1, within)
+                return self._children(line, at + 1, b"}", within)
             if opening == b"[" and _EACH in within:
-                return self._elements(line, at + 1, within[_EACH])
+                return self._children(line, at + 1, b"]", within)
         return _end(line, at)
 
-    def _members(self, line: bytes, at: int, within: _Places) -> int:
+    def _children(self, line: bytes, at: int, closing: bytes, within: _Places) -> int:
+        """Cut the arrays out of the members of an object or the elements of an array."""
         at = _past_space(line, at)
-        more = line[at : at + 1] != b"}"
-        if not more:
-            at += 1
+        if line[at : at + 1] == closing:
+            return at + 1
+        more = True
         while more:
-            key = _KEY.match(line, at)
-            if key is None:
-                raise _OddError
-            end = self._value(line, key.end(), within.get(key[1]))
-            at, more = _next(line, end, b"}")
-        return at
-
-    def _elements(self, line: bytes, at: int, within: _Places | _Slot) -> int:
-        at = _past_space(line, at)
-        more = line[at : at + 1] != b"]"
-        if not more:
-            at += 1
-        while more:
-            at, more = _next(line, self._value(line, at, within), b"]")
+            name = _EACH
+            if closing == b"}":
+                key = _KEY.match(line, at)
+                if key is None:
+                    raise _OddError
+                name, at = key[1], key.end()
+            at, more = _next(line, self._value(line, at, within.get(name)), closing)
         return at
 
     def _array(self, line: bytes, at: int, slot: _Slot) -> int:

@@ -36,21 +36,7 @@ os.register_at_fork(after_in_child=lambda: _forked.append(True))
 
 
 def write_parquet(tables: Iterator[pa.Table], schema: pa.Schema, path: Path) -> None:
-    """Write tables to a Parquet file.
-
-    Parameters
-    ----------
-    tables : iterator of Table
-        Of one schema.
-    schema : Schema
-        Of the file if there are no tables.
-    path : path
-
-    Raises
-    ------
-    SchemaError
-        The tables have different schemas.
-    """
+    """Write tables of one schema as Parquet; ``schema`` is that of an empty file."""
     first: list[pa.Table] = []
     n_bytes = 0
     while (
