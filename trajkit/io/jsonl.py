@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import date
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, TypedDict
+from typing import Any, BinaryIO, TypeAlias
 
 import pyarrow as pa
 
@@ -191,7 +191,9 @@ def tables(objects: Iterator[Record], file: str) -> Iterator[pa.Table]:
 
 def write(tables: Iterator[pa.Table], schema: pa.Schema, file: pa.NativeFile) -> None:
     """Write tables in canonical form as JSON lines."""
-    bodies = _Bodies()
+    session: object = None
+    # the latest body of each message key in the current session
+    bodies: dict[bytes, str] = {}
     for table in tables:
         if table.column_names[: len(TURNS_DELTA)] == TURNS_DELTA.names:
             raise FormatError(
@@ -200,17 +202,13 @@ def write(tables: Iterator[pa.Table], schema: pa.Schema, file: pa.NativeFile) ->
         for start in range(0, len(table), limits.JSON_ROWS):
             part = table.slice(start, limits.JSON_ROWS)
             for k, row in enumerate(part.to_pylist()):
+                if row.get("session_id") != session:
+                    session, bodies = row.get("session_id"), {}
                 text = _turn(row, bodies, part, k) if schema is TURNS else _dump(row)
                 file.write(f"{text}\n".encode())
 
 
-class _Message(TypedDict):
-    key: bytes
-    role: str
-    body: str | None
-
-
-def _turn(row: dict[str, Any], known: "_Bodies", part: pa.Table, k: int) -> str:
+def _turn(row: dict[str, Any], bodies: dict[bytes, str], part: pa.Table, k: int) -> str:
     plain = {
         name: value
         for name, value in row.items()
@@ -218,41 +216,25 @@ def _turn(row: dict[str, Any], known: "_Bodies", part: pa.Table, k: int) -> str:
         and (value is not None or name in _WRITTEN_NULL or name not in TURNS.names)
     }
     text = _dump(plain)
-    known.begin(row["session_id"])
-    messages: list[_Message] | None = row["messages"]
-    response: _Message | None = row["response"]
-    # bodies are JSON already
-    if messages is not None:
-        bodies = ",".join(known.body(message, part, k) for message in messages)
-        text = f'{text[:-1]},"prompt_messages":[{bodies}]}}'
-    if response is not None:
-        text = f'{text[:-1]},"response_message":{known.body(response, part, k)}}}'
-    return text
 
-
-class _Bodies:
-    """The latest body of each message key in the current session."""
-
-    def __init__(self) -> None:
-        self._session: object = None
-        self._by_key: dict[bytes, str] = {}
-
-    def begin(self, session: object) -> None:
-        if session != self._session:
-            self._session, self._by_key = session, {}
-
-    def body(self, message: _Message, part: pa.Table, k: int) -> str:
-        key, body = message["key"], message["body"]
-        if body is not None:
-            self._by_key[key] = body
-            return body
-        known = self._by_key.get(key)
-        if known is None:
+    def body(message: dict[str, Any]) -> str:
+        known = message["body"]
+        if known is None and (known := bodies.get(message["key"])) is None:
             raise InvalidTurnsError(
                 f"{place(part, k)}: a {message['role']} message has no body, here or "
                 "earlier in the session: JSON lines hold messages in full"
             )
-        return known
+        bodies[message["key"]] = known
+        return str(known)
+
+    # bodies are JSON already
+    if row["messages"] is not None:
+        text = (
+            f'{text[:-1]},"prompt_messages":[{",".join(map(body, row["messages"]))}]}}'
+        )
+    if row["response"] is not None:
+        text = f'{text[:-1]},"response_message":{body(row["response"])}}}'
+    return text
 
 
 def _dump(row: Record) -> str:
