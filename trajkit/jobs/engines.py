@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.take import row_lengths, take_rows
+from trajkit._arrow.take import row_lengths
 from trajkit._streams import limits
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.io.tables import turn_files
+from trajkit.io.tables import gather, turn_files
 from trajkit.jobs.group_sessions import index_sessions, scan_turns
 from trajkit.pipeline.rows import Layout, linearize
 from trajkit.policies import Policy
@@ -63,13 +63,7 @@ class LinearizeStep:
         return pa.schema([_plain_field(field) for field in fields])
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The rows of the turns.
-
-        Raises
-        ------
-        SchemaError, InvalidTurnsError, PolicyError
-            As `trajkit.linearize` of a stream.
-        """
+        """The rows of the turns; raises as `trajkit.linearize` of a stream."""
         schema = self.schema
         rows = linearize(
             iter(batches),
@@ -80,15 +74,10 @@ class LinearizeStep:
             layout=self.layout,
         )
         for batch in rows:
-            for part in _split(batch):
-                yield part.cast(schema)
-
-
-def _split(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Parts with few enough tokens for offsets of 32 bits; at least one row each."""
-    sizes = row_lengths(pa.Table.from_batches([batch]))
-    for lo, hi in runs_of(sizes, limits.PART_TOKENS):
-        yield batch.slice(lo, hi - lo)
+            sizes = row_lengths(pa.Table.from_batches([batch]))
+            # few enough tokens for offsets of 32 bits, but at least one row
+            for lo, hi in runs_of(sizes, limits.PART_TOKENS):
+                yield batch.slice(lo, hi - lo).cast(schema)
 
 
 def _plain_field(field: pa.Field) -> pa.Field:
@@ -160,7 +149,9 @@ def linearize_on_ray(
     step = step or LinearizeStep()
     if isinstance(turns, ray.data.Dataset):
         groups = turns.groupby("session_id", num_partitions=shuffles)
-        return groups.map_groups(_OfSession(step), batch_format="pyarrow")
+        return groups.map_groups(
+            _linearize_session, batch_format="pyarrow", fn_kwargs={"step": step}
+        )
     given = [turns] if isinstance(turns, str | os.PathLike) else turns
     found = [turn_files(path) for path in given]
     files = [
@@ -171,8 +162,13 @@ def linearize_on_ray(
     listed = ray.data.from_items(files, override_num_blocks=max(len(files), 1))
     if len(files) > 1:
         _check_one_file_each(listed)
-    of_files = _OfFiles(step, tuple(amendments for _, amendments in found))
-    return listed.map_batches(of_files, batch_size=1, batch_format="pyarrow")
+    amendments = [amendments for _, amendments in found]
+    return listed.map_batches(
+        _linearize_files,
+        batch_size=1,
+        batch_format="pyarrow",
+        fn_kwargs={"step": step, "amendments": amendments},
+    )
 
 
 def _check_one_file_each(files: "Dataset") -> None:
@@ -204,24 +200,16 @@ def _sessions_in(batch: pa.Table) -> pa.Table:
     return pa.Table.from_pylist(lines, _SESSIONS_IN)
 
 
-@dataclass(frozen=True, slots=True)
-class _OfFiles:
-    """The rows of the files that a batch names; ``amendments`` has one item per path."""
-
-    step: LinearizeStep
-    amendments: tuple[Amendments | None, ...]
-
-    # Ray reads the name of what it calls
-    __name__ = "linearize"
-
-    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        for file in batch.to_pylist():
-            turns = scan_turns(file["path"])
-            amendments = self.amendments[file["given"]]
-            if amendments is not None:
-                turns = _amended(turns, amendments)
-            for rows in self.step(turns):
-                yield pa.Table.from_batches([rows])
+def _linearize_files(
+    batch: pa.Table, step: LinearizeStep, amendments: Sequence[Amendments | None]
+) -> Iterator[pa.Table]:
+    """The rows of the files that a batch names; each has the amendments of its path."""
+    for file in batch.to_pylist():
+        turns = scan_turns(file["path"])
+        if (known := amendments[file["given"]]) is not None:
+            turns = _amended(turns, known)
+        for rows in step(turns):
+            yield pa.Table.from_batches([rows])
 
 
 def _amended(
@@ -232,14 +220,7 @@ def _amended(
         yield from amendments.fold_into(table).to_batches()
 
 
-@dataclass(frozen=True, slots=True)
-class _OfSession:
+def _linearize_session(turns: pa.Table, step: LinearizeStep) -> pa.Table:
     """The rows of one session, whose turns come in any order."""
-
-    step: LinearizeStep
-    __name__ = "linearize"
-
-    def __call__(self, turns: pa.Table) -> pa.Table:
-        order = pc.sort_indices(turns.column("turn_index"))
-        batches = take_rows(turns, order).to_batches()
-        return pa.Table.from_batches(self.step(iter(batches)), self.step.schema)
+    batches = gather(turns, "turn_index").to_batches()
+    return pa.Table.from_batches(step(iter(batches)), step.schema)
