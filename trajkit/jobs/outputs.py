@@ -153,7 +153,7 @@ def _restore(old: Path | None, path: Path) -> None:
         old.unlink(missing_ok=True)  # replacing one link by another keeps both
 
 
-@dataclass(slots=True)
+@dataclass
 class Manifest:
     """The parts that a job has written to a directory.
 
@@ -163,6 +163,7 @@ class Manifest:
     """
 
     folder: Path
+    version: int
     job: dict[str, Any]
     ends: list[int] = field(default_factory=list)
     totals: Counter[str] = field(default_factory=Counter)
@@ -183,18 +184,18 @@ class Manifest:
         if not path.exists():
             for directory in (folder, *others):
                 _check_empty(directory)
-            fresh = cls(folder, job)
+            fresh = cls(folder, _VERSION, job)
             # saved first, so that a part without an entry is known to be the job's own
             fresh._save()
             return fresh
         try:
-            saved = json.loads(path.read_text("utf-8"))
-            ends, totals = saved["ends"], Counter(saved["totals"])
-            if saved["version"] == _VERSION and saved["job"] == job:
-                return cls(folder, job, ends, totals, saved["finished"])
-        except (ValueError, KeyError, TypeError) as error:
+            saved = cls(folder, **json.loads(path.read_text("utf-8")))
+            saved.totals = Counter(saved.totals)
+        except (ValueError, TypeError) as error:
             raise FormatError(f"{path} is not a manifest: {error!r}") from None
-        if not ends and os.listdir(folder) == [MANIFEST]:
+        if (saved.version, saved.job) == (_VERSION, job):
+            return saved
+        if not saved.ends and os.listdir(folder) == [MANIFEST]:
             # another job stopped before its first part
             path.unlink()
             return cls.open(folder, job, others)
@@ -225,14 +226,7 @@ class Manifest:
 
     def _save(self) -> None:
         text = json.dumps(
-            {
-                "version": _VERSION,
-                "job": self.job,
-                "ends": self.ends,
-                "totals": self.totals,
-                "finished": self.finished,
-            },
-            indent=1,
+            {k: v for k, v in vars(self).items() if k != "folder"}, indent=1
         )
         draft = self.folder / f".{MANIFEST}.tmp"
         draft.write_text(text + "\n", "utf-8")

@@ -276,8 +276,8 @@ def linearize_file(
     report : path, optional
         The output of the report; a directory if ``output`` is one.
     rejected : path, optional
-        The output of sessions that break a rule, as `turns.validation.REJECTED` with the
-        reason; a directory if ``output`` is one. None: such a session is an error.
+        The output of sessions that break a rule, with the reason; a directory if
+        ``output`` is one. None: such a session is an error.
     format, nonfinite_logprobs
         As for `trajkit.read_turns`.
     gather : bool
