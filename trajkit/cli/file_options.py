@@ -4,19 +4,10 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from typing import TypedDict
 
 from trajkit.cli.progress import Progress
 from trajkit.jobs.group_sessions import SessionIndex, bucket_numbers
-from trajkit.jobs.stages import Stage, Target, Watch, run_job
-
-
-class JobOptions(TypedDict):
-    """How a command reads its turns, as arguments of the functions of `trajkit.jobs`."""
-
-    rejected: str | None
-    gather: bool
-    watch: Watch
+from trajkit.jobs.stages import JobOptions, Stage, Target, Watch, run_job
 
 
 def job_options(arguments: argparse.Namespace, bar: Progress) -> JobOptions:

@@ -59,7 +59,9 @@ def write_parquet(tables: Iterator[pa.Table], schema: pa.Schema, path: Path) -> 
         begun = path.with_name(f"{path.name}.begun")
         os.replace(path, begun)
         try:
-            _by_arrow(itertools.chain(_tables(begun), [left], tables), schema, path)
+            batches = read_batches(begun, "parquet", None)
+            written = (pa.Table.from_batches([batch]) for batch in batches)
+            _by_arrow(itertools.chain(written, [left], tables), schema, path)
         finally:
             os.unlink(begun)
 
@@ -67,11 +69,6 @@ def write_parquet(tables: Iterator[pa.Table], schema: pa.Schema, path: Path) -> 
 def _by_arrow(tables: Iterator[pa.Table], schema: pa.Schema, path: Path) -> None:
     with pa.OSFile(str(path), "w") as file:
         write_batches(tables, schema, file, "parquet")
-
-
-def _tables(path: Path) -> Iterator[pa.Table]:
-    for batch in read_batches(path, "parquet", None):
-        yield pa.Table.from_batches([batch])
 
 
 def _by_polars(

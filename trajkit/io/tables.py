@@ -190,19 +190,9 @@ def sessions_below(source: Source) -> pa.Table | None:
 def write_sessions(
     sessions: TableLike, sink: Sink, *, format: Format | None = None
 ) -> None:
-    """Write a sessions table to a file that `read_sessions` reads.
+    """Write a table of `trajkit.schema.SESSIONS` to a file that `read_sessions` reads.
 
-    Parameters
-    ----------
-    sessions : table
-        `trajkit.schema.SESSIONS`; extra columns are kept.
-    sink, format
-        As for `write_turns`.
-
-    Raises
-    ------
-    SchemaError
-        The table is not a sessions table.
+    Extra columns are kept; see `write_turns`.
     """
     write_table(canonical(sessions, SESSIONS), sink, format=format)
 
@@ -338,7 +328,7 @@ def integers(
     return np.asarray(column.cast(pa.int64(), safe=False).to_numpy())
 
 
-def _is_directory(source: Source | list[Path]) -> TypeGuard[str | os.PathLike[str]]:
+def _is_directory(source: Source) -> TypeGuard[str | os.PathLike[str]]:
     return isinstance(source, str | os.PathLike) and Path(source).is_dir()
 
 

@@ -150,7 +150,7 @@ class Piece(NamedTuple):
 
     turns: pa.Table
     n_turns: int
-    rejected: pa.Table = REJECTED.empty_table()
+    rejected: pa.Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,8 @@ class Log:
         must be those of complete pieces. Raises as `read_turns`.
         """
         if not index.turns:
-            yield Piece(read_turns(self.source, format=self.format), 0)
+            turns = read_turns(self.source, format=self.format)
+            yield Piece(turns, 0, REJECTED.empty_table())
         if self.gather and index.scattered is not None:
             tables = self._grouped(index)
         else:
@@ -205,7 +206,8 @@ class Log:
         n_turns = table.num_rows
         if not self.reject:
             table = canonical(table, turns_schema(table.column_names))
-            return Piece(check_turns(table, self.nonfinite_logprobs), n_turns)
+            turns = check_turns(table, self.nonfinite_logprobs)
+            return Piece(turns, n_turns, REJECTED.empty_table())
         table, misread = _split_misread(table)
         good, bad = reject_turns(table, self.nonfinite_logprobs)
         return Piece(good, n_turns, pa.concat_tables([misread, bad]))

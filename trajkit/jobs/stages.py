@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypedDict, Unpack
 
 import pyarrow as pa
 
@@ -72,6 +72,30 @@ class Watch:
     begins: Callable[[SessionIndex, int], None] = lambda index, done: None
     advances: Callable[[int], None] = lambda n_turns: None
     notes: Callable[[str], None] = lambda text: None
+
+
+class JobOptions(TypedDict, total=False):
+    """Options of all jobs.
+
+    Attributes
+    ----------
+    rejected : path, optional
+        The output of sessions that break a rule, with the reason; a directory if the
+        job's output is one. None, the default: such a session is an error.
+    format, nonfinite_logprobs
+        How turns are read, as for `trajkit.read_turns`.
+    gather : bool
+        Whether scattered sessions are grouped in temporary files next to the output; see
+        `trajkit.scan_turns`. False: they are an error.
+    watch : Watch, optional
+        Functions that report progress.
+    """
+
+    rejected: str | os.PathLike[str] | None
+    format: Format | None
+    nonfinite_logprobs: Nonfinite
+    gather: bool
+    watch: Watch | None
 
 
 def run_job(
@@ -246,11 +270,7 @@ def linearize_file(
     layout: Layout = "full",
     weigh_by: By = "token",
     report: str | os.PathLike[str] | None = None,
-    rejected: str | os.PathLike[str] | None = None,
-    format: Format | None = None,
-    nonfinite_logprobs: Nonfinite = "raise",
-    gather: bool = True,
-    watch: Watch | None = None,
+    **options: Unpack[JobOptions],
 ) -> dict[str, int]:
     """Write the training rows of files of turns, in bounded memory.
 
@@ -275,16 +295,8 @@ def linearize_file(
         The definition of ``row_weight``, as for `trajkit.add_weights`.
     report : path, optional
         The output of the report; a directory if ``output`` is one.
-    rejected : path, optional
-        The output of sessions that break a rule, with the reason; a directory if
-        ``output`` is one. None: such a session is an error.
-    format, nonfinite_logprobs
-        As for `trajkit.read_turns`.
-    gather : bool
-        Whether scattered sessions are grouped, in temporary files next to ``output``;
-        see `trajkit.scan_turns`.
-    watch : Watch, optional
-        Functions that report progress.
+    **options
+        Of all jobs; see `trajkit.jobs.stages.JobOptions`.
 
     Returns
     -------
@@ -339,29 +351,20 @@ def linearize_file(
         stage,
         targets,
         job=job,
-        rejected=rejected,
-        format=format,
-        nonfinite_logprobs=nonfinite_logprobs,
-        gather=gather,
-        watch=watch,
+        **options,
     )
 
 
 def compact_file(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
-    *,
-    rejected: str | os.PathLike[str] | None = None,
-    format: Format | None = None,
-    nonfinite_logprobs: Nonfinite = "raise",
-    gather: bool = True,
-    watch: Watch | None = None,
+    **options: Unpack[JobOptions],
 ) -> dict[str, int]:
     """Write files of turns in delta form, in bounded memory.
 
     Parameters
     ----------
-    source, output, rejected, format, nonfinite_logprobs, gather, watch
+    source, output, **options
         As for `linearize_file`.
 
     Returns
@@ -379,23 +382,14 @@ def compact_file(
         lambda turns: iter([("turns", compact(turns))]),
         {"turns": Target(output, write_turns)},
         job={"stage": "compact"},
-        rejected=rejected,
-        format=format,
-        nonfinite_logprobs=nonfinite_logprobs,
-        gather=gather,
-        watch=watch,
+        **options,
     )
 
 
 def expand_file(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
-    *,
-    rejected: str | os.PathLike[str] | None = None,
-    format: Format | None = None,
-    nonfinite_logprobs: Nonfinite = "raise",
-    gather: bool = True,
-    watch: Watch | None = None,
+    **options: Unpack[JobOptions],
 ) -> dict[str, int]:
     """Write files of turns with complete prompts; see `compact_file`."""
     return run_job(
@@ -403,11 +397,7 @@ def expand_file(
         lambda turns: iter([("turns", expand(turns))]),
         {"turns": Target(output, write_turns)},
         job={"stage": "expand"},
-        rejected=rejected,
-        format=format,
-        nonfinite_logprobs=nonfinite_logprobs,
-        gather=gather,
-        watch=watch,
+        **options,
     )
 
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +44,7 @@ from trajkit.jobs.group_sessions import (
 )
 from trajkit.jobs.outputs import fingerprint
 from trajkit.jobs.stages import (
+    JobOptions,
     Made,
     Target,
     Watch,
@@ -54,7 +56,6 @@ from trajkit.jobs.stages import (
 from trajkit.policies import Policy
 from trajkit.schema import ROWS
 from trajkit.turns.session_metadata import Reward
-from trajkit.turns.validation import Nonfinite
 from trajkit.verification.context import violations_table
 from trajkit.verification.row_rules import WeighBy
 from trajkit.verification.run import any_rows, judge_of, numbered, session_faults
@@ -72,11 +73,7 @@ def verify_file(
     sessions: TableLike | None = None,
     max_row_tokens: int | None = None,
     weigh_by: WeighBy = "token",
-    rejected: str | os.PathLike[str] | None = None,
-    format: Format | None = None,
-    nonfinite_logprobs: Nonfinite = "raise",
-    gather: bool = True,
-    watch: Watch | None = None,
+    **options: Unpack[JobOptions],
 ) -> dict[str, int]:
     """Write the violations in files of rows, in bounded memory.
 
@@ -97,16 +94,10 @@ def verify_file(
         come first.
     policy, reward, sessions, max_row_tokens, weigh_by
         As for `trajkit.verify`.
-    rejected : path, optional
-        The output of sessions whose turns break a rule of the schema; their rows are
-        skipped. None: such a session is an error.
-    format, nonfinite_logprobs
-        As for `trajkit.read_turns`, of the turns.
-    gather : bool
-        Whether scattered turns, and rows in another order than the turns, are sorted in
-        temporary files next to ``output``.
-    watch : Watch, optional
-        Functions that report progress.
+    **options
+        Of all jobs, about the turns; see `trajkit.jobs.stages.JobOptions`. Rows of
+        rejected sessions are skipped. With ``gather``, rows in another order than the
+        turns are sorted, too.
 
     Returns
     -------
@@ -128,17 +119,22 @@ def verify_file(
     path = Path(rows)
     index = _index_rows(path)
     if None in index.turns:
-        if is_parts(output) or rejected is not None:
+        if is_parts(output) or options.get("rejected") is not None:
             raise ArgumentError(
                 f"the rows of {path} have no session_id, so they are verified together: "
                 "pass a file as output, and no file for rejected sessions"
             )
-        table = read_turns(turns, format=format, nonfinite_logprobs=nonfinite_logprobs)
+        table = read_turns(
+            turns,
+            format=options.get("format"),
+            nonfinite_logprobs=options.get("nonfinite_logprobs", "raise"),
+        )
         found = judge.found(any_rows(read_any_rows(path)), table)
         write_table(found, output)
         return {"turns": table.num_rows, "violations": found.num_rows}
-    watch = watch or Watch()
-    reader = _RowReader(path, index, watch.notes, folder_of(output) if gather else None)
+    watch = options.get("watch") or Watch()
+    folder = folder_of(output) if options.get("gather", True) else None
+    reader = _RowReader(path, index, watch.notes, folder)
 
     def begins(turns: SessionIndex, done: int) -> None:
         watch.begins(turns, done)
@@ -159,18 +155,10 @@ def verify_file(
         "max_row_tokens": max_row_tokens,
         "weigh_by": weigh_by,
     }
+    options["watch"] = replace(watch, begins=begins)
+    targets = {"violations": Target(output, write_tables)}
     with closing(reader):
-        return run_job(
-            turns,
-            stage,
-            {"violations": Target(output, write_tables)},
-            job=job,
-            rejected=rejected,
-            format=format,
-            nonfinite_logprobs=nonfinite_logprobs,
-            gather=gather,
-            watch=replace(watch, begins=begins),
-        )
+        return run_job(turns, stage, targets, job=job, **options)
 
 
 def _index_rows(path: Path) -> SessionIndex:
