@@ -10,7 +10,8 @@ import pyarrow as pa
 
 from trajkit._streams.lockstep import batches_in
 from trajkit.errors import FormatError
-from trajkit.importers.reader import ChatTokenizer, imported
+from trajkit.importers.findings import ChatTokenizer
+from trajkit.importers.reader import imported
 from trajkit.io.arrow import file_rows
 from trajkit.io.tables import write_tables, write_turns
 from trajkit.jobs.group_sessions import TEMPORARY, Log, SessionIndex
