@@ -45,13 +45,12 @@ source, --json
 -o --output FILE  write the drift table, a line per turn
 --tokenizer
 --findings FILE   with --tokenizer: write each finding, with spans and texts of both sides
---examples N      with --tokenizer: findings to show of each cause (default: %(default)s)
+--examples N 1    with --tokenizer: findings to show of each cause (default: %(default)s)
 --policy, --set, --fork-threshold, --gather, --rejected
 """,
-    examples={"default": 1},
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Print the summary; the exit code is 0."""
+def run(arguments: argparse.Namespace) -> None:
+    """Print the summary."""
     policy = chosen_policy(arguments)
     if arguments.findings is not None and arguments.tokenizer is None:
         raise tk.errors.ArgumentError("--findings needs --tokenizer")
@@ -94,7 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
         if tokenizer is not None:
             text += "\n\n" + describe_causes(groups)
     Screen.of_stdout(colour=False).print(text)
-    return 0
 
 
 _EXAMPLE = ("session_id", "turn_index", "path_start", "path_text", "prompt_text")

@@ -27,21 +27,19 @@ each of them.
 source IN             files of the format, or directories of them
 --from FORMAT         one of {", ".join(FORMATS)}, or auto: by the files (default:
                       %(default)s)
--o --output OUT       turns: Parquet, Arrow IPC or JSONL, by suffix
+-o --output OUT!      turns: Parquet, Arrow IPC or JSONL, by suffix
 --report FILE         write the report: a line per record and problem
 --tokenizer PATH      for chat: the model's directory, or its tokenizer.json
 --chat-template PATH  for chat: a template to use instead of the tokenizer's own
---nonfinite-logprobs  invalid logprobs (NaN, -9999): leave their record out, or make them
-                      null (default: %(default)s)
+--nonfinite-logprobs {{raise,null}}  invalid logprobs (NaN, -9999): leave their record out,
+                      or make them null (default: %(default)s)
 --json
 """,
     from_={"dest": "format", "choices": ("auto", *FORMATS), "default": "auto"},
     source={"nargs": "+"},
-    output={"required": True},
-    nonfinite_logprobs={"choices": ("raise", "null"), "default": "raise"},
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Write the turns and print the problems found; the exit code is 0.
+def run(arguments: argparse.Namespace) -> None:
+    """Write the turns and print the problems found.
 
     Raises
     ------
@@ -89,7 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.write(text + "\n")
     if not totals["turns"]:
         raise tk.errors.InvalidTurnsError(no_turns(problems))
-    return 0
 
 
 def no_turns(problems: list[dict[str, object]]) -> str:

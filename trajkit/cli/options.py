@@ -16,6 +16,8 @@ from trajkit.policies import DEFAULT_FORK_THRESHOLD, PRESETS
 from trajkit.training.row_weights import By
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Run: TypeAlias = Callable[[argparse.Namespace], int | None]
+"""A function of the parsed arguments; it returns the exit code, or None for 0."""
 
 
 def count(text: str) -> int:
@@ -34,6 +36,7 @@ _TYPES: dict[str, Callable[[str], object]] = {
     "RATE": float,
     "SECONDS": float,
     "PATH": Path,
+    "DIR": Path,
 }
 """Types of option values, by their metavar."""
 
@@ -44,8 +47,7 @@ class Command:
 
     name: str
     usage: str
-    # takes the parsed arguments, and returns the exit code
-    run: Callable[[argparse.Namespace], int]
+    run: Run
     extend: Callable[[argparse.ArgumentParser], None] | None
     details: Mapping[str, dict[str, Any]]
 
@@ -68,18 +70,12 @@ def command(
     *,
     extend: Callable[[argparse.ArgumentParser], None] | None = None,
     **details: dict[str, Any],
-) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
-    """Make a function of the parsed arguments, which returns the exit code, a command.
+) -> Callable[[Run], Command]:
+    """Make a function of the parsed arguments a command.
 
-    Parameters
-    ----------
-    usage : str
-        The help in one line, a paragraph that describes the command, and a table of its
-        options (see `add_options`), with blank lines between them.
-    extend : function, optional
-        Adds to the parser what is no plain option.
-    **details : dict
-        As for `add_options`.
+    ``usage`` is the help in one line, a paragraph that describes the command, and a table
+    of its options (see `add_options`), with blank lines between them. ``extend`` adds to
+    the parser what is no plain option.
     """
     return lambda run: Command(name, usage, run, extend, details)
 
@@ -91,17 +87,14 @@ def add_options(
 ) -> None:
     """Add the options of a table.
 
-    Parameters
-    ----------
-    table : str
-        One entry per option: its flags and the name of its value as in a usage line, two
-        spaces, and its help, which indented lines continue. Without flags it is a
-        positional argument. After the name there may be a default. ``NAME...`` may be
-        repeated. ``{a,b}`` are choices, of which the first is the default. A line without
-        help lists options of `_SHARED`: ``--policy, --set``.
-    **details : dict
-        Further keywords of ``add_argument``, by the option's last flag. An option with
-        neither a value nor keywords is a switch.
+    An entry has the flags of an option and the name of its value as in a usage line, two
+    spaces, and its help, which indented lines continue. Without flags it is a positional
+    argument. After the name there may be a default. ``NAME!`` is required, ``NAME...`` may
+    be repeated. ``{a,b}`` are choices, of which the first is the default. A line without
+    help lists options of `_SHARED`: ``--policy, --set``.
+
+    ``details`` are further keywords of ``add_argument``, by the option's last flag. An
+    option with neither a value nor keywords is a switch.
     """
     for entry, help in _entries(table):
         for name in () if help else entry.split(", "):
@@ -142,7 +135,12 @@ def _add_option(
     elif value.endswith("..."):
         own = {"metavar": value[:-3], "action": "append", "default": []}
     else:
-        own = {"metavar": value, "type": _TYPES.get(value), "default": default}
+        required, value = (
+            {"required": True} if value[-1] == "!" else {},
+            value.strip("!"),
+        )
+        type_ = _TYPES.get(value)
+        own = {"metavar": value, "type": type_, "default": default, **required}
     parser.add_argument(*flags, help=help, **{**own, **details})
 
 
@@ -191,13 +189,7 @@ def add_facts(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_policy(arguments: argparse.Namespace) -> tk.Policy:
-    """The policy of the options, with its choices.
-
-    Raises
-    ------
-    PolicyError
-        It or a choice does not exist, or it ignores the fork threshold.
-    """
+    """The policy of the options, with its choices."""
     sets = list(arguments.set)
     option = "--set fork_threshold="
     if arguments.fork_threshold is not None:
@@ -209,14 +201,7 @@ def chosen_policy(arguments: argparse.Namespace) -> tk.Policy:
 def checked_policy(
     name: str, sets: Sequence[Set], option: str = "--set fork_threshold="
 ) -> tk.Policy:
-    """The named policy with changed choices.
-
-    Raises
-    ------
-    PolicyError
-        It or a choice does not exist, or it ignores the fork threshold, which
-        ``option`` sets.
-    """
+    """The named policy with changed choices; ``option`` sets the fork threshold."""
     policy = with_choices(tk.policy(name), sets)
     threshold = dict(sets).get("fork_threshold")
     if threshold is not None and not (policy.merge_rewrites or policy.absorbs_short):

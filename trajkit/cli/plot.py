@@ -78,8 +78,8 @@ kind KIND         what to draw (see below)
     kind={"choices": KINDS},
     o={"dest": "picture", "type": Path, "required": True},
 )
-def run_plot(arguments: argparse.Namespace) -> int:
-    """Write the picture; the exit code is 0."""
+def run_plot(arguments: argparse.Namespace) -> None:
+    """Write the picture."""
     kind, path = arguments.kind, arguments.picture
     suffixes = KINDS[kind][1]
     suffix = path.suffix.removeprefix(".").lower()
@@ -99,7 +99,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
         else:
             text = tk.plot.forest(turns, arguments.session, policies=policies or None)
         path.write_text(text, encoding="utf-8")
-        return 0
+        return
     policy = policies[0] if policies else tk.policy("faithful")
 
     def drift() -> "Figure":
@@ -124,7 +124,6 @@ def run_plot(arguments: argparse.Namespace) -> int:
     from trajkit.plot.figures import save
 
     save(figure, path, suffix)
-    return 0
 
 
 @command(
@@ -143,8 +142,8 @@ of the rows.
 """,
     o={"dest": "picture", "type": Path, "required": True},
 )
-def run_report(arguments: argparse.Namespace) -> int:
-    """Write the page; the exit code is 0."""
+def run_report(arguments: argparse.Namespace) -> None:
+    """Write the page."""
     page = tk.plot.report(
         tk.read_turns(arguments.source),
         chosen_policy(arguments),
@@ -153,7 +152,6 @@ def run_report(arguments: argparse.Namespace) -> int:
         tokenizer=chosen_tokenizer(arguments),
     )
     arguments.picture.write_text(page, encoding="utf-8")
-    return 0
 
 
 def _sessions(arguments: argparse.Namespace) -> pa.Table | None:

@@ -40,16 +40,15 @@ source TURNS|ROWS  turns or rows: Parquet, Arrow IPC or JSONL by suffix, or a di
 --session
 --row N            a single row per session
 --tokenizer PATH   the model's tokenizer.json, or its directory (default: ids and messages)
---context N        tokens shown at both ends of long context (default: %(default)s)
+--context N 16     tokens shown at both ends of long context (default: %(default)s)
 --unfold           show all context and all messages
 --no-color         no colours
 --policy, --set, --fork-threshold
 """,
     row={"type": int},
-    context={"default": 16},
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Print the rows; the exit code is 0."""
+def run(arguments: argparse.Namespace) -> None:
+    """Print the rows."""
     tokenizer = chosen_tokenizer(arguments)
     codec = None if tokenizer is None else Codec(tokenizer)
     view = _View(
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = of_session(rows, arguments.session, "rows")
         for row in _chosen_rows(rows, arguments.row):
             view.row(row, {})
-        return 0
+        return
     policy = chosen_policy(arguments)
     turns = of_session(tk.read_turns(arguments.source), arguments.session, "turns")
     for one in each_session(turns):
@@ -80,7 +79,6 @@ def run(arguments: argparse.Namespace) -> int:
             view.row(row, outputs, messages.get(row["last_turn"], []))
         if arguments.row is None:
             view.lost([line for line in lines if line["row_index"] is None], outputs)
-    return 0
 
 
 def is_rows(source: str) -> bool:

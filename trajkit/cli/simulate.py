@@ -40,8 +40,8 @@ source, --json, --sessions
 """,
     extend=_add_to_simulate,
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Print the table and the cheapest policy; the exit code is 0."""
+def run(arguments: argparse.Namespace) -> None:
+    """Print the table and the cheapest policy."""
     policies = None
     if arguments.policy is not None:
         policies = [checked_policy(*one) for one in arguments.policy]
@@ -67,7 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         text = rejected_note(arguments, totals) + describe(table, cheapest)
     sys.stdout.write(text + "\n")
-    return 0
 
 
 def describe(table: pa.Table, cheapest: str | None) -> str:

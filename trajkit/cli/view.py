@@ -67,15 +67,14 @@ source
 --pack N          show the packs of N tokens that the rows of a session make
 --against IN      a second run to compare with, read like IN
 --no-text         leave out the text of messages and tokens
---port N          of the server (default: any)
+--port PORT 0     of the server (default: any)
 --follow          show new turns of a running gateway
 --no-browser      print the address only
 """,
     extend=_add_to_view,
-    port={"type": int, "default": 0},
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Write the page or serve it; the exit code is 0."""
+def run(arguments: argparse.Namespace) -> None:
+    """Write the page or serve it."""
     from trajkit.view.document import page
     from trajkit.view.selection import Selection
 
@@ -94,7 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         # as stored: rows of other systems have few columns, and verify judges them
         rows = pa.concat_tables(iter_tables(arguments.rows, plan=rows_plan))
     if arguments.output is None:
-        return _serve(arguments, source, other, rows, tokenizer)
+        _serve(arguments, source, other, rows, tokenizer)
+        return
     if arguments.follow:
         raise ArgumentError("--follow needs the server: leave out -o")
     turns, sessions = source.load()
@@ -112,7 +112,6 @@ def run(arguments: argparse.Namespace) -> int:
     with open(arguments.output, "wb") as file:
         file.write(html)
     sys.stdout.write(_described(arguments, source, turns, len(html)))
-    return 0
 
 
 def _described(
@@ -142,7 +141,7 @@ def _serve(
     other: "_Files | None",
     rows: pa.Table | None,
     tokenizer: Tokenizer | None,
-) -> int:
+) -> None:
     from trajkit.view.server import LiveRun, Options, ViewServer
 
     texts = tuple(PRESETS)
@@ -174,7 +173,6 @@ def _serve(
             server.serve_forever()
     except KeyboardInterrupt:
         pass
-    return 0
 
 
 def _parsed(text: str) -> tk.Policy:
