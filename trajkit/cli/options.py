@@ -225,11 +225,13 @@ def add_policies(parser: argparse.ArgumentParser, help: str) -> None:
     )
 
 
-class _Repeated(argparse.Action):
-    """A ``--policy`` that may be repeated, or a ``--set`` for the one before it.
+def chosen_policies(arguments: argparse.Namespace) -> list[tk.Policy] | None:
+    """The policies of `add_policies`; None without one."""
+    return [checked_policy(*one) for one in arguments.policy or ()] or None
 
-    The value is a list with the name of each policy and a list of its choices.
-    """
+
+class _Repeated(argparse.Action):
+    """Collects names of policies from ``--policy``, each with its values of ``--set``."""
 
     def __call__(
         self,
