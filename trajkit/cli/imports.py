@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from typing import Any
 
 import pyarrow as pa
 
@@ -39,13 +40,7 @@ source IN             files of the format, or directories of them
     source={"nargs": "+"},
 )
 def run(arguments: argparse.Namespace) -> None:
-    """Write the turns and print the problems found.
-
-    Raises
-    ------
-    InvalidTurnsError
-        There are no turns.
-    """
+    """Write the turns and print the problems found."""
     tokenizer = None
     if arguments.tokenizer is not None:
         from trajkit.cli.tokenizer import load_chat_tokenizer
@@ -66,16 +61,16 @@ def run(arguments: argparse.Namespace) -> None:
         write_table(report, arguments.report)
     problems = group(report)
     if arguments.json:
-        said = {"output": arguments.output, **totals, "problems": problems}
-        text = json.dumps(said)
+        facts = {"output": arguments.output, **totals, "problems": problems}
+        text = json.dumps(facts)
     else:
         text = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}\n"
         if problems:
             lines = [
                 (
-                    str(one["problem"]),
+                    one["problem"],
                     "kept" if one["kept"] else "left out",
-                    int(str(one["count"])),
+                    one["count"],
                     f"{one['file']}, {one['place']}",
                 )
                 for one in problems
@@ -89,9 +84,9 @@ def run(arguments: argparse.Namespace) -> None:
         raise tk.errors.InvalidTurnsError(no_turns(problems))
 
 
-def no_turns(problems: list[dict[str, object]]) -> str:
+def no_turns(problems: list[dict[str, Any]]) -> str:
     """Why an import found no turns, and what to do."""
-    names = [str(one["problem"]) for one in problems if not one["kept"]]
+    names = [one["problem"] for one in problems if not one["kept"]]
     text = f"0 turns, so no file was written ({', '.join(names) or 'no records'})"
     if {"no_prompt_ids", "no_output_ids"} & {*names}:
         text += (
@@ -103,10 +98,11 @@ def no_turns(problems: list[dict[str, object]]) -> str:
     return text
 
 
-def group(report: pa.Table) -> list[dict[str, object]]:
+def group(report: pa.Table) -> list[dict[str, Any]]:
     """Each problem of a report with its count and its first record."""
-    groups: dict[tuple[str, bool], dict[str, object]] = {}
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
     for row in report.to_pylist():
-        one = groups.setdefault((row["problem"], row["kept"]), {**row, "count": 0})
-        one["count"] = int(str(one["count"])) + 1
+        groups.setdefault((row["problem"], row["kept"]), {**row, "count": 0})[
+            "count"
+        ] += 1
     return list(groups.values())
