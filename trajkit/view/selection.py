@@ -21,24 +21,13 @@ from trajkit.turns.delta import compact
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which sessions to show. At most one of the choices is given.
-
-    Attributes
-    ----------
-    ids : tuple of str, optional
-        These sessions.
-    sample : int, optional
-        This many, drawn by a hash of their ids: the same ones in every run of the command.
-    worst : int, optional
-        This many of those that lose most tokens under ``policy``, have the most sampled
-        tokens after drift, or have the lowest mean logprob; each ranking in turn names
-        one.
-    policy : Policy, optional
-        For ``worst``.
-    """
+    """Which sessions to show. At most one of the choices is given."""
 
     ids: tuple[str, ...] | None = None
+    # this many, drawn by a hash of their ids: the same ones in every run of the command
     sample: int | None = None
+    # this many of those that lose most tokens under the policy, have the most sampled tokens
+    # after drift, or have the lowest mean logprob; each ranking in turn names one
     worst: int | None = None
     policy: Policy | None = None
 
@@ -47,13 +36,6 @@ class Selection:
 
         Only the delta form of turns is in memory, and of ``sample`` and ``ids`` only the
         chosen ones.
-
-        Raises
-        ------
-        UnknownSessionError
-            The turns have no session of an id.
-        SchemaError, InvalidTurnsError
-            As `trajkit.compact`.
         """
         parts: list[pa.Table] = []
         scores: dict[str, tuple[float, float, float]] = {}
