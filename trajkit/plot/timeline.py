@@ -29,7 +29,7 @@ class Slice:
 
 
 def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice]:
-    """The times of each session, in the order of the turns; see `trajkit.plot.swimlanes`."""
+    """The times of each session in the order of the turns; see `trajkit.plot.swimlanes`."""
     table = as_turns(as_table(turns))
     starts, stops = (_micros(table, name, "turns") for name in _TIMES)
     calls: dict[str, list[tuple[int, int, int]]] = {}

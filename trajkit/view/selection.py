@@ -26,8 +26,8 @@ class Selection:
     ids: tuple[str, ...] | None = None
     # this many, drawn by a hash of their ids: the same ones in every run of the command
     sample: int | None = None
-    # this many of those that lose most tokens under the policy, have the most sampled tokens
-    # after drift, or have the lowest mean logprob; each ranking in turn names one
+    # this many of those that lose most tokens under the policy, have the most sampled
+    # tokens after drift, or have the lowest mean logprob; each ranking in turn names one
     worst: int | None = None
     policy: Policy | None = None
 
