@@ -15,28 +15,12 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import entry_points, version
 from typing import NoReturn, cast
 
 from trajkit._arguments import did_you_mean
-from trajkit.cli import (
-    compact,
-    drift,
-    export,
-    head,
-    imports,
-    linearize,
-    pack,
-    plot,
-    policies,
-    show,
-    simulate,
-    stats,
-    verify,
-    view,
-    why,
-)
-from trajkit.cli.options import Commands
+from trajkit.cli.options import Command, Commands
 from trajkit.cli.standard import shown, standard_files
 from trajkit.errors import ArgumentError, FormatError, TornLogWarning, TrajkitError
 
@@ -62,27 +46,11 @@ exit codes:
 """
 
 
-COMMANDS = (
-    imports.run,
-    linearize.run,
-    pack.run,
-    drift.run,
-    simulate.run,
-    verify.run,
-    plot.run_plot,
-    plot.run_report,
-    export.run,
-    head.run,
-    stats.run,
-    show.run,
-    why.run_why,
-    why.run_tree,
-    view.run,
-    policies.run,
-    compact.run_compact,
-    compact.run_expand,
+MODULES = (
+    *("imports", "linearize", "pack", "drift", "simulate", "verify", "plot", "export"),
+    *("head", "stats", "show", "why", "view", "policies", "compact"),
 )
-"""trajkit's own commands, in the order of the help."""
+"""The modules of trajkit's own commands, in the order of the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -160,8 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = cast(
         "Commands", parser.add_subparsers(title="commands", metavar="COMMAND")
     )
-    for command in COMMANDS:
-        command.add(commands)
+    for name in MODULES:
+        for command in vars(import_module(f"trajkit.cli.{name}")).values():
+            if isinstance(command, Command):
+                command.add(commands)
     for entry in sorted(entry_points(group="trajkit.commands"), key=lambda e: e.name):
         entry.load()(commands)
     return parser

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 import trajkit as tk
-from trajkit.cli.options import command
+from trajkit.cli.options import command, known_sessions
 from trajkit.export import FILE_FORMATS
 
 
@@ -30,8 +30,8 @@ def run(arguments: argparse.Namespace) -> None:
     from trajkit.export.files import TARGETS
 
     rows = tk.read_rows(arguments.source)
-    if arguments.sessions is not None:
-        sessions = tk.read_sessions(arguments.sessions)
+    sessions = known_sessions(arguments.sessions)
+    if sessions is not None:
         gains = tk.training.advantages(sessions, arguments.baseline)
         rows = tk.add_advantages(rows, gains)
     arguments.output.mkdir(parents=True, exist_ok=True)

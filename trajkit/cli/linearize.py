@@ -38,7 +38,7 @@ source, --json
 )
 def run(arguments: argparse.Namespace) -> None:
     """Write the rows and print the totals."""
-    policy, sessions = chosen_policy(arguments), known_sessions(arguments)
+    policy, sessions = chosen_policy(arguments), known_sessions(arguments.sessions)
     with Progress("linearize", "turns") as bar:
         totals = linearize_file(
             arguments.source,

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 import trajkit as tk
 from trajkit.cli.policy_args import Set, setting, with_choices
+from trajkit.io.tables import sessions_below
 from trajkit.policies import DEFAULT_FORK_THRESHOLD, PRESETS
 from trajkit.training.row_weights import By
 
@@ -249,8 +250,8 @@ class _Repeated(argparse.Action):
             raise argparse.ArgumentError(self, "needs a --policy before it")
 
 
-def known_sessions(arguments: argparse.Namespace) -> pa.Table | None:
-    """The table of ``--sessions``."""
-    if arguments.sessions is None:
-        return None
-    return tk.read_sessions(arguments.sessions)
+def known_sessions(file: str | None, run: str | None = None) -> pa.Table | None:
+    """The table of sessions in a file, else that in the directory of a run."""
+    if file is not None:
+        return tk.read_sessions(file)
+    return None if run is None else sessions_below(run)

@@ -4,18 +4,16 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pyarrow as pa
-
 import trajkit as tk
 from trajkit.cli.options import (
     add_policies,
     chosen_policies,
     chosen_policy,
     command,
+    known_sessions,
 )
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
-from trajkit.io.tables import sessions_below
 
 _FIGURES = ("svg", "png", "pdf")
 
@@ -87,7 +85,10 @@ def run_plot(arguments: argparse.Namespace) -> None:
         raise ArgumentError(
             f"--policy is given {len(policies)} times: {kind} takes one"
         )
-    turns, sessions = tk.read_turns(arguments.source), _sessions(arguments)
+    turns, sessions = (
+        tk.read_turns(arguments.source),
+        known_sessions(arguments.sessions, arguments.source),
+    )
     policy = policies[0] if policies else tk.policy("faithful")
     session = arguments.session
     match kind:
@@ -137,15 +138,8 @@ def run_report(arguments: argparse.Namespace) -> None:
     page = tk.plot.report(
         tk.read_turns(arguments.source),
         chosen_policy(arguments),
-        sessions=_sessions(arguments),
+        sessions=known_sessions(arguments.sessions, arguments.source),
         rows=None if arguments.rows is None else tk.read_rows(arguments.rows),
         tokenizer=chosen_tokenizer(arguments),
     )
     arguments.picture.write_text(page, encoding="utf-8")
-
-
-def _sessions(arguments: argparse.Namespace) -> pa.Table | None:
-    """The table of ``--sessions``, else that of the run's directory."""
-    if arguments.sessions is None:
-        return sessions_below(arguments.source)
-    return tk.read_sessions(arguments.sessions)

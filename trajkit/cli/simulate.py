@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
         chosen_policies(arguments),
         pad_to=arguments.pad,
         pack_tokens=arguments.pack,
-        sessions=known_sessions(arguments),
+        sessions=known_sessions(arguments.sessions),
         max_row_tokens=arguments.max_row_tokens,
     )
 

@@ -16,11 +16,12 @@ from trajkit.cli.options import (
     checked_policy,
     chosen_policies,
     command,
+    known_sessions,
 )
 from trajkit.cli.policy_args import setting
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
-from trajkit.io.tables import iter_tables, log_files, rows_plan, sessions_below
+from trajkit.io.tables import iter_tables, log_files, rows_plan
 from trajkit.policies import PRESETS
 from trajkit.schema import SESSIONS
 
@@ -190,7 +191,7 @@ class _Files:
     def load(self) -> tuple[pa.Table, pa.Table | None]:
         """The turns of the chosen sessions, and the table of these sessions."""
         turns, self.n_sessions = self._selection.of(tk.scan_turns(self._source))
-        known = self._known()
+        known = known_sessions(self._facts, self._source)
         if known is None:
             return turns, None
         # sessions that have not ended have no line yet
@@ -199,9 +200,3 @@ class _Files:
             missing.pop(name, None)
         lines = pa.Table.from_pylist([{"session_id": one} for one in missing], SESSIONS)
         return turns, pa.concat_tables([known.select(SESSIONS.names), lines])
-
-    def _known(self) -> pa.Table | None:
-        """The lines of sessions in the file of ``--facts``, or in the run's directory."""
-        if self._facts is not None:
-            return tk.read_sessions(self._facts)
-        return sessions_below(self._source)
