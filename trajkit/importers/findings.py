@@ -1,10 +1,11 @@
 """Records of foreign formats, and the report of an import."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from os import PathLike
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -37,6 +38,10 @@ KEPT = (
     "not_sampled",
 )
 """What a turn that is kept lacks."""
+
+
+Sources: TypeAlias = str | PathLike[str] | Iterable[str | PathLike[str]]
+"""A path, or an iterable of paths."""
 
 
 class Refused(Exception):

@@ -25,6 +25,7 @@ from trajkit.importers.findings import (
     Format,
     Head,
     Notes,
+    Sources,
     has_items,
 )
 from trajkit.importers.json_files import first_object
@@ -73,7 +74,7 @@ _SUFFIXES = (*_JSON, ".db", ".sqlite", ".sqlite3", ".pt", ".pkl")
 
 
 def import_turns(
-    source: str | PathLike[str] | Iterable[str | PathLike[str]],
+    source: Sources,
     format: str = "auto",
     *,
     tokenizer: ChatTokenizer | None = None,
@@ -121,7 +122,7 @@ def import_turns(
 
 
 def imported(
-    source: str | PathLike[str] | Iterable[str | PathLike[str]],
+    source: Sources,
     format: str,
     tokenizer: ChatTokenizer | None,
     nonfinite_logprobs: Nonfinite,
@@ -186,7 +187,7 @@ def _record(found: Finding, number: int) -> Record | None:
         return None
     if not has_items(logprobs):
         fields["output_logprobs"] = None
-        unaligned = any(p == "logprobs_unaligned" for p, _ in found.remarks)
+        unaligned = "logprobs_unaligned" in dict(found.remarks)
         if len(output) and not unaligned and fields.get("sampled") is not False:
             found.remarks.append(("no_logprobs", ""))
     elif len(logprobs) != len(output):  # type: ignore[arg-type]
@@ -208,27 +209,19 @@ def _table(batch: list[_Taken], notes: Notes, nonfinite: Nonfinite) -> pa.Table:
         table = from_records(
             (record for _, _, record in batch), nonfinite_logprobs=nonfinite
         )
-    except InvalidTurnsError:
-        good = []
-        for file, found, record in batch:
-            try:
-                from_records([record], nonfinite_logprobs=nonfinite)
-            except InvalidTurnsError as error:
-                notes.add(file, found, "invalid", str(error), kept=False)
-            else:
-                good.append(record)
-        table = from_records(good, nonfinite_logprobs=nonfinite)
+    except InvalidTurnsError as error:
+        if len(batch) == 1:
+            ((file, found, _),) = batch
+            notes.add(file, found, "invalid", str(error), kept=False)
+            return TURNS_IMPORTED.empty_table()
+        return pa.concat_tables(_table([one], notes, nonfinite) for one in batch)
     for field in EXTRAS:
         if field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(len(table), field.type))
     return table.select(TURNS_IMPORTED.names).cast(TURNS_IMPORTED)
 
 
-def _files(
-    source: str | PathLike[str] | Iterable[str | PathLike[str]],
-    format: str,
-    notes: Notes,
-) -> Iterator[tuple[Path, Format]]:
+def _files(source: Sources, format: str, notes: Notes) -> Iterator[tuple[Path, Format]]:
     """The files to read, each with the module that reads it."""
     paths = [source] if isinstance(source, str | PathLike) else list(source)
     for path in map(Path, paths):

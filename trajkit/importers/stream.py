@@ -2,25 +2,24 @@
 
 import os
 import tempfile
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 
+from trajkit._arrow import lazy_compute as pc
 from trajkit._streams.lockstep import batches_in
 from trajkit.errors import FormatError
-from trajkit.importers.findings import ChatTokenizer
+from trajkit.importers.findings import ChatTokenizer, Sources
 from trajkit.importers.reader import imported
 from trajkit.io.arrow import file_rows
 from trajkit.io.tables import write_tables, write_turns
-from trajkit.jobs.group_sessions import TEMPORARY, Log, SessionIndex
+from trajkit.jobs.group_sessions import TEMPORARY, Log
 from trajkit.jobs.stages import Made, Target, Watch, folder_of, is_parts, run
 from trajkit.turns.validation import Nonfinite
 
 
 def import_file(
-    source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    source: Sources,
     output: str | os.PathLike[str],
     format: str = "auto",
     *,
@@ -58,15 +57,11 @@ def import_file(
     """
     if is_parts(output):
         raise FormatError(f"{output} is a directory: pass a file")
-    watch = watch or Watch()
     sessions = 0
 
-    def begins(index: SessionIndex, done: int) -> None:
-        nonlocal sessions
-        sessions = len(index.turns)
-        watch.begins(index, done)
-
     def stage(turns: pa.Table) -> Made:
+        nonlocal sessions
+        sessions += pc.count_distinct(turns["session_id"]).as_py()
         yield "turns", turns
 
     folder = folder_of(output)
@@ -76,11 +71,6 @@ def import_file(
         write_tables(batches_in(tables), path)
         if not file_rows(path, "arrows"):
             return {"sessions": 0, "turns": 0}, notes.table()
-        totals = run(
-            Log(path, folder=folder),
-            stage,
-            {"turns": Target(Path(output), write_turns)},
-            None,
-            replace(watch, begins=begins),
-        )
+        targets = {"turns": Target(Path(output), write_turns)}
+        totals = run(Log(path, folder=folder), stage, targets, None, watch or Watch())
     return {"sessions": sessions, "turns": totals["turns"]}, notes.table()

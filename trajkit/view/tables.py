@@ -158,30 +158,16 @@ class PolicyTables:
         self.label = label(policy)
 
     @cached_property
-    def _both(self) -> tuple[pa.Table, pa.Table]:
-        rows, report = linearize(
-            self._turns,
-            self.policy,
-            sessions=self._sessions,
-            report=True,
-            layout="suffix",
-        )
-        return rows, report
-
-    @cached_property
-    def made(self) -> BySession:
-        """`trajkit.schema.ROWS_SUFFIX`."""
-        return BySession(self._both[0])
-
-    @cached_property
-    def report(self) -> BySession:
-        """`trajkit.schema.REPORT`."""
-        return BySession(self._both[1])
+    def linearized(self) -> tuple[BySession, BySession]:
+        """`trajkit.schema.ROWS_SUFFIX` and ``REPORT``."""
+        choices: Any = {"sessions": self._sessions, "report": True, "layout": "suffix"}
+        rows, report = linearize(self._turns, self.policy, **choices)
+        return BySession(rows), BySession(report)
 
     @cached_property
     def rows(self) -> BySession:
         """Each row's turns, tokens and the sentence of `trajkit.analysis.why`."""
-        rows, reasons = self.made.table, why(self._turns, self.policy)
+        rows, reasons = self.linearized[0].table, why(self._turns, self.policy)
         names = ("session_id", "row_index", "parent_row", "shared_length", "turns")
         columns = {
             **{name: rows[name] for name in names},
@@ -194,9 +180,8 @@ class PolicyTables:
     @cached_property
     def spans(self) -> BySession:
         """`trajkit.schema.OUTPUT_SPANS`."""
-        return BySession(
-            output_spans(self._turns, self.policy, sessions=self._sessions)
-        )
+        spans = output_spans(self._turns, self.policy, sessions=self._sessions)
+        return BySession(spans)
 
 
 class ViewTables:
@@ -291,7 +276,9 @@ class ViewTables:
                 columns[name].append(value)
         # a list per session, with a number per policy
         for name, counted in {"trained": "tokens_trained", "rows": "rows"}.items():
-            reports = (t.report.table[counted].to_pylist() for t in self.policies)
+            reports = (
+                t.linearized[1].table[counted].to_pylist() for t in self.policies
+            )
             columns[name] = [list(counts) for counts in zip(*reports, strict=True)]
         return columns
 
@@ -343,7 +330,7 @@ class ViewTables:
         return Vocabulary(self._tokenizer).pieces(pc.unique(ids).to_pylist())
 
     def _policy_lines(self, tables: PolicyTables, session_id: str) -> dict[str, Any]:
-        (report,) = tables.report.of(session_id).to_pylist()
+        (report,) = tables.linearized[1].of(session_id).to_pylist()
         return {
             "label": tables.label,
             "links": self._by_parents.index(tables.links),
@@ -357,7 +344,7 @@ class ViewTables:
         """The packs of a session's rows, as the segments of their trees."""
         if self._pack_tokens is None:
             return []
-        own = tables.made.of(session_id)
+        own = tables.linearized[0].of(session_id)
         packs = pack(own, self._pack_tokens, oversize="carry")
         lines = packs.select(["n_tokens", "segment_start", "subtree_end"]).to_pylist()
         return [
