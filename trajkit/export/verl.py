@@ -28,6 +28,8 @@ def agent_loop_fields(
 
     Parameters
     ----------
+    rows : table
+        A payload ``routed_experts`` is carried along.
     images : path, optional
         The folder ``images`` of the log, for rows with images: ``multi_modal_data`` then
         has them as ``PIL.Image``.
