@@ -150,13 +150,15 @@ def padded_fields(
         input_ids[tokens], attention[tokens] = row.input_ids, 1
         mask[tokens], logprobs[tokens] = row.loss_mask, row.logprobs
         scores[line, stop - 1] = reward
-    prompts, responses = np.split(input_ids, [prompt_length], axis=1)
+    responses, response_mask, rollout_log_probs, rm_scores = (
+        array[:, prompt_length:].copy() for array in (input_ids, mask, logprobs, scores)
+    )
     return {
-        "prompts": prompts.copy(),
-        "responses": responses.copy(),
-        "response_mask": mask[:, prompt_length:],
-        "rollout_log_probs": logprobs[:, prompt_length:],
-        "rm_scores": scores[:, prompt_length:],
+        "prompts": input_ids[:, :prompt_length].copy(),
+        "responses": responses,
+        "response_mask": response_mask,
+        "rollout_log_probs": rollout_log_probs,
+        "rm_scores": rm_scores,
         "input_ids": input_ids,
         "attention_mask": attention,
         "position_ids": np.maximum(np.cumsum(attention, axis=1) - 1, 0),
