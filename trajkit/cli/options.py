@@ -31,6 +31,7 @@ def count(text: str) -> int:
 
 _TYPES: dict[str, Callable[[str], object]] = {
     "N": count,
+    "K": int,
     "PORT": int,
     "SEED": int,
     "X": float,
@@ -38,6 +39,7 @@ _TYPES: dict[str, Callable[[str], object]] = {
     "SECONDS": float,
     "PATH": Path,
     "DIR": Path,
+    "CHOICE=VALUE": setting,
 }
 """Types of option values, by their metavar."""
 
@@ -99,7 +101,7 @@ def add_options(
     """
     for entry, help in _entries(table):
         for name in () if help else entry.split(", "):
-            _add_option(parser, *_SHARED[name], **_DETAILS.get(name, {}))
+            _add_option(parser, *_SHARED[name])
         if help:
             key = _flags(entry)[-1].lstrip("-").replace("-", "_")
             key += "_" * iskeyword(key)
@@ -134,7 +136,8 @@ def _add_option(
         choices = value.strip("{}").split(",")
         own = {"choices": choices, "default": choices[0]}
     elif value.endswith("..."):
-        own = {"metavar": value[:-3], "action": "append", "default": []}
+        own = {"metavar": value[:-3], "type": _TYPES.get(value[:-3])}
+        own |= {"action": "append", "default": []}
     else:
         required, value = (
             {"required": True} if value[-1] == "!" else {},
@@ -145,6 +148,7 @@ def _add_option(
     parser.add_argument(*flags, help=help, **{**own, **details})
 
 
+_BY = ",".join(get_args(By))
 _SHARED = {
     _flags(spec)[0]: (spec, help)
     for spec, help in _entries(f"""
@@ -152,21 +156,21 @@ source IN           turns: Parquet, Arrow IPC or JSONL by suffix, or a directory
                     is standard input
 --json              print one JSON object and nothing else
 --max-row-tokens N  rows are truncated after N tokens
---policy NAME       one of {", ".join(PRESETS)} (default: %(default)s); `trajkit policies`
-                    lists their choices
---set CHOICE=VALUE  change a choice of the policy; may be repeated (`trajkit policies NAME`
-                    lists the choices and their values)
---fork-threshold N  slime: a drifted reply of fewer than N tokens does not start a new row,
-                    nor for trl drift of fewer than N (default: {DEFAULT_FORK_THRESHOLD}; 0:
-                    all drift does); miles: drift of N or more is refused (default: 1)
+--policy NAME faithful  one of {", ".join(PRESETS)} (default: %(default)s);
+                    `trajkit policies` lists their choices
+--set CHOICE=VALUE...  change a choice of the policy; may be repeated (`trajkit policies
+                    NAME` lists the choices and their values)
+--fork-threshold K  slime: a drifted reply of fewer than K tokens does not start a new row,
+                    nor for trl drift of fewer than K (default: {DEFAULT_FORK_THRESHOLD}; 0:
+                    all drift does); miles: drift of K or more is refused (default: 1)
 --sessions FILE     a line per session: session_id, reward, group_id, error; Parquet, Arrow
                     IPC or JSONL by suffix, or the directory of a run. A session with an
                     error is not trained
 --reward X          the reward of every session
---weigh-by          row_weight: the row's trained tokens over the rollout's N; 1 over the
-                    rollout's rows that train; or 1 / N (default: %(default)s)
---gather            auto: group scattered sessions through temporary files (next to OUT, if
-                    there is one); no: refuse them (default: %(default)s)
+--weigh-by {{{_BY}}}  row_weight: the row's trained tokens over the rollout's N; 1 over
+                    the rollout's rows that train; or 1 / N (default: %(default)s)
+--gather {{auto,no}}  auto: group scattered sessions through temporary files (next to OUT,
+                    if there is one); no: refuse them (default: %(default)s)
 --rejected FILE     leave out sessions that break a rule, and write them to FILE with the
                     reason (default: the first one is an error)
 --tokenizer PATH    the model's tokenizer.json, or its directory
@@ -174,14 +178,6 @@ source IN           turns: Parquet, Arrow IPC or JSONL by suffix, or a directory
 """)
 }
 """Flags and help of the options that several commands have, by their first flag."""
-
-_DETAILS: dict[str, dict[str, Any]] = {
-    "--policy": {"default": "faithful"},
-    "--set": {"action": "append", "default": [], "type": setting},
-    "--fork-threshold": {"type": int},
-    "--weigh-by": {"choices": get_args(By), "default": "token"},
-    "--gather": {"choices": ("auto", "no"), "default": "auto"},
-}
 
 
 def add_facts(parser: argparse.ArgumentParser) -> None:

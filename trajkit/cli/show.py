@@ -38,14 +38,13 @@ of the policy, and lost tokens are shown too.
 source TURNS|ROWS  turns or rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of
                    turns; - is standard input
 --session
---row N            a single row per session
+--row K            a single row per session
 --tokenizer PATH   the model's tokenizer.json, or its directory (default: ids and messages)
 --context N 16     tokens shown at both ends of long context (default: %(default)s)
 --unfold           show all context and all messages
 --no-color         no colours
 --policy, --set, --fork-threshold
 """,
-    row={"type": int},
 )
 def run(arguments: argparse.Namespace) -> None:
     """Print the rows."""

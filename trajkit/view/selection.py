@@ -8,15 +8,12 @@ from itertools import chain
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.take import tuples
 from trajkit._streams.session_batches import whole_sessions
-from trajkit.analysis.drift import classify_drift
 from trajkit.errors import UnknownSessionError
-from trajkit.pipeline.links import link
-from trajkit.pipeline.rows import linearize
-from trajkit.policies import Policy
+from trajkit.policies import PRESETS, Policy
 from trajkit.schema import TURNS_DELTA
 from trajkit.turns.delta import compact
+from trajkit.view.tables import ViewTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +67,14 @@ class Selection:
 
     def _scores(self, turns: pa.Table) -> dict[str, tuple[float, float, float]]:
         """Three numbers by session, the worst being the largest."""
-        _, report = linearize(turns, self.policy or "faithful", report=True)
-        lost = pc.subtract(report["tokens_sampled"], report["tokens_trained"])
-        drift = classify_drift(turns, link(turns, self.policy or "faithful"))
-        after = _aggregates(drift["session_id"], drift["tokens_after_drift"], "sum")
-        logprob = pc.list_flatten(turns["output_logprobs"])
-        owner = turns["session_id"].take(
-            pc.list_parent_indices(turns["output_logprobs"])
-        )
-        means = _aggregates(owner, logprob, "mean")
+        lines = ViewTables(turns, [self.policy or PRESETS["faithful"]]).session_lines()
+        names = ("id", "sampled", "trained", "at_stake", "logprob")
         return {
-            name: (float(n), after.get(name, 0.0), -(means.get(name) or 0.0))
-            for name, n in zip(
-                report["session_id"].to_pylist(), lost.to_pylist(), strict=True
+            name: (sampled - trained[0], at_stake, -(logprob or 0.0))
+            for name, sampled, trained, at_stake, logprob in zip(
+                *(lines[name] for name in names), strict=True
             )
         }
-
-
-def _aggregates(
-    names: pa.ChunkedArray, values: pa.ChunkedArray, how: str
-) -> dict[str, float]:
-    table = pa.table({"name": names, "value": values})
-    grouped = table.group_by("name").aggregate([("value", how)])
-    return dict(tuples(grouped, "name", f"value_{how}"))
 
 
 def _draw(name: str) -> bytes:

@@ -240,11 +240,11 @@ class ViewTables:
             "policies": simulation.table().to_pylist(),
             "rules": [_rule(tables.policy) for tables in self.policies],
             "drift": [groups[id(tables.links)] for tables in self.policies],
-            "sessions": self._session_lines(),
+            "sessions": self.session_lines(),
             "violations": self._violations and self._violations.rules(),
         }
 
-    def _session_lines(self) -> dict[str, list[Any]]:
+    def session_lines(self) -> dict[str, list[Any]]:
         """Columns of the list of sessions. Lists per policy are in the policies' order."""
         turns = self._turns.table
         n_output = pc.list_value_length(turns["output_ids"]).to_numpy()
