@@ -15,28 +15,12 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import entry_points, version
 from typing import NoReturn, cast
 
 from trajkit._arguments import did_you_mean
-from trajkit.cli import (
-    compact,
-    drift,
-    export,
-    head,
-    imports,
-    linearize,
-    pack,
-    plot,
-    policies,
-    show,
-    simulate,
-    stats,
-    verify,
-    view,
-    why,
-)
-from trajkit.cli.options import Commands
+from trajkit.cli.options import Command, Commands
 from trajkit.cli.standard import shown, standard_files
 from trajkit.errors import ArgumentError, FormatError, TornLogWarning, TrajkitError
 
@@ -62,46 +46,17 @@ exit codes:
 """
 
 
-COMMANDS = (
-    imports.run,
-    linearize.run,
-    pack.run,
-    drift.run,
-    simulate.run,
-    verify.run,
-    plot.run_plot,
-    plot.run_report,
-    export.run,
-    head.run,
-    stats.run,
-    show.run,
-    why.run_why,
-    why.run_tree,
-    view.run,
-    policies.run,
-    compact.run_compact,
-    compact.run_expand,
+MODULES = (
+    *("imports", "linearize", "pack", "drift", "simulate", "verify", "plot", "export"),
+    *("head", "stats", "show", "why", "view", "policies", "compact"),
 )
-"""trajkit's own commands, in the order of the help."""
+"""The modules of trajkit's own commands, in the order of the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` and return its exit code.
+    """Run the command line ``argv``, or that of the process, and return its exit code.
 
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        The arguments without the program's name. None: those of the process.
-
-    Returns
-    -------
-    int
-        See ``EXIT_CODES``.
-
-    Raises
-    ------
-    SystemExit
-        argparse ended the run: code 0 after ``--help``, 2 after a usage error.
+    argparse ends the run with SystemExit after ``--help`` and after a usage error.
     """
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:
@@ -114,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.simplefilter("always", TornLogWarning)
             warnings.showwarning = _warn
             with standard_files(arguments):
-                code: int = arguments.run(arguments)
+                code: int | None = arguments.run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
@@ -122,15 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the interpreter flushes stdout once more as it exits: that must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
-    except OSError as error:
-        return _fail(_describe(error), BAD_FILE)
-    except FormatError as error:
-        return _fail(str(error), BAD_FILE)
+    except (OSError, FormatError) as error:
+        return _fail(error, BAD_FILE)
     except ArgumentError as error:
-        return _fail(str(error), BAD_USAGE)
+        return _fail(error, BAD_USAGE)
     except TrajkitError as error:
-        return _fail(str(error), BAD_DATA)
-    return code
+        return _fail(error, BAD_DATA)
+    return code or DONE
 
 
 class Parser(argparse.ArgumentParser):
@@ -171,38 +124,28 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action=_Version, nargs=0, help="print the version and exit"
     )
 
-    def print_help(_: argparse.Namespace) -> int:
-        parser.print_help()
-        return DONE
-
-    parser.set_defaults(run=print_help, writes_delta=False)
+    parser.set_defaults(run=lambda _: parser.print_help(), writes_delta=False)
     commands = cast(
         "Commands", parser.add_subparsers(title="commands", metavar="COMMAND")
     )
-    for command in COMMANDS:
-        command.add(commands)
+    for name in MODULES:
+        for command in vars(import_module(f"trajkit.cli.{name}")).values():
+            if isinstance(command, Command):
+                command.add(commands)
     for entry in sorted(entry_points(group="trajkit.commands"), key=lambda e: e.name):
         entry.load()(commands)
     return parser
 
 
-def _describe(error: OSError) -> str:
-    """The file, then the system's message."""
-    if error.filename is None or error.strerror is None:
-        return str(error)
-    return f"{error.filename}: {error.strerror}"
-
-
-def _fail(message: str, code: int) -> int:
-    _print_line(message)
+def _fail(error: Exception | str, code: int) -> int:
+    """Print a message as one line on stderr."""
+    text = str(error)
+    if isinstance(error, OSError) and None not in (error.filename, error.strerror):
+        text = f"{error.filename}: {error.strerror}"
+    sys.stderr.write(f"trajkit: {' '.join(shown(text).split())}\n")
     return code
 
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
     """A replacement of `warnings.showwarning` that does not print source lines."""
-    _print_line(f"warning: {message}")
-
-
-def _print_line(message: str) -> None:
-    """Print a message as one line on stderr."""
-    sys.stderr.write(f"trajkit: {' '.join(shown(message).split())}\n")
+    _fail(f"warning: {message}", DONE)

@@ -19,8 +19,8 @@ def total_size(files: Iterable[Path]) -> int:
 
 def _change(
     arguments: argparse.Namespace, name: str, change: Callable[..., dict[str, int]]
-) -> int:
-    """Write the turns and print their size; the exit code is 0."""
+) -> None:
+    """Write the turns and print their size."""
     with Progress(name, "turns") as bar:
         options = job_options(arguments, bar)
         totals = change(arguments.source, arguments.output, **options)
@@ -29,7 +29,6 @@ def _change(
     facts = {**totals, "bytes_before": before, "bytes_after": after}
     text = f"turns {totals['turns']:,}, bytes {before:,} before and {after:,} after"
     print_written(arguments, totals, facts, text)
-    return 0
 
 
 @command(
@@ -41,16 +40,15 @@ Write recorded turns in delta form: of each prompt, only the part that an earlie
 not have. Every command reads that form; expand is the inverse.
 
 source, --json
--o --output OUT  turns: Parquet or Arrow IPC, by suffix; or DIRECTORY/ for parts in Parquet,
-                 where an interrupted run continues
+-o --output OUT!  turns: Parquet or Arrow IPC, by suffix; or DIRECTORY/ for parts in
+                   Parquet, where an interrupted run continues
 --gather, --rejected
 """,
     extend=lambda parser: parser.set_defaults(writes_delta=True),
-    output={"required": True},
 )
-def run_compact(arguments: argparse.Namespace) -> int:
+def run_compact(arguments: argparse.Namespace) -> None:
     """Write the delta form; see `_change`."""
-    return _change(arguments, "compact", compact_file)
+    _change(arguments, "compact", compact_file)
 
 
 @command(
@@ -61,12 +59,11 @@ write turns with complete prompts
 Write turns with complete prompts and messages: the inverse of compact.
 
 source, --json
--o --output OUT  turns: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts in
-                 Parquet, where an interrupted run continues
+-o --output OUT!  turns: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts in
+                  Parquet, where an interrupted run continues
 --gather, --rejected
 """,
-    output={"required": True},
 )
-def run_expand(arguments: argparse.Namespace) -> int:
+def run_expand(arguments: argparse.Namespace) -> None:
     """Write the full form; see `_change`."""
-    return _change(arguments, "expand", expand_file)
+    _change(arguments, "expand", expand_file)

@@ -1,9 +1,10 @@
 """``trajkit drift``: where prompts differ from the paths that they continue."""
 
 import argparse
-import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,13 @@ import pyarrow as pa
 
 import trajkit as tk
 from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.take import tuples
 from trajkit.analysis.drift_findings import other_text_cause
 from trajkit.analysis.tokenizer import Codec, Ids
-from trajkit.cli.file_options import rejected_count, rejected_note, run_stage
+from trajkit.cli.file_options import print_result, run_stage
 from trajkit.cli.options import chosen_policy, command
 from trajkit.cli.progress import Progress
-from trajkit.cli.terminal import Screen, visible
+from trajkit.cli.terminal import visible
 from trajkit.cli.text import text_table
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.io.tables import write_tables
@@ -44,13 +46,12 @@ source, --json
 -o --output FILE  write the drift table, a line per turn
 --tokenizer
 --findings FILE   with --tokenizer: write each finding, with spans and texts of both sides
---examples N      with --tokenizer: findings to show of each cause (default: %(default)s)
+--examples N 1    with --tokenizer: findings to show of each cause (default: %(default)s)
 --policy, --set, --fork-threshold, --gather, --rejected
 """,
-    examples={"default": 1},
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Print the summary; the exit code is 0."""
+def run(arguments: argparse.Namespace) -> None:
+    """Print the summary."""
     policy = chosen_policy(arguments)
     if arguments.findings is not None and arguments.tokenizer is None:
         raise tk.errors.ArgumentError("--findings needs --tokenizer")
@@ -72,28 +73,17 @@ def run(arguments: argparse.Namespace) -> int:
         if findings is not None:
             yield "findings", findings
 
-    targets = {
-        name: Target(path, write_tables)
-        for name, path in (
-            ("drift", arguments.output),
-            ("findings", arguments.findings),
-        )
-        if path is not None
-    }
+    paths = {"drift": arguments.output, "findings": arguments.findings}
+    targets = {name: Target(path, write_tables) for name, path in paths.items() if path}
     with Progress("drift", "turns") as bar:
         totals = run_stage(arguments, stage, targets, bar)
     groups = sorted(causes.values(), key=lambda g: (-g.findings, g.cause))
-    if arguments.json:
-        facts = {"policy": asdict(policy), **summary.to_json()}
-        if tokenizer is not None:
-            facts["causes"] = [vars(group) for group in groups]
-        text = json.dumps(facts | rejected_count(totals))
-    else:
-        text = rejected_note(arguments, totals) + summary.describe()
-        if tokenizer is not None:
-            text += "\n\n" + describe_causes(groups)
-    Screen.of_stdout(colour=False).print(text)
-    return 0
+    facts = {"policy": asdict(policy), **summary.to_json()}
+    text = summary.describe()
+    if tokenizer is not None:
+        facts["causes"] = [vars(group) for group in groups]
+        text += "\n\n" + describe_causes(groups)
+    print_result(arguments, totals, facts, text)
 
 
 _EXAMPLE = ("session_id", "turn_index", "path_start", "path_text", "prompt_text")
@@ -136,67 +126,34 @@ def add_causes(
     n_examples: int,
 ) -> None:
     """Count the findings of more sessions by cause, and keep the first few of each."""
-    counted = set()
-    sides = _Sides(turns, codec)
-    for found in findings.to_pylist():
-        cause = found["cause"]
-        group = causes.setdefault(cause, CauseGroup(cause))
-        turn = cause, found["session_id"], found["turn_index"]
-        group.findings += 1
-        group.turns += turn not in counted
-        counted.add(turn)
-        group.tokens_held += found["path_stop"] - found["path_start"]
-        group.tokens_shown += found["prompt_stop"] - found["prompt_start"]
-        group.origins[sides.origin(found)] += 1
-        if len(group.examples) < n_examples:
-            example = {name: found[name] for name in _EXAMPLE}
-            group.examples.append(example | sides.tokens(found))
-
-
-class _Sides:
-    """The calls of findings, one session after another."""
-
-    def __init__(self, turns: pa.Table, codec: Codec) -> None:
-        self._turns = locate(turns)
-        self._codec = codec
-        self._names = {name: k for k, name in enumerate(self._turns.ids.to_pylist())}
-        self._session: str | None = None
-
-    def origin(self, found: dict[str, Any]) -> str:
-        """Who changed the text: ``template``, ``rewritten`` or ``other_text``."""
-        parent, call = self._open(found)
-        return other_text_cause(self._shown, parent, call)
-
-    def tokens(self, found: dict[str, Any]) -> dict[str, str]:
-        """Both sides token by token, with the span in brackets."""
-        parent, call = self._open(found)
-        sides = {"path": self._shown.path(parent), "prompt": self._shown.prompt(call)}
-        return {
-            f"{side}_tokens": marked(
-                self._codec, ids, found[f"{side}_start"], found[f"{side}_stop"]
-            )
-            for side, ids in sides.items()
-        }
-
-    def _open(self, found: dict[str, Any]) -> tuple[int, int]:
-        """The finding's parent and call in the calls of its session."""
-        name = found["session_id"]
-        if name != self._session:
-            at = self._names[name]
-            self._calls = read_calls(self._turns.sessions(at, at + 1))
-            self._shown = SessionCalls(self._calls)
-            self._session = name
-        turns = np.array([found["parent"], found["turn_index"]])
-        parent, call = self._calls.named(np.zeros(2, np.int64), turns).tolist()
-        return parent, call
+    located = locate(turns)
+    numbers = {name: k for k, name in enumerate(located.ids.to_pylist())}
+    for session, own in groupby(findings.to_pylist(), itemgetter("session_id")):
+        calls = read_calls(located.sessions(numbers[session], numbers[session] + 1))
+        shown = SessionCalls(calls)
+        counted = set()
+        for found in own:
+            turn = found["turn_index"]
+            places = np.array([found["parent"], turn])
+            parent, call = calls.named(np.zeros(2, np.int64), places).tolist()
+            group = causes.setdefault(found["cause"], CauseGroup(found["cause"]))
+            group.findings += 1
+            group.turns += (found["cause"], turn) not in counted
+            counted.add((found["cause"], turn))
+            group.tokens_held += found["path_stop"] - found["path_start"]
+            group.tokens_shown += found["prompt_stop"] - found["prompt_start"]
+            group.origins[other_text_cause(shown, parent, call)] += 1
+            if len(group.examples) < n_examples:
+                sides = {"path": shown.path(parent), "prompt": shown.prompt(call)}
+                example = {name: found[name] for name in _EXAMPLE}
+                for side, ids in sides.items():
+                    bounds = found[f"{side}_start"], found[f"{side}_stop"]
+                    example[f"{side}_tokens"] = marked(codec, ids, *bounds)
+                group.examples.append(example)
 
 
 def marked(codec: Codec, ids: Ids, start: int, stop: int) -> str:
-    """Tokens ``start:stop`` in brackets, with some before and after.
-
-    Tokens are separated by dots, and by bars in brackets. The middle of a long span is
-    left out.
-    """
+    """Tokens ``start:stop`` in brackets, with some before and after, each apart."""
 
     def texts(ids: Ids) -> list[str]:
         return [visible(codec.exact(ids[k : k + 1])) for k in range(len(ids))]
@@ -237,52 +194,39 @@ def describe_causes(groups: list[CauseGroup]) -> str:
 
 @dataclass(slots=True)
 class DriftSummary:
-    """The sums of a drift table.
-
-    Attributes
-    ----------
-    turns_compared : int
-        Turns that continue another one.
-    turns_by_tokens : int
-        Turns whose parent was found by tokens.
-    groups : dict
-        By region and cause: turns, path tokens from the start of the drift, and how many
-        of these were sampled.
-    """
+    """The sums of a drift table."""
 
     sessions: int = 0
     turns: int = 0
+    # turns that continue another one, and those whose parent was found by tokens
     turns_compared: int = 0
     turns_by_tokens: int = 0
     tokens_sampled: int = 0
+    # by region and cause: turns, path tokens from the start of the drift, and how many of
+    # these were sampled
     groups: dict[tuple[str, str], tuple[int, int, int]] = field(default_factory=dict)
 
     def add(self, turns: pa.Table, links: pa.Table, drift: pa.Table) -> None:
         """Add the drift of more sessions."""
         by_tokens = pc.equal(links["link_reason"].cast(pa.string()), "tokens")
+        n_output = pc.list_value_length(turns["output_ids"])
         self.sessions += pc.count_distinct(turns["session_id"]).as_py()
         self.turns += turns.num_rows
         self.turns_compared += drift.num_rows
         self.turns_by_tokens += pc.sum(by_tokens).as_py() or 0
-        self.tokens_sampled += (
-            pc.sum(pc.list_value_length(turns["output_ids"])).as_py() or 0
-        )
-        keys, sizes = ("region", "cause"), ("size", "tokens_after_drift")
-        columns = [drift[name].cast(pa.string()) for name in keys]
-        columns += [drift[name].cast(pa.int64()) for name in sizes]
-        counted = (
-            pa.table(columns, [*keys, *sizes])
-            .group_by(keys)
-            .aggregate([([], "count_all"), *((name, "sum") for name in sizes)])
-        )
-        for row in counted.to_pylist():
-            key = row["region"], row["cause"]
-            n, size, after = self.groups.get(key, (0, 0, 0))
-            self.groups[key] = (
-                n + row["count_all"],
-                size + row["size_sum"],
-                after + row["tokens_after_drift_sum"],
-            )
+        self.tokens_sampled += pc.sum(n_output).as_py() or 0
+        columns = {
+            "region": drift["region"].cast(pa.string()),
+            "cause": drift["cause"].cast(pa.string()),
+            "beyond": drift["size"],
+            "after": drift["tokens_after_drift"],
+        }
+        sums = [([], "count_all"), ("beyond", "sum"), ("after", "sum")]
+        counted = pa.table(columns).group_by(["region", "cause"]).aggregate(sums)
+        names = ("region", "cause", "count_all", "beyond_sum", "after_sum")
+        for *key, n, beyond, after in tuples(counted, *names):
+            known = self.groups.get((*key,), (0, 0, 0))
+            self.groups[*key,] = known[0] + n, known[1] + beyond, known[2] + after
 
     def lines(self) -> list[tuple[str, str, int, int, int]]:
         """Region, cause and counts; the groups with the most sampled tokens first."""

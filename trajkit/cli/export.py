@@ -2,10 +2,9 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 import trajkit as tk
-from trajkit.cli.options import command
+from trajkit.cli.options import command, known_sessions
 from trajkit.export import FILE_FORMATS
 
 
@@ -20,27 +19,21 @@ docs/export.md lists the formats.
 
 source ROWS      rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of them
 --to             trainer
--o --output DIR  a directory for the file; it is made if it does not exist
+-o --output DIR!  a directory for the file; it is made if it does not exist
 --sessions FILE  sessions with rewards and groups: adds advantages to the rows
---baseline       baseline of the advantages (default: group_mean)
+--baseline {group_mean,none,leave_one_out}  baseline of the advantages (default: group_mean)
 """,
     to={"required": True, "choices": FILE_FORMATS},
-    output={"required": True, "type": Path},
-    baseline={
-        "choices": ("none", "group_mean", "leave_one_out"),
-        "default": "group_mean",
-    },
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Write the file; the exit code is 0."""
+def run(arguments: argparse.Namespace) -> None:
+    """Write the file."""
     from trajkit.export.files import TARGETS
 
     rows = tk.read_rows(arguments.source)
-    if arguments.sessions is not None:
-        sessions = tk.read_sessions(arguments.sessions)
+    sessions = known_sessions(arguments.sessions)
+    if sessions is not None:
         gains = tk.training.advantages(sessions, arguments.baseline)
         rows = tk.add_advantages(rows, gains)
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = TARGETS[arguments.to](rows, arguments.output)
     sys.stdout.write(f"{path}: {rows.num_rows} rows for {arguments.to}\n")
-    return 0

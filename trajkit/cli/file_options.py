@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 
 from trajkit.cli.progress import Progress
+from trajkit.cli.terminal import Screen
 from trajkit.jobs.group_sessions import SessionIndex, bucket_numbers
 from trajkit.jobs.stages import JobOptions, Stage, Target, Watch, run_job
 
@@ -46,16 +47,26 @@ def run_stage(
     return run_job(arguments.source, stage, targets, **job_options(arguments, bar))
 
 
-def rejected_count(totals: Mapping[str, int]) -> dict[str, int]:
-    """The number of rejected sessions for JSON, if ``--rejected`` was given."""
-    return {name: totals[name] for name in ("rejected",) if name in totals}
-
-
 def rejected_note(arguments: argparse.Namespace, totals: Mapping[str, int]) -> str:
     """A line with the number of rejected sessions, if ``--rejected`` was given."""
     if arguments.rejected is None:
         return ""
     return f"{totals['rejected']:,} sessions rejected, see {arguments.rejected}\n"
+
+
+def print_result(
+    arguments: argparse.Namespace,
+    totals: Mapping[str, int],
+    facts: Mapping[str, object],
+    text: str,
+) -> None:
+    """Print one JSON object with ``facts``, or ``text``, and the rejected sessions."""
+    if arguments.json:
+        rejected = {name: totals[name] for name in ("rejected",) if name in totals}
+        text = json.dumps({**facts, **rejected})
+    else:
+        text = rejected_note(arguments, totals) + text
+    Screen.of_stdout(colour=False).print(text)
 
 
 def print_written(
@@ -64,10 +75,8 @@ def print_written(
     facts: Mapping[str, object],
     text: str,
 ) -> None:
-    """Print what a command wrote: one JSON object with ``facts``, or ``text``."""
-    if arguments.json:
-        text = json.dumps({"output": arguments.output, **facts})
-    else:
-        note = rejected_note(arguments, totals)
-        text = f"{text}\n\n{note}written to {arguments.output}"
-    sys.stdout.write(text + "\n")
+    """Print what a command wrote to ``--output``; see `print_result`."""
+    if not arguments.json:
+        sys.stdout.write(f"{text}\n\n")
+    facts = {"output": arguments.output, **facts}
+    print_result(arguments, totals, facts, f"written to {arguments.output}")

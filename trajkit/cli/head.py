@@ -35,12 +35,11 @@ print the first lines of a table
 Print the first lines of a file of any table: turns, rows, packs, links, drift, sessions, a
 report. Lists are shortened, and columns that do not fit are named below.
 {TABLE}
--n N  number of lines (default: %(default)s)
+-n N 10  number of lines (default: %(default)s)
 """,
-    n={"default": 10},
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Print the lines; the exit code is 0."""
+def run(arguments: argparse.Namespace) -> None:
+    """Print the lines."""
     screen = Screen.of_stdout(colour=True)
     wanted, tables = arguments.n, []
     for table in stored_tables(arguments.source, arguments.n):
@@ -50,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             break
     if not tables:
         screen.print("no lines")
-        return 0
+        return
     names = list(dict.fromkeys(name for table in tables for name in table.column_names))
     lines = [line for table in tables for line in table.to_pylist()]
     cells = {name: [name, *(cell(line.get(name)) for line in lines)] for name in names}
@@ -64,7 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if len(shown) < len(names):
         screen.print_labelled("more", [(", ".join(names[len(shown) :]), "")])
-    return 0
 
 
 def cell(value: object) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from typing import Any
 
 import pyarrow as pa
 
@@ -27,27 +28,19 @@ each of them.
 source IN             files of the format, or directories of them
 --from FORMAT         one of {", ".join(FORMATS)}, or auto: by the files (default:
                       %(default)s)
--o --output OUT       turns: Parquet, Arrow IPC or JSONL, by suffix
+-o --output OUT!      turns: Parquet, Arrow IPC or JSONL, by suffix
 --report FILE         write the report: a line per record and problem
 --tokenizer PATH      for chat: the model's directory, or its tokenizer.json
 --chat-template PATH  for chat: a template to use instead of the tokenizer's own
---nonfinite-logprobs  invalid logprobs (NaN, -9999): leave their record out, or make them
-                      null (default: %(default)s)
+--nonfinite-logprobs {{raise,null}}  invalid logprobs (NaN, -9999): leave their record out,
+                      or make them null (default: %(default)s)
 --json
 """,
     from_={"dest": "format", "choices": ("auto", *FORMATS), "default": "auto"},
     source={"nargs": "+"},
-    output={"required": True},
-    nonfinite_logprobs={"choices": ("raise", "null"), "default": "raise"},
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Write the turns and print the problems found; the exit code is 0.
-
-    Raises
-    ------
-    InvalidTurnsError
-        There are no turns.
-    """
+def run(arguments: argparse.Namespace) -> None:
+    """Write the turns and print the problems found."""
     tokenizer = None
     if arguments.tokenizer is not None:
         from trajkit.cli.tokenizer import load_chat_tokenizer
@@ -68,16 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
         write_table(report, arguments.report)
     problems = group(report)
     if arguments.json:
-        said = {"output": arguments.output, **totals, "problems": problems}
-        text = json.dumps(said)
+        facts = {"output": arguments.output, **totals, "problems": problems}
+        text = json.dumps(facts)
     else:
         text = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}\n"
         if problems:
             lines = [
                 (
-                    str(one["problem"]),
+                    one["problem"],
                     "kept" if one["kept"] else "left out",
-                    int(str(one["count"])),
+                    one["count"],
                     f"{one['file']}, {one['place']}",
                 )
                 for one in problems
@@ -89,12 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.write(text + "\n")
     if not totals["turns"]:
         raise tk.errors.InvalidTurnsError(no_turns(problems))
-    return 0
 
 
-def no_turns(problems: list[dict[str, object]]) -> str:
+def no_turns(problems: list[dict[str, Any]]) -> str:
     """Why an import found no turns, and what to do."""
-    names = [str(one["problem"]) for one in problems if not one["kept"]]
+    names = [one["problem"] for one in problems if not one["kept"]]
     text = f"0 turns, so no file was written ({', '.join(names) or 'no records'})"
     if {"no_prompt_ids", "no_output_ids"} & {*names}:
         text += (
@@ -106,10 +98,11 @@ def no_turns(problems: list[dict[str, object]]) -> str:
     return text
 
 
-def group(report: pa.Table) -> list[dict[str, object]]:
+def group(report: pa.Table) -> list[dict[str, Any]]:
     """Each problem of a report with its count and its first record."""
-    groups: dict[tuple[str, bool], dict[str, object]] = {}
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
     for row in report.to_pylist():
-        one = groups.setdefault((row["problem"], row["kept"]), {**row, "count": 0})
-        one["count"] = int(str(one["count"])) + 1
+        groups.setdefault((row["problem"], row["kept"]), {**row, "count": 0})[
+            "count"
+        ] += 1
     return list(groups.values())

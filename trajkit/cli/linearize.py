@@ -25,21 +25,20 @@ Write the training rows of recorded turns, and print how many sampled tokens are
 and why others are lost.
 
 source, --json
--o --output OUT  rows: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts,
-                 where an interrupted run continues
+-o --output OUT!  rows: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts,
+                  where an interrupted run continues
 --policy, --set, --fork-threshold, --max-row-tokens, --weigh-by
---threads N      in addition to those that read and write (default: 1)
---layout         suffix: write tokens that rows share only once (default: %(default)s)
---report FILE    write the report, a line per session
+--threads N       in addition to those that read and write (default: 1)
+--layout {full,suffix}  suffix: write tokens that rows share only once (default:
+                  %(default)s)
+--report FILE     write the report, a line per session
 --gather, --rejected
 """,
     extend=add_facts,
-    output={"required": True},
-    layout={"choices": ("full", "suffix"), "default": "full"},
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Write the rows and print the totals; the exit code is 0."""
-    policy, sessions = chosen_policy(arguments), known_sessions(arguments)
+def run(arguments: argparse.Namespace) -> None:
+    """Write the rows and print the totals."""
+    policy, sessions = chosen_policy(arguments), known_sessions(arguments.sessions)
     with Progress("linearize", "turns") as bar:
         totals = linearize_file(
             arguments.source,
@@ -56,7 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
     facts = {"policy": asdict(policy), **totals}
     print_written(arguments, totals, facts, describe(totals))
-    return 0
 
 
 def describe(totals: dict[str, int]) -> str:

@@ -12,10 +12,13 @@ import pyarrow as pa
 
 import trajkit as tk
 from trajkit.cli.policy_args import Set, setting, with_choices
+from trajkit.io.tables import sessions_below
 from trajkit.policies import DEFAULT_FORK_THRESHOLD, PRESETS
 from trajkit.training.row_weights import By
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Run: TypeAlias = Callable[[argparse.Namespace], int | None]
+"""A function of the parsed arguments; it returns the exit code, or None for 0."""
 
 
 def count(text: str) -> int:
@@ -28,12 +31,15 @@ def count(text: str) -> int:
 
 _TYPES: dict[str, Callable[[str], object]] = {
     "N": count,
+    "K": int,
     "PORT": int,
     "SEED": int,
     "X": float,
     "RATE": float,
     "SECONDS": float,
     "PATH": Path,
+    "DIR": Path,
+    "CHOICE=VALUE": setting,
 }
 """Types of option values, by their metavar."""
 
@@ -44,8 +50,7 @@ class Command:
 
     name: str
     usage: str
-    # takes the parsed arguments, and returns the exit code
-    run: Callable[[argparse.Namespace], int]
+    run: Run
     extend: Callable[[argparse.ArgumentParser], None] | None
     details: Mapping[str, dict[str, Any]]
 
@@ -68,18 +73,12 @@ def command(
     *,
     extend: Callable[[argparse.ArgumentParser], None] | None = None,
     **details: dict[str, Any],
-) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
-    """Make a function of the parsed arguments, which returns the exit code, a command.
+) -> Callable[[Run], Command]:
+    """Make a function of the parsed arguments a command.
 
-    Parameters
-    ----------
-    usage : str
-        The help in one line, a paragraph that describes the command, and a table of its
-        options (see `add_options`), with blank lines between them.
-    extend : function, optional
-        Adds to the parser what is no plain option.
-    **details : dict
-        As for `add_options`.
+    ``usage`` is the help in one line, a paragraph that describes the command, and a table
+    of its options (see `add_options`), with blank lines between them. ``extend`` adds to
+    the parser what is no plain option.
     """
     return lambda run: Command(name, usage, run, extend, details)
 
@@ -91,21 +90,18 @@ def add_options(
 ) -> None:
     """Add the options of a table.
 
-    Parameters
-    ----------
-    table : str
-        One entry per option: its flags and the name of its value as in a usage line, two
-        spaces, and its help, which indented lines continue. Without flags it is a
-        positional argument. After the name there may be a default. ``NAME...`` may be
-        repeated. ``{a,b}`` are choices, of which the first is the default. A line without
-        help lists options of `_SHARED`: ``--policy, --set``.
-    **details : dict
-        Further keywords of ``add_argument``, by the option's last flag. An option with
-        neither a value nor keywords is a switch.
+    An entry has the flags of an option and the name of its value as in a usage line, two
+    spaces, and its help, which indented lines continue. Without flags it is a positional
+    argument. After the name there may be a default. ``NAME!`` is required, ``NAME...`` may
+    be repeated. ``{a,b}`` are choices, of which the first is the default. A line without
+    help lists options of `_SHARED`: ``--policy, --set``.
+
+    ``details`` are further keywords of ``add_argument``, by the option's last flag. An
+    option with neither a value nor keywords is a switch.
     """
     for entry, help in _entries(table):
         for name in () if help else entry.split(", "):
-            _add_option(parser, *_SHARED[name], **_DETAILS.get(name, {}))
+            _add_option(parser, *_SHARED[name])
         if help:
             key = _flags(entry)[-1].lstrip("-").replace("-", "_")
             key += "_" * iskeyword(key)
@@ -140,12 +136,19 @@ def _add_option(
         choices = value.strip("{}").split(",")
         own = {"choices": choices, "default": choices[0]}
     elif value.endswith("..."):
-        own = {"metavar": value[:-3], "action": "append", "default": []}
+        own = {"metavar": value[:-3], "type": _TYPES.get(value[:-3])}
+        own |= {"action": "append", "default": []}
     else:
-        own = {"metavar": value, "type": _TYPES.get(value), "default": default}
+        required, value = (
+            {"required": True} if value[-1] == "!" else {},
+            value.strip("!"),
+        )
+        type_ = _TYPES.get(value)
+        own = {"metavar": value, "type": type_, "default": default, **required}
     parser.add_argument(*flags, help=help, **{**own, **details})
 
 
+_BY = ",".join(get_args(By))
 _SHARED = {
     _flags(spec)[0]: (spec, help)
     for spec, help in _entries(f"""
@@ -153,21 +156,21 @@ source IN           turns: Parquet, Arrow IPC or JSONL by suffix, or a directory
                     is standard input
 --json              print one JSON object and nothing else
 --max-row-tokens N  rows are truncated after N tokens
---policy NAME       one of {", ".join(PRESETS)} (default: %(default)s); `trajkit policies`
-                    lists their choices
---set CHOICE=VALUE  change a choice of the policy; may be repeated (`trajkit policies NAME`
-                    lists the choices and their values)
---fork-threshold N  slime: a drifted reply of fewer than N tokens does not start a new row,
-                    nor for trl drift of fewer than N (default: {DEFAULT_FORK_THRESHOLD}; 0:
-                    all drift does); miles: drift of N or more is refused (default: 1)
+--policy NAME faithful  one of {", ".join(PRESETS)} (default: %(default)s);
+                    `trajkit policies` lists their choices
+--set CHOICE=VALUE...  change a choice of the policy; may be repeated (`trajkit policies
+                    NAME` lists the choices and their values)
+--fork-threshold K  slime: a drifted reply of fewer than K tokens does not start a new row,
+                    nor for trl drift of fewer than K (default: {DEFAULT_FORK_THRESHOLD}; 0:
+                    all drift does); miles: drift of K or more is refused (default: 1)
 --sessions FILE     a line per session: session_id, reward, group_id, error; Parquet, Arrow
                     IPC or JSONL by suffix, or the directory of a run. A session with an
                     error is not trained
 --reward X          the reward of every session
---weigh-by          row_weight: the row's trained tokens over the rollout's N; 1 over the
-                    rollout's rows that train; or 1 / N (default: %(default)s)
---gather            auto: group scattered sessions through temporary files (next to OUT, if
-                    there is one); no: refuse them (default: %(default)s)
+--weigh-by {{{_BY}}}  row_weight: the row's trained tokens over the rollout's N; 1 over
+                    the rollout's rows that train; or 1 / N (default: %(default)s)
+--gather {{auto,no}}  auto: group scattered sessions through temporary files (next to OUT,
+                    if there is one); no: refuse them (default: %(default)s)
 --rejected FILE     leave out sessions that break a rule, and write them to FILE with the
                     reason (default: the first one is an error)
 --tokenizer PATH    the model's tokenizer.json, or its directory
@@ -176,14 +179,6 @@ source IN           turns: Parquet, Arrow IPC or JSONL by suffix, or a directory
 }
 """Flags and help of the options that several commands have, by their first flag."""
 
-_DETAILS: dict[str, dict[str, Any]] = {
-    "--policy": {"default": "faithful"},
-    "--set": {"action": "append", "default": [], "type": setting},
-    "--fork-threshold": {"type": int},
-    "--weigh-by": {"choices": get_args(By), "default": "token"},
-    "--gather": {"choices": ("auto", "no"), "default": "auto"},
-}
-
 
 def add_facts(parser: argparse.ArgumentParser) -> None:
     """Add ``--sessions``, and ``--reward`` as an alternative."""
@@ -191,13 +186,7 @@ def add_facts(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_policy(arguments: argparse.Namespace) -> tk.Policy:
-    """The policy of the options, with its choices.
-
-    Raises
-    ------
-    PolicyError
-        It or a choice does not exist, or it ignores the fork threshold.
-    """
+    """The policy of the options, with its choices."""
     sets = list(arguments.set)
     option = "--set fork_threshold="
     if arguments.fork_threshold is not None:
@@ -209,14 +198,7 @@ def chosen_policy(arguments: argparse.Namespace) -> tk.Policy:
 def checked_policy(
     name: str, sets: Sequence[Set], option: str = "--set fork_threshold="
 ) -> tk.Policy:
-    """The named policy with changed choices.
-
-    Raises
-    ------
-    PolicyError
-        It or a choice does not exist, or it ignores the fork threshold, which
-        ``option`` sets.
-    """
+    """The named policy with changed choices; ``option`` sets the fork threshold."""
     policy = with_choices(tk.policy(name), sets)
     threshold = dict(sets).get("fork_threshold")
     if threshold is not None and not (policy.merge_rewrites or policy.absorbs_short):
@@ -240,11 +222,13 @@ def add_policies(parser: argparse.ArgumentParser, help: str) -> None:
     )
 
 
-class _Repeated(argparse.Action):
-    """A ``--policy`` that may be repeated, or a ``--set`` for the one before it.
+def chosen_policies(arguments: argparse.Namespace) -> list[tk.Policy] | None:
+    """The policies of `add_policies`; None without one."""
+    return [checked_policy(*one) for one in arguments.policy or ()] or None
 
-    The value is a list with the name of each policy and a list of its choices.
-    """
+
+class _Repeated(argparse.Action):
+    """Collects names of policies from ``--policy``, each with its values of ``--set``."""
 
     def __call__(
         self,
@@ -262,8 +246,8 @@ class _Repeated(argparse.Action):
             raise argparse.ArgumentError(self, "needs a --policy before it")
 
 
-def known_sessions(arguments: argparse.Namespace) -> pa.Table | None:
-    """The table of ``--sessions``."""
-    if arguments.sessions is None:
-        return None
-    return tk.read_sessions(arguments.sessions)
+def known_sessions(file: str | None, run: str | None = None) -> pa.Table | None:
+    """The table of sessions in a file, else that in the directory of a run."""
+    if file is not None:
+        return tk.read_sessions(file)
+    return None if run is None else sessions_below(run)

@@ -17,26 +17,21 @@ Pack rows into micro-batches of at most N tokens. Rows of a session share their 
 a tree, and every trained token has an edge, which says the token of the pack that predicts
 it.
 
-rows ROWS        rows, in a file or a directory
--o --output OUT  packs: Parquet, Arrow IPC or JSONL, by suffix
---max-tokens N   tokens of a pack; 1.25 to 1.5 times the longest row leaves little to repeat
---layout         rows: they share nothing (default: %(default)s)
---share          group: the sessions of a group share what their first rows begin with
---oversize       a tree of more tokens is cut and repeats prefixes, is carried over several
-                 packs, or is refused (default: %(default)s)
---align N        pad packs to a multiple of N tokens
---column NAME    give edges this column of the rows, as edge_NAME; may be repeated
+rows ROWS         rows, in a file or a directory
+-o --output OUT!  packs: Parquet, Arrow IPC or JSONL, by suffix
+--max-tokens N!   tokens of a pack; 1.25 to 1.5 times the longest row leaves little to
+                  repeat
+--layout {tree,rows}  rows: they share nothing (default: %(default)s)
+--share {session,group}  group: the sessions of a group share what their first rows begin
+                  with
+--oversize {repeat,carry,error}  a tree of more tokens is cut and repeats prefixes, is
+                  carried over several packs, or is refused (default: %(default)s)
+--align N 1       pad packs to a multiple of N tokens
+--column NAME...  give edges this column of the rows, as edge_NAME; may be repeated
 """,
-    output={"required": True},
-    max_tokens={"required": True},
-    layout={"choices": ("tree", "rows"), "default": "tree"},
-    share={"choices": ("session", "group"), "default": "session"},
-    oversize={"choices": ("repeat", "carry", "error"), "default": "repeat"},
-    align={"default": 1},
-    column={"action": "append", "default": []},
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Write the packs and print what they hold; the exit code is 0."""
+def run(arguments: argparse.Namespace) -> None:
+    """Write the packs and print what they hold."""
     rows = tk.read_rows(arguments.rows)
     packs = tk.pack(
         rows,
@@ -55,4 +50,3 @@ def run(arguments: argparse.Namespace) -> int:
         f"{rows.num_rows:,} rows in {packs.num_rows:,} packs: {n_tokens:,} tokens, "
         f"{n_tokens / room:.1%} full, {n_edges:,} edges\n"
     )
-    return 0

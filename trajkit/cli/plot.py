@@ -1,25 +1,19 @@
 """``trajkit plot`` and ``trajkit report``: pictures and a page of a run."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import pyarrow as pa
 
 import trajkit as tk
 from trajkit.cli.options import (
     add_policies,
-    checked_policy,
+    chosen_policies,
     chosen_policy,
     command,
+    known_sessions,
 )
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
-from trajkit.io.tables import sessions_below
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _FIGURES = ("svg", "png", "pdf")
 
@@ -47,7 +41,6 @@ source RUN       turns: Parquet, Arrow IPC or JSONL by suffix, or the directory 
 
 
 def _add_to_plot(parser: argparse.ArgumentParser) -> None:
-    """Add ``--policy``, and the list of kinds."""
     kinds = "\n".join(
         f"  {name:10} {shows} ({', '.join(suffixes)})"
         for name, (shows, suffixes) in KINDS.items()
@@ -78,8 +71,8 @@ kind KIND         what to draw (see below)
     kind={"choices": KINDS},
     o={"dest": "picture", "type": Path, "required": True},
 )
-def run_plot(arguments: argparse.Namespace) -> int:
-    """Write the picture; the exit code is 0."""
+def run_plot(arguments: argparse.Namespace) -> None:
+    """Write the picture."""
     kind, path = arguments.kind, arguments.picture
     suffixes = KINDS[kind][1]
     suffix = path.suffix.removeprefix(".").lower()
@@ -87,44 +80,41 @@ def run_plot(arguments: argparse.Namespace) -> int:
         raise ArgumentError(
             f"-o {path}: {kind} is written as {' or '.join(f'.{one}' for one in suffixes)}"
         )
-    policies = [checked_policy(*one) for one in arguments.policy or ()]
-    if len(policies) > 1 and kind not in ("forest", "policies"):
+    policies = chosen_policies(arguments)
+    if policies and len(policies) > 1 and kind not in ("forest", "policies"):
         raise ArgumentError(
             f"--policy is given {len(policies)} times: {kind} takes one"
         )
-    turns, sessions = tk.read_turns(arguments.source), _sessions(arguments)
-    if kind in ("forest", "trace"):
-        if kind == "trace":
-            text = tk.plot.trace(turns, sessions)
-        else:
-            text = tk.plot.forest(turns, arguments.session, policies=policies or None)
-        path.write_text(text, encoding="utf-8")
-        return 0
+    turns, sessions = (
+        tk.read_turns(arguments.source),
+        known_sessions(arguments.sessions, arguments.source),
+    )
     policy = policies[0] if policies else tk.policy("faithful")
-
-    def drift() -> "Figure":
-        tokenizer = chosen_tokenizer(arguments)
-        links = tk.link(turns, policy)
-        return tk.plot.drift(tk.classify_drift(turns, links, tokenizer=tokenizer))
-
-    def run() -> "Figure":
-        _, report = tk.linearize(turns, policy, sessions=sessions, report=True)
-        return tk.plot.run(turns, report, policy)
-
-    draw: dict[str, Callable[[], Figure]] = {
-        "tokens": lambda: tk.plot.tokens(turns, policy, arguments.session),
-        "drift": drift,
-        "policies": lambda: tk.plot.policies(
-            tk.simulate(turns, policies or None, sessions=sessions)
-        ),
-        "run": run,
-        "swimlanes": lambda: tk.plot.swimlanes(turns, sessions),
-    }
-    figure = draw[kind]()
+    session = arguments.session
+    match kind:
+        case "forest":
+            text = tk.plot.forest(turns, session, policies=policies)
+            path.write_text(text, encoding="utf-8")
+            return
+        case "trace":
+            path.write_text(tk.plot.trace(turns, sessions), encoding="utf-8")
+            return
+        case "tokens":
+            figure = tk.plot.tokens(turns, policy, session)
+        case "drift":
+            tokenizer, links = chosen_tokenizer(arguments), tk.link(turns, policy)
+            figure = tk.plot.drift(tk.classify_drift(turns, links, tokenizer=tokenizer))
+        case "policies":
+            counts = tk.simulate(turns, policies, sessions=sessions)
+            figure = tk.plot.policies(counts)
+        case "run":
+            _, report = tk.linearize(turns, policy, sessions=sessions, report=True)
+            figure = tk.plot.run(turns, report, policy)
+        case _:
+            figure = tk.plot.swimlanes(turns, sessions)
     from trajkit.plot.figures import save
 
     save(figure, path, suffix)
-    return 0
 
 
 @command(
@@ -143,21 +133,13 @@ of the rows.
 """,
     o={"dest": "picture", "type": Path, "required": True},
 )
-def run_report(arguments: argparse.Namespace) -> int:
-    """Write the page; the exit code is 0."""
+def run_report(arguments: argparse.Namespace) -> None:
+    """Write the page."""
     page = tk.plot.report(
         tk.read_turns(arguments.source),
         chosen_policy(arguments),
-        sessions=_sessions(arguments),
+        sessions=known_sessions(arguments.sessions, arguments.source),
         rows=None if arguments.rows is None else tk.read_rows(arguments.rows),
         tokenizer=chosen_tokenizer(arguments),
     )
     arguments.picture.write_text(page, encoding="utf-8")
-    return 0
-
-
-def _sessions(arguments: argparse.Namespace) -> pa.Table | None:
-    """The table of ``--sessions``, else that of the run's directory."""
-    if arguments.sessions is None:
-        return sessions_below(arguments.source)
-    return tk.read_sessions(arguments.sessions)

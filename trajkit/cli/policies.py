@@ -25,8 +25,8 @@ policy NAME  a policy
 """,
     policy={"nargs": "?"},
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Print the policies, or the choices of one; the exit code is 0."""
+def run(arguments: argparse.Namespace) -> None:
+    """Print the policies, or the choices of one."""
     names = list(PRESETS) if arguments.policy is None else [arguments.policy]
     policies = [tk.policy(name) for name in names]
     if arguments.json:
@@ -36,7 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         text = describe_choices(policies[0])
     sys.stdout.write(text + "\n")
-    return 0
 
 
 def describe(policies: list[tk.Policy]) -> str:

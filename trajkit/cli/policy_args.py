@@ -3,15 +3,13 @@
 import argparse
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
-from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import trajkit as tk
 from trajkit._arguments import did_you_mean
 from trajkit.policies import IN_OTHER_WORDS
 
-_BOOLS = {"true": True, "false": False}
-_NONE = "none"
+_NONE, _NAMES = "none", "names, separated by commas"
 
 _HINTS: dict[str, Any] = {
     name: hint for name, hint in get_type_hints(tk.Policy).items() if name != "name"
@@ -37,32 +35,31 @@ def setting(text: str) -> Set:
 
 
 def with_choices(policy: tk.Policy, sets: Iterable[Set]) -> tk.Policy:
-    """The policy with changed choices.
-
-    Parameters
-    ----------
-    sets : iterable of pairs of str
-        Attributes of `trajkit.Policy`, or the preset's own options (`IN_OTHER_WORDS`),
-        and their values as `written` writes them.
-
-    Raises
-    ------
-    PolicyError
-        The policy has no such choice, the choice has no such value, it is given twice,
-        or two choices exclude each other.
-    """
+    """The policy with changed choices, by name and text as in `allowed`."""
+    known = _known(policy)
     choices: dict[str, object] = {}
     for name, text in sets:
         where = f"policy {policy.name!r}, {name}={text}"
         if name in choices:
             raise tk.errors.PolicyError(f"{where}: the choice is given twice")
-        if name not in {**_HINTS, **_options(policy)}:
-            known = [*_options(policy), *_HINTS]
+        if name not in known:
             raise tk.errors.PolicyError(
                 f"{where}: no such choice{did_you_mean(name, known)}: expected one of "
                 f"{', '.join(known)}"
             )
-        choices[name] = _value(policy, name, text, where)
+        values, other = known[name]
+        if text in values:
+            choices[name] = values[text]
+        elif other == _NAMES:
+            choices[name] = tuple(filter(None, text.split(",")))
+        else:
+            try:
+                choices[name] = int(text if other else "no integer is accepted")
+            except ValueError:
+                raise tk.errors.PolicyError(
+                    f"{where}{did_you_mean(text, values)}: expected "
+                    f"{allowed(policy)[name]}"
+                ) from None
     try:
         return tk.policy(policy, **choices)
     except tk.errors.PolicyError as error:
@@ -71,8 +68,11 @@ def with_choices(policy: tk.Policy, sets: Iterable[Set]) -> tk.Policy:
 
 def allowed(policy: tk.Policy) -> dict[str, str]:
     """The values that each choice accepts, as text; the policy's own options first."""
-    own = {name: _one_of(values) for name, values in _options(policy).items()}
-    return {**own, **{name: _words(hint) for name, hint in _HINTS.items()}}
+    found = {}
+    for name, (values, other) in _known(policy).items():
+        *before, last = [*filter(None, [other]), *values]
+        found[name] = f"{', '.join(before)} or {last}" if before else last
+    return found
 
 
 def written(value: object) -> str:
@@ -89,46 +89,19 @@ def choices_of(policy: tk.Policy) -> dict[str, str]:
     return {name: written(getattr(policy, name)) for name in _HINTS}
 
 
-def _options(policy: tk.Policy) -> dict[str, tuple[str, ...]]:
+def _known(policy: tk.Policy) -> dict[str, tuple[dict[str, object], str]]:
+    """By choice: values by their text, and what else it accepts, if anything."""
     options = IN_OTHER_WORDS.get(policy.name, {})
-    return {name: tuple(meant) for name, meant in options.items()}
-
-
-def _value(policy: tk.Policy, name: str, text: str, where: str) -> object:
-    """The text as a value of the choice's type."""
-    hint = _HINTS.get(name)
-    values = _options(policy).get(name) if hint is None else get_args(hint)
-    if hint is bool and text in _BOOLS:
-        return _BOOLS[text]
-    if get_origin(hint) is tuple:
-        return tuple(filter(None, text.split(",")))
-    if (hint is None or get_origin(hint) is Literal) and text in (values or ()):
-        return text
-    if _is_int(hint):
-        if text == _NONE and NoneType in get_args(hint):
-            return None
-        try:
-            return int(text)
-        except ValueError:
-            pass
-    hint = did_you_mean(text, [v for v in values or () if isinstance(v, str)])
-    raise tk.errors.PolicyError(f"{where}{hint}: expected {allowed(policy)[name]}")
-
-
-def _is_int(hint: object) -> bool:
-    return hint is int or set(get_args(hint)) == {int, NoneType}
-
-
-def _words(hint: object) -> str:
-    if hint is bool:
-        return _one_of(_BOOLS)
-    if get_origin(hint) is tuple:
-        return "names, separated by commas"
-    if _is_int(hint):
-        return "an integer" + (f" or {_NONE}" if hint is not int else "")
-    return _one_of(get_args(hint))
-
-
-def _one_of(values: Iterable[str]) -> str:
-    *before, last = values
-    return f"{', '.join(before)} or {last}" if before else last
+    known: dict[str, tuple[dict[str, object], str]] = {
+        name: ({text: text for text in meant}, "") for name, meant in options.items()
+    }
+    for name, hint in _HINTS.items():
+        if hint is bool:
+            known[name] = {"true": True, "false": False}, ""
+        elif get_origin(hint) is Literal:
+            known[name] = {text: text for text in get_args(hint)}, ""
+        elif get_origin(hint) is tuple:
+            known[name] = {}, _NAMES
+        else:
+            known[name] = {} if hint is int else {_NONE: None}, "an integer"
+    return known

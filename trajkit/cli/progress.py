@@ -14,16 +14,8 @@ _PAUSE_S = 0.1
 class Progress:
     """``label [####    ]  50 %  1,234 turns/s  0:12 left``, redrawn in place.
 
-    It is erased at the end. Nothing is written if stderr is not a terminal.
-
-    Parameters
-    ----------
-    label : str
-        Name of the task.
-    unit : str
-        Name of what is counted, in the plural.
-    clock : function, optional
-        Returns seconds since any fixed time.
+    It is erased at the end. Nothing is written if stderr is not a terminal. ``unit`` names
+    what is counted, in the plural; ``clock`` returns seconds since any fixed time.
     """
 
     def __init__(

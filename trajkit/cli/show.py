@@ -38,18 +38,16 @@ of the policy, and lost tokens are shown too.
 source TURNS|ROWS  turns or rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of
                    turns; - is standard input
 --session
---row N            a single row per session
+--row K            a single row per session
 --tokenizer PATH   the model's tokenizer.json, or its directory (default: ids and messages)
---context N        tokens shown at both ends of long context (default: %(default)s)
+--context N 16     tokens shown at both ends of long context (default: %(default)s)
 --unfold           show all context and all messages
 --no-color         no colours
 --policy, --set, --fork-threshold
 """,
-    row={"type": int},
-    context={"default": 16},
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Print the rows; the exit code is 0."""
+def run(arguments: argparse.Namespace) -> None:
+    """Print the rows."""
     tokenizer = chosen_tokenizer(arguments)
     codec = None if tokenizer is None else Codec(tokenizer)
     view = _View(
@@ -64,12 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
         rows = of_session(rows, arguments.session, "rows")
         for row in _chosen_rows(rows, arguments.row):
             view.row(row, {})
-        return 0
+        return
     policy = chosen_policy(arguments)
     turns = of_session(tk.read_turns(arguments.source), arguments.session, "turns")
     for one in each_session(turns):
         ids = tuples(one, "turn_index", "output_ids")
-        outputs = {turn: _ids(output) for turn, output in ids}
+        outputs = {turn: np.array(output, np.int32) for turn, output in ids}
         messages = {} if codec else _messages(one)
         lines = tk.analysis.output_spans(one, policy).to_pylist()
         drift = {(x["turn_index"], x["output_start"]): x["drift_turn"] for x in lines}
@@ -80,7 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
             view.row(row, outputs, messages.get(row["last_turn"], []))
         if arguments.row is None:
             view.lost([line for line in lines if line["row_index"] is None], outputs)
-    return 0
 
 
 def is_rows(source: str) -> bool:
@@ -120,10 +117,6 @@ def _chosen_rows(rows: pa.Table, index: int | None) -> Iterator[dict[str, Any]]:
         raise ArgumentError(
             f"--row {index}: expected an index of one of the {rows.num_rows} rows"
         )
-
-
-def _ids(values: list[int]) -> Ids:
-    return np.array(values, np.int32)
 
 
 def _messages(turns: pa.Table) -> dict[int, list[tuple[str, str]]]:
@@ -171,7 +164,7 @@ class _View:
         messages: list[tuple[str, str]] | None = None,
     ) -> None:
         """Print a row. ``outputs`` of turns are for tokens that it lost."""
-        ids = _ids(row["input_ids"])
+        ids = np.array(row["input_ids"], np.int32)
         mask = row.get("loss_mask") or []
         session = row.get("session_id")
         place = "" if session is None else f"session {visible(str(session))}, "
@@ -220,11 +213,8 @@ class _View:
 
     def _lost(self, span: dict[str, Any], outputs: dict[int, Ids]) -> None:
         """Print tokens that are lost, with the reason."""
-        start, stop, turn = (
-            span["output_start"],
-            span["output_stop"],
-            span["turn_index"],
-        )
+        names = ("output_start", "output_stop", "turn_index")
+        start, stop, turn = (span[name] for name in names)
         words = f"({span['kind'].replace('_', ' ')}"
         if span.get("drift_turn") is not None:
             words += f" by turn {span['drift_turn']}"
@@ -255,7 +245,11 @@ def _parts(
     """Kind, start, stop and span of each range of a row, context included."""
     spans = row.get("spans")
     if spans is None:
-        spans = _masked(row["loss_mask"])
+        edges = np.diff(np.array([False, *row["loss_mask"], False], np.int8))
+        spans = [
+            {"kind": "trained", "start": start, "stop": stop}
+            for start, stop in np.flatnonzero(edges).reshape(-1, 2).tolist()
+        ]
     at = 0
     for span in spans:
         if span["start"] > at:
@@ -265,15 +259,6 @@ def _parts(
         at = span["stop"]
     if at < n_tokens:
         yield "context", at, n_tokens, {}
-
-
-def _masked(mask: list[bool]) -> list[dict[str, Any]]:
-    """The trained ranges of a row without spans."""
-    edges = np.flatnonzero(np.diff(np.array([False, *mask, False], np.int8)))
-    return [
-        {"kind": "trained", "start": start, "stop": stop}
-        for start, stop in edges.reshape(-1, 2).tolist()
-    ]
 
 
 def _count(n: int) -> str:

@@ -1,27 +1,21 @@
 """``trajkit simulate``: what each policy would keep, lose and cost on a run."""
 
 import argparse
-import json
-import sys
+from functools import partial
 
 import pyarrow as pa
 
 from trajkit.analysis.simulation import Simulation, cheapest_lossless
-from trajkit.cli.file_options import rejected_count, rejected_note, run_stage
+from trajkit.cli.file_options import print_result, run_stage
 from trajkit.cli.options import (
     add_policies,
-    checked_policy,
+    chosen_policies,
     command,
     known_sessions,
 )
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import share, text_table
 from trajkit.jobs.stages import Made
-
-
-def _add_to_simulate(parser: argparse.ArgumentParser) -> None:
-    """Add ``--policy``, which may be repeated."""
-    add_policies(parser, "a policy to compare; may be repeated (default: all)")
 
 
 @command(
@@ -38,18 +32,17 @@ source, --json, --sessions
 --pack N  count the packs of N tokens that rows make as trees
 --max-row-tokens, --gather, --rejected
 """,
-    extend=_add_to_simulate,
+    extend=partial(
+        add_policies, help="a policy to compare; may be repeated (default: all)"
+    ),
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Print the table and the cheapest policy; the exit code is 0."""
-    policies = None
-    if arguments.policy is not None:
-        policies = [checked_policy(*one) for one in arguments.policy]
+def run(arguments: argparse.Namespace) -> None:
+    """Print the table and the cheapest policy."""
     counts = Simulation(
-        policies,
+        chosen_policies(arguments),
         pad_to=arguments.pad,
         pack_tokens=arguments.pack,
-        sessions=known_sessions(arguments),
+        sessions=known_sessions(arguments.sessions),
         max_row_tokens=arguments.max_row_tokens,
     )
 
@@ -61,13 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         totals = run_stage(arguments, stage, {}, bar)
     table = counts.table()
     cheapest = cheapest_lossless(table)
-    if arguments.json:
-        facts = {"cheapest": cheapest, "policies": table.to_pylist()}
-        text = json.dumps(facts | rejected_count(totals))
-    else:
-        text = rejected_note(arguments, totals) + describe(table, cheapest)
-    sys.stdout.write(text + "\n")
-    return 0
+    facts = {"cheapest": cheapest, "policies": table.to_pylist()}
+    print_result(arguments, totals, facts, describe(table, cheapest))
 
 
 def describe(table: pa.Table, cheapest: str | None) -> str:

@@ -33,11 +33,6 @@ def standard_files(arguments: argparse.Namespace) -> Iterator[None]:
 
     The first bytes of standard input determine its format. Standard output gets JSON
     lines, or an Arrow IPC stream from ``compact``; messages for people go to stderr then.
-
-    Raises
-    ------
-    ArgumentError
-        Standard input is used twice.
     """
     global _folder
     takes = [name for name in _INPUTS if DASH in _values(arguments, name)]

@@ -2,8 +2,11 @@
 
 import argparse
 import json
+import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 
@@ -28,6 +31,7 @@ _LENGTHS = {
 }
 _SUMS = {"loss_mask": "tokens trained", "suffix_mask": "tokens trained"}
 _BASES = ("tokens", "tokens stored")
+_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 
 
 @command(
@@ -42,15 +46,15 @@ counts. Then sessions and tokens.
 --json
 """,
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Print the summary; the exit code is 0."""
+def run(arguments: argparse.Namespace) -> None:
+    """Print the summary."""
     summary = Summary()
     for table in stored_tables(arguments.source):
         summary.add(table)
     screen = Screen.of_stdout(colour=True)
     if arguments.json:
         screen.print(json.dumps(summary.to_json()))
-        return 0
+        return
     screen.print(f"{summary.lines:,} lines\n")
     screen.print_table(
         [_HEAD, *(one.texts(name) for name, one in summary.columns.items())]
@@ -62,71 +66,71 @@ def run(arguments: argparse.Namespace) -> int:
         if name == "tokens trained" and base is not None:
             part = f", {share(n, summary.totals[base])} of {base}"
         screen.print(f"{name}: {n:,}{part}")
-    return 0
 
 
 @dataclass(slots=True)
 class Column:
     """The sums of a column."""
 
-    type: str
-    # what is measured: values, lengths, or the share of true
-    of: str
-    lines: int = 0
+    type: pa.DataType
     nulls: int = 0
     known: int = 0
     total: float = 0
-    least: float | None = None
-    largest: float | None = None
+    least: float = math.inf
+    largest: float = -math.inf
     names: Counter[str] = field(default_factory=Counter)
 
     def add(self, values: pa.ChunkedArray) -> None:
         """Add values."""
-        self.lines += len(values)
         self.nulls += values.null_count
+        of, measure = _measure(values.type)
         if pa.types.is_dictionary(values.type):
             self._count(values)
+        if measure is None:
             return
-        numbers = _measured(values)
-        if numbers is None or numbers.null_count == len(numbers):
+        numbers = measure(values).drop_null()
+        if not len(numbers):
             return
         ends = pc.min_max(numbers).as_py()
-        self.least = min(ends["min"], ends["min"] if self.least is None else self.least)
-        self.largest = max(
-            ends["max"], ends["max"] if self.largest is None else self.largest
-        )
-        self.known += len(numbers) - numbers.null_count
+        self.least = min(self.least, ends["min"])
+        self.largest = max(self.largest, ends["max"])
+        self.known += len(numbers)
         self.total += pc.sum(numbers).as_py()
-        if self.of == "characters" and self.largest <= _LONGEST_NAME:
+        if of == "characters" and self.largest <= _LONGEST_NAME:
             self._count(values)
 
     def _count(self, names: pa.ChunkedArray) -> None:
         for one in pc.value_counts(names.drop_null()).to_pylist():
             self.names[str(one["values"])] += one["counts"]
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """The sums as one object."""
         return {
-            "type": self.type,
-            "of": self.of,
+            "type": _type_name(self.type),
+            "of": _measure(self.type)[0],
             "nulls": self.nulls,
-            "min": self.least,
+            "min": self.least if self.known else None,
             "mean": self.total / self.known if self.known else None,
-            "max": self.largest,
+            "max": self.largest if self.known else None,
             "names": dict(self.names.most_common()),
         }
 
     def texts(self, name: str) -> tuple[str, ...]:
         """The cells of the column's line."""
-        mean = self.total / self.known if self.known else None
-        numbers = [_number(value) for value in (self.least, mean, self.largest)]
-        most = self.names.most_common(_MOST_NAMES)
-        of = ", ".join(f"{visible(value)} {n:,}" for value, n in most)
+        sums = self.to_json()
+        of = sums["of"] if self.known else ""
+        if self.names:
+            most = self.names.most_common(_MOST_NAMES)
+            of = ", ".join(f"{visible(value)} {n:,}" for value, n in most)
         if len(self.names) > _MOST_NAMES:
             of = f"{len(self.names):,} names"
-        nulls = f"{self.nulls:,}" if self.nulls else ""
-        named = shortened(name, 40), shortened(self.type, 24)
-        return (*named, nulls, *numbers, of or (self.of if self.known else ""))
+        return (
+            shortened(name, 40),
+            shortened(sums["type"], 24),
+            f"{self.nulls:,}" if self.nulls else "",
+            *(_number(sums[name]) for name in ("min", "mean", "max")),
+            of,
+        )
 
 
 @dataclass(slots=True)
@@ -142,13 +146,11 @@ class Summary:
         """Add more lines."""
         self.lines += table.num_rows
         for name, values in zip(table.column_names, table.columns, strict=True):
-            if name not in self.columns:
-                self.columns[name] = Column(_type_name(values.type), _kind(values.type))
-            self.columns[name].add(values)
+            self.columns.setdefault(name, Column(values.type)).add(values)
             if name == "session_id":
                 self.sessions.update(pc.unique(values).to_pylist())
                 self.totals["sessions"] = len(self.sessions)
-            if _kind(values.type) != "length":
+            if not isinstance(values.type, _LISTS):
                 continue
             if name in _LENGTHS:
                 n = pc.sum(pc.list_value_length(values)).as_py() or 0
@@ -163,46 +165,27 @@ class Summary:
         return {"lines": self.lines, "columns": found, "totals": dict(self.totals)}
 
 
-def _is_list(type_: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_list(type_)
-        or pa.types.is_large_list(type_)
-        or pa.types.is_fixed_size_list(type_)
-    )
-
-
-def _is_text(type_: pa.DataType) -> bool:
-    return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_))
-
-
 def _type_name(type_: pa.DataType) -> str:
-    if _is_list(type_):
+    if isinstance(type_, _LISTS):
         return f"list of {_type_name(type_.value_type)}"
     if pa.types.is_struct(type_):
         return "struct"
     return "names" if pa.types.is_dictionary(type_) else str(type_)
 
 
-def _kind(type_: pa.DataType) -> str:
-    """What is measured of values."""
-    if _is_list(type_):
-        return "length"
+def _measure(
+    type_: pa.DataType,
+) -> tuple[str, Callable[[pa.ChunkedArray], pa.ChunkedArray] | None]:
+    """What is measured of values, and how; None: nothing is."""
+    if isinstance(type_, _LISTS):
+        return "length", pc.list_value_length
     if pa.types.is_boolean(type_):
-        return "share of true"
-    return "characters" if _is_text(type_) else "value"
-
-
-def _measured(values: pa.ChunkedArray) -> pa.ChunkedArray | None:
-    """The numbers whose least, mean and largest are shown; None: there are none."""
-    kind = _kind(values.type)
-    if kind == "length":
-        return pc.list_value_length(values)
-    if kind == "characters":
-        return pc.utf8_length(values)
-    if kind == "share of true":
-        return values.cast(pa.int8())
-    is_number = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
-    return values if is_number else None
+        return "share of true", lambda values: values.cast(pa.int8())
+    if pa.types.is_string(type_) or pa.types.is_large_string(type_):
+        return "characters", pc.utf8_length
+    if pa.types.is_integer(type_) or pa.types.is_floating(type_):
+        return "value", lambda values: values
+    return "value", None
 
 
 def _number(value: float | None) -> str:

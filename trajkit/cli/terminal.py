@@ -65,11 +65,6 @@ def _char_columns(char: str) -> int:
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
-def padded(text: str, width: int) -> str:
-    """The text with spaces up to ``width`` columns."""
-    return text + " " * (width - columns(text))
-
-
 def shortened(text: str, most: int) -> str:
     """A visible text on one line, without its middle if it is long."""
     first, last = visible(text[:most]), visible(text[-most:])
@@ -81,15 +76,10 @@ def shortened(text: str, most: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """Where text is printed.
-
-    Attributes
-    ----------
-    width : int or None
-        Columns of a line. None: lines are not broken, as for a pipe.
-    """
+    """Where text is printed."""
 
     colour: bool
+    # columns of a line. None: lines are not broken, as for a pipe
     width: int | None
 
     @classmethod
@@ -113,7 +103,10 @@ class Screen:
         """Print lines of cells in columns, the first line as a head."""
         widths = [max(map(columns, cells)) for cells in zip(*lines, strict=True)]
         for k, line in enumerate(lines):
-            text = "  ".join(map(padded, line, widths))
+            cells = zip(line, widths, strict=True)
+            text = "  ".join(
+                text + " " * (room - columns(text)) for text, room in cells
+            )
             self.print(text.rstrip(), "" if k else "head")
 
     def print_labelled(self, label: str, fragments: Iterable[Fragment]) -> None:

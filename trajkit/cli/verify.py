@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
                 output,
                 policy,
                 reward=arguments.reward,
-                sessions=known_sessions(arguments),
+                sessions=known_sessions(arguments.sessions),
                 max_row_tokens=arguments.max_row_tokens,
                 weigh_by=arguments.weigh_by,
                 **job_options(arguments, bar),

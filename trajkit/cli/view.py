@@ -14,11 +14,13 @@ from trajkit.cli.options import (
     add_options,
     add_policies,
     checked_policy,
+    chosen_policies,
     command,
+    known_sessions,
 )
 from trajkit.cli.policy_args import setting
 from trajkit.cli.tokenizer import chosen_tokenizer
-from trajkit.errors import ArgumentError, FormatError
+from trajkit.errors import ArgumentError
 from trajkit.io.tables import iter_tables, log_files, rows_plan
 from trajkit.policies import PRESETS
 from trajkit.schema import SESSIONS
@@ -32,7 +34,6 @@ _SMALLER = "--sessions A,B, --sample N or --worst N"
 
 
 def _add_to_view(parser: argparse.ArgumentParser) -> None:
-    """Add ``--policy``, and choices of sessions that exclude each other."""
     add_policies(parser, "a policy to show; may be repeated (default: all)")
     add_options(
         parser.add_mutually_exclusive_group(),
@@ -67,20 +68,19 @@ source
 --pack N          show the packs of N tokens that the rows of a session make
 --against IN      a second run to compare with, read like IN
 --no-text         leave out the text of messages and tokens
---port N          of the server (default: any)
+--port PORT 0     of the server (default: any)
 --follow          show new turns of a running gateway
 --no-browser      print the address only
 """,
     extend=_add_to_view,
-    port={"type": int, "default": 0},
 )
-def run(arguments: argparse.Namespace) -> int:
-    """Write the page or serve it; the exit code is 0."""
+def run(arguments: argparse.Namespace) -> None:
+    """Write the page or serve it."""
     from trajkit.view.document import page
     from trajkit.view.selection import Selection
 
     tokenizer = chosen_tokenizer(arguments)
-    policies = [checked_policy(*one) for one in arguments.policy or ()]
+    policies = chosen_policies(arguments)
     first = (policies or list(PRESETS.values()))[0]
     selection = Selection(
         arguments.sessions, arguments.sample, arguments.worst, policy=first
@@ -94,13 +94,14 @@ def run(arguments: argparse.Namespace) -> int:
         # as stored: rows of other systems have few columns, and verify judges them
         rows = pa.concat_tables(iter_tables(arguments.rows, plan=rows_plan))
     if arguments.output is None:
-        return _serve(arguments, source, other, rows, tokenizer)
+        _serve(arguments, source, other, rows, tokenizer)
+        return
     if arguments.follow:
         raise ArgumentError("--follow needs the server: leave out -o")
     turns, sessions = source.load()
     html = page(
         turns,
-        policies or None,
+        policies,
         sessions=sessions,
         tokenizer=tokenizer,
         text=not arguments.no_text,
@@ -109,31 +110,20 @@ def run(arguments: argparse.Namespace) -> int:
         pack_tokens=arguments.pack,
         against=None if other is None else (other.title, *other.load()),
     ).encode()
-    with open(arguments.output, "wb") as file:
-        file.write(html)
-    sys.stdout.write(_described(arguments, source, turns, len(html)))
-    return 0
-
-
-def _described(
-    arguments: argparse.Namespace, source: "_Files", turns: pa.Table, n_bytes: int
-) -> str:
-    """What the file has, for people."""
+    Path(arguments.output).write_bytes(html)
     n_sessions = len(set(turns["session_id"].to_pylist()))
     text = "the text of all messages; --no-text leaves it out"
     if arguments.no_text:
         text = "token ids and numbers, no text"
-    lines = [
-        f"{n_sessions:,} of {source.n_sessions:,} sessions, {turns.num_rows:,} turns",
-        f"contains {text}",
-        f"written to {arguments.output} ({n_bytes / 1e6:.1f} MB)",
-    ]
-    if n_bytes > _LARGE_BYTES:
-        lines.append(
+    sys.stdout.write(
+        f"{n_sessions:,} of {source.n_sessions:,} sessions, {turns.num_rows:,} turns\n"
+        f"contains {text}\nwritten to {arguments.output} ({len(html) / 1e6:.1f} MB)\n"
+    )
+    if len(html) > _LARGE_BYTES:
+        sys.stdout.write(
             f"browsers open files above {_LARGE_BYTES / 1e6:.0f} MB slowly: choose "
-            f"sessions with {_SMALLER}, or leave out -o to serve the page"
+            f"sessions with {_SMALLER}, or leave out -o to serve the page\n"
         )
-    return "\n".join(lines) + "\n"
 
 
 def _serve(
@@ -142,7 +132,7 @@ def _serve(
     other: "_Files | None",
     rows: pa.Table | None,
     tokenizer: Tokenizer | None,
-) -> int:
+) -> None:
     from trajkit.view.server import LiveRun, Options, ViewServer
 
     texts = tuple(PRESETS)
@@ -174,7 +164,6 @@ def _serve(
             server.serve_forever()
     except KeyboardInterrupt:
         pass
-    return 0
 
 
 def _parsed(text: str) -> tk.Policy:
@@ -202,26 +191,12 @@ class _Files:
     def load(self) -> tuple[pa.Table, pa.Table | None]:
         """The turns of the chosen sessions, and the table of these sessions."""
         turns, self.n_sessions = self._selection.of(tk.scan_turns(self._source))
-        known = self._known()
+        known = known_sessions(self._facts, self._source)
         if known is None:
             return turns, None
         # sessions that have not ended have no line yet
-        names = set(known["session_id"].to_pylist())
-        missing = [
-            {"session_id": name}
-            for name in dict.fromkeys(turns["session_id"].to_pylist())
-            if name not in names
-        ]
-        lines = pa.Table.from_pylist(missing, SESSIONS)
+        missing = dict.fromkeys(turns["session_id"].to_pylist())
+        for name in known["session_id"].to_pylist():
+            missing.pop(name, None)
+        lines = pa.Table.from_pylist([{"session_id": one} for one in missing], SESSIONS)
         return turns, pa.concat_tables([known.select(SESSIONS.names), lines])
-
-    def _known(self) -> pa.Table | None:
-        """The lines of sessions in the file of ``--facts``, or in the run's directory."""
-        if self._facts is not None:
-            return tk.read_sessions(self._facts)
-        if not Path(self._source).is_dir():
-            return None
-        try:
-            return tk.read_sessions(self._source)
-        except FormatError:  # the directory has no file of sessions
-            return None

@@ -26,8 +26,8 @@ source TURNS|ROWS  turns or rows: Parquet, Arrow IPC or JSONL by suffix, or a di
 --policy, --set, --fork-threshold
 """,
 )
-def run_why(arguments: argparse.Namespace) -> int:
-    """Print the sentences; the exit code is 0."""
+def run_why(arguments: argparse.Namespace) -> None:
+    """Print the sentences."""
     screen = Screen.of_stdout(colour=True)
     if is_rows(arguments.source):
         table = of_session(tk.read_rows(arguments.source), arguments.session, "rows")
@@ -42,7 +42,6 @@ def run_why(arguments: argparse.Namespace) -> int:
             session = line["session_id"]
             screen.print(f"session {visible(session)}", "head")
         screen.print(f"  {line['sentence']}")
-    return 0
 
 
 @command(
@@ -56,8 +55,8 @@ opens a branch, and where its prompt drifts.
 source, --session, --policy, --set, --fork-threshold
 """,
 )
-def run_tree(arguments: argparse.Namespace) -> int:
-    """Print the trees; the exit code is 0."""
+def run_tree(arguments: argparse.Namespace) -> None:
+    """Print the trees."""
     screen = Screen.of_stdout(colour=True)
     turns = of_session(tk.read_turns(arguments.source), arguments.session, "turns")
     policy = chosen_policy(arguments)
@@ -66,4 +65,3 @@ def run_tree(arguments: argparse.Namespace) -> int:
         screen.print(f"session {visible(session)}", "head")
         for line in tk.analysis.call_tree(table, session, policy):
             screen.print(f"  {line}")
-    return 0

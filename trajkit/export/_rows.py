@@ -1,41 +1,45 @@
 """Rows as trainers take them: the checks and conversions that all formats share."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
-from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical_rows, place
+from trajkit._arrow.take import list_values
 from trajkit.errors import ExportError
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.training._checks import session_codes
 from trajkit.turns.mm_items import engine_ids
 from trajkit.turns.turn_rules import lengths
 
+_P = ParamSpec("_P")
+_Fields = TypeVar("_Fields")
+_Objects = TypeVar("_Objects")
 Array: TypeAlias = npt.NDArray[Any]
-Normalize: TypeAlias = Literal["token_mean", "token_sum"]
-"""How a trainer reduces the losses of a batch's trained tokens."""
 
 Reduce: TypeAlias = Literal["mean", "sum"]
 """How row weights are meant; see `trajkit.training.reference_loss`."""
 
-
-_SCALARS = (
-    *("session_id", "row_index", "group_id", "prompt_length", "reward", "row_weight"),
-    *("finish_reason", "weight_versions", "last_turn"),
+_LISTS = ("input_ids", "loss_mask", "logprobs")
+FLAGS = ("truncated", "use_tool", "ill_formed")
+_COLUMNS = (
+    *("session_id", "row_index", "group_id", "prompt_length", "reward", "advantage"),
+    *("row_weight", "finish_reason", "weight_versions", "last_turn", "spans"),
+    *("mm_items", *FLAGS),
 )
-_FLAGS = ("truncated", "use_tool", "ill_formed")
 """Columns of rows that an `ExportRow` has under their names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportRow:
-    """One checked row."""
+    """One checked row; what is not explained here is as in `trajkit.schema.ROWS`."""
 
     session_id: str
     row_index: int
@@ -55,33 +59,57 @@ class ExportRow:
     logprobs: Array
     prompt_length: int
     reward: float | None
-    # of the row, or of each token
-    advantage: float | list[float] | None
     row_weight: float
     finish_reason: str | None
     truncated: bool
     use_tool: bool
     ill_formed: bool
-    # first and last weights, or None
     weight_versions: dict[str, str] | None
-    # the turn whose path the row is, if the table says so
     last_turn: int | None
-    # as dicts
     spans: list[dict[str, Any]]
-    # its images, in order, as dicts
-    mm_items: list[dict[str, Any]]
+    mm_items: list[dict[str, Any]] | None
     # the row's line in the table
     line: int
+    # of the row, or of each token
+    advantage: float | list[float] | None = None
 
     @property
     def place(self) -> str:
         """Session and row, for errors."""
         return f"session {self.session_id!r}, row {self.row_index}"
 
-    def response(self, values: Array) -> list[Any]:
-        """The values after the prompt, as Python objects."""
-        found: list[Any] = values[self.prompt_length :].tolist()
+    @property
+    def uid(self) -> str:
+        """Its ``group_id``, or its session without one."""
+        return self.session_id if self.group_id is None else self.group_id
+
+    @property
+    def prompt(self) -> list[int]:
+        """The ids of the prompt."""
+        found: list[int] = self.input_ids[: self.prompt_length].tolist()
         return found
+
+    def response(self, values: Array) -> list[Any]:
+        """The values after the prompt, as Python objects; a mask as 0 and 1."""
+        own = values[self.prompt_length :]
+        found: list[Any] = (own.astype(np.int64) if own.dtype == bool else own).tolist()
+        return found
+
+
+def objects_of(
+    fields: Callable[_P, _Fields],
+) -> Callable[[Callable[[_Fields], _Objects]], Callable[_P, _Objects]]:
+    """Make a function of the result of ``fields`` take the arguments of ``fields``."""
+
+    def decorate(make: Callable[[_Fields], _Objects]) -> Callable[_P, _Objects]:
+        @wraps(make)
+        def made(*args: _P.args, **kwargs: _P.kwargs) -> _Objects:
+            return make(fields(*args, **kwargs))
+
+        made.__dict__["__wrapped__"] = fields  # whose signature it has
+        return made
+
+    return decorate
 
 
 def checked_rows(
@@ -91,144 +119,100 @@ def checked_rows(
     logprobs: bool = True,
     images: bool = False,
 ) -> list[ExportRow]:
-    """The rows, checked for what every trainer needs.
+    """The rows, checked for what every trainer needs (see docs/export.md).
 
-    Parameters
-    ----------
-    rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``, with all rows of each session.
-    response : bool
-        The format has prompt and response, and a mask for the response only.
-    logprobs : bool
-        Trained tokens need a logprob.
-    images : bool
-        The format carries images. Token ids are then those of the engine.
-
-    Raises
-    ------
-    ExportError
-        A row has images that the format does not carry, or a part of an image; a row
-        trains nothing, trains its first token, trains a token of the prompt
-        although the format cannot express it, or lacks a logprob; the lists of a row
-        differ in length; the rows of a session are not contiguous.
+    ``response``: the format has prompt and response, and a mask for the response only.
+    ``logprobs``: trained tokens need a logprob. ``images``: the format carries images.
     """
     table = full_rows(canonical_rows(as_table(rows)))
-    items = table.column("mm_items").to_pylist()
-    for line in np.flatnonzero(lengths(table.column("mm_items"))):
+    _check_images(table, images)
+    table = engine_ids(table)
+    sizes = np.stack([lengths(table[name]) for name in _LISTS])
+    for uneven in np.flatnonzero((sizes != sizes[0]).any(0)):
+        raise ExportError(
+            f"{place(table, int(uneven))}: input_ids, loss_mask and logprobs have lengths "
+            f"{sizes[:, uneven].tolist()}: expected the same"
+        )
+    ends = np.cumsum(sizes[0])
+    flat_ids, mask, given = (list_values(table[name]) for name in _LISTS)
+    trained = mask.to_numpy(zero_copy_only=False)
+    values = np.where(trained, given.fill_null(0.0).to_numpy(), np.float32(0.0))
+    unknown = trained & ~(np.asarray(given.is_valid()) & np.isfinite(values))
+    session, _ = session_codes(table)
+    for again in 1 + np.flatnonzero(np.diff(session) < 0):
+        raise ExportError(
+            f"{place(table, int(again))}: the rows of the session are not contiguous. Sort "
+            "them"
+        )
+    groups: dict[object, int] = {}
+    members = Counter[int]()
+    found = []
+    facts = table.select([name for name in _COLUMNS if name in table.column_names])
+    for line, own in enumerate(facts.to_pylist()):
+        tokens = slice(int(ends[line] - sizes[0, line]), int(ends[line]))
+        key = own["session_id"], None
+        if own["group_id"] is not None:
+            key = None, own["group_id"]
+        group = groups.setdefault(key, len(groups))
+        members[group] += line == 0 or session[line - 1] != session[line]
+        row = ExportRow(
+            **{**own, **{flag: bool(own[flag]) for flag in FLAGS}},
+            group=group,
+            rollout=int(session[line]),
+            repetition=members[group] - 1,
+            is_last=line + 1 == len(session) or session[line + 1] != session[line],
+            input_ids=flat_ids[tokens].to_numpy(),
+            loss_mask=trained[tokens],
+            logprobs=values[tokens],
+            line=line,
+        )
+        _check_mask(row, row.prompt_length if response else 0)
+        if logprobs and unknown[tokens].any():
+            raise ExportError(
+                f"{row.place}: token {unknown[tokens].argmax()} is trained and has no "
+                "finite logprob. Make rows with missing_logprobs='untrain'"
+            )
+        found.append(row)
+    return found
+
+
+def _check_images(table: pa.Table, allowed: bool) -> None:
+    items = table.column("mm_items")
+    for line in np.flatnonzero(lengths(items)):
         where = place(table, int(line))
-        if not images:
+        if not allowed:
             raise ExportError(
                 f"{where}: the row has images, which this format does not carry. Take "
                 "trajkit.turns.engine_ids(rows) and the column mm_items, or "
                 "trajkit.export.verl.agent_loop_fields"
             )
-        if items[line][-1]["stop"] > len(table.column("input_ids")[line]):
+        if items[line][-1]["stop"].as_py() > len(table.column("input_ids")[line]):
             raise ExportError(
                 f"{where}: the row ends in an image, because max_row_tokens cut it. "
                 "Linearize with another value"
             )
-    return list(_checked(engine_ids(table), response, logprobs, items))
 
 
-def _checked(
-    table: pa.Table, response: bool, logprobs: bool, items: list[Any]
-) -> Iterator[ExportRow]:
-    ids, mask, given = (
-        table.column(name).combine_chunks()
-        for name in ("input_ids", "loss_mask", "logprobs")
-    )
-    offsets = [np.asarray(each.offsets) for each in (ids, mask, given)]
-    flat_ids = ids.values.to_numpy()
-    flat_mask = mask.values.to_numpy(zero_copy_only=False)
-    known = np.asarray(given.values.is_valid())
-    flat_logprobs = given.values.fill_null(0.0).to_numpy()
-    session, _ = session_codes(table)
-    groups: dict[object, int] = {}
-    rollouts: dict[str, int] = {}
-    members: dict[int, int] = {}
-    scalars = table.select(
-        [
-            name
-            for name in table.column_names
-            if not pa.types.is_large_list(table.schema.field(name).type)
-        ]
-    ).to_pylist()
-    spans = table.column("spans").to_pylist()
-    gains: list[Any] = [None] * len(scalars)
-    if "advantage" in table.column_names:
-        gains = table.column("advantage").to_pylist()
-    for line, facts in enumerate(scalars):
-        name = facts["session_id"]
-        where = f"session {name!r}, row {facts['row_index']}"
-        bounds = [(int(each[line]), int(each[line + 1])) for each in offsets]
-        sizes = [stop - start for start, stop in bounds]
-        if len(set(sizes)) > 1:
-            raise ExportError(
-                f"{where}: input_ids, loss_mask and logprobs have lengths {sizes}: "
-                "expected the same"
-            )
-        (start, stop), (mask_start, mask_stop), (first, last) = bounds
-        trained = flat_mask[mask_start:mask_stop]
-        _check_mask(where, trained, facts["prompt_length"] if response else 0)
-        values = np.where(trained, flat_logprobs[first:last], np.float32(0.0))
-        bad = np.flatnonzero(trained & ~(known[first:last] & np.isfinite(values)))
-        if logprobs and len(bad):
-            raise ExportError(
-                f"{where}: token {bad[0]} is trained and has no finite logprob. Make "
-                "rows with missing_logprobs='untrain'"
-            )
-        if name in rollouts and session[line - 1] != session[line]:
-            raise ExportError(
-                f"{where}: the rows of the session are not contiguous. Sort them"
-            )
-        group_key = name if facts["group_id"] is None else ("group", facts["group_id"])
-        group = groups.setdefault(group_key, len(groups))
-        if name not in rollouts:
-            rollouts[name] = len(rollouts)
-            members[group] = members.get(group, -1) + 1
-        own: dict[str, Any] = {column: facts.get(column) for column in _SCALARS}
-        own |= {flag: bool(facts[flag]) for flag in _FLAGS}
-        yield ExportRow(
-            **own,
-            group=group,
-            rollout=rollouts[name],
-            repetition=members[group],
-            is_last=line + 1 == len(session) or session[line + 1] != session[line],
-            input_ids=flat_ids[start:stop],
-            loss_mask=trained,
-            logprobs=values,
-            advantage=gains[line],
-            spans=spans[line],
-            mm_items=items[line] or [],
-            line=line,
-        )
-
-
-def _check_mask(where: str, trained: Array, prompt_length: int) -> None:
-    if not trained.any():
+def _check_mask(row: ExportRow, prompt_length: int) -> None:
+    if not row.loss_mask.any():
         raise ExportError(
-            f"{where}: no token is trained. Make rows with keep_untrained=False"
+            f"{row.place}: no token is trained. Make rows with keep_untrained=False"
         )
-    first = int(np.argmax(trained))
+    first = int(np.argmax(row.loss_mask))
     if first == 0:
         raise ExportError(
-            f"{where}: token 0 is trained, but no token precedes it to predict it from"
+            f"{row.place}: token 0 is trained, but no token precedes it to predict it "
+            "from"
         )
     if first < prompt_length:
         raise ExportError(
-            f"{where}: token {first} is trained, but this format trains nothing before "
-            f"prompt_length, which is {prompt_length}"
+            f"{row.place}: token {first} is trained, but this format trains nothing "
+            f"before prompt_length, which is {prompt_length}"
         )
 
 
 def rewards_of(rows: list[ExportRow]) -> list[float]:
-    """The reward of each row.
-
-    Raises
-    ------
-    ExportError
-        A reward is null: it would become 0 in the trainer.
-    """
+    """The reward of each row. None may be null: it would become 0 in the trainer."""
     for row in rows:
         if row.reward is None:
             raise ExportError(
@@ -238,14 +222,8 @@ def rewards_of(rows: list[ExportRow]) -> list[float]:
     return [row.reward for row in rows if row.reward is not None]
 
 
-def advantages_of(rows: list[ExportRow]) -> list[float]:
-    """The advantage of each row.
-
-    Raises
-    ------
-    ExportError
-        The rows have no advantages, one is null, or they have one per token.
-    """
+def advantages_of(rows: list[ExportRow], weighted: bool) -> list[float]:
+    """The advantage of each row; ``weighted``: with the row weight folded in."""
     found = []
     for row in rows:
         gain = _advantage(row)
@@ -255,17 +233,12 @@ def advantages_of(rows: list[ExportRow]) -> list[float]:
                 "per row. Compute advantages of rollouts or segments"
             )
         found.append(gain)
-    return found
+    scales = token_scales(rows) if weighted else [1.0] * len(rows)
+    return [gain * scale for gain, scale in zip(found, scales, strict=True)]
 
 
 def token_advantages(rows: list[ExportRow]) -> list[Array]:
-    """The advantage of each token, float64 of shape (n_tokens,); 0 off the mask.
-
-    Raises
-    ------
-    ExportError
-        The rows have no advantages, one is null, or a list is not as long as its row.
-    """
+    """The advantage of each token, float64 of shape (n_tokens,); 0 off the mask."""
     found = []
     for row in rows:
         gain = np.asarray(_advantage(row), np.float64)
@@ -287,27 +260,18 @@ def _advantage(row: ExportRow) -> Any:
     return gain
 
 
-def weighted_advantages(
-    rows: list[ExportRow], normalize: Normalize, reduce: Reduce
-) -> list[float]:
-    """Advantages that carry the row weights into a trainer without a slot for them."""
-    scales = token_scales(rows, normalize, reduce)
-    return [a * scale for a, scale in zip(advantages_of(rows), scales, strict=True)]
-
-
 def token_scales(
-    rows: list[ExportRow], normalize: Normalize, reduce: Reduce
+    rows: list[ExportRow], reduce: Reduce = "mean", *, divided: bool = True
 ) -> list[float]:
     """What a trained token of each row counts in the trainer's loss, for its advantage.
 
-    The trainer's sum or mean over the batch's trained tokens is then
-    `trajkit.training.reference_loss` of the same rows.
+    The trainer's sum over the batch's trained tokens, which it divides by their number if
+    ``divided``, is then `trajkit.training.reference_loss` of the same rows.
     """
-    check_choice("normalize", normalize, Normalize)
     check_choice("reduce", reduce, Reduce)
     n_trained = [int(row.loss_mask.sum()) for row in rows]
     scale = 1 / max(len({row.rollout for row in rows}), 1)
-    if normalize == "token_mean":
+    if divided:
         scale *= sum(n_trained)
     return [
         row.row_weight * scale / (n if reduce == "mean" else 1)
@@ -326,44 +290,25 @@ def one_row_per_rollout(rows: list[ExportRow], target: str) -> None:
             )
 
 
-def on_mask(row: ExportRow, value: float) -> list[float]:
-    """The value for trained tokens, 0.0 for the others."""
-    found: list[float] = np.where(row.loss_mask, value, 0.0).tolist()
+def optional_column(rows: TableLike, name: str) -> list[Any]:
+    """A column of rows as Python objects; None for each row if it is missing."""
+    table = as_table(rows)
+    if name not in table.column_names:
+        return [None] * table.num_rows
+    found: list[Any] = table.column(name).to_pylist()
     return found
 
 
-def padded(
-    lists: list[list[Any]], value: Any, n: int, *, left: bool = False
-) -> list[list[Any]]:
-    """The lists at length ``n``."""
-    return [
-        [value] * (n - len(each)) + each if left else each + [value] * (n - len(each))
-        for each in lists
-    ]
-
-
-def routed_experts(rows: TableLike, name: str) -> list[list[Any]] | None:
-    """The payload of routed experts per row, or None if the rows have no such column.
-
-    Raises
-    ------
-    ExportError
-        An element other than a row's last is null.
-    """
+def routed_experts(rows: TableLike) -> list[list[Any]] | None:
+    """The payload ``routed_experts`` per row, or None if the rows have no such column."""
     table = as_table(rows)
-    if name not in table.column_names:
+    if "routed_experts" not in table.column_names:
         return None
-    found: list[list[Any]] = table.column(name).to_pylist()
+    found: list[list[Any]] = optional_column(table, "routed_experts")
     for line, each in enumerate(found):
         if each is None or None in each[:-1]:
             raise ExportError(
-                f"{place(table, line)}: {name} is null for a token: the trainer needs "
-                "the experts of every token but the last"
+                f"{place(table, line)}: routed_experts is null for a token: the trainer "
+                "needs the experts of every token but the last"
             )
     return found
-
-
-def list_column(values: pa.ChunkedArray, type_: pa.DataType) -> pa.Array:
-    """A list column with 32-bit offsets, which `datasets` and TRL expect."""
-    array = values.combine_chunks()
-    return pc.cast(array, pa.list_(type_))

@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.canonical import TableLike
 from trajkit.errors import ExportError
 from trajkit.export._rows import (
     ExportRow,
+    advantages_of,
     checked_rows,
+    objects_of,
+    optional_column,
     rewards_of,
-    weighted_advantages,
 )
 
 CONTEXT_VERSION = -1
@@ -55,7 +57,7 @@ def trajectory_fields(
     """
     checked = checked_rows(rows)
     if weighted:
-        gains = weighted_advantages(checked, "token_mean", "mean")
+        gains = advantages_of(checked, weighted)
     else:
         for row in checked:
             if not row.is_last:
@@ -64,10 +66,7 @@ def trajectory_fields(
                     "baselines over rows. Add advantages and pass weighted=True"
                 )
         gains = rewards_of(checked)
-    table = as_table(rows)
-    named: list[Any] = [None] * len(checked)
-    if "weight_version" in table.column_names:
-        named = table.column("weight_version").to_pylist()
+    named = optional_column(rows, "weight_version")
     found = []
     for row, gain in zip(checked, gains, strict=True):
         n = int(np.flatnonzero(row.loss_mask)[-1]) + 1
@@ -102,13 +101,12 @@ def _versions(row: ExportRow, names: list[str | None] | None, version: int) -> A
     return versions
 
 
-def trajectories(
-    rows: TableLike, *, version: int = 0, weighted: bool = False
-) -> list[dict[str, Any]]:
+@objects_of(trajectory_fields)
+def trajectories(fields: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`trajectory_fields` with torch tensors, as a ``RolloutWorkflow`` returns them."""
     import torch
 
     return [
         {name: torch.from_numpy(np.array(array)) for name, array in each.items()}
-        for each in trajectory_fields(rows, version=version, weighted=weighted)
+        for each in fields
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trajkit._arrow.canonical import TableLike
-from trajkit.export._rows import checked_rows
+from trajkit.export._rows import checked_rows, objects_of
 
 
 def message_log_fields(rows: TableLike) -> list[list[dict[str, Any]]]:
@@ -54,11 +54,11 @@ def _role(trained: bool, first: bool) -> str:
     return "user" if first else "tool"
 
 
-def message_logs(rows: TableLike) -> list[list[dict[str, Any]]]:
+@objects_of(message_log_fields)
+def message_logs(logs: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
     """`message_log_fields` with torch tensors, as NeMo-RL takes them."""
     import torch
 
-    logs = message_log_fields(rows)
     for message in chain.from_iterable(logs):
         for name, value in message.items():
             if isinstance(value, np.ndarray):

@@ -15,7 +15,7 @@ from trajkit._arrow.take import tuples
 from trajkit.errors import ExportError
 from trajkit.export._rows import (
     checked_rows,
-    on_mask,
+    optional_column,
     token_advantages,
     token_scales,
 )
@@ -87,11 +87,8 @@ def sample_fields(
     if env_name == "all":
         raise ExportError("env_name is 'all', which prime-rl reserves: give another")
     checked = checked_rows(rows)
-    scales = token_scales(checked, "token_mean", "mean")
-    table = as_table(rows)
-    observed: list[Any] = [None] * len(checked)
-    if "observation_weight" in table.column_names:
-        observed = table.column("observation_weight").to_pylist()
+    scales = token_scales(checked)
+    observed = optional_column(rows, "observation_weight")
     samples = []
     for row, gain, scale in zip(
         checked, token_advantages(checked), scales, strict=True
@@ -112,7 +109,9 @@ def sample_fields(
                 "mm_kwargs": None,
                 "routed_experts": None,
                 "mm_token_type_ids": None,
-                "rl_weights": on_mask(row, scale) if weighted else None,
+                "rl_weights": (
+                    np.where(row.loss_mask, scale, 0.0).tolist() if weighted else None
+                ),
                 "ce_weights": observed[row.line],
                 "ref_kl_weights": None,
                 "advantages": gain.tolist(),

@@ -5,13 +5,14 @@ them. ``labels`` is the only column that TRL's SFTTrainer always applies: it ign
 ``loss_mask``, and ``completion_mask`` unless ``completion_only_loss`` is set.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arrow.canonical import TableLike, as_table
-from trajkit.export._rows import checked_rows
+from trajkit._arrow.canonical import TableLike
+from trajkit.export._rows import ExportRow, checked_rows
 
 IGNORED = -100
 """The label of a token that is not trained."""
@@ -41,13 +42,23 @@ def labels_table(rows: TableLike) -> pa.Table:
     >>> labels_table(tk.linearize(turns)).to_pylist()
     [{'input_ids': [1, 2, 3], 'labels': [-100, 2, 3]}]
     """
+    return _table(rows, "labels", _labels, pa.int32())
+
+
+def _labels(row: ExportRow) -> Any:
+    return np.where(row.loss_mask, row.input_ids, IGNORED)
+
+
+def _table(
+    rows: TableLike, name: str, values: Callable[[ExportRow], Any], type_: pa.DataType
+) -> pa.Table:
+    """``input_ids`` of each row, and a column with a value per token."""
     checked = checked_rows(rows, logprobs=False)
-    labels = [np.where(row.loss_mask, row.input_ids, IGNORED) for row in checked]
-    type_ = pa.list_(pa.int32())
+    ids = [row.input_ids for row in checked]
     return pa.table(
         {
-            "input_ids": pa.array([row.input_ids for row in checked], type_),
-            "labels": pa.array(labels, type_),
+            "input_ids": pa.array(ids, pa.list_(pa.int32())),
+            name: pa.array([values(row) for row in checked], pa.list_(type_)),
         }
     )
 
@@ -72,16 +83,7 @@ def mask_table(rows: TableLike) -> pa.Table:
     Write it with ``pyarrow.parquet.write_table``. The loader also takes trajkit's own
     Parquet files; this table has no other columns.
     """
-    checked = checked_rows(rows, logprobs=False)
-    masks = [row.loss_mask.astype(np.int8) for row in checked]
-    return pa.table(
-        {
-            "input_ids": pa.array(
-                [row.input_ids for row in checked], pa.list_(pa.int32())
-            ),
-            "loss_mask": pa.array(masks, pa.list_(pa.int8())),
-        }
-    )
+    return _table(rows, "loss_mask", lambda row: row.loss_mask.view(np.int8), pa.int8())
 
 
 def padded_labels(rows: TableLike, pad_token_id: int) -> dict[str, Any]:
@@ -91,17 +93,16 @@ def padded_labels(rows: TableLike, pad_token_id: int) -> dict[str, Any]:
     -------
     dict of str to ndarray of int64, shape (n_rows, longest row)
     """
-    table = as_table(labels_table(rows))
-    ids, labels = (table[name].to_pylist() for name in ("input_ids", "labels"))
-    n = max(map(len, ids), default=0)
-    shape = (len(ids), n)
+    checked = checked_rows(rows, logprobs=False)
+    shape = len(checked), max((len(row.input_ids) for row in checked), default=0)
     batch = {
         "input_ids": np.full(shape, pad_token_id, np.int64),
         "attention_mask": np.zeros(shape, np.int64),
         "labels": np.full(shape, IGNORED, np.int64),
     }
-    for k, (tokens, targets) in enumerate(zip(ids, labels, strict=True)):
-        batch["input_ids"][k, : len(tokens)] = tokens
-        batch["attention_mask"][k, : len(tokens)] = 1
-        batch["labels"][k, : len(tokens)] = targets
+    for k, row in enumerate(checked):
+        tokens = k, slice(len(row.input_ids))
+        batch["input_ids"][tokens] = row.input_ids
+        batch["attention_mask"][tokens] = 1
+        batch["labels"][tokens] = _labels(row)
     return batch

@@ -7,10 +7,8 @@ see `trajkit.export.sft.mask_table`.
 
 from typing import Any
 
-import numpy as np
-
 from trajkit._arrow.canonical import TableLike
-from trajkit.export._rows import ExportRow, checked_rows, rewards_of
+from trajkit.export._rows import checked_rows, objects_of, rewards_of
 
 
 def generator_fields(rows: TableLike) -> dict[str, Any]:
@@ -31,16 +29,14 @@ def generator_fields(rows: TableLike) -> dict[str, Any]:
     """
     checked = checked_rows(rows, response=True)
     return {
-        "prompt_token_ids": [
-            row.input_ids[: row.prompt_length].tolist() for row in checked
-        ],
+        "prompt_token_ids": [row.prompt for row in checked],
         "response_ids": [row.response(row.input_ids) for row in checked],
         "rewards": rewards_of(checked),
-        "loss_masks": [row.response(row.loss_mask.astype(np.int64)) for row in checked],
+        "loss_masks": [row.response(row.loss_mask) for row in checked],
         "stop_reasons": [row.finish_reason for row in checked],
         "rollout_metrics": None,
         "rollout_logprobs": [row.response(row.logprobs) for row in checked],
-        "trajectory_ids": [f"{_instance(row)}_{row.repetition}" for row in checked],
+        "trajectory_ids": [f"{row.uid}_{row.repetition}" for row in checked],
         "rollout_expert_indices": None,
         "is_last_step": [bool(row.is_last) for row in checked],
         "pixel_values": None,
@@ -50,21 +46,18 @@ def generator_fields(rows: TableLike) -> dict[str, Any]:
 
 def uids(rows: TableLike) -> list[str]:
     """The group of each row: its ``group_id``, or its session without one."""
-    return [_instance(row) for row in checked_rows(rows, response=True)]
+    return [row.uid for row in checked_rows(rows, response=True)]
 
 
-def generator_output(rows: TableLike) -> dict[str, Any]:
+@objects_of(generator_fields)
+def generator_output(fields: dict[str, Any]) -> dict[str, Any]:
     """`generator_fields` with SkyRL's ``TrajectoryID`` objects."""
     from skyrl.train.generators.base import TrajectoryID
 
-    fields = generator_fields(rows)
-    checked = checked_rows(rows, response=True)
-    fields["trajectory_ids"] = [
-        TrajectoryID(instance_id=_instance(row), repetition_id=row.repetition)
-        for row in checked
-    ]
-    return fields
-
-
-def _instance(row: ExportRow) -> str:
-    return row.session_id if row.group_id is None else row.group_id
+    named = [name.rpartition("_") for name in fields["trajectory_ids"]]
+    return fields | {
+        "trajectory_ids": [
+            TrajectoryID(instance_id=group, repetition_id=int(repetition))
+            for group, _, repetition in named
+        ]
+    }

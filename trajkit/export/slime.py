@@ -13,15 +13,19 @@ import numpy as np
 
 from trajkit._arrow.canonical import TableLike
 from trajkit.errors import ExportError
-from trajkit.export._rows import ExportRow, checked_rows, rewards_of, routed_experts
+from trajkit.export._rows import (
+    FLAGS,
+    ExportRow,
+    checked_rows,
+    objects_of,
+    rewards_of,
+    routed_experts,
+)
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.recorder import Recorder
 
 _LOG = logging.getLogger(__name__)
-
-EXPERTS = "routed_experts"
-"""The payload that becomes ``rollout_routed_experts``."""
 
 
 def sample_fields(
@@ -52,7 +56,7 @@ def sample_fields(
     """
     checked = checked_rows(rows, response=True)
     rewards = rewards_of(checked)
-    experts = routed_experts(rows, EXPERTS)
+    experts = routed_experts(rows)
     samples = []
     for row, reward in zip(checked, rewards, strict=True):
         fields = _fields(row, reward)
@@ -70,29 +74,23 @@ def _fields(row: ExportRow, reward: float) -> dict[str, Any]:
         "tokens": row.input_ids.tolist(),
         "response_length": len(row.input_ids) - row.prompt_length,
         "reward": reward,
-        "loss_mask": row.loss_mask[row.prompt_length :].astype(np.int64).tolist(),
+        "loss_mask": row.response(row.loss_mask),
         "rollout_log_probs": row.response(row.logprobs),
         "status": "truncated" if row.truncated else "completed",
         "weight_versions": list(dict.fromkeys(filter(None, versions.values()))),
         "metadata": {
             "session_id": row.session_id,
             "row_index": row.row_index,
-            "truncated": row.truncated,
-            "use_tool": row.use_tool,
-            "ill_formed": row.ill_formed,
+            **{name: getattr(row, name) for name in FLAGS},
         },
     }
 
 
-def samples(
-    rows: TableLike, *, first_index: int = 0, first_group_index: int = 0
-) -> list[Any]:
+@objects_of(sample_fields)
+def samples(fields: list[dict[str, Any]]) -> list[Any]:
     """Rows as ``slime.utils.types.Sample`` objects; see `sample_fields`."""
     from slime.utils.types import Sample
 
-    fields = sample_fields(
-        rows, first_index=first_index, first_group_index=first_group_index
-    )
     return [Sample.from_dict(each) for each in fields]
 
 
@@ -277,10 +275,9 @@ class TrajectoryManager:
             fields["rollout_log_probs"] = [
                 float(str(each)) for each in row.logprobs[row.prompt_length :]
             ]
-            flags = ("truncated", "use_tool", "ill_formed")
             fields["metadata"] = {
                 **(extra_metadata or {}),
-                **{name: getattr(row, name) for name in flags},
+                **{name: getattr(row, name) for name in FLAGS},
             }
             status = type(base_sample.status)
             found.append(

@@ -7,7 +7,6 @@ Source: tinker 0.38.0 (``tinker/types/datum.py``), tinker-cookbook 0.6.1
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from trajkit._arrow.canonical import TableLike, as_table
 from trajkit._arrow.take import tuples
@@ -16,6 +15,7 @@ from trajkit.export._rows import (
     ExportRow,
     Reduce,
     checked_rows,
+    objects_of,
     token_advantages,
     token_scales,
 )
@@ -68,8 +68,13 @@ def datum_fields(
     gains = token_advantages(checked)
     scales = [1.0] * len(checked)
     if weighted:
-        scales = token_scales(checked, "token_sum", reduce)
-    known = None if sequence_ids is None else _known(as_table(sequence_ids))
+        scales = token_scales(checked, reduce, divided=False)
+    known = None
+    if sequence_ids is not None:
+        columns = tuples(
+            as_table(sequence_ids), "session_id", "turn_index", "sequence_id"
+        )
+        known = {(session, turn): name for session, turn, name in columns}
     found = []
     for row, gain, scale in zip(checked, gains, scales, strict=True):
         spans = _provenance(row, known)
@@ -87,11 +92,6 @@ def datum_fields(
             }
         )
     return found
-
-
-def _known(table: pa.Table) -> dict[tuple[str, int], str]:
-    known = tuples(table, "session_id", "turn_index", "sequence_id")
-    return {(session, turn): name for session, turn, name in known}
 
 
 def _provenance(
@@ -141,13 +141,8 @@ def _cut(runs: list[dict[str, Any]], start: int, stop: int) -> list[dict[str, An
     return found
 
 
-def datums(
-    rows: TableLike,
-    *,
-    weighted: bool = True,
-    reduce: Reduce = "mean",
-    sequence_ids: TableLike | None = None,
-) -> list[Any]:
+@objects_of(datum_fields)
+def datums(fields: list[dict[str, Any]]) -> list[Any]:
     """Rows as ``tinker.Datum`` objects for the RL losses, with their provenance.
 
     See `datum_fields` for the parameters.
@@ -176,7 +171,5 @@ def datums(
             model_input=spans(each["model_input_spans"]),
             loss_fn_inputs=spans(each["loss_fn_input_spans"]),
         )
-        for each in datum_fields(
-            rows, weighted=weighted, reduce=reduce, sequence_ids=sequence_ids
-        )
+        for each in fields
     ]

@@ -12,8 +12,8 @@ from trajkit._arrow.canonical import TableLike
 from trajkit.export._rows import (
     advantages_of,
     checked_rows,
+    objects_of,
     one_row_per_rollout,
-    weighted_advantages,
 )
 
 
@@ -41,10 +41,10 @@ def rollout_func_fields(rows: TableLike) -> dict[str, list[Any]]:
     checked = checked_rows(rows, response=True)
     one_row_per_rollout(checked, "GRPOTrainer")
     return {
-        "prompt_ids": [row.input_ids[: row.prompt_length].tolist() for row in checked],
+        "prompt_ids": [row.prompt for row in checked],
         "completion_ids": [row.response(row.input_ids) for row in checked],
         "logprobs": [row.response(row.logprobs) for row in checked],
-        "env_mask": [row.response(row.loss_mask.astype(np.int64)) for row in checked],
+        "env_mask": [row.response(row.loss_mask) for row in checked],
         "reward": [row.reward for row in checked],
     }
 
@@ -82,10 +82,6 @@ def rollout_sample_fields(
         An advantage is null or absent.
     """
     checked = checked_rows(rows)
-    if weighted:
-        gains = weighted_advantages(checked, "token_mean", "mean")
-    else:
-        gains = advantages_of(checked)
     return [
         {
             "prompt": [],
@@ -98,26 +94,13 @@ def rollout_sample_fields(
             "group_id": first_group_id + row.group,
             "metrics": {} if row.reward is None else {"reward": row.reward},
         }
-        for row, gain in zip(checked, gains, strict=True)
+        for row, gain in zip(checked, advantages_of(checked, weighted), strict=True)
     ]
 
 
-def rollout_samples(
-    rows: TableLike,
-    *,
-    model_version: int = 0,
-    first_group_id: int = 0,
-    weighted: bool = False,
-) -> list[Any]:
+@objects_of(rollout_sample_fields)
+def rollout_samples(fields: list[dict[str, Any]]) -> list[Any]:
     """Rows as ``RolloutSample`` objects; see `rollout_sample_fields`."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-    return [
-        RolloutSample(**each)
-        for each in rollout_sample_fields(
-            rows,
-            model_version=model_version,
-            first_group_id=first_group_id,
-            weighted=weighted,
-        )
-    ]
+    return [RolloutSample(**each) for each in fields]

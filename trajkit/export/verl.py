@@ -14,14 +14,11 @@ from trajkit.errors import ExportError
 from trajkit.export._rows import (
     ExportRow,
     checked_rows,
-    padded,
+    objects_of,
     rewards_of,
     routed_experts,
 )
 from trajkit.turns.mm_items import CONTENT_HASH
-
-EXPERTS = "routed_experts"
-"""The payload that becomes ``routed_experts``."""
 
 
 def agent_loop_fields(
@@ -31,6 +28,8 @@ def agent_loop_fields(
 
     Parameters
     ----------
+    rows : table
+        A payload ``routed_experts`` is carried along.
     images : path, optional
         The folder ``images`` of the log, for rows with images: ``multi_modal_data`` then
         has them as ``PIL.Image``.
@@ -48,14 +47,14 @@ def agent_loop_fields(
         A reward is null.
     """
     checked = checked_rows(rows, response=True, images=images is not None)
-    experts = routed_experts(rows, EXPERTS)
+    experts = routed_experts(rows)
     rollouts: list[list[dict[str, Any]]] = []
     for row, reward in zip(checked, rewards_of(checked), strict=True):
         if row.rollout == len(rollouts):
             rollouts.append([])
-        mask = row.loss_mask[row.prompt_length :].astype(np.int64).tolist()
+        mask = row.response(row.loss_mask)
         fields = {
-            "prompt_ids": row.input_ids[: row.prompt_length].tolist(),
+            "prompt_ids": row.prompt,
             "response_ids": row.response(row.input_ids),
             "response_mask": mask,
             "response_logprobs": row.response(row.logprobs),
@@ -65,7 +64,7 @@ def agent_loop_fields(
             "extra_fields": {
                 "session_id": row.session_id,
                 "row_index": row.row_index,
-                "uid": row.group_id if row.group_id is not None else row.session_id,
+                "uid": row.uid,
             },
         }
         if experts is not None:
@@ -84,7 +83,7 @@ def _opened(row: ExportRow, folder: Path) -> list[Any]:
     from PIL import Image
 
     images = []
-    for item in row.mm_items:
+    for item in row.mm_items or ():
         if not CONTENT_HASH.fullmatch(item["hash"]):
             raise ExportError(
                 f"{row.place}: {item['hash']!r} is not the SHA-256 of an image"
@@ -97,16 +96,12 @@ def _opened(row: ExportRow, folder: Path) -> list[Any]:
     return images
 
 
-def agent_loop_outputs(
-    rows: TableLike, *, images: str | Path | None = None
-) -> list[list[Any]]:
+@objects_of(agent_loop_fields)
+def agent_loop_outputs(rollouts: list[list[dict[str, Any]]]) -> list[list[Any]]:
     """Rows as ``AgentLoopOutput`` objects; see `agent_loop_fields`."""
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
-    return [
-        [AgentLoopOutput(**fields) for fields in rollout]
-        for rollout in agent_loop_fields(rows, images=images)
-    ]
+    return [[AgentLoopOutput(**fields) for fields in rollout] for rollout in rollouts]
 
 
 def padded_fields(
@@ -133,8 +128,13 @@ def padded_fields(
         As `agent_loop_fields`; or a prompt or response is too long: nothing is truncated.
     """
     checked = checked_rows(rows, response=True)
-    prompts, responses, masks, logprobs, scores = [], [], [], [], []
-    for row, reward in zip(checked, rewards_of(checked), strict=True):
+    shape = len(checked), prompt_length + response_length
+    input_ids = np.full(shape, pad_token_id, np.int64)
+    attention, mask = np.zeros((2, *shape), np.int64)
+    logprobs, scores = np.zeros((2, *shape), np.float32)
+    for line, (row, reward) in enumerate(
+        zip(checked, rewards_of(checked), strict=True)
+    ):
         n_response = len(row.input_ids) - row.prompt_length
         for name, n, most in (
             ("prompt", row.prompt_length, prompt_length),
@@ -145,51 +145,33 @@ def padded_fields(
                     f"{row.place}: the {name} has {n} tokens, {name}_length is {most}. "
                     "Raise it, or linearize with max_row_tokens"
                 )
-        prompts.append(row.input_ids[: row.prompt_length].tolist())
-        responses.append(row.response(row.input_ids))
-        masks.append(row.response(row.loss_mask.astype(np.int64)))
-        logprobs.append(row.response(row.logprobs))
-        scores.append([0.0] * (n_response - 1) + [reward])
-
-    def right(lists: list[list[Any]], value: Any, dtype: type) -> Any:
-        return np.array(padded(lists, value, response_length), dtype)
-
-    batch = {
-        "prompts": np.array(
-            padded(prompts, pad_token_id, prompt_length, left=True), np.int64
-        ),
-        "responses": right(responses, pad_token_id, np.int64),
-        "response_mask": right(masks, 0, np.int64),
-        "rollout_log_probs": right(logprobs, 0.0, np.float32),
-        "rm_scores": right(scores, 0.0, np.float32),
-    }
-    batch["input_ids"] = np.concatenate([batch["prompts"], batch["responses"]], axis=1)
-    ones = [[1] * len(each) for each in prompts]
-    seen = [[1] * len(each) for each in responses]
-    attention = np.concatenate(
-        [
-            np.array(padded(ones, 0, prompt_length, left=True), np.int64),
-            right(seen, 0, np.int64),
-        ],
-        axis=1,
+        stop = prompt_length + n_response
+        tokens = line, slice(prompt_length - row.prompt_length, stop)
+        input_ids[tokens], attention[tokens] = row.input_ids, 1
+        mask[tokens], logprobs[tokens] = row.loss_mask, row.logprobs
+        scores[line, stop - 1] = reward
+    responses, response_mask, rollout_log_probs, rm_scores = (
+        array[:, prompt_length:].copy() for array in (input_ids, mask, logprobs, scores)
     )
-    batch["attention_mask"] = attention
-    batch["position_ids"] = np.maximum(np.cumsum(attention, axis=1) - 1, 0)
-    groups = [
-        row.group_id if row.group_id is not None else row.session_id for row in checked
-    ]
-    batch["uid"] = np.array(groups, object)
-    return batch
+    return {
+        "prompts": input_ids[:, :prompt_length].copy(),
+        "responses": responses,
+        "response_mask": response_mask,
+        "rollout_log_probs": rollout_log_probs,
+        "rm_scores": rm_scores,
+        "input_ids": input_ids,
+        "attention_mask": attention,
+        "position_ids": np.maximum(np.cumsum(attention, axis=1) - 1, 0),
+        "uid": np.array([row.uid for row in checked], object),
+    }
 
 
-def data_proto(
-    rows: TableLike, prompt_length: int, response_length: int, pad_token_id: int
-) -> Any:
+@objects_of(padded_fields)
+def data_proto(fields: dict[str, Any]) -> Any:
     """Rows as a padded ``verl.DataProto``; see `padded_fields`."""
     import torch
     from verl import DataProto
 
-    fields = padded_fields(rows, prompt_length, response_length, pad_token_id)
     uid = fields.pop("uid")
     tensors = {name: torch.from_numpy(array) for name, array in fields.items()}
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": uid})

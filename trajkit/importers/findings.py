@@ -1,14 +1,16 @@
 """Records of foreign formats, and the report of an import."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from os import PathLike
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
+from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.schema import IMPORT_REPORT
 
 LEFT_OUT = (
@@ -25,32 +27,7 @@ LEFT_OUT = (
     "other_file",
     "invalid",
 )
-"""Why a record is left out.
-
-unreadable
-    It does not fit the format: invalid JSON, no object, a field of another type.
-torn
-    The file ends within it.
-truncated
-    Its writer shortened it, and marked that.
-no_prompt_ids, no_output_ids
-    It lacks the ids that the engine consumed, or sampled. For a transcript: there is no
-    message before the reply, or no reply.
-no_parent
-    Its prompt continues a record that is missing.
-lost
-    The source mentions the call, but has no record of it.
-not_a_prefix
-    The chat template does not render the reply after the same prompt.
-refused
-    The chat template does not accept the messages.
-other_version
-    It has an unknown version of the format.
-other_file
-    A file of the directory has an unknown format.
-invalid
-    A value breaks a rule of turns; the detail names it.
-"""
+"""Why a record is left out; docs/import.md explains each."""
 
 KEPT = (
     "no_logprobs",
@@ -60,54 +37,45 @@ KEPT = (
     "versions_unplaced",
     "not_sampled",
 )
-"""What a turn that is kept lacks.
+"""What a turn that is kept lacks."""
 
-no_logprobs
-    The record has no logprobs for its output or for a part of it; the detail counts them.
-logprobs_unaligned
-    Its logprobs are not one per output id, or are of other ids; they become null.
-no_session_id
-    The records of the file do not name their session: it gets the file's name.
-cut_output
-    The source says that the end of the sampled output was removed.
-versions_unplaced
-    It names several weight versions, but not which tokens each one sampled.
-not_sampled
-    A transcript: no engine sampled these ids; a tokenizer encoded its text.
-"""
+
+Sources: TypeAlias = str | PathLike[str] | Iterable[str | PathLike[str]]
+"""A path, or an iterable of paths."""
+
+
+class Refused(Exception):
+    """A record is left out; the arguments are one of `LEFT_OUT` and the detail."""
 
 
 @dataclass(slots=True)
 class Finding:
-    """A record of a foreign format.
+    """A record of a foreign format; ``with`` it, `Refused` marks it as left out."""
 
-    Parameters
-    ----------
-    place : str
-        Its position in the file: ``line 3``.
-    session : str or None
-        None: the record does not name it.
-    fields : dict
-        Keys of `trajkit.from_records` and `trajkit.importers.reader.EXTRAS`. A missing
-        key or None: unknown.
-    problem, detail : str
-        Why it is left out, one of `LEFT_OUT`; empty: its fields decide.
-    remarks : list of tuple of str
-        What it lacks if it is kept: of `KEPT`, with detail.
-    """
-
+    # its position in the file: "line 3"
     place: str
+    # None: the record does not name it
     session: str | None = None
+    # keys of `trajkit.from_records` and of `reader.EXTRAS`. None: unknown
     fields: dict[str, object] = field(default_factory=dict)
+    # why it is left out, one of `LEFT_OUT`; empty: its fields decide
     problem: str = ""
     detail: str = ""
+    # what it lacks if it is kept: of `KEPT`, with detail
     remarks: list[tuple[str, str]] = field(default_factory=list)
 
     def refuse(self, problem: str, detail: str = "") -> "Finding":
         """Mark the record as left out."""
-        self.problem = problem
-        self.detail = detail
+        self.problem, self.detail = problem, detail
         return self
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
+        if isinstance(error, Refused):
+            self.refuse(*error.args)
+        return isinstance(error, Refused)
 
 
 class Notes:
@@ -126,9 +94,7 @@ class Notes:
             {
                 "file": str(file),
                 "place": _escaped(found.place),
-                "session_id": None
-                if found.session is None
-                else _escaped(found.session),
+                "session_id": _escaped(found.session),
                 "problem": problem,
                 "kept": kept,
                 "detail": _escaped(detail),
@@ -140,22 +106,26 @@ class Notes:
         return pa.Table.from_pylist(self._rows, schema=IMPORT_REPORT)
 
 
-def _escaped(text: str) -> str:
+def _escaped(text: str | None) -> str | None:
     """The text, with lone surrogates escaped."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    return text and text.encode("utf-8", "backslashreplace").decode()
 
 
-@dataclass(frozen=True)
-class Options:
-    """Functions that readers use; see `trajkit.import_turns`."""
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer with a chat template, as transformers has them."""
 
-    # from messages, tools, and whether a reply follows, to the text of a prompt
-    render: Callable[[list[dict[str, object]], object, bool], str] | None = None
-    # the ids of a text
-    encode: Callable[[str], object] | None = None
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, object]],
+        *,
+        tools: object,
+        add_generation_prompt: bool,
+        tokenize: bool,
+    ) -> object:
+        """The text that the template makes of messages."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Head:
     """The beginning of a file, which identifies its format."""
 
@@ -181,7 +151,7 @@ class Format(Protocol):
     def detect(self, head: Head) -> bool:
         """Whether a file seems to have this format, given its beginning."""
 
-    def read(self, file: Path, options: Options) -> Iterator[Finding]:
+    def read(self, file: Path, tokenizer: ChatTokenizer | None) -> Iterator[Finding]:
         """The records of a file in order."""
 
 

@@ -27,17 +27,8 @@ class Text:
 def objects(file: Path, shape: Shape | None = None) -> Iterator[Text]:
     """The objects of a JSON file: its lines, the items of its array, or its only value.
 
-    Parameters
-    ----------
-    file : Path
-        A ``.json`` file has one value, others a value per line. Both may be compressed.
-    shape : mapping, optional
-        The long arrays of an object; see `trajkit.io.json_numbers`.
-
-    Raises
-    ------
-    FormatError
-        The file cannot be decompressed.
+    A ``.json`` file has one value, others a value per line. ``shape`` names the long
+    arrays of an object (see `trajkit.io.json_numbers`).
     """
     within = shape or {}
     read = Reader({**within, EACH: within}).read
@@ -49,9 +40,11 @@ def objects(file: Path, shape: Shape | None = None) -> Iterator[Text]:
         except ValueError as error:
             yield _bad("file", "unreadable", str(error))
             return
-        many = isinstance(value, list)
-        for k, item in enumerate(value if isinstance(value, list) else [value]):
-            yield _text(f"item {k}" if many else "file", item)
+        if not isinstance(value, list):
+            yield _text("file", value)
+            return
+        for k, item in enumerate(value):
+            yield _text(f"item {k}", item)
         return
     lines = split_lines(open_input(file, codec or "jsonl"), str(file))
     for number, (line, complete) in enumerate(lines, 1):

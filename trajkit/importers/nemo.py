@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from trajkit.importers.findings import Finding, Head, Options, text_of, time_of
+from trajkit.importers.findings import ChatTokenizer, Finding, Head, text_of, time_of
 from trajkit.importers.json_files import objects
 from trajkit.io.json_numbers import IDS, Shape
 
@@ -25,7 +25,7 @@ def detect(head: Head) -> bool:
     )
 
 
-def read(file: Path, options: Options) -> Iterator[Finding]:
+def read(file: Path, tokenizer: ChatTokenizer | None) -> Iterator[Finding]:
     """The entries of a capture, then the calls that it marks as lost."""
     rollout: str | None = None
     seen: set[str | None] = set()

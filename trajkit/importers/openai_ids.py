@@ -1,18 +1,7 @@
-"""Token ids and logprobs in the responses of OpenAI-style servers.
+"""Token ids and logprobs in the responses of OpenAI-style servers, vLLM's and SGLang's.
 
-Where vLLM and SGLang put them, by endpoint (spec: engines-and-clients 1.4, polar 2.1):
-
-==================  ====================================  =============================
-                    prompt                                output, and its logprobs
-==================  ====================================  =============================
-vLLM chat           response.prompt_token_ids             choice.token_ids,
-                                                          choice.logprobs.content
-vLLM completions    choice.prompt_token_ids, or the       choice.token_ids,
-                    request's ``prompt`` of ids           choice.logprobs.token_logprobs
-SGLang chat         choice.prompt_token_ids               choice.response_token_ids,
-                                                          choice.meta_info
-SGLang /generate    the request's ``input_ids``           output_ids, meta_info
-==================  ====================================  =============================
+docs/import.md lists where each endpoint puts them (spec: engines-and-clients 1.4, polar
+2.1).
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,6 +11,7 @@ import numpy as np
 
 from trajkit.importers.findings import (
     Finding,
+    Refused,
     has_numbers,
     list_of,
     object_of,
@@ -42,18 +32,15 @@ RESPONSE: Final[Shape] = {
 """The long arrays of a response."""
 
 _Object = Mapping[str, object]
+_Source = tuple[list[object] | None, list[object]]
+"""Ids (None: unknown) and their logprobs."""
+
 _TOKEN_ID = "token_id:"
 _MOST_DIGITS = 10
 
 
 def calls(found: Finding, request: _Object, response: _Object) -> Iterator[Finding]:
-    """One call per choice of a response.
-
-    Parameters
-    ----------
-    found : Finding
-        Place, session and known fields of the record; copied for each choice.
-    """
+    """One call per choice of a response, with what is known of the record."""
     common = {**found.fields, "model": text_of(response.get("model"))}
     common["prompt_messages"] = unless_empty(request.get("messages"))
     choices = response.get("choices")
@@ -61,9 +48,9 @@ def calls(found: Finding, request: _Object, response: _Object) -> Iterator[Findi
     for k, choice in enumerate(listed):
         place = found.place if k == 0 else f"{found.place}, choice {k}"
         one = Finding(place, found.session, dict(common), remarks=list(found.remarks))
-        if not isinstance(choice, dict):
-            one.refuse("unreadable", "a choice is not an object")
-        else:
+        with one:
+            if not isinstance(choice, dict):
+                raise Refused("unreadable", "a choice is not an object")
             _fill(one, request, response, choice)
         yield one
     if choices == []:
@@ -113,45 +100,37 @@ def _fill(found: Finding, request: _Object, response: _Object, choice: _Object) 
     _versions(found, meta, object_of(response.get("metadata")))
 
 
-def _by_choice(choice: _Object) -> tuple[list[object] | None, list[object]] | None:
-    """Ids (None: unknown) and logprobs of ``choice.logprobs``."""
+def _by_choice(choice: _Object) -> _Source | None:
+    """Ids and logprobs of ``choice.logprobs``."""
     logprobs = object_of(choice.get("logprobs"))
     entries = [object_of(entry) for entry in list_of(logprobs.get("content"))]
     if entries:
-        ids = [
-            entry["token_id"] if "token_id" in entry else _spelled(entry.get("token"))
-            for entry in entries
-        ]
+        ids = [entry.get("token_id", _spelled(entry.get("token"))) for entry in entries]
         return _pair(ids, [entry.get("logprob") for entry in entries])
     values, texts = (list_of(logprobs.get(n)) for n in ("token_logprobs", "tokens"))
-    if not values:
-        return None
     if len(texts) != len(values):
         texts = [None]
     return _pair([_spelled(text) for text in texts], values)
 
 
-def _by_meta(meta: _Object) -> tuple[list[object] | None, list[object]] | None:
+def _by_meta(meta: _Object) -> _Source | None:
     """Ids and logprobs of SGLang's entries: (logprob, id, text) or objects."""
-    pairs = [_of_entry(one) for one in list_of(meta.get("output_token_logprobs"))]
-    if not pairs:
+    ids: list[object] = []
+    values: list[object] = []
+    for entry in list_of(meta.get("output_token_logprobs")):
+        if isinstance(entry, dict):
+            entry = [entry.get("logprob"), entry.get("token_id")]
+        known = isinstance(entry, list) and len(entry) > 1
+        value, token = entry[:2] if known else (None, None)  # type: ignore[index]
+        ids.append(token)
+        values.append(value)
+    return _pair(ids, values)
+
+
+def _pair(ids: list[object], values: list[object]) -> _Source | None:
+    if not values:
         return None
-    return _pair([token for token, _ in pairs], [value for _, value in pairs])
-
-
-def _of_entry(entry: object) -> tuple[object, object]:
-    if isinstance(entry, dict):
-        return entry.get("token_id"), entry.get("logprob")
-    if isinstance(entry, list) and len(entry) > 1:
-        return entry[1], entry[0]
-    return None, None
-
-
-def _pair(
-    ids: list[object], values: list[object]
-) -> tuple[list[object] | None, list[object]]:
-    complete = all(type(token) is int for token in ids)
-    return (ids if complete else None), values
+    return (ids if all(type(token) is int for token in ids) else None), values
 
 
 def _spelled(token: object) -> int | None:
@@ -176,11 +155,10 @@ def _first_list(*values: object) -> list[object] | None:
     return next((v for v in values if isinstance(v, list | np.ndarray)), None)  # type: ignore[return-value]
 
 
-def _versions(found: Finding, meta: _Object, about: _Object) -> None:
+def _versions(found: Finding, *sources: _Object) -> None:
     output = found.fields["output_ids"]
     n = len(output) if isinstance(output, list | np.ndarray) else 0
-    for source in (meta, about):
-        pieces = list_of(source.get("weight_versions"))
+    for pieces in (list_of(source.get("weight_versions")) for source in sources):
         if pieces and n:
             found.fields["weight_versions"] = [
                 {
@@ -192,8 +170,5 @@ def _versions(found: Finding, meta: _Object, about: _Object) -> None:
                 if isinstance(piece, dict)
             ]
             return
-    for source in (meta, about):
-        version = versions_of(source.get("weight_version"), n)
-        if version is not None:
-            found.fields["weight_versions"] = version
-            return
+    named = (versions_of(source.get("weight_version"), n) for source in sources)
+    found.fields["weight_versions"] = next(filter(None, named), None)

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trajkit.importers.findings import (
+    ChatTokenizer,
     Finding,
     Head,
-    Options,
     object_of,
     text_of,
     time_of,
@@ -33,7 +33,7 @@ def detect(head: Head) -> bool:
     return pair and not head.has("completion_id")
 
 
-def read(file: Path, options: Options) -> Iterator[Finding]:
+def read(file: Path, tokenizer: ChatTokenizer | None) -> Iterator[Finding]:
     """One call per choice of each response of a line."""
     return findings(file, _calls, _SHAPE)
 

@@ -53,13 +53,7 @@ class Unknown:
 
 
 def load(file: Path) -> object:
-    """The value in a file of ``torch.save`` (its zip form) or of ``pickle.dump``.
-
-    Raises
-    ------
-    FormatError
-        It is neither, or it is damaged.
-    """
+    """The value in a file of ``torch.save`` (its zip form) or of ``pickle.dump``."""
     import zipfile  # nothing else needs it
 
     try:

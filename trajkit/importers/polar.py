@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trajkit.importers.findings import (
+    ChatTokenizer,
     Finding,
     Head,
-    Options,
     object_of,
     text_of,
     time_of,
@@ -32,7 +32,7 @@ def detect(head: Head) -> bool:
     return head.has("completion_id") or head.has("session_id", "completions")
 
 
-def read(file: Path, options: Options) -> Iterator[Finding]:
+def read(file: Path, tokenizer: ChatTokenizer | None) -> Iterator[Finding]:
     """The completions of a file, sorted by time and name as in Polar."""
     return findings(file, _completions, _SHAPE)
 

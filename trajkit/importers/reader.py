@@ -4,13 +4,11 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from os import PathLike
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit._streams import limits
-from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.errors import FormatError, InvalidTurnsError
 from trajkit.importers import (
     nemo,
@@ -21,7 +19,15 @@ from trajkit.importers import (
     transcripts,
     verifiers,
 )
-from trajkit.importers.findings import Finding, Format, Head, Notes, Options, has_items
+from trajkit.importers.findings import (
+    ChatTokenizer,
+    Finding,
+    Format,
+    Head,
+    Notes,
+    Sources,
+    has_items,
+)
 from trajkit.importers.json_files import first_object
 from trajkit.io.tables import gather
 from trajkit.schema import TURNS
@@ -67,22 +73,8 @@ _JSON = (
 _SUFFIXES = (*_JSON, ".db", ".sqlite", ".sqlite3", ".pt", ".pkl")
 
 
-class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer with a chat template, as transformers has them."""
-
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, object]],
-        *,
-        tools: object,
-        add_generation_prompt: bool,
-        tokenize: bool,
-    ) -> object:
-        """The text that the template makes of messages."""
-
-
 def import_turns(
-    source: str | PathLike[str] | Iterable[str | PathLike[str]],
+    source: Sources,
     format: str = "auto",
     *,
     tokenizer: ChatTokenizer | None = None,
@@ -130,7 +122,7 @@ def import_turns(
 
 
 def imported(
-    source: str | PathLike[str] | Iterable[str | PathLike[str]],
+    source: Sources,
     format: str,
     tokenizer: ChatTokenizer | None,
     nonfinite_logprobs: Nonfinite,
@@ -143,9 +135,8 @@ def imported(
         raise FormatError(
             f"format {format!r} is not known: expected auto, {', '.join(FORMATS)}"
         )
-    options = Options() if tokenizer is None else _options(tokenizer)
     notes = Notes()
-    found = _settled(_files(source, format, notes), options, notes)
+    found = _settled(_files(source, format, notes), tokenizer, notes)
 
     def pieces() -> Iterator[pa.Table]:
         yield TURNS_IMPORTED.empty_table()
@@ -156,13 +147,13 @@ def imported(
 
 
 def _settled(
-    files: Iterable[tuple[Path, Format]], options: Options, notes: Notes
+    files: Iterable[tuple[Path, Format]], tokenizer: ChatTokenizer | None, notes: Notes
 ) -> Iterator[_Taken]:
     """The records that become turns, numbered; problems are added to the notes."""
     numbers: dict[str, int] = {}
     for file, module in files:
         named = True
-        for found in module.read(file, options):
+        for found in module.read(file, tokenizer):
             if found.session is None and not found.problem:
                 found.session = file.stem
                 if named:
@@ -196,7 +187,7 @@ def _record(found: Finding, number: int) -> Record | None:
         return None
     if not has_items(logprobs):
         fields["output_logprobs"] = None
-        unaligned = any(p == "logprobs_unaligned" for p, _ in found.remarks)
+        unaligned = "logprobs_unaligned" in dict(found.remarks)
         if len(output) and not unaligned and fields.get("sampled") is not False:
             found.remarks.append(("no_logprobs", ""))
     elif len(logprobs) != len(output):  # type: ignore[arg-type]
@@ -218,39 +209,30 @@ def _table(batch: list[_Taken], notes: Notes, nonfinite: Nonfinite) -> pa.Table:
         table = from_records(
             (record for _, _, record in batch), nonfinite_logprobs=nonfinite
         )
-    except InvalidTurnsError:
-        good = []
-        for file, found, record in batch:
-            try:
-                from_records([record], nonfinite_logprobs=nonfinite)
-            except InvalidTurnsError as error:
-                notes.add(file, found, "invalid", str(error), kept=False)
-            else:
-                good.append(record)
-        table = from_records(good, nonfinite_logprobs=nonfinite)
+    except InvalidTurnsError as error:
+        if len(batch) == 1:
+            ((file, found, _),) = batch
+            notes.add(file, found, "invalid", str(error), kept=False)
+            return TURNS_IMPORTED.empty_table()
+        return pa.concat_tables(_table([one], notes, nonfinite) for one in batch)
     for field in EXTRAS:
         if field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(len(table), field.type))
     return table.select(TURNS_IMPORTED.names).cast(TURNS_IMPORTED)
 
 
-def _files(
-    source: str | PathLike[str] | Iterable[str | PathLike[str]],
-    format: str,
-    notes: Notes,
-) -> Iterator[tuple[Path, Format]]:
+def _files(source: Sources, format: str, notes: Notes) -> Iterator[tuple[Path, Format]]:
     """The files to read, each with the module that reads it."""
     paths = [source] if isinstance(source, str | PathLike) else list(source)
     for path in map(Path, paths):
         if not path.is_dir():
-            yield path, _module(_head(path), format)
+            yield path, FORMATS.get(format) or _recognized(_head(path))
             continue
-        inside = [
-            (head, [FORMATS[format]] if format != "auto" else _fitting(head))
+        fitting: dict[Head, list[Format]] = {
+            head: [one for one in _fitting(head) if format in ("auto", one.NAME)]
             for head in map(_head, _in_directory(path))
-        ]
-        fitting = [(h, m) for h, m in inside if any(one.detect(h) for one in m)]
-        names = sorted({one.NAME for _, modules in fitting for one in modules})
+        }
+        names = sorted({one.NAME for own in fitting.values() for one in own})
         if not names:
             known = "a known format" if format == "auto" else f"the format {format}"
             raise FormatError(f"{path} contains no file of {known}")
@@ -259,25 +241,16 @@ def _files(
                 f"{path} contains files of several formats, {', '.join(names)}: pass one "
                 "of them as the format"
             )
-        fit = {head.file for head, _ in fitting}
-        for head, _ in inside:
-            if head.file in fit:
-                yield head.file, FORMATS[names[0]]
+        for head, own in fitting.items():
+            if own:
+                yield head.file, own[0]
             else:
                 other = Finding("file")
                 notes.add(head.file, other, "other_file", head.trouble, kept=False)
 
 
-def _module(head: Head, format: str) -> Format:
-    """The module that reads a file.
-
-    Raises
-    ------
-    FormatError
-        Its format is unknown or ambiguous.
-    """
-    if format != "auto":
-        return FORMATS[format]
+def _recognized(head: Head) -> Format:
+    """The only module whose format a file seems to have."""
     fitting = _fitting(head)
     if len(fitting) == 1:
         return fitting[0]
@@ -318,15 +291,3 @@ def _in_directory(path: Path) -> list[Path]:
         and file.is_file()
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
-
-
-def _options(tokenizer: ChatTokenizer) -> Options:
-    def render(
-        messages: list[dict[str, object]], tools: object, asks_for_reply: bool
-    ) -> str:
-        text = tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=asks_for_reply, tokenize=False
-        )
-        return str(text)
-
-    return Options(render, Codec(tokenizer).ids)

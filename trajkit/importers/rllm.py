@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from trajkit.errors import FormatError
 from trajkit.importers.findings import (
+    ChatTokenizer,
     Finding,
     Head,
-    Options,
+    Refused,
     has_numbers,
     text_of,
     time_of,
@@ -55,14 +56,8 @@ def detect(head: Head) -> bool:
     return head.magic.startswith(b"SQLite format 3\0")
 
 
-def read(file: Path, options: Options) -> Iterator[Finding]:
-    """The traces of all sessions in order of time, then traces without a session.
-
-    Raises
-    ------
-    FormatError
-        It is not such a database, or cannot be read.
-    """
+def read(file: Path, tokenizer: ChatTokenizer | None) -> Iterator[Finding]:
+    """The traces of all sessions in order of time, then traces without a session."""
     import sqlite3  # nothing else needs it
 
     try:
@@ -95,35 +90,31 @@ def _traces(base: "Connection") -> Iterator[Finding]:
         found = Finding(
             f"trace {trace!r}", text_of(session if once else f"{name}/{session}")
         )
-        record = _parsed(found, read, data)
-        if record is not None:
+        with found:
+            record = _parsed(read, data)
             if session is None:
                 found.session = text_of(record.get("session_id"))
-            _fill(found, str(trace), record, paths)
+            found.fields = _fields(str(trace), record, paths)
         yield found
     for session, trace in base.execute(_ORPHANS):
         detail = "its session refers to it, but it is missing"
         yield Finding(f"trace {trace!r}", session, problem="lost", detail=detail)
 
 
-def _parsed(
-    found: Finding, read: Callable[[bytes], object], data: object
-) -> dict[str, object] | None:
-    """The record in a trace's data; None, with a problem set, if it is invalid."""
+def _parsed(read: Callable[[bytes], object], data: object) -> dict[str, object]:
+    """The record in a trace's data."""
     try:
         record = read(data if isinstance(data, bytes) else str(data).encode())
     except ValueError as error:
-        found.refuse("unreadable", str(error))
-        return None
+        raise Refused("unreadable", str(error)) from None
     if not isinstance(record, dict):
-        found.refuse("unreadable", "not an object")
-        return None
+        raise Refused("unreadable", "not an object")
     return record
 
 
-def _fill(
-    found: Finding, trace: str, record: dict[str, object], paths: dict[str, _Ids]
-) -> None:
+def _fields(
+    trace: str, record: dict[str, object], paths: dict[str, _Ids]
+) -> dict[str, object]:
     prompt = record.get("prompt_token_ids")
     prompt = prompt if has_numbers(prompt) else None
     delta = record.get("prompt_delta_token_ids")
@@ -132,8 +123,7 @@ def _fill(
         before = None if parent is None else paths.get(parent)
         if before is None:
             detail = f"its prompt continues trace {parent!r}, which has no path"
-            found.refuse("no_parent", detail)
-            return
+            raise Refused("no_parent", detail)
         if isinstance(delta, np.ndarray):
             prompt = np.concatenate([before, delta])
         elif isinstance(delta, list):
@@ -141,25 +131,22 @@ def _fill(
             prompt = [*before.tolist(), *delta] if delta else before
         else:
             detail = f"prompt_delta_token_ids is a {type(delta).__name__}, not a list"
-            found.refuse("unreadable", detail)
-            return
+            raise Refused("unreadable", detail)
     output = record.get("completion_token_ids")
     # a trace without ids has an empty list
     output = output if has_numbers(output) else None
     if isinstance(prompt, np.ndarray) and isinstance(output, np.ndarray):
         paths[trace] = np.concatenate([prompt, output])
-    messages, reply = record.get("messages"), record.get("response_message")
-    found.fields = {
+    reply = record.get("response_message")
+    n_output = len(output) if isinstance(output, np.ndarray) else 0
+    return {
         "prompt_ids": prompt,
         "output_ids": output,
         "output_logprobs": record.get("logprobs"),
         "finish_reason": text_of(record.get("finish_reason")),
-        "prompt_messages": unless_empty(messages),
+        "prompt_messages": unless_empty(record.get("messages")),
         "response_message": reply if isinstance(reply, dict) and reply else None,
-        "weight_versions": versions_of(
-            record.get("weight_version"),
-            len(output) if isinstance(output, np.ndarray) else 0,
-        ),
+        "weight_versions": versions_of(record.get("weight_version"), n_output),
         "request_id": trace,
         "model": text_of(record.get("model")),
         # rLLM sets it when the response is complete

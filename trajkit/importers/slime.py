@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trajkit.importers.findings import (
+    ChatTokenizer,
     Finding,
     Head,
-    Options,
+    Refused,
     has_items,
     number_of,
     text_of,
@@ -34,14 +35,8 @@ def detect(head: Head) -> bool:
     return head.magic.startswith((b"PK\3\4", b"\x80"))
 
 
-def read(file: Path, options: Options) -> Iterator[Finding]:
-    """The calls of each sample.
-
-    Raises
-    ------
-    FormatError
-        The file is not a dump.
-    """
+def read(file: Path, tokenizer: ChatTokenizer | None) -> Iterator[Finding]:
+    """The calls of each sample."""
     dump = load(file)
     step = text_of(dump.get("rollout_id")) if isinstance(dump, dict) else None
     samples = dump.get("samples") if isinstance(dump, dict) else dump
@@ -60,54 +55,50 @@ def read(file: Path, options: Options) -> Iterator[Finding]:
 
 def _calls(place: str, session: str, sample: dict[str, object]) -> Iterator[Finding]:
     found = Finding(place, session)
-    tokens = _numbers(sample.get("tokens"))
-    length = sample.get("response_length")
-    if tokens is None or tokens.dtype.kind not in "iu" or tokens.ndim != 1:
-        found.refuse("no_prompt_ids", "no tokens")
-    elif type(length) is not int or not 0 <= length <= len(tokens):
-        detail = f"response_length {length!r} of {len(tokens)} tokens"
-        found.refuse("unreadable", detail)
-    if found.problem or tokens is None or not isinstance(length, int):
+    with found:
+        tokens, mask = _row(sample)
+        edges = np.flatnonzero(np.diff(mask != 0, prepend=False, append=False))
+        spans = edges.reshape(-1, 2).tolist()
+        if not spans:
+            raise Refused("no_output_ids", "its loss mask is empty")
+    if found.problem:
         yield found
         return
-    given = sample.get("loss_mask")
-    mask = np.ones(length, np.int64) if given is None else _numbers(given)
-    if mask is None or mask.shape != (length,):
-        detail = f"a loss_mask that does not have {length} tokens"
-        yield found.refuse("unreadable", detail)
-        return
-    logprobs = _listed(sample.get("rollout_log_probs"))
-    aligned = logprobs is not None and len(logprobs) == length
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]])))
-    starts, stops = edges[::2].tolist(), edges[1::2].tolist()
-    if not starts:
-        yield found.refuse("no_output_ids", "its loss mask is empty")
-        return
-    prompt_length = len(tokens) - length
-    for k, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        one = Finding(f"{place}, span {k}" if len(starts) > 1 else place, session)
-        last = stop == length
+    response, logprobs = tokens[-len(mask) :], _listed(sample.get("rollout_log_probs"))
+    for k, (start, stop) in enumerate(spans):
+        one = Finding(f"{place}, span {k}" if len(spans) > 1 else place, session)
+        last = stop == len(mask)
         one.fields = {
-            **_common(sample),
-            "prompt_ids": tokens[: prompt_length + start],
-            "output_ids": tokens[prompt_length + start : prompt_length + stop],
+            "prompt_ids": tokens[: len(tokens) - len(mask) + start],
+            "output_ids": response[start:stop],
             "finish_reason": _REASONS.get(str(sample.get("status"))) if last else None,
+            "trainable": False if sample.get("remove_sample") is True else None,
+            "group_id": text_of(sample.get("group_index")),
+            "reward": number_of(sample.get("reward")),
         }
-        if aligned and logprobs is not None:
+        if logprobs is not None and len(logprobs) == len(mask):
             one.fields["output_logprobs"] = logprobs[start:stop]
         elif logprobs is not None:
-            text = f"{len(logprobs)} logprobs for a response of {length}"
+            text = f"{len(logprobs)} logprobs for a response of {len(mask)}"
             one.remarks.append(("logprobs_unaligned", text))
         _versions(one, sample.get("weight_versions"), stop - start)
         yield one
 
 
-def _common(sample: dict[str, object]) -> dict[str, object]:
-    return {
-        "trainable": False if sample.get("remove_sample") is True else None,
-        "group_id": text_of(sample.get("group_index")),
-        "reward": number_of(sample.get("reward")),
-    }
+def _row(sample: dict[str, object]) -> tuple[_Ids, _Ids]:
+    """The ids of a sample, and the mask of its response."""
+    tokens, length = _numbers(sample.get("tokens")), sample.get("response_length")
+    if tokens is None or tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+        raise Refused("no_prompt_ids", "no tokens")
+    if type(length) is not int or not 0 <= length <= len(tokens):
+        detail = f"response_length {length!r} of {len(tokens)} tokens"
+        raise Refused("unreadable", detail)
+    given = sample.get("loss_mask")
+    mask = np.ones(length, np.int64) if given is None else _numbers(given)
+    if mask is None or mask.shape != (length,):
+        detail = f"a loss_mask that does not have {length} tokens"
+        raise Refused("unreadable", detail)
+    return tokens, mask
 
 
 def _versions(found: Finding, versions: object, n_output: int) -> None:

@@ -2,24 +2,24 @@
 
 import os
 import tempfile
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 
+from trajkit._arrow import lazy_compute as pc
 from trajkit._streams.lockstep import batches_in
 from trajkit.errors import FormatError
-from trajkit.importers.reader import ChatTokenizer, imported
+from trajkit.importers.findings import ChatTokenizer, Sources
+from trajkit.importers.reader import imported
 from trajkit.io.arrow import file_rows
 from trajkit.io.tables import write_tables, write_turns
-from trajkit.jobs.group_sessions import TEMPORARY, SessionIndex
-from trajkit.jobs.stages import Target, Watch, folder_of, is_parts, run_job
+from trajkit.jobs.group_sessions import TEMPORARY
+from trajkit.jobs.stages import Made, Target, Watch, folder_of, is_parts, run_job
 from trajkit.turns.validation import Nonfinite
 
 
 def import_file(
-    source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    source: Sources,
     output: str | os.PathLike[str],
     format: str = "auto",
     *,
@@ -57,13 +57,12 @@ def import_file(
     """
     if is_parts(output):
         raise FormatError(f"{output} is a directory: pass a file")
-    watch = watch or Watch()
     sessions = 0
 
-    def begins(index: SessionIndex, done: int) -> None:
+    def stage(turns: pa.Table) -> Made:
         nonlocal sessions
-        sessions = len(index.turns)
-        watch.begins(index, done)
+        sessions += pc.count_distinct(turns["session_id"]).as_py()
+        yield "turns", turns
 
     folder = folder_of(output)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
@@ -72,10 +71,6 @@ def import_file(
         write_tables(batches_in(tables), path)
         if not file_rows(path, "arrows"):
             return {"sessions": 0, "turns": 0}, notes.table()
-        totals = run_job(
-            path,
-            lambda turns: iter([("turns", turns)]),
-            {"turns": Target(output, write_turns)},
-            watch=replace(watch, begins=begins),
-        )
+        targets = {"turns": Target(output, write_turns)}
+        totals = run_job(path, stage, targets, watch=watch)
     return {"sessions": sessions, "turns": totals["turns"]}, notes.table()

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from trajkit.analysis.tokenizer import Codec
 from trajkit.errors import FormatError
-from trajkit.importers.findings import Finding, Head, Options, text_of
+from trajkit.importers.findings import ChatTokenizer, Finding, Head, Refused, text_of
 from trajkit.importers.json_files import findings
 
 NAME = "chat"
@@ -33,90 +34,87 @@ def detect(head: Head) -> bool:
     return known and not any(head.has(name) for name in others)
 
 
-def read(file: Path, options: Options) -> Iterator[Finding]:
-    """A call for each reply of each transcript.
-
-    Raises
-    ------
-    FormatError
-        There is no tokenizer, or none with a chat template.
-    """
-    if options.render is None or options.encode is None:
+def read(file: Path, tokenizer: ChatTokenizer | None) -> Iterator[Finding]:
+    """A call for each reply of each transcript."""
+    if tokenizer is None:
         raise FormatError(
             f"{file}: a transcript has no token ids: pass a tokenizer with a chat template"
         )
-    return findings(file, partial(_calls, file, options))
+    return findings(file, partial(_calls, file, tokenizer))
 
 
 def _calls(
-    file: Path, options: Options, place: str, value: dict[str, object]
+    file: Path, tokenizer: ChatTokenizer, place: str, value: dict[str, object]
 ) -> Iterator[Finding]:
     # each transcript is a session; the file's name makes its name unique
     name = text_of(value.get("session_id")) or text_of(value.get("id"))
     found = Finding(place, name or f"{file.name}, {place}")
-    messages, fault = _messages(value)
-    if fault:
-        yield found.refuse("unreadable", fault)
+    with found:
+        messages = _messages(value.get("messages", value.get("conversations")))
+        replies = [k for k, one in enumerate(messages) if one["role"] == "assistant"]
+        if not replies:
+            raise Refused("no_output_ids", "it has no reply")
+    if found.problem:
+        yield found
         return
-    replies = list(_replies(found, messages, value.get("tools"), options))
-    yield from replies
-    if not replies:
-        yield found.refuse("no_output_ids", "it has no reply")
+    for k in replies:
+        one = Finding(f"{place}, message {k}", found.session)
+        with one:
+            one.fields = _reply(messages[: k + 1], value.get("tools"), tokenizer)
+            one.remarks.append(("not_sampled", ""))
+        yield one
 
 
-def _replies(
-    about: Finding, messages: list[dict[str, object]], tools: object, options: Options
-) -> Iterator[Finding]:
-    assert options.render is not None
-    assert options.encode is not None
-    for k, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        found = Finding(f"{about.place}, message {k}", about.session)
-        if k == 0:
-            yield found.refuse("no_prompt_ids", "no message comes before it")
-            continue
+def _reply(
+    messages: list[dict[str, object]], tools: object, tokenizer: ChatTokenizer
+) -> dict[str, object]:
+    """The call whose reply is the last of the messages."""
+    before = messages[:-1]
+    if not before:
+        raise Refused("no_prompt_ids", "no message comes before it")
+    texts = []
+    for shown, asks in ((before, True), (messages, False)):
         try:
-            prompt = options.render(messages[:k], tools, True)
-            whole = options.render(messages[: k + 1], tools, False)
+            text = tokenizer.apply_chat_template(
+                shown, tools=tools, add_generation_prompt=asks, tokenize=False
+            )
         # a template may raise an error of jinja2, or anything in its filters
         except Exception as error:
-            yield found.refuse("refused", str(error))
-            continue
-        if not whole.startswith(prompt):
-            yield found.refuse(
-                "not_a_prefix", "with the reply, the template renders another prompt"
-            )
-            continue
-        found.fields = {
-            "prompt_ids": options.encode(prompt),
-            "output_ids": options.encode(whole[len(prompt) :]),
-            "prompt_messages": messages[:k],
-            "response_message": message,
-            "call_kind": "transcript",
-            "sampled": False,
-        }
-        found.remarks.append(("not_sampled", ""))
-        yield found
+            raise Refused("refused", str(error)) from None
+        texts.append(str(text))
+    prompt, complete = texts
+    if not complete.startswith(prompt):
+        detail = "with the reply, the template renders another prompt"
+        raise Refused("not_a_prefix", detail)
+    codec = Codec(tokenizer)
+    return {
+        "prompt_ids": codec.ids(prompt),
+        "output_ids": codec.ids(complete[len(prompt) :]),
+        "prompt_messages": before,
+        "response_message": messages[-1],
+        "call_kind": "transcript",
+        "sampled": False,
+    }
 
 
-def _messages(value: dict[str, object]) -> tuple[list[dict[str, object]], str]:
-    """The messages in OpenAI's form, and what is wrong with the first invalid one."""
-    listed = value.get("messages", value.get("conversations"))
-    messages: list[dict[str, object]] = []
+def _messages(listed: object) -> list[dict[str, object]]:
+    """The messages in OpenAI's form."""
     if not isinstance(listed, list):
-        return messages, f"its messages are a {type(listed).__name__}, not a list"
+        detail = f"its messages are a {type(listed).__name__}, not a list"
+        raise Refused("unreadable", detail)
+    messages = []
     for k, one in enumerate(listed):
         if not isinstance(one, dict):
-            return messages, f"message {k} is a {type(one).__name__}, not an object"
+            detail = f"message {k} is a {type(one).__name__}, not an object"
+            raise Refused("unreadable", detail)
         if "from" in one and "role" not in one:
             role = _ROLES.get(str(one["from"]))
             if role is None:
                 known = ", ".join(_ROLES)
-                said = f"message {k} is from {one['from']!r}: expected one of {known}"
-                return messages, said
+                detail = f"message {k} is from {one['from']!r}: expected one of {known}"
+                raise Refused("unreadable", detail)
             one = {"role": role, "content": one.get("value")}
         if not isinstance(one.get("role"), str):
-            return messages, f"message {k} has no role"
+            raise Refused("unreadable", f"message {k} has no role")
         messages.append(one)
-    return messages, ""
+    return messages

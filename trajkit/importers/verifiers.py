@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trajkit.importers.findings import (
+    ChatTokenizer,
     Finding,
     Head,
-    Options,
+    Refused,
     list_of,
     number_of,
     object_of,
@@ -41,7 +42,7 @@ def detect(head: Head) -> bool:
     return head.has("nodes", "task") or head.has("trajectory", "example_id")
 
 
-def read(file: Path, options: Options) -> Iterator[Finding]:
+def read(file: Path, tokenizer: ChatTokenizer | None) -> Iterator[Finding]:
     """The calls of each trace, in order."""
     return findings(file, partial(_calls, file), _SHAPE)
 
@@ -75,57 +76,50 @@ def _graph(place: str, trace: dict[str, object]) -> Iterator[Finding]:
         parent = node.get("parent")
         before: _Ids | None = np.empty(0, np.int32)
         if parent is not None:
-            known = isinstance(parent, int) and 0 <= parent < k
-            before = paths[parent] if isinstance(parent, int) and known else None
-        ids = own if isinstance(own, np.ndarray) else None
-        if unless_empty(own) is None:
-            ids = np.empty(0, np.int32)
+            earlier = parent in range(k)
+            before = paths[parent] if earlier and isinstance(parent, int) else None
+        ids = np.empty(0, np.int32) if unless_empty(own) is None else own
         # the ids of a reply without ids cannot be known
-        gap = not len(ids) if ids is not None else True
-        gap = gap and object_of(node.get("message")).get("role") == "assistant"
-        if before is None or ids is None or gap:
-            paths.append(None)
-        else:
-            paths.append(np.concatenate([before, ids]))
+        reply = object_of(node.get("message")).get("role") == "assistant"
+        known_ids = isinstance(ids, np.ndarray) and (len(ids) or not reply)
+        known = before is not None and known_ids
+        paths.append(np.concatenate([before, ids]) if known else None)
         if node.get("sampled") is not True:
             continue
-        if ids is None:
-            found.refuse("unreadable", "token_ids are not ids")
-        elif before is None:
-            found.refuse("no_prompt_ids", "a message before it has no ids")
-        else:
-            _sampled(found, node, before, ids)
-        _about(found, nodes, k, calls.get(k, {}))
+        with found:
+            found.fields |= _about(nodes, k, calls.get(k, {}))
+            if not isinstance(ids, np.ndarray):
+                raise Refused("unreadable", "token_ids are not ids")
+            if before is None:
+                raise Refused("no_prompt_ids", "a message before it has no ids")
+            found.fields |= _sampled(node, before, ids)
         yield found
 
 
-def _sampled(found: Finding, node: dict[str, object], before: _Ids, ids: _Ids) -> None:
-    """Set prompt, output and logprobs; the node's mask marks sampled ids."""
+def _sampled(node: dict[str, object], before: _Ids, ids: _Ids) -> dict[str, object]:
+    """Prompt, output and logprobs; the node's mask marks sampled ids."""
     listed = list_of(node.get("mask"))
     if not all(isinstance(flag, int) for flag in listed):
-        found.refuse("unreadable", "a mask that is not of booleans")
-        return
+        raise Refused("unreadable", "a mask that is not of booleans")
     flags = np.array(listed, np.bool_)
     if len(flags) != len(ids):
-        found.refuse("unreadable", f"a mask of {len(flags)} for {len(ids)} token_ids")
-        return
+        detail = f"a mask of {len(flags)} for {len(ids)} token_ids"
+        raise Refused("unreadable", detail)
     start = len(ids) - int(flags.sum())
     if not flags[start:].all():
         detail = "its sampled ids are not at the end of its token_ids"
-        found.refuse("unreadable", detail)
-        return
-    found.fields["prompt_ids"] = np.concatenate([before, ids[:start]])
-    found.fields["output_ids"] = ids[start:] if start < len(ids) else None
-    found.fields["output_logprobs"] = node.get("logprobs")
+        raise Refused("unreadable", detail)
+    return {
+        "prompt_ids": np.concatenate([before, ids[:start]]),
+        "output_ids": ids[start:] if start < len(ids) else None,
+        "output_logprobs": node.get("logprobs"),
+    }
 
 
 def _about(
-    found: Finding,
-    nodes: list[dict[str, object]],
-    k: int,
-    call: Mapping[str, object],
-) -> None:
-    """Set what a node and its call contain besides ids."""
+    nodes: list[dict[str, object]], k: int, call: Mapping[str, object]
+) -> dict[str, object]:
+    """What a node and its call contain besides ids."""
     messages: list[object] = []
     at = nodes[k].get("parent")
     above = k
@@ -135,16 +129,14 @@ def _about(
     messages.reverse()
     reason = call.get("finish_reason") or nodes[k].get("finish_reason")
     time = object_of(call.get("time"))
-    found.fields.update(
-        {
-            "prompt_messages": messages,
-            "response_message": nodes[k].get("message"),
-            "finish_reason": text_of(reason),
-            "model": text_of(call.get("model")),
-            "started_at": time_of(time.get("start")),
-            "ended_at": time_of(time.get("end")),
-        }
-    )
+    return {
+        "prompt_messages": messages,
+        "response_message": nodes[k].get("message"),
+        "finish_reason": text_of(reason),
+        "model": text_of(call.get("model")),
+        "started_at": time_of(time.get("start")),
+        "ended_at": time_of(time.get("end")),
+    }
 
 
 def _steps(place: str, rollout: dict[str, object], file: Path) -> Iterator[Finding]:
@@ -155,14 +147,8 @@ def _steps(place: str, rollout: dict[str, object], file: Path) -> Iterator[Findi
         session = text_of(rollout.get("trajectory_id")) or f"{file.name}, {place}"
         found = Finding(f"{place}, step {k}", session)
         ids = object_of(step.get("tokens"))
-        if ids.get("overlong_prompt") is True:
-            detail = "its prompt was truncated to the maximum length"
-            yield found.refuse("truncated", detail)
-            continue
-        left_out = _left_out(ids)
-        if left_out:
-            yield found.refuse("unreadable", left_out)
-            continue
+        with found:
+            _check_tokens(ids)
         if ids.get("is_truncated") is True or step.get("is_truncated") is True:
             found.remarks.append(("cut_output", "is_truncated"))
         replies = list_of(step.get("completion"))
@@ -179,18 +165,22 @@ def _steps(place: str, rollout: dict[str, object], file: Path) -> Iterator[Findi
         yield found
 
 
-def _left_out(tokens: dict[str, object]) -> str:
-    """What is wrong with the mask of a completion; empty if it marks all ids as sampled.
+def _check_tokens(tokens: dict[str, object]) -> None:
+    """Refuse a truncated prompt, and a mask that does not mark all ids as sampled.
 
     The masks that verifiers writes do (spec: prime-rl 1.1).
     """
+    if tokens.get("overlong_prompt") is True:
+        detail = "its prompt was truncated to the maximum length"
+        raise Refused("truncated", detail)
     mask, ids = tokens.get("completion_mask"), tokens.get("completion_ids")
     n = len(ids) if isinstance(ids, list | np.ndarray) else 0
     if mask is None or mask == [1] * n:
-        return ""
-    if not isinstance(mask, list) or len(mask) != n:
-        return f"a completion_mask of another length than {n} completion_ids"
-    return f"a completion_mask that marks {mask.count(1)} of {n} ids as sampled"
+        return
+    detail = f"a completion_mask of another length than {n} completion_ids"
+    if isinstance(mask, list) and len(mask) == n:
+        detail = f"a completion_mask that marks {mask.count(1)} of {n} ids as sampled"
+    raise Refused("unreadable", detail)
 
 
 def _reward(rewards: object) -> float | None:

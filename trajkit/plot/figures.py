@@ -6,7 +6,8 @@ is not installed, and for its tables what the function that makes them raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from trajkit.analysis.colors import (
 from trajkit.analysis.run_metrics import metrics_by_step
 from trajkit.errors import ArgumentError
 from trajkit.plot.markup import printable
-from trajkit.plot.run_values import Values, run_values
+from trajkit.plot.run_values import Values, run_values, tokens_by_fate
 from trajkit.plot.timeline import Slice, slices_of
 from trajkit.plot.turn_tokens import session_tokens
 from trajkit.policies import Policy
@@ -120,10 +121,9 @@ def drift(drift: TableLike) -> Figure:
     table = as_table(drift)
     drifted = table.filter(pc.greater(table["size"], 0))
     lines = drifted.select(["cause", "region", "tokens_after_drift"]).to_pylist()
-    at_stake: dict[str, int] = {}
+    at_stake: Counter[str] = Counter()
     for line in lines:
-        cause = line["cause"]
-        at_stake[cause] = at_stake.get(cause, 0) + line["tokens_after_drift"]
+        at_stake[line["cause"]] += line["tokens_after_drift"]
     causes = sorted(at_stake, key=lambda cause: (at_stake[cause], cause))
     title = f"Drift: {len(lines):,} of {table.num_rows:,} turns that continue another"
     with _figure(title) as figure:
@@ -155,15 +155,8 @@ def policies(simulation: TableLike) -> Figure:
     """
     lines = as_table(simulation).to_pylist()[::-1]
     sampled = lines[0]["tokens_sampled"] if lines else 0
-    counts = {
-        kind: np.array(
-            [
-                line["tokens_trained" if kind == "trained" else f"lost_{kind}"]
-                for line in lines
-            ]
-        )
-        for kind in OUTPUTS
-    }
+    fates = [tokens_by_fate(line) for line in lines]
+    counts = {kind: np.array([fate[kind] for fate in fates]) for kind in OUTPUTS}
     with _figure(f"What policies keep of {sampled:,} sampled tokens") as figure:
         figure.set_size_inches(10, 1.9 + 0.3 * len(lines))
         kept, cost = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
@@ -228,15 +221,25 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
 
     Parameters
     ----------
-    turns, sessions : table
-        As for `trajkit.plot.timeline.slices_of`, which also names the errors.
+    turns : table
+        Turns with ``started_at`` and ``ended_at`` (timestamps), as the gateway writes
+        them: when it read the request, and when the sample was complete. Turns without
+        times are left out.
+    sessions : table, optional
+        Its columns ``started_at`` (timestamp) and ``seconds``, as ``trajkit rollout``
+        writes them, say when a rollout started and how long it took.
+
+    Raises
+    ------
+    SchemaError
+        A column of times is missing or is not a timestamp, or all times are null.
+    InvalidTurnsError
+        A turn ended before it started.
     """
-    slices = slices_of(turns, sessions)
     seconds = dict.fromkeys(TIMES, 0.0)
-    for one in slices:
-        seconds[one.kind] += one.stop - one.start
     lanes: dict[str, list[Slice]] = {}
-    for one in slices:
+    for one in slices_of(turns, sessions):
+        seconds[one.kind] += one.stop - one.start
         lanes.setdefault(one.session_id, []).append(one)
     n = len(lanes)
     with _figure(f"{n:,} session{'s' * (n != 1)} over time") as figure:
@@ -321,14 +324,8 @@ def _bars(ax: Axes, counts: Counts, colors: dict[str, str]) -> None:
 
 def _label(ax: Axes, x: float, y: float, text: str) -> None:
     """A text to the right of the end of a bar."""
-    ax.annotate(
-        text,
-        (x, y),
-        xytext=(3, 0),
-        textcoords="offset points",
-        va="center",
-        annotation_clip=False,
-    )
+    place: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points"}
+    ax.annotate(text, (x, y), **place, va="center", annotation_clip=False)
 
 
 def _histogram(ax: Axes, values: Values) -> None:
@@ -352,7 +349,7 @@ def _legend(figure: Figure, colors: dict[str, str], shown: set[str]) -> None:
     """A legend below the axes, of the kinds that occur."""
     from matplotlib.patches import Patch
 
-    handles: Sequence[Patch] = [
+    handles = [
         Patch(color=color, label=_words(kind))
         for kind, color in colors.items()
         if kind in shown

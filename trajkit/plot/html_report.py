@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.take import tuples
 from trajkit.analysis.colors import COLORS, MUTED, OUTPUTS, TEXT
 from trajkit.analysis.drift import classify_drift
 from trajkit.analysis.drift_findings import explain_drift
@@ -27,7 +28,7 @@ from trajkit.errors import SchemaError
 from trajkit.pipeline.links import link
 from trajkit.pipeline.rows import linearize
 from trajkit.plot.markup import escaped
-from trajkit.plot.run_values import Values, run_values
+from trajkit.plot.run_values import Values, run_values, tokens_by_fate
 from trajkit.plot.session_svg import forest
 from trajkit.plot.timeline import slices_of
 from trajkit.plot.words import LOSS_WORDS, MENDS
@@ -223,23 +224,23 @@ def _recorded(run: _Run, sessions: TableLike | None) -> Iterable[str]:
 
 def _kept(run: _Run, sessions: TableLike | None) -> Iterable[str]:
     lines = run.simulation.to_pylist()
+    fates = [tokens_by_fate(line) for line in lines]
     yield _table(
         "policy|sampled tokens|trained|of sampled|rows|forward|shared once",
         [
             [
                 line["policy"],
-                _Html(_bar({kind: _tokens(line, kind) for kind in OUTPUTS})),
+                _Html(_bar(fate)),
                 line["tokens_trained"],
                 _share(line["tokens_trained"], line["tokens_sampled"]),
                 line["rows"],
                 line["tokens_forward"],
                 line["tokens_forward_shared"],
             ]
-            for line in lines
+            for line, fate in zip(lines, fates, strict=True)
         ],
     )
-    shown = [kind for kind in OUTPUTS if any(_tokens(line, kind) for line in lines)]
-    yield _legend(shown)
+    yield _legend(kind for kind in OUTPUTS if any(fate[kind] for fate in fates))
     yield (
         '<p class="small">forward: tokens of all rows. shared once: the same, with each '
         "prefix that rows share counted once.</p>"
@@ -263,13 +264,11 @@ def _lost(
         [[_words(r), line[f"lost_{r}"], LOSS_WORDS[r]] for r in reasons],
     )
     turns: Counter[tuple[str, int, str, int | None]] = Counter()
-    for span in output_spans(run.turns, policy, sessions=sessions).to_pylist():
-        if span["kind"] != "trained":
-            key = tuple(
-                span[name]
-                for name in ("session_id", "turn_index", "kind", "drift_turn")
-            )
-            turns[key] += span["output_stop"] - span["output_start"]
+    names = ("session_id", "turn_index", "kind", "drift_turn")
+    spans = output_spans(run.turns, policy, sessions=sessions)
+    for start, stop, *key in tuples(spans, "output_start", "output_stop", *names):
+        if key[2] != "trained":
+            turns[*key,] += stop - start
     lost = [
         [session, turn, n, _words(kind), "" if by is None else f"turn {by}"]
         for (session, turn, kind, by), n in turns.most_common()
@@ -290,23 +289,23 @@ def _drift(run: _Run) -> Iterable[str]:
     if run.findings is not None:
         for found in run.findings.to_pylist():
             examples.setdefault(found["cause"], found)
-    lines: list[list[object]] = []
-    causes = Counter(line["cause"] for line in drifted)
-    for cause, n in causes.most_common():
-        own = [line for line in drifted if line["cause"] == cause]
-        what, mend = MENDS[cause]
-        lines.append(
+    by_cause: dict[str, list[dict[str, Any]]] = {}
+    for line in drifted:
+        by_cause.setdefault(line["cause"], []).append(line)
+    yield _table(
+        "cause|turns|tokens at stake|what happens|what to change|example",
+        [
             [
                 _words(cause),
-                n,
+                len(own),
                 sum(line["tokens_after_drift"] for line in own),
-                what,
-                _Html(re.sub("`([^`]+)`", r"<code>\1</code>", escaped(mend))),
+                MENDS[cause][0],
+                _Html(re.sub("`(.+?)`", r"<code>\1</code>", escaped(MENDS[cause][1]))),
                 _example(own[0], examples.get(cause)),
             ]
-        )
-    head = "cause|turns|tokens at stake|what happens|what to change|example"
-    yield _table(head, lines)
+            for cause, own in sorted(by_cause.items(), key=lambda item: -len(item[1]))
+        ],
+    )
     if run.findings is None:
         yield '<p class="small">Causes come from token ids. A tokenizer names more.</p>'
     at_stake: Counter[str] = Counter()
@@ -421,10 +420,7 @@ def _section(title: str, parts: Iterable[str]) -> str:
 
 
 def _table(head: str, lines: Sequence[Sequence[object]]) -> str:
-    """A table of at most `_SHOWN` lines; all text is escaped.
-
-    ``head`` names the columns, with bars between the names.
-    """
+    """At most `_SHOWN` lines; ``head`` has bars between its names. All text is escaped."""
     names = head.split("|")
     numeric = [
         bool(lines) and all(isinstance(line[k], int | float) for line in lines)
@@ -501,10 +497,6 @@ def _histogram(values: Values) -> str:
 def _drifted(run: _Run) -> list[dict[str, Any]]:
     drifted: pa.Table = run.drift.filter(pc.greater(run.drift["size"], 0))
     return list(drifted.to_pylist())
-
-
-def _tokens(line: dict[str, Any], kind: str) -> int:
-    return int(line["tokens_trained" if kind == "trained" else f"lost_{kind}"])
 
 
 def _share(part: int, total: int) -> str:

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table
+from trajkit.analysis.colors import OUTPUTS
 from trajkit.analysis.run_metrics import prompt_lengths
 from trajkit.turns.records import as_turns
 
@@ -50,6 +51,13 @@ def run_values(turns: TableLike, report: TableLike) -> list[Values]:
         Values("reward", "sessions", counts["reward"].drop_null().to_numpy()),
         Values("mean logprob per turn", "turns", _mean_logprobs(table)),
     ]
+
+
+def tokens_by_fate(line: dict[str, Any]) -> dict[str, int]:
+    """Sampled tokens by what happens to them, of a line of `trajkit.schema.SIMULATION`."""
+    lost = [kind for kind in OUTPUTS if kind != "trained"]
+    found = {"trained": line["tokens_trained"]}
+    return found | {kind: line[f"lost_{kind}"] for kind in lost}
 
 
 def _mean_logprobs(turns: pa.Table) -> Numbers:

@@ -29,32 +29,7 @@ class Slice:
 
 
 def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice]:
-    """The times of every session, in the order of the turns.
-
-    Parameters
-    ----------
-    turns : table
-        Turns with ``started_at`` and ``ended_at`` (timestamps), as the gateway writes
-        them: when it read the request, and when the sample was complete. Turns without
-        times are left out.
-    sessions : table, optional
-        Its columns ``started_at`` (timestamp) and ``seconds``, as ``trajkit rollout``
-        writes them, say when a rollout started and how long it took.
-
-    Returns
-    -------
-    list of Slice
-        ``generation``: one per call, with the time that the engine let it wait.
-        ``tool``: no call of the session is at the engine. ``queue``: the session has
-        not begun, since the run did.
-
-    Raises
-    ------
-    SchemaError
-        A column of times is missing or is not a timestamp, or all times are null.
-    InvalidTurnsError
-        A turn ended before it started.
-    """
+    """The times of each session in the order of the turns; see `trajkit.plot.swimlanes`."""
     table = as_turns(as_table(turns))
     starts, stops = (_micros(table, name, "turns") for name in _TIMES)
     calls: dict[str, list[tuple[int, int, int]]] = {}

@@ -40,13 +40,7 @@ class SessionTokens:
 def session_tokens(
     turns: TableLike, policy: str | Policy, session_id: str | None
 ) -> SessionTokens:
-    """Count the prompt tokens of each role and the output tokens of each kind.
-
-    Raises
-    ------
-    UnknownSessionError
-        ``turns`` has no such session.
-    """
+    """Count the prompt tokens of each role and the output tokens of each kind."""
     chosen = named_policy(policy)
     session_id, session = one_session(turns, session_id)
     indices = session["turn_index"].to_pylist()
@@ -63,17 +57,10 @@ def session_tokens(
 
 
 def one_session(turns: TableLike, session_id: str | None) -> tuple[str, pa.Table]:
-    """A session's turns; by default those of the session with the most, the first on ties.
-
-    Raises
-    ------
-    UnknownSessionError
-        ``turns`` has no such session, or no session at all.
-    """
+    """A session's turns; by default of the session with the most, the first on ties."""
     table = as_turns(as_table(turns))
-    counts = Counter(table["session_id"].to_pylist())
-    if session_id is None and counts:
-        session_id = max(counts, key=lambda name: counts[name])
+    for name, _ in Counter(table["session_id"].to_pylist()).most_common(1):
+        session_id = name if session_id is None else session_id
     if session_id is None:
         raise UnknownSessionError("there are no turns, so there is no session to draw")
     return session_id, take_session(table, session_id)

@@ -8,37 +8,23 @@ from itertools import chain
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.take import tuples
 from trajkit._streams.session_batches import whole_sessions
-from trajkit.analysis.drift import classify_drift
 from trajkit.errors import UnknownSessionError
-from trajkit.pipeline.links import link
-from trajkit.pipeline.rows import linearize
-from trajkit.policies import Policy
+from trajkit.policies import PRESETS, Policy
 from trajkit.schema import TURNS_DELTA
 from trajkit.turns.delta import compact
+from trajkit.view.tables import ViewTables
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which sessions to show. At most one of the choices is given.
-
-    Attributes
-    ----------
-    ids : tuple of str, optional
-        These sessions.
-    sample : int, optional
-        This many, drawn by a hash of their ids: the same ones in every run of the command.
-    worst : int, optional
-        This many of those that lose most tokens under ``policy``, have the most sampled
-        tokens after drift, or have the lowest mean logprob; each ranking in turn names
-        one.
-    policy : Policy, optional
-        For ``worst``.
-    """
+    """Which sessions to show. At most one of the choices is given."""
 
     ids: tuple[str, ...] | None = None
+    # this many, drawn by a hash of their ids: the same ones in every run of the command
     sample: int | None = None
+    # this many of those that lose most tokens under the policy, have the most sampled
+    # tokens after drift, or have the lowest mean logprob; each ranking in turn names one
     worst: int | None = None
     policy: Policy | None = None
 
@@ -47,13 +33,6 @@ class Selection:
 
         Only the delta form of turns is in memory, and of ``sample`` and ``ids`` only the
         chosen ones.
-
-        Raises
-        ------
-        UnknownSessionError
-            The turns have no session of an id.
-        SchemaError, InvalidTurnsError
-            As `trajkit.compact`.
         """
         parts: list[pa.Table] = []
         scores: dict[str, tuple[float, float, float]] = {}
@@ -88,29 +67,14 @@ class Selection:
 
     def _scores(self, turns: pa.Table) -> dict[str, tuple[float, float, float]]:
         """Three numbers by session, the worst being the largest."""
-        _, report = linearize(turns, self.policy or "faithful", report=True)
-        lost = pc.subtract(report["tokens_sampled"], report["tokens_trained"])
-        drift = classify_drift(turns, link(turns, self.policy or "faithful"))
-        after = _aggregates(drift["session_id"], drift["tokens_after_drift"], "sum")
-        logprob = pc.list_flatten(turns["output_logprobs"])
-        owner = turns["session_id"].take(
-            pc.list_parent_indices(turns["output_logprobs"])
-        )
-        means = _aggregates(owner, logprob, "mean")
+        lines = ViewTables(turns, [self.policy or PRESETS["faithful"]]).session_lines()
+        names = ("id", "sampled", "trained", "at_stake", "logprob")
         return {
-            name: (float(n), after.get(name, 0.0), -(means.get(name) or 0.0))
-            for name, n in zip(
-                report["session_id"].to_pylist(), lost.to_pylist(), strict=True
+            name: (sampled - trained[0], at_stake, -(logprob or 0.0))
+            for name, sampled, trained, at_stake, logprob in zip(
+                *(lines[name] for name in names), strict=True
             )
         }
-
-
-def _aggregates(
-    names: pa.ChunkedArray, values: pa.ChunkedArray, how: str
-) -> dict[str, float]:
-    table = pa.table({"name": names, "value": values})
-    grouped = table.group_by("name").aggregate([("value", how)])
-    return dict(tuples(grouped, "name", f"value_{how}"))
 
 
 def _draw(name: str) -> bytes:

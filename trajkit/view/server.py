@@ -45,29 +45,18 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the tables of a served page have, as for `trajkit.view.page`.
+    """What the tables of a served page have, as for `trajkit.view.page`."""
 
-    Attributes
-    ----------
-    policies : tuple of str
-        The policies of the first page, as ``parse`` reads them.
-    parse : function
-        The policy of a text such as ``"slime fork_threshold=256"``.
-    rows : table, optional
-        Rows to verify, of the first run.
-    rows_policy : Policy, optional
-        The policy of these rows.
-    follow : bool
-        The page asks now and then whether the turns have changed.
-    """
-
+    # the policies of the first page, as texts such as "slime fork_threshold=256"
     policies: tuple[str, ...]
     parse: Callable[[str], Policy]
     tokenizer: Tokenizer | None = None
     text: bool = True
     pack_tokens: int | None = None
+    # rows to verify, and their policy
     rows: pa.Table | None = None
     rows_policy: Policy | None = None
+    # the page asks now and then whether the turns have changed
     follow: bool = False
 
 
@@ -84,15 +73,7 @@ class LiveRun:
         self._of_run = lru_cache(_N_KEPT)(self._tables)
 
     def answer(self, name: str, query: dict[str, list[str]], n_runs: int = 1) -> bytes:
-        """The bytes of one kind of data.
-
-        Raises
-        ------
-        KeyError
-            There is no such kind, or no such session.
-        PolicyError, ArgumentError
-            A policy of the query does not exist.
-        """
+        """The bytes of one kind of data; KeyError for an unknown kind or session."""
         policies = tuple(query.get("policy", self._options.policies))
         with self._lock:
             match name:
@@ -146,18 +127,11 @@ class LiveRun:
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Answers requests for one run from 127.0.0.1. It only reads.
+    """Answers requests for a run, and one to compare with, from 127.0.0.1. It only reads.
 
     Every path begins with a random token, so other users of the machine and other pages
     of the browser cannot guess it. A request with another Host is refused, so that a
     foreign name cannot be made to resolve to this machine (DNS rebinding).
-
-    Parameters
-    ----------
-    runs : sequence of LiveRun
-        The run, and possibly a second one to compare with.
-    port : int
-        0: any free one.
     """
 
     daemon_threads = True

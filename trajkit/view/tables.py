@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.take import tuples
+from trajkit._arrow.take import row_lengths, tuples
 from trajkit.analysis.branches import label_branches
 from trajkit.analysis.drift import classify_drift
 from trajkit.analysis.drift_findings import explain_drift
@@ -116,8 +116,8 @@ class LinkTables:
     def groups(self) -> list[dict[str, Any]]:
         """Drift over all sessions by cause: counts and the first examples.
 
-        With a tokenizer the cause is that of the text, and every finding counts. Else it
-        is what token ids show, and every turn counts once.
+        Causes come from texts and every finding counts, or without a tokenizer from token
+        ids, and every turn counts once.
         """
         drift = self.drift.table
         keys, counted = ["region", "cause"], drift
@@ -158,70 +158,34 @@ class PolicyTables:
         self.label = label(policy)
 
     @cached_property
-    def _both(self) -> tuple[pa.Table, pa.Table]:
-        rows, report = linearize(
-            self._turns,
-            self.policy,
-            sessions=self._sessions,
-            report=True,
-            layout="suffix",
-        )
-        return rows, report
-
-    @cached_property
-    def made(self) -> BySession:
-        """`trajkit.schema.ROWS_SUFFIX`."""
-        return BySession(self._both[0])
-
-    @cached_property
-    def report(self) -> BySession:
-        """`trajkit.schema.REPORT`."""
-        return BySession(self._both[1])
+    def linearized(self) -> tuple[BySession, BySession]:
+        """`trajkit.schema.ROWS_SUFFIX` and ``REPORT``."""
+        choices: Any = {"sessions": self._sessions, "report": True, "layout": "suffix"}
+        rows, report = linearize(self._turns, self.policy, **choices)
+        return BySession(rows), BySession(report)
 
     @cached_property
     def rows(self) -> BySession:
         """Each row's turns, tokens and the sentence of `trajkit.analysis.why`."""
-        rows = self.made.table
-        lengths = pc.add(
-            rows["suffix_start"].cast(pa.int64()),
-            pc.list_value_length(rows["suffix_ids"]).cast(pa.int64()),
-        )
-        taken = rows.select(
-            ["session_id", "row_index", "parent_row", "shared_length", "turns"]
-        )
-        reasons = why(self._turns, self.policy)
-        return BySession(
-            taken.append_column("tokens", lengths)
-            .append_column("trained", reasons["tokens_trained"])
-            .append_column("sentence", reasons["sentence"])
-        )
+        rows, reasons = self.linearized[0].table, why(self._turns, self.policy)
+        names = ("session_id", "row_index", "parent_row", "shared_length", "turns")
+        columns = {
+            **{name: rows[name] for name in names},
+            "tokens": row_lengths(rows),
+            "trained": reasons["tokens_trained"],
+            "sentence": reasons["sentence"],
+        }
+        return BySession(pa.table(columns))
 
     @cached_property
     def spans(self) -> BySession:
         """`trajkit.schema.OUTPUT_SPANS`."""
-        return BySession(
-            output_spans(self._turns, self.policy, sessions=self._sessions)
-        )
+        spans = output_spans(self._turns, self.policy, sessions=self._sessions)
+        return BySession(spans)
 
 
 class ViewTables:
-    """Sessions as the page needs them.
-
-    Parameters
-    ----------
-    turns : table
-        `trajkit.schema.TURNS` in full or delta form, the rows of each session contiguous.
-    sessions : table, optional
-        `trajkit.schema.SESSIONS` of these and possibly other sessions.
-    tokenizer : Tokenizer, optional
-        For the text of tokens, and causes of drift by text.
-    text : bool
-        False: no message, no text of a token, and no text of drift.
-    pack_tokens : int, optional
-        Pack the rows of each session into packs of at most this many tokens.
-    violations : Violations, optional
-        What `trajkit.verify` found in rows.
-    """
+    """Sessions as the page needs them; see `trajkit.view.page` for the parameters."""
 
     def __init__(
         self,
@@ -276,21 +240,16 @@ class ViewTables:
             "policies": simulation.table().to_pylist(),
             "rules": [_rule(tables.policy) for tables in self.policies],
             "drift": [groups[id(tables.links)] for tables in self.policies],
-            "sessions": self._session_lines(),
-            "violations": None
-            if self._violations is None
-            else self._violations.rules(),
+            "sessions": self.session_lines(),
+            "violations": self._violations and self._violations.rules(),
         }
 
-    def _session_lines(self) -> dict[str, list[Any]]:
+    def session_lines(self) -> dict[str, list[Any]]:
         """Columns of the list of sessions. Lists per policy are in the policies' order."""
         turns = self._turns.table
         n_output = pc.list_value_length(turns["output_ids"]).to_numpy()
-        n_path = (
-            turns["shared_length"].to_numpy()
-            + pc.list_value_length(turns["suffix_ids"]).to_numpy()
-            + n_output
-        )
+        n_suffix = pc.list_value_length(turns["suffix_ids"]).to_numpy()
+        n_path = turns["shared_length"].to_numpy() + n_suffix + n_output
         facts = self._facts.of(pa.array(self.session_ids, pa.string())).to_pydict()
         drift = self._by_parents[0].drift if self._by_parents else None
         columns: dict[str, list[Any]] = {
@@ -300,9 +259,7 @@ class ViewTables:
             "error": facts["error"],
         }
         if self._violations is not None:
-            columns["violations"] = [
-                self._violations.count(name) for name in self.session_ids
-            ]
+            columns["violations"] = [*map(self._violations.count, self.session_ids)]
         for name in ("turns", "sampled", "context", "logprob", "drifts", "at_stake"):
             columns[name] = []
         for session_id, (lo, hi) in self._turns.ranges.items():
@@ -319,15 +276,17 @@ class ViewTables:
                 columns[name].append(value)
         # a list per session, with a number per policy
         for name, counted in {"trained": "tokens_trained", "rows": "rows"}.items():
-            reports = (t.report.table[counted].to_pylist() for t in self.policies)
+            reports = (
+                t.linearized[1].table[counted].to_pylist() for t in self.policies
+            )
             columns[name] = [list(counts) for counts in zip(*reports, strict=True)]
         return columns
 
     def chunk(self, session_id: str) -> bytes:
         """One session, compressed: a JSON object, then its turns as an Arrow IPC stream.
 
-        The first four bytes (little endian) are the length of the JSON, which spaces fill
-        so that the stream is aligned.
+        The first four bytes (little endian) are the length of the JSON, which ends in
+        spaces so that the stream is aligned.
         """
         turns = self._turns.of(session_id).combine_chunks()
         messages = _Messages(self._text)
@@ -336,19 +295,16 @@ class ViewTables:
                 "id": session_id,
                 "policies": [self._policy_lines(t, session_id) for t in self.policies],
                 "links": [self._link_lines(t, session_id) for t in self._by_parents],
-                "turns": {
-                    name: [_plain(value) for value in turns[name].to_pylist()]
-                    for name in _SHOWN
-                    if name in turns.column_names
-                },
+                "turns": turns.select(
+                    [name for name in _SHOWN if name in turns.column_names]
+                ).to_pydict(),
                 "suffix_messages": messages.lists(turns["suffix_messages"]),
                 "response": messages.numbers(turns["response"]),
                 "messages": messages.bodies,
-                "violations": None
-                if self._violations is None
-                else self._violations.of(session_id),
+                "violations": self._violations and self._violations.of(session_id),
             },
             separators=(",", ":"),
+            default=str,  # times
         ).encode()
         head += b" " * (-(len(head) + 4) % _ALIGNMENT)
         sink = pa.BufferOutputStream()
@@ -374,7 +330,7 @@ class ViewTables:
         return Vocabulary(self._tokenizer).pieces(pc.unique(ids).to_pylist())
 
     def _policy_lines(self, tables: PolicyTables, session_id: str) -> dict[str, Any]:
-        (report,) = tables.report.of(session_id).to_pylist()
+        (report,) = tables.linearized[1].of(session_id).to_pylist()
         return {
             "label": tables.label,
             "links": self._by_parents.index(tables.links),
@@ -388,7 +344,7 @@ class ViewTables:
         """The packs of a session's rows, as the segments of their trees."""
         if self._pack_tokens is None:
             return []
-        own = tables.made.of(session_id)
+        own = tables.linearized[0].of(session_id)
         packs = pack(own, self._pack_tokens, oversize="carry")
         lines = packs.select(["n_tokens", "segment_start", "subtree_end"]).to_pylist()
         return [
@@ -451,20 +407,14 @@ def _token_columns(turns: pa.Table) -> pa.Table:
         **{name: turns[name] for name in _AS_THEY_ARE if name in turns.column_names},
     }
     lengths = pc.list_value_length(turns["output_ids"])
-    for field in turns.schema:
+    for name, type_ in zip(turns.schema.names, turns.schema.types, strict=True):
         # a number per sampled token, such as an entropy or an advantage
-        if field.name in columns or not _is_float_list(field.type):
-            continue
-        if pc.all(
-            pc.equal(pc.list_value_length(turns[field.name]).cast(pa.int64()), lengths)
-        ).as_py():
-            columns[field.name] = turns[field.name]
+        is_list = isinstance(type_, pa.ListType | pa.LargeListType)
+        if name not in columns and is_list and pa.types.is_floating(type_.value_type):
+            own = pc.list_value_length(turns[name]).cast(pa.int64())
+            if pc.all(pc.equal(own, lengths)).as_py():
+                columns[name] = turns[name]
     return pa.table(columns)
-
-
-def _is_float_list(type_: pa.DataType) -> bool:
-    is_list = pa.types.is_list(type_) or pa.types.is_large_list(type_)
-    return bool(is_list and pa.types.is_floating(type_.value_type))
 
 
 def _finite(number: float | None) -> float | None:
@@ -496,13 +446,6 @@ def _rule(policy: Policy) -> str:
             else " No token of a reply that drifted is then trained."
         )
     return "Where a prompt drifts: " + rule[0].lower() + rule[1:]
-
-
-def _plain(value: object) -> object:
-    """A value of JSON; a time becomes its text."""
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    return str(value)
 
 
 def packed(value: object) -> bytes:

@@ -17,19 +17,7 @@ _MOST = 200
 
 
 class Violations:
-    """The violations of rows of these turns, by session.
-
-    Parameters
-    ----------
-    rows : table
-        As `trajkit.verify` takes them: rows of trajkit or of another system.
-    turns : table
-        `trajkit.schema.TURNS` in full or delta form.
-    policy : Policy, optional
-        The policy of the rows.
-    sessions : table, optional
-        `trajkit.schema.SESSIONS`.
-    """
+    """The violations of rows of these turns, by session; see `trajkit.verify`."""
 
     def __init__(
         self,
