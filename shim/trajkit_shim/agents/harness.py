@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from trajkit_shim.agents.sandbox import CommandResult, Sandbox, pack
+from trajkit_shim.agents.processes import CommandResult
+from trajkit_shim.agents.sandbox import Sandbox, pack
 
 Tried = Literal["tasks", "start", "no"]
 """How a harness was tested in its pinned version: complete tasks through the gateway;

@@ -110,7 +110,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 
         from trajkit_shim.admin import TOKEN_HEADER
         from trajkit_shim.agents.harness import HarnessError
-        from trajkit_shim.agents.sandbox import SandboxError
+        from trajkit_shim.agents.processes import SandboxError
         from trajkit_shim.rollout.callback import Callback
         from trajkit_shim.rollout.run import Rollouts, Summary
         from trajkit_shim.rollout.tasks import read_tasks

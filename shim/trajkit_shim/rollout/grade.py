@@ -11,7 +11,8 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from trajkit_shim.agents.sandbox import CommandResult, SandboxError, pack
+from trajkit_shim.agents.processes import CommandResult, SandboxError
+from trajkit_shim.agents.sandbox import pack
 from trajkit_shim.rollout.swebench import resolved
 from trajkit_shim.rollout.tasks import Grade
 from trajkit_shim.rollout.workspace import StageError, Workspace

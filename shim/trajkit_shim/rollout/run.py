@@ -16,7 +16,8 @@ import httpx
 
 from trajkit.io.tables import write_table
 from trajkit_shim.agents.harness import Harness, HarnessError, Job
-from trajkit_shim.agents.sandbox import Sandbox, SandboxError, Spec
+from trajkit_shim.agents.processes import SandboxError
+from trajkit_shim.agents.sandbox import Sandbox, Spec
 from trajkit_shim.agents.sandboxes import SANDBOXES
 from trajkit_shim.agents.sandboxes.local import clear
 from trajkit_shim.rollout.grade import Work, grade

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
 
-from trajkit_shim.agents.sandbox import CommandResult, Sandbox, pack
+from trajkit_shim.agents.processes import CommandResult
+from trajkit_shim.agents.sandbox import Sandbox, pack
 from trajkit_shim.rollout.tasks import Task
 
 _GIT_SECONDS = 300.0
