@@ -162,7 +162,7 @@ GRADERS: Mapping[str, Callable[[Work, Grade], float]] = {
     "completed": lambda work, _: float(work.finished),
     "swebench": _by_swebench,
 }
-"""The graders by `trajkit_shim.rollout.tasks.Kind`."""
+"""The graders by kind (`trajkit_shim.rollout.tasks.KINDS`)."""
 
 
 def test_results(output: bytes) -> dict[str, bool]:
