@@ -6,24 +6,25 @@ import os
 import secrets
 import shlex
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE
 from trajkit.cli.options import Commands, add_options
-from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
 from trajkit_shim import engine_options as options
 from trajkit_shim.engine_options import ADMIN_TOKEN
 
 if TYPE_CHECKING:
-    from trajkit_shim.rollout.run import Settings, Summary
+    from trajkit_shim.rollout.run import Settings
+    from trajkit_shim.rollout.run_log import Rollout
     from trajkit_shim.rollout.tasks import Task
 
 
@@ -106,13 +107,10 @@ def _add_options(parser: argparse.ArgumentParser, *, launches: bool) -> None:
 
 def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with options.needs_extra(parser, "shim"):
-        import httpx
-
-        from trajkit_shim.admin import TOKEN_HEADER
         from trajkit_shim.agents.harness import HarnessError
         from trajkit_shim.agents.processes import SandboxError
         from trajkit_shim.rollout.callback import Callback
-        from trajkit_shim.rollout.run import Rollouts, Summary
+        from trajkit_shim.rollout.run import Rollouts
         from trajkit_shim.rollout.tasks import read_tasks
     settings = _settings(parser, arguments)
     if arguments.gateway is not None and arguments.launch is not None:
@@ -131,7 +129,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         rollouts = stack.enter_context(
             Rollouts(tasks, settings, arguments.out, callback)
         )
-        summary = Summary(before=rollouts.before, rollouts=[], seconds=0.0)
+        ended, began = [], time.monotonic()
         if rollouts.to_do:
             try:
                 exposes = rollouts.try_out()
@@ -144,17 +142,17 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             url = arguments.gateway or stack.enter_context(
                 _gateway(parser, arguments, tasks, rollouts.next_log(), token)
             )
-            headers = {TOKEN_HEADER: token}
-            client = httpx.Client(
-                base_url=url, headers=headers, timeout=60, trust_env=False
-            )
-            progress = stack.enter_context(Progress("rollouts", "rollouts"))
-            progress.begin(rollouts.to_do)
-            summary = rollouts.run(stack.enter_context(client), progress.advance)
-    text = _as_json if arguments.json else _described
-    missed = None if callback is None else callback.missed
-    sys.stdout.write(text(summary, arguments.out, missed) + "\n")
-    return BAD_DATA if summary.failures() else DONE
+            began = time.monotonic()
+            ended = rollouts.run(url, token)
+    facts = _facts(ended, arguments.out)
+    facts |= {
+        "over_before": rollouts.before,
+        "callbacks_missed": None if callback is None else callback.missed,
+        "seconds": time.monotonic() - began,
+    }
+    text = json.dumps(facts) if arguments.json else _described(facts)
+    sys.stdout.write(text + "\n")
+    return BAD_DATA if facts["failures"] else DONE
 
 
 @contextmanager
@@ -214,49 +212,50 @@ def _settings(
     return Settings(**{each.name: given[each.name] for each in fields(Settings)})
 
 
-def _as_json(summary: "Summary", out: Path, missed: int | None) -> str:
-    rewards = summary.rewards()
+def _facts(rollouts: "list[Rollout]", out: Path) -> dict[str, Any]:
+    rewards = _rewards(lines := [asdict(rollout) for rollout in rollouts])
+    failures = Counter(r.error for r in rollouts if r.error is not None)
     turns = out / "turns"  # missing if another gateway has them
-    return json.dumps(
-        {
-            "turns": str(turns) if turns.exists() else None,
-            "sessions": str(out / "sessions.parquet"),
-            "over_before": summary.before,
-            "over": len(summary.rollouts),
-            "graded": len(rewards),
-            "mean_reward": fmean(rewards) if rewards else None,
-            "failures": dict(summary.failures()),
-            "callbacks_missed": missed,
-            "seconds": summary.seconds,
-            "rollouts": [asdict(rollout) for rollout in summary.rollouts],
-        }
-    )
+    return {
+        "turns": str(turns) if turns.exists() else None,
+        "sessions": str(out / "sessions.parquet"),
+        "over": len(rollouts),
+        "graded": len(rewards),
+        "mean_reward": fmean(rewards) if rewards else None,
+        "failures": dict(failures.most_common()),
+        "rollouts": lines,
+    }
 
 
-def _described(summary: "Summary", out: Path, missed: int | None) -> str:
-    rollouts, seconds = summary.rollouts, summary.seconds
+def _rewards(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["reward"] for line in lines if line["reward"] is not None]
+
+
+def _described(facts: dict[str, Any]) -> str:
+    """The facts for people."""
+    rollouts, seconds = facts["rollouts"], facts["seconds"]
     groups = []
-    for name in sorted({rollout.group_id for rollout in rollouts}):
-        group = [rollout for rollout in rollouts if rollout.group_id == name]
-        graded = summary.rewards(name)
-        mean = f"{fmean(graded):.2f}" if graded else ""
-        turns = sum(rollout.turns or 0 for rollout in group)
-        groups.append((name, len(group), len(graded), mean, turns))
-    findings = Counter(found for r in rollouts for found in r.findings)
+    for name in sorted({line["group_id"] for line in rollouts}):
+        group = [line for line in rollouts if line["group_id"] == name]
+        rewards = _rewards(group)
+        mean = f"{fmean(rewards):.2f}" if rewards else ""
+        turns = sum(line["turns"] or 0 for line in group)
+        groups.append((name, len(group), len(rewards), mean, turns))
+    findings = Counter(found for line in rollouts for found in line["findings"])
     tables = (
         (("task", "rollouts", "graded", "mean reward", "turns"), groups),
-        (("failure", "rollouts"), summary.failures().most_common()),
+        (("failure", "rollouts"), [*facts["failures"].items()]),
         (("finding", "rollouts"), findings.most_common()),
     )
-    places = (("turns", out / "turns"), ("sessions", out / "sessions.parquet"))
-    known = (f"{n:<10}{shlex.quote(str(path))}" for n, path in places if path.exists())
+    missed = facts["callbacks_missed"]
+    places = [(name, facts[name]) for name in ("turns", "sessions") if facts[name]]
     return "\n\n".join(
         [
-            f"rollouts {len(rollouts):,} ({summary.before:,} finished before), graded "
-            f"{len(summary.rewards()):,}, {seconds:.0f} s, "
+            f"rollouts {len(rollouts):,} ({facts['over_before']:,} finished before), "
+            f"graded {facts['graded']:,}, {seconds:.0f} s, "
             f"{60 * len(rollouts) / max(seconds, 1e-9):.1f} per minute",
             *(text_table(head, lines) for head, lines in tables if lines),
             *([f"failed callbacks: {missed}"] if missed else []),
-            "\n".join(known),
+            "\n".join(f"{name:<10}{shlex.quote(path)}" for name, path in places),
         ]
     )

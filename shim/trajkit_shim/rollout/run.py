@@ -4,7 +4,6 @@ import logging
 import shutil
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,9 @@ from typing import Any, Self
 
 import httpx
 
+from trajkit.cli.progress import Progress
 from trajkit.io.tables import write_table
+from trajkit_shim.admin import TOKEN_HEADER
 from trajkit_shim.agents.harness import Harness, HarnessError, Job
 from trajkit_shim.agents.processes import SandboxError
 from trajkit_shim.agents.sandbox import Sandbox, Spec
@@ -47,24 +48,6 @@ class Settings:
     retry_failed: bool = False
     timeout: float | None = None  # seconds of every agent, overriding its task
     untrusted: bool = False  # refuse a sandbox that exposes something
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """The result of a run."""
-
-    before: int  # finished in earlier calls, and in this one
-    rollouts: list[Rollout]
-    seconds: float
-
-    def rewards(self, group_id: str | None = None) -> list[float]:
-        """Return the rewards of graded rollouts, of all groups or of one."""
-        chosen = (r for r in self.rollouts if group_id in (None, r.group_id))
-        return [r.reward for r in chosen if r.reward is not None]
-
-    def failures(self) -> Counter[str]:
-        """Return the number of rollouts with each error."""
-        return Counter(r.error for r in self.rollouts if r.error is not None)
 
 
 _STAGES: Mapping[type[Exception], str] = {
@@ -148,22 +131,27 @@ class Rollouts:
             self._settings.harness.ready(sandbox, install=self._settings.install)
             return sandbox.exposes
 
-    def run(self, gateway: httpx.Client, advance: Callable[[int], None]) -> Summary:
+    def run(self, gateway: str, token: str = "") -> list[Rollout]:
         """Run all unfinished rollouts, and write the ``sessions`` table.
 
-        If interrupted, running rollouts end without a result and are repeated by the
-        next call on the directory. ``advance`` is called with 1 after each rollout.
-        Raises `ConnectionError` if the gateway cannot be used.
+        ``gateway``: its URL. ``token``: its admin token. If interrupted, running rollouts
+        end without a result and are repeated by the next call on the directory. Raises
+        `ConnectionError` if the gateway cannot be used.
         """
-        started = time.monotonic()
-        self._gateway = gateway
-        try:
-            self._model = self._ask("GET", "/v1/models")["data"][0]["id"]
-        except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
-            raise ConnectionError(f"{gateway.base_url}: {error}") from error
         ended = []
+        headers = {TOKEN_HEADER: token}
+        client = httpx.Client(
+            base_url=gateway, headers=headers, timeout=60, trust_env=False
+        )
         pool = ThreadPoolExecutor(self._settings.parallel, "rollout")
         with ExitStack() as stack:
+            self._gateway = stack.enter_context(client)
+            try:
+                self._model = self._ask("GET", "/v1/models")["data"][0]["id"]
+            except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
+                raise ConnectionError(f"{gateway}: {error}") from error
+            progress = stack.enter_context(Progress("rollouts", "rollouts"))
+            progress.begin(self.to_do)
             # each of these runs at the end, in reverse order, also if another one fails
             sessions = self._out / "sessions.parquet"
             stack.callback(lambda: write_table(self._journal.table(), sessions))
@@ -172,10 +160,8 @@ class Rollouts:
             futures = [pool.submit(self._one, *one) for one in self._todo]
             for future in as_completed(futures):
                 ended.append(future.result())
-                advance(1)
-        return Summary(
-            before=self.before, rollouts=ended, seconds=time.monotonic() - started
-        )
+                progress.advance(1)
+        return ended
 
     def _stop(self) -> None:
         """End running rollouts."""
