@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections import Counter
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +69,6 @@ def run_demo(
     """
     if sessions < 1:
         raise ValueError(f"sessions = {sessions}: at least 1 is needed")
-    if find_spec("minisweagent") is None:
-        raise ModuleNotFoundError("No module named 'minisweagent'", name="minisweagent")
     out = Path(out)
     log = TurnLog(out)
     tasks = _tasks(sessions)

@@ -130,7 +130,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             Rollouts(tasks, settings, arguments.out, callback)
         )
         ended, began = [], time.monotonic()
-        if rollouts.to_do:
+        if rollouts.todo:
             try:
                 exposes = rollouts.try_out()
             except (HarnessError, SandboxError) as error:

@@ -59,13 +59,11 @@ def grade(work: Work) -> float:
 
 def _by_command(work: Work, rules: Grade) -> float:
     """1 if the command's exit code is 0."""
-    work.workspace.add_tests()
     return float(_run(work, rules.command, rules).code == 0)
 
 
 def _by_tests(work: Work, rules: Grade) -> float:
     """All, or the share, of the named tests pass. A test that did not run failed."""
-    work.workspace.add_tests()
     done = _run(work, rules.command, rules)
     results = test_results(done.stdout + b"\n" + done.stderr)
     if not results:
@@ -77,7 +75,6 @@ def _by_tests(work: Work, rules: Grade) -> float:
 
 def _by_script(work: Work, rules: Grade) -> float:
     """The number in the last line of a program's output."""
-    work.workspace.add_tests()
     done = _run(work, f"python {shlex.quote(rules.script)}", rules)
     if done.code != 0:
         raise StageError("grade", f"{rules.script}: {done.summary}")
@@ -95,12 +92,10 @@ def _by_reward_file(work: Work, rules: Grade) -> float:
     The latter is a number, an object with ``reward``, or one of numbers, whose mean
     counts. References: spec, polar 3 (harbor).
     """
-    sandbox, task = work.workspace.sandbox, work.workspace.task
-    if task.tests is not None:
-        sandbox.put(task.tests.archive(), sandbox.map_path(TESTS_PLACE))
+    sandbox = work.workspace.sandbox
     logs = sandbox.map_path(LOGS_PLACE)
     sandbox.put(pack({}), logs)  # creates the directory
-    done = _run(work, rules.command, rules)
+    done = _run(work, rules.command, rules, sandbox.map_path(TESTS_PLACE))
     for name in ("reward.txt", "reward.json"):
         try:
             text = sandbox.get(f"{logs}/{name}")
@@ -193,8 +188,11 @@ def test_results(output: bytes) -> dict[str, bool]:
     return found
 
 
-def _run(work: Work, command: str, rules: Grade) -> CommandResult:
-    """Run a grader's shell command in the fresh copy."""
+def _run(
+    work: Work, command: str, rules: Grade, tests_path: str | None = None
+) -> CommandResult:
+    """Run a grader's shell command in the fresh copy, by default with the tests in it."""
+    work.workspace.add_tests(tests_path)
     for name, place in (("{tests}", TESTS_PLACE), ("{logs}", LOGS_PLACE)):
         command = command.replace(name, work.workspace.sandbox.map_path(place))
     done = _exec(work, ["sh", "-c", command], rules)

@@ -101,17 +101,12 @@ class Rollouts:
             raise
         # group by group, so that the first groups are complete early
         wanted = [(t, sample) for t in tasks for sample in range(settings.repeat)]
-        self._todo = [
+        self.todo = [  # unfinished rollouts
             (task, sample)
             for task, sample in wanted
             if not self._journal.done(task.id, sample, settings.retry_failed)
         ]
-        self.before = len(wanted) - len(self._todo)  # finished in earlier calls
-
-    @property
-    def to_do(self) -> int:
-        """Number of unfinished rollouts."""
-        return len(self._todo)
+        self.before = len(wanted) - len(self.todo)  # finished in earlier calls
 
     def next_log(self) -> Path:
         """Return a directory for this call's log, next to those of earlier calls."""
@@ -125,7 +120,7 @@ class Rollouts:
         Returns what the sandbox exposes (`Sandbox.exposes`). Raises `HarnessError`,
         `SandboxError`.
         """
-        with self._sandbox(self._todo[0][0], "try") as sandbox:
+        with self._sandbox(self.todo[0][0], "try") as sandbox:
             if sandbox.exposes and self._settings.untrusted:
                 raise SandboxError(f"--untrusted: {sandbox.exposes}")
             self._settings.harness.ready(sandbox, install=self._settings.install)
@@ -151,13 +146,13 @@ class Rollouts:
             except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
                 raise ConnectionError(f"{gateway}: {error}") from error
             progress = stack.enter_context(Progress("rollouts", "rollouts"))
-            progress.begin(self.to_do)
+            progress.begin(len(self.todo))
             # each of these runs at the end, in reverse order, also if another one fails
             sessions = self._out / "sessions.parquet"
             stack.callback(lambda: write_table(self._journal.table(), sessions))
             stack.callback(pool.shutdown, cancel_futures=True)
             stack.callback(self._stop)
-            futures = [pool.submit(self._one, *one) for one in self._todo]
+            futures = [pool.submit(self._one, *one) for one in self.todo]
             for future in as_completed(futures):
                 ended.append(future.result())
                 progress.advance(1)
@@ -187,8 +182,7 @@ class Rollouts:
         try:
             self._work(task, rollout)
         except Exception as error:
-            stages = (v for k, v in _STAGES.items() if isinstance(error, k))
-            stage = next(stages, None)
+            stage = next((v for k, v in _STAGES.items() if isinstance(error, k)), None)
             if stage is None and not self._stopping.is_set():
                 # other rollouts continue
                 _LOG.exception("rollout %s", rollout.session_id)
