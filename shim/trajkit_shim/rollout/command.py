@@ -109,8 +109,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     with options.needs_extra(parser, "shim"):
         from trajkit_shim.agents.harness import HarnessError
         from trajkit_shim.agents.processes import SandboxError
-        from trajkit_shim.rollout.callback import Callback
-        from trajkit_shim.rollout.run import Rollouts
+        from trajkit_shim.rollout.run import Callback, Rollouts
         from trajkit_shim.rollout.tasks import read_tasks
     settings = _settings(parser, arguments)
     if arguments.gateway is not None and arguments.launch is not None:

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +27,9 @@ from trajkit_shim.rollout.tasks import Task
 from trajkit_shim.rollout.workspace import AGENT_ENV, StageError, Workspace
 
 _LOG = logging.getLogger(__name__)
+
+_CALLBACK_SECONDS = 10.0
+_PAUSES_SECONDS = (0.5, 2.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,31 @@ _STAGES: Mapping[type[Exception], str] = {
     httpx.HTTPError: "gateway: ",
 }
 """Prefixes of the expected errors of a rollout, by type."""
+
+
+class Callback:
+    """Posts each finished rollout to a trainer's URL, at most three times.
+
+    Failed posts are counted; the ``sessions`` table still has the rollout. An invalid
+    URL raises `ValueError`.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._url = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"{url!r}: {error}") from error
+        self._client = httpx.Client(timeout=_CALLBACK_SECONDS, trust_env=False)
+        self.missed = 0
+
+    def __call__(self, rollout: Rollout) -> None:
+        """Send one."""
+        for pause in _PAUSES_SECONDS:
+            with suppress(httpx.HTTPError):
+                if self._client.post(self._url, json=asdict(rollout)).is_success:
+                    return
+            time.sleep(pause)
+        self.missed += 1
 
 
 class _Stopped(Exception):
