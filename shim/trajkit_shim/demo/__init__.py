@@ -31,7 +31,7 @@ from trajkit_shim.agents.harnesses import MINI_SWE_AGENT
 from trajkit_shim.agents.processes import SandboxError
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.app import create_app
-from trajkit_shim.demo.proxy import LossyProxy
+from trajkit_shim.demo.proxy import lossy
 from trajkit_shim.demo.scripted_model import REVIEWER, write_code
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.prompting.render import ChatRenderer
@@ -83,7 +83,7 @@ def run_demo(
     )
     with (
         Rollouts(tasks, settings, out / "agents") as rollouts,
-        running(LossyProxy(gateway, _LOST)) as url,
+        running(lossy(gateway, _LOST)) as url,
     ):
         try:
             rollouts.try_out()

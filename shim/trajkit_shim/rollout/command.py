@@ -38,12 +38,8 @@ _DESCRIPTION = (
 
 def add_rollout(commands: Commands) -> None:
     """Add ``rollout`` to the command line."""
-    parser = commands.add_parser(
-        "rollout",
-        help="have an agent work on tasks, record it, and grade what it did",
-        description=_DESCRIPTION,
-    )
-    _add_options(parser, launches=False)
+    help = "have an agent work on tasks, record it, and grade what it did"
+    _add(commands.add_parser("rollout", help=help, description=_DESCRIPTION))
 
 
 def add_up(commands: Commands) -> None:
@@ -55,21 +51,16 @@ def add_up(commands: Commands) -> None:
         f"SGLang server and a gateway, and end them with the run. {_DESCRIPTION} "
         "Arguments after -- are the server's.",
     )
-    parser.add_argument("launch", metavar="MODEL", help="directory of the model")
-    _add_options(parser, launches=True)
+    add_options(parser, "launch MODEL  directory of the model")
+    _add(parser, launches=True)
     parser.set_defaults(engine="sglang", engine_url=[])
 
 
-def _add_options(parser: argparse.ArgumentParser, *, launches: bool) -> None:
-    parser.add_argument(
-        "tasks",
-        metavar="TASKS",
-        type=Path,
-        help="a JSONL file, a directory with a task.toml, or a directory of those",
-    )
+def _add(parser: argparse.ArgumentParser, *, launches: bool = False) -> None:
     add_options(
         parser,
         f"""
+tasks TASKS  a JSONL file, a directory with a task.toml, or a directory of those
 --harness --agent NAME  the agent, by name or import path (package.module:record); see
     docs/serving.md
 -o --out RUN  directory of the run; created if missing, continued otherwise
@@ -97,6 +88,7 @@ def _add_options(parser: argparse.ArgumentParser, *, launches: bool) -> None:
 --argument TEXT...  extra argument for the agent's command, or the command of the shell
     harness; may be repeated; write --argument=--text if it starts with a hyphen
 """,
+        tasks={"type": Path},
         agent={"required": True},
         out={"type": Path, "required": True},
     )

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -65,7 +65,8 @@ class ContainerSandbox(sandbox.ForeignSandbox):
         self._make_directories()
 
     def _enter(self, command: Command) -> CommandResult:
-        arguments = (*self._words(self.entering, command), *command.arguments)
+        words = self._words(self.entering, command.cwd, command.env)
+        arguments = (*words, *command.arguments)
         # the client reads the values from its environment: no process list shows them
         env = {self.env_prefix + name: value for name, value in command.env.items()}
         command = replace(command, arguments=arguments)
@@ -88,25 +89,26 @@ class ContainerSandbox(sandbox.ForeignSandbox):
     def _client(
         self, processes: Processes, words: str, timeout_s: float
     ) -> CommandResult:
-        command = Command(arguments=(), timeout_s=timeout_s)
-        arguments = self._words(words, command)
-        return processes.run(replace(command, arguments=arguments), os.environ)
+        command = Command(arguments=self._words(words), timeout_s=timeout_s)
+        return processes.run(command, os.environ)
 
-    def _words(self, words: str, command: Command) -> tuple[str, ...]:
+    def _words(
+        self, words: str, cwd: str = "/", variables: Iterable[str] = ()
+    ) -> tuple[str, ...]:
         """The client's program and arguments, with everything filled in."""
         limits = {name: getattr(self.spec.limits, name) for name in self.limits}
         given = (self.limits[k](v) for k, v in limits.items() if v is not None)
         lists = {
             "HOSTS": self.hosts,
             "LIMITS": " ".join(given).split(),
-            "VARIABLES": [part for name in command.env for part in ("--env", name)],
+            "VARIABLES": [part for name in variables for part in ("--env", name)],
         }
         values = {
             **self.chosen,
             "name": self.spec.name,
             "image": self.spec.image,
             "overlay": self._overlay,
-            "cwd": command.cwd,
+            "cwd": cwd,
         }
         filled: list[str] = []
         for word in words.split():
