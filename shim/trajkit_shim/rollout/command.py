@@ -8,8 +8,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +24,6 @@ from trajkit_shim.engine_options import ADMIN_TOKEN
 if TYPE_CHECKING:
     from trajkit_shim.rollout.run import Settings
     from trajkit_shim.rollout.run_log import Rollout
-    from trajkit_shim.rollout.tasks import Task
 
 
 _DESCRIPTION = (
@@ -101,8 +99,12 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     with options.needs_extra(parser, "shim"):
         from trajkit_shim.agents.harness import HarnessError
         from trajkit_shim.agents.processes import SandboxError
+        from trajkit_shim.app import create_app
         from trajkit_shim.rollout.run import Callback, Rollouts
+        from trajkit_shim.rollout.solver import solve
         from trajkit_shim.rollout.tasks import read_tasks
+        from trajkit_shim.serve import running
+        from trajkit_shim.sessions.turn_log import TurnLog
     settings = _settings(parser, arguments)
     if arguments.gateway is not None and arguments.launch is not None:
         parser.error(
@@ -130,9 +132,24 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             if exposes is not None:
                 sys.stderr.write(f"trajkit: warning: {exposes}\n")
             stack.enter_context(options.terminable())
-            url = arguments.gateway or stack.enter_context(
-                _gateway(parser, arguments, tasks, rollouts.next_log(), token)
-            )
+            url = arguments.gateway
+            if url is None:
+                log, seed = rollouts.next_log(), arguments.seed
+                engine, renderer, chosen = stack.enter_context(
+                    options.running_engine(
+                        parser, arguments, policy=solve(tasks), seed=seed
+                    )
+                )
+                experts, images = arguments.routed_experts, "image_limits" in chosen
+                app = create_app(
+                    engine,
+                    renderer,
+                    TurnLog(log, routed_experts=experts, images=images),
+                    admin_token=token,
+                    hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
+                    **chosen,
+                )
+                url = stack.enter_context(running(app, arguments.host))
             began = time.monotonic()
             ended = rollouts.run(url, token)
     facts = _facts(ended, arguments.out)
@@ -144,36 +161,6 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     text = json.dumps(facts) if arguments.json else _described(facts)
     sys.stdout.write(text + "\n")
     return BAD_DATA if facts["failures"] else DONE
-
-
-@contextmanager
-def _gateway(
-    parser: argparse.ArgumentParser,
-    arguments: argparse.Namespace,
-    tasks: Sequence["Task"],
-    log: Path,
-    token: str,
-) -> Iterator[str]:
-    """Run a gateway of the chosen engine; yield its URL."""
-    from trajkit_shim.app import create_app
-    from trajkit_shim.rollout.solver import solve
-    from trajkit_shim.serve import running
-    from trajkit_shim.sessions.turn_log import TurnLog
-
-    with options.running_engine(
-        parser, arguments, policy=solve(tasks), seed=arguments.seed
-    ) as (engine, renderer, chosen):
-        experts, images = arguments.routed_experts, "image_limits" in chosen
-        app = create_app(
-            engine,
-            renderer,
-            TurnLog(log, routed_experts=experts, images=images),
-            admin_token=token,
-            hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
-            **chosen,
-        )
-        with running(app, arguments.host) as url:
-            yield url
 
 
 def _settings(
