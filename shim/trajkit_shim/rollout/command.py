@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from trajkit_shim import engine_options as options
 from trajkit_shim.engine_options import ADMIN_TOKEN
 
 if TYPE_CHECKING:
-    from trajkit_shim.rollout.run import Settings
     from trajkit_shim.rollout.run_log import Rollout
 
 
@@ -100,12 +99,16 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         from trajkit_shim.agents.harness import HarnessError
         from trajkit_shim.agents.processes import SandboxError
         from trajkit_shim.app import create_app
-        from trajkit_shim.rollout.run import Callback, Rollouts
+        from trajkit_shim.rollout.run import Callback, Rollouts, Settings
         from trajkit_shim.rollout.solver import solve
         from trajkit_shim.rollout.tasks import read_tasks
         from trajkit_shim.serve import running
         from trajkit_shim.sessions.turn_log import TurnLog
-    settings = _settings(parser, arguments)
+    try:
+        settings = Settings.chosen(arguments)
+        callback = None if arguments.callback is None else Callback(arguments.callback)
+    except ValueError as error:
+        parser.error(str(error))
     if arguments.gateway is not None and arguments.launch is not None:
         parser.error(
             "a gateway that runs elsewhere has its engine: leave out --gateway"
@@ -114,10 +117,6 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         parser.error(f"--gateway {arguments.gateway} needs its token: --admin-token")
     token = arguments.admin_token or secrets.token_hex(16)
     tasks = read_tasks(arguments.tasks)
-    try:
-        callback = None if arguments.callback is None else Callback(arguments.callback)
-    except ValueError as error:
-        parser.error(f"--callback {error}")
     with ExitStack() as stack:
         rollouts = stack.enter_context(
             Rollouts(tasks, settings, arguments.out, callback)
@@ -161,33 +160,6 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     text = json.dumps(facts) if arguments.json else _described(facts)
     sys.stdout.write(text + "\n")
     return BAD_DATA if facts["failures"] else DONE
-
-
-def _settings(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace
-) -> "Settings":
-    """The settings from the options; exits with an error if one is invalid."""
-    from trajkit_shim.agents.harness import Harness
-    from trajkit_shim.agents.harnesses import HARNESSES
-    from trajkit_shim.agents.plugins import load
-    from trajkit_shim.agents.sandbox import Sandbox
-    from trajkit_shim.agents.sandboxes import SANDBOXES
-    from trajkit_shim.rollout.run import Settings
-
-    given = vars(arguments)
-    pairs = [option.partition("=") for option in arguments.sandbox_option]
-    for name, equals, _ in pairs:
-        if not equals:
-            parser.error(f"--sandbox-option {name}: NAME=VALUE is expected")
-    if arguments.timeout is not None and not 0 < arguments.timeout < float("inf"):
-        parser.error(f"--timeout {arguments.timeout:g} is not above 0")
-    try:
-        given["harness"] = load(arguments.harness, HARNESSES, Harness)
-        given["sandbox"] = load(arguments.sandbox, SANDBOXES, Sandbox)
-    except ValueError as error:
-        parser.error(str(error))
-    given["sandbox_option"] = {name: value for name, _, value in pairs}
-    return Settings(**{each.name: given[each.name] for each in fields(Settings)})
 
 
 def _facts(rollouts: "list[Rollout]", out: Path) -> dict[str, Any]:

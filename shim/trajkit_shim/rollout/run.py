@@ -1,13 +1,15 @@
 """Runs many rollouts of many tasks concurrently, each to a reward or an error."""
 
 import logging
+import math
 import shutil
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +19,8 @@ from trajkit.cli.progress import Progress
 from trajkit.io.tables import write_table
 from trajkit_shim.admin import TOKEN_HEADER
 from trajkit_shim.agents.harness import Harness, HarnessError, Job
+from trajkit_shim.agents.harnesses import HARNESSES
+from trajkit_shim.agents.plugins import load
 from trajkit_shim.agents.processes import SandboxError
 from trajkit_shim.agents.sandbox import Sandbox, Spec
 from trajkit_shim.agents.sandboxes import SANDBOXES
@@ -52,6 +56,21 @@ class Settings:
     timeout: float | None = None  # seconds of every agent, overriding its task
     untrusted: bool = False  # refuse a sandbox that exposes something
 
+    @classmethod
+    def chosen(cls, arguments: Namespace) -> Self:
+        """Return the settings of a command's options; `ValueError` if one is invalid."""
+        given = vars(arguments)
+        pairs = [option.partition("=") for option in arguments.sandbox_option]
+        for name, equals, _ in pairs:
+            if not equals:
+                raise ValueError(f"--sandbox-option {name}: NAME=VALUE is expected")
+        if arguments.timeout is not None and not 0 < arguments.timeout < math.inf:
+            raise ValueError(f"--timeout {arguments.timeout:g} is not above 0")
+        given["harness"] = load(arguments.harness, HARNESSES, Harness)
+        given["sandbox"] = load(arguments.sandbox, SANDBOXES, Sandbox)
+        given["sandbox_option"] = {name: value for name, _, value in pairs}
+        return cls(**{each.name: given[each.name] for each in fields(cls)})
+
 
 _STAGES: Mapping[type[Exception], str] = {
     StageError: "",
@@ -73,7 +92,7 @@ class Callback:
         try:
             self._url = httpx.URL(url)
         except httpx.InvalidURL as error:
-            raise ValueError(f"{url!r}: {error}") from error
+            raise ValueError(f"--callback {url!r}: {error}") from error
         self._client = httpx.Client(timeout=_CALLBACK_SECONDS, trust_env=False)
         self.missed = 0
 
