@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE
@@ -20,10 +20,6 @@ from trajkit.cli.options import Commands, add_options
 from trajkit.cli.text import text_table
 from trajkit_shim import engine_options as options
 from trajkit_shim.engine_options import ADMIN_TOKEN
-
-if TYPE_CHECKING:
-    from trajkit_shim.rollout.run_log import Rollout
-
 
 _DESCRIPTION = (
     "Run a coding agent on each task in a sandbox of its own, record its model calls, and "
@@ -133,10 +129,13 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             stack.enter_context(options.terminable())
             url = arguments.gateway
             if url is None:
-                log, seed = rollouts.next_log(), arguments.seed
+                # next to those of earlier calls
+                logs = arguments.out / "turns"
+                logs.mkdir(exist_ok=True)
+                log = logs / f"{len(list(logs.iterdir())):03d}"
                 engine, renderer, chosen = stack.enter_context(
                     options.running_engine(
-                        parser, arguments, policy=solve(tasks), seed=seed
+                        parser, arguments, policy=solve(tasks), seed=arguments.seed
                     )
                 )
                 experts, images = arguments.routed_experts, "image_limits" in chosen
@@ -151,30 +150,25 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
                 url = stack.enter_context(running(app, arguments.host))
             began = time.monotonic()
             ended = rollouts.run(url, token)
-    facts = _facts(ended, arguments.out)
-    facts |= {
-        "over_before": rollouts.before,
-        "callbacks_missed": None if callback is None else callback.missed,
-        "seconds": time.monotonic() - began,
-    }
-    text = json.dumps(facts) if arguments.json else _described(facts)
-    sys.stdout.write(text + "\n")
-    return BAD_DATA if facts["failures"] else DONE
-
-
-def _facts(rollouts: "list[Rollout]", out: Path) -> dict[str, Any]:
-    rewards = _rewards(lines := [asdict(rollout) for rollout in rollouts])
-    failures = Counter(r.error for r in rollouts if r.error is not None)
-    turns = out / "turns"  # missing if another gateway has them
-    return {
+    lines = [asdict(rollout) for rollout in ended]
+    rewards, turns = _rewards(lines), arguments.out / "turns"
+    failures = Counter(line["error"] for line in lines if line["error"] is not None)
+    facts = {
+        # missing if another gateway has them
         "turns": str(turns) if turns.exists() else None,
-        "sessions": str(out / "sessions.parquet"),
-        "over": len(rollouts),
+        "sessions": str(arguments.out / "sessions.parquet"),
+        "over_before": rollouts.before,
+        "over": len(lines),
         "graded": len(rewards),
         "mean_reward": fmean(rewards) if rewards else None,
         "failures": dict(failures.most_common()),
+        "callbacks_missed": None if callback is None else callback.missed,
+        "seconds": time.monotonic() - began,
         "rollouts": lines,
     }
+    text = json.dumps(facts) if arguments.json else _described(facts)
+    sys.stdout.write(text + "\n")
+    return BAD_DATA if failures else DONE
 
 
 def _rewards(lines: list[dict[str, Any]]) -> list[float]:

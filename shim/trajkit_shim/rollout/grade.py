@@ -192,9 +192,11 @@ def _run(
     work: Work, command: str, rules: Grade, tests_path: str | None = None
 ) -> CommandResult:
     """Run a grader's shell command in the fresh copy, by default with the tests in it."""
-    work.workspace.add_tests(tests_path)
+    workspace, tests = work.workspace, work.workspace.task.tests
+    if tests is not None:
+        workspace.sandbox.put(tests.archive(), tests_path or workspace.path)
     for name, place in (("{tests}", TESTS_PLACE), ("{logs}", LOGS_PLACE)):
-        command = command.replace(name, work.workspace.sandbox.map_path(place))
+        command = command.replace(name, workspace.sandbox.map_path(place))
     done = _exec(work, ["sh", "-c", command], rules)
     if done.code in _NOT_RUN:
         raise StageError("grade", f"{command}: {done.summary}")

@@ -155,12 +155,6 @@ class Rollouts:
         ]
         self.before = len(wanted) - len(self.todo)  # finished in earlier calls
 
-    def next_log(self) -> Path:
-        """Return a directory for this call's log, next to those of earlier calls."""
-        folder = self._out / "turns"
-        folder.mkdir(exist_ok=True)
-        return folder / f"{len(list(folder.iterdir())):03d}"
-
     def try_out(self) -> str | None:
         """Check that a sandbox can be created and has the harness.
 

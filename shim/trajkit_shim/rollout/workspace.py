@@ -183,11 +183,6 @@ class Workspace:
             raise StageError("grade", message)
         return {*done.stdout.decode(errors="replace").split()}
 
-    def add_tests(self, path: str | None = None) -> None:
-        """Add the task's tests, replacing existing files; by default to the workspace."""
-        if self.task.tests is not None:
-            self.sandbox.put(self.task.tests.archive(), path or self.path)
-
     def _snapshot(self, stage: str) -> str:
         """The git tree of all files."""
         self._must(stage, ["sh", "-c", _ADD], self._env)
