@@ -88,8 +88,10 @@ class Checkout:
     revision: str
 
     def archive(self) -> bytes:
-        source = str(self.repository)
-        revision = self._git("-C", source, "rev-parse", "--verify", self.revision)
+        asked = ("-C", self.repository, "rev-parse", "--path-format=absolute")
+        revision = self._git(*asked, "--verify", self.revision)
+        # the repository itself may be above the path, or elsewhere
+        source = self._git(*asked, "--git-common-dir")
         # A repository's attributes may exclude or change files of an archive. Only those
         # in a repository's own directory override them.
         with tempfile.TemporaryDirectory() as bare:
@@ -98,16 +100,15 @@ class Checkout:
             attributes.parent.mkdir(exist_ok=True)
             attributes.write_text("* -export-ignore -export-subst\n")
             where = f"--git-dir={bare}"
-            return self._git(
-                where, "archive", "--format=tar", revision.decode().strip()
-            )
+            return self._git(where, "archive", "--format=tar", revision)
 
-    def _git(self, *arguments: str) -> bytes:
+    def _git(self, *arguments: str | bytes | Path) -> bytes:
         done = subprocess.run(["git", *arguments], capture_output=True, check=False)
         if done.returncode:
             message = done.stderr.decode(errors="replace").strip()
             raise FormatError(f"{self.repository} at {self.revision!r}: {message}")
-        return done.stdout
+        # an archive ends with null bytes
+        return done.stdout.removesuffix(b"\n")
 
 
 Files: TypeAlias = Texts | Folder | Checkout
