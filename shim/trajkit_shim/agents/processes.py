@@ -6,7 +6,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,10 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command to run; see `trajkit_shim.agents.sandbox.Sandbox.exec`."""
+    """A command to run; see `trajkit_shim.agents.sandbox.Sandbox.exec`.
+
+    For `Processes`, ``env`` is its complete environment.
+    """
 
     arguments: tuple[str, ...]
     timeout_s: float
@@ -33,6 +36,9 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
     stdin: bytes = b""
     log: Path | None = None
+    # called twice a second with the process's id; a text says which limit is exceeded
+    excess: Callable[[int], str | None] = lambda _: None
+    pass_fds: tuple[int, ...] = ()  # descriptors that it inherits
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +75,11 @@ class Processes:
         self._lock = threading.Lock()
         self._ended = False
 
-    def run(
-        self,
-        command: Command,
-        env: Mapping[str, str],
-        excess: Callable[[int], str | None] = lambda _: None,
-        pass_fds: Sequence[int] = (),
-    ) -> CommandResult:
-        """Run a command with ``env`` as its complete environment.
+    def run(self, command: Command) -> CommandResult:
+        """Run a command of this machine.
 
-        ``excess`` is called twice a second with the process's id; a returned text says
-        which limit is exceeded. ``pass_fds`` are descriptors that it inherits. After
-        `end` nothing is run and the exit code is -9. Raises `SandboxError`: it cannot be
-        started, or a limit is exceeded.
+        After `end` nothing is run and the exit code is -9. Raises `SandboxError`: it
+        cannot be started, or a limit is exceeded.
         """
         log = command.log
         try:
@@ -93,7 +91,7 @@ class Processes:
                 given.write(command.stdin)
                 given.seek(0)
                 files = (given, out, err if log is None else out)
-                code = self._run(command, env, files, excess, pass_fds)
+                code = self._run(command, *files)
                 length = out.seek(0, os.SEEK_END)
                 out.seek(0 if log is None else max(0, length - TAIL_BYTES))
                 err.seek(0)
@@ -104,15 +102,9 @@ class Processes:
             raise SandboxError(message) from error
 
     def _run(
-        self,
-        command: Command,
-        env: Mapping[str, str],
-        files: tuple[IO[bytes], IO[bytes], IO[bytes]],
-        excess: Callable[[int], str | None],
-        pass_fds: Sequence[int],
+        self, command: Command, given: IO[bytes], out: IO[bytes], err: IO[bytes]
     ) -> int | None:
         """The exit code of a command, or None if its time was up."""
-        given, out, err = files
         with self._lock:
             if self._ended:
                 return -signal.SIGKILL
@@ -121,10 +113,10 @@ class Processes:
                 stdin=given,
                 stdout=out,
                 stderr=err,
-                env=dict(env),
+                env=dict(command.env),
                 # its own process group
                 start_new_session=True,
-                pass_fds=pass_fds,
+                pass_fds=command.pass_fds,
             )
             self._running.add(process.pid)
         try:
@@ -132,7 +124,7 @@ class Processes:
             while (left := until - time.monotonic()) > 0:
                 with suppress(subprocess.TimeoutExpired):
                     return process.wait(min(left, _LOOK_SECONDS))
-                exceeded = excess(process.pid)
+                exceeded = command.excess(process.pid)
                 if os.fstat(out.fileno()).st_size > _MAX_OUTPUT:
                     exceeded = f"its output is longer than {_MAX_OUTPUT} bytes"
                 if exceeded is not None:

@@ -69,8 +69,8 @@ class ContainerSandbox(sandbox.ForeignSandbox):
         arguments = (*words, *command.arguments)
         # the client reads the values from its environment: no process list shows them
         env = {self.env_prefix + name: value for name, value in command.env.items()}
-        command = replace(command, arguments=arguments)
-        done = self.processes.run(command, {**os.environ, **env})
+        env = {**os.environ, **env}
+        done = self.processes.run(replace(command, arguments=arguments, env=env))
         if done.code and done.last_line.startswith(self.refusals):
             raise SandboxError(f"{self.spec.name}: {done.last_line}")
         return done
@@ -89,8 +89,10 @@ class ContainerSandbox(sandbox.ForeignSandbox):
     def _client(
         self, processes: Processes, words: str, timeout_s: float
     ) -> CommandResult:
-        command = Command(arguments=self._words(words), timeout_s=timeout_s)
-        return processes.run(command, os.environ)
+        arguments = self._words(words)
+        return processes.run(
+            Command(arguments=arguments, timeout_s=timeout_s, env=os.environ)
+        )
 
     def _words(
         self, words: str, cwd: str = "/", variables: Iterable[str] = ()

@@ -82,7 +82,7 @@ class E2BSandbox(sandbox.ForeignSandbox):
                     return CommandResult(code, output, errors)
         finally:
             with suppress(SandboxError), _failures():
-                self._bash(box, f"rm -f {given} {out} {err}", _SHORT_SECONDS)
+                self._bash(box, f"rm -f {given} {out} {err}", _SHORT_SECONDS, {})
         command.log.write_bytes(output)
         return CommandResult(code, output[-TAIL_BYTES:])
 
@@ -94,14 +94,10 @@ class E2BSandbox(sandbox.ForeignSandbox):
         self._box = None
 
     def _bash(
-        self,
-        box: Any,
-        script: str,
-        timeout_s: float,
-        env: Mapping[str, str] | None = None,
+        self, box: Any, script: str, timeout_s: float, env: Mapping[str, str]
     ) -> int | None:
         """Run a script; return its exit code, or None if it timed out."""
-        given = {"envs": dict(env or {}), "timeout": math.ceil(timeout_s)}
+        given = {"envs": dict(env), "timeout": math.ceil(timeout_s)}
         try:
             return int(box.commands.run(script, user="root", **given).exit_code)
         except self._e2b.TimeoutException:

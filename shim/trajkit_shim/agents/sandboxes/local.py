@@ -118,12 +118,14 @@ class LocalSandbox(sandbox.Sandbox):
             if not self._missing:
                 arguments = (*self._namespaces(), *arguments)
             try:
-                done = self.processes.run(
-                    replace(command, arguments=arguments),
-                    self._environment(command.env),
-                    self._excess,
-                    passed,
+                started = replace(
+                    command,
+                    arguments=arguments,
+                    env=self._environment(command.env),
+                    excess=self._excess,
+                    pass_fds=passed,
                 )
+                done = self.processes.run(started)
             finally:
                 # a namespace ends with its first process, but killing takes a moment
                 mark = sandbox.COMMAND_MARK
