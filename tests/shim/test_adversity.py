@@ -35,7 +35,7 @@ from trajkit_shim.app import create_app
 from trajkit_shim.engines import http, sglang, vllm
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.retries import is_retry
-from trajkit_shim.rollout.callback import Callback
+from trajkit_shim.rollout.run import Callback
 from trajkit_shim.rollout.tasks import Folder, Grade, Task, read_tasks
 from trajkit_shim.rollout.workspace import StageError, Workspace
 from trajkit_shim.serve import running

@@ -10,13 +10,9 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
 
-from trajkit_shim.agents.sandbox import CommandResult, Sandbox, pack
-
-Tried = Literal["tasks", "start", "no"]
-"""How a harness was tested in its pinned version: complete tasks through the gateway;
-only its start and first call; or not at all (written from its documentation)."""
+from trajkit_shim.agents.processes import CommandResult
+from trajkit_shim.agents.sandbox import Sandbox, pack
 
 _INSTALL_SECONDS = 900.0
 _CHECK_SECONDS = 120.0
@@ -65,12 +61,10 @@ class Harness:
     """
 
     name: str
-    protocol: str
-    version: str = ""  # the version that the record was written for; empty: any
-    install: str = ""  # a shell command; empty: none
+    # a shell command that installs the version that the record was written for
+    install: str = ""
     # a shell command that exits with 0 if it is installed; empty: PROGRAM --version
     check: str = ""
-    tried: Tried
     # split into arguments as a shell does, before values are filled in
     command: str
     stdin: str = ""

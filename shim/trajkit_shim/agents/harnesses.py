@@ -1,10 +1,13 @@
-"""Our harnesses, each a record of `agents.harness.Harness`."""
+"""Our harnesses, each a record of `agents.harness.Harness`.
+
+docs/serving.md lists their protocols, and how the version that each installs was tested.
+"""
 
 import json
 from collections.abc import Mapping
 
 from trajkit_shim.agents.harness import Harness, failed_by_code
-from trajkit_shim.agents.sandbox import CommandResult
+from trajkit_shim.agents.processes import CommandResult
 
 _OPENAI = {"OPENAI_API_KEY": "{api_key}"}
 # litellm downloads its price list when it is imported
@@ -24,10 +27,7 @@ def _claude_failed(done: CommandResult) -> str | None:
 
 CLAUDE_CODE = Harness(
     name="claude-code",
-    protocol="anthropic",
-    version="2.1.197",
     install="npm install --global @anthropic-ai/claude-code@2.1.197",
-    tried="tasks",
     command="claude --print --output-format json --model {model} "
     "--dangerously-skip-permissions {arguments}",
     stdin="{prompt}",
@@ -65,10 +65,7 @@ wire_api = "responses"
 """
 CODEX = Harness(
     name="codex",
-    protocol="openai_responses",
-    version="0.169.0",
     install="npm install --global @openai/codex@0.169.0",
-    tried="tasks",
     command="codex exec --skip-git-repo-check --json "
     "--dangerously-bypass-approvals-and-sandbox {arguments} -",
     stdin="{prompt}",
@@ -85,10 +82,7 @@ _GEMINI_CLI_CONFIG = """\
 """
 GEMINI_CLI = Harness(
     name="gemini-cli",
-    protocol="gemini",
-    version="0.61.0",
     install="npm install --global @google/gemini-cli@0.61.0",
-    tried="tasks",
     command="gemini --model {model} --approval-mode yolo --output-format json "
     "{arguments} --prompt={prompt}",
     env={
@@ -112,22 +106,16 @@ checkpoints:
 """
 HERMES = Harness(
     name="hermes",
-    protocol="openai_chat",
-    version="0.15.1",
     install="pip install hermes-agent==0.15.1",
-    tried="no",
     command="hermes --yolo chat -Q {arguments} -q{prompt}",
     env={"HERMES_HOME": "{home}/.hermes"},
     files={".hermes/config.yaml": _HERMES_CONFIG},
 )
 MINI_SWE_AGENT = Harness(
     name="mini-swe-agent",
-    protocol="openai_chat",
-    version="2.4.6",
     install="pip install mini-swe-agent==2.4.6",
     # its --help imports litellm, which takes seconds
     check="command -v mini-swe-agent",
-    tried="tasks",
     # litellm 1.106 looks for an MCP gateway among the tools, and fails without mcp
     command="mini-swe-agent --model openai/{model} --yolo --exit-immediately "
     "--cost-limit 0 --output {home}/trajectory.json -c mini.yaml "
@@ -165,10 +153,7 @@ _OPENCLAW_CONFIG = """\
 """
 OPENCLAW = Harness(
     name="openclaw",
-    protocol="openai_chat",
-    version="2026.5.27",
     install="npm install --global openclaw@2026.5.27",
-    tried="no",
     command="openclaw agent --local --json --agent main {arguments} --message={prompt}",
     files={".openclaw/openclaw.json": _OPENCLAW_CONFIG},
 )
@@ -192,10 +177,7 @@ _OPENCODE_CONFIG = """\
 """
 OPENCODE = Harness(
     name="opencode",
-    protocol="openai_chat",
-    version="1.18.33",
     install="npm install --global opencode-ai@1.18.33",
-    tried="tasks",
     command="opencode run --model gateway/{model} --format json {arguments} "
     "-- {prompt}",
     env={
@@ -225,11 +207,8 @@ conversation.run()
 """
 OPENHANDS = Harness(
     name="openhands",
-    protocol="openai_chat",
-    version="1.17.0",
     install="pip install openhands-sdk==1.17.0 openhands-tools==1.17.0",
     check="python -c 'import openhands.sdk, openhands.tools'",
-    tried="no",
     command="python {home}/openhands_run.py {arguments}",
     stdin="{prompt}",
     env={
@@ -258,10 +237,7 @@ _PI_CONFIG = """\
 """
 PI = Harness(
     name="pi",
-    protocol="openai_chat",
-    version="0.73.1",
     install="npm install --global @mariozechner/pi-coding-agent@0.73.1",
-    tried="tasks",
     command="pi --print --mode json --no-session --provider gateway "
     "--model {model} {arguments} {prompt}",
     env={**_OPENAI, "PI_OFFLINE": "1"},
@@ -279,10 +255,7 @@ _QWEN_CODE_CONFIG = """\
 """
 QWEN_CODE = Harness(
     name="qwen-code",
-    protocol="openai_chat",
-    version="0.15.10",
     install="npm install --global @qwen-code/qwen-code@0.15.10",
-    tried="tasks",
     command="qwen --model {model} --approval-mode yolo {arguments} --prompt={prompt}",
     env={
         **_OPENAI,
@@ -293,9 +266,7 @@ QWEN_CODE = Harness(
 )
 SHELL = Harness(
     name="shell",
-    protocol="any",
     check="true",
-    tried="tasks",
     # any program that finds the gateway in its environment
     command="""sh -c 'test $# -gt 0 || { echo "$0" >&2; exit 2; }; eval "$*"' """
     "'the shell harness needs a command: give --argument' {arguments}",

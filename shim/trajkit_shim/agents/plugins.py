@@ -28,9 +28,11 @@ def load(name: str, known: Mapping[str, T], kind: type) -> T:
         raise ValueError(f"{name!r}: {error}") from error
     is_class = isinstance(given, type)
     shown = f"the class {given.__name__}" if is_class else f"a {type(given).__name__}"
-    if any(isinstance(each, type) for each in known.values()):
-        if not is_class or not issubclass(given, kind):
-            raise ValueError(f"{name!r} is {shown}, not a subclass of {kind.__name__}")
-    elif not isinstance(given, kind):
-        raise ValueError(f"{name!r} is {shown}, not an instance of {kind.__name__}")
+    wants_class = any(isinstance(each, type) for each in known.values())
+    fits = (
+        is_class and issubclass(given, kind) if wants_class else isinstance(given, kind)
+    )
+    if not fits:
+        role = "a subclass" if wants_class else "an instance"
+        raise ValueError(f"{name!r} is {shown}, not {role} of {kind.__name__}")
     return given  # type: ignore[no-any-return]

@@ -10,10 +10,17 @@ import shlex
 import tarfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar, Self
+
+from trajkit_shim.agents.processes import (
+    Command,
+    CommandResult,
+    Processes,
+    SandboxError,
+)
 
 _COPY_SECONDS = 600.0
 _STOP_SECONDS = 60.0
@@ -33,18 +40,11 @@ SHARED_NETWORK = (
 )
 """What a sandbox exposes (`Sandbox.exposes`) without a network of its own."""
 
-TAIL_BYTES = 1 << 16
-"""Size of the end of a command's log that its `CommandResult` holds."""
-
 MARK = "TRAJKIT_SANDBOX"
 """Environment variable of every process of a sandbox: the sandbox's name."""
 
 COMMAND_MARK = "TRAJKIT_COMMAND"
 """Environment variable of every process of one command: a random token."""
-
-
-class SandboxError(Exception):
-    """The sandbox failed, not the program that runs in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,74 +77,43 @@ class Spec:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """A command to run in a sandbox; see `Sandbox.exec`."""
-
-    arguments: tuple[str, ...]
-    timeout_s: float
-    cwd: str = "/"
-    env: Mapping[str, str] = field(default_factory=dict)
-    stdin: bytes = b""
-    log: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CommandResult:
-    """How a command ended."""
-
-    # exit code, negative for a signal; None: it was killed at its timeout
-    code: int | None
-    # Complete output. For a command with a log, ``stdout`` is the last `TAIL_BYTES` of
-    # both streams and ``stderr`` is empty.
-    stdout: bytes = b""
-    stderr: bytes = b""
-
-    @property
-    def last_line(self) -> str:
-        """The last line that is not blank, cut to 300 characters."""
-        text = (self.stdout + b"\n" + self.stderr).decode(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return lines[-1][:300] if lines else "no output"
-
-    @property
-    def summary(self) -> str:
-        """How it ended, for an error message."""
-        if self.code is None:
-            return "timed out"
-        return f"exit code {self.code}: {self.last_line}"
-
-
 class Sandbox(ABC):
     """One environment with files and processes of its own.
 
     As a context manager it starts and stops. `stop` may be called on another thread than
-    `exec`; it ends the running command.
-
-    Raises
-    ------
-    SandboxError
-        It cannot be created here: a tool is missing, an option is unknown, or a limit
-        cannot be enforced. All methods raise it if the sandbox fails.
+    `exec`; it ends the running command. The constructor raises `SandboxError` if the
+    sandbox cannot be created here: a tool is missing, an option is unknown, or a limit
+    cannot be enforced. All methods raise it if the sandbox fails.
     """
 
     kind: ClassVar[str]
-    options: ClassVar[tuple[str, ...]] = ()  # allowed keys of `Spec.options`
-    not_enforced: ClassVar[tuple[str, ...]] = ()  # fields of `Limits`
+    # allowed keys of `Spec.options` and their defaults, or their choices: "first|second"
+    options: ClassVar[Mapping[str, str]] = {}
+    limits: ClassVar[Collection[str]] = ()  # fields of `Limits` that it enforces
     needs_image: ClassVar[bool] = False
+    # what an agent can reach that it should not; None: nothing that is known
+    exposes: str | None = None
 
     def __init__(self, spec: Spec) -> None:
-        for name in spec.options:
+        self.chosen = {name: text.split("|")[0] for name, text in self.options.items()}
+        for name, value in spec.options.items():
             if name not in self.options:
                 known = f"known options: {', '.join(self.options) or 'none'}"
                 raise SandboxError(f"option {name!r} is unknown; {known}")
-        for name in self.not_enforced:
-            if (value := getattr(spec.limits, name)) is not None:
+            _, *others = choices = self.options[name].split("|")
+            if others and value not in choices:
+                rule = f"is not one of {', '.join(choices)}"
+                raise SandboxError(f"{name} = {value!r} {rule}")
+            self.chosen[name] = value
+        for name in (each.name for each in fields(Limits)):
+            value = getattr(spec.limits, name)
+            if value is not None and name not in self.limits:
                 rule = f"a sandbox of kind {self.kind} cannot enforce it"
                 raise SandboxError(f"{name} = {value}: {rule}")
         if self.needs_image and spec.image is None:
             raise SandboxError(f"a sandbox of kind {self.kind} needs an image")
         self.spec = spec
+        self.processes = Processes()  # commands of this machine
         self._removing = threading.Lock()
 
     @abstractmethod
@@ -159,21 +128,12 @@ class Sandbox(ABC):
     def _remove(self) -> None:
         """Remove everything, if there is anything; one thread at a time calls it."""
 
-    @abstractmethod
-    def _end_commands(self) -> None:
-        """End running commands, before `_remove`."""
-
     def stop(self) -> None:
         """End all processes and remove everything. Idempotent."""
-        self._end_commands()
+        self.processes.end()
         # the end of a run stops sandboxes that their own threads stop too
         with self._removing:
             self._remove()
-
-    @property
-    def exposes(self) -> str | None:
-        """What an agent can reach that it should not; None: nothing that is known."""
-        return None
 
     def map_path(self, path: str) -> str:
         """Return the path in this sandbox for an absolute path of a task."""
@@ -193,23 +153,12 @@ class Sandbox(ABC):
         stdin: bytes = b"",
         log: Path | None = None,
     ) -> CommandResult:
-        """Run one command to its end.
+        """Run one command to its end; a missing program is exit code 127.
 
-        A missing program is exit code 127. Raises `SandboxError` if the sandbox could
-        not run the command.
-
-        Parameters
-        ----------
-        arguments : sequence of str
-        timeout_s : float
-            Seconds after which it is killed, with every process it started.
-        cwd : str, optional
-            Directory in the sandbox. Default: the task's ``/work``.
-        env : mapping of str to str, optional
-            Added to the sandbox's own variables.
-        stdin : bytes
-        log : path, optional
-            File of this machine that receives standard output and error.
+        After ``timeout_s`` it is killed, with every process it started. ``cwd``: by
+        default the task's ``/work``. ``env``: added to the sandbox's own variables.
+        ``log``: file of this machine that receives standard output and error. Raises
+        `SandboxError`: the sandbox could not run it.
         """
         marks = {MARK: self.spec.name, COMMAND_MARK: secrets.token_hex(8)}
         return self._run(

@@ -12,11 +12,9 @@ import shlex
 import sys
 from collections import Counter
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -24,17 +22,16 @@ import trajkit as tk
 from trajkit.analysis.simulation import Simulation, cheapest_lossless
 from trajkit.cli import BAD_FILE
 from trajkit.cli.drift import DriftSummary
-from trajkit.cli.progress import Progress
 from trajkit.cli.simulate import describe
 from trajkit.cli.text import text_table
 from trajkit.policies import PRESETS
 from trajkit.schema import LABELS
 from trajkit_shim.agents.harness import HarnessError, Job
 from trajkit_shim.agents.harnesses import MINI_SWE_AGENT
-from trajkit_shim.agents.sandbox import SandboxError
+from trajkit_shim.agents.processes import SandboxError
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.app import create_app
-from trajkit_shim.demo.proxy import LossyProxy
+from trajkit_shim.demo.proxy import lossy
 from trajkit_shim.demo.scripted_model import REVIEWER, write_code
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.prompting.render import ChatRenderer
@@ -64,36 +61,14 @@ def run_demo(
 ) -> int:
     """Record a run of real agents, turn it into rows, and print a summary.
 
-    Parameters
-    ----------
-    out : path
-        Directory of the run, created if missing: the turn log, the rows of each policy,
-        and in ``agents`` what `trajkit rollout` writes. It must not contain a run.
-    sessions : int
-        Number of concurrent agents, at least 1.
-    seed : int, optional
-        Of the engine. With several sessions the order of their calls matters too.
-    json : bool
-        Print one JSON object instead of tables.
-
-    Returns
-    -------
-    int
-        0; 1 if an agent failed or did not solve its task; 3 if none can run here.
-
-    Raises
-    ------
-    ValueError
-        ``sessions`` is below 1.
-    ModuleNotFoundError
-        mini-swe-agent is not installed.
-    FileExistsError
-        ``out`` contains a run.
+    ``out`` gets the turn log, the rows of each policy, and in ``agents`` what `trajkit
+    rollout` writes; it must not contain a run. ``seed`` is that of the engine; with
+    several ``sessions``, concurrent agents, the order of their calls matters too.
+    ``json`` prints one JSON object instead of tables. Returns 0; 1 if an agent failed or
+    did not solve its task; 3 if none can run here.
     """
     if sessions < 1:
         raise ValueError(f"sessions = {sessions}: at least 1 is needed")
-    if find_spec("minisweagent") is None:
-        raise ModuleNotFoundError("No module named 'minisweagent'", name="minisweagent")
     out = Path(out)
     log = TurnLog(out)
     tasks = _tasks(sessions)
@@ -108,20 +83,17 @@ def run_demo(
     )
     with (
         Rollouts(tasks, settings, out / "agents") as rollouts,
-        running(LossyProxy(gateway, _LOST)) as url,
-        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
-        Progress("agents at work", "agents") as progress,
+        running(lossy(gateway, _LOST)) as url,
     ):
         try:
             rollouts.try_out()
         except (HarnessError, SandboxError) as error:
             sys.stderr.write(f"trajkit: {error}\n")
             return BAD_FILE
-        progress.begin(rollouts.to_do)
-        summary = rollouts.run(client, progress.advance)
-    facts, shown = _summary(log.path, summary.rollouts)
+        ended = rollouts.run(url)
+    facts, shown = _summary(log.path, ended)
     sys.stdout.write((json_text.dumps(facts) if json else shown) + "\n")
-    return 0 if all(rollout.reward == 1 for rollout in summary.rollouts) else 1
+    return 0 if all(rollout.reward == 1 for rollout in ended) else 1
 
 
 def _tasks(n_tasks: int) -> list[Task]:

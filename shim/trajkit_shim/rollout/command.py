@@ -6,26 +6,20 @@ import os
 import secrets
 import shlex
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, fields
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import Any
 from urllib.parse import urlsplit
 
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE
 from trajkit.cli.options import Commands, add_options
-from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
 from trajkit_shim import engine_options as options
 from trajkit_shim.engine_options import ADMIN_TOKEN
-
-if TYPE_CHECKING:
-    from trajkit_shim.rollout.run import Settings, Summary
-    from trajkit_shim.rollout.tasks import Task
-
 
 _DESCRIPTION = (
     "Run a coding agent on each task in a sandbox of its own, record its model calls, and "
@@ -37,12 +31,8 @@ _DESCRIPTION = (
 
 def add_rollout(commands: Commands) -> None:
     """Add ``rollout`` to the command line."""
-    parser = commands.add_parser(
-        "rollout",
-        help="have an agent work on tasks, record it, and grade what it did",
-        description=_DESCRIPTION,
-    )
-    _add_options(parser, launches=False)
+    help = "have an agent work on tasks, record it, and grade what it did"
+    _add(commands.add_parser("rollout", help=help, description=_DESCRIPTION))
 
 
 def add_up(commands: Commands) -> None:
@@ -54,21 +44,16 @@ def add_up(commands: Commands) -> None:
         f"SGLang server and a gateway, and end them with the run. {_DESCRIPTION} "
         "Arguments after -- are the server's.",
     )
-    parser.add_argument("launch", metavar="MODEL", help="directory of the model")
-    _add_options(parser, launches=True)
+    add_options(parser, "launch MODEL  directory of the model")
+    _add(parser, launches=True)
     parser.set_defaults(engine="sglang", engine_url=[])
 
 
-def _add_options(parser: argparse.ArgumentParser, *, launches: bool) -> None:
-    parser.add_argument(
-        "tasks",
-        metavar="TASKS",
-        type=Path,
-        help="a JSONL file, a directory with a task.toml, or a directory of those",
-    )
+def _add(parser: argparse.ArgumentParser, *, launches: bool = False) -> None:
     add_options(
         parser,
         f"""
+tasks TASKS  a JSONL file, a directory with a task.toml, or a directory of those
 --harness --agent NAME  the agent, by name or import path (package.module:record); see
     docs/serving.md
 -o --out RUN  directory of the run; created if missing, continued otherwise
@@ -96,6 +81,7 @@ def _add_options(parser: argparse.ArgumentParser, *, launches: bool) -> None:
 --argument TEXT...  extra argument for the agent's command, or the command of the shell
     harness; may be repeated; write --argument=--text if it starts with a hyphen
 """,
+        tasks={"type": Path},
         agent={"required": True},
         out={"type": Path, "required": True},
     )
@@ -106,15 +92,19 @@ def _add_options(parser: argparse.ArgumentParser, *, launches: bool) -> None:
 
 def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with options.needs_extra(parser, "shim"):
-        import httpx
-
-        from trajkit_shim.admin import TOKEN_HEADER
         from trajkit_shim.agents.harness import HarnessError
-        from trajkit_shim.agents.sandbox import SandboxError
-        from trajkit_shim.rollout.callback import Callback
-        from trajkit_shim.rollout.run import Rollouts, Summary
+        from trajkit_shim.agents.processes import SandboxError
+        from trajkit_shim.app import create_app
+        from trajkit_shim.rollout.run import Callback, Rollouts, Settings
+        from trajkit_shim.rollout.solver import solve
         from trajkit_shim.rollout.tasks import read_tasks
-    settings = _settings(parser, arguments)
+        from trajkit_shim.serve import running
+        from trajkit_shim.sessions.turn_log import TurnLog
+    try:
+        settings = Settings.chosen(arguments)
+        callback = None if arguments.callback is None else Callback(arguments.callback)
+    except ValueError as error:
+        parser.error(str(error))
     if arguments.gateway is not None and arguments.launch is not None:
         parser.error(
             "a gateway that runs elsewhere has its engine: leave out --gateway"
@@ -123,16 +113,12 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         parser.error(f"--gateway {arguments.gateway} needs its token: --admin-token")
     token = arguments.admin_token or secrets.token_hex(16)
     tasks = read_tasks(arguments.tasks)
-    try:
-        callback = None if arguments.callback is None else Callback(arguments.callback)
-    except ValueError as error:
-        parser.error(f"--callback {error}")
     with ExitStack() as stack:
         rollouts = stack.enter_context(
             Rollouts(tasks, settings, arguments.out, callback)
         )
-        summary = Summary(before=rollouts.before, rollouts=[], seconds=0.0)
-        if rollouts.to_do:
+        ended, began = [], time.monotonic()
+        if rollouts.todo:
             try:
                 exposes = rollouts.try_out()
             except (HarnessError, SandboxError) as error:
@@ -141,122 +127,79 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             if exposes is not None:
                 sys.stderr.write(f"trajkit: warning: {exposes}\n")
             stack.enter_context(options.terminable())
-            url = arguments.gateway or stack.enter_context(
-                _gateway(parser, arguments, tasks, rollouts.next_log(), token)
-            )
-            headers = {TOKEN_HEADER: token}
-            client = httpx.Client(
-                base_url=url, headers=headers, timeout=60, trust_env=False
-            )
-            progress = stack.enter_context(Progress("rollouts", "rollouts"))
-            progress.begin(rollouts.to_do)
-            summary = rollouts.run(stack.enter_context(client), progress.advance)
-    text = _as_json if arguments.json else _described
-    missed = None if callback is None else callback.missed
-    sys.stdout.write(text(summary, arguments.out, missed) + "\n")
-    return BAD_DATA if summary.failures() else DONE
+            url = arguments.gateway
+            if url is None:
+                # next to those of earlier calls
+                logs = arguments.out / "turns"
+                logs.mkdir(exist_ok=True)
+                log = logs / f"{len(list(logs.iterdir())):03d}"
+                engine, renderer, chosen = stack.enter_context(
+                    options.running_engine(
+                        parser, arguments, policy=solve(tasks), seed=arguments.seed
+                    )
+                )
+                experts, images = arguments.routed_experts, "image_limits" in chosen
+                app = create_app(
+                    engine,
+                    renderer,
+                    TurnLog(log, routed_experts=experts, images=images),
+                    admin_token=token,
+                    hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
+                    **chosen,
+                )
+                url = stack.enter_context(running(app, arguments.host))
+            began = time.monotonic()
+            ended = rollouts.run(url, token)
+    lines = [asdict(rollout) for rollout in ended]
+    rewards, turns = _rewards(lines), arguments.out / "turns"
+    failures = Counter(line["error"] for line in lines if line["error"] is not None)
+    facts = {
+        # missing if another gateway has them
+        "turns": str(turns) if turns.exists() else None,
+        "sessions": str(arguments.out / "sessions.parquet"),
+        "over_before": rollouts.before,
+        "over": len(lines),
+        "graded": len(rewards),
+        "mean_reward": fmean(rewards) if rewards else None,
+        "failures": dict(failures.most_common()),
+        "callbacks_missed": None if callback is None else callback.missed,
+        "seconds": time.monotonic() - began,
+        "rollouts": lines,
+    }
+    text = json.dumps(facts) if arguments.json else _described(facts)
+    sys.stdout.write(text + "\n")
+    return BAD_DATA if failures else DONE
 
 
-@contextmanager
-def _gateway(
-    parser: argparse.ArgumentParser,
-    arguments: argparse.Namespace,
-    tasks: Sequence["Task"],
-    log: Path,
-    token: str,
-) -> Iterator[str]:
-    """Run a gateway of the chosen engine; yield its URL."""
-    from trajkit_shim.app import create_app
-    from trajkit_shim.rollout.solver import solve
-    from trajkit_shim.serve import running
-    from trajkit_shim.sessions.turn_log import TurnLog
-
-    with options.running_engine(
-        parser, arguments, policy=solve(tasks), seed=arguments.seed
-    ) as (engine, renderer, chosen):
-        experts, images = arguments.routed_experts, "image_limits" in chosen
-        app = create_app(
-            engine,
-            renderer,
-            TurnLog(log, routed_experts=experts, images=images),
-            admin_token=token,
-            hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
-            **chosen,
-        )
-        with running(app, arguments.host) as url:
-            yield url
+def _rewards(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["reward"] for line in lines if line["reward"] is not None]
 
 
-def _settings(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace
-) -> "Settings":
-    """The settings from the options; exits with an error if one is invalid."""
-    from trajkit_shim.agents.harness import Harness
-    from trajkit_shim.agents.harnesses import HARNESSES
-    from trajkit_shim.agents.plugins import load
-    from trajkit_shim.agents.sandbox import Sandbox
-    from trajkit_shim.agents.sandboxes import SANDBOXES
-    from trajkit_shim.rollout.run import Settings
-
-    given = vars(arguments)
-    pairs = [option.partition("=") for option in arguments.sandbox_option]
-    for name, equals, _ in pairs:
-        if not equals:
-            parser.error(f"--sandbox-option {name}: NAME=VALUE is expected")
-    if arguments.timeout is not None and not 0 < arguments.timeout < float("inf"):
-        parser.error(f"--timeout {arguments.timeout:g} is not above 0")
-    try:
-        given["harness"] = load(arguments.harness, HARNESSES, Harness)
-        given["sandbox"] = load(arguments.sandbox, SANDBOXES, Sandbox)
-    except ValueError as error:
-        parser.error(str(error))
-    given["sandbox_option"] = {name: value for name, _, value in pairs}
-    return Settings(**{each.name: given[each.name] for each in fields(Settings)})
-
-
-def _as_json(summary: "Summary", out: Path, missed: int | None) -> str:
-    rewards = summary.rewards()
-    turns = out / "turns"  # missing if another gateway has them
-    return json.dumps(
-        {
-            "turns": str(turns) if turns.exists() else None,
-            "sessions": str(out / "sessions.parquet"),
-            "over_before": summary.before,
-            "over": len(summary.rollouts),
-            "graded": len(rewards),
-            "mean_reward": fmean(rewards) if rewards else None,
-            "failures": dict(summary.failures()),
-            "callbacks_missed": missed,
-            "seconds": summary.seconds,
-            "rollouts": [asdict(rollout) for rollout in summary.rollouts],
-        }
-    )
-
-
-def _described(summary: "Summary", out: Path, missed: int | None) -> str:
-    rollouts, seconds = summary.rollouts, summary.seconds
+def _described(facts: dict[str, Any]) -> str:
+    """The facts for people."""
+    rollouts, seconds = facts["rollouts"], facts["seconds"]
     groups = []
-    for name in sorted({rollout.group_id for rollout in rollouts}):
-        group = [rollout for rollout in rollouts if rollout.group_id == name]
-        graded = summary.rewards(name)
-        mean = f"{fmean(graded):.2f}" if graded else ""
-        turns = sum(rollout.turns or 0 for rollout in group)
-        groups.append((name, len(group), len(graded), mean, turns))
-    findings = Counter(found for r in rollouts for found in r.findings)
+    for name in sorted({line["group_id"] for line in rollouts}):
+        group = [line for line in rollouts if line["group_id"] == name]
+        rewards = _rewards(group)
+        mean = f"{fmean(rewards):.2f}" if rewards else ""
+        turns = sum(line["turns"] or 0 for line in group)
+        groups.append((name, len(group), len(rewards), mean, turns))
+    findings = Counter(found for line in rollouts for found in line["findings"])
     tables = (
         (("task", "rollouts", "graded", "mean reward", "turns"), groups),
-        (("failure", "rollouts"), summary.failures().most_common()),
+        (("failure", "rollouts"), [*facts["failures"].items()]),
         (("finding", "rollouts"), findings.most_common()),
     )
-    places = (("turns", out / "turns"), ("sessions", out / "sessions.parquet"))
-    known = (f"{n:<10}{shlex.quote(str(path))}" for n, path in places if path.exists())
+    missed = facts["callbacks_missed"]
+    places = [(name, facts[name]) for name in ("turns", "sessions") if facts[name]]
     return "\n\n".join(
         [
-            f"rollouts {len(rollouts):,} ({summary.before:,} finished before), graded "
-            f"{len(summary.rewards()):,}, {seconds:.0f} s, "
+            f"rollouts {len(rollouts):,} ({facts['over_before']:,} finished before), "
+            f"graded {facts['graded']:,}, {seconds:.0f} s, "
             f"{60 * len(rollouts) / max(seconds, 1e-9):.1f} per minute",
             *(text_table(head, lines) for head, lines in tables if lines),
             *([f"failed callbacks: {missed}"] if missed else []),
-            "\n".join(known),
+            "\n".join(f"{name:<10}{shlex.quote(path)}" for name, path in places),
         ]
     )

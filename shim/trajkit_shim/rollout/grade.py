@@ -4,20 +4,25 @@ Work that cannot be graded has no reward. If a grader does not run or times out,
 raises, and the session gets the reason and a null reward.
 """
 
+import importlib
 import json
 import math
 import re
 import shlex
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from trajkit_shim.agents.sandbox import CommandResult, SandboxError, pack
-from trajkit_shim.rollout.swebench import resolved
+from trajkit_shim.agents.processes import CommandResult, SandboxError
+from trajkit_shim.agents.sandbox import pack
 from trajkit_shim.rollout.tasks import Grade
 from trajkit_shim.rollout.workspace import StageError, Workspace
 
-# exit codes of a shell that cannot run or find a command
-_NOT_RUN = (126, 127)
+# exit codes of a shell that cannot run or find a command, or is killed
+_NOT_RUN = (126, 127, -9)
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # pytest -rA: FAILED tests/test_a.py::test_b - reason; a passed test has no reason, but
 # its parameters may contain a dash
@@ -29,6 +34,8 @@ _UNITTEST_END = re.compile(r"^.* \.\.\. (ok|FAIL|ERROR|expected failure|skipped 
 
 TESTS_PLACE = "/tests"
 LOGS_PLACE = "/logs/verifier"
+_TESTBED = "/testbed"
+_SCRIPT_PLACE = "/trajkit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +59,11 @@ def grade(work: Work) -> float:
 
 def _by_command(work: Work, rules: Grade) -> float:
     """1 if the command's exit code is 0."""
-    work.workspace.add_tests()
     return float(_run(work, rules.command, rules).code == 0)
 
 
 def _by_tests(work: Work, rules: Grade) -> float:
     """All, or the share, of the named tests pass. A test that did not run failed."""
-    work.workspace.add_tests()
     done = _run(work, rules.command, rules)
     results = test_results(done.stdout + b"\n" + done.stderr)
     if not results:
@@ -70,7 +75,6 @@ def _by_tests(work: Work, rules: Grade) -> float:
 
 def _by_script(work: Work, rules: Grade) -> float:
     """The number in the last line of a program's output."""
-    work.workspace.add_tests()
     done = _run(work, f"python {shlex.quote(rules.script)}", rules)
     if done.code != 0:
         raise StageError("grade", f"{rules.script}: {done.summary}")
@@ -88,12 +92,10 @@ def _by_reward_file(work: Work, rules: Grade) -> float:
     The latter is a number, an object with ``reward``, or one of numbers, whose mean
     counts. References: spec, polar 3 (harbor).
     """
-    sandbox, task = work.workspace.sandbox, work.workspace.task
-    if task.tests is not None:
-        sandbox.put(task.tests.archive(), sandbox.map_path(TESTS_PLACE))
+    sandbox = work.workspace.sandbox
     logs = sandbox.map_path(LOGS_PLACE)
     sandbox.put(pack({}), logs)  # creates the directory
-    done = _run(work, rules.command, rules)
+    done = _run(work, rules.command, rules, sandbox.map_path(TESTS_PLACE))
     for name in ("reward.txt", "reward.json"):
         try:
             text = sandbox.get(f"{logs}/{name}")
@@ -108,16 +110,54 @@ def _by_reward_file(work: Work, rules: Grade) -> float:
     raise StageError("grade", f"the verifier wrote no reward: {done.summary}")
 
 
+def _by_swebench(work: Work, rules: Grade) -> float:
+    """1 if SWE-bench's own harness reports the instance as resolved.
+
+    It runs the script and uses the log parser of swebench 5.0. The sandbox needs the
+    instance's image.
+    """
+    if find_spec("swebench") is None:
+        raise StageError("grade", "swebench is not installed: pip install swebench")
+    # an optional package without types
+    specs: Any = importlib.import_module("swebench.harness.utils")
+    grading: Any = importlib.import_module("swebench.harness.grading")
+    path, sandbox = work.workspace.path, work.workspace.sandbox
+    if path != _TESTBED:
+        rule = f"the workspace is {path}, and must be {_TESTBED} of an image"
+        raise StageError("grade", rule)
+    try:
+        spec = specs.make_test_spec(dict(rules.instance))
+    except (KeyError, ValueError) as error:
+        raise StageError("grade", f"the instance is incomplete: {error!r}") from error
+    folder = sandbox.map_path(_SCRIPT_PLACE)
+    sandbox.put(pack({"eval.sh": spec.eval_script.encode()}), folder)
+    with tempfile.TemporaryDirectory() as logs:
+        log = Path(logs) / "test_output.txt"
+        _exec(work, ["bash", f"{folder}/eval.sh"], rules, log)
+        report = grading.get_eval_report(
+            test_spec=spec,
+            prediction={
+                "instance_id": spec.instance_id,
+                "model_name_or_path": "trajkit",
+                "model_patch": work.patch.decode(errors="replace"),
+            },
+            test_log_path=str(log),
+            include_tests_status=False,
+        )[spec.instance_id]
+    if report.get("infra_failure"):
+        raise StageError("grade", f"swebench: {report.get('infra_failure_reason')}")
+    return float(report["resolved"])
+
+
 GRADERS: Mapping[str, Callable[[Work, Grade], float]] = {
     "command": _by_command,
     "tests": _by_tests,
     "script": _by_script,
     "reward_file": _by_reward_file,
     "completed": lambda work, _: float(work.finished),
-    # 1 if SWE-bench's own harness reports the instance as resolved
-    "swebench": lambda work, rules: float(resolved(work, rules)),
+    "swebench": _by_swebench,
 }
-"""The graders by `trajkit_shim.rollout.tasks.Kind`."""
+"""The graders by kind (`trajkit_shim.rollout.tasks.KINDS`)."""
 
 
 def test_results(output: bytes) -> dict[str, bool]:
@@ -148,18 +188,28 @@ def test_results(output: bytes) -> dict[str, bool]:
     return found
 
 
-def _run(work: Work, command: str, rules: Grade) -> CommandResult:
-    """Run a grader's command in the fresh copy."""
-    sandbox = work.workspace.sandbox
-    tests, logs = sandbox.map_path(TESTS_PLACE), sandbox.map_path(LOGS_PLACE)
-    command = command.replace("{tests}", tests).replace("{logs}", logs)
-    done = sandbox.exec(
-        ["sh", "-c", command], timeout_s=rules.timeout_s, cwd=work.workspace.path
-    )
-    if done.code is None:
-        raise StageError("grade", f"{command}: timed out after {rules.timeout_s:g} s")
-    if done.code in _NOT_RUN or done.code == -9:
+def _run(
+    work: Work, command: str, rules: Grade, tests_path: str | None = None
+) -> CommandResult:
+    """Run a grader's shell command in the fresh copy, by default with the tests in it."""
+    workspace, tests = work.workspace, work.workspace.task.tests
+    if tests is not None:
+        workspace.sandbox.put(tests.archive(), tests_path or workspace.path)
+    for name, place in (("{tests}", TESTS_PLACE), ("{logs}", LOGS_PLACE)):
+        command = command.replace(name, workspace.sandbox.map_path(place))
+    done = _exec(work, ["sh", "-c", command], rules)
+    if done.code in _NOT_RUN:
         raise StageError("grade", f"{command}: {done.summary}")
+    return done
+
+
+def _exec(
+    work: Work, command: list[str], rules: Grade, log: Path | None = None
+) -> CommandResult:
+    cwd, timeout_s = work.workspace.path, rules.timeout_s
+    done = work.workspace.sandbox.exec(command, timeout_s=timeout_s, cwd=cwd, log=log)
+    if done.code is None:
+        raise StageError("grade", f"{command[-1]}: timed out after {timeout_s:g} s")
     return done
 
 

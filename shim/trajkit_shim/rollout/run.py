@@ -1,22 +1,28 @@
 """Runs many rollouts of many tasks concurrently, each to a reward or an error."""
 
 import logging
+import math
 import shutil
 import threading
 import time
-from collections import Counter
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 
+from trajkit.cli.progress import Progress
 from trajkit.io.tables import write_table
+from trajkit_shim.admin import TOKEN_HEADER
 from trajkit_shim.agents.harness import Harness, HarnessError, Job
-from trajkit_shim.agents.sandbox import Sandbox, SandboxError, Spec
+from trajkit_shim.agents.harnesses import HARNESSES
+from trajkit_shim.agents.plugins import load
+from trajkit_shim.agents.processes import SandboxError
+from trajkit_shim.agents.sandbox import Sandbox, Spec
 from trajkit_shim.agents.sandboxes import SANDBOXES
 from trajkit_shim.agents.sandboxes.local import clear
 from trajkit_shim.rollout.grade import Work, grade
@@ -25,6 +31,9 @@ from trajkit_shim.rollout.tasks import Task
 from trajkit_shim.rollout.workspace import AGENT_ENV, StageError, Workspace
 
 _LOG = logging.getLogger(__name__)
+
+_CALLBACK_SECONDS = 10.0
+_PAUSES_SECONDS = (0.5, 2.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,23 +56,20 @@ class Settings:
     timeout: float | None = None  # seconds of every agent, overriding its task
     untrusted: bool = False  # refuse a sandbox that exposes something
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """The result of a run."""
-
-    before: int  # finished in earlier calls, and in this one
-    rollouts: list[Rollout]
-    seconds: float
-
-    def rewards(self, group_id: str | None = None) -> list[float]:
-        """Return the rewards of graded rollouts, of all groups or of one."""
-        chosen = (r for r in self.rollouts if group_id in (None, r.group_id))
-        return [r.reward for r in chosen if r.reward is not None]
-
-    def failures(self) -> Counter[str]:
-        """Return the number of rollouts with each error."""
-        return Counter(r.error for r in self.rollouts if r.error is not None)
+    @classmethod
+    def chosen(cls, arguments: Namespace) -> Self:
+        """Return the settings of a command's options; `ValueError` if one is invalid."""
+        given = vars(arguments)
+        pairs = [option.partition("=") for option in arguments.sandbox_option]
+        for name, equals, _ in pairs:
+            if not equals:
+                raise ValueError(f"--sandbox-option {name}: NAME=VALUE is expected")
+        if arguments.timeout is not None and not 0 < arguments.timeout < math.inf:
+            raise ValueError(f"--timeout {arguments.timeout:g} is not above 0")
+        given["harness"] = load(arguments.harness, HARNESSES, Harness)
+        given["sandbox"] = load(arguments.sandbox, SANDBOXES, Sandbox)
+        given["sandbox_option"] = {name: value for name, _, value in pairs}
+        return cls(**{each.name: given[each.name] for each in fields(cls)})
 
 
 _STAGES: Mapping[type[Exception], str] = {
@@ -73,6 +79,31 @@ _STAGES: Mapping[type[Exception], str] = {
     httpx.HTTPError: "gateway: ",
 }
 """Prefixes of the expected errors of a rollout, by type."""
+
+
+class Callback:
+    """Posts each finished rollout to a trainer's URL, at most three times.
+
+    Failed posts are counted; the ``sessions`` table still has the rollout. An invalid
+    URL raises `ValueError`.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._url = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"--callback {url!r}: {error}") from error
+        self._client = httpx.Client(timeout=_CALLBACK_SECONDS, trust_env=False)
+        self.missed = 0
+
+    def __call__(self, rollout: Rollout) -> None:
+        """Send one."""
+        for pause in _PAUSES_SECONDS:
+            with suppress(httpx.HTTPError):
+                if self._client.post(self._url, json=asdict(rollout)).is_success:
+                    return
+            time.sleep(pause)
+        self.missed += 1
 
 
 class _Stopped(Exception):
@@ -117,23 +148,12 @@ class Rollouts:
             raise
         # group by group, so that the first groups are complete early
         wanted = [(t, sample) for t in tasks for sample in range(settings.repeat)]
-        self._todo = [
+        self.todo = [  # unfinished rollouts
             (task, sample)
             for task, sample in wanted
             if not self._journal.done(task.id, sample, settings.retry_failed)
         ]
-        self.before = len(wanted) - len(self._todo)  # finished in earlier calls
-
-    @property
-    def to_do(self) -> int:
-        """Number of unfinished rollouts."""
-        return len(self._todo)
-
-    def next_log(self) -> Path:
-        """Return a directory for this call's log, next to those of earlier calls."""
-        folder = self._out / "turns"
-        folder.mkdir(exist_ok=True)
-        return folder / f"{len(list(folder.iterdir())):03d}"
+        self.before = len(wanted) - len(self.todo)  # finished in earlier calls
 
     def try_out(self) -> str | None:
         """Check that a sandbox can be created and has the harness.
@@ -141,40 +161,43 @@ class Rollouts:
         Returns what the sandbox exposes (`Sandbox.exposes`). Raises `HarnessError`,
         `SandboxError`.
         """
-        with self._sandbox(self._todo[0][0], "try") as sandbox:
+        with self._sandbox(self.todo[0][0], "try") as sandbox:
             if sandbox.exposes and self._settings.untrusted:
                 raise SandboxError(f"--untrusted: {sandbox.exposes}")
             self._settings.harness.ready(sandbox, install=self._settings.install)
             return sandbox.exposes
 
-    def run(self, gateway: httpx.Client, advance: Callable[[int], None]) -> Summary:
+    def run(self, gateway: str, token: str = "") -> list[Rollout]:
         """Run all unfinished rollouts, and write the ``sessions`` table.
 
-        If interrupted, running rollouts end without a result and are repeated by the
-        next call on the directory. ``advance`` is called with 1 after each rollout.
-        Raises `ConnectionError` if the gateway cannot be used.
+        ``gateway``: its URL. ``token``: its admin token. If interrupted, running rollouts
+        end without a result and are repeated by the next call on the directory. Raises
+        `ConnectionError` if the gateway cannot be used.
         """
-        started = time.monotonic()
-        self._gateway = gateway
-        try:
-            self._model = self._ask("GET", "/v1/models")["data"][0]["id"]
-        except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
-            raise ConnectionError(f"{gateway.base_url}: {error}") from error
         ended = []
+        headers = {TOKEN_HEADER: token}
+        client = httpx.Client(
+            base_url=gateway, headers=headers, timeout=60, trust_env=False
+        )
         pool = ThreadPoolExecutor(self._settings.parallel, "rollout")
         with ExitStack() as stack:
+            self._gateway = stack.enter_context(client)
+            try:
+                self._model = self._ask("GET", "/v1/models")["data"][0]["id"]
+            except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
+                raise ConnectionError(f"{gateway}: {error}") from error
+            progress = stack.enter_context(Progress("rollouts", "rollouts"))
+            progress.begin(len(self.todo))
             # each of these runs at the end, in reverse order, also if another one fails
             sessions = self._out / "sessions.parquet"
             stack.callback(lambda: write_table(self._journal.table(), sessions))
             stack.callback(pool.shutdown, cancel_futures=True)
             stack.callback(self._stop)
-            futures = [pool.submit(self._one, *one) for one in self._todo]
+            futures = [pool.submit(self._one, *one) for one in self.todo]
             for future in as_completed(futures):
                 ended.append(future.result())
-                advance(1)
-        return Summary(
-            before=self.before, rollouts=ended, seconds=time.monotonic() - started
-        )
+                progress.advance(1)
+        return ended
 
     def _stop(self) -> None:
         """End running rollouts."""
@@ -200,8 +223,7 @@ class Rollouts:
         try:
             self._work(task, rollout)
         except Exception as error:
-            stages = (v for k, v in _STAGES.items() if isinstance(error, k))
-            stage = next(stages, None)
+            stage = next((v for k, v in _STAGES.items() if isinstance(error, k)), None)
             if stage is None and not self._stopping.is_set():
                 # other rollouts continue
                 _LOG.exception("rollout %s", rollout.session_id)

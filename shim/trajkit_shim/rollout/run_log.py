@@ -12,14 +12,16 @@ import secrets
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pyarrow as pa
 
 from trajkit.errors import FormatError
 from trajkit.schema import SESSIONS
+
+_STOPPED = "interrupted: the run was stopped before it ended"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,26 +44,26 @@ class Rollout:
     patch_bytes: int | None = None  # None: no patch
     # changes that were not graded, because they could change how tests run
     findings: list[str] = field(default_factory=list)
-    # of the agent, and of the entire rollout
+    # of the agent, and of the entire rollout; the latter is None until it has ended
     agent_seconds: float | None = None
     seconds: float | None = None
 
 
-def _column(name: str, kind: object) -> pa.Field:
-    types = {str: pa.string(), int: pa.int32(), float: pa.float64()}
-    special = {
-        "started_at": pa.timestamp("us", tz="UTC"),
-        "patch_bytes": pa.int64(),
-        "findings": pa.list_(pa.string()),
-    }
-    return pa.field(name, special.get(name) or types[(*get_args(kind), kind)[0]])
-
-
-_OWN = {k: v for k, v in get_type_hints(Rollout).items() if k not in SESSIONS.names}
-ROLLOUTS = pa.schema(
-    [*SESSIONS, *(_column(name, kind) for name, kind in _OWN.items())],
-    metadata=SESSIONS.metadata,
-)
+_OWN = {
+    "sample": pa.int32(),
+    "attempt": pa.int32(),
+    "harness": pa.string(),
+    "sandbox": pa.string(),
+    "started_at": pa.timestamp("us", tz="UTC"),
+    "agent_end": pa.string(),
+    "exit_code": pa.int32(),
+    "turns": pa.int32(),
+    "patch_bytes": pa.int64(),
+    "findings": pa.list_(pa.string()),
+    "agent_seconds": pa.float64(),
+    "seconds": pa.float64(),
+}
+ROLLOUTS = pa.schema([*SESSIONS, *_OWN.items()], metadata=SESSIONS.metadata)
 """``sessions``, with the columns of a rollout."""
 
 
@@ -74,11 +76,10 @@ class RunLog:
 
     def __init__(self, path: Path, harness: str, sandbox: str) -> None:
         self.path = path
-        # by session, in starting order; those that ended
-        self._began: dict[str, Rollout] = {}
-        self._ended: dict[str, Rollout] = {}
-        # the sessions of each sample of a task
-        self._attempts: dict[tuple[str, int], list[str]] = {}
+        # by session, in starting order, each as it was last written
+        self._rollouts: dict[str, Rollout] = {}
+        # the last attempt at each sample of a task
+        self._last: dict[tuple[str, int], Rollout] = {}
         self._digests: dict[str, str] = {}
         self._lock = threading.Lock()
         self.run_id = secrets.token_hex(4)  # part of the names of all sessions
@@ -113,12 +114,13 @@ class RunLog:
         self.run_id = str(record["run"])
 
     def _read_event(self, record: dict[str, Any]) -> None:
-        event, digest = record.pop("event", None), record.pop("task", None)
+        del record["event"]
+        digest = record.pop("task", None)
         rollout = Rollout(**record)
-        if event == "began":
-            self._note(rollout, str(digest))
-        else:
-            self._ended[rollout.session_id] = rollout
+        if digest is not None:
+            self._digests[rollout.group_id] = digest
+        self._rollouts[rollout.session_id] = rollout
+        self._last[rollout.group_id, rollout.sample] = rollout
 
     def check(self, task_id: str, digest: str) -> None:
         """Raise `FormatError` if a task or a default has changed since the start."""
@@ -131,12 +133,15 @@ class RunLog:
 
     def done(self, task_id: str, sample: int, failed_again: bool) -> bool:
         """Return whether a rollout has ended (with ``failed_again``, without error)."""
-        attempts = map(self._ended.get, self._attempts.get((task_id, sample), ()))
-        return any(one and not (failed_again and one.error) for one in attempts)
+        last = self._last.get((task_id, sample))
+        if last is None or last.seconds is None:
+            return False
+        return not (failed_again and last.error)
 
     def begin(self, task_id: str, sample: int, digest: str) -> Rollout:
         """Log the start of a task's rollout, and return it."""
-        attempt = len(self._attempts.get((task_id, sample), ())) + 1
+        last = self._last.get((task_id, sample))
+        attempt = 1 if last is None else last.attempt + 1
         again = "" if attempt == 1 else f"~{attempt}"
         rollout = Rollout(
             session_id=f"{task_id}.{sample}.{self.run_id}{again}",
@@ -148,27 +153,24 @@ class RunLog:
             started_at=time.time(),
         )
         self._write({"event": "began", "task": digest, **asdict(rollout)})
-        # the caller changes its own
-        self._note(replace(rollout), digest)
         return rollout
 
     def end(self, rollout: Rollout) -> None:
         """Log the end of a rollout."""
         self._write({"event": "ended", **asdict(rollout)})
-        with self._lock:
-            self._ended[rollout.session_id] = rollout
 
     def table(self) -> pa.Table:
         """Return all rollouts as `ROLLOUTS`; repeated and unended ones count as errors."""
-        stopped = "interrupted: the run was stopped before it ended"
         records = []
-        for name, began in self._began.items():
-            rollout = self._ended.get(name) or replace(began, error=stopped)
+        for rollout in self._rollouts.values():
             record = asdict(rollout)
             record["started_at"] = int(rollout.started_at * 1e6)
-            last = self._attempts[rollout.group_id, rollout.sample][-1]
-            if last != rollout.session_id:
-                record["error"] = f"{rollout.error} (sampled again as {last})"
+            if rollout.seconds is None:
+                record["error"] = _STOPPED
+            last = self._last[rollout.group_id, rollout.sample]
+            if last is not rollout:
+                again = f"(sampled again as {last.session_id})"
+                record["error"] = f"{record['error']} {again}"
             records.append(record)
         return pa.Table.from_pylist(records, schema=ROLLOUTS)
 
@@ -176,15 +178,10 @@ class RunLog:
         """Close the file and unlock it."""
         self._file.close()
 
-    def _note(self, rollout: Rollout, digest: str) -> None:
-        with self._lock:
-            self._began[rollout.session_id] = rollout
-            self._digests[rollout.group_id] = digest
-            key = (rollout.group_id, rollout.sample)
-            self._attempts.setdefault(key, []).append(rollout.session_id)
-
-    def _write(self, record: dict[str, object]) -> None:
+    def _write(self, record: dict[str, Any]) -> None:
         """Write one line and hand it to the operating system."""
         with self._lock:
             self._file.write(json.dumps(record).encode() + b"\n")
             self._file.flush()
+            if "event" in record:
+                self._read_event(record)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args, get_type_hints
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 from trajkit.errors import FormatError
 from trajkit_shim.agents.sandbox import Limits, pack
@@ -47,20 +47,6 @@ PROTECTED = (
 )
 """The default of `Grade.protect`, but for ``swebench``: what Python's test runners read.
 New top-level modules that Python has elsewhere already count too."""
-
-Kind = Literal["command", "tests", "script", "reward_file", "completed", "swebench"]
-"""How a task is graded; see `trajkit_shim.rollout.grade`."""
-
-
-class Files(Protocol):
-    """Some files of a task."""
-
-    def archive(self) -> bytes:
-        """Return them as a tar archive, always with the same bytes.
-
-        Raises `FormatError` if they cannot be read.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +88,32 @@ class Checkout:
     revision: str
 
     def archive(self) -> bytes:
-        asked = ("-C", str(self.repository), "rev-parse")
+        asked = ("-C", self.repository, "rev-parse", "--path-format=absolute")
         revision = self._git(*asked, "--verify", self.revision)
-        form = self._git(*asked, "--show-object-format")
-        path = ("--path-format=absolute", "--git-path", "objects")
-        objects = self._git(*asked, *path)
+        # the repository itself may be above the path, or elsewhere
+        source = self._git(*asked, "--git-common-dir")
         # A repository's attributes may exclude or change files of an archive. Only those
         # in a repository's own directory override them.
         with tempfile.TemporaryDirectory() as bare:
-            self._git("init", "-q", "--bare", f"--object-format={form.decode()}", bare)
-            for name, text in (
-                ("objects/info/alternates", objects + b"\n"),
-                ("info/attributes", b"* -export-ignore -export-subst\n"),
-            ):
-                (Path(bare) / name).parent.mkdir(exist_ok=True)
-                (Path(bare) / name).write_bytes(text)
+            self._git("clone", "-q", "--bare", "--shared", "--", source, bare)
+            attributes = Path(bare) / "info/attributes"
+            attributes.parent.mkdir(exist_ok=True)
+            attributes.write_text("* -export-ignore -export-subst\n")
             where = f"--git-dir={bare}"
-            return self._git(where, "archive", "--format=tar", revision.decode())
+            return self._git(where, "archive", "--format=tar", revision)
 
-    def _git(self, *arguments: str) -> bytes:
+    def _git(self, *arguments: str | bytes | Path) -> bytes:
         done = subprocess.run(["git", *arguments], capture_output=True, check=False)
         if done.returncode:
             message = done.stderr.decode(errors="replace").strip()
             raise FormatError(f"{self.repository} at {self.revision!r}: {message}")
-        return done.stdout if "archive" in arguments else done.stdout.strip()
+        # an archive ends with null bytes
+        return done.stdout.removesuffix(b"\n")
+
+
+Files: TypeAlias = Texts | Folder | Checkout
+"""Some files of a task. ``archive`` returns them as a tar archive, always with the same
+bytes; it raises `FormatError` if they cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +136,7 @@ class Agent:
 class Grade:
     """How a task is graded."""
 
-    kind: Kind = "command"
+    kind: str = "command"  # one of `KINDS`; see `trajkit_shim.rollout.grade`
     # For ``command``, ``tests`` and ``reward_file``: a shell command, run in the
     # workspace. ``{tests}`` and ``{logs}`` are replaced by the sandbox's paths of
     # ``/tests`` and ``/logs/verifier``.
@@ -166,6 +154,17 @@ class Grade:
     protect: tuple[str, ...] = PROTECTED
     # for ``swebench``: the instance as in its data set
     instance: Mapping[str, object] = field(default_factory=dict)
+
+
+KINDS: Mapping[str, Callable[[Grade], object]] = {
+    "command": lambda rules: rules.command,
+    "tests": lambda rules: rules.command and rules.fail_to_pass + rules.pass_to_pass,
+    "script": lambda rules: rules.script,
+    "reward_file": lambda rules: rules.command,
+    "completed": lambda _: True,
+    "swebench": lambda rules: rules.instance,
+}
+"""How a task may be graded. The functions return a false value if a key is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,15 +257,16 @@ def _task(given: object, base: Path, folder: Path | None = None) -> Task:
     grade = as_object(record.get("grade", {}), "grade")
     grade = _DEFAULTS.get(str(grade.get("kind")), {}) | grade
     task = _read(Task, record | {"grade": grade}, "")
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {
+        name: Folder(folder / name)
+        for name in ("workspace", "tests", "solution")
+        if folder and name not in record and (folder / name).is_dir()
+    }
     if task.repository is not None:
-        found["workspace"] = Checkout(base / task.repository, task.revision or "HEAD")
+        files["workspace"] = Checkout(base / task.repository, task.revision or "HEAD")
     elif task.revision is not None:
         refuse("revision", "needs a repository")
-    for name in ("workspace", "tests", "solution"):
-        if folder and getattr(task, name) is None and (folder / name).is_dir():
-            found.setdefault(name, Folder(folder / name))
-    task = replace(task, **found)
+    task = replace(task, **files)
     if not _ID.fullmatch(task.id):
         refuse("id", f"{task.id!r}: 1 to 100 letters, digits, _ and -")
     if not task.prompt:
@@ -274,13 +274,9 @@ def _task(given: object, base: Path, folder: Path | None = None) -> Task:
     if not task.workdir.startswith("/") or task.workdir == "/":
         refuse("workdir", f"{task.workdir!r} is not an absolute path below /")
     rules = task.grade
-    needed = {
-        "tests": rules.command and rules.fail_to_pass + rules.pass_to_pass,
-        "script": rules.script,
-        "completed": True,
-        "swebench": rules.instance,
-    }
-    if not needed.get(rules.kind, rules.command):
+    if rules.kind not in KINDS:
+        refuse("grade.kind", f"{rules.kind!r} is not one of {', '.join(KINDS)}")
+    if not KINDS[rules.kind](rules):
         refuse("grade", f"kind {rules.kind!r} lacks keys that it needs")
     if rules.kind == "script" and task.tests is None:
         refuse("grade.script", "needs the task's tests")
@@ -311,21 +307,13 @@ def _read(kind: type[T], value: object, where: str) -> T:
 
 
 def _texts(value: object, where: str) -> Texts:
-    texts = as_object(value, where)
-    return Texts(
-        {name: as_text(text, f"{where}.{name}") for name, text in texts.items()}
-    )
+    texts = as_object(value, where).items()
+    return Texts({name: as_text(text, f"{where}.{name}") for name, text in texts})
 
 
 def _names(value: object, where: str) -> tuple[str, ...]:
     texts = enumerate(as_list(value, where))
     return tuple(as_text(text, f"{where}[{i}]") for i, text in texts)
-
-
-def _kind(value: object, where: str) -> str:
-    if value not in get_args(Kind):
-        refuse(where, f"{value!r} is not one of {', '.join(get_args(Kind))}")
-    return str(value)
 
 
 _positive = partial(as_number, minimum=1e-3, maximum=1e9)
@@ -339,5 +327,4 @@ _READERS: Mapping[Any, Callable[[object, str], object]] = {
     tuple[str, ...]: _names,
     Mapping[str, object]: as_object,
     Files | None: _texts,
-    Kind: _kind,
 }

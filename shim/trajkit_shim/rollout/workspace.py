@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
 
-from trajkit_shim.agents.sandbox import CommandResult, Sandbox, pack
+from trajkit_shim.agents.sandbox import Sandbox, pack
 from trajkit_shim.rollout.tasks import Task
 
 _GIT_SECONDS = 300.0
@@ -42,11 +42,18 @@ _ASIDE = ".git~trajkit"
 _ADD = f"""
 find . -path ./.git -prune -o -name .git -prune -exec sh -c \\
   'for each; do mv "$each" "${{each%.git}}{_ASIDE}"; done' sh {{}} +
-"$@"
+git add --all .
 code=$?
 find . -name '{_ASIDE}' -prune -exec sh -c \\
   'for each; do mv "$each" "${{each%{_ASIDE}}}.git"; done' sh {{}} +
 exit $code
+"""
+
+# agents expect a repository; the other one finds their changes
+_INIT = """
+test -e .git || {
+  git init -qb main && git add -A && git commit -qm Start --allow-empty
+} && git init -q --bare "$0"
 """
 
 _IDENTITY = {
@@ -89,6 +96,8 @@ class Workspace:
         self.sandbox = sandbox
         self.path = sandbox.map_path(task.workdir)
         self._base = sandbox.map_path("/base.git")
+        # of git commands on the repository that finds the changes
+        self._env = {"GIT_DIR": self._base, "GIT_WORK_TREE": self.path}
         self._start = ""
 
     def prepare(self) -> None:
@@ -102,11 +111,7 @@ class Workspace:
             done = self.sandbox.exec(command, timeout_s=setup.timeout_s, cwd=self.path)
             if done.code != 0:
                 raise StageError("setup", done.summary)
-        # agents expect a repository
-        script = "test -e .git || { git init -qb main && git add -A"
-        script += " && git commit -qm Start --allow-empty; }"
-        self._must("setup", ["sh", "-c", script], {**_IDENTITY, **_FIRST})
-        self._must("setup", ["git", "init", "-q", "--bare", self._base])
+        self._must("setup", ["sh", "-c", _INIT, self._base], {**_IDENTITY, **_FIRST})
         excluded = _EXCLUDED + f"{_ASIDE}\n".encode()
         files_of_info = {"exclude": excluded, "attributes": _ATTRIBUTES}
         self.sandbox.put(pack(files_of_info), f"{self._base}/info")
@@ -137,17 +142,8 @@ class Workspace:
 
     def _patch(self, stage: str, tree: str, *paths: str) -> bytes:
         """The changes from the start to a tree, as a patch."""
-        arguments = (
-            *_DIFF,
-            "--patch",
-            "--binary",
-            self._start,
-            tree,
-            "--",
-            ".",
-            *paths,
-        )
-        return self._git(stage, *arguments).stdout
+        ends = ("--patch", "--binary", self._start, tree, "--", ".")
+        return self._git(stage, *_DIFF, *ends, *paths)
 
     def _ignored(self, changed: list[str]) -> list[str]:
         """The names of changed files that are protected, or whose modules shadow others."""
@@ -171,7 +167,7 @@ class Workspace:
 
     def _names(self, command: str, *arguments: str) -> list[str]:
         """The texts that a git command prints, each with a null character at its end."""
-        printed = self._git("grade", command, "-z", *arguments).stdout
+        printed = self._git("grade", command, "-z", *arguments)
         return printed.decode(errors="surrogateescape").split("\0")[:-1]
 
     def _importable(self, names: set[str]) -> set[str]:
@@ -187,38 +183,26 @@ class Workspace:
             raise StageError("grade", message)
         return {*done.stdout.decode(errors="replace").split()}
 
-    def add_tests(self) -> None:
-        """Add the task's tests, replacing existing files."""
-        if self.task.tests is not None:
-            self.sandbox.put(self.task.tests.archive(), self.path)
-
     def _snapshot(self, stage: str) -> str:
         """The git tree of all files."""
-        add = ["git", *self._where(), "add", "--all", "."]
-        self._must(stage, ["sh", "-c", _ADD, "sh", *add])
+        self._must(stage, ["sh", "-c", _ADD], self._env)
         return self._tree(stage)
 
     def _tree(self, stage: str) -> str:
         """The git tree of all files in the index."""
-        return self._git(stage, "write-tree").stdout.decode().strip()
+        return self._git(stage, "write-tree").decode().strip()
 
-    def _git(self, stage: str, *arguments: str, stdin: bytes = b"") -> CommandResult:
-        return self._must(stage, ["git", *self._where(), *arguments], stdin=stdin)
-
-    def _where(self) -> tuple[str, str]:
-        return f"--git-dir={self._base}", f"--work-tree={self.path}"
+    def _git(self, stage: str, *arguments: str, stdin: bytes = b"") -> bytes:
+        return self._must(stage, ["git", *arguments], self._env, stdin)
 
     def _must(
-        self,
-        stage: str,
-        command: list[str],
-        env: Mapping[str, str] = _SETTINGS,
-        stdin: bytes = b"",
-    ) -> CommandResult:
+        self, stage: str, command: list[str], env: Mapping[str, str], stdin: bytes = b""
+    ) -> bytes:
+        """The output of a command that has to succeed."""
         env = {**_SETTINGS, **env}
         done = self.sandbox.exec(
             command, timeout_s=_GIT_SECONDS, cwd=self.path, env=env, stdin=stdin
         )
         if done.code != 0:
             raise StageError(stage, f"{command[0]}: {done.summary}")
-        return done
+        return done.stdout

@@ -11,9 +11,8 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from itertools import repeat
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,28 +43,11 @@ def run_train(
 ) -> int:
     """Train a small model under each policy and seed, print a table, and return 0.
 
-    Parameters
-    ----------
-    out : path
-        Directory of the run, created if missing: ``steps.arrow`` with a line per step,
-        ``summary.json``, ``reward.svg``, and a folder per seed of the warm start and of
-        each policy, with turn log and weights. It must not contain a run.
-    settings : Settings
-    policies : sequence of str, optional
-        Names of presets. Default: ``faithful``, ``slime``, ``trl``, ``polar``.
-    seeds : sequence of int
-        Each has its own weights, scripted runs and tasks, the same for all policies.
-    jobs : int, optional
-        Processes. Default: one per core, or one for all if the device is not the CPU.
-    json : bool
-        Print one JSON object instead of a table.
-
-    Raises
-    ------
-    PolicyError
-        A policy does not exist.
-    FileExistsError
-        ``out`` contains a run.
+    ``out`` gets ``steps.arrow`` with a line per step, ``summary.json``, ``reward.svg``,
+    and a folder per seed of the warm start and of each policy, with turn log and weights.
+    It must not contain a run. Each seed has its own weights, scripted runs and tasks, the
+    same for all policies. ``jobs`` are processes: by default one per core, or one for all
+    if the device is not the CPU. ``json`` prints one JSON object instead of a table.
     """
     started = time.monotonic()
     out, policies = Path(out), tuple(policies or POLICIES)
@@ -73,26 +55,25 @@ def run_train(
         named_policy(name)
     if jobs is None:
         jobs = (os.cpu_count() or 1) if settings.device == "cpu" else 1
-    runs = [(name, seed) for name in policies for seed in seeds]
+    runs = [(seed, name) for name in policies for seed in seeds]
     with (
         Progress("training", "runs") as progress,
         # forked processes would share the state of torch's threads
         ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool,
     ):
 
-        def counted(results: Iterable[T]) -> Iterator[T]:
-            for result in results:
-                progress.advance(1)
-                yield result
+        def ended(futures: list[Future[T]]) -> list[T]:
+            for future in futures:
+                future.add_done_callback(lambda _: progress.advance(1))
+            return [future.result() for future in futures]
 
         progress.begin(len(seeds) + len(runs))
-        warm = [*counted(pool.map(warm_start, repeat(out), seeds, repeat(settings)))]
-        names, run_seeds = zip(*runs, strict=True)
-        trained = pool.map(train, repeat(out), run_seeds, names, repeat(settings))
-        lines = [line for run in counted(trained) for line in run]
+        warm = ended([pool.submit(warm_start, out, seed, settings) for seed in seeds])
+        trained = ended([pool.submit(train, out, *run, settings) for run in runs])
+    lines = [line for run in trained for line in run]
     steps = pa.Table.from_pylist(lines)
     pyarrow.feather.write_feather(steps, out / "steps.arrow", "uncompressed")
-    (out / "reward.svg").write_text(draw(steps), encoding="utf-8")
+    draw(steps, out / "reward.svg")
     first = steps.filter(pc.equal(steps["step"], 0))
     summary: dict[str, Any] = {
         "seconds": time.monotonic() - started,

@@ -55,9 +55,8 @@ class Gateway:
         name, group = f"{task.task_id}.{sample}", {"group_id": task.task_id}
         opening = {"session_id": name, "max_turns": MAX_TURNS, **group}
         key = self.post("/sessions", opening)["api_key"]
-        messages: list[dict[str, Any]] = [
-            {"role": "user", "content": f"find {task.start}"}
-        ]
+        messages: list[dict[str, Any]]
+        messages = [{"role": "user", "content": f"find {task.start}"}]
         answer = None
         for turn in range(MAX_TURNS):
             request = {

@@ -110,6 +110,7 @@ def train(
     """
     start = out / "warm-start" / str(seed) / "model"
     out = out / policy / str(seed)
+    weights = out / "model"
 
     def load(attention: str) -> Any:
         model: Any = LlamaForCausalLM.from_pretrained(
@@ -136,11 +137,9 @@ def train(
             digest = hashlib.blake2b(repr(outputs.to_pylist()).encode(), digest_size=8)
             thinks = pc.equal(pc.list_element(outputs, 0), think)
             learned = learn(model, optimizer, turns, sessions, policy, settings)
-            model.save_pretrained(out / "model")
-            update = {
-                "model_path": str(out / "model"),
-                "weight_version": f"step-{step + 1}",
-            }
+            model.save_pretrained(weights)
+            version = f"step-{step + 1}"
+            update = {"model_path": str(weights), "weight_version": version}
             gateway.post("/engine/pause", {})
             gateway.post("/engine/update", update)
             gateway.post("/engine/resume", {})

@@ -23,7 +23,7 @@ from trajkit import cli
 from trajkit.policies import PRESETS
 from trajkit_shim import demo as demo_package
 from trajkit_shim.demo import run_demo
-from trajkit_shim.demo.proxy import LossyProxy
+from trajkit_shim.demo.proxy import lossy
 from trajkit_shim.demo.scripted_model import REVIEWER, write_code
 from trajkit_shim.engines.embedded import Special
 from trajkit_shim.rollout.solver import SUBMIT
@@ -268,7 +268,7 @@ def test_the_proxy_loses_the_replies_that_it_is_told_to_lose():
         Route("/v1/chat/completions", complete, methods=["POST"]),
         Route("/sessions", complete, methods=["POST"]),
     ]
-    proxy = LossyProxy(Starlette(routes=routes), 1)
+    proxy = lossy(Starlette(routes=routes), 1)
 
     def statuses(key, path="/v1/chat/completions"):
         async def ask():

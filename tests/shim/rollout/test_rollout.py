@@ -535,6 +535,29 @@ def test_a_journal_that_is_none_is_refused(tmp_path):
         assert journal.begin("g", 0, "d").session_id == f"g.0.{journal.run_id}~2"
 
 
+@pytest.mark.parametrize("failed_again", [False, True])
+def test_a_rollout_is_done_when_its_last_attempt_ended(tmp_path, failed_again):
+    path = tmp_path / "rollouts.log"
+    with closing(RunLog(path, "shell", "local")) as journal:
+        first = journal.begin("g", 0, "d")
+        first.error, first.seconds = "harness: no", 1.0
+        journal.end(first)
+        assert journal.done("g", 0, failed_again) is not failed_again
+        journal.begin("g", 0, "d")
+    # the second attempt was interrupted
+    with closing(RunLog(path, "shell", "local")) as journal:
+        assert not journal.done("g", 0, failed_again)
+        again = journal.begin("g", 0, "d")
+        assert again.attempt == 3
+        again.seconds = 1.0
+        journal.end(again)
+        assert journal.done("g", 0, failed_again)
+        errors = journal.table()["error"].to_pylist()
+    repeated = f"(sampled again as {again.session_id})"
+    stopped = "interrupted: the run was stopped before it ended"
+    assert errors == [f"harness: no {repeated}", f"{stopped} {repeated}", None]
+
+
 # The ten tasks that ship
 
 

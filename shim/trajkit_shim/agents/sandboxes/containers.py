@@ -2,13 +2,17 @@
 
 import os
 import shutil
-from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trajkit_shim.agents import sandbox
-from trajkit_shim.agents.processes import Processes
-from trajkit_shim.agents.sandbox import Command, CommandResult, SandboxError
+from trajkit_shim.agents.processes import (
+    Command,
+    CommandResult,
+    Processes,
+    SandboxError,
+)
 
 # an image may have to be fetched, and converted
 _START_SECONDS = 1800.0
@@ -18,48 +22,42 @@ _HOST = "host.docker.internal"
 
 
 class ContainerSandbox(sandbox.ForeignSandbox):
-    """A container. ``options["binary"]`` names the client."""
+    """A container. ``options["binary"]`` names the client.
+
+    A kind states the client's arguments. In these, fields in braces are replaced, and
+    words of capitals by any number of arguments.
+    """
 
     needs_image = True
+    starting: ClassVar[str]  # creates the container
+    entering: ClassVar[str]  # before the arguments of a command
+    removing: ClassVar[str]
+    # writes the arguments of a limit, by its field of `Limits`
+    limits: ClassVar[Mapping[str, Callable[[Any], str]]]
     # how the client's last line starts if it did not run the command
     refusals: ClassVar[tuple[str, ...]]
     # what the client puts before the names of variables that it passes on
     env_prefix: ClassVar[str] = ""
-    memory_unit: ClassVar[str]
+    hosts: Sequence[str] = ()  # arguments that name this machine
 
     def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
-        binary = spec.options.get("binary", self.kind)
+        binary = self.chosen["binary"]
         found = shutil.which(binary)
         if found is None:
             raise SandboxError(f"{binary} is not installed (not found on PATH)")
         self._binary = found
-        self._processes = Processes()
         self._started = False
-
-    @abstractmethod
-    def _start_arguments(self, limits: list[str]) -> list[str]:
-        """The client's arguments that create the container."""
-
-    @abstractmethod
-    def _exec_arguments(self, command: Command) -> list[str]:
-        """The client's arguments before those of a command."""
-
-    @abstractmethod
-    def _remove_arguments(self) -> list[str]: ...
+        # for kinds that keep written files on this machine
+        self._overlay = spec.scratch.resolve() / f"{spec.name}.overlay"
 
     def start(self) -> None:
         # one that a killed run left
-        self._client(self._processes, self._remove_arguments(), _STOP_SECONDS)
-        limits = self.spec.limits
-        options = {
-            "--memory": limits.memory_mb and f"{limits.memory_mb}{self.memory_unit}",
-            "--cpus": limits.cpus and f"{limits.cpus:g}",
-            "--pids-limit": limits.processes and str(limits.processes),
-        }
-        given = [part for pair in options.items() if pair[1] for part in map(str, pair)]
-        arguments = self._start_arguments(given)
-        done = self._client(self._processes, arguments, _START_SECONDS)
+        self._client(self.processes, self.removing, _STOP_SECONDS)
+        shutil.rmtree(self._overlay, ignore_errors=True)
+        if "{overlay}" in self.starting:
+            self._overlay.mkdir(parents=True)
+        done = self._client(self.processes, self.starting, _START_SECONDS)
         if done.code != 0:
             message = f"{self.spec.image}: cannot be started: {done.summary}"
             raise SandboxError(message)
@@ -67,21 +65,21 @@ class ContainerSandbox(sandbox.ForeignSandbox):
         self._make_directories()
 
     def _enter(self, command: Command) -> CommandResult:
-        arguments = (self._binary, *self._exec_arguments(command), *command.arguments)
+        words = self._words(self.entering, command.cwd, command.env)
+        arguments = (*words, *command.arguments)
         # the client reads the values from its environment: no process list shows them
         env = {self.env_prefix + name: value for name, value in command.env.items()}
-        done = self._processes.run(
-            replace(command, arguments=arguments), {**os.environ, **env}
-        )
+        env = {**os.environ, **env}
+        done = self.processes.run(replace(command, arguments=arguments, env=env))
         if done.code and done.last_line.startswith(self.refusals):
             raise SandboxError(f"{self.spec.name}: {done.last_line}")
         return done
 
-    def _end_commands(self) -> None:
-        self._processes.end()
-
     def _remove(self) -> None:
-        done = self._client(Processes(), self._remove_arguments(), _STOP_SECONDS)
+        try:
+            done = self._client(Processes(), self.removing, _STOP_SECONDS)
+        finally:
+            shutil.rmtree(self._overlay, ignore_errors=True)
         # a container that was not started may be missing
         if done.code != 0 and self._started:
             message = f"{self.spec.name}: cannot be removed: {done.summary}"
@@ -89,10 +87,35 @@ class ContainerSandbox(sandbox.ForeignSandbox):
         self._started = False
 
     def _client(
-        self, processes: Processes, arguments: list[str], timeout_s: float
+        self, processes: Processes, words: str, timeout_s: float
     ) -> CommandResult:
-        command = Command(arguments=(self._binary, *arguments), timeout_s=timeout_s)
-        return processes.run(command, os.environ)
+        arguments = self._words(words)
+        return processes.run(
+            Command(arguments=arguments, timeout_s=timeout_s, env=os.environ)
+        )
+
+    def _words(
+        self, words: str, cwd: str = "/", variables: Iterable[str] = ()
+    ) -> tuple[str, ...]:
+        """The client's program and arguments, with everything filled in."""
+        limits = {name: getattr(self.spec.limits, name) for name in self.limits}
+        given = (self.limits[k](v) for k, v in limits.items() if v is not None)
+        lists = {
+            "HOSTS": self.hosts,
+            "LIMITS": " ".join(given).split(),
+            "VARIABLES": [part for name in variables for part in ("--env", name)],
+        }
+        values = {
+            **self.chosen,
+            "name": self.spec.name,
+            "image": self.spec.image,
+            "overlay": self._overlay,
+            "cwd": cwd,
+        }
+        filled: list[str] = []
+        for word in words.split():
+            filled += lists[word] if word in lists else [word.format(**values)]
+        return (self._binary, *filled)
 
 
 class DockerSandbox(ContainerSandbox):
@@ -105,45 +128,35 @@ class DockerSandbox(ContainerSandbox):
     """
 
     kind = "docker"
-    options = ("binary", "network")
-    not_enforced = ("disk_mb",)
+    options: ClassVar = {"binary": "docker", "network": "host"}
+    starting = (
+        "run --detach --name {name} --network {network} HOSTS LIMITS "
+        f"--env {sandbox.MARK}={{name}} --init --entrypoint sleep {{image}} infinity"
+    )
+    entering = "exec --interactive VARIABLES --workdir {cwd} {name}"
+    removing = "rm --force --volumes {name}"
+    limits: ClassVar = {
+        "memory_mb": "--memory {}m".format,
+        "cpus": "--cpus {:g}".format,
+        "processes": "--pids-limit {}".format,
+        "file_mb": lambda mb: f"--ulimit fsize={mb << 20}",
+    }
     refusals = ("Error response from daemon", "Error: No such", "Cannot connect to")
-    memory_unit = "m"
 
     def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
-        self._network = spec.options.get("network", "host")
-
-    @property
-    def exposes(self) -> str | None:
-        """The network, if it is this machine's."""
-        return sandbox.SHARED_NETWORK if self._network == "host" else None
+        self._shares_network = self.chosen["network"] == "host"
+        if self._shares_network:
+            self.exposes = sandbox.SHARED_NETWORK
+        else:
+            self.hosts = ("--add-host", f"{_HOST}:host-gateway")
 
     def map_url(self, url: str) -> str:
         """Return the URL with the name of the host, unless the network is the host's."""
-        if self.spec.gateway is not None or self._network == "host":
+        if self.spec.gateway is not None or self._shares_network:
             return super().map_url(url)
         scheme, _, rest = url.partition("://")
         return f"{scheme}://{_HOST}:{rest.rpartition(':')[2]}"
-
-    def _start_arguments(self, limits: list[str]) -> list[str]:
-        options = ["--name", self.spec.name, "--network", self._network]
-        if self._network != "host":
-            options += ["--add-host", f"{_HOST}:host-gateway"]
-        options += limits
-        if self.spec.limits.file_mb is not None:
-            options += ["--ulimit", f"fsize={self.spec.limits.file_mb << 20}"]
-        options += ["--env", f"{sandbox.MARK}={self.spec.name}", "--init"]
-        options += ["--entrypoint", "sleep", str(self.spec.image), "infinity"]
-        return ["run", "--detach", *options]
-
-    def _exec_arguments(self, command: Command) -> list[str]:
-        named = [part for name in command.env for part in ("--env", name)]
-        where = ["--workdir", command.cwd]
-        return ["exec", "--interactive", *named, *where, self.spec.name]
-
-    def _remove_arguments(self) -> list[str]:
-        return ["rm", "--force", "--volumes", self.spec.name]
 
 
 class ApptainerSandbox(ContainerSandbox):
@@ -154,35 +167,18 @@ class ApptainerSandbox(ContainerSandbox):
     """
 
     kind = "apptainer"
-    options = ("binary",)
-    not_enforced = ("file_mb", "disk_mb")
+    options: ClassVar = {"binary": "apptainer"}
+    starting = (
+        "instance start --containall --cleanenv --overlay {overlay} LIMITS "
+        "{image} {name}"
+    )
+    entering = "exec --cleanenv --pwd {cwd} instance://{name}"
+    removing = "instance stop --force {name}"
+    limits: ClassVar = {
+        "memory_mb": "--memory {}M".format,
+        "cpus": "--cpus {:g}".format,
+        "processes": "--pids-limit {}".format,
+    }
     refusals = ("FATAL:",)
     env_prefix = "APPTAINERENV_"
-    memory_unit = "M"
     exposes = sandbox.SHARED_NETWORK
-
-    def __init__(self, spec: sandbox.Spec) -> None:
-        super().__init__(spec)
-        self._overlay = spec.scratch.resolve() / f"{spec.name}.overlay"
-
-    def _start_arguments(self, limits: list[str]) -> list[str]:
-        shutil.rmtree(self._overlay, ignore_errors=True)
-        self._overlay.mkdir(parents=True)
-        options = ["--containall", "--cleanenv", "--overlay", str(self._overlay)]
-        return [
-            *("instance", "start", *options, *limits),
-            *(str(self.spec.image), self.spec.name),
-        ]
-
-    def _exec_arguments(self, command: Command) -> list[str]:
-        where = ["--pwd", command.cwd, f"instance://{self.spec.name}"]
-        return ["exec", "--cleanenv", *where]
-
-    def _remove_arguments(self) -> list[str]:
-        return ["instance", "stop", "--force", self.spec.name]
-
-    def _remove(self) -> None:
-        try:
-            super()._remove()
-        finally:
-            shutil.rmtree(self._overlay, ignore_errors=True)

@@ -11,13 +11,16 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 from trajkit_shim.agents import sandbox
-from trajkit_shim.agents.sandbox import SandboxError
+from trajkit_shim.agents.processes import (
+    TAIL_BYTES,
+    Command,
+    CommandResult,
+    SandboxError,
+)
 
-# seconds after which E2B ends a sandbox that was not stopped
-_LIFETIME = 7200
 _SHORT_SECONDS = 60.0
 
 
@@ -30,8 +33,7 @@ class E2BSandbox(sandbox.ForeignSandbox):
     """
 
     kind = "e2b"
-    options = ("lifetime",)
-    not_enforced = ("memory_mb", "cpus", "processes", "file_mb", "disk_mb")
+    options: ClassVar = {"lifetime": "7200"}
 
     def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
@@ -42,7 +44,7 @@ class E2BSandbox(sandbox.ForeignSandbox):
             )
         if find_spec("e2b") is None:
             raise SandboxError("e2b is not installed: pip install e2b")
-        lifetime = spec.options.get("lifetime", str(_LIFETIME))
+        lifetime = self.chosen["lifetime"]
         if not lifetime.isdecimal() or int(lifetime) < 1:
             raise SandboxError(f"lifetime = {lifetime!r} is not a number of seconds")
         self._lifetime = int(lifetime)
@@ -60,7 +62,7 @@ class E2BSandbox(sandbox.ForeignSandbox):
             )
         self._make_directories()
 
-    def _enter(self, command: sandbox.Command) -> sandbox.CommandResult:
+    def _enter(self, command: Command) -> CommandResult:
         # `stop` may take it away at any time
         box = self._box
         if box is None:
@@ -77,15 +79,12 @@ class E2BSandbox(sandbox.ForeignSandbox):
                 output = bytes(box.files.read(out, format="bytes", user="root"))
                 if command.log is None:
                     errors = bytes(box.files.read(err, format="bytes", user="root"))
-                    return sandbox.CommandResult(code, output, errors)
+                    return CommandResult(code, output, errors)
         finally:
             with suppress(SandboxError), _failures():
-                self._bash(box, f"rm -f {given} {out} {err}", _SHORT_SECONDS)
+                self._bash(box, f"rm -f {given} {out} {err}", _SHORT_SECONDS, {})
         command.log.write_bytes(output)
-        return sandbox.CommandResult(code, output[-sandbox.TAIL_BYTES :])
-
-    def _end_commands(self) -> None:
-        """They end with the sandbox."""
+        return CommandResult(code, output[-TAIL_BYTES:])
 
     def _remove(self) -> None:
         # its lifetime may have ended
@@ -95,23 +94,16 @@ class E2BSandbox(sandbox.ForeignSandbox):
         self._box = None
 
     def _bash(
-        self,
-        box: Any,
-        script: str,
-        timeout_s: float,
-        env: Mapping[str, str] | None = None,
+        self, box: Any, script: str, timeout_s: float, env: Mapping[str, str]
     ) -> int | None:
         """Run a script; return its exit code, or None if it timed out."""
+        given = {"envs": dict(env), "timeout": math.ceil(timeout_s)}
         try:
-            done = box.commands.run(
-                script, envs=dict(env or {}), user="root", timeout=math.ceil(timeout_s)
-            )
+            return int(box.commands.run(script, user="root", **given).exit_code)
         except self._e2b.TimeoutException:
             return None
         except self._e2b.CommandExitException as error:
-            done = error
-        code: int = done.exit_code
-        return code
+            return int(error.exit_code)
 
 
 @contextmanager

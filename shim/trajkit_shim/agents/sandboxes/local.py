@@ -15,17 +15,17 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from trajkit_shim.agents import sandbox
 from trajkit_shim.agents.bridge import OPEN, PORT, bridge
-from trajkit_shim.agents.processes import Processes
-from trajkit_shim.agents.sandbox import SandboxError
+from trajkit_shim.agents.processes import Command, CommandResult, SandboxError
 
 # identifies the sandbox's processes: another run may have a sandbox of the same name
 _OWNER = "TRAJKIT_OWNER"
@@ -76,31 +76,28 @@ class LocalSandbox(sandbox.Sandbox):
     """
 
     kind = "local"
-    options = ("namespaces", "network")
-    not_enforced = ("cpus",)
+    options: ClassVar = {"namespaces": "auto|yes|no", "network": "gateway|host"}
+    limits = ("memory_mb", "processes", "file_mb", "disk_mb")
 
     def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
         if spec.image is not None:
             rule = "a local sandbox has no image"
             raise SandboxError(f"image = {spec.image!r}: {rule}")
-        wanted = _choice(spec, "namespaces", "auto", "yes", "no")
-        self._shares_network = _choice(spec, "network", "gateway", "host") == "host"
+        wanted = self.chosen["namespaces"]
         self._missing = "namespaces = 'no'" if wanted == "no" else _why_not_isolated()
         if wanted == "yes" and self._missing:
             raise SandboxError(f"namespaces = 'yes': {self._missing}")
-        self._root = spec.scratch.resolve() / spec.name
-        self._gateway: tuple[str, int] | None = None
-        self._processes = Processes()
-        self._owner = secrets.token_hex(8)
-
-    @property
-    def exposes(self) -> str | None:
-        """What an agent can reach that it should not."""
+        self._shares_network = self.chosen["network"] == "host"
         if self._missing:
             rule = "an agent can read and change this machine's files and processes"
-            return f"the local sandbox isolates nothing ({self._missing}): {rule}"
-        return sandbox.SHARED_NETWORK if self._shares_network else None
+            reason = f"the local sandbox isolates nothing ({self._missing})"
+            self.exposes = f"{reason}: {rule}"
+        elif self._shares_network:
+            self.exposes = sandbox.SHARED_NETWORK
+        self._root = spec.scratch.resolve() / spec.name
+        self._gateway: tuple[str, int] | None = None
+        self._owner = secrets.token_hex(8)
 
     def start(self) -> None:
         """Make its directories."""
@@ -110,7 +107,7 @@ class LocalSandbox(sandbox.Sandbox):
         except OSError as error:
             raise SandboxError(f"{self._root}: {error.strerror}") from error
 
-    def _run(self, command: sandbox.Command) -> sandbox.CommandResult:
+    def _run(self, command: Command) -> CommandResult:
         arguments = ("sh", "-c", self._script(), "sh", command.cwd, *command.arguments)
         with ExitStack() as stack:
             passed: tuple[int, ...] = ()
@@ -121,12 +118,14 @@ class LocalSandbox(sandbox.Sandbox):
             if not self._missing:
                 arguments = (*self._namespaces(), *arguments)
             try:
-                done = self._processes.run(
-                    replace(command, arguments=arguments),
-                    self._environment(command.env),
-                    self._excess,
-                    passed,
+                started = replace(
+                    command,
+                    arguments=arguments,
+                    env=self._environment(command.env),
+                    excess=self._excess,
+                    pass_fds=passed,
                 )
+                done = self.processes.run(started)
             finally:
                 # a namespace ends with its first process, but killing takes a moment
                 mark = sandbox.COMMAND_MARK
@@ -135,9 +134,6 @@ class LocalSandbox(sandbox.Sandbox):
         if done.code == _FAILED or failed:
             raise SandboxError(f"the local sandbox failed: {done.last_line}")
         return done
-
-    def _end_commands(self) -> None:
-        self._processes.end()
 
     def _remove(self) -> None:
         _kill_marked(_OWNER, self._owner)
@@ -239,15 +235,6 @@ def remove(root: Path) -> None:
     shutil.rmtree(root)
 
 
-def _choice(spec: sandbox.Spec, name: str, *choices: str) -> str:
-    """The value of an option, by default the first choice."""
-    value = spec.options.get(name, choices[0])
-    if value not in choices:
-        rule = f"is not one of {', '.join(choices)}"
-        raise SandboxError(f"{name} = {value!r} {rule}")
-    return value
-
-
 def _disk_bytes(root: Path) -> int:
     """What the files below a directory take on the disk."""
     found = 0
@@ -262,32 +249,37 @@ def _disk_bytes(root: Path) -> int:
 
 def _namespace(pid: int) -> Iterator[str]:
     """The directories in /proc of a command's processes; ``pid`` is bubblewrap's."""
-    with suppress(OSError, IndexError):
+    try:
         first = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
         inside = os.readlink(f"/proc/{first}/ns/pid")
-        for name in filter(str.isdecimal, os.listdir("/proc")):
-            with suppress(OSError):
-                if os.readlink(f"/proc/{name}/ns/pid") == inside:
-                    yield f"/proc/{name}"
-
-
-def _threads(process: str) -> int:
-    """The number of a process's threads, by its directory in /proc."""
-    try:
-        return os.stat(f"{process}/task").st_nlink - 2
-    except OSError:
-        # it has ended
-        return 0
+    # the first process does not exist yet, or no longer
+    except (OSError, IndexError):
+        return iter(())
+    return _processes(lambda process: os.readlink(f"{process}/ns/pid") == inside)
 
 
 def _marked(variable: str, value: str) -> Iterator[str]:
     """The directories in /proc of all processes with an environment variable."""
     mark = f"{variable}={value}".encode()
-    for name in filter(str.isdecimal, os.listdir("/proc")):
+    return _processes(
+        lambda process: mark in Path(f"{process}/environ").read_bytes().split(b"\0")
+    )
+
+
+def _processes(matches: Callable[[str], bool]) -> Iterator[str]:
+    for process in map("/proc/{}".format, filter(str.isdecimal, os.listdir("/proc"))):
         # it has ended, or belongs to another user
         with suppress(OSError):
-            if mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
-                yield f"/proc/{name}"
+            if matches(process):
+                yield process
+
+
+def _threads(process: str) -> int:
+    """The number of a process's threads, by its directory in /proc."""
+    # it may have ended
+    with suppress(OSError):
+        return os.stat(f"{process}/task").st_nlink - 2
+    return 0
 
 
 def _kill_marked(variable: str, value: str) -> None:
