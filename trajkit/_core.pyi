@@ -271,27 +271,15 @@ def hand_over(
 ) -> _Taken: ...
 
 # plan/splice.pxi
-def plan_splices(
+def splice_calls(
     forest: CallForest,
     links: _Records,
-    choices: _Records,
+    end_of_turn: int,
     ended: _U8,
-    next_call: _I32,
     starts: _I64,
-    places: _I64,
-    rows: _Records,
-    report: _I64,
-) -> int: ...
-def fill_splices(
-    forest: CallForest,
-    choices: _Records,
-    next_call: _I32,
-    starts: _I64,
-    places: _I64,
-    turn_index: _I32,
-    rows: _Records,
-    columns: RowColumns,
-) -> int: ...
+    calls: _Records,
+    spliced: _Records,
+) -> _I32: ...
 
 # forest/delta.pxi
 def expand_prompts(

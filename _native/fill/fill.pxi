@@ -12,7 +12,7 @@ cdef enum:  # the lines of RowColumns.spans: the fields of trajkit.schema.SPAN b
 @cython.auto_pickle(False)
 @cython.final
 cdef class RowColumns:
-    """The columns that `fill_rows` and `fill_splices` write.
+    """The columns that `fill_rows` writes.
 
     Parameters
     ----------
@@ -241,6 +241,8 @@ cdef _check_row_columns(CallForest forest, const Row[::1] rows, RowColumns colum
     for r in range(n_rows):
         if not 0 <= rows[r].last < forest.n_calls:
             raise LayoutError(f"rows[{r}] ends with call {rows[r].last} of {forest.n_calls}")
+        if not 0 <= rows[r].owner < forest.n_calls:
+            raise LayoutError(f"rows[{r}] is of chain {rows[r].owner} of {forest.n_calls}")
         if not 0 <= rows[r].stored <= rows[r].n_tokens:
             raise LayoutError(
                 f"rows[{r}] is stored from {rows[r].stored} on: it has {rows[r].n_tokens} tokens"
@@ -274,16 +276,14 @@ cdef bint _fill_spans(
     const Row* rows, int64_t r, const Target* target,
 ) noexcept nogil:
     """Write the spans of a row; return whether there are as many as it claims."""
-    cdef int64_t i, at = target.span_offsets[r + 1], n_parts
-    cdef int32_t call = rows[r].last
+    cdef int64_t at = target.span_offsets[r + 1], n_parts
+    cdef int32_t call = _lowest_call(&rows[r], choices), n_left = rows[r].n_calls
     cdef pos_t replaced = rows[r].end, begin
     cdef int n, k
     cdef bint owned
     cdef Span[3] spans
     cdef Span part
-    for i in range(rows[r].n_calls):  # upwards, so the spans are written from the end
-        if call < 0:
-            break
+    while n_left > 0 and call >= 0:  # upwards, so the spans are written from the end
         owned = choices.train_in == TRAIN_IN_EVERY or owners[call] == rows[r].owner
         n = _output_spans(&paths.calls[call], replaced, owned, choices, spans)
         n_parts = 0
@@ -298,6 +298,7 @@ cdef bint _fill_spans(
             target, r, at, &paths.calls[call], call, spans, n, choices.need_logprob
         )
         replaced = min(replaced, links[call].lcp)
+        n_left -= links[call].splice != SPLICE_DROPPED
         call = links[call].parent
     return at == target.span_offsets[r]
 

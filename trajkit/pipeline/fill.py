@@ -15,7 +15,7 @@ from trajkit._arrow.categories import dictionary_for
 from trajkit._arrow.export import Array, Column, record_batch
 from trajkit._streams import limits
 from trajkit.pipeline.payloads import PathRanges
-from trajkit.pipeline.plan import Plan, choices_of
+from trajkit.pipeline.plan import Plan, choices_of, row_offsets
 from trajkit.pipeline.row_items import row_items
 from trajkit.pipeline.row_scalars import row_scalars, turn_lists
 from trajkit.pipeline.weight_versions import row_versions
@@ -34,13 +34,15 @@ def row_batches(
     max_tokens: int,
     plan: Plan,
     facts: pa.RecordBatch,
+    ranges: Callable[[Records], PathRanges],
     *,
     suffix: bool = False,
 ) -> Iterator[tuple[Records, pa.RecordBatch]]:
     """`trajkit.schema.ROWS` of a plan, or ``ROWS_SUFFIX``, each batch when it is asked for.
 
     With each batch come the rows of the plan that it has. ``facts`` are of the same
-    sessions. ``stored`` of the rows is set at once: where what is written of each starts.
+    sessions; ``ranges`` gives the parts of rows that are parts of recorded paths.
+    ``stored`` of the rows is set at once: where what is written of each starts.
     """
     rows = plan.rows
     rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
@@ -64,8 +66,7 @@ def row_batches(
         )
         lists = RowLists.written(rows[lo:hi], here, write, policy)
         columns = known.columns(lo, hi)
-        shown = partial(PathRanges.of_paths, rows[lo:hi])
-        columns["mm_items"] = row_items(calls, hi - lo, shown)
+        columns["mm_items"] = row_items(calls, hi - lo, partial(ranges, rows[lo:hi]))
         schema = ROWS_SUFFIX if suffix else ROWS
         return lists.batch(calls, links, rows[lo:hi], columns, schema)
 
@@ -153,13 +154,6 @@ class RowLists:
             "spans": Column(n_rows, (None, span_starts), children=(span,)),
         }
         return record_batch(schema, n_rows, [every[name] for name in schema.names])
-
-
-def row_offsets(rows: Records) -> Longs:
-    """Offsets of the rows' tokens, spans and turns, shape (3, n_rows + 1)."""
-    offsets = np.empty((3, len(rows) + 1), np.int64)
-    _core.measure_rows(rows, offsets)
-    return offsets
 
 
 def _drop_partial(

@@ -1,6 +1,6 @@
 """Payloads: per-token columns of turns that are carried into rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Self
@@ -138,37 +138,18 @@ def with_payloads(
     forest: Forest,
     planned: Records,
     names: tuple[str, ...],
-    shown: PathRanges | None = None,
+    ranges: Callable[[Records], PathRanges],
 ) -> pa.RecordBatch:
     """Add payload columns to rows.
 
-    Parameters
-    ----------
-    batch : RecordBatch
-        `trajkit.schema.ROWS`.
-    calls : Calls
-        The calls of the rows.
-    forest : Forest
-        The forest of the calls.
-    planned : ndarray of dtype ROW
-        The plan of the rows.
-    names : tuple of str
-        The result of `payload_names`.
-    shown : PathRanges, optional
-        Ranges of prompts that the rows contain, later ones taking precedence. Default:
-        a row is its last call's path.
-
-    Raises
-    ------
-    SchemaError, InvalidTurnsError
-        As `rows_schema`; the length of a list fits no range of its turn.
+    ``ranges`` gives the parts of rows that are parts of recorded paths; later ones take
+    precedence. Raises SchemaError as `rows_schema`, and InvalidTurnsError if the length of
+    a list fits no range of its turn.
     """
     if not names:
         return batch
     schema = rows_schema(calls.table.schema, names)
-    if shown is None:
-        shown = PathRanges.of_paths(planned)
-    sampled = _sampled(batch, calls, planned)
+    sampled, shown = _sampled(batch, calls, planned), ranges(planned)
     columns = [
         _Lists.read(calls, name).of_rows(forest, planned, (sampled, shown))
         for name in names

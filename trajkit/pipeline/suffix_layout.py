@@ -12,7 +12,7 @@ from trajkit._arrow.canonical import TableLike, canonical_rows, rows_schema
 from trajkit._arrow.reshape import Columns, check_no_clash, replace_columns
 from trajkit._arrow.take import list_values, row_lengths
 from trajkit._streams import limits
-from trajkit._streams.lockstep import Stream, map_sessions, one_batch
+from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.schema import ROWS, ROWS_SUFFIX
 from trajkit.turns.calls import Ints, Longs
 from trajkit.turns.flat_buffers import Ragged, ids_of, offsets_of, positions
@@ -81,11 +81,6 @@ def suffix_rows(rows: TableLike | Stream) -> pa.Table | Stream:
         As `full_rows`.
     """
     return _convert(rows, ROWS_SUFFIX, _suffix_columns)
-
-
-def suffix_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """One batch of full rows in the suffix layout."""
-    return one_batch(suffix_rows(pa.Table.from_batches([batch])))
 
 
 def _convert(
