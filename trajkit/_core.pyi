@@ -151,7 +151,6 @@ def route_messages(
     tie_break: int,
     links: _Records,
 ) -> None: ...
-def route_tokens(forest: CallForest, links: _Records) -> None: ...
 def measure_links(forest: CallForest, links: _Records) -> None: ...
 
 # route/by_prefix.pxi
@@ -162,10 +161,9 @@ def route_generations(
     forest: CallForest, requests: _Records, threshold: int, links: _Records
 ) -> None: ...
 
-# route/by_prompts.pxi
-def find_prompt_ends(forest: CallForest, inside: _I32) -> None: ...
-def route_prompts(
-    forest: CallForest, inside: _I32, by_place: _I32, links: _Records
+# route/by_chain_ends.pxi
+def route_chains(
+    forest: CallForest, by_prompt: _I32 | None, links: _Records
 ) -> None: ...
 
 # route/by_agents.pxi

@@ -89,8 +89,7 @@ def link(
 
 def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
     """The link of every call under a policy, dtype LINK, ``lcp`` unset."""
-    n_calls = len(calls.calls)
-    links = np.zeros(n_calls, LINK)
+    links = np.zeros(len(calls.calls), LINK)
     if policy.parent_by == "messages":
         keyed = with_equality(calls, policy.message_equality)
         _core.route_messages(
@@ -113,7 +112,7 @@ def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
             links,
         )
     elif policy.parent_by == "tokens":
-        _core.route_tokens(forest.paths, links)
+        _core.route_chains(forest.paths, None, links)
     elif policy.parent_by == "generations":
         keyed = with_equality(calls, policy.message_equality)
         _core.route_generations(
@@ -122,11 +121,8 @@ def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
     elif policy.parent_by == "prefix":
         _core.route_prefix(forest.paths, by_prompt(calls), links)
     elif policy.parent_by == "prompts":
-        paths = forest.paths
-        inside = np.empty(n_calls, np.int32)
-        _core.find_prompt_ends(paths, inside)
-        by_place = np.lexsort((calls.calls["prompt_len"], inside))
-        _core.route_prompts(paths, inside, by_place.astype(np.int32), links)
+        ranked = np.lexsort((calls.calls["prompt_len"], calls.session_of()))
+        _core.route_chains(forest.paths, ranked.astype(np.int32), links)
     else:
         _link_in_order(calls, policy, links)
     if policy.chain_order == "recorded":
