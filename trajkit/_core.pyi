@@ -238,9 +238,6 @@ def fill_rows(
     columns: RowColumns,
     uncached: bool,
 ) -> int: ...
-
-# fill/row_scalars.pxi
-def measure_rows(rows: _Records, offsets: _I64) -> None: ...
 def list_turns(
     rows: _Records,
     links: _Records,
@@ -248,17 +245,6 @@ def list_turns(
     offsets: _I64,
     turns: _I32,
 ) -> None: ...
-def fill_scalars(
-    rows: _Records,
-    links: _Records,
-    turn_index: _I32,
-    n_sessions: int,
-    ints: _I32,
-    mask_sums: _I64,
-    weights: _F64,
-    segments: _I8,
-    bits: _U8,
-) -> tuple[int, int, int]: ...
 
 # arrow/export.pxi
 def hand_over(

@@ -1,6 +1,6 @@
 """The columns of planned rows that have a value per token, and their spans.
 
-Fills tokens, mask, logprobs, validity and spans from the calls' paths and the plan, in
+Fills tokens, mask, logprobs, validity, spans and turns from the calls' paths and the plan, in
 O(tokens and spans written + calls in the rows).
 """
 
@@ -361,3 +361,33 @@ def fill_rows(
     if bad >= 0:
         raise _no_row(rows, bad)
     return missing
+
+
+def list_turns(
+    const Row[::1] rows not None,
+    const Link[::1] links not None,
+    const int32_t[::1] turn_index not None,
+    const pos_t[::1] offsets not None,
+    int32_t[::1] turns not None,
+):
+    """Fill the turns of each row's calls, first to last: ``turns[offsets[r]:offsets[r + 1]]``."""
+    cdef:
+        int64_t n_rows = rows.shape[0], n_calls = links.shape[0], r, i, bad = -1
+        int32_t call
+    _check_length("turn_index", turn_index.shape[0], n_calls)
+    _check_length("offsets", offsets.shape[0], n_rows + 1)
+    for r in range(n_rows):
+        if offsets[r + 1] - offsets[r] != rows[r].n_calls:
+            raise LayoutError(f"offsets[{r}] leaves no room for {rows[r].n_calls} turns")
+    _check_length("turns", turns.shape[0], offsets[n_rows])
+    with nogil:
+        for r in range(n_rows):
+            call = rows[r].last
+            for i in range(offsets[r + 1] - 1, offsets[r] - 1, -1):
+                if not 0 <= call < n_calls:
+                    bad = r
+                    break
+                turns[i] = turn_index[call]
+                call = links[call].parent
+    if bad >= 0:
+        raise LayoutError(f"rows[{bad}] has {rows[bad].n_calls} calls: links has fewer")

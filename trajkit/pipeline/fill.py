@@ -17,7 +17,7 @@ from trajkit._streams import limits
 from trajkit.pipeline.payloads import PathRanges
 from trajkit.pipeline.plan import Plan, choices_of, row_offsets
 from trajkit.pipeline.row_items import row_items
-from trajkit.pipeline.row_scalars import row_scalars, turn_lists
+from trajkit.pipeline.row_scalars import row_scalars
 from trajkit.pipeline.weight_versions import row_versions
 from trajkit.policies import Policy
 from trajkit.schema import ROWS, ROWS_SUFFIX, SPAN, SPAN_KINDS
@@ -65,7 +65,7 @@ def row_batches(
             uncached=past_caches,
         )
         lists = RowLists.written(rows[lo:hi], here, write, policy)
-        columns = known.columns(lo, hi)
+        columns = {name: array.slice(lo, hi - lo) for name, array in known.items()}
         columns["mm_items"] = row_items(calls, hi - lo, partial(ranges, rows[lo:hi]))
         schema = ROWS_SUFFIX if suffix else ROWS
         return lists.batch(calls, links, rows[lo:hi], columns, schema)
@@ -124,7 +124,7 @@ class RowLists:
         calls: Calls,
         links: Records,
         rows: Records,
-        columns: Mapping[str, Column | pa.Array],
+        columns: Mapping[str, pa.Array],
         schema: pa.Schema,
     ) -> pa.RecordBatch:
         """The rows as one batch; ``columns`` are those that have no lists."""
@@ -146,7 +146,7 @@ class RowLists:
         logprobs = per_token(self.given, self.logprobs)
         every = {
             **columns,
-            "turns": turn_lists(calls, links, rows, self.offsets[2]),
+            "turns": _turn_lists(calls, links, rows, self.offsets[2]),
             "weight_versions": row_versions(calls, rows, span_starts, self.spans),
             **dict.fromkeys(("input_ids", "suffix_ids"), ids),
             **dict.fromkeys(("loss_mask", "suffix_mask"), masks),
@@ -154,6 +154,14 @@ class RowLists:
             "spans": Column(n_rows, (None, span_starts), children=(span,)),
         }
         return record_batch(schema, n_rows, [every[name] for name in schema.names])
+
+
+def _turn_lists(calls: Calls, links: Records, rows: Records, offsets: Longs) -> Column:
+    """The column ``turns`` of rows; ``offsets`` is of `row_offsets`."""
+    turns = np.empty(int(offsets[-1]), np.int32)
+    _core.list_turns(rows, links, calls.turn_index, offsets, turns)
+    child = Column(len(turns), (None, turns))
+    return Column(len(rows), (None, offsets), children=(child,))
 
 
 def _drop_partial(
