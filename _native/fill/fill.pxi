@@ -14,18 +14,8 @@ cdef enum:  # the lines of RowColumns.spans: the fields of trajkit.schema.SPAN b
 cdef class RowColumns:
     """The columns that `fill_rows` writes.
 
-    Parameters
-    ----------
-    token_offsets, span_offsets : buffer of int64
-        Where each row's tokens and spans start, from 0 on, and where the last row's end.
-    input_ids : buffer of int32
-    loss_mask, valid : buffer of uint8
-        Bitmaps, least significant bit first (the Arrow order).
-    logprobs : buffer of float32
-    spans : buffer of int32, shape (5, n_spans)
-        The fields of `trajkit.schema.SPAN` but kind.
-    span_kinds : buffer of int8
-        Indices into `trajkit.schema.SPAN_KINDS`.
+    ``loss_mask`` and ``valid`` are bitmaps, least significant bit first; ``spans`` has the lines
+    LINE_*, ``span_kinds`` indices into `trajkit.schema.SPAN_KINDS`.
     """
     cdef const pos_t[::1] token_offsets
     cdef const pos_t[::1] span_offsets

@@ -113,13 +113,7 @@ def simulate(
 
 
 class Simulation:
-    """Incremental `simulate`: add sessions part by part.
-
-    Parameters
-    ----------
-    policies, pad_to, pack_tokens, sessions, max_row_tokens, threads
-        As for `simulate`.
-    """
+    """Incremental `simulate`, with its arguments: add sessions part by part."""
 
     def __init__(
         self,
@@ -249,19 +243,10 @@ def label(policy: Policy) -> str:
 
 
 def cheapest_lossless(table: pa.Table) -> str | None:
-    """The lossless policy with the least cost.
+    """The lossless policy of a `simulate` table with the least cost, or None.
 
-    Parameters
-    ----------
-    table : Table
-        The result of `simulate`.
-
-    Returns
-    -------
-    str or None
-        The policy with the fewest forward tokens (on ties, with shared prefixes counted
-        once), among those that lose no token that may be trained and train none out of
-        context. None if there is no such policy.
+    It has the fewest forward tokens (on ties, with shared prefixes counted once), loses
+    no token that may be trained, and trains none out of context.
     """
     lossless = [
         line

@@ -40,13 +40,7 @@ class Tokenizer(Protocol):
 
 
 class Codec:
-    """Encodes and decodes with a tokenizer, and knows which tokens are special.
-
-    Raises
-    ------
-    SchemaError
-        The tokenizer has no ``encode`` or no ``decode``.
-    """
+    """Encodes and decodes with a tokenizer, and knows which tokens are special."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         for name in ("encode", "decode"):

@@ -99,8 +99,8 @@ class RowLists:
     ) -> Self:
         """What ``write`` makes of the rows.
 
-        It takes ``rows`` and ``columns`` as ``_core.fill_rows`` does, fills the columns,
-        and returns how many logprobs the engine did not give.
+        It takes ``rows`` and ``columns`` as `_core.fill_rows` does, and returns how
+        many logprobs the engine did not give.
         """
         starts, span_starts, _ = offsets
         n_tokens, n_spans = int(starts[-1]), int(span_starts[-1])

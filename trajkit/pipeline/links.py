@@ -198,13 +198,11 @@ def _turns(calls: Calls, index: Ints) -> pa.Array:
 
 
 def read_links(calls: Calls, table: pa.Table) -> Records:
-    """The records of a ``links`` table that belongs to the calls.
+    """The records of a ``links`` table, which must have one row per turn in the same
+    order.
 
-    Raises
-    ------
-    InvalidTurnsError
-        It breaks a rule of `trajkit.validate`, is not one row per turn in the same
-        order, or its ranks are not from 0 on.
+    Raises InvalidTurnsError for other rows, for ranks that are not from 0 on, and for
+    rules of `trajkit.validate`.
     """
     table = canonical(table, LINKS)
     rule = "turns, or in another order: expected one row per turn"
@@ -245,12 +243,9 @@ def _check_keys(given: pa.Table, turns: pa.Table, what: str, rule: str) -> None:
 def read_lcp(calls: Calls, links: Records, table: TableLike) -> None:
     """Replace the measured ``lcp`` of links by those of a ``drift`` table.
 
-    Raises
-    ------
-    InvalidTurnsError
-        It is not one row per linked turn in the order of turns, names another parent,
-        or an lcp beyond what the two turns share: a row would train tokens that were
-        never sampled.
+    Raises InvalidTurnsError unless it has one row per linked turn, in order, with the
+    same parent and no larger lcp: else a row would train tokens that were never
+    sampled.
     """
     table = canonical(table, DRIFT)
     rows = np.flatnonzero(links["parent"] >= 0)

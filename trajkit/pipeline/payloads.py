@@ -46,13 +46,7 @@ class PathRanges:
 
 
 def payload_names(payloads: object) -> tuple[str, ...]:
-    """Check the payload names that the caller gave.
-
-    Raises
-    ------
-    SchemaError
-        They are not a sequence of distinct names, or a name is a column of rows.
-    """
+    """The payload names that the caller gave: distinct, and no columns of rows."""
     if isinstance(payloads, str) or not isinstance(payloads, Sequence):
         raise SchemaError(f"payloads={payloads!r}: expected a sequence of column names")
     for name in payloads:
@@ -66,13 +60,7 @@ def payload_names(payloads: object) -> tuple[str, ...]:
 
 
 def rows_schema(turns: pa.Schema, names: tuple[str, ...]) -> pa.Schema:
-    """`trajkit.schema.ROWS` followed by one list column per payload.
-
-    Raises
-    ------
-    SchemaError
-        A payload is not a list, or it is missing and a column has a similar name.
-    """
+    """`trajkit.schema.ROWS` followed by one list column per payload."""
     schema = ROWS
     for name in names:
         schema = schema.append(pa.field(name, pa.large_list(_element(turns, name))))
@@ -140,12 +128,7 @@ def with_payloads(
     names: tuple[str, ...],
     ranges: Callable[[Records], PathRanges],
 ) -> pa.RecordBatch:
-    """Add payload columns to rows.
-
-    ``ranges`` gives the parts of rows that are parts of recorded paths; later ones take
-    precedence. Raises SchemaError as `rows_schema`, and InvalidTurnsError if the length of
-    a list fits no range of its turn.
-    """
+    """Add payload columns to rows; later ``ranges`` of recorded paths take precedence."""
     if not names:
         return batch
     schema = rows_schema(calls.table.schema, names)
@@ -189,13 +172,7 @@ class _Lists:
 
     @classmethod
     def read(cls, calls: Calls, name: str) -> Self:
-        """Read a payload column of the calls.
-
-        Raises
-        ------
-        SchemaError, InvalidTurnsError
-            As `with_payloads`.
-        """
+        """Read a payload column of the calls."""
         element = _element(calls.table.schema, name)
         n_calls = len(calls.calls)
         starts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
