@@ -159,18 +159,6 @@ cdef inline bint _has_logprob(const Call* call, pos_t k) noexcept nogil:
     return bits == NULL or bits[bit >> 3] >> (bit & 7) & 1
 
 
-cdef pos_t _n_without(const Call* call, pos_t n) noexcept nogil:
-    """How many of the first n tokens of an output have no logprob."""
-    cdef pos_t k, missing = 0
-    if call.logprobs == 0:
-        return n
-    if call.valid == 0:
-        return 0
-    for k in range(n):
-        missing += not _has_logprob(call, k)
-    return missing
-
-
 cdef inline bint _may_train(const Call* call, pos_t k, bint need_logprob) noexcept nogil:
     """Whether the k-th token of a trainable output may be trained."""
     cdef const uint8_t* bits = <const uint8_t*><intptr_t>call.mask
@@ -183,8 +171,8 @@ cdef inline bint _may_train(const Call* call, pos_t k, bint need_logprob) noexce
 cdef pos_t _n_barred(const Call* call, pos_t n, bint need_logprob) noexcept nogil:
     """How many of the first n tokens of a trainable output may not be trained."""
     cdef pos_t k, barred = 0
-    if call.mask == 0:
-        return _n_without(call, n) if need_logprob else 0
+    if call.mask == 0 and (not need_logprob or call.logprobs != 0 and call.valid == 0):
+        return 0
     for k in range(n):
         barred += not _may_train(call, k, need_logprob)
     return barred
