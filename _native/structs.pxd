@@ -88,6 +88,7 @@ cdef struct Link:             # a call and its parent
     int32_t rewritten_by        # -1: not rewritten
     int32_t reason            # index into trajkit.schema.LINK_REASONS
     int32_t segment           # index into trajkit.schema.SEGMENT_KINDS plus 1; 0: none
+    int32_t splice            # SPLICE_*, of the links that splice_calls fills; else 0
 
 
 cdef struct Row:              # one training sequence, before its columns are written
@@ -134,7 +135,6 @@ cdef struct Choices:          # what the kernels of plan/ and fill/ read of a po
     int64_t fork_threshold
     int64_t max_tokens        # of a row
     int64_t max_rows          # of a session: the first ones and the last
-    int64_t end_of_turn       # token id for spliced rows; -1: that of each chain
     int32_t on_drift          # ON_DRIFT_*
     int32_t train_in          # TRAIN_IN_*
     uint8_t keep_prefix       # an absorbed output stays trained up to where drift starts

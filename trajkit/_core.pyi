@@ -151,7 +151,6 @@ def route_messages(
     tie_break: int,
     links: _Records,
 ) -> None: ...
-def route_tokens(forest: CallForest, links: _Records) -> None: ...
 def measure_links(forest: CallForest, links: _Records) -> None: ...
 
 # route/by_prefix.pxi
@@ -162,10 +161,9 @@ def route_generations(
     forest: CallForest, requests: _Records, threshold: int, links: _Records
 ) -> None: ...
 
-# route/by_prompts.pxi
-def find_prompt_ends(forest: CallForest, inside: _I32) -> None: ...
-def route_prompts(
-    forest: CallForest, inside: _I32, by_place: _I32, links: _Records
+# route/by_chain_ends.pxi
+def route_chains(
+    forest: CallForest, by_prompt: _I32 | None, links: _Records
 ) -> None: ...
 
 # route/by_agents.pxi
@@ -240,9 +238,6 @@ def fill_rows(
     columns: RowColumns,
     uncached: bool,
 ) -> int: ...
-
-# fill/row_scalars.pxi
-def measure_rows(rows: _Records, offsets: _I64) -> None: ...
 def list_turns(
     rows: _Records,
     links: _Records,
@@ -250,17 +245,6 @@ def list_turns(
     offsets: _I64,
     turns: _I32,
 ) -> None: ...
-def fill_scalars(
-    rows: _Records,
-    links: _Records,
-    turn_index: _I32,
-    n_sessions: int,
-    ints: _I32,
-    mask_sums: _I64,
-    weights: _F64,
-    segments: _I8,
-    bits: _U8,
-) -> tuple[int, int, int]: ...
 
 # arrow/export.pxi
 def hand_over(
@@ -271,34 +255,20 @@ def hand_over(
 ) -> _Taken: ...
 
 # plan/splice.pxi
-def plan_splices(
+def splice_calls(
     forest: CallForest,
     links: _Records,
-    choices: _Records,
+    end_of_turn: int,
     ended: _U8,
-    next_call: _I32,
     starts: _I64,
-    places: _I64,
-    rows: _Records,
-    report: _I64,
-) -> int: ...
-def fill_splices(
-    forest: CallForest,
-    choices: _Records,
-    next_call: _I32,
-    starts: _I64,
-    places: _I64,
-    turn_index: _I32,
-    rows: _Records,
-    columns: RowColumns,
-) -> int: ...
+    calls: _Records,
+    spliced: _Records,
+) -> _I32: ...
 
 # forest/delta.pxi
-def expand_prompts(
-    calls: _Records, session_offsets: _I64, offsets: _I64, out: _I32
+def copy_prompts(
+    forest: CallForest, starts: _I64, offsets: _I64, out: _I32
 ) -> None: ...
-def copy_suffixes(calls: _Records, starts: _I64, offsets: _I64, out: _I32) -> None: ...
-def share_heads(calls: _Records, bases: _I32, limits: _I64, shared: _I64) -> None: ...
 
 # row_forest.pxi
 def attach_rows(rows: _Records) -> None: ...

@@ -1,6 +1,6 @@
 """The columns of planned rows that have a value per token, and their spans.
 
-Fills tokens, mask, logprobs, validity and spans from the calls' paths and the plan, in
+Fills tokens, mask, logprobs, validity, spans and turns from the calls' paths and the plan, in
 O(tokens and spans written + calls in the rows).
 """
 
@@ -12,20 +12,10 @@ cdef enum:  # the lines of RowColumns.spans: the fields of trajkit.schema.SPAN b
 @cython.auto_pickle(False)
 @cython.final
 cdef class RowColumns:
-    """The columns that `fill_rows` and `fill_splices` write.
+    """The columns that `fill_rows` writes.
 
-    Parameters
-    ----------
-    token_offsets, span_offsets : buffer of int64
-        Where each row's tokens and spans start, from 0 on, and where the last row's end.
-    input_ids : buffer of int32
-    loss_mask, valid : buffer of uint8
-        Bitmaps, least significant bit first (the Arrow order).
-    logprobs : buffer of float32
-    spans : buffer of int32, shape (5, n_spans)
-        The fields of `trajkit.schema.SPAN` but kind.
-    span_kinds : buffer of int8
-        Indices into `trajkit.schema.SPAN_KINDS`.
+    ``loss_mask`` and ``valid`` are bitmaps, least significant bit first; ``spans`` has the lines
+    LINE_*, ``span_kinds`` indices into `trajkit.schema.SPAN_KINDS`.
     """
     cdef const pos_t[::1] token_offsets
     cdef const pos_t[::1] span_offsets
@@ -241,6 +231,8 @@ cdef _check_row_columns(CallForest forest, const Row[::1] rows, RowColumns colum
     for r in range(n_rows):
         if not 0 <= rows[r].last < forest.n_calls:
             raise LayoutError(f"rows[{r}] ends with call {rows[r].last} of {forest.n_calls}")
+        if not 0 <= rows[r].owner < forest.n_calls:
+            raise LayoutError(f"rows[{r}] is of chain {rows[r].owner} of {forest.n_calls}")
         if not 0 <= rows[r].stored <= rows[r].n_tokens:
             raise LayoutError(
                 f"rows[{r}] is stored from {rows[r].stored} on: it has {rows[r].n_tokens} tokens"
@@ -274,16 +266,14 @@ cdef bint _fill_spans(
     const Row* rows, int64_t r, const Target* target,
 ) noexcept nogil:
     """Write the spans of a row; return whether there are as many as it claims."""
-    cdef int64_t i, at = target.span_offsets[r + 1], n_parts
-    cdef int32_t call = rows[r].last
+    cdef int64_t at = target.span_offsets[r + 1], n_parts
+    cdef int32_t call = _lowest_call(&rows[r], choices), n_left = rows[r].n_calls
     cdef pos_t replaced = rows[r].end, begin
     cdef int n, k
     cdef bint owned
     cdef Span[3] spans
     cdef Span part
-    for i in range(rows[r].n_calls):  # upwards, so the spans are written from the end
-        if call < 0:
-            break
+    while n_left > 0 and call >= 0:  # upwards, so the spans are written from the end
         owned = choices.train_in == TRAIN_IN_EVERY or owners[call] == rows[r].owner
         n = _output_spans(&paths.calls[call], replaced, owned, choices, spans)
         n_parts = 0
@@ -298,6 +288,7 @@ cdef bint _fill_spans(
             target, r, at, &paths.calls[call], call, spans, n, choices.need_logprob
         )
         replaced = min(replaced, links[call].lcp)
+        n_left -= links[call].splice != SPLICE_DROPPED
         call = links[call].parent
     return at == target.span_offsets[r]
 
@@ -360,3 +351,33 @@ def fill_rows(
     if bad >= 0:
         raise _no_row(rows, bad)
     return missing
+
+
+def list_turns(
+    const Row[::1] rows not None,
+    const Link[::1] links not None,
+    const int32_t[::1] turn_index not None,
+    const pos_t[::1] offsets not None,
+    int32_t[::1] turns not None,
+):
+    """Fill the turns of each row's calls, first to last: ``turns[offsets[r]:offsets[r + 1]]``."""
+    cdef:
+        int64_t n_rows = rows.shape[0], n_calls = links.shape[0], r, i, bad = -1
+        int32_t call
+    _check_length("turn_index", turn_index.shape[0], n_calls)
+    _check_length("offsets", offsets.shape[0], n_rows + 1)
+    for r in range(n_rows):
+        if offsets[r + 1] - offsets[r] != rows[r].n_calls:
+            raise LayoutError(f"offsets[{r}] leaves no room for {rows[r].n_calls} turns")
+    _check_length("turns", turns.shape[0], offsets[n_rows])
+    with nogil:
+        for r in range(n_rows):
+            call = rows[r].last
+            for i in range(offsets[r + 1] - 1, offsets[r] - 1, -1):
+                if not 0 <= call < n_calls:
+                    bad = r
+                    break
+                turns[i] = turn_index[call]
+                call = links[call].parent
+    if bad >= 0:
+        raise LayoutError(f"rows[{bad}] has {rows[bad].n_calls} calls: links has fewer")

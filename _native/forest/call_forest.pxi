@@ -7,17 +7,7 @@ Checks the layout of the four arrays once, in O(calls); kernels then read them u
 @cython.auto_pickle(False)
 @cython.final
 cdef class CallForest:
-    """Calls, their sessions, and the forest that `grow_forest` made of their paths.
-
-    Parameters
-    ----------
-    calls : buffer of Call
-    session_offsets : buffer of int64
-        The calls of session s are ``calls[session_offsets[s]:session_offsets[s + 1]]``.
-    nodes : buffer of Node
-    ends : buffer of int32
-        The node at whose stop each call's path ends.
-    """
+    """Calls, their sessions, and the forest that `grow_forest` made of their paths."""
     cdef const Call[::1] calls
     cdef const int64_t[::1] session_offsets
     cdef const Node[::1] nodes

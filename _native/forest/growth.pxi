@@ -40,13 +40,7 @@ cdef class Growth:
     ):
         """Use these arrays from now on; they begin with the contents of the previous ones.
 
-        Parameters
-        ----------
-        calls : buffer of Call, shape (n,)
-        nodes : buffer of Node, shape (2 * n + 1,)
-        stack : buffer of int32, shape (2 * n + 1,)
-        ends : buffer of int32, shape (n,)
-            As for `grow_forest`.
+        For n calls, nodes and stack have 2 * n + 1 entries. ``ends`` is as for `grow_forest`.
         """
         cdef int64_t n = calls.shape[0]
         _check_length("calls", n, self.n_calls)
@@ -74,12 +68,7 @@ cdef class Growth:
         """Keep a contiguous copy of the last inserted path, or (empty) keep none.
 
         It is compared in one pass; without it, calls with few new tokens are compared one by one.
-
-        Parameters
-        ----------
-        path : buffer of int32
-            Filled, and with room for every call that is inserted later: `insert` refuses one
-            that is longer, and writes no more than its length. Empty: not kept.
+        It needs room for every call that is inserted later: `insert` refuses one that is longer.
         """
         cdef int32_t slot, node
         if path.shape[0]:
@@ -114,22 +103,9 @@ cdef class Growth:
     ):
         """Find where a prompt departs from the paths, and copy what the call brings.
 
-        Nothing counts until `insert` is given what this returns. Do not write to the arguments
-        during the call.
-
-        Parameters
-        ----------
-        prompt, output : buffer of int32
-        logprobs : buffer of float32, or None
-            As many as the output has ids, or none.
-        low, high : float
-            A logprob is above low and at most high.
-
-        Returns
-        -------
-        bytes
-            The ids of the prompt that no path has, those of the output, and logprobs: four
-            bytes each. `fault` tells whether they keep the rules.
+        Nothing counts until `insert`. Returns the ids of the prompt that no path has, those of the
+        output, and its logprobs, four bytes each; `fault` tells whether they keep the rules: a
+        logprob is above low and at most high. Do not write to the arguments during the call.
         """
         cdef:
             pos_t n_logprobs = 0 if logprobs is None else logprobs.shape[0]
@@ -168,14 +144,7 @@ cdef class Growth:
     def fault(self):
         """The first value of the call that was taken which breaks its rule, or None.
 
-        Returns
-        -------
-        which : int
-            0: of the prompt, 1: of the output, 2: of logprobs.
-        at : int
-            Its place there.
-        place : int
-            Its place in the bytes, in values.
+        0 of the prompt, 1 of the output, 2 of logprobs; its place there; its place in the bytes.
         """
         if self.faulty[0] >= 0:
             return 0, self.found + self.faulty[0], self.faulty[0]
@@ -186,15 +155,7 @@ cdef class Growth:
         return None
 
     def match(self, const token_t[::1] prompt not None):
-        """Find where a prompt departs from the paths, and change nothing.
-
-        Returns
-        -------
-        base : int
-            The first call that has the prompt's first ``shared`` tokens; -1: none.
-        shared : int
-            How many tokens of the prompt some path begins with.
-        """
+        """The first call (-1: none) that has the longest prefix of a prompt, and its length."""
         cdef pos_t n = prompt.shape[0]
         cdef pos_t shared = self._find(&prompt[0] if n else NULL, n)
         return self.base, shared
@@ -288,15 +249,9 @@ cdef class Growth:
     def insert(self):
         """Add the call that was taken. Its bytes must stay for as long as this object is used.
 
-        Returns
-        -------
-        base : int
-            The call that had the prompt's first ``shared`` tokens, and the longest prefix of
-            the output after them; -1: none.
-        shared : int
-            How many tokens of the prompt were there before.
-        clean : bool
-            They are all of the base's prompt and output, or there is no base.
+        Returns its base: the call that had the longest prefix of the prompt and then of the
+        output, or -1; how many tokens of the prompt were there before; and whether these are all
+        of the base's prompt and output, or there is no base.
         """
         cdef:
             Call* call

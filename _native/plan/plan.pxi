@@ -20,6 +20,11 @@ cdef enum:  # trajkit.policies.OnDrift
 cdef enum:
     NEVER = 0x7FFFFFFFFFFFFFFF  # a position beyond every row
 
+cdef enum:  # Link.splice
+    SPLICE_NONE
+    SPLICE_OPENS              # the call opens a row although it continues another call
+    SPLICE_DROPPED            # it comes after the end of its chain's row
+
 cdef enum:  # trajkit.policies.TrainIn
     TRAIN_IN_FIRST, TRAIN_IN_EARLIEST, TRAIN_IN_EVERY
 
@@ -138,7 +143,9 @@ cdef int _output_spans(
         spans[n].start = spans[n].stop = min(min(start + kept, replaced), choices.max_tokens)
         spans[n].out_start = kept
         spans[n].out_stop = call.out_len
-        spans[n].kind = SPAN_ABSORBED
+        spans[n].kind = (
+            SPAN_NO_SPLICE_POINT if choices.on_drift == ON_DRIFT_SPLICE else SPAN_ABSORBED
+        )
         n += 1
     return n
 
@@ -150,18 +157,6 @@ cdef inline bint _has_logprob(const Call* call, pos_t k) noexcept nogil:
     if call.logprobs == 0:
         return False
     return bits == NULL or bits[bit >> 3] >> (bit & 7) & 1
-
-
-cdef pos_t _n_without(const Call* call, pos_t n) noexcept nogil:
-    """How many of the first n tokens of an output have no logprob."""
-    cdef pos_t k, missing = 0
-    if call.logprobs == 0:
-        return n
-    if call.valid == 0:
-        return 0
-    for k in range(n):
-        missing += not _has_logprob(call, k)
-    return missing
 
 
 cdef inline bint _may_train(const Call* call, pos_t k, bint need_logprob) noexcept nogil:
@@ -176,8 +171,8 @@ cdef inline bint _may_train(const Call* call, pos_t k, bint need_logprob) noexce
 cdef pos_t _n_barred(const Call* call, pos_t n, bint need_logprob) noexcept nogil:
     """How many of the first n tokens of a trainable output may not be trained."""
     cdef pos_t k, barred = 0
-    if call.mask == 0:
-        return _n_without(call, n) if need_logprob else 0
+    if call.mask == 0 and (not need_logprob or call.logprobs != 0 and call.valid == 0):
+        return 0
     for k in range(n):
         barred += not _may_train(call, k, need_logprob)
     return barred
@@ -223,12 +218,16 @@ cdef inline pos_t _row_len(const Call* calls, const Row* row) noexcept nogil:
     return min(_held_len(&calls[row.last]), row.end)
 
 
+cdef inline int32_t _lowest_call(const Row* row, const Choices* choices) noexcept nogil:
+    """The last call with spans in the row: the chain's, if a row ends before dropped calls."""
+    return row.owner if choices.on_drift == ON_DRIFT_SPLICE else row.last
+
+
 cdef void _measure_row(const Plan* plan, Row* row, int64_t* totals) noexcept nogil:
     """Complete a row whose last, end, n_calls and owner are known; ``totals`` by span kind."""
     cdef const Call* calls = plan.paths.calls
     cdef const Choices* choices = plan.choices
-    cdef int32_t call = row.last
-    cdef int64_t i
+    cdef int32_t call = _lowest_call(row, choices), n_left = row.n_calls
     cdef pos_t replaced = row.end
     cdef int n, k
     cdef bint owned
@@ -242,7 +241,7 @@ cdef void _measure_row(const Plan* plan, Row* row, int64_t* totals) noexcept nog
     row.use_tool = row.ill_formed = 0
     row.truncated = calls[row.last].stop == STOP_LENGTH
     row.n_tokens = row.stored = min(_row_len(calls, row), choices.max_tokens)
-    for i in range(row.n_calls):
+    while n_left > 0:
         owned = plan.owners[call] == row.owner
         n = _output_spans(
             &calls[call], replaced, owned or choices.train_in == TRAIN_IN_EVERY, choices, spans
@@ -260,9 +259,11 @@ cdef void _measure_row(const Plan* plan, Row* row, int64_t* totals) noexcept nog
                     totals[part.kind] += size
                 elif part.kind == SPAN_TRAINED:
                     totals[SPAN_DUPLICATE] += size
-        row.use_tool |= calls[call].use_tool
-        row.ill_formed |= calls[call].ill_formed
-        row.prompt_len = calls[call].prompt_len
+        if plan.links[call].splice != SPLICE_DROPPED:
+            row.use_tool |= calls[call].use_tool
+            row.ill_formed |= calls[call].ill_formed
+            row.prompt_len = calls[call].prompt_len
+            n_left -= 1
         replaced = min(replaced, plan.links[call].lcp)
         call = plan.links[call].parent
 
@@ -351,7 +352,8 @@ cdef void _count_call(
     if link.order < 0:
         report[_loss(link)] += due
     report[REPORT_ROOTS] += (
-        link.parent < 0 and link.reason != REASON_UNROUTED and link.reason != REASON_EMPTY
+        link.parent < 0 and link.splice != SPLICE_OPENS
+        and link.reason != REASON_UNROUTED and link.reason != REASON_EMPTY
     )
     report[REPORT_TURNS_QUARANTINED] += link.reason in (
         REASON_AMBIGUOUS, REASON_SUPERSEDED, REASON_UNRESOLVED, REASON_UNRESOLVED_AMBIGUOUS,
@@ -371,6 +373,7 @@ cdef bint _keep_row(
     meets the row.
     """
     report[REPORT_LOST_ABSORBED] += totals[SPAN_ABSORBED]
+    report[REPORT_LOST_NO_SPLICE_POINT] += totals[SPAN_NO_SPLICE_POINT]
     if below == MEET_RESTART:
         report[REPORT_LOST_RESTARTED] += totals[SPAN_TRAINED] + totals[SPAN_CUT]
         return False
@@ -470,6 +473,16 @@ cdef inline bint _is_selected(const Plan* plan, int32_t call, int32_t only) noex
     return not plan.choices.main_only or call == only
 
 
+cdef void _drop_calls(const Plan* plan, Row* row, int64_t* report) noexcept nogil:
+    """End a row before the calls that were dropped."""
+    report[REPORT_ROWS_NO_SPLICE_POINT] += plan.links[row.last].splice == SPLICE_DROPPED
+    while plan.links[row.last].splice == SPLICE_DROPPED:
+        report[REPORT_TURNS_NO_SPLICE_POINT] += 1
+        row.end = plan.links[row.last].lcp
+        row.last = plan.links[row.last].parent
+        row.n_calls -= 1
+
+
 cdef int32_t _first_new_call(const Plan* plan, int32_t leaf, int64_t* report) noexcept nogil:
     """The call that opens the topmost row of a chain with something new.
 
@@ -506,6 +519,7 @@ cdef void _plan_chain(
         while plan.meets[call] < MEET_FORK:
             call = links[call].parent
             row.n_calls += 1
+        _drop_calls(plan, &row, report)
         _measure_row(plan, &row, totals)
         if plan.choices.cut_at_calls:
             _cut_at_calls(plan, &row, totals)
@@ -621,24 +635,6 @@ cdef int64_t _order_calls(const Paths* paths, const Link* links, int32_t* by_ord
     return -1
 
 
-cdef _check_plan(
-    CallForest forest, const Link[::1] links, const Choices[::1] choices,
-    const Row[::1] rows, const int64_t[:, ::1] report,
-):
-    """Raise unless a plan of these calls has a policy and room for its rows and counts."""
-    _check_length("links", links.shape[0], forest.n_calls)
-    _check_length("rows", rows.shape[0], forest.n_calls)
-    _check_length("report", report.shape[0], forest.n_sessions)
-    _check_length("choices", choices.shape[0], 1)
-    if report.shape[1] != REPORT_WIDTH:
-        raise LayoutError(f"report is {report.shape[1]} wide, {<int>REPORT_WIDTH} are needed")
-    if choices[0].max_tokens < 0 or choices[0].max_rows < 1:
-        raise LayoutError(
-            f"max_tokens is {choices[0].max_tokens} and max_rows {choices[0].max_rows}: at "
-            "least 0 and 1 are needed"
-        )
-
-
 cdef _bad_link(const Link[::1] links, int64_t i):
     return LayoutError(
         f"links[{i}] is no link: parent {links[i].parent}, lcp {links[i].lcp}, order "
@@ -666,9 +662,20 @@ def plan_rows(
     cdef Paths paths
     cdef Plan plan
 
-    _check_plan(forest, links, choices, rows, report)
-    _check_length("owners", owners.shape[0], n_calls)
-    _check_length("births", births.shape[0], n_calls if choices[0].main_only else 0)
+    _check_length("choices", choices.shape[0], 1)
+    for name, n, needed in (
+        ("links", links.shape[0], n_calls), ("rows", rows.shape[0], n_calls),
+        ("owners", owners.shape[0], n_calls), ("report", report.shape[0], forest.n_sessions),
+        ("births", births.shape[0], n_calls if choices[0].main_only else 0),
+    ):
+        _check_length(name, n, needed)
+    if report.shape[1] != REPORT_WIDTH:
+        raise LayoutError(f"report is {report.shape[1]} wide, {<int>REPORT_WIDTH} are needed")
+    if choices[0].max_tokens < 0 or choices[0].max_rows < 1:
+        raise LayoutError(
+            f"max_tokens is {choices[0].max_tokens} and max_rows {choices[0].max_rows}: at "
+            "least 0 and 1 are needed"
+        )
     if n_calls == 0:
         return 0
     cdef int32_t[:, ::1] of_calls = empty((4, n_calls), "i4")

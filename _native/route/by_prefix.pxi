@@ -156,6 +156,16 @@ cdef int64_t _first_bad_rank(
     return -1
 
 
+cdef _check_by_prompt(const int32_t[::1] by_prompt, const Paths* paths, int32_t* seen):
+    """Raise unless ``by_prompt`` ranks each session's calls; ``seen`` is scratch per call."""
+    cdef int64_t bad = _first_bad_rank(by_prompt, paths, seen)
+    if bad >= 0:
+        raise LayoutError(
+            f"by_prompt[{bad}] = {by_prompt[bad]}: expected each call of the session once, the "
+            "shortest prompt first"
+        )
+
+
 def route_prefix(
     CallForest forest not None, const int32_t[::1] by_prompt not None, Link[::1] links not None
 ):
@@ -164,7 +174,7 @@ def route_prefix(
     ``by_prompt`` lists the calls of each session, shortest prompt first; of equals the earlier
     one counts as the first. A call in no chain has no order.
     """
-    cdef int64_t n_calls = forest.n_calls, n_nodes = forest.n_nodes, s, i, bad
+    cdef int64_t n_calls = forest.n_calls, n_nodes = forest.n_nodes, s, i
     cdef Paths paths
     cdef PrefixRouter router
 
@@ -180,12 +190,7 @@ def route_prefix(
     router.up, router.first = &of_nodes[0, 0], &of_nodes[1, 0]
     router.several, router.prompted = &of_nodes[2, 0], &of_nodes[3, 0]
     router.group, router.size, router.state = &of_calls[0, 0], &of_calls[1, 0], &state[0]
-    bad = _first_bad_rank(by_prompt, &paths, router.group)
-    if bad >= 0:
-        raise LayoutError(
-            f"by_prompt[{bad}] = {by_prompt[bad]}: expected each call of the session once, the "
-            "shortest prompt first"
-        )
+    _check_by_prompt(by_prompt, &paths, router.group)
     with nogil:
         for i in range(n_nodes):
             router.up[i] = paths.nodes[i].parent

@@ -1,4 +1,4 @@
-"""Which call a call continues: by its chat messages, or by its tokens.
+"""Which call a call continues: by its chat messages.
 
 Fills links from requests and the forest of token paths. The message tree has one node per
 message. A message that is sent again descends into the first child that equals it, so of equal
@@ -615,107 +615,6 @@ def route_messages(
             _route_session_by_messages(
                 &router, <int32_t>paths.session_offsets[s],
                 <int32_t>paths.session_offsets[s + 1], merge_threshold, tie_break,
-            )
-
-
-cdef struct RowEnds:          # scratch of routing by tokens
-    int32_t* up               # per node: as in TokenIndex
-    int32_t* left             # per node: calls that end there and are not continued, less one
-    int32_t* active           # per node: the last row end there, or -1
-    int32_t* next_active      # per call: the next row end at its node, or -1
-    int32_t* row_of           # per call: the first call of its row
-
-
-cdef int32_t _take_row_end(RowEnds* ends, int32_t node) noexcept nogil:
-    """Remove and return the end of the oldest row that ends at the node."""
-    cdef int32_t end = ends.active[node], before = -1, best = -1, best_before = -1
-    while end >= 0:
-        if best < 0 or ends.row_of[end] < ends.row_of[best]:
-            best = end
-            best_before = before
-        before = end
-        end = ends.next_active[end]
-    if best_before < 0:
-        ends.active[node] = ends.next_active[best]
-    else:
-        ends.next_active[best_before] = ends.next_active[best]
-    ends.left[node] -= 1
-    return best
-
-
-cdef void _rank_chains(Link* links, int32_t* next_call, int32_t lo, int32_t hi) noexcept nogil:
-    """Rank calls of which each has one child at most: chain by chain, in order of their roots.
-
-    ``next_call`` becomes the child of each call, or -1.
-    """
-    cdef int32_t i, call, rank = 0
-    for i in range(lo, hi):
-        next_call[i] = -1
-    for i in range(lo, hi):
-        if links[i].parent >= 0:
-            next_call[links[i].parent] = i
-    for i in range(lo, hi):
-        call = i if links[i].parent < 0 else -1
-        while call >= 0:
-            links[call].order = rank
-            rank += 1
-            call = next_call[call]
-
-
-cdef void _route_session_by_tokens(
-    const Paths* paths, RowEnds* ends, Link* links, int32_t lo, int32_t hi
-) noexcept nogil:
-    """The links of one session."""
-    cdef const Node* nodes = paths.nodes
-    cdef int32_t i, node
-    for i in range(lo, hi):
-        links[i].rewritten_by = -1
-        node = paths.ends[i]
-        while nodes[node].stop > paths.calls[i].prompt_len:
-            node = nodes[node].parent
-        node = _next_alive(ends.up, ends.left, node)
-        while node >= 0 and ends.active[node] < 0:
-            node = _next_alive(ends.up, ends.left, ends.up[node])
-        if node < 0:
-            links[i].parent = -1
-            links[i].reason = REASON_ROOT
-            ends.row_of[i] = i
-        else:
-            links[i].parent = _take_row_end(ends, node)
-            links[i].reason = REASON_TOKENS
-            ends.row_of[i] = ends.row_of[links[i].parent]
-        ends.next_active[i] = ends.active[paths.ends[i]]
-        ends.active[paths.ends[i]] = i
-    _rank_chains(links, ends.next_active, lo, hi)
-
-
-def route_tokens(CallForest forest not None, Link[::1] links not None):
-    """Fill every call's link: its parent is the longest row end that is a prefix of its prompt.
-
-    Ties go to the oldest row. A call replaces its parent as the row's end, so every call has
-    one child at most.
-    """
-    cdef int64_t i, s
-    cdef Paths paths
-    cdef RowEnds ends
-
-    _check_length("links", links.shape[0], forest.n_calls)
-    if forest.n_calls == 0:
-        return
-    cdef int32_t[:, ::1] of_nodes = full((3, forest.n_nodes), -1, "i4")
-    cdef int32_t[:, ::1] of_calls = empty((2, forest.n_calls), "i4")
-    paths = _paths(forest)
-    ends.up, ends.left, ends.active = &of_nodes[0, 0], &of_nodes[1, 0], &of_nodes[2, 0]
-    ends.next_active, ends.row_of = &of_calls[0, 0], &of_calls[1, 0]
-    with nogil:
-        for i in range(paths.n_nodes):
-            ends.up[i] = paths.nodes[i].parent
-        for i in range(paths.n_calls):
-            ends.left[paths.ends[i]] += 1
-        for s in range(paths.n_sessions):
-            _route_session_by_tokens(
-                &paths, &ends, &links[0], <int32_t>paths.session_offsets[s],
-                <int32_t>paths.session_offsets[s + 1],
             )
 
 

@@ -12,7 +12,7 @@ from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError
 from trajkit.pipeline.links import find_links, measure
 from trajkit.pipeline.plan import NO_LIMIT, choices_of, plan_rows
-from trajkit.pipeline.splice import plan_splices
+from trajkit.pipeline.splice import splice
 from trajkit.turns.calls import read_calls
 from trajkit.turns.prefix_forest import grow
 from trajkit.turns.structs import CALL, NODE
@@ -69,8 +69,11 @@ def changed(plan, change, shifted):
     return {"rows": plan.rows, "columns": _core.RowColumns(**arrays)}
 
 
-def fill_rows(change, shifted=None):
-    calls, forest, links, policy = linked("faithful")
+def fill_rows(change, shifted=None, policy="faithful"):
+    calls, forest, links, policy = linked(policy)
+    if policy.on_drift == "splice":
+        spliced = splice(calls, forest, links, policy)
+        forest, links = spliced.forest, spliced.links
     plan = plan_rows(calls, forest, links, policy, NO_LIMIT)
     return _core.fill_rows(
         forest.paths,
@@ -84,17 +87,7 @@ def fill_rows(change, shifted=None):
 
 
 def fill_splices(change, shifted=None):
-    calls, forest, links, policy = linked("polar")
-    plan = plan_splices(calls, forest, links, policy, NO_LIMIT)
-    return _core.fill_splices(
-        forest.paths,
-        choices_of(policy, NO_LIMIT),
-        plan.next_calls,
-        plan.starts,
-        plan.places,
-        calls.turn_index,
-        **changed(plan, change, shifted),
-    )
+    return fill_rows(change, shifted, "polar")
 
 
 def set_first(name, value):
@@ -114,6 +107,7 @@ def unchanged(rows):
     [
         pytest.param({"last": -1}, "ends with call -1 of 3", id="last"),
         pytest.param({"last": 3}, "ends with call 3 of 3", id="beyond the calls"),
+        pytest.param({"owner": 3}, "is of chain 3 of 3", id="chain beyond the calls"),
         pytest.param({"n_tokens": 99}, r"rows\[0\] is no row", id="too many tokens"),
         pytest.param({"n_tokens": 1}, r"rows\[0\] is no row", id="too few tokens"),
         pytest.param({"n_spans": 9}, r"rows\[0\] is no row", id="too many spans"),
@@ -144,8 +138,10 @@ def plan(policy, links=None, max_tokens=NO_LIMIT, **choices):
             2,
             -1,
         ]  # recorded later: parents are found by their order
-    planned = plan_splices if policy.on_drift == "splice" else plan_rows
-    return planned(calls, forest, known, tk.policy(policy, **choices), max_tokens)
+    if policy.on_drift == "splice":
+        spliced = splice(calls, forest, known, policy)
+        forest, known = spliced.forest, spliced.links
+    return plan_rows(calls, forest, known, tk.policy(policy, **choices), max_tokens)
 
 
 @pytest.mark.parametrize("name", ["faithful", "polar"])
@@ -161,12 +157,10 @@ def no_rows(policy, max_tokens):
     return choices
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [("faithful", "plan"), ("polar", "splice")]
-)
-def test_plans_of_no_rows_are_refused(name, module):
+@pytest.mark.parametrize("name", ["faithful", "polar"])
+def test_plans_of_no_rows_are_refused(name):
     with (
-        mock.patch(f"trajkit.pipeline.{module}.choices_of", no_rows),
+        mock.patch("trajkit.pipeline.plan.choices_of", no_rows),
         pytest.raises(LayoutError, match="max_rows 0: at least 0 and 1"),
     ):
         plan(name)

@@ -210,6 +210,21 @@ def test_a_batch_is_its_sessions_one_by_one(turns, token, threads):
     ]
 
 
+def test_a_row_s_first_call_may_be_recorded_last():
+    """If the given links say so; links of a route name earlier parents."""
+    early, late = turn([1], [7, END]), turn([1, 2, END, 3], [4, END])
+    expected = tk.linearize(turns_table([early, late]), "polar")
+    turns = turns_table([late, early])
+    links = tk.link(turns, "polar").to_pylist()
+    links[0] |= {"parent": 1, "order": 1, "link_reason": "prompts"}
+    links[1] |= {"parent": None, "order": 0, "link_reason": "root"}
+    given_links = pa.Table.from_pylist(links, tk.schema.LINKS)
+    rows = tk.linearize(turns, "polar", links=given_links)
+    assert rows["input_ids"].to_pylist() == [[1, 7, END, 3, 4, END]]
+    assert rows["turns"].to_pylist() == [[1, 0]]
+    assert rows["loss_mask"] == expected["loss_mask"]
+
+
 def test_a_long_tail_is_searched_to_its_end():
     """The end of turn may stand anywhere in whole blocks and after them."""
     for n in (1, 15, 16, 17, 40):

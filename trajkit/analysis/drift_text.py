@@ -40,12 +40,7 @@ class Stretch(NamedTuple):
 
 
 class Side:
-    """The tokens of one side, path or prompt, as text.
-
-    Parameters
-    ----------
-    ids : ndarray of int32, shape (n_ids,)
-    """
+    """The tokens of one side, path or prompt, as text."""
 
     def __init__(self, codec: Codec, ids: Ids) -> None:
         self.ids = ids

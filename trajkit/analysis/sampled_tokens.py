@@ -147,10 +147,8 @@ class _Outputs:
     def _add(self, rows: pa.Table, pieces: Spans) -> tuple[Longs, Longs]:
         """Mark the tokens without a mark that these spans train or lost.
 
-        Returns
-        -------
-        token, piece : ndarray of int64, shape (n,)
-            The tokens, and the span of each: the last assignment is the first span.
+        Returns the tokens and the span of each, shape (n,): the last assignment is the
+        first span.
         """
         kinds = np.isin(pieces.kind, ("trained", *EMPTY_KINDS))
         at, piece = self._tokens(pieces, np.flatnonzero(kinds))

@@ -1,10 +1,8 @@
 """`simulate`: compare what policies keep, lose and cost on the same recorded calls."""
 
-import copy
 import warnings
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +20,7 @@ from trajkit.pipeline.rows import linearize
 from trajkit.policies import PRESETS, Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import LOSSES, SIMULATION
-from trajkit.turns.calls import Longs, read_calls
+from trajkit.turns.calls import read_calls
 from trajkit.turns.flat_buffers import (
     TurnTokens,
     flat_turns,
@@ -113,13 +111,7 @@ def simulate(
 
 
 class Simulation:
-    """Incremental `simulate`: add sessions part by part.
-
-    Parameters
-    ----------
-    policies, pad_to, pack_tokens, sessions, max_row_tokens, threads
-        As for `simulate`.
-    """
+    """Incremental `simulate`, with its arguments: add sessions part by part."""
 
     def __init__(
         self,
@@ -136,24 +128,31 @@ class Simulation:
             pack_tokens = chosen_int("pack_tokens", pack_tokens, 1)
         if isinstance(policies, (str, Policy)):
             policies = [policies]
+        self._pad_to, self._pack_tokens = pad_to, pack_tokens
         chosen = map(named_policy, PRESETS if policies is None else policies)
-        self._totals = [_Totals(one, pad_to, pack_tokens) for one in chosen]
+        counted = (*COUNTS, "tokens_out_of_context", "longest_row")
+        if pad_to is not None:
+            counted += ("tokens_padding",)
+        if pack_tokens is not None:
+            counted += _PACKED
+        self._totals = [(one, dict.fromkeys(counted, 0)) for one in chosen]
         self._any = policies is None
         self._facts = session_facts(None, sessions).table
         self._max_row_tokens, self._threads = max_row_tokens, threads
 
     def add(self, turns: pa.Table) -> None:
         """Count complete sessions. If they are rejected, the counts stay unchanged."""
-        totals = [total.copy() for total in self._totals]
+        totals = [(policy, dict(counts)) for policy, counts in self._totals]
         calls = read_calls(turns)
         for part in calls.split(limits.PART_TOKENS):
             sampled = flat_turns(part)
             located = Turns(part.table, part.session_offsets, part.session_ids)
             for total in tuple(totals):
+                policy, counts = total
                 try:
                     rows, report = linearize(
                         located,
-                        total.policy,
+                        policy,
                         sessions=self._facts,
                         max_row_tokens=self._max_row_tokens,
                         report=True,
@@ -162,72 +161,50 @@ class Simulation:
                 except MissingBodyError as error:
                     if not self._any:
                         raise
-                    left_out = f"{total.policy.name} is left out: {error}"
+                    left_out = f"{policy.name} is left out: {error}"
                     warnings.warn(left_out, LeftOutWarning, stacklevel=3)
                     totals.remove(total)
                 else:
-                    total.add(rows, report, sampled)
+                    self._count(counts, rows, report, sampled)
         self._totals = totals
 
     def table(self) -> pa.Table:
         """The counts so far as `trajkit.schema.SIMULATION`."""
-        return pa.Table.from_pylist([one.line() for one in self._totals], SIMULATION)
+        lines = [
+            {
+                "policy": label(policy),
+                **counts,
+                "tokens_lost": sum(counts[f"lost_{reason}"] for reason in LOSSES),
+            }
+            for policy, counts in self._totals
+        ]
+        return pa.Table.from_pylist(lines, SIMULATION)
 
-
-class _Totals:
-    """The counts of one policy, part by part."""
-
-    def __init__(
-        self, policy: Policy, pad_to: int | None, pack_tokens: int | None
+    def _count(
+        self,
+        counts: dict[str, int],
+        rows: pa.Table,
+        report: pa.Table,
+        sampled: TurnTokens,
     ) -> None:
-        self.policy = policy
-        self._pad_to, self._pack_tokens = pad_to, pack_tokens
-        self._counts = dict.fromkeys(COUNTS, 0)
-        self._out_of_context = 0
-        self._padding = 0
-        self._longest = 0
-        # packs, their tokens, and attended pairs
-        self._packed: Longs = np.zeros(3, np.int64)
-
-    def copy(self) -> Self:
-        """An independent copy of the counts."""
-        other = copy.copy(self)
-        other._counts = dict(self._counts)
-        return other
-
-    def add(self, rows: pa.Table, report: pa.Table, sampled: TurnTokens) -> None:
-        """Add the rows that the policy made from the calls ``sampled``."""
+        """Add the rows that a policy made from the calls ``sampled``."""
         for name in COUNTS:
-            self._counts[name] += int(report.column(name).to_numpy().sum())
+            counts[name] += int(report.column(name).to_numpy().sum())
         ids = ids_of(rows.column("input_ids"))
         pieces = spans_of(rows, sampled, sessions_of(rows, sampled.calls))
         trained = pieces.take(np.flatnonzero(pieces.kind == _TRAINED))
-        in_context = trained.in_context(ids, sampled)
-        self._out_of_context += int((trained.stop - trained.start - in_context).sum())
-        lengths = ids.lengths
-        self._longest = max(self._longest, int(lengths.max(initial=0)))
+        beyond = trained.stop - trained.start - trained.in_context(ids, sampled)
+        counts["tokens_out_of_context"] += int(beyond.sum())
+        longest = int(ids.lengths.max(initial=0))
+        counts["longest_row"] = max(counts["longest_row"], longest)
         if self._pad_to is not None:
-            self._padding += int((-lengths % self._pad_to).sum())
+            counts["tokens_padding"] += int((-ids.lengths % self._pad_to).sum())
         if self._pack_tokens is not None:
             packs = pack(rows, self._pack_tokens, oversize="carry")
             n_tokens = packs.column("n_tokens").to_numpy().sum()
-            counted = [packs.num_rows, n_tokens, pack_pairs(packs).sum()]
-            self._packed = self._packed + counted
-
-    def line(self) -> dict[str, object]:
-        """The policy's row of the table."""
-        counts = self._counts
-        known = self._pack_tokens is not None
-        packed = self._packed.tolist() if known else [None] * len(_PACKED)
-        return {
-            "policy": label(self.policy),
-            **counts,
-            "tokens_lost": sum(counts[f"lost_{reason}"] for reason in LOSSES),
-            "tokens_out_of_context": self._out_of_context,
-            "tokens_padding": None if self._pad_to is None else self._padding,
-            "longest_row": self._longest,
-            **dict(zip(_PACKED, packed, strict=True)),
-        }
+            found = packs.num_rows, n_tokens, pack_pairs(packs).sum()
+            for name, n in zip(_PACKED, found, strict=True):
+                counts[name] += int(n)
 
 
 def label(policy: Policy) -> str:
@@ -249,19 +226,10 @@ def label(policy: Policy) -> str:
 
 
 def cheapest_lossless(table: pa.Table) -> str | None:
-    """The lossless policy with the least cost.
+    """The lossless policy of a `simulate` table with the least cost, or None.
 
-    Parameters
-    ----------
-    table : Table
-        The result of `simulate`.
-
-    Returns
-    -------
-    str or None
-        The policy with the fewest forward tokens (on ties, with shared prefixes counted
-        once), among those that lose no token that may be trained and train none out of
-        context. None if there is no such policy.
+    It has the fewest forward tokens (on ties, with shared prefixes counted once), loses
+    no token that may be trained, and trains none out of context.
     """
     lossless = [
         line

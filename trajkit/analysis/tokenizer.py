@@ -10,10 +10,6 @@ from trajkit.errors import SchemaError
 
 Ids = npt.NDArray[np.int32]
 
-_UNKNOWN, _ORDINARY, _SPECIAL = 0, 1, 2
-# larger ids are in no vocabulary and not cached
-_MOST_IDS = 1 << 22
-
 
 # Bytes as byte-level BPE writes them: printable ones as themselves, the others as
 # U+0100 and up, in order (openai/gpt-2, encoder.py, bytes_to_unicode).
@@ -40,13 +36,7 @@ class Tokenizer(Protocol):
 
 
 class Codec:
-    """Encodes and decodes with a tokenizer, and knows which tokens are special.
-
-    Raises
-    ------
-    SchemaError
-        The tokenizer has no ``encode`` or no ``decode``.
-    """
+    """Encodes and decodes with a tokenizer, and knows which tokens are special."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         for name in ("encode", "decode"):
@@ -60,7 +50,7 @@ class Codec:
         tidies = hasattr(tokenizer, "clean_up_tokenization_spaces")
         self._options = {"clean_up_tokenization_spaces": False} if tidies else {}
         # by id
-        self._kinds = np.zeros(0, np.int8)
+        self._special: dict[int, bool] = {}
 
     def text(self, ids: Ids | list[int]) -> str:
         """The text of ids, with special tokens."""
@@ -103,26 +93,16 @@ class Codec:
 
     def special(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Which ids are special tokens: those that decoding can skip."""
-        low, high = ids.min(initial=0), ids.max(initial=0)
-        if low < 0 or high >= _MOST_IDS:
-            distinct, place = np.unique(ids, return_inverse=True)
-            kinds = np.array([self._kind(token) for token in distinct.tolist()])
-            found: npt.NDArray[np.bool_] = kinds[place] == _SPECIAL
-            return found
-        if high >= len(self._kinds):
-            grown = np.zeros(int(high) + 1, np.int8)
-            grown[: len(self._kinds)] = self._kinds
-            self._kinds = grown
-        known = self._kinds[ids]
-        new = np.unique(ids[known == _UNKNOWN])
-        if len(new):
-            self._kinds[new] = [self._kind(token) for token in new.tolist()]
-            known = self._kinds[ids]
-        return np.equal(known, _SPECIAL)
+        distinct, place = np.unique(ids, return_inverse=True)
+        flags = [self._is_special(token) for token in distinct.tolist()]
+        found: npt.NDArray[np.bool_] = np.array(flags, np.bool_)[place]
+        return found
 
-    def _kind(self, token: int) -> int:
-        is_special = bool(self.text([token])) and not self.plain([token])
-        return _SPECIAL if is_special else _ORDINARY
+    def _is_special(self, token: int) -> bool:
+        if token not in self._special:
+            shown = bool(self.text([token]))
+            self._special[token] = shown and not self.plain([token])
+        return self._special[token]
 
     def _decode(self, ids: Ids | list[int], *, skip_special_tokens: bool) -> str:
         given = ids.tolist() if isinstance(ids, np.ndarray) else ids

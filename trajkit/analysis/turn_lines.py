@@ -18,14 +18,8 @@ def turn_lines(
 ) -> pa.Table:
     """A table of the session and turn of some calls, and further columns.
 
-    Parameters
-    ----------
-    schema : Schema
-        Begins with session_id and turn_index.
-    which : sequence of int
-        Indices of calls.
-    *columns : sequence
-        The values of the columns that follow, as their types or as `codes`.
+    ``schema`` begins with session_id and turn_index; ``which`` are indices of calls;
+    the columns that follow are given as their types or as `codes`.
     """
     rows = pa.array(np.asarray(which, np.int64))
     taken = calls.table.select(["session_id", "turn_index"]).take(rows)

@@ -54,13 +54,7 @@ class Rendered:
 
 
 class SessionCalls:
-    """The calls of one session, with their attribution.
-
-    Parameters
-    ----------
-    calls : Calls
-        The calls of one session.
-    """
+    """The calls of one session, with their attribution."""
 
     def __init__(self, calls: Calls) -> None:
         self.table = canonical(calls.table, ATTRIBUTION).combine_chunks()

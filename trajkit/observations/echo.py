@@ -33,11 +33,8 @@ def echo(
 ) -> tuple[list[Weights], Observed]:
     """The weights of each row of a session.
 
-    Raises
-    ------
-    InvalidTurnsError
-        A turn lacks attribution and ``missing`` is ``"raise"``, or a row does not belong
-        to these calls.
+    Raises InvalidTurnsError if a turn lacks attribution and ``missing`` is ``"raise"``,
+    or if a row does not belong to these calls.
     """
     labels = _Labels(calls, selection, place)
     weights = []

@@ -24,17 +24,11 @@ _PROBE = 64
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The messages that get a weight, and their weights.
+    """The messages that get a weight, and their weights."""
 
-    Attributes
-    ----------
-    roles : dict of str to float
-        Alpha of each role that is selected.
-    tools : dict of str to float, or None
-        Alpha of each tool that is selected; None: every tool, at its role's alpha.
-    """
-
+    # alpha of each role that is selected
     roles: dict[str, float]
+    # alpha of each tool that is selected; None: every tool, at its role's alpha
     tools: dict[str, float] | None
     normalization: Normalization
     missing: Missing
@@ -66,13 +60,7 @@ class ObservedRow:
     where: str
 
     def last_call(self, calls: SessionCalls, among: Collection[int]) -> int:
-        """The call whose path is the row, or begins with it.
-
-        Raises
-        ------
-        InvalidTurnsError
-            No call has these tokens.
-        """
+        """The call whose path is the row, or begins with it."""
         turns = self.spans[2]
         first = int(np.searchsorted(calls.turn_index, turns.max(initial=-1)))
         for call in range(first, len(calls)):
@@ -108,13 +96,7 @@ def begins(ids: Ints, prefix: Ints) -> bool:
 def observed_rows(
     table: pa.Table, session_ids: pa.Array
 ) -> tuple[dict[int, list[ObservedRow]], Longs]:
-    """The rows of each session, by session number, and the offsets of the rows' tokens.
-
-    Raises
-    ------
-    InvalidTurnsError
-        A row's session has no turns.
-    """
+    """The rows of each session, by its number, and the offsets of the rows' tokens."""
     found = pc.index_in(table.column("session_id"), session_ids)
     if found.null_count:
         row = int(np.flatnonzero(np.asarray(found.is_null()))[0])
@@ -147,12 +129,7 @@ def observed_rows(
 def factor(
     normalization: Normalization, all_tokens: int, observed: int, trained: int
 ) -> float:
-    """The factor of alpha, for T, S and R tokens.
-
-    References
-    ----------
-    Spec, prime-rl 4: the modes of the four-mode version.
-    """
+    """The factor of alpha, for T, S and R tokens (spec: prime-rl 4, its four modes)."""
     if normalization == "flat" or not observed:
         return 1.0
     if normalization == "all_tokens":

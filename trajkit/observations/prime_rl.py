@@ -20,18 +20,10 @@ def prime(
     place: str,
     parents: list[int | None],
 ) -> tuple[list[Weights], Observed]:
-    """The weights of each row of a session.
+    """The weights of each row of a session, given the turn_index of each call's parent.
 
-    Each call of a row attributes the part of its prompt after the previous call's path.
-
-    Parameters
-    ----------
-    parents : list of int or None
-        The turn_index of the parent of each call.
-
-    References
-    ----------
-    Spec, prime-rl 2.1 (5, 6) and 3.1.
+    Each call of a row attributes the part of its prompt after the previous call's path
+    (spec: prime-rl 2.1 (5, 6) and 3.1).
     """
     at = {int(turn): call for call, turn in enumerate(calls.turn_index)}
     parent = [None if turn is None else at[turn] for turn in parents]

@@ -1,9 +1,7 @@
 """The per-token columns of planned rows, and with them the ``rows`` table."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +13,13 @@ from trajkit._arrow.categories import dictionary_for
 from trajkit._arrow.export import Array, Column, record_batch
 from trajkit._streams import limits
 from trajkit.pipeline.payloads import PathRanges
-from trajkit.pipeline.plan import Plan, choices_of
+from trajkit.pipeline.plan import Plan, choices_of, row_offsets
 from trajkit.pipeline.row_items import row_items
-from trajkit.pipeline.row_scalars import row_scalars, turn_lists
+from trajkit.pipeline.row_scalars import row_scalars
 from trajkit.pipeline.weight_versions import row_versions
 from trajkit.policies import Policy
 from trajkit.schema import ROWS, ROWS_SUFFIX, SPAN, SPAN_KINDS
-from trajkit.turns.calls import Calls, Ints, Longs, Records
+from trajkit.turns.calls import Calls, Longs, Records
 from trajkit.turns.prefix_forest import Forest
 from trajkit.turns.table import runs_of
 
@@ -34,40 +32,39 @@ def row_batches(
     max_tokens: int,
     plan: Plan,
     facts: pa.RecordBatch,
+    ranges: Callable[[Records], PathRanges],
     *,
     suffix: bool = False,
 ) -> Iterator[tuple[Records, pa.RecordBatch]]:
     """`trajkit.schema.ROWS` of a plan, or ``ROWS_SUFFIX``, each batch when it is asked for.
 
     With each batch come the rows of the plan that it has. ``facts`` are of the same
-    sessions. ``stored`` of the rows is set at once: where what is written of each starts.
+    sessions; ``ranges`` gives the parts of rows that are parts of recorded paths.
+    ``stored`` of the rows is set at once: where what is written of each starts.
     """
     rows = plan.rows
     rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
     offsets = row_offsets(rows)
     known = row_scalars(calls, links, policy, rows, facts)
-    trees, choices = forest.paths, choices_of(policy, max_tokens)
+    fill = partial(
+        _core.fill_rows,
+        forest.paths,
+        links,
+        choices_of(policy, max_tokens),
+        plan.owners,
+        calls.turn_index,
+    )
 
     def batch(lo: int, hi: int) -> pa.RecordBatch:
         here = offsets[:, lo : hi + 1]
         if lo:
             here = here - here[:, :1]
-        past_caches = int(here[0, -1]) >= limits.STREAMING_STORE_TOKENS
-        write = partial(
-            _core.fill_rows,
-            trees,
-            links,
-            choices,
-            plan.owners,
-            calls.turn_index,
-            uncached=past_caches,
-        )
-        lists = RowLists.written(rows[lo:hi], here, write, policy)
-        columns = known.columns(lo, hi)
-        shown = partial(PathRanges.of_paths, rows[lo:hi])
-        columns["mm_items"] = row_items(calls, hi - lo, shown)
+        part, past_caches = rows[lo:hi], here[0, -1] >= limits.STREAMING_STORE_TOKENS
+        columns = {name: array.slice(lo, hi - lo) for name, array in known.items()}
+        columns["mm_items"] = row_items(calls, hi - lo, partial(ranges, part))
+        write = partial(fill, uncached=bool(past_caches))
         schema = ROWS_SUFFIX if suffix else ROWS
-        return lists.batch(calls, links, rows[lo:hi], columns, schema)
+        return _row_batch(calls, links, policy, part, here, write, columns, schema)
 
     runs = [(0, len(rows))]
     if offsets[0, -1] > limits.BATCH_TOKENS:
@@ -75,91 +72,61 @@ def row_batches(
     return ((rows[lo:hi], batch(lo, hi)) for lo, hi in runs)
 
 
-@dataclass(frozen=True, slots=True)
-class RowLists:
-    """The columns of some rows that hold lists."""
+def _row_batch(
+    calls: Calls,
+    links: Records,
+    policy: Policy,
+    rows: Records,
+    offsets: Longs,
+    fill: Callable[..., int],
+    columns: dict[str, Column | pa.Array],
+    schema: pa.Schema,
+) -> pa.RecordBatch:
+    """Fill the lists of some rows; ``columns`` are those that have no lists.
 
-    # shape (3, n_rows + 1): of tokens, spans and turns
-    offsets: Longs
-    # shape (n_tokens,)
-    input_ids: Ints
-    logprobs: npt.NDArray[np.float32]
-    # bitmaps
-    loss_mask: npt.NDArray[np.uint8]
-    given: npt.NDArray[np.uint8]
-    # shape (5, n_spans)
-    spans: Ints
-    # shape (n_spans,)
-    kinds: npt.NDArray[np.int8]
+    ``fill`` takes ``rows`` and ``columns`` as `_core.fill_rows` does; ``offsets`` are those
+    of `row_offsets`.
+    """
+    starts, span_starts, turn_starts = offsets
+    n_rows, n_tokens, n_spans = len(rows), int(starts[-1]), int(span_starts[-1])
+    n_bytes = (n_tokens + 7) // 8
+    input_ids, logprobs = pooled(n_tokens, np.int32), pooled(n_tokens, np.float32)
+    loss_mask, valid = pooled(n_bytes, np.uint8), pooled(n_bytes, np.uint8)
+    spans = np.empty((len(SPAN) - 1, n_spans), np.int32)
+    kinds = np.empty(n_spans, np.int8)
+    target = _core.RowColumns(
+        starts, span_starts, input_ids, loss_mask, logprobs, valid, spans, kinds
+    )
+    missing = fill(rows=rows, columns=target)
+    if missing and policy.missing_logprobs == "null_row":
+        _drop_partial(starts, loss_mask, logprobs, valid)
 
-    @classmethod
-    def written(
-        cls, rows: Records, offsets: Longs, write: Callable[..., int], policy: Policy
-    ) -> Self:
-        """What ``write`` makes of the rows.
+    def lists(offsets: Longs, *buffers: Array | None, nulls: int = 0) -> Column:
+        child = Column(int(offsets[-1]), buffers, nulls)
+        return Column(n_rows, (None, offsets), children=(child,))
 
-        It takes ``rows`` and ``columns`` as ``_core.fill_rows`` does, fills the columns,
-        and returns how many logprobs the engine did not give.
-        """
-        starts, span_starts, _ = offsets
-        n_tokens, n_spans = int(starts[-1]), int(span_starts[-1])
-        n_bytes = (n_tokens + 7) // 8
-        input_ids, logprobs = pooled(n_tokens, np.int32), pooled(n_tokens, np.float32)
-        loss_mask, valid = pooled(n_bytes, np.uint8), pooled(n_bytes, np.uint8)
-        spans = np.empty((len(SPAN) - 1, n_spans), np.int32)
-        kinds = np.empty(n_spans, np.int8)
-        columns = _core.RowColumns(
-            starts, span_starts, input_ids, loss_mask, logprobs, valid, spans, kinds
-        )
-        missing = write(rows=rows, columns=columns)
-        if missing and policy.missing_logprobs == "null_row":
-            _drop_partial(starts, loss_mask, logprobs, valid)
-        # where the engine gave every logprob, what is valid is what is trained
-        given = valid if missing else loss_mask
-        return cls(offsets, input_ids, logprobs, loss_mask, given, spans, kinds)
-
-    def batch(
-        self,
-        calls: Calls,
-        links: Records,
-        rows: Records,
-        columns: Mapping[str, Column | pa.Array],
-        schema: pa.Schema,
-    ) -> pa.RecordBatch:
-        """The rows as one batch; ``columns`` are those that have no lists."""
-        starts, span_starts, _ = self.offsets
-        n_rows, n_spans = len(starts) - 1, len(self.kinds)
-
-        def per_token(valid: Array | None, values: Array) -> Column:
-            nulls = 0 if valid is None else -1
-            child = Column(len(self.input_ids), (valid, values), nulls)
-            return Column(n_rows, (None, starts), children=(child,))
-
-        kinds = Column(
-            n_spans, (None, self.kinds), dictionary=dictionary_for(SPAN_KINDS)
-        )
-        parts = *(Column(n_spans, (None, part)) for part in self.spans), kinds
-        span = Column(n_spans, (None,), children=parts)
-        ids = per_token(None, self.input_ids)
-        masks = per_token(None, self.loss_mask)
-        logprobs = per_token(self.given, self.logprobs)
-        every = {
-            **columns,
-            "turns": turn_lists(calls, links, rows, self.offsets[2]),
-            "weight_versions": row_versions(calls, rows, span_starts, self.spans),
-            **dict.fromkeys(("input_ids", "suffix_ids"), ids),
-            **dict.fromkeys(("loss_mask", "suffix_mask"), masks),
-            **dict.fromkeys(("logprobs", "suffix_logprobs"), logprobs),
-            "spans": Column(n_rows, (None, span_starts), children=(span,)),
-        }
-        return record_batch(schema, n_rows, [every[name] for name in schema.names])
-
-
-def row_offsets(rows: Records) -> Longs:
-    """Offsets of the rows' tokens, spans and turns, shape (3, n_rows + 1)."""
-    offsets = np.empty((3, len(rows) + 1), np.int64)
-    _core.measure_rows(rows, offsets)
-    return offsets
+    turns = np.empty(int(turn_starts[-1]), np.int32)
+    _core.list_turns(rows, links, calls.turn_index, turn_starts, turns)
+    names = Column(n_spans, (None, kinds), dictionary=dictionary_for(SPAN_KINDS))
+    parts = *(Column(n_spans, (None, part)) for part in spans), names
+    span = Column(n_spans, (None,), children=parts)
+    # where the engine gave every logprob, what is valid is what is trained
+    given = valid if missing else loss_mask
+    per_token = {
+        "ids": lists(starts, None, input_ids),
+        "mask": lists(starts, None, loss_mask),
+        "logprobs": lists(starts, given, logprobs, nulls=-1),
+    }
+    columns |= {
+        "turns": lists(turn_starts, None, turns),
+        "weight_versions": row_versions(calls, rows, span_starts, spans),
+        "spans": Column(n_rows, (None, span_starts), children=(span,)),
+        "input_ids": per_token["ids"],
+        "loss_mask": per_token["mask"],
+        "logprobs": per_token["logprobs"],
+        **{f"suffix_{name}": column for name, column in per_token.items()},
+    }
+    return record_batch(schema, n_rows, [columns[name] for name in schema.names])
 
 
 def _drop_partial(

@@ -89,8 +89,7 @@ def link(
 
 def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
     """The link of every call under a policy, dtype LINK, ``lcp`` unset."""
-    n_calls = len(calls.calls)
-    links = np.zeros(n_calls, LINK)
+    links = np.zeros(len(calls.calls), LINK)
     if policy.parent_by == "messages":
         keyed = with_equality(calls, policy.message_equality)
         _core.route_messages(
@@ -113,7 +112,7 @@ def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
             links,
         )
     elif policy.parent_by == "tokens":
-        _core.route_tokens(forest.paths, links)
+        _core.route_chains(forest.paths, None, links)
     elif policy.parent_by == "generations":
         keyed = with_equality(calls, policy.message_equality)
         _core.route_generations(
@@ -122,11 +121,8 @@ def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
     elif policy.parent_by == "prefix":
         _core.route_prefix(forest.paths, by_prompt(calls), links)
     elif policy.parent_by == "prompts":
-        paths = forest.paths
-        inside = np.empty(n_calls, np.int32)
-        _core.find_prompt_ends(paths, inside)
-        by_place = np.lexsort((calls.calls["prompt_len"], inside))
-        _core.route_prompts(paths, inside, by_place.astype(np.int32), links)
+        ranked = np.lexsort((calls.calls["prompt_len"], calls.session_of()))
+        _core.route_chains(forest.paths, ranked.astype(np.int32), links)
     else:
         _link_in_order(calls, policy, links)
     if policy.chain_order == "recorded":
@@ -202,13 +198,11 @@ def _turns(calls: Calls, index: Ints) -> pa.Array:
 
 
 def read_links(calls: Calls, table: pa.Table) -> Records:
-    """The records of a ``links`` table that belongs to the calls.
+    """The records of a ``links`` table, which must have one row per turn in the same
+    order.
 
-    Raises
-    ------
-    InvalidTurnsError
-        It breaks a rule of `trajkit.validate`, is not one row per turn in the same
-        order, or its ranks are not from 0 on.
+    Raises InvalidTurnsError for other rows, for ranks that are not from 0 on, and for
+    rules of `trajkit.validate`.
     """
     table = canonical(table, LINKS)
     rule = "turns, or in another order: expected one row per turn"
@@ -249,12 +243,9 @@ def _check_keys(given: pa.Table, turns: pa.Table, what: str, rule: str) -> None:
 def read_lcp(calls: Calls, links: Records, table: TableLike) -> None:
     """Replace the measured ``lcp`` of links by those of a ``drift`` table.
 
-    Raises
-    ------
-    InvalidTurnsError
-        It is not one row per linked turn in the order of turns, names another parent,
-        or an lcp beyond what the two turns share: a row would train tokens that were
-        never sampled.
+    Raises InvalidTurnsError unless it has one row per linked turn, in order, with the
+    same parent and no larger lcp: else a row would train tokens that were never
+    sampled.
     """
     table = canonical(table, DRIFT)
     rows = np.flatnonzero(links["parent"] >= 0)

@@ -1,6 +1,6 @@
 """Payloads: per-token columns of turns that are carried into rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Self
@@ -46,13 +46,7 @@ class PathRanges:
 
 
 def payload_names(payloads: object) -> tuple[str, ...]:
-    """Check the payload names that the caller gave.
-
-    Raises
-    ------
-    SchemaError
-        They are not a sequence of distinct names, or a name is a column of rows.
-    """
+    """The payload names that the caller gave: distinct, and no columns of rows."""
     if isinstance(payloads, str) or not isinstance(payloads, Sequence):
         raise SchemaError(f"payloads={payloads!r}: expected a sequence of column names")
     for name in payloads:
@@ -66,13 +60,7 @@ def payload_names(payloads: object) -> tuple[str, ...]:
 
 
 def rows_schema(turns: pa.Schema, names: tuple[str, ...]) -> pa.Schema:
-    """`trajkit.schema.ROWS` followed by one list column per payload.
-
-    Raises
-    ------
-    SchemaError
-        A payload is not a list, or it is missing and a column has a similar name.
-    """
+    """`trajkit.schema.ROWS` followed by one list column per payload."""
     schema = ROWS
     for name in names:
         schema = schema.append(pa.field(name, pa.large_list(_element(turns, name))))
@@ -138,37 +126,13 @@ def with_payloads(
     forest: Forest,
     planned: Records,
     names: tuple[str, ...],
-    shown: PathRanges | None = None,
+    ranges: Callable[[Records], PathRanges],
 ) -> pa.RecordBatch:
-    """Add payload columns to rows.
-
-    Parameters
-    ----------
-    batch : RecordBatch
-        `trajkit.schema.ROWS`.
-    calls : Calls
-        The calls of the rows.
-    forest : Forest
-        The forest of the calls.
-    planned : ndarray of dtype ROW
-        The plan of the rows.
-    names : tuple of str
-        The result of `payload_names`.
-    shown : PathRanges, optional
-        Ranges of prompts that the rows contain, later ones taking precedence. Default:
-        a row is its last call's path.
-
-    Raises
-    ------
-    SchemaError, InvalidTurnsError
-        As `rows_schema`; the length of a list fits no range of its turn.
-    """
+    """Add payload columns to rows; later ``ranges`` of recorded paths take precedence."""
     if not names:
         return batch
     schema = rows_schema(calls.table.schema, names)
-    if shown is None:
-        shown = PathRanges.of_paths(planned)
-    sampled = _sampled(batch, calls, planned)
+    sampled, shown = _sampled(batch, calls, planned), ranges(planned)
     columns = [
         _Lists.read(calls, name).of_rows(forest, planned, (sampled, shown))
         for name in names
@@ -208,13 +172,7 @@ class _Lists:
 
     @classmethod
     def read(cls, calls: Calls, name: str) -> Self:
-        """Read a payload column of the calls.
-
-        Raises
-        ------
-        SchemaError, InvalidTurnsError
-            As `with_payloads`.
-        """
+        """Read a payload column of the calls."""
         element = _element(calls.table.schema, name)
         n_calls = len(calls.calls)
         starts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]

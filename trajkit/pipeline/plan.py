@@ -23,38 +23,30 @@ NO_LIMIT = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """Rows before their columns are written, and what became of every session."""
+class Plan:
+    """Rows as runs of calls, and what became of every session and every output."""
 
     # dtype ROW, shape (n_rows,)
     rows: Records
     # shape (n_sessions, len(COUNTS))
     counts: Longs
+    # shape (n_calls,): the chain, or row, that trains each call's output, by its last
+    # call; -1: none
+    owners: Ints
 
     def counted(self, name: str) -> Longs:
         """One count of the report, by session."""
         return self.counts[:, COUNTS.index(name)]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan(Planned):
-    """Rows as runs of calls, and what became of every output."""
-
-    # shape (n_calls,): the chain, or row, that trains each call's output, by its last
-    # call; -1: none
-    owners: Ints
-
-
 @lru_cache(64)
 def choices_of(policy: Policy, max_tokens: int) -> Records:
     """A policy as the kernels read it, dtype CHOICES, shape (1,); read-only."""
-    end_of_turn = policy.end_of_turn_token_id
     choices = np.zeros(1, CHOICES)
     for name, value in {
         "fork_threshold": policy.fork_threshold,
         "max_tokens": max_tokens,
         "max_rows": NO_LIMIT if policy.max_rows is None else policy.max_rows,
-        "end_of_turn": -1 if end_of_turn is None else end_of_turn,
         "on_drift": NAMED_CHOICES["on_drift"].index(policy.on_drift),
         "train_in": NAMED_CHOICES["train_in"].index(policy.train_in),
         "keep_prefix": policy.keep_prefix,
@@ -90,7 +82,16 @@ def plan_rows(
     return Plan(rows[:n_rows], counts, owners)
 
 
-def report_batch(facts: pa.RecordBatch, plan: Planned) -> pa.RecordBatch:
+def row_offsets(rows: Records) -> Longs:
+    """Offsets of the rows' tokens, spans and turns, shape (3, n_rows + 1)."""
+    offsets = np.zeros((3, len(rows) + 1), np.int64)
+    sizes = rows["n_tokens"] - rows["stored"], rows["n_spans"], rows["n_calls"]
+    for line, size in zip(offsets, sizes, strict=True):
+        np.cumsum(size, out=line[1:])
+    return offsets
+
+
+def report_batch(facts: pa.RecordBatch, plan: Plan) -> pa.RecordBatch:
     """`trajkit.schema.REPORT` of the sessions that the facts are of."""
     counts = [
         pa.array(plan.counted(name)).cast(REPORT.field(name).type) for name in COUNTS

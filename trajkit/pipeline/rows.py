@@ -1,7 +1,7 @@
 """`linearize`: turn recorded calls into training rows under a policy."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict, Unpack, overload
 
@@ -25,10 +25,14 @@ from trajkit.pipeline.links import (
     read_lcp,
     read_links,
 )
-from trajkit.pipeline.payloads import payload_names, rows_schema, with_payloads
-from trajkit.pipeline.plan import Planned, plan_rows, report_batch
-from trajkit.pipeline.splice import plan_splices, splice_batch, splice_ranges
-from trajkit.pipeline.suffix_layout import suffix_batch
+from trajkit.pipeline.payloads import (
+    PathRanges,
+    payload_names,
+    rows_schema,
+    with_payloads,
+)
+from trajkit.pipeline.plan import plan_rows, report_batch
+from trajkit.pipeline.splice import splice
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import REPORT, ROWS_SUFFIX
@@ -343,30 +347,23 @@ class _Work:
         if links is None:
             links = find_links(calls, forest, self.policy)
             measure(calls, forest, links)
-        plan: Planned
-        shown = None
+        trees = forest
+        ranges: Callable[[Records], PathRanges] = PathRanges.of_paths
         if self.policy.on_drift == "splice":
-            plan = splice = plan_splices(calls, forest, links, self.policy, self.cap)
-            rows = splice_batch(
-                calls, forest, links, self.policy, self.cap, splice, facts
-            )
-            if self.suffix:  # shared prefixes of spliced rows follow from the rows
-                rows = suffix_batch(rows)
-            if self.payloads:
-                shown = splice_ranges(calls, links, splice)
-            written = iter([(plan.rows, rows)])
-        else:
-            plan = runs = plan_rows(calls, forest, links, self.policy, self.cap)
-            written = row_batches(
-                calls,
-                forest,
-                links,
-                self.policy,
-                self.cap,
-                runs,
-                facts,
-                suffix=self.suffix,
-            )
+            spliced = splice(calls, forest, links, self.policy)
+            trees, links, ranges = spliced.forest, spliced.links, spliced.ranges
+        plan = plan_rows(calls, trees, links, self.policy, self.cap)
+        written = row_batches(
+            calls,
+            trees,
+            links,
+            self.policy,
+            self.cap,
+            plan,
+            facts,
+            ranges,
+            suffix=self.suffix,
+        )
         report = None
         if self.report:
             plan.counted("lost_untrainable")[:] -= aborted
@@ -374,7 +371,7 @@ class _Work:
             plan.counted("turns_by_tokens")[:] = n_by_tokens(calls, self.policy)
             report = report_batch(facts, plan)
         batches = (
-            with_payloads(batch, calls, forest, planned, self.payloads, shown)
+            with_payloads(batch, calls, forest, planned, self.payloads, ranges)
             for planned, batch in written
         )
         huge = (

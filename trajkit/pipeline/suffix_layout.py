@@ -12,10 +12,11 @@ from trajkit._arrow.canonical import TableLike, canonical_rows, rows_schema
 from trajkit._arrow.reshape import Columns, check_no_clash, replace_columns
 from trajkit._arrow.take import list_values, row_lengths
 from trajkit._streams import limits
-from trajkit._streams.lockstep import Stream, map_sessions, one_batch
+from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.schema import ROWS, ROWS_SUFFIX
 from trajkit.turns.calls import Ints, Longs
 from trajkit.turns.flat_buffers import Ragged, ids_of, offsets_of, positions
+from trajkit.turns.prefix_forest import grow_paths
 from trajkit.turns.structs import CALL
 from trajkit.turns.table import runs_of
 from trajkit.turns.turn_rules import lengths, lookup, nulls, run_starts
@@ -83,11 +84,6 @@ def suffix_rows(rows: TableLike | Stream) -> pa.Table | Stream:
     return _convert(rows, ROWS_SUFFIX, _suffix_columns)
 
 
-def suffix_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """One batch of full rows in the suffix layout."""
-    return one_batch(suffix_rows(pa.Table.from_batches([batch])))
-
-
 def _convert(
     rows: TableLike | Stream,
     schema: pa.Schema,
@@ -127,31 +123,15 @@ def full_pieces(rows: pa.Table) -> Iterator[pa.Table]:
 
     Memory stays bounded however many and long the rows of a session are.
     """
-    suffixes = ids_of(rows.column("suffix_ids"))
-    start = rows.column("suffix_start").to_numpy().astype(np.int64)
-    parents = lookup(rows, "row_index", rows.column("parent_row"))[0]
-    sizes = start + suffixes.lengths
+    sizes, paths, _suffixes = _paths(rows)
     for lo, hi in runs_of(sizes, limits.BATCH_TOKENS):
         offsets = offsets_of(sizes[lo:hi])
         ids = np.frombuffer(pa.allocate_buffer(4 * int(offsets[-1])), np.int32)
-        for row in range(lo, hi):
-            _write_row(ids[offsets[row - lo] :], row, suffixes, start, parents)
+        for row, start, stop in zip(range(lo, hi), offsets, offsets[1:], strict=False):
+            _core.copy_path(paths, row, 0, ids[start:stop])
         part = rows.slice(lo, hi - lo)
         made = _per_token(part, offsets, ids)
         yield replace_columns(part, ROWS_SUFFIX, ROWS, [made])
-
-
-def _write_row(
-    target: Ints, row: int, suffixes: Ragged, start: Longs, parents: Longs
-) -> None:
-    """Write the tokens of a full row, each from its nearest ancestor that stores it."""
-    stop = int(start[row] + suffixes.lengths[row])
-    while stop:
-        begin, at = int(start[row]), int(suffixes.offsets[row])
-        if begin < stop:
-            target[begin:stop] = suffixes.values[at : at + stop - begin]
-            stop = begin
-        row = int(parents[row])
 
 
 def _parts(table: pa.Table) -> Iterator[pa.Table]:
@@ -164,20 +144,25 @@ def _parts(table: pa.Table) -> Iterator[pa.Table]:
 
 def _full_columns(table: pa.Table) -> Columns:
     """The columns that only `ROWS` has."""
-    suffixes = ids_of(table.column("suffix_ids"))
-    start = table.column("suffix_start").to_numpy().astype(np.int64)
-    paths = np.zeros(table.num_rows, CALL)
+    sizes, paths, _suffixes = _paths(table)
+    offsets = offsets_of(sizes)
+    ids = np.frombuffer(pa.allocate_buffer(4 * int(offsets[-1])), np.int32)
+    _core.copy_prompts(paths, np.zeros(len(sizes), np.int64), offsets, ids)
+    return _per_token(table, offsets, ids)
+
+
+def _paths(rows: pa.Table) -> tuple[Longs, _core.CallForest, Ragged]:
+    """Lengths of rows in the suffix layout, the rows as paths, and what these refer to."""
+    suffixes = ids_of(rows.column("suffix_ids"))
+    start = rows.column("suffix_start").to_numpy().astype(np.int64)
+    paths = np.zeros(rows.num_rows, CALL)
     paths["own"] = suffixes.values.ctypes.data + 4 * suffixes.offsets[:-1]
     paths["own_start"] = start
     paths["prompt_len"] = start + suffixes.lengths
-    parents = lookup(table, "row_index", table.column("parent_row"))[0]
+    parents = lookup(rows, "row_index", rows.column("parent_row"))[0]
     paths["base"] = np.where(start > 0, parents, -1)
-    offsets = offsets_of(paths["prompt_len"])
-    n_tokens = int(offsets[-1])
-    ids = np.frombuffer(pa.allocate_buffer(4 * n_tokens), np.int32)
-    sessions = np.append(run_starts(table), table.num_rows).astype(np.int64)
-    _core.expand_prompts(paths, sessions, offsets, ids)
-    return _per_token(table, offsets, ids)
+    sessions = np.append(run_starts(rows), rows.num_rows).astype(np.int64)
+    return start + suffixes.lengths, grow_paths(paths, sessions).paths, suffixes
 
 
 def _per_token(table: pa.Table, offsets: Longs, ids: Ints) -> Columns:

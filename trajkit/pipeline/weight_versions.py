@@ -49,16 +49,11 @@ class Versions:
 def row_versions(
     calls: Calls, rows: Records, offsets: Longs, spans: Ints
 ) -> pa.StructArray:
-    """The column ``weight_versions`` of rows.
+    """The column ``weight_versions`` of rows, from the offsets and the fields of their
+    spans.
 
-    Parameters
-    ----------
-    calls : Calls
-    rows : ndarray of dtype ROW
-    offsets : ndarray of int64, shape (n_rows + 1,)
-        Offsets of each row's spans.
-    spans : ndarray of int32, shape (5, n_spans)
-        The fields of `trajkit.schema.SPAN` without ``kind``.
+    ``spans`` has the fields of `trajkit.schema.SPAN` without ``kind``, shape (5,
+    n_spans).
     """
     n_rows, versions = len(rows), Versions.of(calls)
     if versions is None:

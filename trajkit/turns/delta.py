@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import overload
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
@@ -20,9 +21,9 @@ from trajkit._streams import limits
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
-from trajkit.turns.calls import Calls, Ints, Longs, Records, read_calls
+from trajkit.turns.calls import Calls, Ints, Longs, read_calls
 from trajkit.turns.flat_buffers import offsets_of, positions
-from trajkit.turns.prefix_forest import grow
+from trajkit.turns.prefix_forest import grow, grow_paths
 from trajkit.turns.records import as_turns
 from trajkit.turns.structs import CALL
 from trajkit.turns.turn_rules import lengths
@@ -178,7 +179,7 @@ def _delta_columns(calls: Calls) -> Columns:
     bases = np.where(shared > 0, forest.shared_with, -1).astype(np.int32)
     offsets = offsets_of(n_prompt - shared)
     ids = pooled(int(offsets[-1]), np.int32)
-    _core.copy_suffixes(calls.calls, shared, offsets, ids)
+    _core.copy_prompts(forest.paths, shared, offsets, ids)
 
     lists = _combined(calls.table.column("messages"))
     absent = lists.is_null().to_numpy(zero_copy_only=False)
@@ -213,21 +214,34 @@ def _shared_messages(
     with_body = np.flatnonzero(pc.struct_field(messages, "body").is_valid())
     with_body = np.append(with_body, len(messages))
     bare = with_body[np.searchsorted(with_body, begins)] - begins
-    limits = np.minimum(bare, n_messages)
-    shared = limits.copy()
+    # a base's list is followed by its reply
+    most = np.where(bases < 0, 0, (n_messages + _replied(calls))[bases])
+    shared = np.minimum(np.minimum(bare, n_messages), most)
+    call = np.repeat(np.arange(len(shared)), shared)
+    k, base = positions(np.zeros_like(shared), shared), bases[call]
+    own = begins[call] + k
+    theirs = np.where(k < n_messages[base], begins[base] + k, len(messages) + base)
     for name in ("key", "role"):
         both = [pc.struct_field(array, name) for array in (messages, replies)]
         codes = pa.concat_arrays(both).dictionary_encode("encode").indices.to_numpy()
-        paths = _paths(calls, n_messages, codes)
-        _core.share_heads(paths, bases, limits, shared)
+        differs = codes[own] != codes[theirs]
+        np.minimum.at(shared, call[differs], k[differs])
     return shared
+
+
+def _replied(calls: Calls) -> npt.NDArray[np.bool_]:
+    """Calls with a list of messages and a reply, shape (n_calls,)."""
+    known, reply = calls.requests["n_keys"] >= 0, calls.requests["reply_key"] != 0
+    replied: npt.NDArray[np.bool_] = np.logical_and(known, reply)
+    return replied
 
 
 def _full_columns(calls: Calls) -> Columns:
     """The columns of `TURNS` that `TURNS_DELTA` lacks."""
     offsets = offsets_of(calls.calls["prompt_len"])
     ids = pooled(int(offsets[-1]), np.int32)
-    _core.expand_prompts(calls.calls, calls.session_offsets, offsets, ids)
+    starts = np.zeros(len(calls.calls), np.int64)
+    _core.copy_prompts(grow(calls).paths, starts, offsets, ids)
     return {
         "prompt_ids": pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids)),
         "messages": _all_messages(calls),
@@ -249,13 +263,19 @@ def _all_messages(calls: Calls) -> pa.LargeListArray:
     shared = calls.requests["shared"].astype(np.int64)
     # messages are numbered: first those that the turns store, then the replies
     numbers = np.arange(len(messages) + len(replies), dtype=np.int32)
-    paths = _paths(calls, n_own, numbers)
+    # A call without a list of messages has an empty path, without its reply.
+    paths = np.zeros(len(n_own), CALL)
+    at = numbers.ctypes.data
+    paths["own"] = at + 4 * (np.cumsum(n_own) - n_own)
+    paths["out"] = at + 4 * (len(messages) + np.arange(len(replies)))
+    paths["out_len"] = _replied(calls)
     paths["base"] = calls.calls["base"]
     paths["own_start"] = shared
-    paths["prompt_len"] += shared
+    paths["prompt_len"] = n_own + shared
     offsets = offsets_of(paths["prompt_len"])
     places = np.empty(int(offsets[-1]), np.int32)
-    _core.expand_prompts(paths, calls.session_offsets, offsets, places)
+    grown = grow_paths(paths, calls.session_offsets).paths
+    _core.copy_prompts(grown, np.zeros(len(paths), np.int64), offsets, places)
     given = np.zeros(len(places), np.bool_)
     given[positions(offsets[:-1] + shared, n_own)] = True
     take = pa.array(places)
@@ -273,25 +293,6 @@ def _all_messages(calls: Calls) -> pa.LargeListArray:
         type=lists.type,
         mask=pa.array(absent) if absent.any() else None,
     )
-
-
-def _paths(calls: Calls, n_own: Longs, numbers: Ints) -> Records:
-    """The messages and reply of each call as a path of numbers.
-
-    A call without a list of messages has an empty path, without its reply. ``numbers``
-    has one number for each message that a call stores, then one for each call's reply.
-    It must outlive the records.
-    """
-    n_calls = len(n_own)
-    paths = np.zeros(n_calls, CALL)
-    at = numbers.ctypes.data
-    paths["own"] = at + 4 * (np.cumsum(n_own) - n_own)
-    paths["prompt_len"] = n_own
-    paths["out"] = at + 4 * (int(n_own.sum()) + np.arange(n_calls))
-    replied = (calls.requests["n_keys"] >= 0) & (calls.requests["reply_key"] != 0)
-    paths["out_len"] = replied
-    paths["base"] = -1
-    return paths
 
 
 def _combined(column: pa.ChunkedArray) -> pa.Array:

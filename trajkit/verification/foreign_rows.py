@@ -39,15 +39,8 @@ _ID_BYTES = 4
 def foreign_rows(table: pa.Table, first: int = 0) -> pa.Table:
     """Rows of another system, cast to `FOREIGN`.
 
-    Integer masks are converted: a value other than 0 is trained. Rows without a
-    row_index are numbered from ``first``.
-
-    Raises
-    ------
-    SchemaError
-        A column is missing or cannot be cast; row_index is null in some rows only.
-    InvalidTurnsError
-        A list is null, or an id is out of range.
+    In integer masks, a value other than 0 is trained. Rows without a row_index are
+    numbered from ``first``.
     """
     place = table.schema.get_field_index("loss_mask")
     if place >= 0:

@@ -196,14 +196,11 @@ def shared_prefixes(case: Case) -> None:
 
 
 def longest_shared(ids: Ragged, rows: Rows) -> tuple[Longs, Longs]:
-    """For each of ``rows``, the earlier row with the longest shared prefix.
+    """For each of ``rows``, the earlier row with the longest shared prefix, and its
+    length.
 
-    Returns
-    -------
-    first : ndarray of int64, shape (n_rows,)
-        Index into ``rows``, the first on ties; 0 if nothing is shared.
-    shared : ndarray of int64, shape (n_rows,)
-        Tokens.
+    The first on ties, as an index into ``rows``; 0 if nothing is shared. Shape
+    (n_rows,).
     """
     n = len(rows)
     runs: list[Ints] = [ids[row] for row in rows]

@@ -181,13 +181,7 @@ def _streamed(rows: Source, turns: Source, judge: "Judge") -> Iterator[pa.Table]
 
 
 def any_rows(table: pa.Table, first: int = 0) -> pa.Table:
-    """Rows of any system, cast to the types that the checks expect.
-
-    Raises
-    ------
-    SchemaError, InvalidTurnsError
-        As `verify`.
-    """
+    """Rows of any system, cast to the types that the checks expect."""
     if "spans" in table.column_names:
         return canonical_rows(table)
     return foreign_rows(table, first)
@@ -196,13 +190,7 @@ def any_rows(table: pa.Table, first: int = 0) -> pa.Table:
 def numbered(
     batches: Iterable[pa.RecordBatch],
 ) -> Generator[pa.RecordBatch, None, None]:
-    """Cast batches of rows with `any_rows`, and number rows without a row_index.
-
-    Raises
-    ------
-    SchemaError
-        A row has no session_id, or row_index is null in some rows only.
-    """
+    """Cast batches of rows with `any_rows`, and number rows without a row_index."""
     first, counted = 0, None
     for batch in batches:
         if not isinstance(batch, pa.RecordBatch):
@@ -226,15 +214,7 @@ def numbered(
 def session_faults(
     rows: Iterable[pa.RecordBatch], known: Container[str | None]
 ) -> Iterator[Violation]:
-    """Report rows whose session is not ``known``, and sessions that are not contiguous.
-
-    Parameters
-    ----------
-    rows : iterable of RecordBatch
-        With session_id and row_index.
-    known : container of str
-        The sessions that have turns.
-    """
+    """Report rows whose session is not ``known``, and sessions that are not contiguous."""
     current: str | None = None
     began: set[str | None] = set()
     for batch in rows:
