@@ -15,7 +15,7 @@ are kept.
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from threading import Lock
 from typing import Literal, TypeAlias
@@ -50,9 +50,7 @@ from trajkit_shim.prompting.template_probe import (
 from trajkit_shim.prompting.token_cache import (
     Branch,
     CachedPath,
-    IdBuffer,
     TokenCache,
-    extended,
 )
 from trajkit_shim.prompting.tokenize_cache import NO_LIMIT
 
@@ -76,7 +74,7 @@ class Prompt:
     ids: Ids
     reason: Reason | None  # why it does not extend the last reply; None: it does
     hasher: blake2b  # BLAKE2b of the ids as little-endian int32
-    buffer: IdBuffer | None = None  # that the ids are in
+    branch: Branch = field(default_factory=Branch)  # that the ids are in, if any
     base: CachedPath | None = None  # that turn
     n_known: int = 0  # how many of the messages have those tokens
     # of each appended id, the index of its message after the known ones; -1: no message.
@@ -214,10 +212,10 @@ class Prompts:
                     tail_ids = self._ids(tail, new, max_tokens)
                 more = view.text[view.before.length :]
                 full = view.before is base.rendered
-                ids, buffer = extended(base.ids(), tail_ids, base.branch.buffer)
+                ids, branch = base.branch.extend(base.ids, tail_ids)
                 return Prompt(
                     ids=ids,
-                    buffer=buffer,
+                    branch=branch,
                     reason=reason,
                     hasher=_hashed(tail_ids, base.hasher),
                     base=base,
@@ -322,13 +320,13 @@ class Prompts:
             return None
         closed = bool(len(output_ids)) and int(output_ids[-1]) in self.renderer.end_ids
         # one that is not closed is recognized later, but not extended
-        ids, buffer = _NO_IDS, None
+        ids, branch = _NO_IDS, Branch()
         if closed:
-            ids, buffer = extended([prompt.ids], output_ids, prompt.buffer)
+            ids, branch = prompt.branch.extend(prompt.ids, output_ids)
         return CachedPath(
             position=position,
             base=prompt.base,
-            branch=Branch(ids, buffer),
+            branch=branch,
             n_ids=len(ids),
             closed=closed,
             rendered=prompt.rendered,
