@@ -175,10 +175,12 @@ async def test_an_image_is_placed_sent_stored_and_logged(opened, model, path, da
     answer = await gateway.post(path, PROTOCOLS[path](data))
     assert answer.status_code == 200, answer.text
     renderer, name = gateway.renderer, sha256(data).hexdigest()
-    before = renderer.ids_of("<|im_start|>user\nWhat is it?<|vision_start|>").tolist()
-    after = renderer.ids_of(
+    before = renderer.encode(
+        "<|im_start|>user\nWhat is it?<|vision_start|>"
+    ).ids.tolist()
+    after = renderer.encode(
         "<|vision_end|><|im_end|>\n<|im_start|>assistant\n"
-    ).tolist()
+    ).ids.tolist()
     n, token = n_tokens_of(model, data), load_image_model(model).token_id
     consumed = [*before, *[token] * n, *after]
     assert gateway.engine.prompts == [consumed]

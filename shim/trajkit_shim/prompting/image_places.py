@@ -67,8 +67,7 @@ class ImagePlaces:
         starts = (np.cumsum(counts) - counts)[at].tolist()
         for name, start, n in zip(names, starts, counts[at].tolist(), strict=True):
             ids[start : start + n] = content_ids(KIND, name, n)
-        spans = (np.repeat(side, counts) for side in (encoded.starts, encoded.stops))
-        return Encoded(ids, *spans)
+        return Encoded(ids, np.repeat(encoded.offsets, counts, axis=0))
 
     def items(self, ids: Ids, messages: Sequence[Json]) -> "list[PlacedImage]":
         """Return where the images of messages are in a prompt's recorded ids.

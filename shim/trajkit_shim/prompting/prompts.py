@@ -28,7 +28,6 @@ from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import (
     Encoded,
     Ids,
-    Spans,
     find_verbatim,
     locate_contents,
     message_index,
@@ -80,6 +79,7 @@ class Prompt:
     # of each appended id, the index of its message after the known ones; -1: no message.
     # None: unknown
     message_index: Ids | None = None
+    text: str = ""  # of a prompt that was rendered
     rendered: RenderedPrefix | None = None  # None: no later prompt may extend this one
     tools: bytes = b""  # digest of the offered tools
     reasons: bool = False  # a message has reasoning
@@ -181,15 +181,13 @@ class Prompts:
         `TooManyTokensError` if there are surely more than ``max_tokens``.
         """
         messages = restored.messages
-        appends = self.mode == "append"
-        probe = self.probe(tools=tools is not None) if appends else None
-        if probe is None or not probe.safe:
-            ids = self._ids(self.renderer.text(messages, tools), messages, max_tokens)
-            why: Reason = "chosen" if probe is None else "template"
-            return Prompt(ids=ids, reason=why, hasher=_hashed(ids))
-        offered = _tools_digest(tools)
-        last, base, reason = _find_base(restored, offered, replies, cache)
-        text = None
+        offered, text = _tools_digest(tools), None
+        probe = self.probe(tools=tools is not None)
+        safe = probe.safe and self.mode == "append"
+        base: CachedPath | None = None
+        reason: Reason | None = "template" if self.mode == "append" else "chosen"
+        if safe:
+            last, base, reason = _find_base(restored, offered, replies, cache)
         if base is not None:
             reply, *new = messages[last:]
             reasons = base.reasons or _reasons(messages[last:])
@@ -200,24 +198,25 @@ class Prompts:
                 if not isinstance(end, int):
                     text, failed = view.text, end
                     continue
-                tail, shown = view.text[end:], None
+                encoded = self._encode(view.text[end:], new, max_tokens)
+                shown = None
                 if attributed:
-                    encoded = self._encode(tail, new, max_tokens)
-                    tail_ids = encoded.ids
                     # a template that trims changes what it renders
-                    spans = self._find_new(view, end, verbatim=not probe.trims_new)
-                    if spans is not None:
-                        shown = message_index(encoded, spans)
-                else:
-                    tail_ids = self._ids(tail, new, max_tokens)
+                    verbatim = not probe.trims_new
+                    shown = self._attribute(
+                        *(view.text, view.messages, view.tools, encoded),
+                        first=view.reply + 1,
+                        end=end,
+                        verbatim=verbatim,
+                    )
                 more = view.text[view.before.length :]
                 full = view.before is base.rendered
-                ids, branch = base.branch.extend(base.ids, tail_ids)
+                ids, branch = base.branch.extend(base.ids, encoded.ids)
                 return Prompt(
                     ids=ids,
                     branch=branch,
                     reason=reason,
-                    hasher=_hashed(tail_ids, base.hasher),
+                    hasher=_hashed(encoded.ids, base.hasher),
                     base=base,
                     n_known=last + 1,
                     message_index=shown,
@@ -234,21 +233,16 @@ class Prompts:
             reason = reason or failed
         if text is None:
             text = self.renderer.text(messages, tools)
-        ids = self._ids(text, messages, max_tokens)
+        ids = self._encode(text, messages, max_tokens).ids
         return Prompt(
             ids=ids,
             reason=reason,
             hasher=_hashed(ids),
-            rendered=RenderedPrefix.of(text, probe.leaves),
+            text=text,
+            rendered=RenderedPrefix.of(text, probe.leaves) if safe else None,
             tools=offered,
             reasons=_reasons(messages),
         )
-
-    def _ids(self, text: str, messages: list[Json], max_tokens: int) -> Ids:
-        """The ids of a text, with the images of its messages."""
-        if not hashes_of(messages):
-            return self.renderer.ids_of(text, max_tokens)
-        return self._encode(text, messages, max_tokens).ids
 
     def _encode(self, text: str, messages: list[Json], max_tokens: int) -> Encoded:
         encoded = self.renderer.encode(text, max_tokens)
@@ -301,12 +295,8 @@ class Prompts:
         """
         if prompt.base is not None:
             return prompt.message_index
-        return self.renderer.attribute(
-            messages,
-            tools,
-            prompt.ids,
-            lambda text: self._encode(text, messages, NO_LIMIT),
-        )
+        encoded = self._encode(prompt.text, messages, NO_LIMIT)
+        return self._attribute(prompt.text, messages, tools, encoded)
 
     def cacheable_path(
         self, prompt: Prompt, output_ids: Ids, position: bytes
@@ -335,29 +325,33 @@ class Prompts:
             hasher=_hashed(output_ids, prompt.hasher),
         )
 
-    def _find_new(self, view: "_View", end: int, *, verbatim: bool) -> Spans | None:
-        """The contents of the new messages in a text after its ``end``.
+    def _attribute(
+        self,
+        text: str,
+        messages: list[Json],
+        tools: list[Json] | None,
+        encoded: Encoded,
+        *,
+        first: int = 0,
+        end: int = 0,
+        verbatim: bool = False,
+    ) -> Ids | None:
+        """The message from ``first`` on that each token of a text after ``end`` renders.
 
-        Contents that the template writes as they are (``verbatim``), and that occur
-        exactly once, are located without rendering again.
+        ``encoded``: that part of the text. Contents that the template writes as they are
+        (``verbatim``), and that occur exactly once, are located without rendering again.
         """
-        first, spans = view.reply + 1, None
-        # text that spells a special token contains a mark, so it does not match
-        if verbatim and not self.renderer.spells_special(view.messages[first:]):
-            spans = find_verbatim(view.messages, first, view.text[end:])
-        if spans is not None:
-            return [(i - first, start, stop) for i, start, stop in spans]
-        # the template may reject the marks
-        with suppress(TemplateError):
-            for rendered, marked in locate_contents(
-                view.messages, lambda each: self.renderer.text(each, view.tools), first
-            ):
-                if rendered == view.text:
-                    return [
-                        (i - first, start - end, stop - end)
-                        for i, start, stop in marked
-                    ]
-        return None
+        plain = self.renderer.without_mark
+        whole, tail = plain(text), plain(text[end:])
+        spans = find_verbatim(messages[first:], tail) if verbatim else None
+        if spans is None:
+            # the template may reject the marks
+            with suppress(TemplateError):
+                spans = locate_contents(
+                    *(messages, first, whole, len(whole) - len(tail)),
+                    lambda named: plain(self.renderer.text(named, tools)),
+                )
+        return None if spans is None else message_index(encoded, spans)
 
 
 @dataclass(frozen=True, slots=True)

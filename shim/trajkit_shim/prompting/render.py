@@ -12,18 +12,17 @@ Everything here is safe to use from several threads at once.
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator
 from itertools import takewhile
 from os.path import commonprefix
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from trajkit_shim.errors import GatewayError, TemplateError
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.attribution import Encoded, attribute
+from trajkit_shim.prompting.attribution import Encoded, Ids
 from trajkit_shim.prompting.tokenize_cache import (
     NO_LIMIT,
     TokenizeCache,
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-Ids: TypeAlias = npt.NDArray[np.int32]
-
-_NOWHERE = np.empty(0, np.int64)
 _PROBE_TEXT = "lead"
 _PROBE_ARGUMENTS = '{"probe":  1}'
 # possible starts of a piece: some tokenizers treat the start of a text differently
@@ -87,20 +83,27 @@ class ChatRenderer:
         plain.encode_special_tokens = True
         self._piece = TokenizeCache(plain, cache_bytes)
         self._special = {
-            token.content: token_id
+            token.content: Encoded(
+                np.array([token_id], np.int32),
+                np.array([[0, len(token.content)]], np.int32),
+            )
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.special
         }
         longest_first = sorted(self._special, key=len, reverse=True)
         # the empty alternation would match everywhere
-        self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        spelled = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._spelled = re.compile(f"({spelled})")
         # common prefix of all special tokens, quicker to search for than any of them
         self._lead = commonprefix(longest_first)  # noqa: RUF071
         # breaks up special tokens within text; unpredictable for clients
         self._mark = f"x{secrets.token_hex(12)}x"
-        # whether the pieces between special tokens have the same ids as the complete text
         self._longest = _longest_token(self._backend)
-        self.keeps_apart = self._split_agrees(plain)
+        # texts are tokenized piece by piece
+        self.keeps_apart = True
+        self.keeps_apart = self._split_agrees()
+        if not self.keeps_apart:
+            self._piece = TokenizeCache(self._backend, cache_bytes)
         self._probe_template()
         self._end_of_reasoning: int | None = self._backend.token_to_id("</think>")
         # Ids for single bytes. A run of them can only be decoded at its end, because one
@@ -115,39 +118,6 @@ class ChatRenderer:
         """The tokenizer's largest id plus one."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
-    def render(self, messages: list[Json], tools: list[Json] | None) -> Ids:
-        """Return the ids of the prompt for the next assistant message.
-
-        Messages are canonical (`trajkit_shim.chat.request`), tools in OpenAI's format.
-        Raises `TemplateError`: the template rejects the messages. `GatewayError`: a
-        text spells out a special token that this tokenizer cannot encode as text.
-        """
-        return self.ids_of(self.text(messages, tools))
-
-    def attribute(
-        self,
-        messages: list[Json],
-        tools: list[Json] | None,
-        prompt_ids: Ids,
-        encode: Callable[[str], Encoded] | None = None,
-    ) -> Ids | None:
-        """Return the message of each prompt token (`attribution.attribute`), if known.
-
-        ``messages`` and ``tools`` are those that ``prompt_ids`` were rendered from.
-        ``encode`` tokenizes their text. Default: `encode`.
-        """
-        try:
-            return attribute(
-                messages,
-                prompt_ids,
-                text_of=lambda marked: self.text(marked, tools),
-                encode=encode or self.encode,
-                special=list(self._special.values()),
-            )
-        except TemplateError:
-            # the template rejects the marks
-            return None
-
     def text(
         self,
         messages: list[Json],
@@ -157,7 +127,9 @@ class ChatRenderer:
     ) -> str:
         """Return the prompt's text, with a mark inside special tokens that are text.
 
-        Raises as `render`.
+        Messages are canonical (`trajkit_shim.chat.request`), tools in OpenAI's format.
+        Raises `TemplateError`: the template rejects the messages. `GatewayError`: a
+        text spells out a special token that this tokenizer cannot encode as text.
         """
         if not self._takes_late_system:
             messages = _one_system(messages)
@@ -180,7 +152,7 @@ class ChatRenderer:
     def end_of_message(self, text: str, start: int) -> tuple[int, int] | None:
         """Return start and stop of the first end-of-message token from ``start`` on."""
         for match in self._spelled.finditer(text, start):
-            if self._special[match.group()] in self.end_ids:
+            if self._special[match.group()].ids[0] in self.end_ids:
                 return match.span()
         return None
 
@@ -233,56 +205,22 @@ class ChatRenderer:
         if n_tokens > max_tokens:
             raise TooManyTokensError(n_tokens)
 
-    def ids_of(self, text: str, max_tokens: int = NO_LIMIT) -> Ids:
-        """Tokenize a `text`. Raises `TooManyTokensError`, like `encode`."""
-        self.check_length(self.without_mark(text), max_tokens)
-        if not self.keeps_apart:
-            return self._encode_whole(text, max_tokens)
-        runs = []
-        for start, stop, _, token_id in self._cut(text):
-            part = self.without_mark(text[start:stop])
-            runs.append(self._piece(part, max_tokens).ids)
-            if token_id is not None:
-                runs.append(np.array([token_id], np.int32))
-        return np.concatenate(runs)
-
     def encode(self, text: str, max_tokens: int = NO_LIMIT) -> Encoded:
-        """Tokenize a `text`, with the characters that each id covers."""
-        self.check_length(self.without_mark(text), max_tokens)
-        if not self.keeps_apart:
-            encoded = encode(self._backend, text, max_tokens)
-            ids, offsets = np.array(encoded.ids, np.int32), np.array(encoded.offsets)
-            return Encoded(ids, *offsets.astype(np.int64).reshape(-1, 2).T)
-        runs, starts, stops = [], [_NOWHERE], [_NOWHERE]
-        marked = self._mark in text
-        for start, stop, end, token_id in self._cut(text):
-            part = text[start:stop]
-            piece = self._piece(self.without_mark(part), max_tokens)
-            runs.append(piece.ids)
-            # the position of each mark in the piece without the marks before it
-            marks = [m.start() for m in re.finditer(self._mark, part)] if marked else []
-            before = np.array(marks, np.int64) - np.arange(len(marks)) * len(self._mark)
-            for part_of, side, last in ((starts, 0, 0), (stops, 1, 1)):
-                column = piece.offsets[:, side]
-                offset = start + column.astype(np.int64)
-                if marks:
-                    passed = np.searchsorted(before, column - last, side="right")
-                    offset += passed * len(self._mark)
-                part_of.append(offset)
-            if token_id is not None:
-                runs.append(np.array([token_id], np.int32))
-                starts.append(np.array([stop], np.int64))
-                stops.append(np.array([end], np.int64))
-        ids = np.concatenate(runs)
-        return Encoded(ids, np.concatenate(starts), np.concatenate(stops))
+        """Tokenize a `text`, with the characters of each id after `without_mark`.
 
-    def _cut(self, text: str) -> Iterator[tuple[int, int, int, int | None]]:
-        """Yield start and stop of each piece, and end and id of the token after it."""
-        offset = 0
-        for match in self._spelled.finditer(text):
-            yield offset, *match.span(), self._special[match.group()]
-            offset = match.end()
-        yield offset, len(text), len(text), None
+        Raises `TooManyTokensError`: there are surely more than ``max_tokens``.
+        """
+        self.check_length(self.without_mark(text), max_tokens)
+        ids, offsets, length = list[Ids](), list[npt.NDArray[np.int32]](), 0
+        parts = self._spelled.split(text) if self.keeps_apart else [text]
+        for i, part in enumerate(parts):
+            # special tokens are at odd indices
+            plain = part if i % 2 else self.without_mark(part)
+            piece = self._special[part] if i % 2 else self._piece(plain, max_tokens)
+            ids.append(piece.ids)
+            offsets.append(piece.offsets + length)
+            length += len(plain)
+        return Encoded(np.concatenate(ids), np.concatenate(offsets))
 
     def spells_special(self, value: object) -> bool:
         """Return whether a string or key in a JSON value spells out a special token."""
@@ -298,9 +236,6 @@ class ChatRenderer:
             elif isinstance(item, list):
                 left += item
         return False
-
-    def _encode_whole(self, text: str, max_tokens: int = NO_LIMIT) -> Ids:
-        return np.array(encode(self._backend, text, max_tokens).ids, np.int32)
 
     def _break(self, value: object) -> object:
         """``value`` with the mark inside each spelled-out special token."""
@@ -318,18 +253,13 @@ class ChatRenderer:
             return [self._break(item) for item in value]
         return value
 
-    def _split_agrees(self, plain: "Tokenizer") -> bool:
-        if any(len(token) < 2 for token in self._special):
-            return False
-        for begins in _PROBE_PIECES:
-            text = begins.join(["", *self._special, ""])
-            ids: list[int] = []
-            for start, stop, _, token_id in self._cut(text):
-                ids += plain.encode(text[start:stop], add_special_tokens=False).ids
-                ids += [] if token_id is None else [token_id]
-            if self._encode_whole(text).tolist() != ids:
-                return False
-        return True
+    def _split_agrees(self) -> bool:
+        """Whether the pieces between special tokens have the ids of the complete text."""
+        texts = (begins.join(["", *self._special, ""]) for begins in _PROBE_PIECES)
+        return all(len(token) > 1 for token in self._special) and all(
+            self.encode(text).ids.tolist() == encode(self._backend, text).ids.tolist()
+            for text in texts
+        )
 
     def _for_template(self, message: Json) -> Json:
         """The message in the form that this template renders closest to the sample."""

@@ -19,6 +19,7 @@ from tests.shim.fakes import (
     ScriptedEngine,
     byte_renderer,
     byte_tokenizer,
+    rendered,
     sampled,
 )
 from tests.strategies import good_calls, plain_texts, spoken_texts
@@ -316,7 +317,7 @@ def test_attribution_tells_of_a_built_prompt_what_it_tells_of_a_rendered_one(tur
     [
         pytest.param(AS_STRING, "all is well\n", 1, id="once"),
         pytest.param(AS_STRING, "user", 2, id="a word of the template"),
-        pytest.param(AS_STRING, "an <|im_end|> too", 2, id="a special token"),
+        pytest.param(AS_STRING, "an <|im_end|> too", 1, id="a special token"),
         pytest.param(AS_STRING, "<|im_end|>", 2, id="a special token alone"),
         pytest.param(AS_STRING, " \n", 1, id="white space"),
         pytest.param(TRIMS, "all is well\n", 3, id="trimmed"),
@@ -393,7 +394,7 @@ def start(conversation, text="Yes.", *, tools=None, opening=None):
 def reason(conversation, messages, tools=None):
     prompt = conversation.ask(messages, tools)
     if prompt.reason is not None:
-        whole = conversation.renderer.render(conversation.restored.messages, tools)
+        whole = rendered(conversation.renderer, conversation.restored.messages, tools)
         assert prompt.ids.tolist() == whole.tolist()
     return prompt.reason
 

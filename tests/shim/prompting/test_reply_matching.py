@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.shim.clients import in_process, read_log
-from tests.shim.fakes import AS_STRING, RENDERER, TOOL, ScriptedEngine, byte_renderer
+from tests.shim.fakes import (
+    AS_STRING,
+    RENDERER,
+    TOOL,
+    ScriptedEngine,
+    byte_renderer,
+    rendered,
+)
 from tests.strategies import client_habits, reply_texts
 from trajkit_shim.chat.reply import Usage
 from trajkit_shim.chat.request import ReadOptions
@@ -322,5 +329,5 @@ def test_a_template_that_wants_calls_gets_them():
     assert "sampled" in message
     result = {"role": "tool", "content": "", "tool_call_id": "x"}
     renderer = byte_renderer(strict)
-    text = renderer.decode(renderer.render([message, result], None), ended=False)
+    text = renderer.decode(rendered(renderer, [message, result], None), ended=False)
     assert '{"n":  1.50e1}' in text

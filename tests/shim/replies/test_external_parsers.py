@@ -237,7 +237,7 @@ async def test_a_conversation_goes_on_from_what_was_sampled(
     renderer = ChatRenderer(load_tokenizer())
     engine = PiecewiseEngine(context=5000)
     for text in (REPLY, "Done."):
-        ids = renderer.ids_of(text + "<|im_end|>")
+        ids = renderer.encode(text + "<|im_end|>").ids
         engine.script.append(reply_of(ids))
     options = {"reply_parser": parser}
     async with in_process(engine, renderer, tmp_path, **options) as gateway:
@@ -286,7 +286,7 @@ def limits_of(renderer):
 async def test_a_server_is_asked_for_what_it_has(info, asked):
     server = Server(**info)
     parser = server.parser()
-    prompt = RENDERER.ids_of("a")
+    prompt = RENDERER.encode("a").ids
     tools = [{"type": "function", "function": {"name": "f"}}]
     found = await parser.parse(f"hm</think>{CALL}", tools, prompt, opened=True)
     assert server.asked == asked
@@ -312,7 +312,7 @@ async def test_a_reply_that_the_server_does_not_take(status):
     server = Server(**BOTH)
     server.status = status
     parser = server.parser()
-    asked = parser.parse(REPLY, [], RENDERER.ids_of("a"), opened=False)
+    asked = parser.parse(REPLY, [], RENDERER.encode("a").ids, opened=False)
     if status == 400:
         found = await asked
         assert (found.parts, found.ill_formed) == ((REPLY,), True)
@@ -325,14 +325,14 @@ async def test_a_reply_that_the_server_does_not_take(status):
 async def test_a_reply_that_the_template_does_not_read():
     parser = schema_parser()
     text = '<tool_call>{"name": </tool_call>'
-    prompt = ChatRenderer(load_tokenizer()).ids_of("<|im_start|>assistant\n")
+    prompt = ChatRenderer(load_tokenizer()).encode("<|im_start|>assistant\n").ids
     found = await parser.parse(text, [], prompt, opened=False)
     assert (found.parts, found.ill_formed) == ((text,), True)
 
 
 async def test_a_call_is_text_where_no_tool_was_offered():
     parser = schema_parser()
-    prompt = ChatRenderer(load_tokenizer()).ids_of("<|im_start|>assistant\n")
+    prompt = ChatRenderer(load_tokenizer()).encode("<|im_start|>assistant\n").ids
     found = await parser.parse(REPLY, None, prompt, opened=False)
     assert (found.reasoning, found.parts) == ("hm", (f"Look.\n{CALL}",))
     assert not found.ill_formed
