@@ -526,8 +526,8 @@ class _Gateway:
                 raise closed_error(session.session_id)
             prepared = work.result()
             restored = prepared[0].restored
-            if restored.known:
-                session.retries.confirm(restored.known[-1][0])
+            if indices := restored.replies:
+                session.retries.confirm(restored.positions[indices[-1]])
             start = session.agent_starts.find(restored, context.caller)
             again = None if retried and retried.delivery.confirmed else retried
             shared = {

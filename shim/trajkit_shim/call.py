@@ -15,9 +15,8 @@ from typing import Any
 
 from trajkit_shim import timing
 from trajkit_shim.chat.images import hashes_of, texts_of
-from trajkit_shim.chat.logged_message import logged_message
 from trajkit_shim.chat.reply import Reply, Token, Usage
-from trajkit_shim.chat.request import ChatRequest
+from trajkit_shim.chat.request import ChatRequest, logged_message
 from trajkit_shim.chat.sampling_params import nth_seed
 from trajkit_shim.engines import checks
 from trajkit_shim.engines.base import (
@@ -364,7 +363,7 @@ class _Call:
             finish_reason=sample.finish_reason,
             messages=self.restored.logged,
             positions=self.restored.positions,
-            n_logged=self.restored.seen.messages,
+            n_logged=self.restored.n_seen,
             response=None if aborted else response,
             use_tool=bool(parsed.tool_calls),
             ill_formed=parsed.ill_formed,

@@ -18,10 +18,26 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from trajkit.turns.messages import message_record
 from trajkit_shim.chat.image_store import Image
 from trajkit_shim.chat.images import Images, Part, joined
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.json_input import Fields, Json, as_integer
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedMessage:
+    """A canonical message as the log has it: see `trajkit.schema.MESSAGE`."""
+
+    key: bytes
+    role: str
+    body: str
+
+
+def logged_message(message: Json) -> LoggedMessage:
+    """Return a canonical message with its key and body."""
+    key, body = message_record(message)
+    return LoggedMessage(key, str(message["role"]), body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

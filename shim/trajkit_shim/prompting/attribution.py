@@ -8,7 +8,7 @@ inspect what it renders) the prompt gets no attribution.
 
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -65,39 +65,6 @@ def message_index(encoded: Encoded, spans: Spans) -> Ids:
     for i, first, last in zip(messages, firsts, lasts, strict=True):
         index[first:last] = i
     return index
-
-
-def tool_names(messages: list[Json], first: int = 0) -> list[str | None]:
-    """Return the tool whose output each message from ``first`` on is.
-
-    None: not a tool's, or unknown. It is the message's ``name``, else the name in the
-    nearest earlier call with its ``tool_call_id``.
-    """
-    called: dict[object, str] = {}
-    read = first  # of the messages before the first, those from here on are in called
-    names: list[str | None] = []
-    for message in messages[first:]:
-        name = None
-        if message["role"] == "tool":
-            stated, call_id = message.get("name"), message.get("tool_call_id")
-            if isinstance(stated, str) and stated:
-                name = stated
-            else:
-                while call_id not in called and read > 0:
-                    read -= 1
-                    for earlier, tool in dict(_called(messages[read])).items():
-                        called.setdefault(earlier, tool)
-                name = called.get(call_id)
-        names.append(name)
-        called.update(_called(message))
-    return names
-
-
-def _called(message: Json) -> Iterator[tuple[object, str]]:
-    """Yield id and tool of each call in a message."""
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else []:
-        yield call["id"], str(call["function"]["name"])
 
 
 def _has_text(message: Json) -> bool:

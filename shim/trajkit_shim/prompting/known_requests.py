@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 from trajkit_shim.chat.request import ChatRequest, ReadOptions
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import DECODER, Json, check_value, parse_object
-from trajkit_shim.prompting.reply_matching import Lengths, RestoredRequest
+from trajkit_shim.prompting.reply_matching import RestoredRequest
 
 Read: TypeAlias = Callable[[Json, ReadOptions], ChatRequest]
 
@@ -38,7 +38,7 @@ class Mark(NamedTuple):
     """The end of the history of an answered request."""
 
     offset: int  # in the body
-    lengths: Lengths  # of what was restored of it
+    n_messages: int  # restored messages up to it
     unnamed_calls: int  # `ChatRequest.unnamed_calls`
     n_bytes: int  # memory of its messages, about
 
@@ -103,12 +103,13 @@ class ReadRequest:
         if self.end >= 0 and restored.messages[-1]["role"] != "assistant":
             n_bytes, n_known = 0, 0
             if marks:
-                n_bytes, n_known = marks[-1].n_bytes, marks[-1].lengths.messages
+                n_bytes, n_known = marks[-1].n_bytes, marks[-1].n_messages
             # a message is kept as text and as JSON
             for record in restored.logged[n_known:]:
                 n_bytes += 2 * len(record.body) + _OVERHEAD
             unnamed = self.chat.unnamed_calls
-            marks = [*marks, Mark(self.end, restored.lengths, unnamed, n_bytes)]
+            n_messages = len(restored.messages)
+            marks = [*marks, Mark(self.end, n_messages, unnamed, n_bytes)]
         if not marks:
             return None
         return KnownRequest(
@@ -207,7 +208,7 @@ def _continue(
     except GatewayError:
         # the error of the complete body names the right place
         return False
-    head = known.restored.head(mark.lengths)
+    head = known.restored.head(mark.n_messages)
     n_front = known.n_front
     if chat.n_front != n_front or chat.messages[:n_front] != head.messages[:n_front]:
         return False

@@ -373,26 +373,22 @@ def _find_base(
     If replies were moved, because messages before them changed, it is the last one before
     the change.
     """
-    messages, positions = restored.messages, restored.positions
-    reversed_replies = (
-        i for i in reversed(range(len(messages))) if messages[i]["role"] == "assistant"
-    )
-    last = next(reversed_replies, -1)
-    if last < 0:
+    positions, indices = restored.positions, restored.replies
+    if not indices:
         return -1, None, "opening"
     reason: Reason | None = None
+    last = indices.pop()
     path = cache.get(positions[last])
     if path is None:
-        _, taken_for = restored.known[-1]
-        if taken_for == "new":
+        if restored.known[last] == "new":
             return last, None, "unknown_reply"
         if replies.has_reply_at(positions[last - 1] if last else START):
             return last, None, "released"
         reason = "moved"
         while path is None:
-            last = next(reversed_replies, -1)
-            if last < 0:
+            if not indices:
                 return -1, None, reason
+            last = indices.pop()
             path = cache.get(positions[last])
     if not path.closed:
         return last, None, reason or "unclosed"

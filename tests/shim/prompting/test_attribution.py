@@ -20,7 +20,6 @@ from tests.shim.fakes import (
 )
 from tests.strategies import plain_texts, spoken_texts
 from trajkit_shim.engines.embedded import load_tokenizer
-from trajkit_shim.prompting.attribution import tool_names
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.reply_matching import ReplyIndex
@@ -142,7 +141,14 @@ def test_tool_names():
         said("tool", "x", tool_call_id="b"),
         said("user", "x", name="u"),
     ]
-    assert tool_names(messages) == [None, None, "edit", "mine", None, None]
+    assert ReplyIndex().restore(messages).tool_names == [
+        None,
+        None,
+        "edit",
+        "mine",
+        None,
+        None,
+    ]
 
 
 async def converse(gateway):

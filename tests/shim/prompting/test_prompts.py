@@ -24,8 +24,8 @@ from tests.shim.fakes import (
 )
 from tests.strategies import good_calls, plain_texts, spoken_texts
 from tests.tables import link_by
-from trajkit_shim.chat.logged_message import logged_message
 from trajkit_shim.chat.reply import Usage
+from trajkit_shim.chat.request import logged_message
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.known_requests import KnownRequest, Mark
@@ -33,7 +33,6 @@ from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.rendered_prefix import RenderedPrefix
 from trajkit_shim.prompting.reply_matching import (
-    Lengths,
     ReplyIndex,
     RestoredRequest,
     next_position,
@@ -784,7 +783,6 @@ def test_a_path_whose_base_was_released_has_all_its_tokens():
 
 def test_requests_are_released_before_tokens():
     def known(n_bytes):
-        lengths = Lengths(0, 0, 0)
         return KnownRequest(
             protocol="p",
             history="messages",
@@ -792,7 +790,7 @@ def test_requests_are_released_before_tokens():
             digests=[],
             fields={},
             n_front=0,
-            marks=[Mark(0, lengths, 0, 0)],
+            marks=[Mark(0, 0, 0, 0)],
             restored=RestoredRequest(),
         )
 

@@ -61,7 +61,7 @@ def calling(text, *arguments, ids="ab", **fields):
 
 def restored(book, *messages):
     got = book.restore([*messages, NEXT])
-    return got.messages[:-1], [as_what for _, as_what in got.known]
+    return got.messages[:-1], [known for known in got.known if known]
 
 
 @pytest.mark.parametrize(
