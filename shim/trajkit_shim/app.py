@@ -428,8 +428,8 @@ class _Gateway:
 
         @timing.step()
         def parse(most: int) -> ReadRequest | None:
-            options = self.read_options
-            return read_request(body, protocol.history, read, options, known, most)
+            names = protocol.name, protocol.history
+            return read_request(body, *names, read, self.read_options, known, most)
 
         # A long body would delay every other call; a short one takes less time than
         # a thread switch. Images are decoded.
@@ -449,7 +449,7 @@ class _Gateway:
             chat = found.chat = replace(chat, images=images)
         if verb == "count":
             prompts = self.settings.prompts
-            tokens = await count_tokens(chat, found.head, session, prompts)
+            tokens = await count_tokens(chat, found.restored, session, prompts)
             return _json(protocol.count(tokens))
         digest = request_digest(f"{protocol.name} {verb}", found.identity)
         events = protocol.events(chat) if chat.stream else None
@@ -503,7 +503,7 @@ class _Gateway:
             protocol=asked.protocol,
             caller=identify(asked.http.headers, asked.read.chat),
             request=asked.read.chat,
-            head=asked.read.head,
+            head=asked.read.restored,
             reservation=session.admit(asked.read.chat.n),
             # several replies are streamed once all are complete
             on_partial=partial.update
@@ -625,9 +625,9 @@ class _Gateway:
         session.replies.remember(call.restored.position, call.message)
         session.agent_starts.add(turn_index, turn.agent_id, call.message)
         if call.path is not None:
-            name, history = asked.protocol.name, asked.protocol.history
-            known = asked.read.known(name, history, call.restored)
-            session.paths.remember(call.path, self.cache_budget, known)
+            session.paths.remember(
+                call.path, self.cache_budget, asked.read.answered(call.restored)
+            )
 
         def amend(reason: str, trainable: bool | None) -> None:
             # a dropped turn stays dropped

@@ -15,7 +15,7 @@ from threading import Lock
 import numpy as np
 
 from trajkit_shim.prompting.attribution import Ids
-from trajkit_shim.prompting.known_requests import KnownRequest
+from trajkit_shim.prompting.known_requests import ReadRequest
 from trajkit_shim.prompting.rendered_prefix import RenderedPrefix
 
 # bytes of a path besides its tokens: the object, its position and two digests
@@ -35,7 +35,7 @@ class Branch:
         room = n_ids // 8 + min(n_ids // 2, 1024)
         self.ids: Ids = np.empty(n_ids + room, np.int32)
         self.paths: dict[bytes, CachedPath] = {}  # by position, the longest last
-        self.request: KnownRequest | None = None  # its latest
+        self.request: ReadRequest | None = None  # its latest
         self.n_counted = 0  # bytes that its `CacheBudget` has counted
         self._n_used = n_ids
         self._lock = Lock()
@@ -109,7 +109,7 @@ class TokenCache:
         """Return the path whose reply ends at a position."""
         return self._paths.get(position)
 
-    def requests(self) -> list[KnownRequest]:
+    def requests(self) -> list[ReadRequest]:
         """Return the latest request of each branch used lately, latest first."""
         latest = islice(reversed(self._branches), _COMPARED)
         return [each.request for each in latest if each.request is not None]
@@ -118,7 +118,7 @@ class TokenCache:
         self,
         path: CachedPath,
         budget: "CacheBudget",
-        request: KnownRequest | None = None,
+        request: ReadRequest | None = None,
     ) -> None:
         """Store the path of a reply; of equal replies the last one is kept.
 

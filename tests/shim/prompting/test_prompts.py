@@ -28,13 +28,12 @@ from trajkit_shim.chat.reply import Usage
 from trajkit_shim.chat.request import logged_message
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.errors import EngineError
-from trajkit_shim.prompting.known_requests import KnownRequest, Mark
+from trajkit_shim.prompting.known_requests import Mark, ReadRequest
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.rendered_prefix import RenderedPrefix
 from trajkit_shim.prompting.reply_matching import (
     ReplyIndex,
-    RestoredRequest,
     next_position,
 )
 from trajkit_shim.prompting.token_cache import (
@@ -783,15 +782,11 @@ def test_a_path_whose_base_was_released_has_all_its_tokens():
 
 def test_requests_are_released_before_tokens():
     def known(n_bytes):
-        return KnownRequest(
+        return ReadRequest(
             protocol="p",
             history="messages",
             body=bytes(n_bytes),
-            digests=[],
-            fields={},
-            n_front=0,
-            marks=[Mark(0, 0, 0, 0)],
-            restored=RestoredRequest(),
+            marks=[Mark(0, 0, 0, 0, blake2b())],
         )
 
     sessions = [TokenCache() for _ in range(3)]
