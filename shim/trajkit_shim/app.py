@@ -67,8 +67,8 @@ from trajkit_shim.protocols.base import Verb, WireProtocol
 from trajkit_shim.protocols.blocks import Events
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
 from trajkit_shim.protocols.sse import encode
-from trajkit_shim.replies.external_parsers import ReplyParser
-from trajkit_shim.replies.parsers import ToolForm, form_of
+from trajkit_shim.replies.parse import FormParser, ReplyParser
+from trajkit_shim.replies.parsers import form_of
 from trajkit_shim.responses import (
     STREAM_HEADERS,
     STREAM_TYPE,
@@ -106,7 +106,6 @@ def create_app(
     attributed: bool = True,
     train_side_calls: bool = False,
     train_retried: bool = True,
-    tool_form: ToolForm | None = None,
     reply_parser: ReplyParser | None = None,
     prompts: Mode = "append",
     check_prompts: bool = False,
@@ -155,10 +154,9 @@ def create_app(
     train_retried : bool
         Train a turn whose delivered reply an unmarked retry asks for again (`retries`),
         also if no later request contains the reply.
-    tool_form : ToolForm, optional
-        How the model writes tool calls. Default: detected from the chat template.
     reply_parser : ReplyParser, optional
-        Parses complete replies instead of the gateway's own parsers. Closed with the app.
+        Parses replies. Closed with the app. Default: the gateway's own parser, for the
+        form of tool calls that the chat template asks for.
     prompts : "append" or "render"
         Append new messages to the token ids of an earlier turn if template and request
         permit, or render every prompt from its messages (`prompting.prompts`).
@@ -208,8 +206,7 @@ def create_app(
         attributed=attributed,
         train_side_calls=train_side_calls,
         train_retried=train_retried,
-        tool_form=tool_form or form_of(renderer.chat_template),
-        reply_parser=reply_parser,
+        reply_parser=reply_parser or FormParser(form_of(renderer.chat_template)),
     )
     gateway = _Gateway(
         settings,
@@ -242,8 +239,7 @@ def create_app(
             gate.resume()
             await weights.close()
             await engine.close()
-            if reply_parser is not None:
-                await reply_parser.close()
+            await settings.reply_parser.close()
             log.close()
 
     return Starlette(

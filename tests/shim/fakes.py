@@ -19,9 +19,8 @@ from trajkit_shim.engines.base import (
 )
 from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.replies.parse import Parsed
+from trajkit_shim.replies.parse import parse
 from trajkit_shim.replies.parsers.json_calls import HERMES
-from trajkit_shim.replies.parsers.scan import Scan
 
 TEMPLATE = """\
 {%- if tools -%}
@@ -52,14 +51,9 @@ TOOL = {
 }
 
 
-def parse_reply(text, tools=(), form=HERMES):
-    """Calls and text of a reply without reasoning."""
-    scan = Scan(form, tools)
-    scan.feed(text)
-    scan.end()
-    return Parsed(
-        parts=tuple(scan.parts), sampled=scan.text, ill_formed=scan.ill_formed
-    )
+def parse_reply(text, tools=(), form=HERMES, *, opened=False):
+    """A reply by the gateway's own parser."""
+    return parse(text, form, tools, opened=opened)
 
 
 def engine_request(prompt_ids: Any, **changes: Any) -> EngineRequest:

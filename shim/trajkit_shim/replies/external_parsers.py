@@ -8,7 +8,6 @@ used. Replies are not streamed before they are complete.
 
 import asyncio
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
@@ -20,32 +19,18 @@ from trajkit_shim.engines.http import EngineServer
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Ids
-from trajkit_shim.replies.parse import THINK, Parsed, parse
-from trajkit_shim.replies.parsers import ToolCall, Tools
-from trajkit_shim.replies.parsers.form import CallForm
+from trajkit_shim.replies.parse import (
+    THINK,
+    CallForm,
+    Parsed,
+    ReplyParser,
+    ToolCall,
+    Tools,
+    parse,
+)
 
 if TYPE_CHECKING:
     from trajkit_shim.prompting.render import ChatRenderer
-
-
-class ReplyParser(ABC):
-    """Parses complete replies."""
-
-    form: CallForm | None = None  # how the model writes calls; None: unknown
-
-    @abstractmethod
-    async def parse(
-        self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
-    ) -> Parsed:
-        """Return a reply's reasoning, text and calls.
-
-        The text is as sampled, without the end-of-message token. ``opened``: the prompt
-        ends within the reasoning. A reply that the parser rejects stays text. Raises
-        `EngineError` if the parser cannot be reached.
-        """
-
-    async def close(self) -> None:  # noqa: B027, most have nothing to close
-        """Close its connections, if it has any."""
 
 
 class SGLangParser(ReplyParser):
@@ -214,7 +199,7 @@ class SchemaParser(ReplyParser):
             return _unread(text)
         if tools is None and calls:
             # no tool was offered, so what looks like a call is text
-            return parse(text, tools=None, opened=opened)
+            return parse(text, None, None, opened=opened)
         return _parsed(text, str(reasoning), rest, calls)
 
 

@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping
 from trajkit_shim.chat.request import ANY_OBJECT, ChatRequest, function_of
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Json
-from trajkit_shim.replies.parse import END_THINK, THINK
-from trajkit_shim.replies.parsers.form import CallForm
+from trajkit_shim.replies.parse import END_THINK, THINK, CallForm
 
 PINNED = frozenset("ebnf json_schema regex structural_tag structured_outputs".split())
 """Parameters of the engines that hold a grammar."""

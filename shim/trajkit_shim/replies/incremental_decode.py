@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.replies.parse import Parsed, Parser
-from trajkit_shim.replies.parsers.scan import overlap
+from trajkit_shim.replies.parse import Parsed, Parser, overlap
 
 # half a character decodes to this
 _BROKEN = "\ufffd"

@@ -24,6 +24,7 @@ from trajkit_shim.engines.sglang import SGLangEngine
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import load_renderer
 from trajkit_shim.replies.external_parsers import SGLangParser
+from trajkit_shim.replies.parse import FormParser
 from trajkit_shim.replies.parsers import FORMS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
@@ -195,7 +196,7 @@ def forced(logprobs):
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_required_call(tmp_path, unreasoned, engine, form):
-    options = {"tool_form": FORMS[form]}
+    options = {"reply_parser": FormParser(FORMS[form])}
     async with in_process(engine, unreasoned, tmp_path, **options) as gateway:
         client = await gateway.open()
         reply = await ask(

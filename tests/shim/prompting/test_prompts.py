@@ -19,6 +19,7 @@ from tests.shim.fakes import (
     ScriptedEngine,
     byte_renderer,
     byte_tokenizer,
+    parse_reply,
     rendered,
     sampled,
 )
@@ -42,7 +43,6 @@ from trajkit_shim.prompting.token_cache import (
     CachedPath,
     TokenCache,
 )
-from trajkit_shim.replies.parse import parse
 from trajkit_shim.replies.reply_builder import canonical_reply, make_reply
 
 EMBEDDED = ChatRenderer(load_tokenizer())
@@ -211,7 +211,7 @@ class Conversation:
         ended = bool(len(ids)) and ids[-1] in self.renderer.end_ids
         text = self.renderer.decode(ids, ended=ended)
         opened = self.renderer.opens_reasoning(self.prompt.ids)
-        parsed = parse(text, tools=self.tools, opened=opened)
+        parsed = parse_reply(text, self.tools, opened=opened)
         message = canonical_reply(make_reply(parsed, "stop", model="m", usage=USAGE))
         path = self.prompts.cacheable_path(
             self.prompt,

@@ -15,6 +15,7 @@ from tests.shim.fakes import (
     TOOL,
     ScriptedEngine,
     byte_renderer,
+    parse_reply,
     rendered,
 )
 from tests.strategies import client_habits, reply_texts
@@ -23,7 +24,6 @@ from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.prompting.reply_matching import ReplyIndex
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.sse import encode
-from trajkit_shim.replies.parse import parse
 from trajkit_shim.replies.reply_builder import Identity, canonical_reply, make_reply
 
 USER = {"role": "user", "content": "hi"}
@@ -34,7 +34,7 @@ BY_NAME = {protocol.name: protocol for protocol in PROTOCOLS}
 
 
 def reply_to(text, prefix="call_"):
-    parsed = parse(text, tools=[], opened=False)
+    parsed = parse_reply(text, [])
     identity = Identity(prefix)
     return make_reply(parsed, "stop", model="m", usage=USAGE, identity=identity)
 

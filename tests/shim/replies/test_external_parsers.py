@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from tests.shim.clients import in_process
 from tests.shim.conformance import DRIVERS, NAMES
-from tests.shim.fakes import RENDERER, PiecewiseEngine, sampled
+from tests.shim.fakes import RENDERER, PiecewiseEngine, parse_reply, sampled
 from trajkit_shim.engines.base import EngineInfo
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.errors import EngineError
@@ -25,7 +25,6 @@ from trajkit_shim.replies.external_parsers import (
     SGLangParser,
     as_sampled,
 )
-from trajkit_shim.replies.parse import parse
 
 pytestmark = pytest.mark.anyio
 
@@ -67,7 +66,7 @@ class Server:
     async def reasoning(self, request: Request):
         body = await request.json()
         self.asked.append(body["reasoning_parser"])
-        found = parse(body["text"], tools=None, opened=False)
+        found = parse_reply(body["text"], None)
         rest = body["text"].rpartition("</think>")[2]
         told = {"reasoning_text": found.reasoning or "", "text": rest.strip()}
         return JSONResponse(told, self.status)
@@ -75,7 +74,7 @@ class Server:
     async def calls(self, request: Request):
         body = await request.json()
         self.asked.append(body["tool_call_parser"])
-        found = parse(body["text"], tools=body["tools"], opened=False)
+        found = parse_reply(body["text"], body["tools"])
         calls = [
             {
                 "tool_index": i,
@@ -132,7 +131,7 @@ class FunctionCallParser:
         self.tools, self.detector = tools, self.ToolCallParserEnum[name]()
 
     def parse_non_stream(self, text):
-        found = parse(text, tools=self.tools, opened=False)
+        found = parse_reply(text, self.tools)
         calls = [
             Model(name=one.name, parameters=json.dumps(json.loads(one.arguments)))
             for one in found.tool_calls
@@ -147,7 +146,7 @@ class ReasoningParser:
         assert name in self.DetectorMap
 
     def parse_non_stream(self, text):
-        found = parse(text, tools=None, opened=False)
+        found = parse_reply(text, None)
         return found.reasoning, text.rpartition("</think>")[2].strip()
 
 

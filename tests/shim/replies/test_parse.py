@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.shim.fakes import parse_reply
 from tests.strategies import good_calls, plain_texts
-from trajkit_shim.replies.parse import ToolCall, parse
+from trajkit_shim.replies.parse import ToolCall
 
 
 def taken(text: str) -> tuple[str, tuple[ToolCall, ...], bool]:
@@ -153,13 +153,13 @@ def test_every_call_is_found_and_all_other_text_is_kept(pairs, last):
 )
 def test_reasoning(text, opened, reasoning, rest):
     for tools in (None, []):
-        parsed = parse(text, tools=tools, opened=opened)
+        parsed = parse_reply(text, tools, opened=opened)
         assert (parsed.reasoning, parsed.sampled) == (reasoning, rest)
         assert parsed.content == rest
 
 
 @pytest.mark.parametrize("tools", [None, []])
 def test_calls_are_looked_for_where_tools_were_offered(tools):
-    parsed = parse(f"<think>{block()}</think>{block()}", tools=tools, opened=False)
+    parsed = parse_reply(f"<think>{block()}</think>{block()}", tools)
     assert len(parsed.tool_calls) == (tools is not None)
     assert parsed.reasoning == block()

@@ -10,7 +10,7 @@ from jinja2 import Environment
 from tests.shim.clients import in_process
 from tests.shim.fakes import ScriptedEngine, byte_renderer, parse_reply
 from tests.strategies import call_shards, typed_calls
-from trajkit_shim.replies.parse import Parser, ToolCall, parse
+from trajkit_shim.replies.parse import FormParser, Parser, ToolCall, parse
 from trajkit_shim.replies.parsers import FORMS, form_of
 
 # How the chat templates of each family write the calls of a message. `tojson` is that of
@@ -106,7 +106,8 @@ def test_what_is_found_does_not_depend_on_the_pieces(form, shards, opened, data)
 @given(forms, st.lists(call_shards, max_size=12))
 def test_no_text_is_lost(form, shards):
     """All that is not a call, or white space between two, is in the text."""
-    text = "".join(shards)
+    # it does not begin with reasoning
+    text = "".join(["a", *shards])
     parsed = parse_reply(text, (), FORMS[form])
     assert parsed.sampled == text
     at = 0
@@ -255,14 +256,14 @@ def test_the_time_for_a_call_that_does_not_read_is_linear(form, text, repeated):
     ],
 )
 def test_text_is_told_once_it_is_certain(form, text, settled):
-    parser = Parser(tools=[], opened=False, form=FORMS[form])
+    parser = Parser(FORMS[form], [], opened=False)
     for letter in text:
         parser.feed(letter)
     assert parser.so_far().content == settled
 
 
 def test_calls_are_told_once_they_are_whole():
-    parser = Parser(tools=[], opened=False)
+    parser = Parser(FORMS["hermes"], [], opened=False)
     call = '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>'
     parser.feed(f"{call}\n{call}\n<tool_call>")
     assert len(parser.so_far().tool_calls) == 2
@@ -284,7 +285,7 @@ def test_a_template_of_no_known_form_is_taken_for_hermes():
 async def test_the_gateway_reads_the_form_of_its_template(tmp_path):
     template = byte_renderer().chat_template + "{# <function= <parameter= #}"
     tool = function(a="integer")
-    for options in ({}, {"tool_form": FORMS["hermes"]}):
+    for options in ({}, {"reply_parser": FormParser(FORMS["hermes"])}):
         engine = ScriptedEngine(coder("1"))
         async with in_process(
             engine, byte_renderer(template), tmp_path / str(len(options)), **options

@@ -13,7 +13,7 @@ Without markers an object is a call if its first field is its name. Other object
 
 import json
 
-from trajkit_shim.replies.parsers.form import ToolCall, ToolForm, Tools, skip
+from trajkit_shim.replies.parse import ToolCall, ToolForm, Tools, skip
 
 
 def _refuse_constant(name: str) -> None:

@@ -20,7 +20,7 @@ import json
 import re
 from collections.abc import Callable
 
-from trajkit_shim.replies.parsers.form import ToolCall, ToolForm, Tools
+from trajkit_shim.replies.parse import ToolCall, ToolForm, Tools
 from trajkit_shim.replies.parsers.json_calls import decoder
 
 # some templates write values as Python does
