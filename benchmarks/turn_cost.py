@@ -149,7 +149,7 @@ class Session:
 
     def __init__(self, directory: Path, *, attributed: bool) -> None:
         self.renderer = ChatRenderer(load_tokenizer())
-        self.engine = Instant(self.renderer.n_tokens)
+        self.engine = Instant(len(self.renderer.tokenizer))
         self._app = create_app(
             self.engine,
             self.renderer,

@@ -15,7 +15,7 @@ import secrets
 from itertools import takewhile
 from os.path import commonprefix
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,25 +40,13 @@ _PROBE_ARGUMENTS = '{"probe":  1}'
 _PROBE_PIECES = ("", " a\n", "a", "\n", "\u00e9 ", "  a", ".a")
 # spelling of a token for one byte
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_TEMPLATE_FAILURES = (TypeError, ValueError, LookupError, RecursionError)
 
 
 class ChatRenderer:
-    """One tokenizer and its chat template.
+    """One fast tokenizer, whose ``eos_token`` ends a message, and its chat template.
 
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerFast
-        A fast tokenizer. Its ``eos_token`` ends an assistant message.
-    chat_template : str, optional
-        Used instead of the tokenizer's own template.
-    cache_bytes : int
-        Size of the cache of tokenized texts (`prompting.tokenize_cache`).
-
-    Raises
-    ------
-    ValueError
-        There is no template, or no token that ends a message.
+    ``chat_template`` replaces the tokenizer's own; ``cache_bytes`` limits the cache of
+    tokenized texts. Raises `ValueError`: there is no template, or no ``eos_token``.
     """
 
     def __init__(
@@ -113,11 +101,6 @@ class ChatRenderer:
             words = self._backend.get_vocab(with_added_tokens=False).items()
             self.byte_ids = frozenset(id for word, id in words if _BYTE.fullmatch(word))
 
-    @property
-    def n_tokens(self) -> int:
-        """The tokenizer's largest id plus one."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
-
     def text(
         self,
         messages: list[Json],
@@ -134,16 +117,7 @@ class ChatRenderer:
         if not self._takes_late_system:
             messages = _one_system(messages)
         shaped = [self._for_template(message) for message in messages]
-        context: dict[str, Any] = {"messages": shaped, "tools": tools}
-        if self.spells_special(context):
-            if not self.keeps_apart:
-                raise GatewayError(
-                    "a message or tool spells out a special token, which this model's "
-                    "tokenizer cannot encode as text",
-                    code="special_token_in_text",
-                )
-            context = cast("dict[str, Any]", self._break(context))
-        return self._apply(context["messages"], context["tools"], generation_prompt)
+        return self._apply(shaped, tools, generation_prompt)
 
     def without_mark(self, text: str) -> str:
         """Return a part of `text` with the marks removed."""
@@ -184,20 +158,42 @@ class ChatRenderer:
     ) -> str:
         from jinja2.exceptions import TemplateError as JinjaError
 
+        context: dict[str, Any] = {"messages": messages, "tools": tools}
+        # a template is a program that runs on untrusted values; these are its failures
         try:
+            values = json.dumps(context, ensure_ascii=False)
+            if self._lead in values and self._spelled.search(values):
+                context = json.loads(self._break(values))
             return str(
                 self.tokenizer.apply_chat_template(
-                    cast("list[dict[str, str]]", messages),
-                    tools=cast("list[Any] | None", tools),
+                    context["messages"],
+                    tools=context["tools"],
                     chat_template=self.chat_template,
                     add_generation_prompt=generation_prompt,
                     tokenize=False,
                 )
             )
-        # a template is a program that runs on untrusted values; these are its failures
-        except (JinjaError, *_TEMPLATE_FAILURES) as error:
+        except (
+            JinjaError,
+            TypeError,
+            ValueError,
+            LookupError,
+            RecursionError,
+        ) as error:
             message = f"the chat template rejects the messages: {error}"
             raise TemplateError(message, code="chat_template") from error
+
+    def _break(self, text: str) -> str:
+        """A text with the mark inside each spelled-out special token."""
+        if not self.keeps_apart:
+            raise GatewayError(
+                "a message or tool spells out a special token, which this model's "
+                "tokenizer cannot encode as text",
+                code="special_token_in_text",
+            )
+        while self._spelled.search(text):
+            text = self._spelled.sub(lambda m: m[0][0] + self._mark + m[0][1:], text)
+        return text
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Raise `TooManyTokensError` for a text that is too long whatever its tokens."""
@@ -221,37 +217,6 @@ class ChatRenderer:
             offsets.append(piece.offsets + length)
             length += len(plain)
         return Encoded(np.concatenate(ids), np.concatenate(offsets))
-
-    def spells_special(self, value: object) -> bool:
-        """Return whether a string or key in a JSON value spells out a special token."""
-        lead, left = self._lead, [value]
-        while left:
-            item = left.pop()
-            if isinstance(item, str):
-                if lead in item and self._spelled.search(item) is not None:
-                    return True
-            elif isinstance(item, dict):
-                left += item
-                left += item.values()
-            elif isinstance(item, list):
-                left += item
-        return False
-
-    def _break(self, value: object) -> object:
-        """``value`` with the mark inside each spelled-out special token."""
-        if isinstance(value, str):
-            while self._spelled.search(value):
-                value = self._spelled.sub(
-                    lambda m: m[0][0] + self._mark + m[0][1:], value
-                )
-            return value
-        if isinstance(value, dict):
-            return {
-                str(self._break(key)): self._break(item) for key, item in value.items()
-            }
-        if isinstance(value, list):
-            return [self._break(item) for item in value]
-        return value
 
     def _split_agrees(self) -> bool:
         """Whether the pieces between special tokens have the ids of the complete text."""

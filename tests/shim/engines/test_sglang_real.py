@@ -239,7 +239,7 @@ async def test_what_the_server_must_never_see(renderer, engine):
     info = await engine.info()
     assert info.model == "tiny"
     assert info.max_context_tokens == 65536
-    assert info.vocab_size >= renderer.n_tokens
+    assert info.vocab_size >= len(renderer.tokenizer)
     with pytest.raises(EngineError, match="outside the vocabulary"):
         await engine.generate(engine_request([info.vocab_size], request_id="out"))
     await engine.generate(engine_request([info.vocab_size - 1], request_id="in"))

@@ -174,10 +174,6 @@ def test_half_a_character_is_shown_as_one_that_is_missing():
     assert RENDERER.decode(ids[middle : middle + 1], ended=False) == "\ufffd"
 
 
-def test_n_tokens_counts_added_tokens():
-    assert RENDERER.n_tokens == 260
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -270,7 +270,7 @@ def reply_of(ids):
 
 def limits_of(renderer):
     return EngineInfo(
-        model="scripted", vocab_size=renderer.n_tokens, max_context_tokens=5000
+        model="scripted", vocab_size=len(renderer.tokenizer), max_context_tokens=5000
     )
 
 
