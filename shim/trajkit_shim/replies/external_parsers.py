@@ -74,8 +74,9 @@ class SGLangParser(ReplyParser):
                 separated = await self._separate(reasoning_parser, opening)
                 reasoning, rest = (part or "" for part in separated)
             if calls_parser is not None and tools:
-                rest, found = await self._find_calls(calls_parser, rest, tools)
-                calls = [(str(call["name"]), str(call["parameters"])) for call in found]
+                left, found = await self._find_calls(calls_parser, rest, tools)
+                rest = str(left or "")
+                calls = [(str(c["name"]), str(c["parameters"])) for c in found or ()]
         except EngineError as error:
             if error.status != 400:
                 raise
@@ -96,29 +97,18 @@ class SGLangParser(ReplyParser):
 
     async def _find_calls(
         self, parser: str, text: str, tools: Tools
-    ) -> tuple[str, Any]:
-        """A text without its calls, and their names and parameters."""
+    ) -> tuple[Any, Any]:
+        """A text without its calls, and their names and parameters; None: none."""
         body: Json = {"text": text, "tools": list(tools), "tool_call_parser": parser}
         answer = await self._server.post("/parse_function_call", body)
-        return str(answer.get("normal_text") or ""), answer.get("calls") or []
+        return answer.get("normal_text"), answer.get("calls")
 
 
 class InstalledParser(SGLangParser):
     """The parsers of an installed SGLang (0.5.23), by name, in this process.
 
-    Importing them takes about five seconds and 0.4 GB.
-
-    Parameters
-    ----------
-    calls, reasoning : str or None
-        Names of the parsers. None: that part is not parsed.
-
-    Raises
-    ------
-    ValueError
-        SGLang has no parser of that name.
-    ModuleNotFoundError
-        SGLang is not installed.
+    Importing them takes about five seconds and 0.4 GB. Raises `ValueError`: SGLang has no
+    parser of that name. `ModuleNotFoundError`: it is not installed.
     """
 
     def __init__(self, calls: str | None, reasoning: str | None) -> None:
@@ -157,7 +147,7 @@ class InstalledParser(SGLangParser):
 
     async def _find_calls(
         self, parser: str, text: str, tools: Tools
-    ) -> tuple[str, Any]:
+    ) -> tuple[Any, Any]:
         offered = [self._protocol.Tool.model_validate(tool) for tool in tools]
         parse = self._calls.FunctionCallParser(offered, parser).parse_non_stream
         rest, calls = await asyncio.to_thread(parse, text)
@@ -180,15 +170,13 @@ class SchemaParser(ReplyParser):
     async def parse(
         self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
     ) -> Parsed:
-        return await asyncio.to_thread(self._parse, text, tools, prompt_ids, opened)
-
-    def _parse(
-        self, text: str, tools: Tools | None, prompt_ids: Ids, opened: bool
-    ) -> Parsed:
+        offered: Any = None if tools is None else list(tools)
         try:
-            offered: Any = None if tools is None else list(tools)
-            message: Any = self._tokenizer.parse_response(
-                text, prefix=prompt_ids.tolist(), tools=offered
+            message: Any = await asyncio.to_thread(
+                self._tokenizer.parse_response,
+                text,
+                prefix=prompt_ids.tolist(),
+                tools=offered,
             )
             thoughts = message.get("reasoning_content"), message.get("thinking")
             reasoning = thoughts[0] or thoughts[1] or ""
@@ -200,7 +188,7 @@ class SchemaParser(ReplyParser):
         if tools is None and calls:
             # no tool was offered, so what looks like a call is text
             return parse(text, None, None, opened=opened)
-        return _parsed(text, str(reasoning), rest, calls)
+        return await asyncio.to_thread(_parsed, text, str(reasoning), rest, calls)
 
 
 def _unread(text: str) -> Parsed:
