@@ -13,7 +13,6 @@ are kept.
 """
 
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -177,7 +176,7 @@ class Prompts:
 
         ``restored`` has the session's replies in the request's messages; ``replies`` and
         ``cache`` are the session's. ``attributed``: also determine which message each
-        appended token belongs to. Raises as `ChatRenderer.render`, and
+        appended token belongs to. Raises as `ChatRenderer.text`, and
         `TooManyTokensError` if there are surely more than ``max_tokens``.
         """
         messages = restored.messages
@@ -193,24 +192,34 @@ class Prompts:
             reasons = base.reasons or _reasons(messages[last:])
             failed: Departure | None = None
             tail_only = self._tail_only(probe, base, new, reasons)
-            for view in self._views(base, messages, last, tools, tail_only):
-                end = end_of_reply(self.renderer, view.before, view.text, reply, new)
-                if not isinstance(end, int):
-                    text, failed = view.text, end
+            views = [(messages[:last], tools, base.rendered)]
+            # the last complete comparison counts until the text has twice its length
+            is_recent = base.rendered.length < 2 * base.rendered.checked
+            if tail_only and is_recent and not self._check:
+                few = None if tools is None else [STAND_IN_TOOL]
+                views.insert(0, (STAND_IN, few, self._stand_ins[tools is not None]))
+            for head, shown_tools, before in views:
+                shown, text = [*head, reply, *new], None
+                # the template may reject the stand-in
+                with suppress(TemplateError):
+                    text = self.renderer.text(shown, shown_tools)
+                if text is None:
                     continue
-                encoded = self._encode(view.text[end:], new, max_tokens)
-                shown = None
+                end = end_of_reply(self.renderer, before, text, reply, new)
+                if not isinstance(end, int):
+                    failed = end
+                    continue
+                encoded = self._encode(text[end:], new, max_tokens)
+                index = None
                 if attributed:
-                    # a template that trims changes what it renders
-                    verbatim = not probe.trims_new
-                    shown = self._attribute(
-                        *(view.text, view.messages, view.tools, encoded),
-                        first=view.reply + 1,
+                    index = self._attribute(
+                        *(text, shown, shown_tools, encoded),
+                        first=len(head) + 1,
                         end=end,
-                        verbatim=verbatim,
+                        # a template that trims changes what it renders
+                        verbatim=not probe.trims_new,
                     )
-                more = view.text[view.before.length :]
-                full = view.before is base.rendered
+                more, full = text[before.length :], before is base.rendered
                 ids, branch = base.branch.extend(base.ids, encoded.ids)
                 return Prompt(
                     ids=ids,
@@ -219,7 +228,7 @@ class Prompts:
                     hasher=_hashed(encoded.ids, base.hasher),
                     base=base,
                     n_known=last + 1,
-                    message_index=shown,
+                    message_index=index,
                     rendered=base.rendered.extend(more, probe.leaves, checked=full),
                     tools=offered,
                     reasons=reasons,
@@ -260,31 +269,6 @@ class Prompts:
         drops = reasons and not roles.isdisjoint(probe.drops_reasoning)
         return probe.tail and known and not drops
 
-    def _views(
-        self,
-        base: CachedPath,
-        messages: list[Json],
-        last: int,
-        tools: list[Json] | None,
-        tail_only: bool,
-    ) -> "Iterator[_View]":
-        """Yield the texts in which the new messages are looked for.
-
-        The text of a short conversation that ends with them, then that of the request.
-        """
-        # the last complete comparison counts until the text has twice its length
-        is_recent = base.rendered.length < 2 * base.rendered.checked
-        if tail_only and is_recent and not self._check:
-            short = [*STAND_IN, *messages[last:]]
-            few = None if tools is None else [STAND_IN_TOOL]
-            before = self._stand_ins[tools is not None]
-            # the template may reject the stand-in
-            with suppress(TemplateError):
-                text = self.renderer.text(short, few)
-                yield _View(text, before, short, few, len(STAND_IN))
-        text = self.renderer.text(messages, tools)
-        yield _View(text, base.rendered, messages, tools, last)
-
     def attribution(
         self, prompt: Prompt, messages: list[Json], tools: list[Json] | None
     ) -> Ids | None:
@@ -303,8 +287,7 @@ class Prompts:
     ) -> CachedPath | None:
         """Return prompt and output for later prompts to extend, or None if they cannot.
 
-        ``output_ids`` (ndarray of int32, shape (n_output,)). ``position``: the position
-        after the reply.
+        ``position``: after the reply.
         """
         if prompt.rendered is None:
             return None
@@ -352,17 +335,6 @@ class Prompts:
                     lambda named: plain(self.renderer.text(named, tools)),
                 )
         return None if spans is None else message_index(encoded, spans)
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A rendered text that ends with a reply and the messages after it."""
-
-    text: str
-    before: RenderedPrefix  # what it starts with, up to the reply
-    messages: list[Json]
-    tools: list[Json] | None
-    reply: int  # index of the reply in its messages
 
 
 def _find_base(
