@@ -15,7 +15,7 @@ from typing import Any
 
 from trajkit_shim import timing
 from trajkit_shim.chat.images import hashes_of, texts_of
-from trajkit_shim.chat.reply import Reply, Token, Usage
+from trajkit_shim.chat.reply import Parsed, Reply, Token, Usage
 from trajkit_shim.chat.request import ChatRequest, logged_message
 from trajkit_shim.chat.sampling_params import nth_seed
 from trajkit_shim.engines import checks
@@ -39,7 +39,7 @@ from trajkit_shim.prompting.tokenize_cache import NO_LIMIT, TooManyTokensError
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.replies.grammar import grammar
 from trajkit_shim.replies.incremental_decode import Decoder, IncrementalParser
-from trajkit_shim.replies.parse import THINK, Parsed, ReplyParser
+from trajkit_shim.replies.parse import THINK, ReplyParser
 from trajkit_shim.replies.reply_builder import (
     Identity,
     canonical_reply,
@@ -238,7 +238,7 @@ class _Call:
         places, messages = self._settings.prompts.places, self.restored.messages
         if places is not None and hashes_of(messages):
             self._images = places.items(self.prompt.ids, messages)
-            self._engine_ids = places.engine_ids(self.prompt.ids, self._images)
+            self._engine_ids = places.engine_ids(self.prompt.ids)
         # those of the earlier turn were checked then
         n_checked = 0 if self._images else self.prompt.n_base
         checks.check_prompt(self._engine_ids, self._info, n_checked)
@@ -355,7 +355,7 @@ class _Call:
             positions=self.restored.positions,
             n_logged=self.restored.n_seen,
             response=None if aborted else response,
-            use_tool=bool(parsed.tool_calls),
+            use_tool=bool(parsed.calls),
             ill_formed=parsed.ill_formed,
             trainable=not aborted and not untrained,
             weight_versions=sample.weight_versions,

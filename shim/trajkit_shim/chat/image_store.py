@@ -2,8 +2,8 @@
 
 Files are as clients sent them. An image is in memory until the first turn that names it is
 recorded. Its file is written just before under a temporary name, and renamed when the turn
-is recorded. So a log never names an image that is missing, and a request that is not
-recorded leaves no file. Only a killed gateway can leave files with temporary names.
+is recorded. So a log never names an image that is missing, and only a killed gateway can
+leave files of requests that were not recorded.
 """
 
 import asyncio
@@ -101,13 +101,7 @@ def open_image(data: bytes, where: str, limits: ImageLimits) -> Image:
 class ImageStore:
     """The images of a run. Those of recorded turns are files of a folder.
 
-    Parameters
-    ----------
-    directory : Path
-        Made with the first file.
-    limits : ImageLimits
-    fsync : bool
-        Also write each image to disk, as the turn log does.
+    ``directory`` is made with the first file. ``fsync``: also write each image to disk.
     """
 
     def __init__(
@@ -124,9 +118,9 @@ class ImageStore:
     async def take(self, messages: Sequence[Json]) -> list[Image]:
         """Return the images that messages bring, and put their names in their places.
 
-        Images at URLs are fetched. The store knows the images as long as the caller keeps
-        them. Raises `GatewayError`: there are too many, they are too large together, or one
-        cannot be fetched (400), or they cannot be stored later (507).
+        The store knows the images as long as the caller keeps them. Raises `GatewayError`:
+        there are too many, they are too large together, or one cannot be fetched (400), or
+        they cannot be stored later (507).
         """
         contents = [m["content"] for m in messages if isinstance(m["content"], list)]
         images = [part for parts in contents for part in parts if not _is_text(part)]
@@ -200,10 +194,7 @@ class ImageStore:
 
 
 class NewImages:
-    """The files of the images that a request brings.
-
-    They have temporary names until a turn of the request is recorded.
-    """
+    """The files of a request's images, with temporary names until a turn is recorded."""
 
     def __init__(self, store: ImageStore, images: Collection[Image]) -> None:
         self._store = store
@@ -213,10 +204,9 @@ class NewImages:
         self._discarded = False
 
     async def write(self) -> None:
-        """Write the images that are not stored, under temporary names.
+        """Write the images that are not stored; the caller calls `discard` later.
 
-        The caller calls `discard` later. Raises `GatewayError` (500): a file cannot be
-        written.
+        Raises `GatewayError` (500): a file cannot be written.
         """
         if new := self._store.new(self._images):
             await asyncio.to_thread(self._write, new)
@@ -242,10 +232,9 @@ class NewImages:
 
     @contextmanager
     def stored(self) -> Iterator[None]:
-        """Store the written images with a turn that is recorded in this context.
+        """Store the written images with a turn, unless recording it in here fails.
 
-        Those that are new are removed again if that fails. Raises `GatewayError` (507):
-        there is no room. `OSError`: a file cannot be renamed.
+        Raises `GatewayError` (507): there is no room. `OSError`: a file cannot be renamed.
         """
         new = self._store.new(self._images)
         self._store.check_room(new)

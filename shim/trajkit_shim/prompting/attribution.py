@@ -85,8 +85,8 @@ def _marked(message: Json, i: int, name: str, inside_space: bool) -> Json:
         core = content.strip()
         before, _, after = content.partition(core)
         content = core
-    with_marks = f"{before}{name}o{i};{content}{name}c{i};{after}"
-    return {**message, "content": with_marks}
+    mark = f"{name}{i};"
+    return {**message, "content": f"{before}{mark}{content}{mark}{after}"}
 
 
 def find_verbatim(messages: list[Json], text: str) -> Spans | None:
@@ -109,18 +109,14 @@ def find_verbatim(messages: list[Json], text: str) -> Spans | None:
 
 def _without_marks(text: str, name: str) -> tuple[str, Spans | None]:
     """Return the text and the span of each content; None: broken marks."""
-    clean, *rest = re.split(name + r"([oc])(\d+);", text)
-    spans = []
-    opened: tuple[int, int] | None = None
-    for kind, number, piece in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
-        if kind == "o" and opened is None:
-            opened = int(number), len(clean)
-        elif kind == "c" and opened is not None and opened[0] == int(number):
-            spans.append((*opened, len(clean)))
-            opened = None
-        else:
-            return text, None
-        clean += piece
-    if opened is not None or name in clean:
+    clean, *rest = re.split(name + r"(\d+);", text)
+    spans: Spans = []
+    if len(rest) % 4:
         return text, None
-    return clean, spans
+    fields = (rest[i::4] for i in range(4))
+    for opened, content, closed, after in zip(*fields, strict=True):
+        if opened != closed:
+            return text, None
+        spans.append((int(opened), len(clean), len(clean) + len(content)))
+        clean += content + after
+    return clean, None if name in clean else spans

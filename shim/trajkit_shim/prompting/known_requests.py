@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
 
@@ -186,18 +185,13 @@ def _continue(
     return True
 
 
-@lru_cache
-def _list_start(name: str) -> re.Pattern[bytes]:
-    return re.compile(rb'"%s"[ \t\n\r]*:[ \t\n\r]*\[' % name.encode())
-
-
 def _parse(body: bytes, name: str) -> tuple[Json, Json, int]:
     """Parse an object whose field of that name is a list, as `parse_object`.
 
     Returns the object, its fields before that one, and where the last value of the list
     ends (-1: not found). Each byte is parsed once, because other threads wait meanwhile.
     """
-    found = _list_start(name).search(body)
+    found = re.search(rb'"%s"[ \t\n\r]*:[ \t\n\r]*\[' % name.encode(), body)
     if found is not None:
         other = f'"{_KNOWN}":0'
         # another field may have that name, and errors name a place in the complete body

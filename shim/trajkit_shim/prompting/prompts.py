@@ -1,20 +1,17 @@
 """Prompts: rendered, or built by appending to token ids consumed and sampled before.
 
 ``append`` keeps prompt and output ids of an earlier turn and appends only what the
-template writes for the new messages. Sampled ids then come back exactly as they were
-sampled, and the next prompt starts with the complete earlier path.
-
-It is used only if it provably yields what the template writes: the request's messages up
-to its last reply are those of a cached turn, with the same tools, the reply ended by
-itself, and the template's text for the request starts with its text for that turn
-(`prompting.rendered_prefix`). Other requests are rendered, for a reason that is counted.
-So is a request whose history was changed, but the ids of the last turn before the change
-are kept.
+template writes for the new messages. It is used only if it provably yields what the
+template writes: the request's messages up to its last reply are those of a cached turn,
+with the same tools, the reply ended by itself, and the template's text for the request
+starts with its text for that turn (`prompting.rendered_prefix`). Other requests are
+rendered, for a reason that is counted; of a changed history, the ids of the last turn
+before the change are kept.
 """
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from threading import Lock
 from typing import Literal, TypeAlias
@@ -45,11 +42,7 @@ from trajkit_shim.prompting.template_probe import (
     TemplateProbe,
     probe_template,
 )
-from trajkit_shim.prompting.token_cache import (
-    Branch,
-    CachedPath,
-    TokenCache,
-)
+from trajkit_shim.prompting.token_cache import Branch, CachedPath, TokenCache
 from trajkit_shim.prompting.tokenize_cache import NO_LIMIT
 
 Mode: TypeAlias = Literal["append", "render"]
@@ -141,8 +134,8 @@ class Prompts:
         return {
             "mode": self.mode,
             "template": {
-                "with_tools": self.probe(tools=True).describe(),
-                "without_tools": self.probe(tools=False).describe(),
+                "with_tools": asdict(self.probe(tools=True)),
+                "without_tools": asdict(self.probe(tools=False)),
             },
         }
 
@@ -174,9 +167,8 @@ class Prompts:
     ) -> Prompt:
         """Return the prompt for a request.
 
-        ``restored`` has the session's replies in the request's messages; ``replies`` and
-        ``cache`` are the session's. ``attributed``: also determine which message each
-        appended token belongs to. Raises as `ChatRenderer.text`, and
+        ``replies`` and ``cache`` are the session's. ``attributed``: also determine which
+        message each appended token belongs to. Raises as `ChatRenderer.text`, and
         `TooManyTokensError` if there are surely more than ``max_tokens``.
         """
         messages = restored.messages
@@ -340,11 +332,7 @@ class Prompts:
 def _find_base(
     restored: RestoredRequest, offered: bytes, replies: ReplyIndex, cache: TokenCache
 ) -> tuple[int, CachedPath | None, Reason | None]:
-    """The index and path of the reply to extend, and why that is not the last one.
-
-    If replies were moved, because messages before them changed, it is the last one before
-    the change.
-    """
+    """The index and path of the reply to extend, and why that is not the last one."""
     positions, indices = restored.positions, restored.replies
     if not indices:
         return -1, None, "opening"
@@ -356,6 +344,7 @@ def _find_base(
             return last, None, "unknown_reply"
         if replies.has_reply_at(positions[last - 1] if last else START):
             return last, None, "released"
+        # messages before it changed: extend the last reply before the change
         reason = "moved"
         while path is None:
             if not indices:

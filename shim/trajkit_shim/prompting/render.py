@@ -1,12 +1,9 @@
 """Chat messages to prompt ids, and sampled ids to text, with a tokenizer's own template.
 
-A message cannot forge the structure of the prompt. The text of messages and tools may
-spell out a special token (``<|im_end|>`` in a file that a tool read). Such text is
-encoded as ordinary text; only what the template itself writes becomes a control id.
-Added tokens that are not special (``<think>``, ``<tool_call>``) are markup that models
-write themselves, so they are encoded as the tokenizer does it.
-
-Everything here is safe to use from several threads at once.
+A message cannot forge the structure of the prompt: text of messages and tools that
+spells out a special token (``<|im_end|>``) is encoded as ordinary text. Added tokens that
+are not special (``<think>``) are markup that models write themselves, so they are encoded
+as the tokenizer does it. Everything here is safe to use from several threads at once.
 """
 
 import json

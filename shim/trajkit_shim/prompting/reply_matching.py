@@ -1,13 +1,11 @@
 """Recognizes sampled replies in the messages that a client sends back.
 
-A client sends the entire conversation with each request. The model's replies in it may
-differ from what was sampled: numbers in tool arguments respelled, reasoning removed,
-white space trimmed, one reply split into two messages, text after a call moved before
-it. A session stores each reply by its position, a digest of all messages before it, and
-restores what was sampled. So the next prompt is rendered from what the model really
-wrote, and the log has the reply's own message key.
-
-A reply that is not recognized stays as the client sent it, and is counted.
+The replies in a request may differ from what was sampled: numbers in tool arguments
+respelled, reasoning removed, white space trimmed, one reply split into two messages, text
+after a call moved before it. A session stores each reply by its position, a digest of all
+messages before it, and restores what was sampled. So the next prompt is rendered from what
+the model really wrote, and the log has the reply's own message key. A reply that is not
+recognized stays as the client sent it, and is counted.
 """
 
 import json

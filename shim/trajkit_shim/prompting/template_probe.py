@@ -1,14 +1,13 @@
 """Finds out, by trying, what a chat template does to a growing conversation.
 
-A template is a program. It may drop the reasoning of earlier turns after a user message,
-put the tools before the last message, or render the last turn differently. Appending to
-a prompt is only possible if the existing text never changes. So each template renders
-short conversations that grow message by message.
+A template is a program. It may drop the reasoning of earlier turns, or render the last
+turn differently. Appending to a prompt is only possible if the existing text never
+changes, so each template renders short conversations that grow message by message.
 """
 
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -57,10 +56,6 @@ class TemplateProbe:
     # The text of a reply and of the user and tool messages after it does not depend on
     # the messages and tools before it, so a prompt may be extended by it alone.
     tail: bool = False
-
-    def describe(self) -> Json:
-        """As JSON."""
-        return {**asdict(self), "drops_reasoning": [*self.drops_reasoning]}
 
 
 class _UnsafeError(Exception):

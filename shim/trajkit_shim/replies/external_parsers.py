@@ -1,9 +1,8 @@
 """Parsers of complete replies other than the gateway's own.
 
-Their result is what clients see and what is recognized when clients send it back. The
-recorded ids stay those that were sampled. A parser that returns a call's arguments as a
-value loses their spelling; if the reply contains JSON with the same value, that text is
-used. Replies are not streamed before they are complete.
+Their result is what clients see and send back; the recorded ids stay those that were
+sampled. A parser that returns a call's arguments as a value loses their spelling; if the
+reply contains JSON with the same value, that text is used.
 """
 
 import asyncio
@@ -15,19 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from trajkit_shim.chat.reply import Call, Parsed
 from trajkit_shim.engines.http import EngineServer
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Ids
-from trajkit_shim.replies.parse import (
-    THINK,
-    CallForm,
-    Parsed,
-    ReplyParser,
-    ToolCall,
-    Tools,
-    parse,
-)
+from trajkit_shim.replies.parse import THINK, CallForm, ReplyParser, Tools, parse
 
 if TYPE_CHECKING:
     from trajkit_shim.prompting.render import ChatRenderer
@@ -199,13 +191,13 @@ def _parsed(
     text: str, reasoning: str, rest: str, calls: Iterable[tuple[str, object]]
 ) -> Parsed:
     """A parser's result, with arguments as they were sampled; they are JSON or values."""
-    parts: list[str | ToolCall] = [rest] if rest else []
+    parts: list[str | Call] = [rest] if rest else []
     offset = 0
     for name, arguments in calls:
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         sampled, offset = as_sampled(arguments, text, offset)
-        parts.append(ToolCall(name, sampled))
+        parts.append(Call(name, sampled))
     return Parsed(parts=tuple(parts), sampled=text, reasoning=reasoning or None)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from trajkit_shim.chat.reply import Call, Parsed
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Ids
 
@@ -20,37 +21,6 @@ Tools: TypeAlias = Sequence[Json]
 SPACE = " \t\n\r"
 THINK = "<think>"
 END_THINK = "</think>"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call: the tool's name and its arguments as JSON text.
-
-    If the format uses JSON, the text is exactly what was sampled.
-    """
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parsed:
-    """A parsed reply."""
-
-    parts: tuple[str | ToolCall, ...]  # text and calls in sampled order; no empty text
-    sampled: str  # the text of all parts as sampled
-    ill_formed: bool = False
-    reasoning: str | None = None  # None: the reply has no reasoning
-
-    @property
-    def content(self) -> str:
-        """All text, without calls."""
-        return "".join(part for part in self.parts if isinstance(part, str))
-
-    @property
-    def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The calls, in order."""
-        return tuple(part for part in self.parts if isinstance(part, ToolCall))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +51,7 @@ class ToolForm(CallForm):
     closes: str  # end of every call, except for white space
     # Returns the call at an offset of a text and its end, or None. A result must not
     # change when the text grows.
-    read: Callable[[str, int, Tools], tuple[ToolCall, int] | None]
+    read: Callable[[str, int, Tools], tuple[Call, int] | None]
     lead: str = ""  # what must follow ``opens`` after white space; may be empty
     # a chat template that contains all of them uses this format
     known_by: tuple[str, ...] = ()
@@ -150,7 +120,7 @@ class Parser:
         self._reasoning: str | None = None
         self._rest = ""
         # no two texts are adjacent; the last part may grow
-        self._parts: list[str | ToolCall] = []
+        self._parts: list[str | Call] = []
         self._ill_formed = False
         self._offset = 0  # of the text that is in no part
         self._between = ""  # white space after a call, dropped if another call follows
@@ -225,7 +195,7 @@ class Parser:
             stop -= overlap(text[self._offset :], form.opens)
         self._add_text(stop)
 
-    def _call(self, form: ToolForm, *, ended: bool) -> tuple[ToolCall, int] | None:
+    def _call(self, form: ToolForm, *, ended: bool) -> tuple[Call, int] | None:
         """The call at the current position, if its end may have come."""
         closes_from = max(self._closes_from, self._offset + len(form.opens))
         self._closes_from = max(closes_from, len(self._rest) - len(form.closes) + 1)

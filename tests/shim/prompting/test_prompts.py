@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import asdict
 from hashlib import blake2b
 
 import numpy as np
@@ -1003,7 +1004,7 @@ async def test_the_gateway_shows_what_the_template_does(tmp_path):
         shown = (await gateway.http.get("/prompts")).json()
     assert shown["mode"] == "append"
     assert shown["template"]["with_tools"] == json.loads(
-        json.dumps(Prompts(EMBEDDED).probe(tools=True).describe())
+        json.dumps(asdict(Prompts(EMBEDDED).probe(tools=True)))
     )
     assert shown["template"]["without_tools"]["drops_reasoning"] == ["user"]
 

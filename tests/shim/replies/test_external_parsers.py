@@ -81,9 +81,9 @@ class Server:
                 "name": call.name,
                 "parameters": json.dumps(json.loads(call.arguments)),
             }
-            for i, call in enumerate(found.tool_calls)
+            for i, call in enumerate(found.calls)
         ]
-        told = {"normal_text": found.content.strip(), "calls": calls}
+        told = {"normal_text": found.text.strip(), "calls": calls}
         return JSONResponse(told, self.status)
 
     def parser(self):
@@ -134,9 +134,9 @@ class FunctionCallParser:
         found = parse_reply(text, self.tools)
         calls = [
             Model(name=one.name, parameters=json.dumps(json.loads(one.arguments)))
-            for one in found.tool_calls
+            for one in found.calls
         ]
-        return found.content.strip(), calls
+        return found.text.strip(), calls
 
 
 class ReasoningParser:
@@ -290,7 +290,7 @@ async def test_a_server_is_asked_for_what_it_has(info, asked):
     found = await parser.parse(f"hm</think>{CALL}", tools, prompt, opened=True)
     assert server.asked == asked
     assert (found.reasoning == "hm") == ("reasoning_parser" in info)
-    assert bool(found.tool_calls) == ("tool_call_parser" in info)
+    assert bool(found.calls) == ("tool_call_parser" in info)
     # no tools: no calls are looked for
     server.asked.clear()
     found = await parser.parse(CALL, None, prompt, opened=False)
