@@ -132,7 +132,7 @@ def text_schema(fields: Fields, name: str) -> Json | None:
 
 
 def function_of(tool: Json) -> Json:
-    """Return the function of a tool in OpenAI's format."""
+    """Return the function of a tool or a call in OpenAI's format."""
     function = tool["function"]
     assert isinstance(function, dict)
     return function

@@ -15,7 +15,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal, TypeAlias
 
-from trajkit_shim.chat.request import LoggedMessage, assistant_message, logged_message
+from trajkit_shim.chat.request import (
+    LoggedMessage,
+    assistant_message,
+    function_of,
+    logged_message,
+)
 from trajkit_shim.json_input import Json
 
 Known: TypeAlias = Literal["as_sent", "restored", "new"]
@@ -187,11 +192,9 @@ class ReplyIndex:
     def _same_call(self, sent: Json, call: Json) -> bool:
         if sent["id"] != call["id"] and str(sent["id"]) in self._replies:
             return False
-        names, arguments = (
-            [_function(one, field) for one in (sent, call)]
-            for field in ("name", "arguments")
-        )
-        return names[0] == names[1] and _same_json(*arguments)
+        one, other = function_of(sent), function_of(call)
+        same = _same_json(str(one["arguments"]), str(other["arguments"]))
+        return same and one["name"] == other["name"]
 
 
 def next_position(position: bytes, key: bytes) -> bytes:
@@ -222,7 +225,9 @@ def _joined(messages: list[Json]) -> Json:
 def _called(sent: list[Json], message: Json) -> dict[str, tuple[str, str]]:
     """Map the ids of calls in the client's messages to the calls' own ids and tools."""
     ids = (str(call["id"]) for each in sent for call in _calls(each))
-    own = ((str(call["id"]), _function(call, "name")) for call in _calls(message))
+    own = (
+        (str(call["id"]), str(function_of(call)["name"])) for call in _calls(message)
+    )
     return dict(zip(ids, own, strict=True))
 
 
@@ -237,12 +242,6 @@ def _calls(message: Json) -> list[Json]:
     calls = message.get("tool_calls", [])
     assert isinstance(calls, list)
     return calls
-
-
-def _function(call: Json, name: str) -> str:
-    function = call["function"]
-    assert isinstance(function, dict)
-    return str(function[name])
 
 
 def _squeezed(text: object) -> str:

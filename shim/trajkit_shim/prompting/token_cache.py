@@ -102,9 +102,6 @@ class TokenCache:
         self._branches: OrderedDict[Branch, None] = OrderedDict()
         self._budget: CacheBudget | None = None
 
-    def __len__(self) -> int:
-        return len(self._paths)
-
     def get(self, position: bytes) -> CachedPath | None:
         """Return the path whose reply ends at a position."""
         return self._paths.get(position)

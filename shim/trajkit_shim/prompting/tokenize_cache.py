@@ -77,7 +77,6 @@ class TokenizeCache:
         self._pieces: OrderedDict[str, Encoded] = OrderedDict()
         self._lock = Lock()
         self.n_bytes = 0
-        self.n_tokenized = 0  # total number of characters tokenized
 
     def __call__(self, text: str, max_tokens: int = NO_LIMIT) -> Encoded:
         """Tokenize a text as `encode`."""
@@ -88,7 +87,6 @@ class TokenizeCache:
                 return piece
         piece = encode(self._tokenizer, text, max_tokens)
         with self._lock:
-            self.n_tokenized += len(text)
             n_bytes = _n_bytes(text, piece)
             if text not in self._pieces and n_bytes <= self._max_bytes:
                 self._pieces[text] = piece

@@ -455,7 +455,7 @@ def test_a_reply_that_did_not_end_itself():
 def test_a_template_that_is_not_safe():
     conversation = Conversation(byte_renderer(REWRITES))
     messages = start(conversation)
-    assert len(conversation.held) == 0
+    assert len(conversation.held._paths) == 0
     assert reason(conversation, [*messages, NEXT]) == "template"
 
 
@@ -657,7 +657,7 @@ def test_a_fork_goes_on_from_its_own_path():
         held = prompt.ids[: prompt.n_base].tolist()
         assert held == [*ids.tolist(), *output.tolist()]
     assert reason(conversation, [*other, NEXT]) is None
-    assert len(conversation.held) == 4
+    assert len(conversation.held._paths) == 4
     # one of the ways continues the trunk's branch
     branches = {path.branch for path in conversation.held._paths.values()}
     assert len(branches) == 3
@@ -686,7 +686,7 @@ def test_of_equal_replies_the_last_one_is_gone_on_from():
         reply = conversation.reply(ids)
     prompt = conversation.ask([*opening, reply, NEXT])
     assert prompt.ids[prompt.n_base - len(ids) : prompt.n_base].tolist() == ids.tolist()
-    assert len(conversation.held) == 1
+    assert len(conversation.held._paths) == 1
 
 
 def path(position, base=None, n=100):
@@ -718,7 +718,7 @@ def test_what_was_idle_for_longest_is_released_first():
     first.remember(path(b"two", one, 1), budget)
     fork = path(b"fork", one)
     first.remember(fork, budget)
-    assert [len(first), len(second)] == [3, 1]
+    assert [len(first._paths), len(second._paths)] == [3, 1]
     for name in (b"one", b"two", b"fork"):
         found = first.get(name)
         assert found.ids.tolist() == list(range(found.n_ids))
@@ -727,14 +727,14 @@ def test_what_was_idle_for_longest_is_released_first():
     for new, left in ((leaf, [4, 0]), (path(b"end", leaf, 1), [3, 0])):
         budget.max_bytes = budget.n_bytes - 1
         first.remember(new, budget)
-        assert [len(first), len(second)] == left
+        assert [len(first._paths), len(second._paths)] == left
     assert [first.get(name) is None for name in (b"one", b"fork")] == [True, False]
     first.clear()
     second.clear()
     assert budget.n_bytes == 0
     huge = path(b"huge", n=1 << 20)
     first.remember(huge, budget)
-    assert (len(first), budget.n_bytes) == (0, 0)
+    assert (len(first._paths), budget.n_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("n", [10, 400, 40_000])
@@ -776,7 +776,7 @@ def test_a_path_whose_base_was_released_has_all_its_tokens():
     cache.clear()
     cache.remember(late, budget)
     assert cache.get(b"late").ids.tolist() == list(range(200))
-    assert len(cache) == 1
+    assert len(cache._paths) == 1
     cache.clear()
     assert budget.n_bytes == 0
 
@@ -799,7 +799,7 @@ def test_requests_are_released_before_tokens():
     sessions[0].remember(path(b"two", sessions[0].get(b"one")), budget, known(1000))
     # the two that were idle longest
     assert [len(session.requests()) for session in sessions] == [1, 0, 0]
-    assert [len(session) for session in sessions] == [2, 1, 1]
+    assert [len(session._paths) for session in sessions] == [2, 1, 1]
     for session in sessions:
         session.clear()
     assert budget.n_bytes == 0
@@ -812,7 +812,7 @@ def test_one_position_has_one_path():
     sizes = set()
     for n in (50, 60, 60, 60):
         cache.remember(path(b"again", trunk, n), budget)
-        assert len(cache) == 2
+        assert len(cache._paths) == 2
         assert cache.get(b"again").n_ids == 100 + n
         sizes.add(budget.n_bytes)
     assert len(sizes) <= 2
@@ -820,7 +820,7 @@ def test_one_position_has_one_path():
     for _ in range(3):
         opening.remember(path(b"one"), budget)
         sizes.add(budget.n_bytes)
-    assert (len(opening), len(sizes)) == (1, 3)
+    assert (len(opening._paths), len(sizes)) == (1, 3)
 
 
 def test_a_fork_of_a_fork_of_many_forks():

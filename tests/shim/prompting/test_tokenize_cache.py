@@ -75,18 +75,25 @@ def test_a_cached_prompt_is_the_uncached_one(conversations):
     assert UNCACHED._piece.n_bytes == 0
 
 
-def test_only_what_is_new_is_tokenized():
-    renderer = byte_renderer(AS_STRING)
+def test_only_what_is_new_is_tokenized(monkeypatch):
+    renderer, lengths = byte_renderer(AS_STRING), []
+    encode = tokenize_cache.encode
+
+    def watched(tokenizer, text, max_tokens):
+        lengths.append(len(text))
+        return encode(tokenizer, text, max_tokens)
+
+    def tokenized(texts):
+        lengths.clear()
+        rendered(renderer, messages_of(texts), None)
+        return sum(lengths)
+
+    monkeypatch.setattr(tokenize_cache, "encode", watched)
     texts = ["a" * 1000, "b" * 1000, "c" * 1000]
-    rendered(renderer, messages_of(texts), None)
-    before = renderer._piece.n_tokenized
-    assert before > 3000
-    rendered(renderer, messages_of([*texts, "d" * 500]), None)
-    assert 500 < renderer._piece.n_tokenized - before < 600
+    assert tokenized(texts) > 3000
+    assert 500 < tokenized([*texts, "d" * 500]) < 600
     # in the middle of a conversation too
-    before = renderer._piece.n_tokenized
-    rendered(renderer, messages_of([texts[0], "e" * 500, texts[2]]), None)
-    assert 500 < renderer._piece.n_tokenized - before < 600
+    assert 500 < tokenized([texts[0], "e" * 500, texts[2]]) < 600
 
 
 def test_one_that_is_larger_than_all_room_drives_nothing_out():
