@@ -474,10 +474,10 @@ class Answers(BaseHTTPRequestHandler):
         self.send_header("location", "/image")
         self.send_header("content-length", str(len(PNG) + int(length or 0)))
         self.end_headers()
-        self.wfile.write(PNG + b"x" * int(length or 0))
         server.clients.append(self.client_address)
         server.hosts.append(self.headers["host"])
         server.encodings.append(self.headers["accept-encoding"])
+        self.wfile.write(PNG + b"x" * int(length or 0))
 
     def drip(self):
         """Send a header every now and then, until the client has left."""

@@ -123,44 +123,40 @@ class ImageStore:
         they cannot be stored later (507).
         """
         contents = [m["content"] for m in messages if isinstance(m["content"], list)]
-        images = [part for parts in contents for part in parts if not _is_text(part)]
-        if len(images) > self.limits.max_images:
-            message = f"{len(images)} images; the limit is {self.limits.max_images}"
+        parts = [part for content in contents for part in content]
+        given = [part for part in parts if isinstance(part, Image)]
+        urls = {part.url for part in parts if isinstance(part, ImageUrl)}
+        n_images, limits = sum(not _is_text(part) for part in parts), self.limits
+        if n_images > limits.max_images:
+            message = f"{n_images} images; the limit is {limits.max_images}"
             raise GatewayError(message, code="too_many_images")
-        fetched = await self._fetch(images)
+        n_bytes = sum({image.name: len(image.data) for image in given}.values())
+        if n_bytes > limits.max_request_bytes:
+            message = (
+                f"the request's images have {n_bytes} bytes together; the limit is "
+            )
+            message += str(limits.max_request_bytes)
+            raise GatewayError(message, code="image_too_large")
+        data, left = dict[str, bytes](), limits.max_request_bytes - n_bytes
+        if urls:
+            data = await fetch_images(
+                urls, max_bytes=limits.max_bytes, max_total_bytes=left
+            )
+        fetched = {
+            url: await asyncio.to_thread(open_image, data[url], url[:200], limits)
+            for url in urls
+        }
         brought: list[Image] = []
-        for parts in contents:
-            for i, part in enumerate(parts):
+        for content in contents:
+            for i, part in enumerate(content):
                 image = fetched[part.url] if isinstance(part, ImageUrl) else part
                 if isinstance(image, Image):
                     # others may have the same image
                     image = self._requested.setdefault(image.name, image)
                     brought.append(image)
-                    parts[i] = {"type": "image", "sha256": image.name}
+                    content[i] = {"type": "image", "sha256": image.name}
         self.check_room(self.new(brought))
         return brought
-
-    async def _fetch(self, images: Collection[object]) -> dict[str, Image]:
-        """The images at the URLs of a request; ``images`` are all of the request."""
-        given = {one.name: len(one.data) for one in images if isinstance(one, Image)}
-        limits = self.limits
-        left = limits.max_request_bytes - sum(given.values())
-        if left < 0:
-            message = (
-                f"the request's images have {sum(given.values())} bytes together; the "
-                f"limit is {limits.max_request_bytes}"
-            )
-            raise GatewayError(message, code="image_too_large")
-        urls = {one.url for one in images if isinstance(one, ImageUrl)}
-        if not urls:
-            return {}
-        data = await fetch_images(
-            urls, max_bytes=limits.max_bytes, max_total_bytes=left
-        )
-        return {
-            url: await asyncio.to_thread(open_image, data[url], url[:200], limits)
-            for url in urls
-        }
 
     def add(self, new: Collection[Image]) -> None:
         """Note that images have their files."""

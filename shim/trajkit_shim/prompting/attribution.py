@@ -92,7 +92,8 @@ def _marked(message: Json, i: int, name: str, inside_space: bool) -> Json:
 def find_verbatim(messages: list[Json], text: str) -> Spans | None:
     """Return the span of each content in a text.
 
-    None: a content is missing in the text, occurs more than once, or is out of order.
+    None: a content is missing in the text, occurs more than once, is out of order, or has
+    outer white space, which the template may change.
     """
     spans, offset = [], 0
     for i, message in enumerate(messages):
@@ -100,7 +101,8 @@ def find_verbatim(messages: list[Json], text: str) -> Spans | None:
             continue
         content = str(message["content"])
         start = text.find(content)
-        if start < offset or text.find(content, start + 1) >= 0:
+        unsure = content != content.strip() or text.find(content, start + 1) >= 0
+        if start < offset or unsure:
             return None
         offset = start + len(content)
         spans.append((i, start, offset))

@@ -204,12 +204,9 @@ class Prompts:
                 encoded = self._encode(text[end:], new, max_tokens)
                 index = None
                 if attributed:
+                    first = len(head) + 1
                     index = self._attribute(
-                        *(text, shown, shown_tools, encoded),
-                        first=len(head) + 1,
-                        end=end,
-                        # a template that trims changes what it renders
-                        verbatim=not probe.trims_new,
+                        text, shown, shown_tools, encoded, first, end
                     )
                 more, full = text[before.length :], before is base.rendered
                 ids, branch = base.branch.extend(base.ids, encoded.ids)
@@ -306,19 +303,17 @@ class Prompts:
         messages: list[Json],
         tools: list[Json] | None,
         encoded: Encoded,
-        *,
         first: int = 0,
         end: int = 0,
-        verbatim: bool = False,
     ) -> Ids | None:
         """The message from ``first`` on that each token of a text after ``end`` renders.
 
-        ``encoded``: that part of the text. Contents that the template writes as they are
-        (``verbatim``), and that occur exactly once, are located without rendering again.
+        ``encoded``: that part of the text.
         """
         plain = self.renderer.without_mark
         whole, tail = plain(text), plain(text[end:])
-        spans = find_verbatim(messages[first:], tail) if verbatim else None
+        # spares a rendering where there are few messages
+        spans = find_verbatim(messages[first:], tail) if first else None
         if spans is None:
             # the template may reject the marks
             with suppress(TemplateError):

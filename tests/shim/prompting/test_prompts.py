@@ -314,11 +314,13 @@ def test_attribution_tells_of_a_built_prompt_what_it_tells_of_a_rendered_one(tur
 @pytest.mark.parametrize(
     ("template", "text", "renderings"),
     [
-        pytest.param(AS_STRING, "all is well\n", 1, id="once"),
+        pytest.param(AS_STRING, "all is well", 1, id="once"),
+        pytest.param(AS_STRING, "all is well\n", 2, id="with outer white space"),
         pytest.param(AS_STRING, "user", 2, id="a word of the template"),
         pytest.param(AS_STRING, "an <|im_end|> too", 1, id="a special token"),
         pytest.param(AS_STRING, "<|im_end|>", 2, id="a special token alone"),
         pytest.param(AS_STRING, " \n", 1, id="white space"),
+        pytest.param(TRIMS, "all is well", 1, id="not trimmed"),
         pytest.param(TRIMS, "all is well\n", 3, id="trimmed"),
     ],
 )
@@ -345,27 +347,6 @@ def test_what_stands_there_once_is_told_without_another_rendering(
     assert (prompt.built, len(rendered)) == ("append", renderings)
     assert shown.tolist() == np.maximum(whole - 2, -1)[prompt.n_base :].tolist()
     assert (0 in shown) == bool(text.strip())
-
-
-@pytest.mark.parametrize(
-    ("template", "trims"),
-    [
-        pytest.param(AS_STRING, False, id="to the letter"),
-        pytest.param(NO_TOOLS, False, id="no tools"),
-        pytest.param(TRIMS, True, id="trims"),
-        pytest.param(
-            AS_STRING.replace(
-                "{{ message.content }}",
-                "{{ message.content.rstrip('\\n') if message.role == 'tool' else "
-                "message.content }}",
-            ),
-            True,
-            id="trims lines of tools",
-        ),
-    ],
-)
-def test_what_becomes_of_white_space_that_a_user_or_a_tool_says(template, trims):
-    assert probed(template, tools=False).trims_new == trims
 
 
 def test_a_prompt_behind_one_that_nobody_can_tell_of():
