@@ -31,7 +31,10 @@ from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.json_input import Json, parse_object, read_body
 from trajkit_shim.prompting.attribution import Ids
+from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.reply_matching import ReplyIndex, RestoredRequest
+from trajkit_shim.prompting.token_cache import TokenCache
 from trajkit_shim.protocols import openai_chat
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -146,7 +149,7 @@ class Session:
 
     def __init__(self, directory: Path, *, attributed: bool) -> None:
         self.renderer = ChatRenderer(load_tokenizer())
-        self.engine = Instant(self.renderer.n_tokens)
+        self.engine = Instant(len(self.renderer.tokenizer))
         self._app = create_app(
             self.engine,
             self.renderer,
@@ -169,7 +172,9 @@ class Session:
         text = f"{reply['content']}\n<tool_call>\n" + json.dumps(
             {"name": function["name"], "arguments": json.loads(function["arguments"])}
         )
-        self.engine.reply_ids = self.renderer.ids_of(f"{text}\n</tool_call><|im_end|>")
+        self.engine.reply_ids = self.renderer.encode(
+            f"{text}\n</tool_call><|im_end|>"
+        ).ids
         body = body_of(self._talk.messages)
         start = time.perf_counter(), time.process_time()
         answer = await self._post("/v1/chat/completions", body)
@@ -249,12 +254,18 @@ def processor_seconds(work: Callable[[], object], repeats: int = 3) -> float:
     return min(spent)
 
 
-def render(renderer: ChatRenderer, body: bytes, *, attributed: bool) -> None:
-    """Read and render a request completely; the renderer remembers nothing."""
+def render(prompts: Prompts, body: bytes, *, attributed: bool) -> None:
+    """Read and render a request completely; nothing is remembered."""
     asked = openai_chat.OPENAI_CHAT.read(parse_object(body), ReadOptions())
-    ids = renderer.render(asked.messages, asked.tools)
+    prompt = prompts.build(
+        RestoredRequest(messages=asked.messages),
+        asked.tools,
+        ReplyIndex(),
+        TokenCache(),
+        attributed=attributed,
+    )
     if attributed:
-        renderer.attribute(asked.messages, asked.tools, ids)
+        prompts.attribution(prompt, asked.messages, asked.tools)
 
 
 def receive(body: bytes) -> None:
@@ -280,7 +291,7 @@ def history(sizes: list[int]) -> None:
         f"{'':12}{'tokens':>9}{'a turn':>9}{'(wall)':>10}{'to first':>9}{'whole':>9}"
         f"{'whole/turn':>11}{'receive':>9}{'ids':>8}"
     )
-    renderer = ChatRenderer(load_tokenizer(), cache_bytes=0)
+    prompts = Prompts(ChatRenderer(load_tokenizer(), cache_bytes=0), "render")
     for attributed in (False, True):
         first = None
         with tempfile.TemporaryDirectory() as folder:
@@ -293,7 +304,7 @@ def history(sizes: list[int]) -> None:
                 whole, received, written = (
                     1e3 * processor_seconds(work)
                     for work in (
-                        partial(render, renderer, body, attributed=attributed),
+                        partial(render, prompts, body, attributed=attributed),
                         partial(receive, body),
                         partial(as_json, ids),
                     )

@@ -67,8 +67,8 @@ from trajkit_shim.protocols.base import Verb, WireProtocol
 from trajkit_shim.protocols.blocks import Events
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
 from trajkit_shim.protocols.sse import encode
-from trajkit_shim.replies.external_parsers import ReplyParser
-from trajkit_shim.replies.parsers import ToolForm, form_of
+from trajkit_shim.replies.parse import FormParser, ReplyParser
+from trajkit_shim.replies.parsers import form_of
 from trajkit_shim.responses import (
     STREAM_HEADERS,
     STREAM_TYPE,
@@ -106,7 +106,6 @@ def create_app(
     attributed: bool = True,
     train_side_calls: bool = False,
     train_retried: bool = True,
-    tool_form: ToolForm | None = None,
     reply_parser: ReplyParser | None = None,
     prompts: Mode = "append",
     check_prompts: bool = False,
@@ -155,10 +154,9 @@ def create_app(
     train_retried : bool
         Train a turn whose delivered reply an unmarked retry asks for again (`retries`),
         also if no later request contains the reply.
-    tool_form : ToolForm, optional
-        How the model writes tool calls. Default: detected from the chat template.
     reply_parser : ReplyParser, optional
-        Parses complete replies instead of the gateway's own parsers. Closed with the app.
+        Parses replies. Closed with the app. Default: the gateway's own parser, for the
+        form of tool calls that the chat template asks for.
     prompts : "append" or "render"
         Append new messages to the token ids of an earlier turn if template and request
         permit, or render every prompt from its messages (`prompting.prompts`).
@@ -208,8 +206,7 @@ def create_app(
         attributed=attributed,
         train_side_calls=train_side_calls,
         train_retried=train_retried,
-        tool_form=tool_form or form_of(renderer.chat_template),
-        reply_parser=reply_parser,
+        reply_parser=reply_parser or FormParser(form_of(renderer.chat_template)),
     )
     gateway = _Gateway(
         settings,
@@ -242,8 +239,7 @@ def create_app(
             gate.resume()
             await weights.close()
             await engine.close()
-            if reply_parser is not None:
-                await reply_parser.close()
+            await settings.reply_parser.close()
             log.close()
 
     return Starlette(
@@ -428,8 +424,8 @@ class _Gateway:
 
         @timing.step()
         def parse(most: int) -> ReadRequest | None:
-            options = self.read_options
-            return read_request(body, protocol.history, read, options, known, most)
+            names = protocol.name, protocol.history
+            return read_request(body, *names, read, self.read_options, known, most)
 
         # A long body would delay every other call; a short one takes less time than
         # a thread switch. Images are decoded.
@@ -449,7 +445,7 @@ class _Gateway:
             chat = found.chat = replace(chat, images=images)
         if verb == "count":
             prompts = self.settings.prompts
-            tokens = await count_tokens(chat, found.head, session, prompts)
+            tokens = await count_tokens(chat, found.restored, session, prompts)
             return _json(protocol.count(tokens))
         digest = request_digest(f"{protocol.name} {verb}", found.identity)
         events = protocol.events(chat) if chat.stream else None
@@ -503,7 +499,7 @@ class _Gateway:
             protocol=asked.protocol,
             caller=identify(asked.http.headers, asked.read.chat),
             request=asked.read.chat,
-            head=asked.read.head,
+            head=asked.read.restored,
             reservation=session.admit(asked.read.chat.n),
             # several replies are streamed once all are complete
             on_partial=partial.update
@@ -526,8 +522,8 @@ class _Gateway:
                 raise closed_error(session.session_id)
             prepared = work.result()
             restored = prepared[0].restored
-            if restored.known:
-                session.retries.confirm(restored.known[-1][0])
+            if indices := restored.replies:
+                session.retries.confirm(restored.positions[indices[-1]])
             start = session.agent_starts.find(restored, context.caller)
             again = None if retried and retried.delivery.confirmed else retried
             shared = {
@@ -625,9 +621,9 @@ class _Gateway:
         session.replies.remember(call.restored.position, call.message)
         session.agent_starts.add(turn_index, turn.agent_id, call.message)
         if call.path is not None:
-            name, history = asked.protocol.name, asked.protocol.history
-            known = asked.read.known(name, history, call.restored)
-            session.paths.remember(call.path, self.cache_budget, known)
+            session.paths.remember(
+                call.path, self.cache_budget, asked.read.answered(call.restored)
+            )
 
         def amend(reason: str, trainable: bool | None) -> None:
             # a dropped turn stays dropped

@@ -15,9 +15,8 @@ from typing import Any
 
 from trajkit_shim import timing
 from trajkit_shim.chat.images import hashes_of, texts_of
-from trajkit_shim.chat.logged_message import logged_message
-from trajkit_shim.chat.reply import Reply, Token, Usage
-from trajkit_shim.chat.request import ChatRequest
+from trajkit_shim.chat.reply import Parsed, Reply, Token, Usage
+from trajkit_shim.chat.request import ChatRequest, logged_message
 from trajkit_shim.chat.sampling_params import nth_seed
 from trajkit_shim.engines import checks
 from trajkit_shim.engines.base import (
@@ -38,11 +37,9 @@ from trajkit_shim.prompting.reply_matching import RestoredRequest, next_position
 from trajkit_shim.prompting.token_cache import CachedPath
 from trajkit_shim.prompting.tokenize_cache import NO_LIMIT, TooManyTokensError
 from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.replies.external_parsers import ReplyParser
 from trajkit_shim.replies.grammar import grammar
 from trajkit_shim.replies.incremental_decode import Decoder, IncrementalParser
-from trajkit_shim.replies.parse import THINK, Parsed, Parser
-from trajkit_shim.replies.parsers import ToolForm
+from trajkit_shim.replies.parse import THINK, ReplyParser
 from trajkit_shim.replies.reply_builder import (
     Identity,
     canonical_reply,
@@ -67,8 +64,7 @@ class CallSettings:
     attributed: bool
     train_side_calls: bool
     train_retried: bool
-    tool_form: ToolForm
-    reply_parser: ReplyParser | None
+    reply_parser: ReplyParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +190,8 @@ class _Call:
     _images: list[PlacedImage]
     _opened: bool  # the prompt ends within the reply's reasoning
     result: Sample
+    _parsed: Parsed
+    _stop_sequence: str | None  # the stop string that ended the reply
 
     def __init__(self, context: CallContext, info: EngineInfo) -> None:
         self._context = context
@@ -207,8 +205,6 @@ class _Call:
         self._identity = Identity(context.protocol.call_prefix)
         # the latest partial reply that was streamed
         self._streamed: Reply | None = None
-        # the reply by an external parser, and the stop string that ended it
-        self._parsed: tuple[Parsed, str | None] | None = None
         self._choice = None if context.request.n == 1 else 0
 
     def sibling(self, choice: int) -> "_Call":
@@ -242,7 +238,7 @@ class _Call:
         places, messages = self._settings.prompts.places, self.restored.messages
         if places is not None and hashes_of(messages):
             self._images = places.items(self.prompt.ids, messages)
-            self._engine_ids = places.engine_ids(self.prompt.ids, self._images)
+            self._engine_ids = places.engine_ids(self.prompt.ids)
         # those of the earlier turn were checked then
         n_checked = 0 if self._images else self.prompt.n_base
         checks.check_prompt(self._engine_ids, self._info, n_checked)
@@ -251,7 +247,6 @@ class _Call:
         """Decide the parameters, and reserve their tokens in the session's quota."""
         n_prompt = len(self.prompt.ids)
         reservation, terms = self._context.reservation, self._session.terms
-        parser = self._settings.reply_parser
         limit = self._settings.max_new_tokens
         self._sampling = resolve(
             self._request.sampling,
@@ -262,7 +257,7 @@ class _Call:
             client=terms.client_sampling,
             structural_tag=grammar(
                 self._request,
-                parser.form if parser else self._settings.tool_form,
+                self._settings.reply_parser.form,
                 terms.pins.extra,
                 opened=self._opened,
                 reasons=THINK in self._renderer.chat_template,
@@ -271,24 +266,16 @@ class _Call:
         reservation.reserve(n_prompt, self._sampling.max_new_tokens)
 
     async def sample(self) -> None:
-        """Sample at the engine, again if a pause cut the call off before it streamed.
-
-        An external parser reads the reply.
-        """
+        """Sample and parse, again if a pause cut the call off before it streamed."""
         self.result = await self._settings.gate.sample(
             self._sample_once, again=lambda: self._streamed is None
         )
         checks.check_sample(self.result, self._info, self._sampling.max_new_tokens)
         checks.check_consumed(self._engine_ids, self.result)
-        if self._settings.reply_parser is not None:
-            text, matched = self._text()
-            parsed = await self._settings.reply_parser.parse(
-                text,
-                self._request.tools,
-                self._engine_ids,
-                opened=self._opened,
-            )
-            self._parsed = parsed, matched
+        text, self._stop_sequence = self._text()
+        self._parsed = await self._settings.reply_parser.parse(
+            text, self._request.tools, self._engine_ids, opened=self._opened
+        )
         self._ended_at = datetime.now(UTC)
 
     async def _sample_once(self) -> Sample:
@@ -306,10 +293,12 @@ class _Call:
         )
         generate = self._settings.engine.generate
         on_partial = self._context.on_partial
-        # an external parser needs the complete reply
-        if on_partial is None or self._settings.reply_parser is not None:
+        started = self._settings.reply_parser.start(
+            self._request.tools, opened=self._opened
+        )
+        if on_partial is None or started is None:
             return await generate(request)
-        parser = IncrementalParser(self._renderer, self._parser(), self._sampling.stop)
+        parser = IncrementalParser(self._renderer, started, self._sampling.stop)
 
         def on_tokens(new_ids: Sequence[int]) -> None:
             checks.check_streamed(new_ids, self._info)
@@ -334,7 +323,7 @@ class _Call:
     @timing.step()
     def finish(self, message_index: Ids | None) -> PreparedCall:
         """Parse the reply and put the turn together; the prompt's attribution is given."""
-        parsed, stop_sequence = self._parsed or self._parse()
+        parsed, stop_sequence = self._parsed, self._stop_sequence
         sample, prompt, settings = self.result, self.prompt, self._settings
         aborted = sample.finish_reason == "abort"
         n_reasoning = self._reasoning_tokens(parsed)
@@ -364,9 +353,9 @@ class _Call:
             finish_reason=sample.finish_reason,
             messages=self.restored.logged,
             positions=self.restored.positions,
-            n_logged=self.restored.seen.messages,
+            n_logged=self.restored.n_seen,
             response=None if aborted else response,
-            use_tool=bool(parsed.tool_calls),
+            use_tool=bool(parsed.calls),
             ill_formed=parsed.ill_formed,
             trainable=not aborted and not untrained,
             weight_versions=sample.weight_versions,
@@ -441,20 +430,6 @@ class _Call:
             if i >= start and token not in self._renderer.end_ids:
                 tokens.append(Token(shown, token, logprob))
         return tuple(tokens)
-
-    def _parser(self) -> Parser:
-        return Parser(
-            tools=self._request.tools,
-            opened=self._opened,
-            form=self._settings.tool_form,
-        )
-
-    def _parse(self) -> tuple[Parsed, str | None]:
-        """The parsed reply, and the stop string that ended it."""
-        text, matched = self._text()
-        parser = self._parser()
-        parser.feed(text)
-        return parser.end(), matched
 
     def _text(self) -> tuple[str, str | None]:
         """The reply's text up to the first stop string, and that stop string."""

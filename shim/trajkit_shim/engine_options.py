@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trajkit_shim.engines.base import Engine
     from trajkit_shim.engines.embedded import Policy
     from trajkit_shim.prompting.render import ChatRenderer
-    from trajkit_shim.replies.external_parsers import ReplyParser
+    from trajkit_shim.replies.parse import ReplyParser
 
 ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
 """Environment variable of the admin token."""
@@ -145,8 +145,7 @@ def running_engine(
             engine,
             renderer,
             {
-                "tool_form": FORMS.get(arguments.tool_form),
-                "reply_parser": _external_parser(arguments, renderer),
+                "reply_parser": _reply_parser(arguments, renderer),
                 "check_prompts": arguments.check_prompts,
                 "train_side_calls": arguments.train_side_calls,
                 "train_retried": not arguments.skip_retried,
@@ -289,18 +288,22 @@ def _launched(arguments: argparse.Namespace) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
 
 
-def _external_parser(
+def _reply_parser(
     arguments: argparse.Namespace, renderer: "ChatRenderer"
 ) -> "ReplyParser | None":
-    """The external parser of replies that ``--tool-form`` names, if any."""
+    """The parser of replies that ``--tool-form`` names; None: it is not given."""
     from trajkit_shim.errors import EngineError
     from trajkit_shim.replies.external_parsers import (
         InstalledParser,
         SchemaParser,
         SGLangParser,
     )
+    from trajkit_shim.replies.parse import FormParser
+    from trajkit_shim.replies.parsers import FORMS
 
     form = arguments.tool_form or ""
+    if form in FORMS:
+        return FormParser(FORMS[form])
     try:
         if form == "schema":
             return SchemaParser(renderer)

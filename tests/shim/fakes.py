@@ -17,10 +17,10 @@ from trajkit_shim.engines.base import (
     Sampling,
     WeightSpan,
 )
-from trajkit_shim.prompting.render import ChatRenderer, Ids
-from trajkit_shim.replies.parse import Parsed
+from trajkit_shim.prompting.attribution import Ids
+from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.replies.parse import parse
 from trajkit_shim.replies.parsers.json_calls import HERMES
-from trajkit_shim.replies.parsers.scan import Scan
 
 TEMPLATE = """\
 {%- if tools -%}
@@ -51,14 +51,9 @@ TOOL = {
 }
 
 
-def parse_reply(text, tools=(), form=HERMES):
-    """Calls and text of a reply without reasoning."""
-    scan = Scan(form, tools)
-    scan.feed(text)
-    scan.end()
-    return Parsed(
-        parts=tuple(scan.parts), sampled=scan.text, ill_formed=scan.ill_formed
-    )
+def parse_reply(text, tools=(), form=HERMES, *, opened=False):
+    """A reply by the gateway's own parser."""
+    return parse(text, form, tools, opened=opened)
 
 
 def engine_request(prompt_ids: Any, **changes: Any) -> EngineRequest:
@@ -104,9 +99,14 @@ def byte_renderer(template: str = AS_STRING) -> ChatRenderer:
 RENDERER = byte_renderer()
 
 
+def rendered(renderer: ChatRenderer, messages: Any, tools: Any = None) -> Ids:
+    """The ids of the prompt for the next assistant message."""
+    return renderer.encode(renderer.text(messages, tools)).ids
+
+
 def sampled(text: str, **changes: Any) -> Sample:
     """The bytes of a text and the end of the message, each of logprob -place / 1000."""
-    encoded = RENDERER.ids_of(text + "<|im_end|>")
+    encoded = RENDERER.encode(text + "<|im_end|>").ids
     ids = encoded if changes.get("finish_reason", "stop") == "stop" else encoded[:-1]
     whole = Sample(
         output_ids=ids,

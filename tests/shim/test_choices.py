@@ -13,7 +13,7 @@ from tests.shim.clients import in_process
 from tests.shim.conformance import DRIVERS
 from tests.shim.fakes import RENDERER, Held, PiecewiseEngine, ScriptedEngine, sampled
 from trajkit_shim.errors import EngineError
-from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.prompts import Prompts
 
 pytestmark = pytest.mark.anyio
 
@@ -86,13 +86,13 @@ async def test_choices_are_turns_of_one_prompt(tmp_path, stream):
 async def test_a_rendered_prompt_is_attributed_once_and_off_the_event_loop(
     tmp_path, monkeypatch
 ):
-    threads, attribute = [], ChatRenderer.attribute
+    threads, attribution = [], Prompts.attribution
 
-    def watched(renderer, *args):
+    def watched(prompts, *args):
         threads.append(threading.current_thread())
-        return attribute(renderer, *args)
+        return attribution(prompts, *args)
 
-    monkeypatch.setattr(ChatRenderer, "attribute", watched)
+    monkeypatch.setattr(Prompts, "attribution", watched)
     engine = ScriptedEngine("one", "two", "three")
     async with in_process(engine, RENDERER, tmp_path) as gateway:
         await chat(await gateway.open(), stream=False, n=3)

@@ -175,10 +175,12 @@ async def test_an_image_is_placed_sent_stored_and_logged(opened, model, path, da
     answer = await gateway.post(path, PROTOCOLS[path](data))
     assert answer.status_code == 200, answer.text
     renderer, name = gateway.renderer, sha256(data).hexdigest()
-    before = renderer.ids_of("<|im_start|>user\nWhat is it?<|vision_start|>").tolist()
-    after = renderer.ids_of(
+    before = renderer.encode(
+        "<|im_start|>user\nWhat is it?<|vision_start|>"
+    ).ids.tolist()
+    after = renderer.encode(
         "<|vision_end|><|im_end|>\n<|im_start|>assistant\n"
-    ).tolist()
+    ).ids.tolist()
     n, token = n_tokens_of(model, data), load_image_model(model).token_id
     consumed = [*before, *[token] * n, *after]
     assert gateway.engine.prompts == [consumed]
@@ -472,10 +474,10 @@ class Answers(BaseHTTPRequestHandler):
         self.send_header("location", "/image")
         self.send_header("content-length", str(len(PNG) + int(length or 0)))
         self.end_headers()
-        self.wfile.write(PNG + b"x" * int(length or 0))
         server.clients.append(self.client_address)
         server.hosts.append(self.headers["host"])
         server.encodings.append(self.headers["accept-encoding"])
+        self.wfile.write(PNG + b"x" * int(length or 0))
 
     def drip(self):
         """Send a header every now and then, until the client has left."""

@@ -33,24 +33,21 @@ async def fetch_images(
     (400) if a URL is not http or https, its host is unknown or not public, the answer is
     not 200, or they exceed a limit or take too long together.
     """
-    slots, total = asyncio.Semaphore(_AT_ONCE), 0
+    slots, found = asyncio.Semaphore(_AT_ONCE), {url: bytearray() for url in urls}
 
-    async def fetch(client: httpx.AsyncClient, url: str) -> bytes:
-        nonlocal total
-        data = bytearray()
+    async def fetch(client: httpx.AsyncClient, url: str) -> None:
+        data = found[url]
         try:
             async with slots, aclosing(_chunks(client, httpx.URL(url))) as chunks:
                 async for chunk in chunks:
                     data += chunk
-                    total += len(chunk)
                     if len(data) > max_bytes:
                         raise ValueError(f"it is longer than {max_bytes} bytes")
-                    if total > max_total_bytes:
+                    if sum(map(len, found.values())) > max_total_bytes:
                         most = f"more than {max_total_bytes} bytes together"
                         raise ValueError(f"the images at URLs have {most}")
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             raise _not_fetched(url, error) from error
-        return bytes(data)
 
     # the loop would wait for it
     context = await asyncio.to_thread(_ssl_context)
@@ -72,7 +69,7 @@ async def fetch_images(
         # the last ones may have ended in the same moment
         late = max(tasks, key=lambda url: tasks[url].cancelled())
         raise _not_fetched(late, f"it took longer than {_SECONDS:g} seconds") from error
-    return {url: task.result() for url, task in tasks.items()}
+    return {url: bytes(data) for url, data in found.items()}
 
 
 @cache

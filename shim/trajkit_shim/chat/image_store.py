@@ -2,8 +2,8 @@
 
 Files are as clients sent them. An image is in memory until the first turn that names it is
 recorded. Its file is written just before under a temporary name, and renamed when the turn
-is recorded. So a log never names an image that is missing, and a request that is not
-recorded leaves no file. Only a killed gateway can leave files with temporary names.
+is recorded. So a log never names an image that is missing, and only a killed gateway can
+leave files of requests that were not recorded.
 """
 
 import asyncio
@@ -101,13 +101,7 @@ def open_image(data: bytes, where: str, limits: ImageLimits) -> Image:
 class ImageStore:
     """The images of a run. Those of recorded turns are files of a folder.
 
-    Parameters
-    ----------
-    directory : Path
-        Made with the first file.
-    limits : ImageLimits
-    fsync : bool
-        Also write each image to disk, as the turn log does.
+    ``directory`` is made with the first file. ``fsync``: also write each image to disk.
     """
 
     def __init__(
@@ -124,49 +118,45 @@ class ImageStore:
     async def take(self, messages: Sequence[Json]) -> list[Image]:
         """Return the images that messages bring, and put their names in their places.
 
-        Images at URLs are fetched. The store knows the images as long as the caller keeps
-        them. Raises `GatewayError`: there are too many, they are too large together, or one
-        cannot be fetched (400), or they cannot be stored later (507).
+        The store knows the images as long as the caller keeps them. Raises `GatewayError`:
+        there are too many, they are too large together, or one cannot be fetched (400), or
+        they cannot be stored later (507).
         """
         contents = [m["content"] for m in messages if isinstance(m["content"], list)]
-        images = [part for parts in contents for part in parts if not _is_text(part)]
-        if len(images) > self.limits.max_images:
-            message = f"{len(images)} images; the limit is {self.limits.max_images}"
+        parts = [part for content in contents for part in content]
+        given = [part for part in parts if isinstance(part, Image)]
+        urls = {part.url for part in parts if isinstance(part, ImageUrl)}
+        n_images, limits = sum(not _is_text(part) for part in parts), self.limits
+        if n_images > limits.max_images:
+            message = f"{n_images} images; the limit is {limits.max_images}"
             raise GatewayError(message, code="too_many_images")
-        fetched = await self._fetch(images)
+        n_bytes = sum({image.name: len(image.data) for image in given}.values())
+        if n_bytes > limits.max_request_bytes:
+            message = (
+                f"the request's images have {n_bytes} bytes together; the limit is "
+            )
+            message += str(limits.max_request_bytes)
+            raise GatewayError(message, code="image_too_large")
+        data, left = dict[str, bytes](), limits.max_request_bytes - n_bytes
+        if urls:
+            data = await fetch_images(
+                urls, max_bytes=limits.max_bytes, max_total_bytes=left
+            )
+        fetched = {
+            url: await asyncio.to_thread(open_image, data[url], url[:200], limits)
+            for url in urls
+        }
         brought: list[Image] = []
-        for parts in contents:
-            for i, part in enumerate(parts):
+        for content in contents:
+            for i, part in enumerate(content):
                 image = fetched[part.url] if isinstance(part, ImageUrl) else part
                 if isinstance(image, Image):
                     # others may have the same image
                     image = self._requested.setdefault(image.name, image)
                     brought.append(image)
-                    parts[i] = {"type": "image", "sha256": image.name}
+                    content[i] = {"type": "image", "sha256": image.name}
         self.check_room(self.new(brought))
         return brought
-
-    async def _fetch(self, images: Collection[object]) -> dict[str, Image]:
-        """The images at the URLs of a request; ``images`` are all of the request."""
-        given = {one.name: len(one.data) for one in images if isinstance(one, Image)}
-        limits = self.limits
-        left = limits.max_request_bytes - sum(given.values())
-        if left < 0:
-            message = (
-                f"the request's images have {sum(given.values())} bytes together; the "
-                f"limit is {limits.max_request_bytes}"
-            )
-            raise GatewayError(message, code="image_too_large")
-        urls = {one.url for one in images if isinstance(one, ImageUrl)}
-        if not urls:
-            return {}
-        data = await fetch_images(
-            urls, max_bytes=limits.max_bytes, max_total_bytes=left
-        )
-        return {
-            url: await asyncio.to_thread(open_image, data[url], url[:200], limits)
-            for url in urls
-        }
 
     def add(self, new: Collection[Image]) -> None:
         """Note that images have their files."""
@@ -200,10 +190,7 @@ class ImageStore:
 
 
 class NewImages:
-    """The files of the images that a request brings.
-
-    They have temporary names until a turn of the request is recorded.
-    """
+    """The files of a request's images, with temporary names until a turn is recorded."""
 
     def __init__(self, store: ImageStore, images: Collection[Image]) -> None:
         self._store = store
@@ -213,10 +200,9 @@ class NewImages:
         self._discarded = False
 
     async def write(self) -> None:
-        """Write the images that are not stored, under temporary names.
+        """Write the images that are not stored; the caller calls `discard` later.
 
-        The caller calls `discard` later. Raises `GatewayError` (500): a file cannot be
-        written.
+        Raises `GatewayError` (500): a file cannot be written.
         """
         if new := self._store.new(self._images):
             await asyncio.to_thread(self._write, new)
@@ -242,10 +228,9 @@ class NewImages:
 
     @contextmanager
     def stored(self) -> Iterator[None]:
-        """Store the written images with a turn that is recorded in this context.
+        """Store the written images with a turn, unless recording it in here fails.
 
-        Those that are new are removed again if that fails. Raises `GatewayError` (507):
-        there is no room. `OSError`: a file cannot be renamed.
+        Raises `GatewayError` (507): there is no room. `OSError`: a file cannot be renamed.
         """
         new = self._store.new(self._images)
         self._store.check_room(new)

@@ -24,9 +24,29 @@ class Usage:
 class Call:
     """One tool call of a reply."""
 
-    call_id: str
     name: str
-    arguments: str  # JSON text as sampled
+    arguments: str  # JSON text, as sampled if the model writes JSON
+    call_id: str = ""  # given when the reply is complete or streamed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """What a parser finds in a reply."""
+
+    parts: tuple[str | Call, ...]  # text and calls in sampled order; no empty text
+    sampled: str  # the text of all parts as sampled
+    ill_formed: bool = False
+    reasoning: str | None = None  # None: the reply has no reasoning
+
+    @property
+    def text(self) -> str:
+        """All text, without reasoning and calls."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[Call]:
+        """The tool calls, in order."""
+        return [part for part in self.parts if isinstance(part, Call)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +60,12 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class Reply(Parsed):
     """One assistant message."""
 
     reply_id: str  # 32 hexadecimal digits, to which protocols add their prefixes
     created: int
     model: str
-    reasoning: str | None
-    parts: tuple[str | Call, ...]  # text and calls in sampled order
-    sampled: str  # the text after the reasoning, as sampled
     cut: bool  # truncated by a token limit
     stop_sequence: str | None  # the client's stop string that ended it
     usage: Usage
@@ -84,13 +101,3 @@ class Reply:
         if self.calls:
             return "calls"
         return "end" if self.stop_sequence is None else "stop_sequence"
-
-    @property
-    def text(self) -> str:
-        """All text, without reasoning and calls."""
-        return "".join(part for part in self.parts if isinstance(part, str))
-
-    @property
-    def calls(self) -> list[Call]:
-        """The tool calls, in order."""
-        return [part for part in self.parts if isinstance(part, Call)]

@@ -18,10 +18,26 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from trajkit.turns.messages import message_record
 from trajkit_shim.chat.image_store import Image
 from trajkit_shim.chat.images import Images, Part, joined
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.json_input import Fields, Json, as_integer
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedMessage:
+    """A canonical message as the log has it: see `trajkit.schema.MESSAGE`."""
+
+    key: bytes
+    role: str
+    body: str
+
+
+def logged_message(message: Json) -> LoggedMessage:
+    """Return a canonical message with its key and body."""
+    key, body = message_record(message)
+    return LoggedMessage(key, str(message["role"]), body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +98,7 @@ class Tools:
     left_out: list[str] = field(default_factory=list)
 
     def add(self, tool: Fields, schema: object, prefix: str = "") -> str:
-        """Add a function with a name, maybe a description, and the schema of its arguments.
-
-        Returns its name for the model, which begins with ``prefix``.
-        """
+        """Add a function; return its name for the model, which begins with ``prefix``."""
         name = prefix + tool.name("name")
         self.functions.append(function_tool(name, tool.get_text("description"), schema))
         self.strict += [name] * tool.flag("strict")
@@ -105,8 +118,7 @@ def system_message(text: str | None) -> list[Json]:
 def text_schema(fields: Fields, name: str) -> Json | None:
     """Return the JSON schema that a format field requires of the text, if any.
 
-    It is the field of OpenAI's and Anthropic's protocols: an object with a type, and a
-    schema of its own or within ``json_schema``. Raises `GatewayError` for other formats.
+    The field of OpenAI and Anthropic has a type, and a schema, maybe in ``json_schema``.
     """
     if fields.json.get(name) is None:
         return None
@@ -120,7 +132,7 @@ def text_schema(fields: Fields, name: str) -> Json | None:
 
 
 def function_of(tool: Json) -> Json:
-    """Return the function of a tool in OpenAI's format."""
+    """Return the function of a tool or a call in OpenAI's format."""
     function = tool["function"]
     assert isinstance(function, dict)
     return function
@@ -146,10 +158,7 @@ def tool_message(call_id: str, parts: Iterable[Part], *, failed: bool = False) -
 
 
 def user_messages(parts: Iterable[Part | Json]) -> list[Json]:
-    """Return a user's turn: its tool messages, and a message per group of other parts.
-
-    A group has the texts and images between two tool messages, without empty texts.
-    """
+    """Return a user's turn: its tool messages, and the texts and images between them."""
     messages: list[Json] = []
     for is_message, group in groupby(
         filter(None, parts), lambda part: isinstance(part, dict)

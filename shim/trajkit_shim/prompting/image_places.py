@@ -8,7 +8,6 @@ engine gets the template's token once per image, and does the rest itself.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -67,8 +66,7 @@ class ImagePlaces:
         starts = (np.cumsum(counts) - counts)[at].tolist()
         for name, start, n in zip(names, starts, counts[at].tolist(), strict=True):
             ids[start : start + n] = content_ids(KIND, name, n)
-        spans = (np.repeat(side, counts) for side in (encoded.starts, encoded.stops))
-        return Encoded(ids, *spans)
+        return Encoded(ids, np.repeat(encoded.offsets, counts, axis=0))
 
     def items(self, ids: Ids, messages: Sequence[Json]) -> "list[PlacedImage]":
         """Return where the images of messages are in a prompt's recorded ids.
@@ -93,23 +91,16 @@ class ImagePlaces:
         assert n_before == len(inside)
         return found
 
-    def engine_ids(self, ids: Ids, images: "Sequence[PlacedImage]") -> Ids:
+    def engine_ids(self, ids: Ids) -> Ids:
         """Return the ids that the engine consumes for a prompt's recorded ids."""
-        ids = ids.copy()
-        for image in images:
-            ids[image.start : image.stop] = image.token_id
-        return ids
+        return np.where(ids >= FIRST_CONTENT_ID, np.int32(self._model.token_id), ids)
 
     def load(self, images: "Sequence[PlacedImage]") -> list[PromptImage]:
         """Return images with their bytes."""
+        types = (self._store[image.name].media_type for image in images)
         return [
-            PromptImage(
-                image.start,
-                image.stop,
-                self._store[image.name].media_type,
-                self._store.data(image.name),
-            )
-            for image in images
+            PromptImage(image.start, image.stop, kind, self._store.data(image.name))
+            for image, kind in zip(images, types, strict=True)
         ]
 
     def _n_tokens(self, name: str) -> int:
@@ -144,40 +135,41 @@ def load_image_model(path: str | Path) -> ImageModel | None:
 
     Raises `ValueError` if the number of tokens per image cannot be determined.
     """
-    from transformers import AutoImageProcessor, AutoProcessor
+    import transformers
 
     directory = Path(path)
     names = ("preprocessor_config.json", "processor_config.json")
     token_id = image_token_id(directory)
     if token_id is None or not any((directory / name).exists() for name in names):
         return None
-    loaders: Any = AutoProcessor, AutoImageProcessor
-    load, load_pixels = (
-        partial(one.from_pretrained, str(directory), local_files_only=True)
-        for one in loaders
-    )
+
+    def load(kind: str) -> Any:
+        loader: Any = getattr(transformers, kind)
+        return loader.from_pretrained(str(directory), local_files_only=True)
+
     try:
-        sizes = load()._get_num_multimodal_tokens
+        sizes = load("AutoProcessor")._get_num_multimodal_tokens
     except (ImportError, AttributeError):
-        try:
-            pixels = load_pixels()
-        except ImportError as error:
-            missing = " ".join(str(error).split())
-            message = f"{missing} Or serve with --images refuse"
-            raise ValueError(message) from error
-        if not hasattr(pixels, "get_number_of_image_patches"):
-            raise ValueError(
-                "its processor does not say how many tokens an image takes: install "
-                "torch and torchvision, or serve with --images refuse"
-            ) from None
+        pass
+    else:
 
-        def by_patches(height: int, width: int) -> int:
-            n_patches = pixels.get_number_of_image_patches(height, width)
-            return int(n_patches) // int(pixels.merge_size) ** 2
+        def by_processor(height: int, width: int) -> int:
+            return int(sizes(image_sizes=[(height, width)]).num_image_tokens[0])
 
-        return ImageModel(token_id, by_patches)
+        return ImageModel(token_id, by_processor)
+    try:
+        pixels = load("AutoImageProcessor")
+    except ImportError as error:
+        missing = " ".join(str(error).split())
+        raise ValueError(f"{missing} Or serve with --images refuse") from error
+    if not hasattr(pixels, "get_number_of_image_patches"):
+        raise ValueError(
+            "its processor does not say how many tokens an image takes: install "
+            "torch and torchvision, or serve with --images refuse"
+        )
 
-    def by_processor(height: int, width: int) -> int:
-        return int(sizes(image_sizes=[(height, width)]).num_image_tokens[0])
+    def by_patches(height: int, width: int) -> int:
+        n_patches = pixels.get_number_of_image_patches(height, width)
+        return int(n_patches) // int(pixels.merge_size) ** 2
 
-    return ImageModel(token_id, by_processor)
+    return ImageModel(token_id, by_patches)

@@ -1,21 +1,17 @@
 """Prompts: rendered, or built by appending to token ids consumed and sampled before.
 
 ``append`` keeps prompt and output ids of an earlier turn and appends only what the
-template writes for the new messages. Sampled ids then come back exactly as they were
-sampled, and the next prompt starts with the complete earlier path.
-
-It is used only if it provably yields what the template writes: the request's messages up
-to its last reply are those of a cached turn, with the same tools, the reply ended by
-itself, and the template's text for the request starts with its text for that turn
-(`prompting.rendered_prefix`). Other requests are rendered, for a reason that is counted.
-So is a request whose history was changed, but the ids of the last turn before the change
-are kept.
+template writes for the new messages. It is used only if it provably yields what the
+template writes: the request's messages up to its last reply are those of a cached turn,
+with the same tools, the reply ended by itself, and the template's text for the request
+starts with its text for that turn (`prompting.rendered_prefix`). Other requests are
+rendered, for a reason that is counted; of a changed history, the ids of the last turn
+before the change are kept.
 """
 
 import json
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from threading import Lock
 from typing import Literal, TypeAlias
@@ -28,7 +24,6 @@ from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import (
     Encoded,
     Ids,
-    Spans,
     find_verbatim,
     locate_contents,
     message_index,
@@ -47,13 +42,7 @@ from trajkit_shim.prompting.template_probe import (
     TemplateProbe,
     probe_template,
 )
-from trajkit_shim.prompting.token_cache import (
-    Branch,
-    CachedPath,
-    IdBuffer,
-    TokenCache,
-    extended,
-)
+from trajkit_shim.prompting.token_cache import Branch, CachedPath, TokenCache
 from trajkit_shim.prompting.tokenize_cache import NO_LIMIT
 
 Mode: TypeAlias = Literal["append", "render"]
@@ -76,12 +65,13 @@ class Prompt:
     ids: Ids
     reason: Reason | None  # why it does not extend the last reply; None: it does
     hasher: blake2b  # BLAKE2b of the ids as little-endian int32
-    buffer: IdBuffer | None = None  # that the ids are in
+    branch: Branch = field(default_factory=Branch)  # that the ids are in, if any
     base: CachedPath | None = None  # that turn
     n_known: int = 0  # how many of the messages have those tokens
     # of each appended id, the index of its message after the known ones; -1: no message.
     # None: unknown
     message_index: Ids | None = None
+    text: str = ""  # of a prompt that was rendered
     rendered: RenderedPrefix | None = None  # None: no later prompt may extend this one
     tools: bytes = b""  # digest of the offered tools
     reasons: bool = False  # a message has reasoning
@@ -144,8 +134,8 @@ class Prompts:
         return {
             "mode": self.mode,
             "template": {
-                "with_tools": self.probe(tools=True).describe(),
-                "without_tools": self.probe(tools=False).describe(),
+                "with_tools": asdict(self.probe(tools=True)),
+                "without_tools": asdict(self.probe(tools=False)),
             },
         }
 
@@ -177,52 +167,57 @@ class Prompts:
     ) -> Prompt:
         """Return the prompt for a request.
 
-        ``restored`` has the session's replies in the request's messages; ``replies`` and
-        ``cache`` are the session's. ``attributed``: also determine which message each
-        appended token belongs to. Raises as `ChatRenderer.render`, and
+        ``replies`` and ``cache`` are the session's. ``attributed``: also determine which
+        message each appended token belongs to. Raises as `ChatRenderer.text`, and
         `TooManyTokensError` if there are surely more than ``max_tokens``.
         """
         messages = restored.messages
-        appends = self.mode == "append"
-        probe = self.probe(tools=tools is not None) if appends else None
-        if probe is None or not probe.safe:
-            ids = self._ids(self.renderer.text(messages, tools), messages, max_tokens)
-            why: Reason = "chosen" if probe is None else "template"
-            return Prompt(ids=ids, reason=why, hasher=_hashed(ids))
-        offered = _tools_digest(tools)
-        last, base, reason = _find_base(restored, offered, replies, cache)
-        text = None
+        offered, text = _tools_digest(tools), None
+        probe = self.probe(tools=tools is not None)
+        safe = probe.safe and self.mode == "append"
+        base: CachedPath | None = None
+        reason: Reason | None = "template" if self.mode == "append" else "chosen"
+        if safe:
+            last, base, reason = _find_base(restored, offered, replies, cache)
         if base is not None:
             reply, *new = messages[last:]
             reasons = base.reasons or _reasons(messages[last:])
             failed: Departure | None = None
             tail_only = self._tail_only(probe, base, new, reasons)
-            for view in self._views(base, messages, last, tools, tail_only):
-                end = end_of_reply(self.renderer, view.before, view.text, reply, new)
-                if not isinstance(end, int):
-                    text, failed = view.text, end
+            views = [(messages[:last], tools, base.rendered)]
+            # the last complete comparison counts until the text has twice its length
+            is_recent = base.rendered.length < 2 * base.rendered.checked
+            if tail_only and is_recent and not self._check:
+                few = None if tools is None else [STAND_IN_TOOL]
+                views.insert(0, (STAND_IN, few, self._stand_ins[tools is not None]))
+            for head, shown_tools, before in views:
+                shown, text = [*head, reply, *new], None
+                # the template may reject the stand-in
+                with suppress(TemplateError):
+                    text = self.renderer.text(shown, shown_tools)
+                if text is None:
                     continue
-                tail, shown = view.text[end:], None
+                end = end_of_reply(self.renderer, before, text, reply, new)
+                if not isinstance(end, int):
+                    failed = end
+                    continue
+                encoded = self._encode(text[end:], new, max_tokens)
+                index = None
                 if attributed:
-                    encoded = self._encode(tail, new, max_tokens)
-                    tail_ids = encoded.ids
-                    # a template that trims changes what it renders
-                    spans = self._find_new(view, end, verbatim=not probe.trims_new)
-                    if spans is not None:
-                        shown = message_index(encoded, spans)
-                else:
-                    tail_ids = self._ids(tail, new, max_tokens)
-                more = view.text[view.before.length :]
-                full = view.before is base.rendered
-                ids, buffer = extended(base.ids(), tail_ids, base.branch.buffer)
+                    first = len(head) + 1
+                    index = self._attribute(
+                        text, shown, shown_tools, encoded, first, end
+                    )
+                more, full = text[before.length :], before is base.rendered
+                ids, branch = base.branch.extend(base.ids, encoded.ids)
                 return Prompt(
                     ids=ids,
-                    buffer=buffer,
+                    branch=branch,
                     reason=reason,
-                    hasher=_hashed(tail_ids, base.hasher),
+                    hasher=_hashed(encoded.ids, base.hasher),
                     base=base,
                     n_known=last + 1,
-                    message_index=shown,
+                    message_index=index,
                     rendered=base.rendered.extend(more, probe.leaves, checked=full),
                     tools=offered,
                     reasons=reasons,
@@ -236,21 +231,16 @@ class Prompts:
             reason = reason or failed
         if text is None:
             text = self.renderer.text(messages, tools)
-        ids = self._ids(text, messages, max_tokens)
+        ids = self._encode(text, messages, max_tokens).ids
         return Prompt(
             ids=ids,
             reason=reason,
             hasher=_hashed(ids),
-            rendered=RenderedPrefix.of(text, probe.leaves),
+            text=text,
+            rendered=RenderedPrefix.of(text, probe.leaves) if safe else None,
             tools=offered,
             reasons=_reasons(messages),
         )
-
-    def _ids(self, text: str, messages: list[Json], max_tokens: int) -> Ids:
-        """The ids of a text, with the images of its messages."""
-        if not hashes_of(messages):
-            return self.renderer.ids_of(text, max_tokens)
-        return self._encode(text, messages, max_tokens).ids
 
     def _encode(self, text: str, messages: list[Json], max_tokens: int) -> Encoded:
         encoded = self.renderer.encode(text, max_tokens)
@@ -268,31 +258,6 @@ class Prompts:
         drops = reasons and not roles.isdisjoint(probe.drops_reasoning)
         return probe.tail and known and not drops
 
-    def _views(
-        self,
-        base: CachedPath,
-        messages: list[Json],
-        last: int,
-        tools: list[Json] | None,
-        tail_only: bool,
-    ) -> "Iterator[_View]":
-        """Yield the texts in which the new messages are looked for.
-
-        The text of a short conversation that ends with them, then that of the request.
-        """
-        # the last complete comparison counts until the text has twice its length
-        is_recent = base.rendered.length < 2 * base.rendered.checked
-        if tail_only and is_recent and not self._check:
-            short = [*STAND_IN, *messages[last:]]
-            few = None if tools is None else [STAND_IN_TOOL]
-            before = self._stand_ins[tools is not None]
-            # the template may reject the stand-in
-            with suppress(TemplateError):
-                text = self.renderer.text(short, few)
-                yield _View(text, before, short, few, len(STAND_IN))
-        text = self.renderer.text(messages, tools)
-        yield _View(text, base.rendered, messages, tools, last)
-
     def attribution(
         self, prompt: Prompt, messages: list[Json], tools: list[Json] | None
     ) -> Ids | None:
@@ -303,32 +268,27 @@ class Prompts:
         """
         if prompt.base is not None:
             return prompt.message_index
-        return self.renderer.attribute(
-            messages,
-            tools,
-            prompt.ids,
-            lambda text: self._encode(text, messages, NO_LIMIT),
-        )
+        encoded = self._encode(prompt.text, messages, NO_LIMIT)
+        return self._attribute(prompt.text, messages, tools, encoded)
 
     def cacheable_path(
         self, prompt: Prompt, output_ids: Ids, position: bytes
     ) -> CachedPath | None:
         """Return prompt and output for later prompts to extend, or None if they cannot.
 
-        ``output_ids`` (ndarray of int32, shape (n_output,)). ``position``: the position
-        after the reply.
+        ``position``: after the reply.
         """
         if prompt.rendered is None:
             return None
         closed = bool(len(output_ids)) and int(output_ids[-1]) in self.renderer.end_ids
         # one that is not closed is recognized later, but not extended
-        ids, buffer = _NO_IDS, None
+        ids, branch = _NO_IDS, Branch()
         if closed:
-            ids, buffer = extended([prompt.ids], output_ids, prompt.buffer)
+            ids, branch = prompt.branch.extend(prompt.ids, output_ids)
         return CachedPath(
             position=position,
             base=prompt.base,
-            branch=Branch(ids, buffer),
+            branch=branch,
             n_ids=len(ids),
             closed=closed,
             rendered=prompt.rendered,
@@ -337,70 +297,54 @@ class Prompts:
             hasher=_hashed(output_ids, prompt.hasher),
         )
 
-    def _find_new(self, view: "_View", end: int, *, verbatim: bool) -> Spans | None:
-        """The contents of the new messages in a text after its ``end``.
+    def _attribute(
+        self,
+        text: str,
+        messages: list[Json],
+        tools: list[Json] | None,
+        encoded: Encoded,
+        first: int = 0,
+        end: int = 0,
+    ) -> Ids | None:
+        """The message from ``first`` on that each token of a text after ``end`` renders.
 
-        Contents that the template writes as they are (``verbatim``), and that occur
-        exactly once, are located without rendering again.
+        ``encoded``: that part of the text.
         """
-        first, spans = view.reply + 1, None
-        # text that spells a special token contains a mark, so it does not match
-        if verbatim and not self.renderer.spells_special(view.messages[first:]):
-            spans = find_verbatim(view.messages, first, view.text[end:])
-        if spans is not None:
-            return [(i - first, start, stop) for i, start, stop in spans]
-        # the template may reject the marks
-        with suppress(TemplateError):
-            for rendered, marked in locate_contents(
-                view.messages, lambda each: self.renderer.text(each, view.tools), first
-            ):
-                if rendered == view.text:
-                    return [
-                        (i - first, start - end, stop - end)
-                        for i, start, stop in marked
-                    ]
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A rendered text that ends with a reply and the messages after it."""
-
-    text: str
-    before: RenderedPrefix  # what it starts with, up to the reply
-    messages: list[Json]
-    tools: list[Json] | None
-    reply: int  # index of the reply in its messages
+        plain = self.renderer.without_mark
+        whole, tail = plain(text), plain(text[end:])
+        # spares a rendering where there are few messages
+        spans = find_verbatim(messages[first:], tail) if first else None
+        if spans is None:
+            # the template may reject the marks
+            with suppress(TemplateError):
+                spans = locate_contents(
+                    *(messages, first, whole, len(whole) - len(tail)),
+                    lambda named: plain(self.renderer.text(named, tools)),
+                )
+        return None if spans is None else message_index(encoded, spans)
 
 
 def _find_base(
     restored: RestoredRequest, offered: bytes, replies: ReplyIndex, cache: TokenCache
 ) -> tuple[int, CachedPath | None, Reason | None]:
-    """The index and path of the reply to extend, and why that is not the last one.
-
-    If replies were moved, because messages before them changed, it is the last one before
-    the change.
-    """
-    messages, positions = restored.messages, restored.positions
-    reversed_replies = (
-        i for i in reversed(range(len(messages))) if messages[i]["role"] == "assistant"
-    )
-    last = next(reversed_replies, -1)
-    if last < 0:
+    """The index and path of the reply to extend, and why that is not the last one."""
+    positions, indices = restored.positions, restored.replies
+    if not indices:
         return -1, None, "opening"
     reason: Reason | None = None
+    last = indices.pop()
     path = cache.get(positions[last])
     if path is None:
-        _, taken_for = restored.known[-1]
-        if taken_for == "new":
+        if restored.known[last] == "new":
             return last, None, "unknown_reply"
         if replies.has_reply_at(positions[last - 1] if last else START):
             return last, None, "released"
+        # messages before it changed: extend the last reply before the change
         reason = "moved"
         while path is None:
-            last = next(reversed_replies, -1)
-            if last < 0:
+            if not indices:
                 return -1, None, reason
+            last = indices.pop()
             path = cache.get(positions[last])
     if not path.closed:
         return last, None, reason or "unclosed"

@@ -1,29 +1,25 @@
 """Chat messages to prompt ids, and sampled ids to text, with a tokenizer's own template.
 
-A message cannot forge the structure of the prompt. The text of messages and tools may
-spell out a special token (``<|im_end|>`` in a file that a tool read). Such text is
-encoded as ordinary text; only what the template itself writes becomes a control id.
-Added tokens that are not special (``<think>``, ``<tool_call>``) are markup that models
-write themselves, so they are encoded as the tokenizer does it.
-
-Everything here is safe to use from several threads at once.
+A message cannot forge the structure of the prompt: text of messages and tools that
+spells out a special token (``<|im_end|>``) is encoded as ordinary text. Added tokens that
+are not special (``<think>``) are markup that models write themselves, so they are encoded
+as the tokenizer does it. Everything here is safe to use from several threads at once.
 """
 
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator
 from itertools import takewhile
 from os.path import commonprefix
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trajkit_shim.errors import GatewayError, TemplateError
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.attribution import Encoded, attribute
+from trajkit_shim.prompting.attribution import Encoded, Ids
 from trajkit_shim.prompting.tokenize_cache import (
     NO_LIMIT,
     TokenizeCache,
@@ -35,34 +31,19 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-Ids: TypeAlias = npt.NDArray[np.int32]
-
-_NOWHERE = np.empty(0, np.int64)
 _PROBE_TEXT = "lead"
 _PROBE_ARGUMENTS = '{"probe":  1}'
 # possible starts of a piece: some tokenizers treat the start of a text differently
 _PROBE_PIECES = ("", " a\n", "a", "\n", "\u00e9 ", "  a", ".a")
 # spelling of a token for one byte
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_TEMPLATE_FAILURES = (TypeError, ValueError, LookupError, RecursionError)
 
 
 class ChatRenderer:
-    """One tokenizer and its chat template.
+    """One fast tokenizer, whose ``eos_token`` ends a message, and its chat template.
 
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerFast
-        A fast tokenizer. Its ``eos_token`` ends an assistant message.
-    chat_template : str, optional
-        Used instead of the tokenizer's own template.
-    cache_bytes : int
-        Size of the cache of tokenized texts (`prompting.tokenize_cache`).
-
-    Raises
-    ------
-    ValueError
-        There is no template, or no token that ends a message.
+    ``chat_template`` replaces the tokenizer's own; ``cache_bytes`` limits the cache of
+    tokenized texts. Raises `ValueError`: there is no template, or no ``eos_token``.
     """
 
     def __init__(
@@ -87,20 +68,27 @@ class ChatRenderer:
         plain.encode_special_tokens = True
         self._piece = TokenizeCache(plain, cache_bytes)
         self._special = {
-            token.content: token_id
+            token.content: Encoded(
+                np.array([token_id], np.int32),
+                np.array([[0, len(token.content)]], np.int32),
+            )
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.special
         }
         longest_first = sorted(self._special, key=len, reverse=True)
         # the empty alternation would match everywhere
-        self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        spelled = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._spelled = re.compile(f"({spelled})")
         # common prefix of all special tokens, quicker to search for than any of them
         self._lead = commonprefix(longest_first)  # noqa: RUF071
         # breaks up special tokens within text; unpredictable for clients
         self._mark = f"x{secrets.token_hex(12)}x"
-        # whether the pieces between special tokens have the same ids as the complete text
         self._longest = _longest_token(self._backend)
-        self.keeps_apart = self._split_agrees(plain)
+        # texts are tokenized piece by piece
+        self.keeps_apart = True
+        self.keeps_apart = self._split_agrees()
+        if not self.keeps_apart:
+            self._piece = TokenizeCache(self._backend, cache_bytes)
         self._probe_template()
         self._end_of_reasoning: int | None = self._backend.token_to_id("</think>")
         # Ids for single bytes. A run of them can only be decoded at its end, because one
@@ -109,44 +97,6 @@ class ChatRenderer:
         if '"ByteFallback"' in self._backend.to_str():
             words = self._backend.get_vocab(with_added_tokens=False).items()
             self.byte_ids = frozenset(id for word, id in words if _BYTE.fullmatch(word))
-
-    @property
-    def n_tokens(self) -> int:
-        """The tokenizer's largest id plus one."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
-
-    def render(self, messages: list[Json], tools: list[Json] | None) -> Ids:
-        """Return the ids of the prompt for the next assistant message.
-
-        Messages are canonical (`trajkit_shim.chat.request`), tools in OpenAI's format.
-        Raises `TemplateError`: the template rejects the messages. `GatewayError`: a
-        text spells out a special token that this tokenizer cannot encode as text.
-        """
-        return self.ids_of(self.text(messages, tools))
-
-    def attribute(
-        self,
-        messages: list[Json],
-        tools: list[Json] | None,
-        prompt_ids: Ids,
-        encode: Callable[[str], Encoded] | None = None,
-    ) -> Ids | None:
-        """Return the message of each prompt token (`attribution.attribute`), if known.
-
-        ``messages`` and ``tools`` are those that ``prompt_ids`` were rendered from.
-        ``encode`` tokenizes their text. Default: `encode`.
-        """
-        try:
-            return attribute(
-                messages,
-                prompt_ids,
-                text_of=lambda marked: self.text(marked, tools),
-                encode=encode or self.encode,
-                special=list(self._special.values()),
-            )
-        except TemplateError:
-            # the template rejects the marks
-            return None
 
     def text(
         self,
@@ -157,21 +107,14 @@ class ChatRenderer:
     ) -> str:
         """Return the prompt's text, with a mark inside special tokens that are text.
 
-        Raises as `render`.
+        Messages are canonical (`trajkit_shim.chat.request`), tools in OpenAI's format.
+        Raises `TemplateError`: the template rejects the messages. `GatewayError`: a
+        text spells out a special token that this tokenizer cannot encode as text.
         """
         if not self._takes_late_system:
             messages = _one_system(messages)
         shaped = [self._for_template(message) for message in messages]
-        context: dict[str, Any] = {"messages": shaped, "tools": tools}
-        if self.spells_special(context):
-            if not self.keeps_apart:
-                raise GatewayError(
-                    "a message or tool spells out a special token, which this model's "
-                    "tokenizer cannot encode as text",
-                    code="special_token_in_text",
-                )
-            context = cast("dict[str, Any]", self._break(context))
-        return self._apply(context["messages"], context["tools"], generation_prompt)
+        return self._apply(shaped, tools, generation_prompt)
 
     def without_mark(self, text: str) -> str:
         """Return a part of `text` with the marks removed."""
@@ -180,7 +123,7 @@ class ChatRenderer:
     def end_of_message(self, text: str, start: int) -> tuple[int, int] | None:
         """Return start and stop of the first end-of-message token from ``start`` on."""
         for match in self._spelled.finditer(text, start):
-            if self._special[match.group()] in self.end_ids:
+            if self._special[match.group()].ids[0] in self.end_ids:
                 return match.span()
         return None
 
@@ -212,20 +155,42 @@ class ChatRenderer:
     ) -> str:
         from jinja2.exceptions import TemplateError as JinjaError
 
+        context: dict[str, Any] = {"messages": messages, "tools": tools}
+        # a template is a program that runs on untrusted values; these are its failures
         try:
+            values = json.dumps(context, ensure_ascii=False)
+            if self._lead in values and self._spelled.search(values):
+                context = json.loads(self._break(values))
             return str(
                 self.tokenizer.apply_chat_template(
-                    cast("list[dict[str, str]]", messages),
-                    tools=cast("list[Any] | None", tools),
+                    context["messages"],
+                    tools=context["tools"],
                     chat_template=self.chat_template,
                     add_generation_prompt=generation_prompt,
                     tokenize=False,
                 )
             )
-        # a template is a program that runs on untrusted values; these are its failures
-        except (JinjaError, *_TEMPLATE_FAILURES) as error:
+        except (
+            JinjaError,
+            TypeError,
+            ValueError,
+            LookupError,
+            RecursionError,
+        ) as error:
             message = f"the chat template rejects the messages: {error}"
             raise TemplateError(message, code="chat_template") from error
+
+    def _break(self, text: str) -> str:
+        """A text with the mark inside each spelled-out special token."""
+        if not self.keeps_apart:
+            raise GatewayError(
+                "a message or tool spells out a special token, which this model's "
+                "tokenizer cannot encode as text",
+                code="special_token_in_text",
+            )
+        while self._spelled.search(text):
+            text = self._spelled.sub(lambda m: m[0][0] + self._mark + m[0][1:], text)
+        return text
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Raise `TooManyTokensError` for a text that is too long whatever its tokens."""
@@ -233,103 +198,30 @@ class ChatRenderer:
         if n_tokens > max_tokens:
             raise TooManyTokensError(n_tokens)
 
-    def ids_of(self, text: str, max_tokens: int = NO_LIMIT) -> Ids:
-        """Tokenize a `text`. Raises `TooManyTokensError`, like `encode`."""
-        self.check_length(self.without_mark(text), max_tokens)
-        if not self.keeps_apart:
-            return self._encode_whole(text, max_tokens)
-        runs = []
-        for start, stop, _, token_id in self._cut(text):
-            part = self.without_mark(text[start:stop])
-            runs.append(self._piece(part, max_tokens).ids)
-            if token_id is not None:
-                runs.append(np.array([token_id], np.int32))
-        return np.concatenate(runs)
-
     def encode(self, text: str, max_tokens: int = NO_LIMIT) -> Encoded:
-        """Tokenize a `text`, with the characters that each id covers."""
+        """Tokenize a `text`, with the characters of each id after `without_mark`.
+
+        Raises `TooManyTokensError`: there are surely more than ``max_tokens``.
+        """
         self.check_length(self.without_mark(text), max_tokens)
-        if not self.keeps_apart:
-            encoded = encode(self._backend, text, max_tokens)
-            ids, offsets = np.array(encoded.ids, np.int32), np.array(encoded.offsets)
-            return Encoded(ids, *offsets.astype(np.int64).reshape(-1, 2).T)
-        runs, starts, stops = [], [_NOWHERE], [_NOWHERE]
-        marked = self._mark in text
-        for start, stop, end, token_id in self._cut(text):
-            part = text[start:stop]
-            piece = self._piece(self.without_mark(part), max_tokens)
-            runs.append(piece.ids)
-            # the position of each mark in the piece without the marks before it
-            marks = [m.start() for m in re.finditer(self._mark, part)] if marked else []
-            before = np.array(marks, np.int64) - np.arange(len(marks)) * len(self._mark)
-            for part_of, side, last in ((starts, 0, 0), (stops, 1, 1)):
-                column = piece.offsets[:, side]
-                offset = start + column.astype(np.int64)
-                if marks:
-                    passed = np.searchsorted(before, column - last, side="right")
-                    offset += passed * len(self._mark)
-                part_of.append(offset)
-            if token_id is not None:
-                runs.append(np.array([token_id], np.int32))
-                starts.append(np.array([stop], np.int64))
-                stops.append(np.array([end], np.int64))
-        ids = np.concatenate(runs)
-        return Encoded(ids, np.concatenate(starts), np.concatenate(stops))
+        ids, offsets, length = list[Ids](), list[npt.NDArray[np.int32]](), 0
+        parts = self._spelled.split(text) if self.keeps_apart else [text]
+        for i, part in enumerate(parts):
+            # special tokens are at odd indices
+            plain = part if i % 2 else self.without_mark(part)
+            piece = self._special[part] if i % 2 else self._piece(plain, max_tokens)
+            ids.append(piece.ids)
+            offsets.append(piece.offsets + length)
+            length += len(plain)
+        return Encoded(np.concatenate(ids), np.concatenate(offsets))
 
-    def _cut(self, text: str) -> Iterator[tuple[int, int, int, int | None]]:
-        """Yield start and stop of each piece, and end and id of the token after it."""
-        offset = 0
-        for match in self._spelled.finditer(text):
-            yield offset, *match.span(), self._special[match.group()]
-            offset = match.end()
-        yield offset, len(text), len(text), None
-
-    def spells_special(self, value: object) -> bool:
-        """Return whether a string or key in a JSON value spells out a special token."""
-        lead, left = self._lead, [value]
-        while left:
-            item = left.pop()
-            if isinstance(item, str):
-                if lead in item and self._spelled.search(item) is not None:
-                    return True
-            elif isinstance(item, dict):
-                left += item
-                left += item.values()
-            elif isinstance(item, list):
-                left += item
-        return False
-
-    def _encode_whole(self, text: str, max_tokens: int = NO_LIMIT) -> Ids:
-        return np.array(encode(self._backend, text, max_tokens).ids, np.int32)
-
-    def _break(self, value: object) -> object:
-        """``value`` with the mark inside each spelled-out special token."""
-        if isinstance(value, str):
-            while self._spelled.search(value):
-                value = self._spelled.sub(
-                    lambda m: m[0][0] + self._mark + m[0][1:], value
-                )
-            return value
-        if isinstance(value, dict):
-            return {
-                str(self._break(key)): self._break(item) for key, item in value.items()
-            }
-        if isinstance(value, list):
-            return [self._break(item) for item in value]
-        return value
-
-    def _split_agrees(self, plain: "Tokenizer") -> bool:
-        if any(len(token) < 2 for token in self._special):
-            return False
-        for begins in _PROBE_PIECES:
-            text = begins.join(["", *self._special, ""])
-            ids: list[int] = []
-            for start, stop, _, token_id in self._cut(text):
-                ids += plain.encode(text[start:stop], add_special_tokens=False).ids
-                ids += [] if token_id is None else [token_id]
-            if self._encode_whole(text).tolist() != ids:
-                return False
-        return True
+    def _split_agrees(self) -> bool:
+        """Whether the pieces between special tokens have the ids of the complete text."""
+        texts = (begins.join(["", *self._special, ""]) for begins in _PROBE_PIECES)
+        return all(len(token) > 1 for token in self._special) and all(
+            self.encode(text).ids.tolist() == encode(self._backend, text).ids.tolist()
+            for text in texts
+        )
 
     def _for_template(self, message: Json) -> Json:
         """The message in the form that this template renders closest to the sample."""

@@ -2,9 +2,8 @@
 
 The text of each prompt is kept as its length and digest. The next prompt's text must
 start with it, followed by the rendered reply, the token that ends it, and the new
-messages. Only the last part is taken from the new text; the ids of everything before it
-stay as the engine consumed and sampled them. Where the template was proven not to look
-back (`TemplateProbe.tail`), that part is rendered after a short stand-in for the rest.
+messages. Only the last part is taken from the new text. Where the template was proven not
+to look back (`TemplateProbe.tail`), it is rendered after a short stand-in for the rest.
 """
 
 from dataclasses import dataclass

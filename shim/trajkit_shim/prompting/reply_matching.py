@@ -1,68 +1,53 @@
 """Recognizes sampled replies in the messages that a client sends back.
 
-A client sends the entire conversation with each request. The model's replies in it may
-differ from what was sampled: numbers in tool arguments respelled, reasoning removed,
-white space trimmed, one reply split into two messages, text after a call moved before
-it. A session stores each reply by its position, a digest of all messages before it, and
-restores what was sampled. So the next prompt is rendered from what the model really
-wrote, and the log has the reply's own message key.
-
-A reply that is not recognized stays as the client sent it, and is counted.
+The replies in a request may differ from what was sampled: numbers in tool arguments
+respelled, reasoning removed, white space trimmed, one reply split into two messages, text
+after a call moved before it. A session stores each reply by its position, a digest of all
+messages before it, and restores what was sampled. So the next prompt is rendered from what
+the model really wrote, and the log has the reply's own message key. A reply that is not
+recognized stays as the client sent it, and is counted.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from hashlib import blake2b
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import Literal, TypeAlias
 
-from trajkit_shim.chat.logged_message import LoggedMessage, logged_message
-from trajkit_shim.chat.request import assistant_message
+from trajkit_shim.chat.request import (
+    LoggedMessage,
+    assistant_message,
+    function_of,
+    logged_message,
+)
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.attribution import tool_names
 
 Known: TypeAlias = Literal["as_sent", "restored", "new"]
 """What an assistant message of a request is: an exact reply (``as_sent``), a reply in
 another form (``restored``), or not a reply of this session (``new``)."""
 
-# maximum length in characters of a message whose record is cached
-_REMEMBERED = 8192
-
 START = b""
 """The position of the first message."""
-
-
-class Lengths(NamedTuple):
-    """The length of each list of a `RestoredRequest`."""
-
-    messages: int
-    known: int
-    renamed: int
-
-
-_NOTHING = Lengths(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredRequest:
     """The messages of one request, with the session's replies restored.
 
-    The lists do not change once a request is complete.
+    Each list has an element per message. They do not change once a request is complete.
     """
 
     messages: list[Json] = field(default_factory=list)
     logged: list[LoggedMessage] = field(default_factory=list)
     positions: list[bytes] = field(default_factory=list)  # after each message
-    # the tool whose output each message is (`attribution.tool_names`)
+    # the tool whose output it is; None: not a tool's, or unknown
     tool_names: list[str | None] = field(default_factory=list)
-    # for each assistant message: the position after it, and what it is
-    known: list[tuple[bytes, Known]] = field(default_factory=list)
-    # the client's ids of calls, and the calls' own
-    renamed: list[tuple[str, str]] = field(default_factory=list)
-    # how much of it was restored for an earlier request, which was answered
-    seen: Lengths = _NOTHING
+    known: list[Known | None] = field(default_factory=list)  # None: not an assistant's
+    # id and tool of its calls, by the client's id
+    calls: list[Mapping[str, tuple[str, str]]] = field(default_factory=list)
+    # how many messages were restored for an earlier request, which was answered
+    n_seen: int = 0
 
     @property
     def position(self) -> bytes:
@@ -70,21 +55,20 @@ class RestoredRequest:
         return self.positions[-1] if self.positions else START
 
     @property
-    def lengths(self) -> Lengths:
-        """The lengths of its lists."""
-        return Lengths(len(self.messages), len(self.known), len(self.renamed))
+    def replies(self) -> list[int]:
+        """The indices of its assistant messages."""
+        return [i for i, known in enumerate(self.known) if known]
 
-    def head(self, lengths: Lengths) -> "RestoredRequest":
+    def head(self, n: int) -> "RestoredRequest":
         """Return a copy of the first messages, for a later request to start with."""
-        n = lengths.messages
         return RestoredRequest(
             self.messages[:n],
             self.logged[:n],
             self.positions[:n],
             self.tool_names[:n],
-            self.known[: lengths.known],
-            self.renamed[: lengths.renamed],
-            lengths,
+            self.known[:n],
+            self.calls[:n],
+            n_seen=n,
         )
 
 
@@ -95,14 +79,8 @@ class ReplyIndex:
     `restore` only reads, and may run on another thread during calls of the others.
     """
 
-    # replies by position
-    _by_position: dict[bytes, list[Json]] = field(default_factory=dict)
-    # the reply that contains a tool call, by the call's id
-    _by_call: dict[str, Json] = field(default_factory=dict)
-    # replies without calls, by a digest of their text
-    _by_text: dict[bytes, list[Json]] = field(default_factory=dict)
-    # records of the replies, by the id() of the reply, which lives as long
-    _records: dict[int, LoggedMessage] = field(default_factory=dict)
+    # by their position, by the ids of their calls, and those without by their text
+    _replies: dict[bytes | str, list[Json]] = field(default_factory=dict)
     _counted: set[bytes] = field(default_factory=set)
     counts: Counter[Known] = field(default_factory=Counter)
 
@@ -116,61 +94,59 @@ class ReplyIndex:
         a reply may be split into several messages.
         """
         restored = head or RestoredRequest()
-        # call ids of the client, by which it refers to our calls
-        renamed = dict(restored.renamed)
+        calls = {sent: own for each in restored.calls for sent, own in each.items()}
         position = restored.position
         index = 0
         while index < len(messages):
             message, step = messages[index], 1
-            as_what: Known | None = None
+            known: Known | None = None
+            called: Mapping[str, tuple[str, str]] = {}
+            tool = None
             if message["role"] == "assistant":
-                message, step, as_what = self._known(messages, index, position)
-                if as_what == "restored":
-                    new = _renamed(messages[index : index + step], message)
-                    restored.renamed.extend(new.items())
-                    renamed |= new
-            elif message.get("tool_call_id") in renamed:
-                new_id = renamed[str(message["tool_call_id"])]
-                message = {**message, "tool_call_id": new_id}
+                message, step, known = self._known(messages, index, position)
+                called = _called(messages[index : index + step], message)
+                calls |= called
+            elif message["role"] == "tool":
+                sent_id = str(message.get("tool_call_id"))
+                call_id, tool = calls.get(sent_id, (sent_id, None))
+                tool = str(message.get("name") or "") or tool
+                if call_id != sent_id:
+                    message = {**message, "tool_call_id": call_id}
             index += step
-            record = self._records.get(id(message)) or _logged(message)
+            record = logged_message(message)
             position = next_position(position, record.key)
             restored.messages.append(message)
             restored.logged.append(record)
             restored.positions.append(position)
-            if as_what is not None:
-                restored.known.append((position, as_what))
-        first = len(restored.tool_names)
-        restored.tool_names.extend(tool_names(restored.messages, first))
+            restored.tool_names.append(tool)
+            restored.known.append(known)
+            restored.calls.append(called)
         return restored
 
     def has_reply_at(self, position: bytes) -> bool:
         """Return whether a reply was sampled at a position."""
-        return position in self._by_position
+        return position in self._replies
 
     def remember(self, position: bytes, reply: Json) -> None:
         """Store a canonical reply, which must not change later, at a position."""
-        self._by_position.setdefault(position, []).append(reply)
-        self._records[id(reply)] = logged_message(reply)
-        calls = _calls(reply)
-        for call in calls:
-            self._by_call[str(call["id"])] = reply
-        if not calls:
-            alike = self._by_text.setdefault(_text_digest(reply), [])
+        for key in (position, *_keys(reply)):
+            alike = self._replies.setdefault(key, [])
             if reply not in alike:
                 alike.append(reply)
 
     def count(self, restored: RestoredRequest) -> None:
         """Count the assistant messages of a request, each position once."""
-        for position, as_what in restored.known[restored.seen.known :]:
-            if position not in self._counted:
+        n = restored.n_seen
+        for position, known in zip(
+            restored.positions[n:], restored.known[n:], strict=True
+        ):
+            if known and position not in self._counted:
                 self._counted.add(position)
-                self.counts[as_what] += 1
+                self.counts[known] += 1
 
     def clear(self) -> None:
         """Forget everything except the counts."""
-        for kept in (self._by_position, self._by_call, self._by_text, self._records):
-            cast("dict[object, object]", kept).clear()
+        self._replies.clear()
         self._counted.clear()
 
     def _known(
@@ -179,34 +155,22 @@ class ReplyIndex:
         """The reply or message at an index, how many messages it takes, and which."""
         for stop in _ends_of_run(messages, index):
             sent = _joined(messages[index:stop])
-            reply = self._reply_at(sent, position)
-            if reply is not None:
-                as_sent = stop == index + 1 and reply == sent
-                return reply, stop - index, "as_sent" if as_sent else "restored"
+            if alike := self._alike(sent, position):
+                as_sent = stop == index + 1 and alike[0] == sent
+                return alike[0], stop - index, "as_sent" if as_sent else "restored"
+        # earlier messages may have changed; the match must be unique then
         sent = messages[index]
-        reply = self._elsewhere(sent)
-        if reply is None:
-            return sent, 1, "new"
-        return reply, 1, "as_sent" if reply == sent else "restored"
+        alike = self._alike(sent, _keys(sent)[0])
+        if alike and (alike[0] == sent or len(alike) == 1):
+            return alike[0], 1, "as_sent" if alike[0] == sent else "restored"
+        return sent, 1, "new"
 
-    def _reply_at(self, sent: Json, position: bytes) -> Json | None:
-        replies = self._by_position.get(position, [])
+    def _alike(self, sent: Json, key: bytes | str) -> list[Json]:
+        """The replies with a key that a message may be, an equal one first."""
+        replies = self._replies.get(key, [])
         if sent in replies:
-            return replies[replies.index(sent)]
-        return next((reply for reply in replies if self._same(sent, reply)), None)
-
-    def _elsewhere(self, sent: Json) -> Json | None:
-        """The matching reply if earlier messages changed and the match is unique."""
-        calls = _calls(sent)
-        if calls:
-            reply = self._by_call.get(str(calls[0]["id"]))
-            same = reply is not None and self._same(sent, reply)
-            return reply if same else None
-        alike = self._by_text.get(_text_digest(sent), [])
-        if sent in alike:
-            return alike[alike.index(sent)]
-        found = [reply for reply in alike if self._same(sent, reply)]
-        return found[0] if len(found) == 1 else None
+            return [replies[replies.index(sent)]]
+        return [reply for reply in replies if self._same(sent, reply)]
 
     def _same(self, sent: Json, reply: Json) -> bool:
         """Whether a message has the content of a reply.
@@ -226,30 +190,11 @@ class ReplyIndex:
         )
 
     def _same_call(self, sent: Json, call: Json) -> bool:
-        if sent["id"] != call["id"] and str(sent["id"]) in self._by_call:
+        if sent["id"] != call["id"] and str(sent["id"]) in self._replies:
             return False
-        one, other = cast("Json", sent["function"]), cast("Json", call["function"])
-        same = _same_json(one["arguments"], other["arguments"])
+        one, other = function_of(sent), function_of(call)
+        same = _same_json(str(one["arguments"]), str(other["arguments"]))
         return same and one["name"] == other["name"]
-
-
-def _logged(message: Json) -> LoggedMessage:
-    """The message's record, usually cached from an earlier request."""
-    fields = tuple(message.items())
-    n_characters = 0
-    for _, value in fields:
-        # only for strings does equality imply equal JSON
-        if type(value) is not str:
-            return logged_message(message)
-        n_characters += len(value)
-    if n_characters > _REMEMBERED:
-        return logged_message(message)
-    return _logged_text(fields)
-
-
-@lru_cache(maxsize=8192)
-def _logged_text(fields: tuple[tuple[str, object], ...]) -> LoggedMessage:
-    return logged_message(dict(fields))
 
 
 def next_position(position: bytes, key: bytes) -> bytes:
@@ -277,11 +222,20 @@ def _joined(messages: list[Json]) -> Json:
     )
 
 
-def _renamed(sent: list[Json], message: Json) -> dict[str, str]:
-    """Map the client's ids of a reply's calls to the reply's own."""
-    ids = [str(call["id"]) for one in sent for call in _calls(one)]
-    own = [str(call["id"]) for call in _calls(message)]
-    return {one: other for one, other in zip(ids, own, strict=True) if one != other}
+def _called(sent: list[Json], message: Json) -> dict[str, tuple[str, str]]:
+    """Map the ids of calls in the client's messages to the calls' own ids and tools."""
+    ids = (str(call["id"]) for each in sent for call in _calls(each))
+    own = (
+        (str(call["id"]), str(function_of(call)["name"])) for call in _calls(message)
+    )
+    return dict(zip(ids, own, strict=True))
+
+
+def _keys(message: Json) -> list[bytes | str]:
+    """What finds a reply whose position is unknown."""
+    calls = [str(call["id"]) for call in _calls(message)]
+    text = _squeezed(message["content"]).encode()
+    return [*calls] or [blake2b(text, digest_size=16).digest()]
 
 
 def _calls(message: Json) -> list[Json]:
@@ -295,16 +249,12 @@ def _squeezed(text: object) -> str:
     return "".join(str(text).split())
 
 
-def _text_digest(message: Json) -> bytes:
-    return blake2b(_squeezed(message["content"]).encode(), digest_size=16).digest()
-
-
-def _same_json(one: object, other: object) -> bool:
+def _same_json(one: str, other: str) -> bool:
     """Whether two JSON texts have equal values, with numbers compared as doubles."""
     if one == other:
         return True
     try:
-        values = (json.loads(str(text), parse_int=float) for text in (one, other))
+        values = (json.loads(text, parse_int=float) for text in (one, other))
         return bool(next(values) == next(values))
     # a client's text may be invalid JSON, or too deep to compare
     except (ValueError, RecursionError):

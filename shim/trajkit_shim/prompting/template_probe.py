@@ -1,14 +1,13 @@
 """Finds out, by trying, what a chat template does to a growing conversation.
 
-A template is a program. It may drop the reasoning of earlier turns after a user message,
-put the tools before the last message, or render the last turn differently. Appending to
-a prompt is only possible if the existing text never changes. So each template renders
-short conversations that grow message by message.
+A template is a program. It may drop the reasoning of earlier turns, or render the last
+turn differently. Appending to a prompt is only possible if the existing text never
+changes, so each template renders short conversations that grow message by message.
 """
 
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -53,14 +52,9 @@ class TemplateProbe:
     drops_reasoning: tuple[Role, ...] = ()
     # the template changes white space around replies; rendered prompts drift there
     trims: bool = False
-    trims_new: bool = False  # it changes white space around messages of users and tools
     # The text of a reply and of the user and tool messages after it does not depend on
     # the messages and tools before it, so a prompt may be extended by it alone.
     tail: bool = False
-
-    def describe(self) -> Json:
-        """As JSON."""
-        return {**asdict(self), "drops_reasoning": [*self.drops_reasoning]}
 
 
 class _UnsafeError(Exception):
@@ -117,7 +111,6 @@ class _Probe:
             leaves=leaves,
             drops_reasoning=tuple(drops),
             trims=spaced not in shown,
-            trims_new=self._trims_new(opening, spaced),
             tail=self._looks_at_the_tail(leaves),
         )
 
@@ -148,18 +141,6 @@ class _Probe:
             if len(found) > 1:
                 return False
         return True
-
-    def _trims_new(self, opening: list[Json], spaced: str) -> bool:
-        """Whether the template changes a message of the user or of one of two tools."""
-        # a template that trims may add white space of its own
-        for content in (spaced, f"{spaced}\n", f"\n{spaced}"):
-            user = {**_user(), "content": content}
-            tools = [{**_result(call), "content": content} for call in (0, 1)]
-            for step in ([_reply(_WORDS[1]), user], [_calling("", 2), *tools]):
-                with suppress(TemplateError):
-                    if self._text([*opening, *step]).count(content) != len(step) - 1:
-                        return True
-        return False
 
     def _text(self, messages: list[Json]) -> str:
         return self._renderer.text(messages, self._tools)

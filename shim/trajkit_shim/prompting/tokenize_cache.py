@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trajkit_shim.prompting.attribution import Encoded
+
 if TYPE_CHECKING:
-    from tokenizers import Encoding, Tokenizer
+    from tokenizers import Tokenizer
 
 # bytes of a piece besides its characters and tokens: the entry, its key and its arrays
 _OVERHEAD = 512
@@ -38,7 +40,7 @@ class TooManyTokensError(Exception):
         self.n_tokens = n_tokens
 
 
-def encode(tokenizer: "Tokenizer", text: str, max_tokens: int = NO_LIMIT) -> "Encoding":
+def encode(tokenizer: "Tokenizer", text: str, max_tokens: int = NO_LIMIT) -> Encoded:
     """Tokenize a text without special tokens; other threads run meanwhile.
 
     Raises `TooManyTokensError`: there are more than ``max_tokens``.
@@ -56,28 +58,14 @@ def encode(tokenizer: "Tokenizer", text: str, max_tokens: int = NO_LIMIT) -> "En
         # it would halt all threads
         del encoded
         raise TooManyTokensError(n_tokens)
-    return encoded
-
-
-class Piece:
-    """A text's ids, and the characters each of them covers."""
-
-    __slots__ = ("ids", "n_bytes", "offsets")
-
-    def __init__(self, text: str, tokenizer: "Tokenizer", max_tokens: int) -> None:
-        encoded = encode(tokenizer, text, max_tokens)
-        n_ids = len(encoded)
-        # int32, shape (n_ids,)
-        self.ids = np.array(encoded.ids, np.int32)
-        sides = chain.from_iterable(
-            encoded.offsets
-            if len(text) <= _LONG
-            # lets other threads run, which the list of all offsets does not
-            else (encoded.token_to_chars(i) or () for i in range(n_ids))
-        )
-        # int32, shape (n_ids, 2): characters offsets[i, 0]:offsets[i, 1]
-        self.offsets = np.fromiter(sides, np.int32, 2 * n_ids).reshape(-1, 2)
-        self.n_bytes = _OVERHEAD + 4 * len(text) + self.ids.nbytes + self.offsets.nbytes
+    sides = chain.from_iterable(
+        encoded.offsets
+        if len(text) <= _LONG
+        # lets other threads run, which the list of all offsets does not
+        else (encoded.token_to_chars(i) or () for i in range(n_tokens))
+    )
+    offsets = np.fromiter(sides, np.int32, 2 * n_tokens).reshape(-1, 2)
+    return Encoded(np.array(encoded.ids, np.int32), offsets)
 
 
 class TokenizeCache:
@@ -86,28 +74,27 @@ class TokenizeCache:
     def __init__(self, tokenizer: "Tokenizer", max_bytes: int) -> None:
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
-        self._pieces: OrderedDict[str, Piece] = OrderedDict()
+        self._pieces: OrderedDict[str, Encoded] = OrderedDict()
         self._lock = Lock()
         self.n_bytes = 0
-        self.n_tokenized = 0  # total number of characters tokenized
 
-    def __call__(self, text: str, max_tokens: int = NO_LIMIT) -> Piece:
-        """Tokenize a text; special tokens in it are encoded as text.
-
-        Raises `TooManyTokensError`: these are more than ``max_tokens``.
-        """
+    def __call__(self, text: str, max_tokens: int = NO_LIMIT) -> Encoded:
+        """Tokenize a text as `encode`."""
         with self._lock:
             piece = self._pieces.get(text)
             if piece is not None:
                 self._pieces.move_to_end(text)
                 return piece
-        piece = Piece(text, self._tokenizer, max_tokens)
+        piece = encode(self._tokenizer, text, max_tokens)
         with self._lock:
-            self.n_tokenized += len(text)
-            if text not in self._pieces and piece.n_bytes <= self._max_bytes:
+            n_bytes = _n_bytes(text, piece)
+            if text not in self._pieces and n_bytes <= self._max_bytes:
                 self._pieces[text] = piece
-                self.n_bytes += piece.n_bytes
+                self.n_bytes += n_bytes
             while self.n_bytes > self._max_bytes:
-                _, oldest = self._pieces.popitem(last=False)
-                self.n_bytes -= oldest.n_bytes
+                self.n_bytes -= _n_bytes(*self._pieces.popitem(last=False))
         return piece
+
+
+def _n_bytes(text: str, piece: Encoded) -> int:
+    return _OVERHEAD + 4 * len(text) + piece.ids.nbytes + piece.offsets.nbytes

@@ -1,14 +1,12 @@
 """Parsers of complete replies other than the gateway's own.
 
-Their result is what clients see and what is recognized when clients send it back. The
-recorded ids stay those that were sampled. A parser that returns a call's arguments as a
-value loses their spelling; if the reply contains JSON with the same value, that text is
-used. Replies are not streamed before they are complete.
+Their result is what clients see and send back; the recorded ids stay those that were
+sampled. A parser that returns a call's arguments as a value loses their spelling; if the
+reply contains JSON with the same value, that text is used.
 """
 
 import asyncio
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
@@ -16,36 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from trajkit_shim.chat.reply import Call, Parsed
 from trajkit_shim.engines.http import EngineServer
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Ids
-from trajkit_shim.replies.parse import THINK, Parsed, parse
-from trajkit_shim.replies.parsers import ToolCall, Tools
-from trajkit_shim.replies.parsers.form import CallForm
+from trajkit_shim.replies.parse import THINK, CallForm, ReplyParser, Tools, parse
 
 if TYPE_CHECKING:
     from trajkit_shim.prompting.render import ChatRenderer
-
-
-class ReplyParser(ABC):
-    """Parses complete replies."""
-
-    form: CallForm | None = None  # how the model writes calls; None: unknown
-
-    @abstractmethod
-    async def parse(
-        self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
-    ) -> Parsed:
-        """Return a reply's reasoning, text and calls.
-
-        The text is as sampled, without the end-of-message token. ``opened``: the prompt
-        ends within the reasoning. A reply that the parser rejects stays text. Raises
-        `EngineError` if the parser cannot be reached.
-        """
-
-    async def close(self) -> None:  # noqa: B027, most have nothing to close
-        """Close its connections, if it has any."""
 
 
 class SGLangParser(ReplyParser):
@@ -89,8 +66,9 @@ class SGLangParser(ReplyParser):
                 separated = await self._separate(reasoning_parser, opening)
                 reasoning, rest = (part or "" for part in separated)
             if calls_parser is not None and tools:
-                rest, found = await self._find_calls(calls_parser, rest, tools)
-                calls = [(str(call["name"]), str(call["parameters"])) for call in found]
+                left, found = await self._find_calls(calls_parser, rest, tools)
+                rest = str(left or "")
+                calls = [(str(c["name"]), str(c["parameters"])) for c in found or ()]
         except EngineError as error:
             if error.status != 400:
                 raise
@@ -111,29 +89,18 @@ class SGLangParser(ReplyParser):
 
     async def _find_calls(
         self, parser: str, text: str, tools: Tools
-    ) -> tuple[str, Any]:
-        """A text without its calls, and their names and parameters."""
+    ) -> tuple[Any, Any]:
+        """A text without its calls, and their names and parameters; None: none."""
         body: Json = {"text": text, "tools": list(tools), "tool_call_parser": parser}
         answer = await self._server.post("/parse_function_call", body)
-        return str(answer.get("normal_text") or ""), answer.get("calls") or []
+        return answer.get("normal_text"), answer.get("calls")
 
 
 class InstalledParser(SGLangParser):
     """The parsers of an installed SGLang (0.5.23), by name, in this process.
 
-    Importing them takes about five seconds and 0.4 GB.
-
-    Parameters
-    ----------
-    calls, reasoning : str or None
-        Names of the parsers. None: that part is not parsed.
-
-    Raises
-    ------
-    ValueError
-        SGLang has no parser of that name.
-    ModuleNotFoundError
-        SGLang is not installed.
+    Importing them takes about five seconds and 0.4 GB. Raises `ValueError`: SGLang has no
+    parser of that name. `ModuleNotFoundError`: it is not installed.
     """
 
     def __init__(self, calls: str | None, reasoning: str | None) -> None:
@@ -172,7 +139,7 @@ class InstalledParser(SGLangParser):
 
     async def _find_calls(
         self, parser: str, text: str, tools: Tools
-    ) -> tuple[str, Any]:
+    ) -> tuple[Any, Any]:
         offered = [self._protocol.Tool.model_validate(tool) for tool in tools]
         parse = self._calls.FunctionCallParser(offered, parser).parse_non_stream
         rest, calls = await asyncio.to_thread(parse, text)
@@ -195,15 +162,13 @@ class SchemaParser(ReplyParser):
     async def parse(
         self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
     ) -> Parsed:
-        return await asyncio.to_thread(self._parse, text, tools, prompt_ids, opened)
-
-    def _parse(
-        self, text: str, tools: Tools | None, prompt_ids: Ids, opened: bool
-    ) -> Parsed:
+        offered: Any = None if tools is None else list(tools)
         try:
-            offered: Any = None if tools is None else list(tools)
-            message: Any = self._tokenizer.parse_response(
-                text, prefix=prompt_ids.tolist(), tools=offered
+            message: Any = await asyncio.to_thread(
+                self._tokenizer.parse_response,
+                text,
+                prefix=prompt_ids.tolist(),
+                tools=offered,
             )
             thoughts = message.get("reasoning_content"), message.get("thinking")
             reasoning = thoughts[0] or thoughts[1] or ""
@@ -214,8 +179,8 @@ class SchemaParser(ReplyParser):
             return _unread(text)
         if tools is None and calls:
             # no tool was offered, so what looks like a call is text
-            return parse(text, tools=None, opened=opened)
-        return _parsed(text, str(reasoning), rest, calls)
+            return parse(text, None, None, opened=opened)
+        return await asyncio.to_thread(_parsed, text, str(reasoning), rest, calls)
 
 
 def _unread(text: str) -> Parsed:
@@ -226,13 +191,13 @@ def _parsed(
     text: str, reasoning: str, rest: str, calls: Iterable[tuple[str, object]]
 ) -> Parsed:
     """A parser's result, with arguments as they were sampled; they are JSON or values."""
-    parts: list[str | ToolCall] = [rest] if rest else []
+    parts: list[str | Call] = [rest] if rest else []
     offset = 0
     for name, arguments in calls:
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         sampled, offset = as_sampled(arguments, text, offset)
-        parts.append(ToolCall(name, sampled))
+        parts.append(Call(name, sampled))
     return Parsed(parts=tuple(parts), sampled=text, reasoning=reasoning or None)
 
 

@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping
 from trajkit_shim.chat.request import ANY_OBJECT, ChatRequest, function_of
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Json
-from trajkit_shim.replies.parse import END_THINK, THINK
-from trajkit_shim.replies.parsers.form import CallForm
+from trajkit_shim.replies.parse import END_THINK, THINK, CallForm
 
 PINNED = frozenset("ebnf json_schema regex structural_tag structured_outputs".split())
 """Parameters of the engines that hold a grammar."""
@@ -28,25 +27,10 @@ def grammar(
 
     Arguments match the tool's schema if that is required, else they are any object. A
     reply without a required call may have text before each call, and if only one call
-    is allowed none after it. Reasoning may come first.
-
-    Parameters
-    ----------
-    request : ChatRequest
-    form : CallForm or None
-        How the model writes calls; None: unknown.
-    pinned : mapping
-        The session's parameters of the engine.
-    opened : bool
-        The prompt ends within the reasoning.
-    reasons : bool
-        The model may begin its reply with reasoning.
-
-    Raises
-    ------
-    GatewayError
-        400: a required tool is not offered, the session has a grammar of its own, or the
-        form of calls is unknown.
+    is allowed none after it. Reasoning may come first: the prompt ``opened`` it, or the
+    model may begin with it (``reasons``). ``pinned`` are the session's parameters of the
+    engine. Raises `GatewayError` (400): a required tool is not offered, the session has a
+    grammar of its own, or the form of calls is unknown.
     """
     required = request.required
     functions = [function_of(tool) for tool in request.tools or ()]

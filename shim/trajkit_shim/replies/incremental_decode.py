@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from trajkit_shim.chat.reply import Parsed
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.replies.parse import Parsed, Parser
-from trajkit_shim.replies.parsers.scan import overlap
+from trajkit_shim.replies.parse import Parser, overlap
 
 # half a character decodes to this
 _BROKEN = "\ufffd"

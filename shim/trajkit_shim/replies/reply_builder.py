@@ -3,12 +3,13 @@
 import itertools
 import time
 import uuid
+from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
-from trajkit_shim.chat.reply import Call, Reply, Token, Usage
+from trajkit_shim.chat.reply import Call, Parsed, Reply, Token, Usage
 from trajkit_shim.chat.request import assistant_message, tool_call
 from trajkit_shim.json_input import Json
-from trajkit_shim.replies.parse import Parsed
 
 
 class Identity:
@@ -17,13 +18,11 @@ class Identity:
     def __init__(self, call_prefix: str = "call_") -> None:
         self.reply_id = uuid.uuid4().hex
         self.created = int(time.time())
-        self._call_prefix = call_prefix
-        self._call_ids: list[str] = []
+        self._call_ids: defaultdict[int, str]
+        self._call_ids = defaultdict(lambda: call_prefix + uuid.uuid4().hex[:24])
 
     def call_id(self, number: int) -> str:
         """Return the id of a call by its index."""
-        while len(self._call_ids) <= number:
-            self._call_ids.append(self._call_prefix + uuid.uuid4().hex[:24])
         return self._call_ids[number]
 
 
@@ -37,14 +36,8 @@ def make_reply(
     stop_sequence: str | None = None,
     tokens: tuple[Token, ...] | None = None,
 ) -> Reply:
-    """Build the reply to a client.
-
-    ``finish``: the engine's finish reason. ``identity``: by default a new one.
-    ``stop_sequence``: the client's stop string that ended the text. ``tokens``: its
-    tokens, if the client asked for logprobs.
-    """
-    known = identity or Identity()
-    numbers = itertools.count()
+    """Build the reply to a client; ``finish`` is the engine's finish reason."""
+    known, numbers = identity or Identity(), itertools.count()
     return Reply(
         reply_id=known.reply_id,
         created=known.created,
@@ -53,10 +46,11 @@ def make_reply(
         parts=tuple(
             part
             if isinstance(part, str)
-            else Call(known.call_id(next(numbers)), part.name, part.arguments)
+            else replace(part, call_id=known.call_id(next(numbers)))
             for part in parsed.parts
         ),
         sampled=parsed.sampled,
+        ill_formed=parsed.ill_formed,
         cut=finish == "length",
         stop_sequence=stop_sequence,
         usage=usage,

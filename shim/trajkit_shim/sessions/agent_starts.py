@@ -62,7 +62,7 @@ class AgentStarts:
 
     def find(self, restored: RestoredRequest, caller: Caller) -> AgentStart | None:
         """Return what started the agent of a request that begins a conversation."""
-        if any(known != "new" for _, known in restored.known):
+        if any(known in ("as_sent", "restored") for known in restored.known):
             return None
         if caller.harness is not None and caller.agent_id is None:
             return None

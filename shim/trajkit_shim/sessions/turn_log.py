@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from trajkit import schema
 from trajkit.io.ipc_compression import IpcCompressor
-from trajkit_shim.chat.logged_message import LoggedMessage
+from trajkit_shim.chat.request import LoggedMessage
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.routed_experts import COLUMN, experts_cell
 from trajkit_shim.json_input import Json

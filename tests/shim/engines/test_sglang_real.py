@@ -24,6 +24,7 @@ from trajkit_shim.engines.sglang import SGLangEngine
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import load_renderer
 from trajkit_shim.replies.external_parsers import SGLangParser
+from trajkit_shim.replies.parse import FormParser
 from trajkit_shim.replies.parsers import FORMS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
@@ -195,7 +196,7 @@ def forced(logprobs):
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_required_call(tmp_path, unreasoned, engine, form):
-    options = {"tool_form": FORMS[form]}
+    options = {"reply_parser": FormParser(FORMS[form])}
     async with in_process(engine, unreasoned, tmp_path, **options) as gateway:
         client = await gateway.open()
         reply = await ask(
@@ -238,7 +239,7 @@ async def test_what_the_server_must_never_see(renderer, engine):
     info = await engine.info()
     assert info.model == "tiny"
     assert info.max_context_tokens == 65536
-    assert info.vocab_size >= renderer.n_tokens
+    assert info.vocab_size >= len(renderer.tokenizer)
     with pytest.raises(EngineError, match="outside the vocabulary"):
         await engine.generate(engine_request([info.vocab_size], request_id="out"))
     await engine.generate(engine_request([info.vocab_size - 1], request_id="in"))

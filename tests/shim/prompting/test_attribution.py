@@ -20,8 +20,10 @@ from tests.shim.fakes import (
 )
 from tests.strategies import plain_texts, spoken_texts
 from trajkit_shim.engines.embedded import load_tokenizer
-from trajkit_shim.prompting.attribution import tool_names
+from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.reply_matching import ReplyIndex
+from trajkit_shim.prompting.token_cache import TokenCache
 
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
 EMBEDDED = ChatRenderer(load_tokenizer())
@@ -46,8 +48,11 @@ def calling(content, *ids, name="bash"):
 
 def shown(renderer, messages, tools=None):
     """The text of each message that has content tokens; None: nothing is told."""
-    prompt = renderer.render(messages, tools)
-    found = renderer.attribute(messages, tools, prompt)
+    prompts, replies = Prompts(renderer, "render"), ReplyIndex()
+    built = prompts.build(
+        replies.restore(messages), tools, replies, TokenCache(), attributed=True
+    )
+    prompt, found = built.ids, prompts.attribution(built, messages, tools)
     if found is None:
         return None
     assert len(found) == len(prompt)
@@ -127,33 +132,6 @@ def test_a_template_that_looks_into_what_it_renders_tells_nothing(template):
     assert shown(byte_renderer(template), [said("user", "a")]) in (None, {})
 
 
-def test_a_reply_that_stands_otherwise_in_the_prompt_is_structure():
-    """As where sampled ids are kept: of the reply nothing is told, of the rest all."""
-    messages = [said("user", "u"), said("assistant", "return"), said("user", "v")]
-    prompt = EMBEDDED.render(messages, None).tolist()
-    word = EMBEDDED.render([said("user", "return")], None).tolist()
-    (token,) = set(word) & set(prompt) - set(EMBEDDED.render([messages[0]], None))
-    at = prompt.index(token)
-    pieces = [
-        token
-        for text in ("re", "turn")
-        for token in load_tokenizer().encode(text, add_special_tokens=False)
-    ]
-    assert EMBEDDED.decode(np.array(pieces), ended=False) == "return"
-    other = np.array([*prompt[:at], *pieces, *prompt[at + 1 :]], np.int32)
-    found = EMBEDDED.attribute(messages, None, other)
-    told = {i: other[found == i].tolist() for i in (0, 1, 2)}
-    assert [len(told[i]) for i in (0, 1, 2)] == [1, 0, 1]
-    # a user's message that stands otherwise is no such thing
-    messages[1]["role"] = "user"
-    prompt = EMBEDDED.render(messages, None).tolist()
-    at = prompt.index(token)
-    other = np.array([*prompt[:at], *pieces, *prompt[at + 1 :]], np.int32)
-    assert EMBEDDED.attribute(messages, None, other) is None
-    # nor is a prompt of other messages
-    assert EMBEDDED.attribute(messages[:1], None, other) is None
-
-
 def test_tool_names():
     messages = [
         calling("", "a"),
@@ -163,7 +141,14 @@ def test_tool_names():
         said("tool", "x", tool_call_id="b"),
         said("user", "x", name="u"),
     ]
-    assert tool_names(messages) == [None, None, "edit", "mine", None, None]
+    assert ReplyIndex().restore(messages).tool_names == [
+        None,
+        None,
+        "edit",
+        "mine",
+        None,
+        None,
+    ]
 
 
 async def converse(gateway):

@@ -117,16 +117,17 @@ class Reader:
             lengths.append(len(fields.get(history) or ()))
             return self.protocol.read(fields, options)
 
-        match = find_known(body, self.protocol.name, self.known)
-        request = read_request(body, history, read, ReadOptions(), match, **options)
+        name = self.protocol.name
+        known = find_known(body, name, self.known)
+        options = {"options": ReadOptions(), "known": known, **options}
+        request = read_request(body, name, history, read, **options)
         return request, lengths
 
     def answer(self, request):
         """Keep a request, as the gateway does once it was answered."""
-        new = request.chat.messages[len(request.head.messages) :]
-        restored = ReplyIndex().restore(new, request.head)
-        name, history = self.protocol.name, self.protocol.history
-        self.known.insert(0, request.known(name, history, restored))
+        new = request.chat.messages[len(request.restored.messages) :]
+        restored = ReplyIndex().restore(new, request.restored)
+        self.known.insert(0, request.answered(restored))
 
 
 def read_completely(name, body):
@@ -226,7 +227,7 @@ def test_another_field_of_that_name_is_not_the_conversation():
     request, _ = reader.read(body_of("openai_chat", before, [user("a")], {}))
     assert request.end == -1
     restored = ReplyIndex().restore(request.chat.messages)
-    assert request.known("openai_chat", "messages", restored) is None
+    assert request.answered(restored) is None
 
 
 def test_nothing_is_known_of_a_conversation_that_is_there_twice():
@@ -237,7 +238,7 @@ def test_nothing_is_known_of_a_conversation_that_is_there_twice():
     request, _ = reader.read(twice)
     assert [message["content"] for message in request.chat.messages] == ["b"]
     restored = ReplyIndex().restore(request.chat.messages)
-    assert request.known("openai_chat", "messages", restored) is None
+    assert request.answered(restored) is None
 
 
 def test_another_system_prompt_after_the_conversation():
@@ -259,7 +260,7 @@ def test_nothing_is_cut_inside_the_messages_of_an_assistant():
     history = [user(LONG), {"role": "assistant", "content": "a"}]
     request, _ = reader.read(body_of("openai_chat", {}, history, {}))
     restored = ReplyIndex().restore(request.chat.messages)
-    assert request.known("openai_chat", "messages", restored) is None
+    assert request.answered(restored) is None
 
 
 def test_a_short_request_is_read_completely():

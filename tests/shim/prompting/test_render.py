@@ -11,6 +11,7 @@ from tests.shim.fakes import (
     AS_STRING,
     byte_renderer,
     byte_tokenizer,
+    rendered,
 )
 from tests.strategies import spoken_texts
 from trajkit_shim.errors import GatewayError, TemplateError
@@ -52,7 +53,7 @@ def test_render_is_what_the_tokenizer_makes_of_its_template():
         tokenize=True,
         return_dict=False,
     )
-    assert RENDERER.render(messages, tools).tolist() == expected
+    assert rendered(RENDERER, messages, tools).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -71,10 +72,10 @@ def test_render_is_what_the_tokenizer_makes_of_its_template():
 def test_a_special_token_in_text_stays_text(message, template):
     renderer = byte_renderer(template)
     messages = [user("x"), message]
-    spelled = renderer.render(messages, None)
+    spelled = rendered(renderer, messages, None)
     plain = json.loads(json.dumps(messages).replace("<|im_", "<|xx_"))
     # the control ids are those of the same messages without the spelling
-    masked = renderer.render(plain, None)
+    masked = rendered(renderer, plain, None)
     assert [i for i in spelled.tolist() if i >= START] == [
         i for i in masked.tolist() if i >= START
     ]
@@ -83,18 +84,18 @@ def test_a_special_token_in_text_stays_text(message, template):
 
 def test_a_special_token_in_a_tool_definition_stays_text():
     tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}
-    ids = RENDERER.render([user("x")], [tool]).tolist()
+    ids = rendered(RENDERER, [user("x")], [tool]).tolist()
     assert ids.count(END) == 2
-    assert text_of(RENDERER.render([user("x")], [tool])).count("<|im_end|>") == 3
+    assert text_of(rendered(RENDERER, [user("x")], [tool])).count("<|im_end|>") == 3
 
 
 def test_markup_that_is_not_special_is_encoded_as_the_tokenizer_does():
-    assert RENDERER.render([user("<tool_call>")], None).tolist().count(CALL) == 1
+    assert rendered(RENDERER, [user("<tool_call>")], None).tolist().count(CALL) == 1
 
 
 @given(spoken_texts)
 def test_control_ids_do_not_depend_on_what_a_user_says(text):
-    ids = RENDERER.render([user(text)], None)
+    ids = rendered(RENDERER, [user(text)], None)
     assert [i for i in ids.tolist() if i in (START, END)] == [START, END, START]
     assert (
         text_of(ids) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
@@ -108,19 +109,19 @@ def test_a_tokenizer_that_cannot_keep_spelled_tokens_apart_refuses_them():
         {"additional_special_tokens": [AddedToken("<|eat|>", rstrip=True)]}
     )
     renderer = ChatRenderer(tokenizer, AS_STRING)
-    assert len(renderer.render([user("fine")], None))
+    assert len(rendered(renderer, [user("fine")], None))
     with pytest.raises(GatewayError, match="spells out a special token") as caught:
-        renderer.render([user("<|im_end|>")], None)
+        rendered(renderer, [user("<|im_end|>")], None)
     assert caught.value.code == "special_token_in_text"
 
 
 def test_arguments_go_to_the_template_as_they_were_sampled():
-    text = text_of(RENDERER.render([user("x"), assistant("", '{"a":  1.0}')], None))
+    text = text_of(rendered(RENDERER, [user("x"), assistant("", '{"a":  1.0}')], None))
     assert '"arguments": {"a":  1.0}}' in text
 
 
 @pytest.mark.parametrize(
-    ("arguments", "rendered"),
+    ("arguments", "expected"),
     [
         pytest.param('{"a":  1.0}', '{"a": 1.0}', id="an object"),
         pytest.param("", "{}", id="nothing"),
@@ -128,14 +129,14 @@ def test_arguments_go_to_the_template_as_they_were_sampled():
         pytest.param("[" * 100_000, None, id="too deep to parse"),
     ],
 )
-def test_arguments_for_a_template_that_writes_json(arguments, rendered):
+def test_arguments_for_a_template_that_writes_json(arguments, expected):
     renderer = byte_renderer(AS_JSON)
-    text = text_of(renderer.render([user("x"), assistant("", arguments)], None))
-    assert f'"arguments": {rendered or json.dumps(arguments)}' + "}\n" in text
+    text = text_of(rendered(renderer, [user("x"), assistant("", arguments)], None))
+    assert f'"arguments": {expected or json.dumps(arguments)}' + "}\n" in text
 
 
 @pytest.mark.parametrize(
-    ("content", "rendered"),
+    ("content", "expected"),
     [
         pytest.param("Look.", "Look.\n<tool_call>", id="the template separates"),
         pytest.param("Look.\n", "Look.\n<tool_call>", id="the reply separates"),
@@ -144,9 +145,9 @@ def test_arguments_for_a_template_that_writes_json(arguments, rendered):
         pytest.param("", "\n<tool_call>", id="no text"),
     ],
 )
-def test_the_separator_before_a_call_is_not_doubled(content, rendered):
-    text = text_of(RENDERER.render([user("x"), assistant(content, "{}")], None))
-    assert f"<|im_start|>assistant\n{rendered}" in text.replace(
+def test_the_separator_before_a_call_is_not_doubled(content, expected):
+    text = text_of(rendered(RENDERER, [user("x"), assistant(content, "{}")], None))
+    assert f"<|im_start|>assistant\n{expected}" in text.replace(
         "assistant\n<tool_call>", "assistant\n\n<tool_call>"
     )
 
@@ -154,12 +155,12 @@ def test_the_separator_before_a_call_is_not_doubled(content, rendered):
 def test_a_template_that_refuses_is_the_clients_error():
     renderer = byte_renderer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TemplateError, match="roles must alternate") as caught:
-        renderer.render([user("x")], None)
+        rendered(renderer, [user("x")], None)
     assert caught.value.status == 400
 
 
 def test_decode_leaves_out_the_end_of_a_message_only_where_it_ended():
-    ids = RENDERER.render([user("x")], None)[:-11]
+    ids = rendered(RENDERER, [user("x")], None)[:-11]
     assert ids[-2] == END
     ids = ids[:-1]
     assert RENDERER.decode(ids, ended=True).endswith("x")
@@ -168,13 +169,9 @@ def test_decode_leaves_out_the_end_of_a_message_only_where_it_ended():
 
 
 def test_half_a_character_is_shown_as_one_that_is_missing():
-    ids = RENDERER.render([user("é")], None)
-    middle = ids.tolist().index(RENDERER.render([user("é")], None)[6])
+    ids = rendered(RENDERER, [user("é")], None)
+    middle = ids.tolist().index(rendered(RENDERER, [user("é")], None)[6])
     assert RENDERER.decode(ids[middle : middle + 1], ended=False) == "\ufffd"
-
-
-def test_n_tokens_counts_added_tokens():
-    assert RENDERER.n_tokens == 260
 
 
 @pytest.mark.parametrize(
@@ -199,8 +196,8 @@ def test_load_renderer_reads_a_model_directory(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     messages = [user("x"), assistant("y", '{"a":  1}')]
     loaded = load_renderer(tmp_path)
-    assert loaded.render(messages, None).tolist() == (
-        RENDERER.render(messages, None).tolist()
+    assert rendered(loaded, messages, None).tolist() == (
+        rendered(RENDERER, messages, None).tolist()
     )
     with pytest.raises(FileNotFoundError, match="no model directory"):
         load_renderer(tmp_path / "nowhere")
@@ -210,7 +207,7 @@ def test_where_reasoning_ends():
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["</think>"])
     renderer = ChatRenderer(tokenizer, AS_STRING)
-    ids = renderer.ids_of("hm</think>a</think>")
+    ids = renderer.encode("hm</think>a</think>").ids
     assert renderer.end_of_reasoning(ids) == 3
     assert renderer.end_of_reasoning(ids[:2]) is None
     assert RENDERER.end_of_reasoning(ids) is None

@@ -9,14 +9,21 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.shim.clients import in_process, read_log
-from tests.shim.fakes import AS_STRING, RENDERER, TOOL, ScriptedEngine, byte_renderer
+from tests.shim.fakes import (
+    AS_STRING,
+    RENDERER,
+    TOOL,
+    ScriptedEngine,
+    byte_renderer,
+    parse_reply,
+    rendered,
+)
 from tests.strategies import client_habits, reply_texts
 from trajkit_shim.chat.reply import Usage
 from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.prompting.reply_matching import ReplyIndex
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.sse import encode
-from trajkit_shim.replies.parse import parse
 from trajkit_shim.replies.reply_builder import Identity, canonical_reply, make_reply
 
 USER = {"role": "user", "content": "hi"}
@@ -27,7 +34,7 @@ BY_NAME = {protocol.name: protocol for protocol in PROTOCOLS}
 
 
 def reply_to(text, prefix="call_"):
-    parsed = parse(text, tools=[], opened=False)
+    parsed = parse_reply(text, [])
     identity = Identity(prefix)
     return make_reply(parsed, "stop", model="m", usage=USAGE, identity=identity)
 
@@ -54,7 +61,7 @@ def calling(text, *arguments, ids="ab", **fields):
 
 def restored(book, *messages):
     got = book.restore([*messages, NEXT])
-    return got.messages[:-1], [as_what for _, as_what in got.known]
+    return got.messages[:-1], [known for known in got.known if known]
 
 
 @pytest.mark.parametrize(
@@ -322,5 +329,5 @@ def test_a_template_that_wants_calls_gets_them():
     assert "sampled" in message
     result = {"role": "tool", "content": "", "tool_call_id": "x"}
     renderer = byte_renderer(strict)
-    text = renderer.decode(renderer.render([message, result], None), ended=False)
+    text = renderer.decode(rendered(renderer, [message, result], None), ended=False)
     assert '{"n":  1.50e1}' in text

@@ -16,6 +16,7 @@ from tests.shim.fakes import (
     ScriptedEngine,
     byte_renderer,
     byte_tokenizer,
+    rendered,
 )
 from tests.strategies import spoken_texts
 from trajkit_shim.engines.embedded import load_tokenizer
@@ -47,15 +48,14 @@ def placed(renderer, text):
     """Where each token of a text without marks stands, now and once more."""
     if text != LARGE.without_mark(text):
         return []
-    pairs = [renderer.encode(text) for _ in range(2)]
-    return [array for pair in pairs for array in (pair.starts, pair.stops)]
+    return [renderer.encode(text).offsets for _ in range(2)]
 
 
 @given(conversations)
 def test_a_cached_prompt_is_the_uncached_one(conversations):
     for texts in conversations:
         messages = messages_of(texts)
-        expected = UNCACHED.render(messages, None)
+        expected = rendered(UNCACHED, messages, None)
         text = UNCACHED.text(messages, None)
         spelled = UNCACHED.without_mark(text)
         if spelled == text:
@@ -64,7 +64,7 @@ def test_a_cached_prompt_is_the_uncached_one(conversations):
             assert expected.tolist() == whole
         for renderer in (SMALL, LARGE):
             for _ in range(2):
-                assert renderer.render(messages, None).tolist() == expected.tolist()
+                assert rendered(renderer, messages, None).tolist() == expected.tolist()
                 encoded = renderer.encode(renderer.text(messages, None))
                 assert encoded.ids.tolist() == expected.tolist()
         assert UNCACHED.encode(text).ids.tolist() == expected.tolist()
@@ -75,25 +75,32 @@ def test_a_cached_prompt_is_the_uncached_one(conversations):
     assert UNCACHED._piece.n_bytes == 0
 
 
-def test_only_what_is_new_is_tokenized():
-    renderer = byte_renderer(AS_STRING)
+def test_only_what_is_new_is_tokenized(monkeypatch):
+    renderer, lengths = byte_renderer(AS_STRING), []
+    encode = tokenize_cache.encode
+
+    def watched(tokenizer, text, max_tokens):
+        lengths.append(len(text))
+        return encode(tokenizer, text, max_tokens)
+
+    def tokenized(texts):
+        lengths.clear()
+        rendered(renderer, messages_of(texts), None)
+        return sum(lengths)
+
+    monkeypatch.setattr(tokenize_cache, "encode", watched)
     texts = ["a" * 1000, "b" * 1000, "c" * 1000]
-    renderer.render(messages_of(texts), None)
-    before = renderer._piece.n_tokenized
-    assert before > 3000
-    renderer.render(messages_of([*texts, "d" * 500]), None)
-    assert 500 < renderer._piece.n_tokenized - before < 600
+    assert tokenized(texts) > 3000
+    assert 500 < tokenized([*texts, "d" * 500]) < 600
     # in the middle of a conversation too
-    before = renderer._piece.n_tokenized
-    renderer.render(messages_of([texts[0], "e" * 500, texts[2]]), None)
-    assert 500 < renderer._piece.n_tokenized - before < 600
+    assert 500 < tokenized([texts[0], "e" * 500, texts[2]]) < 600
 
 
 def test_one_that_is_larger_than_all_room_drives_nothing_out():
     renderer = ChatRenderer(byte_tokenizer(), AS_STRING, cache_bytes=50_000)
-    renderer.render(messages_of(["a" * 1000]), None)
+    rendered(renderer, messages_of(["a" * 1000]), None)
     kept = renderer._piece.n_bytes
-    renderer.ids_of("b" * 100_000)
+    renderer.encode("b" * 100_000)
     assert renderer._piece.n_bytes == kept
 
 
@@ -115,7 +122,7 @@ def test_a_tokenizer_that_begins_a_text_otherwise_is_given_it_whole():
     assert not renderer.keeps_apart
     messages = messages_of(["a", "b"])
     whole = first(renderer.text(messages, None), add_special_tokens=False)["input_ids"]
-    assert renderer.render(messages, None).tolist() == whole
+    assert rendered(renderer, messages, None).tolist() == whole
     assert renderer.encode(renderer.text(messages, None)).ids.tolist() == whole
 
 

@@ -48,8 +48,8 @@ async def read(name: str, text: str) -> dict[str, object]:
     )
     return {
         "reasoning": found.reasoning,
-        "text": found.content.strip(),
-        "calls": [(call.name, call.arguments) for call in found.tool_calls],
+        "text": found.text.strip(),
+        "calls": [(call.name, call.arguments) for call in found.calls],
         "ill_formed": found.ill_formed,
         "tag": parser.form and [parser.form.opens, parser.form.tag("f", SCHEMA)],
     }

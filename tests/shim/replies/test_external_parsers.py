@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from tests.shim.clients import in_process
 from tests.shim.conformance import DRIVERS, NAMES
-from tests.shim.fakes import RENDERER, PiecewiseEngine, sampled
+from tests.shim.fakes import RENDERER, PiecewiseEngine, parse_reply, sampled
 from trajkit_shim.engines.base import EngineInfo
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.errors import EngineError
@@ -25,7 +25,6 @@ from trajkit_shim.replies.external_parsers import (
     SGLangParser,
     as_sampled,
 )
-from trajkit_shim.replies.parse import parse
 
 pytestmark = pytest.mark.anyio
 
@@ -67,7 +66,7 @@ class Server:
     async def reasoning(self, request: Request):
         body = await request.json()
         self.asked.append(body["reasoning_parser"])
-        found = parse(body["text"], tools=None, opened=False)
+        found = parse_reply(body["text"], None)
         rest = body["text"].rpartition("</think>")[2]
         told = {"reasoning_text": found.reasoning or "", "text": rest.strip()}
         return JSONResponse(told, self.status)
@@ -75,16 +74,16 @@ class Server:
     async def calls(self, request: Request):
         body = await request.json()
         self.asked.append(body["tool_call_parser"])
-        found = parse(body["text"], tools=body["tools"], opened=False)
+        found = parse_reply(body["text"], body["tools"])
         calls = [
             {
                 "tool_index": i,
                 "name": call.name,
                 "parameters": json.dumps(json.loads(call.arguments)),
             }
-            for i, call in enumerate(found.tool_calls)
+            for i, call in enumerate(found.calls)
         ]
-        told = {"normal_text": found.content.strip(), "calls": calls}
+        told = {"normal_text": found.text.strip(), "calls": calls}
         return JSONResponse(told, self.status)
 
     def parser(self):
@@ -132,12 +131,12 @@ class FunctionCallParser:
         self.tools, self.detector = tools, self.ToolCallParserEnum[name]()
 
     def parse_non_stream(self, text):
-        found = parse(text, tools=self.tools, opened=False)
+        found = parse_reply(text, self.tools)
         calls = [
             Model(name=one.name, parameters=json.dumps(json.loads(one.arguments)))
-            for one in found.tool_calls
+            for one in found.calls
         ]
-        return found.content.strip(), calls
+        return found.text.strip(), calls
 
 
 class ReasoningParser:
@@ -147,7 +146,7 @@ class ReasoningParser:
         assert name in self.DetectorMap
 
     def parse_non_stream(self, text):
-        found = parse(text, tools=None, opened=False)
+        found = parse_reply(text, None)
         return found.reasoning, text.rpartition("</think>")[2].strip()
 
 
@@ -237,7 +236,7 @@ async def test_a_conversation_goes_on_from_what_was_sampled(
     renderer = ChatRenderer(load_tokenizer())
     engine = PiecewiseEngine(context=5000)
     for text in (REPLY, "Done."):
-        ids = renderer.ids_of(text + "<|im_end|>")
+        ids = renderer.encode(text + "<|im_end|>").ids
         engine.script.append(reply_of(ids))
     options = {"reply_parser": parser}
     async with in_process(engine, renderer, tmp_path, **options) as gateway:
@@ -271,7 +270,7 @@ def reply_of(ids):
 
 def limits_of(renderer):
     return EngineInfo(
-        model="scripted", vocab_size=renderer.n_tokens, max_context_tokens=5000
+        model="scripted", vocab_size=len(renderer.tokenizer), max_context_tokens=5000
     )
 
 
@@ -286,12 +285,12 @@ def limits_of(renderer):
 async def test_a_server_is_asked_for_what_it_has(info, asked):
     server = Server(**info)
     parser = server.parser()
-    prompt = RENDERER.ids_of("a")
+    prompt = RENDERER.encode("a").ids
     tools = [{"type": "function", "function": {"name": "f"}}]
     found = await parser.parse(f"hm</think>{CALL}", tools, prompt, opened=True)
     assert server.asked == asked
     assert (found.reasoning == "hm") == ("reasoning_parser" in info)
-    assert bool(found.tool_calls) == ("tool_call_parser" in info)
+    assert bool(found.calls) == ("tool_call_parser" in info)
     # no tools: no calls are looked for
     server.asked.clear()
     found = await parser.parse(CALL, None, prompt, opened=False)
@@ -312,7 +311,7 @@ async def test_a_reply_that_the_server_does_not_take(status):
     server = Server(**BOTH)
     server.status = status
     parser = server.parser()
-    asked = parser.parse(REPLY, [], RENDERER.ids_of("a"), opened=False)
+    asked = parser.parse(REPLY, [], RENDERER.encode("a").ids, opened=False)
     if status == 400:
         found = await asked
         assert (found.parts, found.ill_formed) == ((REPLY,), True)
@@ -325,14 +324,14 @@ async def test_a_reply_that_the_server_does_not_take(status):
 async def test_a_reply_that_the_template_does_not_read():
     parser = schema_parser()
     text = '<tool_call>{"name": </tool_call>'
-    prompt = ChatRenderer(load_tokenizer()).ids_of("<|im_start|>assistant\n")
+    prompt = ChatRenderer(load_tokenizer()).encode("<|im_start|>assistant\n").ids
     found = await parser.parse(text, [], prompt, opened=False)
     assert (found.parts, found.ill_formed) == ((text,), True)
 
 
 async def test_a_call_is_text_where_no_tool_was_offered():
     parser = schema_parser()
-    prompt = ChatRenderer(load_tokenizer()).ids_of("<|im_start|>assistant\n")
+    prompt = ChatRenderer(load_tokenizer()).encode("<|im_start|>assistant\n").ids
     found = await parser.parse(REPLY, None, prompt, opened=False)
     assert (found.reasoning, found.parts) == ("hm", (f"Look.\n{CALL}",))
     assert not found.ill_formed

@@ -33,6 +33,7 @@ from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.replies.incremental_decode import Decoder, IncrementalParser
 from trajkit_shim.replies.parse import Parser
+from trajkit_shim.replies.parsers.json_calls import HERMES
 from trajkit_shim.replies.reply_builder import Identity, extends, make_reply
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"n":  1.50e1}}\n</tool_call>'
@@ -94,7 +95,7 @@ cuts = st.lists(st.integers(0, 60), max_size=20)
 @given(st.sampled_from(sorted(RENDERERS)), st.data(), cuts)
 def test_pieces_decode_to_the_text(name, data, cuts):
     renderer = RENDERERS[name]
-    ids = data.draw(st.lists(st.integers(0, renderer.n_tokens - 1), max_size=40))
+    ids = data.draw(st.lists(st.integers(0, len(renderer.tokenizer) - 1), max_size=40))
     decoder = Decoder(renderer)
     told = "".join(decoder.feed(piece) for piece in pieces(ids, cuts))
     assert renderer.decode(np.array(ids, np.int32), ended=False).startswith(told)
@@ -137,7 +138,7 @@ def test_a_character_is_told_once_it_is_whole():
 def increments_of(text, *, stop=(), tools=(TOOL,), opened=False, cuts=()):
     """The replies that are told while a text is sampled, and the whole one."""
     ids = sampled(text).output_ids.tolist()
-    names = {"tools": tools, "opened": opened}
+    names = {"form": HERMES, "tools": tools, "opened": opened}
     increments = IncrementalParser(RENDERER, Parser(**names), stop)
     identity = Identity()
 

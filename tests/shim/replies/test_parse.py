@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from tests.shim.fakes import parse_reply
 from tests.strategies import good_calls, plain_texts
-from trajkit_shim.replies.parse import ToolCall, parse
+from trajkit_shim.chat.reply import Call
 
 
-def taken(text: str) -> tuple[str, tuple[ToolCall, ...], bool]:
+def taken(text: str) -> tuple[str, tuple[Call, ...], bool]:
     parsed = parse_reply(text)
-    return parsed.content, parsed.tool_calls, parsed.ill_formed
+    return parsed.text, tuple(parsed.calls), parsed.ill_formed
 
 
 def block(name: str = "bash", arguments: str = "{}") -> str:
@@ -28,57 +28,57 @@ def block(name: str = "bash", arguments: str = "{}") -> str:
         pytest.param(" just text\n", (" just text\n", (), False), id="text"),
         pytest.param(
             block(arguments='{"a":  1.50}'),
-            ("", (ToolCall("bash", '{"a":  1.50}'),), False),
+            ("", (Call("bash", '{"a":  1.50}'),), False),
             id="arguments as they were sampled",
         ),
         pytest.param(
             f"Look. \n{block()} \ndone ",
-            ("Look. \n \ndone ", (ToolCall("bash", "{}"),), False),
+            ("Look. \n \ndone ", (Call("bash", "{}"),), False),
             id="text on both sides",
         ),
         pytest.param(
             f"{block('a')}\n{block('b')} \n\t{block('a')}",
             (
                 "",
-                (ToolCall("a", "{}"), ToolCall("b", "{}"), ToolCall("a", "{}")),
+                (Call("a", "{}"), Call("b", "{}"), Call("a", "{}")),
                 False,
             ),
             id="white space between calls is their frame",
         ),
         pytest.param(
             f"{block('a')} then {block('b')}",
-            (" then ", (ToolCall("a", "{}"), ToolCall("b", "{}")), False),
+            (" then ", (Call("a", "{}"), Call("b", "{}")), False),
             id="text between calls",
         ),
         pytest.param(
             f"\n{block()}\n",
-            ("\n\n", (ToolCall("bash", "{}"),), False),
+            ("\n\n", (Call("bash", "{}"),), False),
             id="white space around calls",
         ),
         pytest.param(
             '<tool_call>{"arguments":{"x":"</tool_call>"},"id":[1],"name":"f"}'
             "</tool_call>",
-            ("", (ToolCall("f", '{"x":"</tool_call>"}'),), False),
+            ("", (Call("f", '{"x":"</tool_call>"}'),), False),
             id="an end marker inside a string, fields in another order",
         ),
         pytest.param(
             '<tool_call>{"name": "now"}</tool_call>',
-            ("", (ToolCall("now", "{}"),), False),
+            ("", (Call("now", "{}"),), False),
             id="no arguments",
         ),
         pytest.param(
             '<tool_call>{"name": "caf\\u00e9", "arguments": {}}</tool_call>',
-            ("", (ToolCall("café", "{}"),), False),
+            ("", (Call("café", "{}"),), False),
             id="an escaped name",
         ),
         pytest.param(
             f"<tool_call> {block()}",
-            ("<tool_call> ", (ToolCall("bash", "{}"),), True),
+            ("<tool_call> ", (Call("bash", "{}"),), True),
             id="a call after a marker that opens none",
         ),
         pytest.param(
             f"{block('a')}\n<tool_call>no\n{block('b')}",
-            ("\n<tool_call>no\n", (ToolCall("a", "{}"), ToolCall("b", "{}")), True),
+            ("\n<tool_call>no\n", (Call("a", "{}"), Call("b", "{}")), True),
             id="white space beside a broken call is kept",
         ),
         pytest.param("a </tool_call> b", ("a </tool_call> b", (), False), id="end"),
@@ -127,9 +127,9 @@ def test_every_call_is_found_and_all_other_text_is_kept(pairs, last):
         said for k, (said, _) in enumerate(pairs) if k == 0 or said.strip(" \t\n\r")
     ]
     parsed = parse_reply(text)
-    assert parsed.content == "".join([*kept, last])
+    assert parsed.text == "".join([*kept, last])
     assert not parsed.ill_formed
-    rebuilt = [block(call.name, call.arguments) for call in parsed.tool_calls]
+    rebuilt = [block(call.name, call.arguments) for call in parsed.calls]
     assert rebuilt == [call for _, call in pairs]
 
 
@@ -153,13 +153,13 @@ def test_every_call_is_found_and_all_other_text_is_kept(pairs, last):
 )
 def test_reasoning(text, opened, reasoning, rest):
     for tools in (None, []):
-        parsed = parse(text, tools=tools, opened=opened)
+        parsed = parse_reply(text, tools, opened=opened)
         assert (parsed.reasoning, parsed.sampled) == (reasoning, rest)
-        assert parsed.content == rest
+        assert parsed.text == rest
 
 
 @pytest.mark.parametrize("tools", [None, []])
 def test_calls_are_looked_for_where_tools_were_offered(tools):
-    parsed = parse(f"<think>{block()}</think>{block()}", tools=tools, opened=False)
-    assert len(parsed.tool_calls) == (tools is not None)
+    parsed = parse_reply(f"<think>{block()}</think>{block()}", tools)
+    assert len(parsed.calls) == (tools is not None)
     assert parsed.reasoning == block()

@@ -10,7 +10,8 @@ from jinja2 import Environment
 from tests.shim.clients import in_process
 from tests.shim.fakes import ScriptedEngine, byte_renderer, parse_reply
 from tests.strategies import call_shards, typed_calls
-from trajkit_shim.replies.parse import Parser, ToolCall, parse
+from trajkit_shim.chat.reply import Call
+from trajkit_shim.replies.parse import FormParser, Parser, parse
 from trajkit_shim.replies.parsers import FORMS, form_of
 
 # How the chat templates of each family write the calls of a message. `tojson` is that of
@@ -71,9 +72,9 @@ def test_a_rendered_call_is_read_again(form, made, lead):
     ]
     text = lead + rendered(form, calls)
     parsed = parse_reply(text, [*by_name.values()], FORMS[form])
-    read = [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls]
+    read = [(call.name, json.loads(call.arguments)) for call in parsed.calls]
     assert read == calls
-    assert parsed.content == lead
+    assert parsed.text == lead
     assert not parsed.ill_formed
 
 
@@ -98,7 +99,7 @@ def test_what_is_found_does_not_depend_on_the_pieces(form, shards, opened, data)
         assert after.parts[: len(settled)] == tuple(settled)
         if last:
             then = after.parts[len(settled)]
-            assert then == last if isinstance(last, ToolCall) else then.startswith(last)
+            assert then == last if isinstance(last, Call) else then.startswith(last)
             # reasoning is whole before anything else comes
             assert before.reasoning == after.reasoning
 
@@ -106,7 +107,8 @@ def test_what_is_found_does_not_depend_on_the_pieces(form, shards, opened, data)
 @given(forms, st.lists(call_shards, max_size=12))
 def test_no_text_is_lost(form, shards):
     """All that is not a call, or white space between two, is in the text."""
-    text = "".join(shards)
+    # it does not begin with reasoning
+    text = "".join(["a", *shards])
     parsed = parse_reply(text, (), FORMS[form])
     assert parsed.sampled == text
     at = 0
@@ -116,8 +118,8 @@ def test_no_text_is_lost(form, shards):
         else:
             json.loads(part.arguments)
             at = text.index(FORMS[form].opens, at) + len(FORMS[form].opens)
-    if not parsed.tool_calls:
-        assert parsed.content == text
+    if not parsed.calls:
+        assert parsed.text == text
         assert parsed.ill_formed == (FORMS[form].opens in text)
 
 
@@ -162,7 +164,7 @@ def coder(value, key="a"):
 )
 def test_values_without_quotes(kind, written, value):
     tools = [function(a=kind)]
-    (call,) = parse_reply(coder(written), tools, FORMS["qwen3-coder"]).tool_calls
+    (call,) = parse_reply(coder(written), tools, FORMS["qwen3-coder"]).calls
     assert json.loads(call.arguments) == {"a": value}
 
 
@@ -178,7 +180,7 @@ def test_values_without_quotes(kind, written, value):
 def test_types_that_a_schema_says_in_other_words(schema, value):
     tool = function()
     tool["function"]["parameters"]["properties"]["a"] = schema
-    (call,) = parse_reply(coder("1"), [tool], FORMS["qwen3-coder"]).tool_calls
+    (call,) = parse_reply(coder("1"), [tool], FORMS["qwen3-coder"]).calls
     assert json.loads(call.arguments) == {"a": value}
 
 
@@ -255,17 +257,17 @@ def test_the_time_for_a_call_that_does_not_read_is_linear(form, text, repeated):
     ],
 )
 def test_text_is_told_once_it_is_certain(form, text, settled):
-    parser = Parser(tools=[], opened=False, form=FORMS[form])
+    parser = Parser(FORMS[form], [], opened=False)
     for letter in text:
         parser.feed(letter)
-    assert parser.so_far().content == settled
+    assert parser.so_far().text == settled
 
 
 def test_calls_are_told_once_they_are_whole():
-    parser = Parser(tools=[], opened=False)
+    parser = Parser(FORMS["hermes"], [], opened=False)
     call = '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>'
     parser.feed(f"{call}\n{call}\n<tool_call>")
-    assert len(parser.so_far().tool_calls) == 2
+    assert len(parser.so_far().calls) == 2
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))
@@ -284,7 +286,7 @@ def test_a_template_of_no_known_form_is_taken_for_hermes():
 async def test_the_gateway_reads_the_form_of_its_template(tmp_path):
     template = byte_renderer().chat_template + "{# <function= <parameter= #}"
     tool = function(a="integer")
-    for options in ({}, {"tool_form": FORMS["hermes"]}):
+    for options in ({}, {"reply_parser": FormParser(FORMS["hermes"])}):
         engine = ScriptedEngine(coder("1"))
         async with in_process(
             engine, byte_renderer(template), tmp_path / str(len(options)), **options

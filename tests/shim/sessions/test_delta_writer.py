@@ -14,7 +14,7 @@ from tests.shim.clients import in_process, read_log
 from tests.shim.prompting.test_prompts import EMBEDDED, work
 from tests.shim.sessions.test_turn_log import turn
 from trajkit import cli
-from trajkit_shim.chat.logged_message import logged_message
+from trajkit_shim.chat.request import logged_message
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.embedded import EmbeddedEngine
 from trajkit_shim.sessions.delta_writer import DeltaEncoder

@@ -19,7 +19,7 @@ import trajkit as tk
 from tests.shim.clients import http, read_log
 from trajkit import schema
 from trajkit.errors import TornLogWarning
-from trajkit_shim.chat.logged_message import logged_message
+from trajkit_shim.chat.request import logged_message
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.prompting.reply_matching import START, next_position
 from trajkit_shim.sessions.append_log import END_OF_STREAM

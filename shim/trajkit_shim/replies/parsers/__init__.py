@@ -1,10 +1,8 @@
 """The formats in which models write tool calls."""
 
-from trajkit_shim.replies.parsers.form import ToolCall, ToolForm, Tools
+from trajkit_shim.replies.parse import ToolForm
 from trajkit_shim.replies.parsers.json_calls import HERMES, PLAIN_JSON
 from trajkit_shim.replies.parsers.tagged_calls import GLM, QWEN3_CODER
-
-__all__ = ["FORMS", "ToolCall", "ToolForm", "Tools", "form_of"]
 
 # in order of precedence, if a template matches several
 FORMS = {form.name: form for form in (QWEN3_CODER, GLM, HERMES, PLAIN_JSON)}

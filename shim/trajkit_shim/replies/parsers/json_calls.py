@@ -13,7 +13,8 @@ Without markers an object is a call if its first field is its name. Other object
 
 import json
 
-from trajkit_shim.replies.parsers.form import ToolCall, ToolForm, Tools, skip
+from trajkit_shim.chat.reply import Call
+from trajkit_shim.replies.parse import ToolForm, Tools, skip
 
 
 def _refuse_constant(name: str) -> None:
@@ -51,7 +52,7 @@ def _after(mark: str, text: str, offset: int) -> int:
     return offset + len(mark)
 
 
-def _read_hermes(text: str, offset: int, _: Tools) -> tuple[ToolCall, int] | None:
+def _read_hermes(text: str, offset: int, _: Tools) -> tuple[Call, int] | None:
     try:
         fields, end = _fields_at(text, offset + len(_OPEN))
         call = _call(fields, fields.get("arguments", "{}"))
@@ -60,7 +61,7 @@ def _read_hermes(text: str, offset: int, _: Tools) -> tuple[ToolCall, int] | Non
         return None
 
 
-def _read_plain(text: str, offset: int, _: Tools) -> tuple[ToolCall, int] | None:
+def _read_plain(text: str, offset: int, _: Tools) -> tuple[Call, int] | None:
     try:
         fields, end = _fields_at(text, offset)
         (given,) = (fields[key] for key in ("parameters", "arguments") if key in fields)
@@ -69,11 +70,11 @@ def _read_plain(text: str, offset: int, _: Tools) -> tuple[ToolCall, int] | None
         return None
 
 
-def _call(fields: dict[str, str], arguments: str) -> ToolCall:
+def _call(fields: dict[str, str], arguments: str) -> Call:
     name = json.loads(fields["name"])
     if not isinstance(name, str) or not name or not arguments.startswith("{"):
         raise ValueError("no name, or arguments that are not an object")
-    return ToolCall(name, arguments)
+    return Call(name, arguments)
 
 
 _OPEN = "<tool_call>"

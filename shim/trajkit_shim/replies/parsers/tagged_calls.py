@@ -20,7 +20,8 @@ import json
 import re
 from collections.abc import Callable
 
-from trajkit_shim.replies.parsers.form import ToolCall, ToolForm, Tools
+from trajkit_shim.chat.reply import Call
+from trajkit_shim.replies.parse import ToolForm, Tools
 from trajkit_shim.replies.parsers.json_calls import decoder
 
 # some templates write values as Python does
@@ -34,7 +35,7 @@ _UNSAID = frozenset({"object", "array"})
 
 def _reader(
     opening: str, value: str, closing: str
-) -> Callable[[str, int, Tools], tuple[ToolCall, int] | None]:
+) -> Callable[[str, int, Tools], tuple[Call, int] | None]:
     """A `ToolForm.read` from three patterns. Their groups: a name; a key and its value.
 
     A space in a pattern is any white space. Nothing that has matched is matched otherwise
@@ -43,7 +44,7 @@ def _reader(
     patterns = (p.replace(" ", "[ \t\n\r]*+") for p in (opening, value, closing))
     first, pair, last = (re.compile(p, re.DOTALL) for p in patterns)
 
-    def read(text: str, offset: int, tools: Tools) -> tuple[ToolCall, int] | None:
+    def read(text: str, offset: int, tools: Tools) -> tuple[Call, int] | None:
         opened = first.match(text, offset)
         if opened is None:
             return None
@@ -60,7 +61,7 @@ def _reader(
         if closed is None:
             return None
         pairs = (f"{_dumps(key)}: {text}" for key, text in values.items())
-        return ToolCall(opened[1], "{" + ", ".join(pairs) + "}"), closed.end()
+        return Call(opened[1], "{" + ", ".join(pairs) + "}"), closed.end()
 
     return read
 
