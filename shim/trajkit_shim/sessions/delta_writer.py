@@ -4,14 +4,15 @@ The base of a turn is the session's earlier turn whose prompt and output share t
 longest prefix with its prompt (`trajkit.compact`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Set
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from trajkit import Recorder
-from trajkit_shim.prompting.reply_matching import START
+from trajkit_shim.prompting.reply_matching import START, next_position
+
+if TYPE_CHECKING:
+    from trajkit_shim.sessions.turn_log import LoggedTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,55 +33,39 @@ class DeltaEncoder:
     def clear(self) -> None:
         """Forget all turns, so that the next one is written in full."""
         self._recorder = Recorder()
-        self._turns: list[int] = []  # the turn index of each turn in the recorder
-        # a tree of message lists: the position before each, and its length
-        self._nodes: dict[bytes, tuple[bytes, int]] = {}
-        # for each turn, the position after its messages and its reply
-        self._shown: list[bytes] = []
+        # for each turn in the recorder its turn index, and the position after its
+        # messages and its reply
+        self._turns: list[tuple[int, bytes]] = []
+        # a tree of message lists: by position the one before it, and its length
+        self._nodes = {START: (START, 0)}
 
-    def add(
-        self,
-        turn_index: int,
-        prompt_ids: npt.NDArray[np.int32],
-        output_ids: npt.NDArray[np.int32],
-        positions: Sequence[bytes],
-        reply_position: bytes | None,
-        n_bare: int,
-    ) -> Delta:
+    def add(self, turn: "LoggedTurn", turn_index: int, shown: Set[bytes]) -> Delta:
         """Add a turn, and return what it shares with an earlier one.
 
-        ``positions``: after each message (`reply_matching.next_position`), and
-        ``reply_position`` after the reply, if later requests contain it. ``n_bare``:
-        number of leading messages written without their bodies. Only these can be
-        shared.
+        ``shown``: keys of the messages that are written without their bodies. Only these
+        can be shared.
         """
         recorded = self._recorder.record(
-            "", prompt_ids=prompt_ids, output_ids=output_ids
+            "", prompt_ids=turn.prompt_ids, output_ids=turn.output_ids
         )
-        base = recorded.base_turn
+        path = [START, *turn.positions]
+        if turn.response is not None:
+            path.append(next_position(path[-1], turn.response.key))
         delta = Delta()
-        if base is not None:
-            shared = min(self._common(positions, self._shown[base]), n_bare)
-            delta = Delta(self._turns[base], recorded.shared_length, shared)
-        depth = len(positions)
-        # all before a known one are known
-        while depth and positions[depth - 1] not in self._nodes:
-            depth -= 1
-            before = positions[depth - 1] if depth else START
-            self._nodes[positions[depth]] = before, depth + 1
-        shown = positions[-1] if positions else START
-        if reply_position is not None:
-            self._nodes[reply_position] = shown, len(positions) + 1
-            shown = reply_position
-        self._turns.append(turn_index)
-        self._shown.append(shown)
-        return delta
-
-    def _common(self, positions: Sequence[bytes], position: bytes) -> int:
-        """The length of the common prefix of two message lists, one by its end."""
-        while position != START:
+        if recorded.base_turn is not None:
+            base, position = self._turns[recorded.base_turn]
             before, depth = self._nodes[position]
-            if depth <= len(positions) and positions[depth - 1] == position:
-                return depth
-            position = before
-        return 0
+            while depth >= len(path) or path[depth] != position:
+                position = before
+                before, depth = self._nodes[position]
+            n_bare = turn.n_logged
+            while n_bare < len(turn.messages) and turn.messages[n_bare].key in shown:
+                n_bare += 1
+            delta = Delta(base, recorded.shared_length, min(depth, n_bare))
+        for depth in range(len(path) - 1, 0, -1):
+            if path[depth] in self._nodes:
+                # so are all before it
+                break
+            self._nodes[path[depth]] = path[depth - 1], depth
+        self._turns.append((turn_index, path[-1]))
+        return delta

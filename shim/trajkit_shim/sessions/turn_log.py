@@ -5,12 +5,9 @@ loses no turn that a client has seen. A kill can leave a torn last batch, of a t
 was never acknowledged. Whether an answer arrived is written to a second stream.
 """
 
-import errno
-import struct
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -24,7 +21,6 @@ from trajkit_shim.chat.logged_message import LoggedMessage
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.routed_experts import COLUMN, experts_cell
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.reply_matching import START, next_position
 from trajkit_shim.sessions.append_log import AppendLog
 from trajkit_shim.sessions.delta_writer import Delta, DeltaEncoder
 
@@ -32,10 +28,10 @@ Form: TypeAlias = Literal["full", "delta"]
 """Whether the log holds full prompts, or only what each adds to an earlier turn."""
 
 # which message each prompt token belongs to
-_SHOWN = list(schema.ATTRIBUTION)[2:]
+_SHOWN = schema.ATTRIBUTION.names[2:]
 _PROVENANCE = pa.schema(
     [
-        *_SHOWN,
+        *map(schema.ATTRIBUTION.field, _SHOWN),
         pa.field("request_id", pa.string()),  # the id of the engine call
         # request_id of the session's first turn with an identical request; null: none
         pa.field("resend_of", pa.string()),
@@ -94,7 +90,7 @@ SESSION_LINES = pa.schema(
 one for each end or later update; the last line counts."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class LoggedTurn:
     """One model call, complete except for its index in the session."""
 
@@ -139,10 +135,6 @@ class LoggedTurn:
     message_tool_names: list[str | None] | None = None
     routed_experts: npt.NDArray[np.int16] | None = None  # as `Sample.routed_experts`
     mm_items: list[Json] | None = None  # the images of the prompt
-
-
-class LogFullError(OSError):
-    """The log has reached its maximum size."""
 
 
 class TurnLog:
@@ -202,30 +194,43 @@ class TurnLog:
         self.images = images
         self._form = form
         columns = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
-        left_out = [] if attributed else [*_SHOWN]
-        left_out += [] if images else [columns.field("mm_items")]
-        kept = [field for field in columns if field not in left_out]
-        kept += [COLUMN] if routed_experts else []
-        self._schema = pa.schema(kept, columns.metadata)
-        self._attributed = attributed
-        self._with_experts = routed_experts
-        self._squeeze = IpcCompressor(self._schema)
-        self._row = _Row(self._schema)
-        self._max_total_bytes = max_total_bytes
-        opened = partial(
-            AppendLog, self.directory, fsync=fsync, max_file_bytes=max_file_bytes
+        # columns that the log does not have, and the option that left them out
+        self._left_out = {} if routed_experts else {COLUMN.name: "routed_experts=False"}
+        self._left_out |= {} if images else {"mm_items": "images=False"}
+        if not attributed:
+            self._left_out |= dict.fromkeys(_SHOWN, "attributed=False")
+        kept = [field for field in columns if field.name not in self._left_out]
+        self._columns = pa.struct(kept)
+        experts = [COLUMN] if routed_experts else []
+        self._schema = pa.schema([*kept, *experts], columns.metadata)
+        self._serialize: Callable[[pa.RecordBatch], pa.Buffer] = (
+            pa.RecordBatch.serialize if form == "full" else IpcCompressor(self._schema)
         )
-        self._turns = opened("turns", self._schema, max_file_rows=max_file_turns)
-        self._amendments = opened("amendments", schema.AMENDMENTS)
-        self._sessions = opened("sessions", SESSION_LINES)
+        self._turns = AppendLog(
+            self.directory,
+            "turns",
+            self._schema,
+            fsync=fsync,
+            max_file_bytes=max_file_bytes,
+            max_file_batches=max_file_turns,
+            max_total_bytes=max_total_bytes,
+        )
+        self._amendments, self._sessions = (
+            AppendLog(
+                self.directory, stem, of, fsync=fsync, max_file_bytes=max_file_bytes
+            )
+            for stem, of in (
+                ("amendments", schema.AMENDMENTS),
+                ("sessions", SESSION_LINES),
+            )
+        )
         self._turns.start()
         self.path = self._turns.path_of(0)
 
     @property
     def full(self) -> bool:
         """Whether no further turn can be written."""
-        limit = self._max_total_bytes
-        return limit is not None and self._turns.total_bytes >= limit
+        return self._turns.total_bytes >= self._turns.max_total_bytes
 
     def append(
         self,
@@ -242,11 +247,9 @@ class TurnLog:
         ``shown``. Raises `LogFullError`: the log would exceed ``max_total_bytes``.
         `OSError`: the turn could not be written. The log is unchanged.
         """
-        if not self._with_experts and turn.routed_experts is not None:
-            raise ValueError("the log was opened without routed_experts=True")
-        given = turn.prompt_message_index, turn.message_tool_names
-        if not self._attributed and any(one is not None for one in given):
-            raise ValueError("the log was opened with attributed=False")
+        for name, option in self._left_out.items():
+            if getattr(turn, name, None) is not None:
+                raise ValueError(f"the log was opened with {option}: it has no {name}")
         added: set[bytes] = set()
 
         def fields(message: LoggedMessage) -> dict[str, object]:
@@ -255,78 +258,60 @@ class TurnLog:
             body = None if known else message.body
             return {"key": message.key, "role": message.role, "body": body}
 
-        made: dict[str, object] = {"turn_index": turn_index, "output_mask": None}
-        made["weight_versions"] = list(map(asdict, turn.weight_versions)) or None
-        if self._with_experts:
-            made[COLUMN.name] = experts_cell(turn.routed_experts)
-        response = turn.response
-        if self._form == "full":
-            made["messages"] = list(map(fields, turn.messages))
-            made["response"] = None if response is None else fields(response)
-            made |= _attribution(turn, 0)
-            self._write(self._row.batch(turn, made).serialize())
-            return added
-        deltas = deltas or DeltaEncoder()
-        delta = _delta(turn, turn_index, shown, deltas)
-        made |= asdict(delta) | _attribution(turn, delta.shared_length)
-        made["suffix_ids"] = turn.prompt_ids[delta.shared_length :]
-        made["suffix_messages"] = [*map(fields, turn.messages[delta.shared_messages :])]
-        made["response"] = None if response is None else fields(response)
+        delta = Delta()
+        if self._form == "delta":
+            deltas = deltas or DeltaEncoder()
+            delta = deltas.add(turn, turn_index, shown)
+        ids = turn.prompt_ids[delta.shared_length :]
+        messages = [*map(fields, turn.messages[delta.shared_messages :])]
+        # with columns of both forms, of which the log has one
+        row = {
+            **vars(turn),
+            **asdict(delta),
+            **_attribution(turn, delta.shared_length),
+            "turn_index": turn_index,
+            "prompt_ids": ids,
+            "suffix_ids": ids,
+            "messages": messages,
+            "suffix_messages": messages,
+            "response": None if turn.response is None else fields(turn.response),
+            "weight_versions": [*map(asdict, turn.weight_versions)] or None,
+        }
         try:
-            self._write(self._squeeze(self._row.batch(turn, made)))
+            # converting all values together takes less time than one by one
+            columns = pa.array([row], self._columns).flatten()
+            if COLUMN.name not in self._left_out:
+                columns.append(experts_cell(turn.routed_experts))
+            batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
+            self._turns.append(self._serialize(batch))
         except (OSError, pa.ArrowException):
-            # no later turn may use this one as its base
-            deltas.clear()
+            if deltas is not None:
+                # no later turn may use this one as its base
+                deltas.clear()
             raise
         return added
-
-    def _write(self, data: pa.Buffer) -> None:
-        total = self._turns.bytes_with(data, 1)
-        if self._max_total_bytes is not None and total > self._max_total_bytes:
-            raise LogFullError(
-                errno.ENOSPC,
-                f"the turns would take {total} bytes; the limit is "
-                f"{self._max_total_bytes}",
-            )
-        self._turns.append_buffer(data, 1)
 
     def amend(
         self, session_id: str, turns: Sequence[int], reason: str, trainable: bool | None
     ) -> None:
         """Write what became known of turns: `trajkit.schema.AMENDMENTS`."""
+        names = schema.AMENDMENTS.names
         lines = [
-            dict(zip(schema.AMENDMENTS.names, line, strict=True))
-            for line in ((session_id, turn, reason, trainable) for turn in turns)
+            dict(zip(names, (session_id, turn, reason, trainable), strict=True))
+            for turn in turns
         ]
         batch = pa.RecordBatch.from_pylist(lines, schema.AMENDMENTS)
-        self._amendments.append(batch)
+        self._amendments.append(batch.serialize())
 
     def write_session(self, line: Mapping[str, object]) -> None:
         """Write the state of a session, the columns of `SESSION_LINES`."""
-        self._sessions.append(pa.RecordBatch.from_pylist([line], SESSION_LINES))
+        batch = pa.RecordBatch.from_pylist([line], SESSION_LINES)
+        self._sessions.append(batch.serialize())
 
     def close(self) -> None:
         """End the streams and close the files."""
-        for journal in (self._turns, self._amendments, self._sessions):
-            journal.close()
-
-
-def _delta(
-    turn: LoggedTurn, turn_index: int, shown: Set[bytes], deltas: DeltaEncoder
-) -> Delta:
-    """What a turn shares with an earlier one."""
-    n_bare, response = turn.n_logged, turn.response
-    while n_bare < len(turn.messages) and turn.messages[n_bare].key in shown:
-        n_bare += 1
-    before = turn.positions[-1] if turn.positions else START
-    return deltas.add(
-        turn_index,
-        turn.prompt_ids,
-        turn.output_ids,
-        turn.positions,
-        None if response is None else next_position(before, response.key),
-        n_bare,
-    )
+        for log in (self._turns, self._amendments, self._sessions):
+            log.close()
 
 
 def _attribution(turn: LoggedTurn, n_shared: int) -> dict[str, object]:
@@ -336,72 +321,10 @@ def _attribution(turn: LoggedTurn, n_shared: int) -> dict[str, object]:
     """
     index = turn.prompt_message_index
     if index is None:
-        return {"prompt_message_index": None, "prompt_is_content": None}
+        return {}
     n_earlier = len(turn.prompt_ids) - len(index)
     if (index[: max(0, n_shared - n_earlier)] >= 0).any():
         n_shared = 0
     earlier = np.full(max(0, n_earlier - n_shared), -1, np.int32)
     index = np.concatenate([earlier, index[max(0, n_shared - n_earlier) :]])
     return {"prompt_message_index": index, "prompt_is_content": index >= 0}
-
-
-class _Row:
-    """Builds batches of one turn.
-
-    Values that are not arrays are converted together, which takes less time.
-    """
-
-    def __init__(self, log_schema: pa.Schema) -> None:
-        self._schema = log_schema
-        # by the names of their fields; turns of one client have the same
-        self._structs: dict[tuple[str, ...], pa.StructType] = {}
-        self._nulls = {field.name: pa.nulls(1, field.type) for field in log_schema}
-        self._item_types = {
-            field.name: field.type.value_type
-            for field in log_schema
-            if _is_array(field.type)
-        }
-
-    def batch(self, turn: LoggedTurn, made: Mapping[str, object]) -> pa.RecordBatch:
-        """Return a turn: the columns in ``made``, and the others from its attributes."""
-        columns, row = dict(self._nulls), {}
-        for name in columns:
-            value = made[name] if name in made else getattr(turn, name)
-            if value is None:
-                continue
-            if name in self._item_types:
-                columns[name] = _cell(value, self._item_types[name])
-            else:
-                row[name] = value
-        names = tuple(row)
-        if names not in self._structs:
-            fields = [self._schema.field(name) for name in names]
-            self._structs[names] = pa.struct(fields)
-        columns |= zip(
-            names, pa.array([row], self._structs[names]).flatten(), strict=True
-        )
-        return pa.RecordBatch.from_arrays([*columns.values()], schema=self._schema)
-
-
-def _is_array(type_: pa.DataType) -> bool:
-    """Whether the values of a column are numpy or Arrow arrays, or null."""
-    if not pa.types.is_large_list(type_):
-        return False
-    return not (
-        pa.types.is_struct(type_.value_type) or pa.types.is_string(type_.value_type)
-    )
-
-
-def _cell(value: object, item_type: pa.DataType) -> pa.Array:
-    """An array of one element."""
-    if isinstance(value, pa.Array):
-        return value
-    assert isinstance(value, np.ndarray)
-    if value.dtype == np.bool_:
-        bits = pa.py_buffer(np.packbits(value, bitorder="little"))
-        items = pa.Array.from_buffers(item_type, len(value), [None, bits])
-    else:
-        items = pa.array(value, item_type)
-    offsets = pa.py_buffer(struct.pack("<qq", 0, len(value)))
-    kind = pa.large_list(item_type)
-    return pa.Array.from_buffers(kind, 1, [None, offsets], children=[items])

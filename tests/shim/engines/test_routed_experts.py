@@ -70,7 +70,7 @@ def test_a_turn_without_experts_has_none():
 
 def test_experts_are_not_lost_on_the_way(tmp_path):
     log = TurnLog(tmp_path)
-    with pytest.raises(ValueError, match="without routed_experts=True"):
+    with pytest.raises(ValueError, match="routed_experts=False"):
         log.append(turn(routed_experts=experts_of(4, 0)), 0, set())
     log.close()
 

@@ -189,11 +189,13 @@ def test_the_log_takes_little_more_than_the_table_that_it_is(tmp_path):
 
 
 def test_a_message_that_is_written_with_its_body_is_not_shared():
-    encoder, positions = DeltaEncoder(), [bytes(16)]
-    prompts = np.array([1], np.int32), np.array([1, 2, 3], np.int32)
+    encoder = DeltaEncoder()
+    first, longer = (np.array(ids, np.int32) for ids in ([1], [1, 2, 3]))
     output = np.array([2], np.int32)
-    encoder.add(0, prompts[0], output, positions, None, n_bare=0)
-    assert encoder.add(1, prompts[1], output, positions, None, n_bare=0).base_turn == 0
-    for n_bare in (0, 1):
-        delta = encoder.add(2, prompts[1], output, positions, None, n_bare=n_bare)
-        assert delta.shared_messages == n_bare
+    base = turn(prompt_ids=first, output_ids=output, response=None)
+    encoder.add(base, 0, set())
+    later = turn(prompt_ids=longer, output_ids=output, response=None)
+    for turn_index, shown in enumerate((set(), {later.messages[0].key}), 1):
+        delta = encoder.add(later, turn_index, shown)
+        assert delta.base_turn == turn_index - 1
+        assert delta.shared_messages == len(shown)

@@ -22,8 +22,8 @@ from trajkit.errors import TornLogWarning
 from trajkit_shim.chat.logged_message import logged_message
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.prompting.reply_matching import START, next_position
-from trajkit_shim.sessions.append_log import END_OF_STREAM
-from trajkit_shim.sessions.turn_log import LOG_SCHEMA, LogFullError, LoggedTurn, TurnLog
+from trajkit_shim.sessions.append_log import END_OF_STREAM, LogFullError
+from trajkit_shim.sessions.turn_log import LOG_SCHEMA, LoggedTurn, TurnLog
 
 ROOT = Path(__file__).parents[3]
 WHEN = datetime(2026, 1, 2, tzinfo=UTC)
