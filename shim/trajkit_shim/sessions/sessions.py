@@ -214,10 +214,9 @@ class Session:
 class SessionStore:
     """All sessions of one gateway, by id.
 
-    ``write``: writes a line of `sessions.turn_log.SESSION_LINES` whenever a session is
-    opened, ends, or is updated after that. ``amend``: takes a session's id and the
-    indices of its dropped turns. ``clock``: by default the event loop. ``max_ended``:
-    ended sessions to remember, so that their calls get a specific error.
+    ``write`` gets a line whenever a session is opened, ends, or is updated after that,
+    ``amend`` a session's id and the indices of its dropped turns. ``max_ended`` sessions
+    are remembered, so that their calls get a specific error.
     """
 
     def __init__(
@@ -248,8 +247,7 @@ class SessionStore:
         outcome: Outcome | None = None,
     ) -> Session:
         """Open a session under the given id, which must be new, or a generated one."""
-        if self.draining:
-            raise _draining()
+        self._check_draining()
         if session_id is None:
             session_id = f"s-{secrets.token_hex(16)}"
         if not _ID.fullmatch(session_id):
@@ -271,13 +269,11 @@ class SessionStore:
         )
 
     def reopen(self, session_id: str) -> Session:
-        """Open an ended session again; its turn indices continue.
+        """Open an ended session again, whose turn indices continue.
 
-        Replies from before are not recognized. Raises `GatewayError`: 404: there is no
-        such session. 409: it is open.
+        Replies from before are not recognized.
         """
-        if self.draining:
-            raise _draining()
+        self._check_draining()
         record = self.record(session_id)
         if session_id in self._open:
             message = f"session {session_id!r} is open"
@@ -314,6 +310,10 @@ class SessionStore:
         session.timer = clock.call_later(ttl, look)
         return session
 
+    def _check_draining(self) -> None:
+        if self.draining:
+            raise GatewayError("the gateway is shutting down", 503, code="draining")
+
     def _write_line(self, record: Record) -> None:
         record.written = False
         try:
@@ -322,10 +322,6 @@ class SessionStore:
             message = f"the session could not be written: {error}"
             raise GatewayError(message, 500, code="log_failed") from error
         record.written = True
-
-    def find(self, session_id: str) -> Session | None:
-        """Return the open session with that id, if any."""
-        return self._open.get(session_id)
 
     def record(self, session_id: str) -> Record:
         """Return the record of a session, open or ended, or raise a 404."""
@@ -338,8 +334,7 @@ class SessionStore:
 
     def describe(self, session_id: str) -> dict[str, object]:
         """Return the session for ``GET /sessions/{id}``."""
-        session = self._open.get(session_id)
-        return (session or self.record(session_id)).describe()
+        return (self._open.get(session_id) or self.record(session_id)).describe()
 
     def matching(self, wanted: Mapping[str, str]) -> Iterator[dict[str, object]]:
         """Yield the sessions with the given values of `FILTERS`, open ones first."""
@@ -354,33 +349,30 @@ class SessionStore:
                 yield self.describe(record.session_id)
 
     def authorise(self, claims: Iterable[str]) -> Session:
-        """Return the open session whose key a call has.
+        """Return the open session of the first claim that is a session's key.
 
-        ``claims``: what may be the key; the first that exists is used. Raises
-        `GatewayError`: 401: there is no such session. 410: it is closed. 503: the
-        gateway is shutting down.
+        Raises `GatewayError`: 401: none is. 410: the session is closed. 503: the gateway
+        is shutting down.
         """
-        for claim in claims:
-            session_id = self._ids.get(claim)
-            if session_id is None:
-                continue
-            session = self._open.get(session_id)
-            if session is None:
-                raise closed_error(session_id)
-            session.check_open()
-            if self.draining:
-                raise _draining()
-            return session
-        message = "no such session: send the api_key of POST /sessions as API key, as "
-        message += "header x-session-key, or as path prefix /s/{api_key}"
-        raise GatewayError(message, 401, code="invalid_api_key")
+        session_id = next((self._ids[key] for key in claims if key in self._ids), None)
+        if session_id is None:
+            message = (
+                "no such session: send the api_key of POST /sessions as API key, as "
+            )
+            message += "header x-session-key, or as path prefix /s/{api_key}"
+            raise GatewayError(message, 401, code="invalid_api_key")
+        session = self._open.get(session_id)
+        if session is None:
+            raise closed_error(session_id)
+        session.check_open()
+        self._check_draining()
+        return session
 
     def end(self, session: Session, how: EndedBy) -> None:
         """End a session now, so that no more turns are recorded. Idempotent.
 
-        Running calls are cancelled, and their clients get an error. Raises
-        `GatewayError`: 500: its line could not be written. The session has ended
-        anyway.
+        Running calls are cancelled, and their clients get an error. If its line cannot be
+        written (`GatewayError`), the session has ended anyway.
         """
         if session.closed:
             return
@@ -418,10 +410,8 @@ class SessionStore:
     ) -> dict[str, object]:
         """End a session once its calls are over, and write its outcome.
 
-        ``how``: ignored if the session has ended before. ``wait_seconds``: how long
-        running calls may take before they are cancelled. New ones are rejected
-        meanwhile. ``fields``: what is known now. Raises `GatewayError`: 404: there
-        is no such session.
+        Running calls are cancelled after ``wait_seconds``; new ones are rejected meanwhile.
+        ``how`` is ignored if the session has ended before.
         """
         record = self.record(session_id)
         _updated(record.outcome, fields or {})  # raises before the session closes
@@ -459,7 +449,7 @@ class SessionStore:
             self._write_line(record)
         return record.describe()
 
-    async def drain(self, wait_seconds: float, how: EndedBy = "shutdown") -> None:
+    async def drain(self, wait_seconds: float) -> None:
         """Accept no more sessions and calls, and end all sessions.
 
         Running calls are cancelled after ``wait_seconds``.
@@ -470,7 +460,7 @@ class SessionStore:
         unwritten: list[GatewayError] = []
         for session in sessions:
             try:
-                self.end(session, how)
+                self.end(session, "shutdown")
             except GatewayError as error:
                 unwritten.append(error)
         for session in sessions:
@@ -491,10 +481,7 @@ class SessionStore:
 
 
 async def stop(session: Session) -> None:
-    """Return when all requests of an ended session have been answered.
-
-    A client that does not read its answer is given up after some seconds.
-    """
+    """Wait until the requests of an ended session are answered, for some seconds each."""
     await _over(session.requests, _GRACE_SECONDS)
     for task in session.requests.values():
         if task is not None:
@@ -512,7 +499,3 @@ async def _over(waiting: Iterable[asyncio.Future[None]], seconds: float) -> None
 def closed_error(session_id: str) -> GatewayError:
     """Return the error of a call to a session that has ended."""
     return GatewayError(f"session {session_id!r} is closed", 410, code="session_closed")
-
-
-def _draining() -> GatewayError:
-    return GatewayError("the gateway is shutting down", 503, code="draining")

@@ -145,35 +145,14 @@ class TurnLog:
     sessions (`SESSION_LINES`). `trajkit.read_turns` and `trajkit.read_sessions` read the
     directory.
 
-    Parameters
-    ----------
-    directory : path
-        Created if missing. It must not contain a log, because session ids and turn
-        numbers of two gateways would collide.
-    fsync : bool
-        Also write each turn to disk, so that it survives a crash of the machine. All
-        calls wait for it.
-    form : "full" or "delta"
-        ``delta`` stores only what each prompt adds to an earlier turn of its session,
-        compressed.
-    max_file_bytes, max_file_turns : int, optional
-        Maximum size of one file of turns.
-    max_total_bytes : int, optional
-        Maximum size of all turns. Amendments and sessions, which are small, do not
-        count.
-    routed_experts : bool
-        Also write which experts each token of prompt and output was routed to
-        (`engines.routed_experts.COLUMN`).
-    attributed : bool
-        Include the columns `trajkit.schema.ATTRIBUTION`. Columns of nulls would take
-        0.4 kB per turn.
-    images : bool
-        Include ``mm_items``, for a model that takes images.
-
-    Raises
-    ------
-    FileExistsError
-        The directory contains a log.
+    The directory must not contain a log, because session ids and turn numbers of two
+    gateways would collide (`FileExistsError`). ``form``: ``delta`` stores only what each
+    prompt adds to an earlier turn of its session, compressed. ``fsync``: also write each
+    turn to disk, so that it survives a crash of the machine; all calls wait for it.
+    ``max_file_bytes`` and ``max_file_turns`` limit one file of turns, ``max_total_bytes``
+    all of them. ``routed_experts`` adds the column `engines.routed_experts.COLUMN`,
+    ``attributed`` those of `trajkit.schema.ATTRIBUTION` (columns of nulls would take
+    0.4 kB per turn), and ``images`` is for a model that takes images.
     """
 
     def __init__(
@@ -241,11 +220,9 @@ class TurnLog:
     ) -> set[bytes]:
         """Write one turn; on return the operating system has it.
 
-        ``turn_index``: its index in the session. ``shown``: the keys of the messages
-        whose body is in the session's log: they are not written again. ``deltas``: the
-        session's recorded turns, for the delta form. Returns what this turn adds to
-        ``shown``. Raises `LogFullError`: the log would exceed ``max_total_bytes``.
-        `OSError`: the turn could not be written. The log is unchanged.
+        ``shown``: the keys of the messages whose body is in the session's log: they are
+        not written again. ``deltas``: the session's recorded turns, for the delta form.
+        Returns what this turn adds to ``shown``. Raises as `AppendLog.append`.
         """
         for name, option in self._left_out.items():
             if getattr(turn, name, None) is not None:
