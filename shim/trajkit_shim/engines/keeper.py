@@ -23,24 +23,20 @@ from contextlib import suppress
 from pathlib import Path
 
 _PDEATHSIG, _SUBREAPER = 1, 36
-# as a shell reports a command that it cannot start
-_NOT_FOUND = 127
 
 
 def keep(command: Sequence[str], stop_seconds: float) -> int:
-    """Run a server until standard input ends, and return its exit code.
-
-    ``stop_seconds``: how long it may take to end after SIGTERM.
-    """
+    """Run a server until standard input ends; return its exit code as a shell does."""
     libc = ctypes.CDLL(None)
     libc.prctl(_SUBREAPER, 1)
     for number in (signal.SIGTERM, signal.SIGINT):
         # unlike SIG_IGN, the server does not inherit it
         signal.signal(number, lambda *_: None)
-    if keeper := os.fork():
-        code = os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
+    if child := os.fork():
+        # this is the guard
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         _end_children()
-        return _as_shell(code)
+        return code if code >= 0 else 128 - code
     libc.prctl(_SUBREAPER, 1)
     try:
         server = subprocess.Popen(
@@ -52,7 +48,8 @@ def keep(command: Sequence[str], stop_seconds: float) -> int:
         )
     except OSError as error:
         sys.stderr.write(f"{error}\n")
-        return _NOT_FOUND
+        # as a shell reports it
+        return 127
     ended = os.pidfd_open(server.pid)
     if ended not in select.select([0, ended], [], [])[0]:
         server.terminate()
@@ -61,7 +58,7 @@ def keep(command: Sequence[str], stop_seconds: float) -> int:
         server.kill()
     code = server.wait()
     _end_children()
-    return _as_shell(code)
+    return code if code >= 0 else 128 - code
 
 
 def _end_children() -> None:
@@ -71,10 +68,6 @@ def _end_children() -> None:
         for pid in pids:
             os.kill(int(pid), signal.SIGKILL)
         os.waitpid(-1, 0)
-
-
-def _as_shell(code: int) -> int:
-    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
