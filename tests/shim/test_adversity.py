@@ -163,7 +163,7 @@ async def test_a_streamed_id_outside_the_vocabulary(tmp_path, wrong):
             f"/s/{key}/v1/chat/completions", json={"messages": [USER], "stream": True}
         )
     assert str(wrong) in answer.text
-    assert "outside its vocabulary" in answer.text
+    assert "outside the vocabulary" in answer.text
     assert gateway.turns() == []
 
 

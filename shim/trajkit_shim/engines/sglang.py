@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from trajkit_shim.engines.base import (
     EngineInfo,
@@ -48,21 +47,12 @@ _REPEATING_EVENTS = 128
 
 
 class SGLangEngine(HttpEngine):
-    """SGLang servers of one model, or a router.
+    """SGLang servers of one model, or a router; for most parameters see `HttpEngine`.
 
     Logprobs are those of the distribution that was sampled from. If the sampling
-    parameters cut off its tail, the server is asked for the logprobs after the cut.
-
-    Parameters
-    ----------
-    *base_urls, **options
-        See `HttpEngine`.
-    check_prompts : bool
-        Have the server return each prompt, and compare it with what was sent. The
-        number of prompt tokens is always compared.
-    experts_per_token : int, optional
-        Have the server return the experts each token was routed to, this many per layer
-        (`engines.routed_experts.experts_per_token`).
+    parameters cut off its tail, the server is asked for the logprobs after the cut. With
+    ``check_prompts`` the server returns each prompt, with ``experts_per_token`` the experts
+    each token was routed to, this many per layer.
     """
 
     server_name = "SGLang"
@@ -93,9 +83,9 @@ class SGLangEngine(HttpEngine):
 
     async def update_weights(self, path: str, version: str) -> None:
         """Load weights from a directory that the servers can read."""
-        body: Json = {"model_path": path, "weight_version": version}
+        body = {"model_path": path, "weight_version": version, "flush_cache": True}
         async with _updating(await self._members()) as order:
-            await order("update_weights_from_disk", {**body, "flush_cache": True})
+            await order("update_weights_from_disk", body)
 
     async def update_tensors(
         self, tensors: Sequence[str], load_format: str | None, version: str
@@ -144,29 +134,32 @@ class SGLangEngine(HttpEngine):
         return [self._servers[0].at(url) for url in dict.fromkeys(urls)]
 
     async def generate(self, request: EngineRequest) -> Sample:
-        """See `Engine`.
+        """See `Engine`. The server must return a prompt with images.
 
-        The server expands one id per image itself. It must return a prompt with images,
-        because it may tokenize it again.
+        It expands one id per image itself, and may tokenize the prompt again.
         """
         check_prompt(request.prompt_ids, await self.info())
         sampling, images = request.sampling, request.images
         named = sampling_fields(sampling, {"seed": "sampling_seed"})
         params = {**sampling.extra, **named, **_AS_SAMPLED}
         cut = _cuts_the_tail({**self._preferred, **params})
-        body: Json = {
-            "rid": request.request_id,
-            "input_ids": _one_id_per_image(request.prompt_ids, images).tolist(),
-            "sampling_params": params,
-            "return_logprob": True,
-        }
+        # the server expands one id per image
+        keep = np.ones(len(request.prompt_ids), np.bool_)
+        for image in images:
+            keep[image.start + 1 : image.stop] = False
         per_token = self._experts_per_token
         wanted = {
+            "return_logprob": True,
             "return_sampling_mask": cut,
             "return_prompt_token_ids": self._check_prompts or len(images) > 0,
             "return_routed_experts": per_token is not None,
         }
-        body |= {name: True for name, want in wanted.items() if want}
+        body: Json = {
+            "rid": request.request_id,
+            "input_ids": request.prompt_ids[keep].tolist(),
+            "sampling_params": params,
+            **{name: True for name, want in wanted.items() if want},
+        }
         if images:
             body["image_data"] = await asyncio.to_thread(_data_urls, images)
         if request.on_tokens is not None:
@@ -228,9 +221,9 @@ async def _post(servers: Sequence[EngineServer], name: str, body: Json) -> list[
 async def _updating(
     servers: Sequence[EngineServer],
 ) -> AsyncIterator[Callable[[str, Json], Coroutine[Any, Any, None]]]:
-    """Yield what sends a request of a weight update to all servers; it must succeed.
+    """Yield what sends a request of a weight update to all servers.
 
-    An `EngineError` in this context gets the weight version of each server.
+    It must succeed. An `EngineError` in this context gets each server's weight version.
     """
 
     async def order(name: str, body: Json) -> None:
@@ -253,15 +246,6 @@ async def _updating(
         raise
 
 
-def _one_id_per_image(
-    ids: npt.NDArray[np.int32], images: Sequence[PromptImage]
-) -> npt.NDArray[np.int32]:
-    keep = np.ones(len(ids), np.bool_)
-    for image in images:
-        keep[image.start + 1 : image.stop] = False
-    return ids[keep]
-
-
 def _data_urls(images: Sequence[PromptImage]) -> list[str]:
     return [
         f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
@@ -272,9 +256,8 @@ def _data_urls(images: Sequence[PromptImage]) -> list[str]:
 class StreamedReply:
     """See `engines.http.StreamedReply`.
 
-    An event holds everything sampled so far or, with
-    ``--incremental-streaming-output``, only what is new; the total token count
-    distinguishes the two.
+    An event has everything sampled so far or, with ``--incremental-streaming-output``,
+    only what is new; the total token count distinguishes the two.
     """
 
     # lists with one element per output token
@@ -310,8 +293,7 @@ def read_sample(reply: Mapping[str, Any], *, sampling_logprobs: bool) -> Sample:
     """Read the sample from a reply of ``/generate``.
 
     ``sampling_logprobs``: take the logprobs after the distribution's tail was cut off,
-    which a request with ``return_sampling_mask`` returns. Raises `EngineError` if a
-    field is missing or has the wrong type, or ids and logprobs do not agree.
+    which a request with ``return_sampling_mask`` returns.
     """
     with reading("SGLang", "reply to /generate"):
         meta = reply["meta_info"]

@@ -123,11 +123,7 @@ def _only_one(reply: Mapping[str, Any]) -> bool:
 
 
 def read_sample(reply: Mapping[str, Any]) -> Sample:
-    """Read the sample from a reply of ``/inference/v1/generate``.
-
-    Raises `EngineError` if a field is missing or has the wrong type, or ids and logprobs
-    do not agree.
-    """
+    """Read the sample from a reply of ``/inference/v1/generate``."""
     with reading("vLLM", f"reply to {_GENERATE}"):
         (choice,) = reply["choices"]
         ids = token_ids(choice["token_ids"])
@@ -143,13 +139,12 @@ def read_sample(reply: Mapping[str, Any]) -> Sample:
         usage = reply.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         version = reply.get("weight_version")
+        versions = () if version is None else (WeightSpan(str(version), 0, len(ids)),)
         return Sample(
             output_ids=ids,
             output_logprobs=logprobs,
             finish_reason=finish,
-            weight_versions=()
-            if version is None
-            else (WeightSpan(str(version), 0, len(ids)),),
+            weight_versions=versions,
             cached_tokens=as_count(cached),
             prompt_tokens=as_count(usage.get("prompt_tokens")),
         )
