@@ -153,10 +153,8 @@ class EngineServer:
         return EngineError(reason, shown, answered=status)
 
 
-class StreamedReply(Protocol):
-    """The events of one streamed reply, joined into the reply they add up to."""
-
-    reply: Json
+class EngineReply(Protocol):
+    """Joins the events of one reply; a reply that is not streamed is one event."""
 
     def add(self, event: Mapping[str, Any]) -> list[int]:
         """Add an event and return its new output ids; raise `EngineError` if invalid."""
@@ -220,10 +218,10 @@ class HttpEngine:
         request: EngineRequest,
         body: Json,
         headers: Mapping[str, str],
-        streamed: StreamedReply,
+        reply: EngineReply,
         abort: tuple[str, Json],
-    ) -> Json:
-        """Send a call to its session's server and return the reply.
+    ) -> None:
+        """Send a call to its session's server and add what it returns to ``reply``.
 
         If the call fails or is cancelled, ``abort`` (path and body) is sent, because the
         server would continue to sample.
@@ -233,10 +231,10 @@ class HttpEngine:
         server, path = self._servers[place], self.generate_path
         try:
             if request.on_tokens is None:
-                return await server.post(path, body, headers)
+                reply.add(await server.post(path, body, headers))
+                return
             async for event in server.events(path, {**body, "stream": True}, headers):
-                request.on_tokens(streamed.add(event))
-            return streamed.reply
+                request.on_tokens(reply.add(event))
         except (asyncio.CancelledError, EngineError):
             await asyncio.shield(server.notify(*abort))
             raise

@@ -165,20 +165,21 @@ class SGLangEngine(HttpEngine):
         if request.on_tokens is not None:
             interval = await self._stream_interval(sampling.max_new_tokens)
             params.setdefault("stream_interval", interval)
-        reply = await self._exchange(
+        reply = SGLangReply()
+        await self._exchange(
             request,
             body,
             # lets a router keep a session on one prefix cache
             {"X-SMG-Routing-Key": request.session_id},
-            StreamedReply(),
+            reply,
             ("/abort_request", {"rid": request.request_id}),
         )
-        sample = read_sample(reply, sampling_logprobs=cut)
+        sample = reply.sample(sampling_logprobs=cut)
         if images and sample.prompt_ids is None:
             raise EngineError("the SGLang server did not return a prompt with images")
         if per_token is None:
             return sample
-        packed = cast("Mapping[str, object]", reply["meta_info"]).get("routed_experts")
+        packed = reply.meta.get("routed_experts")
         n_tokens = len(request.prompt_ids) + len(sample.output_ids)
         # about ten million numbers for a long call
         experts = await asyncio.to_thread(read_experts, packed, n_tokens, per_token)
@@ -253,8 +254,8 @@ def _data_urls(images: Sequence[PromptImage]) -> list[str]:
     ]
 
 
-class StreamedReply:
-    """See `engines.http.StreamedReply`.
+class SGLangReply:
+    """See `EngineReply`.
 
     An event has everything sampled so far or, with ``--incremental-streaming-output``,
     only what is new; the total token count distinguishes the two.
@@ -264,58 +265,57 @@ class StreamedReply:
     _LISTS = ("output_token_logprobs", "output_token_sampling_logprobs")
 
     def __init__(self) -> None:
-        self.reply: Json = {}
+        self.meta: dict[str, Any] = {}
+        self._consumed: Any = None  # ids of the prompt
         self._ids: list[int] = []
         self._per_token: dict[str, list[Any]] = {}
 
     def add(self, event: Mapping[str, Any]) -> list[int]:
         """Add an event and return its new output ids."""
-        with reading("SGLang", "stream of /generate"):
-            meta = dict(event["meta_info"])
+        with reading("SGLang", "reply to /generate"):
+            self.meta = event["meta_info"]
+            self._consumed = event.get("prompt_token_ids")
             ids = token_ids(event["output_ids"]).tolist()
-            total = int(meta["completion_tokens"])
+            total = int(self.meta["completion_tokens"])
             known = len(self._ids)
             repeats = len(ids) == total
             if not repeats and known + len(ids) != total:
                 raise ValueError(f"{len(ids)} ids after {known}, and {total} in all")
             for name in self._LISTS:
-                if name in meta:
+                if name in self.meta:
                     before = [] if repeats else self._per_token.get(name, [])
-                    self._per_token[name] = meta[name] = before + list(meta[name])
+                    self._per_token[name] = before + list(self.meta[name])
         if repeats and ids[:known] != self._ids:
             raise EngineError("the SGLang server's stream changed ids it already sent")
         self._ids = ids if repeats else self._ids + ids
-        self.reply = {**event, "output_ids": self._ids, "meta_info": meta}
         return self._ids[known:]
 
+    def sample(self, *, sampling_logprobs: bool) -> Sample:
+        """Return the sample of all events.
 
-def read_sample(reply: Mapping[str, Any], *, sampling_logprobs: bool) -> Sample:
-    """Read the sample from a reply of ``/generate``.
-
-    ``sampling_logprobs``: take the logprobs after the distribution's tail was cut off,
-    which a request with ``return_sampling_mask`` returns.
-    """
-    with reading("SGLang", "reply to /generate"):
-        meta = reply["meta_info"]
-        ids = token_ids(reply["output_ids"])
-        scored = [(float(one[0]), int(one[1])) for one in meta["output_token_logprobs"]]
-        logprobs = logprobs_of(scored, ids.tolist())
-        if sampling_logprobs:
-            cut = [float(x) for x in meta["output_token_sampling_logprobs"]]
-            logprobs = np.array(cut, np.float32)
-        consumed = reply.get("prompt_token_ids")
-        return Sample(
-            output_ids=ids,
-            output_logprobs=logprobs,
-            finish_reason=str(meta["finish_reason"]["type"]),
-            weight_versions=tuple(
-                WeightSpan(str(span["version"]), int(span["start"]), int(span["end"]))
-                for span in meta.get("weight_versions") or ()
-            ),
-            cached_tokens=as_count(meta.get("cached_tokens")),
-            prompt_tokens=as_count(meta.get("prompt_tokens")),
-            prompt_ids=None if consumed is None else token_ids(consumed),
-        )
+        ``sampling_logprobs``: take the logprobs after the distribution's tail was cut off,
+        which a request with ``return_sampling_mask`` returns.
+        """
+        meta, consumed = self.meta, self._consumed
+        with reading("SGLang", "reply to /generate"):
+            plain = self._per_token["output_token_logprobs"]
+            scored = [(float(one[0]), int(one[1])) for one in plain]
+            logprobs = logprobs_of(scored, self._ids)
+            if sampling_logprobs:
+                cut = map(float, self._per_token["output_token_sampling_logprobs"])
+                logprobs = np.array([*cut], np.float32)
+            return Sample(
+                output_ids=token_ids(self._ids),
+                output_logprobs=logprobs,
+                finish_reason=str(meta["finish_reason"]["type"]),
+                weight_versions=tuple(
+                    WeightSpan(str(one["version"]), int(one["start"]), int(one["end"]))
+                    for one in meta.get("weight_versions") or ()
+                ),
+                cached_tokens=as_count(meta.get("cached_tokens")),
+                prompt_tokens=as_count(meta.get("prompt_tokens")),
+                prompt_ids=None if consumed is None else token_ids(consumed),
+            )
 
 
 def _cuts_the_tail(params: Json) -> bool:

@@ -6,7 +6,6 @@ from. Its weights can change in the middle of a reply. Needs torch.
 
 import asyncio
 import itertools
-import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trajkit_shim.engines import base
+from trajkit_shim.engines.checks import check_sampling
 from trajkit_shim.errors import EngineError
 
 # how long a batch waits for one more call
@@ -107,13 +107,15 @@ class TorchEngine:
         self._computing = asyncio.Lock()
 
     async def info(self) -> base.EngineInfo:
-        """Model name, vocabulary size and context length."""
+        """See `Engine`."""
         return self._info
 
     async def generate(self, request: base.EngineRequest) -> base.Sample:
         """See `Engine`. Of the parameters, it takes the temperature and the seed."""
         sampling = request.sampling
-        _check_sampling(sampling)
+        check_sampling(sampling, "torch")
+        if sampling.temperature == 0:
+            raise EngineError("temperature = 0 is not above 0", 400)
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
         ids = request.prompt_ids.tolist()
         call = _Call(ids, len(ids), sampling, random.Random(seed))
@@ -177,9 +179,9 @@ class TorchEngine:
                 await self._sample(calls)
             # whatever failed, its callers must hear of it
             except Exception as error:
+                failure = EngineError(f"sampling failed: {error}")
                 for call in calls:
                     if not call.result.done():
-                        failure = EngineError(f"sampling failed: {error}")
                         call.result.set_exception(failure)
 
     async def _sample(self, calls: list[_Call]) -> None:
@@ -241,20 +243,3 @@ def _drawn(logprobs: Tensor, numbers: list[float]) -> Tensor:
     number = torch.tensor(numbers, dtype=torch.float64, device=logprobs.device)[:, None]
     token = torch.searchsorted(reached, number * reached[:, -1:], right=True)
     return token.clamp(max=logprobs.shape[1] - 1)
-
-
-def _check_sampling(sampling: base.Sampling) -> None:
-    """Reject parameters that the engine does not implement."""
-    temperature = sampling.temperature
-    if temperature is not None and not 0 < temperature < math.inf:
-        raise EngineError(f"temperature = {temperature} is not in (0, inf)", 400)
-    given = {
-        "top_p": sampling.top_p not in (None, 1.0),
-        "top_k": sampling.top_k not in (None, -1),
-        "stop": bool(sampling.stop),
-        "structural_tag": sampling.structural_tag is not None,
-        **dict.fromkeys(sampling.extra, True),
-    }
-    for name, used in given.items():
-        if used:
-            raise EngineError(f"the torch engine has no parameter {name!r}", 400)

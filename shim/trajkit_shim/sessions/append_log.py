@@ -36,20 +36,19 @@ class AppendLog:
         *,
         fsync: bool = False,
         max_file_bytes: int | None = None,
-        max_file_batches: int | None = None,
         max_total_bytes: int | None = None,
     ) -> None:
         self._directory = directory
         self._stem = stem
         self._head = schema.serialize()
         self._fsync = fsync
-        limits = max_file_bytes, max_file_batches, max_total_bytes
-        self._max_file_bytes, self._max_file_batches, self.max_total_bytes = (
-            math.inf if limit is None else limit for limit in limits
+        self._max_file_bytes, self.max_total_bytes = (
+            math.inf if limit is None else limit
+            for limit in (max_file_bytes, max_total_bytes)
         )
         self._file: int | None = None
-        # size and batches of the last file, and bytes of those before it
-        self._end = self._batches = self._full_bytes = 0
+        # bytes of the last file, and of those before it
+        self._end = self._full_bytes = 0
         self._files = 0
         self._closed = False
         directory.mkdir(parents=True, exist_ok=True)
@@ -76,11 +75,8 @@ class AppendLog:
             raise OSError(errno.EBADF, f"the {self._stem} are closed")
         total = self.total_bytes + batch.size
         starts = self._file is None or (
-            self._batches > 0
-            and (
-                self._end + batch.size > self._max_file_bytes
-                or self._batches == self._max_file_batches
-            )
+            self._end > self._head.size
+            and self._end + batch.size > self._max_file_bytes
         )
         if starts:
             total += self._head.size
@@ -93,7 +89,6 @@ class AppendLog:
             self.start()
         assert self._file is not None
         self._end = self._write(self._file, batch, self._end)
-        self._batches += 1
 
     def start(self) -> None:
         """Create the next file, then end the one before; done by `append` if needed."""
@@ -113,7 +108,7 @@ class AppendLog:
             path.unlink()
             raise
         self._finish()
-        self._file, self._end, self._batches = file, end, 0
+        self._file, self._end = file, end
         self._files += 1
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ was never acknowledged. Whether an answer arrived is written to a second stream.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -29,41 +29,55 @@ Form: TypeAlias = Literal["full", "delta"]
 
 # which message each prompt token belongs to
 _SHOWN = schema.ATTRIBUTION.names[2:]
-_PROVENANCE = pa.schema(
-    [
-        *map(schema.ATTRIBUTION.field, _SHOWN),
-        pa.field("request_id", pa.string()),  # the id of the engine call
-        # request_id of the session's first turn with an identical request; null: none
-        pa.field("resend_of", pa.string()),
-        # request_id of the turn whose delivered reply an unmarked retry asks for again
-        # (retries); null if this turn is not a retry
-        pa.field("retry_of", pa.string()),
-        # index among the replies to one request; null: it asked for one
-        pa.field("choice", pa.int32()),
-        pa.field("model", pa.string()),
-        pa.field("protocol", pa.string()),  # protocol of the client
-        # who called, and what for (client_identity); null: unknown
-        pa.field("harness", pa.string()),
-        pa.field("agent_id", pa.string()),
-        pa.field("parent_agent_id", pa.string()),
-        pa.field("call_kind", pa.string()),
-        # the turn and the id of the tool call that started the agent of a conversation's
-        # first turn (agent_starts); null: none, or unknown
-        pa.field("started_by_turn", pa.int32()),
-        pa.field("started_by_call", pa.string()),
-        pa.field("sampling", pa.string()),  # parameters of the engine call, as JSON
-        # append or render; and why it was rendered (prompting.prompts.Reason)
-        pa.field("prompt_built", pa.string()),
-        pa.field("render_reason", pa.string()),
-        # BLAKE2b of prompt_ids as little-endian int32
-        pa.field("prompt_digest", pa.binary(16)),
-        # prompt tokens taken from the engine's prefix cache
-        pa.field("cached_tokens", pa.int32()),
-        # when the request was read, and when the sample was complete
-        pa.field("started_at", pa.timestamp("us", tz="UTC")),
-        pa.field("ended_at", pa.timestamp("us", tz="UTC")),
-    ]
-)
+_TYPES: dict[object, pa.DataType] = {
+    str: pa.string(),
+    str | None: pa.string(),
+    int | None: pa.int32(),
+    bytes | None: pa.binary(16),
+    datetime: pa.timestamp("us", tz="UTC"),
+}
+
+
+@dataclass(kw_only=True)
+class Provenance:
+    """Where a turn comes from: the gateway's columns of the log, in their order."""
+
+    request_id: str  # the id of the engine call
+    # request_id of the session's first turn with an identical request; null: none
+    resend_of: str | None = None
+    # request_id of the turn whose delivered reply an unmarked retry asks for again
+    # (retries); null if this turn is not a retry
+    retry_of: str | None = None
+    # index among the replies to one request; null: it asked for one
+    choice: int | None = None
+    model: str
+    protocol: str | None = None  # protocol of the client
+    # who called, and what for (client_identity); null: unknown
+    harness: str | None = None
+    agent_id: str | None = None
+    parent_agent_id: str | None = None
+    call_kind: str | None = None
+    # the turn and the id of the tool call that started the agent of a conversation's
+    # first turn (agent_starts); null: none, or unknown
+    started_by_turn: int | None = None
+    started_by_call: str | None = None
+    sampling: str  # parameters of the engine call, as JSON
+    # append or render; and why it was rendered (prompting.prompts.Reason)
+    prompt_built: str | None = None
+    render_reason: str | None = None
+    # BLAKE2b of prompt_ids as little-endian int32
+    prompt_digest: bytes | None = None
+    # prompt tokens taken from the engine's prefix cache
+    cached_tokens: int | None
+    # when the request was read, and when the sample was complete
+    started_at: datetime
+    ended_at: datetime
+
+
+_PROVENANCE = [
+    *map(schema.ATTRIBUTION.field, _SHOWN),
+    *(pa.field(column.name, _TYPES[column.type]) for column in fields(Provenance)),
+]
 
 LOG_SCHEMA, DELTA_LOG_SCHEMA = (
     pa.schema([*turns, *_PROVENANCE], metadata=turns.metadata)
@@ -91,12 +105,10 @@ one for each end or later update; the last line counts."""
 
 
 @dataclass(kw_only=True)
-class LoggedTurn:
+class LoggedTurn(Provenance):
     """One model call, complete except for its index in the session."""
 
     session_id: str
-    request_id: str
-    model: str
     prompt_ids: npt.NDArray[np.int32]
     output_ids: npt.NDArray[np.int32]
     output_logprobs: npt.NDArray[np.float32] | None
@@ -111,23 +123,6 @@ class LoggedTurn:
     ill_formed: bool
     trainable: bool
     weight_versions: tuple[WeightSpan, ...]
-    sampling: str
-    cached_tokens: int | None
-    started_at: datetime
-    ended_at: datetime
-    prompt_built: str | None = None
-    render_reason: str | None = None
-    prompt_digest: bytes | None = None
-    resend_of: str | None = None
-    retry_of: str | None = None
-    choice: int | None = None
-    protocol: str | None = None
-    harness: str | None = None
-    agent_id: str | None = None
-    parent_agent_id: str | None = None
-    call_kind: str | None = None
-    started_by_turn: int | None = None
-    started_by_call: str | None = None
     # the columns of schema.ATTRIBUTION. None: unknown, or not requested. The index has an
     # element for each of the prompt's last tokens; turns that the prompt extends have
     # those of the tokens before
@@ -149,10 +144,10 @@ class TurnLog:
     gateways would collide (`FileExistsError`). ``form``: ``delta`` stores only what each
     prompt adds to an earlier turn of its session, compressed. ``fsync``: also write each
     turn to disk, so that it survives a crash of the machine; all calls wait for it.
-    ``max_file_bytes`` and ``max_file_turns`` limit one file of turns, ``max_total_bytes``
-    all of them. ``routed_experts`` adds the column `engines.routed_experts.COLUMN`,
-    ``attributed`` those of `trajkit.schema.ATTRIBUTION` (columns of nulls would take
-    0.4 kB per turn), and ``images`` is for a model that takes images.
+    ``max_file_bytes`` limits one file, ``max_total_bytes`` all files of turns.
+    ``routed_experts`` adds the column `engines.routed_experts.COLUMN`, ``attributed`` those
+    of `trajkit.schema.ATTRIBUTION` (columns of nulls would take 0.4 kB per turn), and
+    ``images`` is for a model that takes images.
     """
 
     def __init__(
@@ -162,7 +157,6 @@ class TurnLog:
         form: Form = "full",
         fsync: bool = False,
         max_file_bytes: int | None = 1 << 30,
-        max_file_turns: int | None = None,
         max_total_bytes: int | None = None,
         routed_experts: bool = False,
         attributed: bool = True,
@@ -191,7 +185,6 @@ class TurnLog:
             self._schema,
             fsync=fsync,
             max_file_bytes=max_file_bytes,
-            max_file_batches=max_file_turns,
             max_total_bytes=max_total_bytes,
         )
         self._amendments, self._sessions = (
@@ -229,7 +222,7 @@ class TurnLog:
                 raise ValueError(f"the log was opened with {option}: it has no {name}")
         added: set[bytes] = set()
 
-        def fields(message: LoggedMessage) -> dict[str, object]:
+        def written(message: LoggedMessage) -> dict[str, object]:
             known = message.key in shown or message.key in added
             added.add(message.key)
             body = None if known else message.body
@@ -240,7 +233,7 @@ class TurnLog:
             deltas = deltas or DeltaEncoder()
             delta = deltas.add(turn, turn_index, shown)
         ids = turn.prompt_ids[delta.shared_length :]
-        messages = [*map(fields, turn.messages[delta.shared_messages :])]
+        messages = [*map(written, turn.messages[delta.shared_messages :])]
         # with columns of both forms, of which the log has one
         row = {
             **vars(turn),
@@ -251,7 +244,7 @@ class TurnLog:
             "suffix_ids": ids,
             "messages": messages,
             "suffix_messages": messages,
-            "response": None if turn.response is None else fields(turn.response),
+            "response": None if turn.response is None else written(turn.response),
             "weight_versions": [*map(asdict, turn.weight_versions)] or None,
         }
         try:

@@ -214,19 +214,6 @@ def batches_of(paths):
     return [pa.ipc.open_stream(path).read_all().num_rows for path in paths]
 
 
-def test_the_log_rolls_by_turns(tmp_path):
-    log = TurnLog(tmp_path, max_file_turns=2)
-    for k in range(5):
-        log.append(turn(), k, set())
-    log.close()
-    files = sorted(tmp_path.iterdir())
-    assert [file.name for file in files] == [f"turns-0000{k}.arrows" for k in range(3)]
-    assert batches_of(files) == [2, 2, 1]
-    # each ends as a stream does
-    assert all(file.read_bytes().endswith(END_OF_STREAM) for file in files)
-    assert tk.read_turns(tmp_path)["turn_index"].to_pylist() == list(range(5))
-
-
 @pytest.fixture
 def flushed(monkeypatch):
     """What was flushed to disk: of a file its name and size, of a folder its names."""
@@ -246,7 +233,12 @@ def flushed(monkeypatch):
 
 
 def test_every_batch_and_every_new_name_is_flushed_to_disk(tmp_path, flushed):
-    log = TurnLog(tmp_path, max_file_turns=2, fsync=True)
+    log = TurnLog(tmp_path / "sizes")
+    for k in range(2):
+        log.append(turn(), k, {})
+    two = log._turns.total_bytes
+    log.close()
+    log = TurnLog(tmp_path, max_file_bytes=two, fsync=True)
     for k in range(5):
         flushed.clear()
         log.append(turn(), k, {})
@@ -271,7 +263,7 @@ def test_the_first_file_s_name_is_flushed_to_disk(tmp_path, flushed):
 
 
 def test_nothing_is_flushed_to_disk_unless_asked(tmp_path, flushed):
-    log = TurnLog(tmp_path, max_file_turns=1)
+    log = TurnLog(tmp_path, max_file_bytes=1)
     for k in range(2):
         log.append(turn(), k, {})
     log.close()
@@ -295,14 +287,17 @@ def test_the_log_rolls_by_bytes(tmp_path):
     total = log._turns.total_bytes
     log.close()
     files = sorted((tmp_path / "two").iterdir())
+    assert [file.name for file in files] == [f"turns-0000{k}.arrows" for k in range(4)]
     assert batches_of(files) == [3, 1, 1, 1]
+    # each ends as a stream does
+    assert all(file.read_bytes().endswith(END_OF_STREAM) for file in files)
     sizes = [file.stat().st_size for file in files]
     assert sum(sizes) == total + len(END_OF_STREAM)
     assert tk.read_turns(tmp_path / "two")["turn_index"].to_pylist() == list(range(6))
 
 
 def test_a_log_that_cannot_roll_stays_as_it_was(tmp_path, monkeypatch):
-    log = TurnLog(tmp_path, max_file_turns=1)
+    log = TurnLog(tmp_path, max_file_bytes=1)
     log.append(turn(), 0, set())
     before = log.path.read_bytes()
 
@@ -326,7 +321,7 @@ def fill(log):
 
 
 def test_a_log_has_no_more_bytes_than_it_may(tmp_path):
-    log = TurnLog(tmp_path, max_total_bytes=10_000, max_file_turns=1)
+    log = TurnLog(tmp_path, max_total_bytes=10_000, max_file_bytes=1)
     assert not log.full
     with pytest.raises(LogFullError, match="the limit is 10000"):
         fill(log)
