@@ -1,15 +1,14 @@
 """Runs a server until standard input ends, then ends it with every process it started.
 
 `engines.launch` runs this file, with the standard library only, as ``keeper.py SECONDS
-COMMAND...``. Standard input ends however the gateway ends. The exit code is the server's,
-as a shell reports it. Signals to this program have no effect: a terminal or a service
-manager sends them to every process, and the gateway first answers its calls.
+COMMAND...``: standard input ends however the gateway ends, and the server then has SECONDS
+to end after SIGTERM. A terminal or a service manager signals every process, but the gateway
+first answers its calls, so signals to this program have no effect.
 
-The program is two processes, keeper and guard. If the keeper is killed, the guard ends the
-server; if the guard is killed, the gateway ends standard input. Linux only: orphaned
-processes of the server become children of the keeper, else of the guard
-(PR_SET_CHILD_SUBREAPER of prctl(2)). If both are killed, the kernel ends the server's
-first process (PR_SET_PDEATHSIG).
+The program is two processes. If the keeper is killed, the guard ends the server; if the
+guard is killed, the gateway ends standard input; if both are, the kernel ends the server's
+first process (PR_SET_PDEATHSIG of prctl(2)). Linux only: orphaned processes of the server
+become children of the keeper, else of the guard (PR_SET_CHILD_SUBREAPER).
 """
 
 import ctypes

@@ -17,12 +17,6 @@ import httpx
 
 from trajkit_shim.engines import keeper
 
-START_SECONDS = 1800.0
-"""Default of how long a server may take to load its model."""
-
-RESTARTS = 3
-"""Default of how often a server is restarted within one hour."""
-
 _HOST = "127.0.0.1"
 _LOOK_SECONDS = 0.1
 _WINDOW_SECONDS = 3600.0
@@ -52,11 +46,9 @@ _ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise `ValueError` for a server argument that contradicts the gateway.
-
-    The server's parser also accepts the beginning of an option's name.
-    """
+    """Raise `ValueError` for a server argument that contradicts the gateway."""
     for argument in arguments:
+        # the server's parser also accepts the beginning of an option's name
         name = argument.partition("=")[0].replace("_", "-")
         for refused, why in _REFUSED.items():
             if len(name) > 2 and refused.startswith(name):
@@ -92,9 +84,9 @@ def running_server(
     port: int,
     log: Path,
     *,
-    start_seconds: float = START_SECONDS,
+    start_seconds: float = 1800.0,
     stop_seconds: float = 10.0,
-    restarts: int = RESTARTS,
+    restarts: int = 3,
 ) -> Iterator[None]:
     """Run a server while the ``with`` block runs; enter the block once it is healthy.
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from trajkit_shim.engines import base
@@ -48,8 +47,8 @@ class _Call:
             self.result.set_result(self._sample("length"))
 
     def _sample(self, finish_reason: str) -> base.Sample:
-        changed = (a != b for a, b in itertools.pairwise(self.versions))
-        starts = [0, *(i for i, new in enumerate(changed, 1) if new)]
+        pairs = enumerate(itertools.pairwise(self.versions), 1)
+        starts = [0, *(i for i, (before, version) in pairs if version != before)]
         return base.Sample(
             output_ids=np.array(self.ids[self.n_prompt :], np.int32),
             output_logprobs=np.array(self.logprobs, np.float32),
@@ -125,16 +124,13 @@ class TorchEngine:
         return await call.result
 
     async def pause(self) -> None:
-        """Stop after the current token; running calls wait."""
+        """See `UpdatableEngine`. Running calls stop after the current token."""
         self._running.clear()
         async with self._computing:
             return
 
     async def update_weights(self, path: str, version: str) -> None:
-        """Load the weights of a model directory, while paused.
-
-        The engine keeps its weights if these are incomplete or of another shape.
-        """
+        """See `UpdatableEngine`; incomplete weights, or of another shape, are rejected."""
         model: Any = self._model
 
         def load() -> PreTrainedModel:
@@ -213,8 +209,7 @@ class _Batch:
         mask = [[0] * gap + [1] * (length - gap) for gap in gaps]
         self._next = torch.tensor(ids, device=device)
         self._mask = torch.tensor(mask, device=device)
-        given = (call.sampling.temperature for call in calls)
-        temperatures = [1.0 if t is None else t for t in given]
+        temperatures = [call.sampling.temperature or 1.0 for call in calls]
         self._temperature = torch.tensor(temperatures, device=device)[:, None]
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
@@ -231,15 +226,12 @@ class _Batch:
         )
         self._cache = output.past_key_values
         logprobs = (output.logits[:, -1].float() / self._temperature).log_softmax(1)
-        token = _drawn(logprobs, numbers)
+        # the token whose share of [0, 1) contains the number
+        reached = logprobs.double().exp().cumsum(1)
+        number = torch.tensor(numbers, dtype=torch.float64, device=logprobs.device)
+        part = number[:, None] * reached[:, -1:]
+        token = torch.searchsorted(reached, part, right=True)
+        token = token.clamp(max=logprobs.shape[1] - 1)
         self._next = token
         self._mask = torch.cat([self._mask, torch.ones_like(token)], 1)
         return token[:, 0].tolist(), logprobs.gather(1, token)[:, 0].tolist()
-
-
-def _drawn(logprobs: Tensor, numbers: list[float]) -> Tensor:
-    """For each row the token whose share of [0, 1) contains its number; shape (n, 1)."""
-    reached = logprobs.double().exp().cumsum(1)
-    number = torch.tensor(numbers, dtype=torch.float64, device=logprobs.device)[:, None]
-    token = torch.searchsorted(reached, number * reached[:, -1:], right=True)
-    return token.clamp(max=logprobs.shape[1] - 1)

@@ -23,8 +23,8 @@ from trajkit_shim.prompting.reply_matching import Known, ReplyIndex
 from trajkit_shim.prompting.token_cache import TokenCache
 from trajkit_shim.retries import RetryIndex
 from trajkit_shim.sessions.agent_starts import AgentStarts
-from trajkit_shim.sessions.delta_writer import DeltaEncoder
 from trajkit_shim.sessions.quotas import Budget, Limits, Reservation
+from trajkit_shim.sessions.turn_log import DeltaEncoder
 
 # allowed in an HTTP header and in paths, except . and .., which clients resolve
 _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")

@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit import schema
+from trajkit import Recorder, schema
 from trajkit.io.ipc_compression import IpcCompressor
 from trajkit_shim.chat.logged_message import LoggedMessage
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.routed_experts import COLUMN, experts_cell
 from trajkit_shim.json_input import Json
+from trajkit_shim.prompting.reply_matching import START, next_position
 from trajkit_shim.sessions.append_log import AppendLog
-from trajkit_shim.sessions.delta_writer import Delta, DeltaEncoder
 
 Form: TypeAlias = Literal["full", "delta"]
 """Whether the log holds full prompts, or only what each adds to an earlier turn."""
@@ -130,6 +130,62 @@ class LoggedTurn(Provenance):
     message_tool_names: list[str | None] | None = None
     routed_experts: npt.NDArray[np.int16] | None = None  # as `Sample.routed_experts`
     mm_items: list[Json] | None = None  # the images of the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a turn shares with an earlier one: see `trajkit.schema.DELTA_FIELDS`."""
+
+    base_turn: int | None = None  # None: nothing is shared
+    shared_length: int = 0
+    shared_messages: int = 0
+
+
+class DeltaEncoder:
+    """The recorded turns of one session, for the delta form (`trajkit.compact`)."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all turns, so that the next one is written in full."""
+        self._recorder = Recorder()
+        # for each turn in the recorder its turn index, and the position after its
+        # messages and its reply
+        self._turns: list[tuple[int, bytes]] = []
+        # a tree of message lists: by position the one before it, and its length
+        self._nodes = {START: (START, 0)}
+
+    def add(self, turn: LoggedTurn, turn_index: int, shown: Set[bytes]) -> Delta:
+        """Add a turn, and return what it shares with an earlier one.
+
+        ``shown``: keys of the messages that are written without their bodies. Only these
+        can be shared.
+        """
+        recorded = self._recorder.record(
+            "", prompt_ids=turn.prompt_ids, output_ids=turn.output_ids
+        )
+        path = [START, *turn.positions]
+        if turn.response is not None:
+            path.append(next_position(path[-1], turn.response.key))
+        delta = Delta()
+        if recorded.base_turn is not None:
+            base, position = self._turns[recorded.base_turn]
+            before, depth = self._nodes[position]
+            while depth >= len(path) or path[depth] != position:
+                position = before
+                before, depth = self._nodes[position]
+            n_bare = turn.n_logged
+            while n_bare < len(turn.messages) and turn.messages[n_bare].key in shown:
+                n_bare += 1
+            delta = Delta(base, recorded.shared_length, min(depth, n_bare))
+        for depth in range(len(path) - 1, 0, -1):
+            if path[depth] in self._nodes:
+                # so are all before it
+                break
+            self._nodes[path[depth]] = path[depth - 1], depth
+        self._turns.append((turn_index, path[-1]))
+        return delta
 
 
 class TurnLog:

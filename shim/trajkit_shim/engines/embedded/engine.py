@@ -62,7 +62,6 @@ class EmbeddedEngine:
             vocab_size=self.vocabulary.size,
             max_context_tokens=max_context_tokens,
         )
-
         self._lattice = lru_cache(256)(partial(lattice, self.vocabulary, drift=drift))
 
     async def info(self) -> base.EngineInfo:
@@ -84,8 +83,7 @@ class EmbeddedEngine:
         ends = {self.vocabulary.added[END], *sampling.stop_token_ids}
         stops = [text.encode() for text in sampling.stop]
         text = bytearray()
-        ids: list[int] = []
-        logprobs: list[float] = []
+        ids, logprobs = list[int](), list[float]()
         finish_reason = "length"
         while len(ids) < sampling.max_new_tokens:
             chances = shaped(state.next(), sampling)

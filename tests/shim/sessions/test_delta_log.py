@@ -17,8 +17,7 @@ from trajkit import cli
 from trajkit_shim.chat.logged_message import logged_message
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.embedded import EmbeddedEngine
-from trajkit_shim.sessions.delta_writer import DeltaEncoder
-from trajkit_shim.sessions.turn_log import DELTA_LOG_SCHEMA, TurnLog
+from trajkit_shim.sessions.turn_log import DELTA_LOG_SCHEMA, DeltaEncoder, TurnLog
 
 TEXT = (Path(__file__).parents[3] / "trajkit" / "schema.py").read_text()
 
