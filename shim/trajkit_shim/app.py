@@ -603,9 +603,8 @@ class _Gateway:
         counts = session.counts
         turn_index = counts.turns
         try:
-            keys, encoder = session.logged_keys, session.encoder
             with asked.images.stored():
-                added = self.log.append(turn, turn_index, keys, encoder)
+                self.log.append(turn, turn_index, session.written)
         except LogFullError as error:
             raise _log_full(str(error)) from error
         except OSError as error:
@@ -618,7 +617,6 @@ class _Gateway:
         session.budget.spend(len(turn.prompt_ids), n_output, answered=answered)
         if self.settings.attributed:
             counts.unattributed += turn.prompt_message_index is None
-        session.logged_keys |= added
         session.replies.count(call.restored)
         if not answered:
             # it is context only by itself

@@ -24,7 +24,7 @@ from trajkit_shim.prompting.token_cache import TokenCache
 from trajkit_shim.retries import RetryIndex
 from trajkit_shim.sessions.agent_starts import AgentStarts
 from trajkit_shim.sessions.quotas import Budget, Limits, Reservation
-from trajkit_shim.sessions.turn_log import DeltaEncoder
+from trajkit_shim.sessions.turn_log import WrittenTurns
 
 # allowed in an HTTP header and in paths, except . and .., which clients resolve
 _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")
@@ -158,9 +158,7 @@ class Session:
         self.closing = False  # accepts no new calls
         self.closed = False  # records no more turns
         self.calls: set[asyncio.Task[Any]] = set()
-        # keys of the messages whose body is in the log
-        self.logged_keys: set[bytes] = set()
-        self.encoder = DeltaEncoder()  # its recorded turns, for the delta form
+        self.written = WrittenTurns()
         # its replies, to recognize them
         self.replies = ReplyIndex(counts=record.counts.echo)
         # the token ids of its prompts and replies
@@ -382,12 +380,11 @@ class SessionStore:
         record = session.record
         record.ended_by = how
         for memory in (
-            session.encoder,
+            session.written,
             session.replies,
             session.paths,
             session.retries,
             session.agent_starts,
-            session.logged_keys,
         ):
             memory.clear()
         for call in session.calls:

@@ -5,7 +5,7 @@ loses no turn that a client has seen. A kill can leave a torn last batch, of a t
 was never acknowledged. Whether an answer arrived is written to a second stream.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -141,14 +141,20 @@ class Delta:
     shared_messages: int = 0
 
 
-class DeltaEncoder:
-    """The recorded turns of one session, for the delta form (`trajkit.compact`)."""
+class WrittenTurns:
+    """What the log has of one session."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all turns, so that the next one is written in full."""
+        """Forget everything."""
+        # keys of the messages whose body is in the log
+        self.keys: set[bytes] = set()
+        self.forget_turns()
+
+    def forget_turns(self) -> None:
+        """Have the next turn written in full; only the delta form has turns."""
         self._recorder = Recorder()
         # for each turn in the recorder its turn index, and the position after its
         # messages and its reply
@@ -156,11 +162,10 @@ class DeltaEncoder:
         # a tree of message lists: by position the one before it, and its length
         self._nodes = {START: (START, 0)}
 
-    def add(self, turn: LoggedTurn, turn_index: int, shown: Set[bytes]) -> Delta:
-        """Add a turn, and return what it shares with an earlier one.
+    def add(self, turn: LoggedTurn, turn_index: int) -> Delta:
+        """Add a turn, and return what it shares with an earlier one (`trajkit.compact`).
 
-        ``shown``: keys of the messages that are written without their bodies. Only these
-        can be shared.
+        Only messages that are written without their bodies can be shared.
         """
         recorded = self._recorder.record(
             "", prompt_ids=turn.prompt_ids, output_ids=turn.output_ids
@@ -176,7 +181,9 @@ class DeltaEncoder:
                 position = before
                 before, depth = self._nodes[position]
             n_bare = turn.n_logged
-            while n_bare < len(turn.messages) and turn.messages[n_bare].key in shown:
+            while (
+                n_bare < len(turn.messages) and turn.messages[n_bare].key in self.keys
+            ):
                 n_bare += 1
             delta = Delta(base, recorded.shared_length, min(depth, n_bare))
         for depth in range(len(path) - 1, 0, -1):
@@ -260,36 +267,27 @@ class TurnLog:
         """Whether no further turn can be written."""
         return self._turns.total_bytes >= self._turns.max_total_bytes
 
-    def append(
-        self,
-        turn: LoggedTurn,
-        turn_index: int,
-        shown: Set[bytes],
-        deltas: DeltaEncoder | None = None,
-    ) -> set[bytes]:
+    def append(self, turn: LoggedTurn, turn_index: int, written: WrittenTurns) -> None:
         """Write one turn; on return the operating system has it.
 
-        ``shown``: the keys of the messages whose body is in the session's log: they are
-        not written again. ``deltas``: the session's recorded turns, for the delta form.
-        Returns what this turn adds to ``shown``. Raises as `AppendLog.append`.
+        ``written``: what the log has of the session. Raises as `AppendLog.append`.
         """
         for name, option in self._left_out.items():
             if getattr(turn, name, None) is not None:
                 raise ValueError(f"the log was opened with {option}: it has no {name}")
         added: set[bytes] = set()
 
-        def written(message: LoggedMessage) -> dict[str, object]:
-            known = message.key in shown or message.key in added
+        def fields_of(message: LoggedMessage) -> dict[str, object]:
+            known = message.key in written.keys or message.key in added
             added.add(message.key)
             body = None if known else message.body
             return {"key": message.key, "role": message.role, "body": body}
 
         delta = Delta()
         if self._form == "delta":
-            deltas = deltas or DeltaEncoder()
-            delta = deltas.add(turn, turn_index, shown)
+            delta = written.add(turn, turn_index)
         ids = turn.prompt_ids[delta.shared_length :]
-        messages = [*map(written, turn.messages[delta.shared_messages :])]
+        messages = [*map(fields_of, turn.messages[delta.shared_messages :])]
         # with columns of both forms, of which the log has one
         row = {
             **vars(turn),
@@ -300,7 +298,7 @@ class TurnLog:
             "suffix_ids": ids,
             "messages": messages,
             "suffix_messages": messages,
-            "response": None if turn.response is None else written(turn.response),
+            "response": None if turn.response is None else fields_of(turn.response),
             "weight_versions": [*map(asdict, turn.weight_versions)] or None,
         }
         try:
@@ -311,11 +309,10 @@ class TurnLog:
             batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
             self._turns.append(self._serialize(batch))
         except (OSError, pa.ArrowException):
-            if deltas is not None:
-                # no later turn may use this one as its base
-                deltas.clear()
+            # no later turn may use this one as its base
+            written.forget_turns()
             raise
-        return added
+        written.keys |= added
 
     def amend(
         self, session_id: str, turns: Sequence[int], reason: str, trainable: bool | None

@@ -15,7 +15,7 @@ from trajkit_shim.engines.routed_experts import (
     read_experts,
 )
 from trajkit_shim.errors import EngineError
-from trajkit_shim.sessions.turn_log import TurnLog
+from trajkit_shim.sessions.turn_log import TurnLog, WrittenTurns
 
 
 def experts_of(n_tokens, first):
@@ -71,7 +71,7 @@ def test_a_turn_without_experts_has_none():
 def test_experts_are_not_lost_on_the_way(tmp_path):
     log = TurnLog(tmp_path)
     with pytest.raises(ValueError, match="routed_experts=False"):
-        log.append(turn(routed_experts=experts_of(4, 0)), 0, set())
+        log.append(turn(routed_experts=experts_of(4, 0)), 0, WrittenTurns())
     log.close()
 
 
