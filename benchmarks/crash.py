@@ -88,7 +88,7 @@ def run(kills: int, seed: int, directory: Path) -> Iterator[Outcome]:
                 # each kill's moment is its own, whatever came before
                 draw = random.Random(f"{seed} {k}")
                 options = {
-                    "max_file_turns": draw.choice([3, 10, 1000]),
+                    "max_file_bytes": draw.choice([1 << 14, 1 << 16, 1 << 22]),
                     "fsync": draw.random() < 0.25,
                     "form": form,
                 }

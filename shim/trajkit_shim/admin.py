@@ -36,7 +36,6 @@ from trajkit_shim.sessions.sessions import (
     FILTERS,
     EndedBy,
     Outcome,
-    OutcomeFields,
     SessionStore,
     Terms,
 )
@@ -126,9 +125,8 @@ class Admin:
             replay=body.flag("replay"),
             group_id=body.get("group_id", as_text),
         )
-        outcome = Outcome().updated(_outcome_fields(body))
         session_id = body.get("session_id", as_text)
-        opened = self.sessions.open(session_id, terms, outcome)
+        opened = self.sessions.open(session_id, terms, _outcome_fields(body))
         return {"session_id": opened.session_id, "api_key": opened.api_key}
 
     async def _list(self, request: Request, _: Fields) -> Json:
@@ -254,8 +252,8 @@ def _wait(body: Fields, default: float = 0.0) -> float:
     return default if seconds is None else seconds
 
 
-def _outcome_fields(body: Fields) -> OutcomeFields:
-    fields: OutcomeFields = {}
+def _outcome_fields(body: Fields) -> Outcome:
+    fields: Outcome = {}
     if "reward" in body.json:
         any_number = partial(as_number, minimum=-math.inf, maximum=math.inf)
         fields["reward"] = body.get("reward", any_number)

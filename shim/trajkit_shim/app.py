@@ -78,9 +78,10 @@ from trajkit_shim.responses import (
     WatchedCall,
 )
 from trajkit_shim.retries import PartialReply, SharedCall, is_retry, request_digest
+from trajkit_shim.sessions.append_log import LogFullError
 from trajkit_shim.sessions.client_identity import identify
 from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error
-from trajkit_shim.sessions.turn_log import LogFullError, TurnLog
+from trajkit_shim.sessions.turn_log import TurnLog
 from trajkit_shim.timing import Timings
 from trajkit_shim.weight_updates import Weights
 
@@ -460,7 +461,7 @@ class _Gateway:
             session.check_open()
             known = retries.reply(asked.digest)
             call = retries.running.get(asked.digest)
-            retries.replayed += known is not None or call is not None
+            session.counts.replayed += known is not None or call is not None
             if known is not None:
                 connection = Connection(asked.http.receive)
                 return asked.answer(known, connection, connection.end)
@@ -536,8 +537,8 @@ class _Gateway:
                 session.counts.retried += 1
                 if not self.settings.train_retried:
                     again.delivery.retry()
-            session.counts.left_out.update(asked.read.chat.left_out)
-            session.counts.ignored_params.update(prepared[0].ignored_params)
+            session.counts.tools_left_out.update(asked.read.chat.left_out)
+            session.counts.sampling_overruled.update(prepared[0].ignored_params)
             session.retries.remember(digest, answered)
             return answered
 
@@ -596,11 +597,10 @@ class _Gateway:
         """Write and count one turn; return what amends it."""
         session, turn = asked.session, call.turn
         counts = session.counts
-        turn_index = counts.recorded
+        turn_index = counts.turns
         try:
-            keys, encoder = session.logged_keys, session.encoder
             with asked.images.stored():
-                added = self.log.append(turn, turn_index, keys, encoder)
+                self.log.append(turn, turn_index, session.written)
         except LogFullError as error:
             raise _log_full(str(error)) from error
         except OSError as error:
@@ -608,12 +608,11 @@ class _Gateway:
             raise GatewayError(message, 500, code="log_failed") from error
         answered, n_output = call.reply is not None, len(turn.output_ids)
         counts.prompts[turn.render_reason or "append"] += 1
-        counts.recorded += 1
+        counts.turns += 1
         counts.answered += answered
         session.budget.spend(len(turn.prompt_ids), n_output, answered=answered)
         if self.settings.attributed:
             counts.unattributed += turn.prompt_message_index is None
-        session.logged_keys |= added
         session.replies.count(call.restored)
         if not answered:
             # it is context only by itself

@@ -222,8 +222,7 @@ def _served(
 ) -> "tuple[Engine, ChatRenderer]":
     """The engine of servers that return everything that is recorded."""
     from trajkit_shim.engines.checks import check_engine
-    from trajkit_shim.engines.model_config import vocab_size
-    from trajkit_shim.engines.routed_experts import experts_per_token
+    from trajkit_shim.engines.model_config import config_number, vocab_size
     from trajkit_shim.engines.sglang import SGLangEngine
     from trajkit_shim.engines.vllm import VLLMEngine
     from trajkit_shim.prompting.render import load_renderer
@@ -234,7 +233,7 @@ def _served(
         n_vocab = vocab_size(model)
         per_token = None
         if arguments.routed_experts:
-            per_token = experts_per_token(model)
+            per_token = config_number(model, "num_experts_per_tok")
     except ValueError as error:
         raise FormatError(f"{model}: {error}") from error
 

@@ -112,7 +112,6 @@ class RetryIndex:
     """The requests of one session, by `request_digest`."""
 
     running: dict[bytes, SharedCall] = field(default_factory=dict)
-    replayed: int = 0  # requests that got an earlier reply or joined a running call
     _replies: OrderedDict[bytes, Answered] = field(default_factory=OrderedDict)
     # of the latest replies, by the position after them
     _deliveries: OrderedDict[bytes, Delivery] = field(default_factory=OrderedDict)

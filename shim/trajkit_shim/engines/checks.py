@@ -1,7 +1,10 @@
 """Validates the prompts sent to an engine, its samples, and at startup itself."""
 
+import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +20,24 @@ from trajkit_shim.engines.base import (
 from trajkit_shim.errors import EngineError
 
 
+def check_ids(
+    ids: Sequence[int] | npt.NDArray[np.int32],
+    info: EngineInfo,
+    name: str = "the engine's output_ids",
+    n_checked: int = 0,
+    **error: Any,
+) -> None:
+    """Raise an `EngineError` for an id outside the vocabulary, after ``n_checked``."""
+    new = np.asarray(ids[n_checked:])
+    wrong = _first((new < 0) | (new >= info.vocab_size))
+    if wrong is not None:
+        raise EngineError(
+            f"{name}[{n_checked + wrong}] = {new[wrong]} is outside the vocabulary of "
+            f"{info.model!r}, [0, {info.vocab_size})",
+            **error,
+        )
+
+
 def _first(wrong: npt.NDArray[np.bool_]) -> int | None:
     """The index of the first true value."""
     return int(np.argmax(wrong)) if wrong.any() else None
@@ -25,30 +46,47 @@ def _first(wrong: npt.NDArray[np.bool_]) -> int | None:
 def check_prompt(
     prompt_ids: npt.NDArray[np.int32], info: EngineInfo, n_checked: int = 0
 ) -> None:
-    """Reject a prompt that the engine cannot take.
-
-    ``n_checked``: how many of its ids were checked before.
+    """Reject a prompt that the engine cannot take; its first ids were checked before.
 
     Some engines do not check ids: an id outside the vocabulary makes them read past
-    their embedding table and crash, with every other call. Raises `EngineError` if the
-    prompt is empty, contains such an id, or leaves no room in the context for a reply.
+    their embedding table and crash, with every other call.
     """
-    if prompt_ids.ndim != 1 or not len(prompt_ids):
+    n_prompt = len(prompt_ids)
+    if prompt_ids.ndim != 1 or not n_prompt:
         message = f"the prompt has no tokens: its shape is {prompt_ids.shape}"
         raise EngineError(message, 400, code="empty_prompt")
-    new_ids = prompt_ids[n_checked:]
-    wrong = _first((new_ids < 0) | (new_ids >= info.vocab_size))
-    if wrong is not None:
-        wrong += n_checked
-        raise EngineError(
-            f"prompt_ids[{wrong}] = {prompt_ids[wrong]} is outside the vocabulary of "
-            f"{info.model!r}, [0, {info.vocab_size})",
-            400,
-            code="token_out_of_vocabulary",
-        )
-    n_prompt = len(prompt_ids)
+    error = {"status": 400, "code": "token_out_of_vocabulary"}
+    check_ids(prompt_ids, info, "prompt_ids", n_checked, **error)
     if n_prompt >= info.max_context_tokens:
         raise too_long(str(n_prompt), n_prompt, info.max_context_tokens)
+
+
+def check_sampling(
+    sampling: Sampling, engine: str, takes: Collection[str] = ()
+) -> None:
+    """Reject parameters that are invalid, or that an engine of this process lacks.
+
+    ``takes``: those of top_p, top_k, stop and structural_tag that it has.
+    """
+    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
+    for name, valid, rule in (
+        ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),
+        ("temperature", 0 <= (temperature or 0) < math.inf, "in [0, inf)"),
+        ("top_p", top_p is None or 0 < top_p <= 1, "in (0, 1]"),
+        ("top_k", top_k in (None, -1) or top_k >= 1, "-1 or at least 1"),
+        ("stop", "" not in sampling.stop, "a text, as '' matches before any token"),
+    ):
+        if not valid:
+            raise EngineError(f"{name} = {getattr(sampling, name)} is not {rule}", 400)
+    given = {
+        "top_p": top_p not in (None, 1.0),
+        "top_k": top_k not in (None, -1),
+        "stop": bool(sampling.stop),
+        "structural_tag": sampling.structural_tag is not None,
+    }
+    lacks = [name for name, used in given.items() if used and name not in takes]
+    for name in (*lacks, *sampling.extra):
+        raise EngineError(f"the {engine} engine has no parameter {name!r}", 400)
 
 
 def too_long(length: str, n_prompt: int, max_tokens: int) -> EngineError:
@@ -71,40 +109,22 @@ def check_consumed(prompt_ids: npt.NDArray[np.int32], sample: Sample) -> None:
         raise EngineError(f"the engine consumed {counts}")
     wrong = None if ids is None else _first(ids != prompt_ids)
     if ids is not None and wrong is not None:
-        raise EngineError(
-            f"the engine consumed {ids[wrong]} as token {wrong} of the "
-            f"prompt but was given {prompt_ids[wrong]}"
-        )
-
-
-def check_streamed(ids: Sequence[int], info: EngineInfo) -> None:
-    """Raise `EngineError` for a streamed id outside the vocabulary."""
-    for token in ids:
-        if not 0 <= token < info.vocab_size:
-            raise EngineError(
-                f"the engine's streamed id {token} is outside its vocabulary, "
-                f"[0, {info.vocab_size})"
-            )
+        consumed = f"{ids[wrong]} as token {wrong} of the prompt"
+        given = f"was given {prompt_ids[wrong]}"
+        raise EngineError(f"the engine consumed {consumed} but {given}")
 
 
 def check_sample(sample: Sample, info: EngineInfo, max_new_tokens: int) -> None:
     """Raise `EngineError` for a sample that cannot be correct.
 
-    It is longer than ``max_new_tokens``; an id is outside the vocabulary; the number of
-    logprobs differs from that of ids; a logprob is not finite, is above 0 by more than
-    rounding, or is the -9999 that some engines write for a missing one; or the weight
-    versions do not exactly cover the output.
+    A logprob is wrong if it is above 0 by more than rounding, or the -9999 that some
+    engines write for a missing one. Weight versions must cover each id once.
     """
     ids, logprobs = sample.output_ids, sample.output_logprobs
     if len(ids) > max_new_tokens:
         asked = f"{max_new_tokens} were asked for"
         raise EngineError(f"the engine gave {len(ids)} output ids, but {asked}")
-    wrong = _first((ids < 0) | (ids >= info.vocab_size))
-    if wrong is not None:
-        raise EngineError(
-            f"the engine's output_ids[{wrong}] = {ids[wrong]} is outside its vocabulary, "
-            f"[0, {info.vocab_size})"
-        )
+    check_ids(ids, info)
     if logprobs is not None:
         if len(logprobs) != len(ids):
             counts = f"{len(logprobs)} logprobs for {len(ids)} output ids"
@@ -115,15 +135,12 @@ def check_sample(sample: Sample, info: EngineInfo, max_new_tokens: int) -> None:
                 f"the engine's output_logprobs[{wrong}] = {logprobs[wrong]} is not a "
                 "log-probability"
             )
-    covered = 0
-    for span in sample.weight_versions:
-        if span.start != covered or span.stop < span.start:
-            break
-        covered = span.stop
-    if sample.weight_versions and covered != len(ids):
-        spans = ", ".join(f"{s.start}:{s.stop}" for s in sample.weight_versions)
+    spans = [(span.start, span.stop) for span in sample.weight_versions]
+    ends = [0, *sorted(stop for _, stop in spans)]
+    if spans and (spans != [*pairwise(ends)] or ends[-1] != len(ids)):
+        shown = ", ".join(f"{start}:{stop}" for start, stop in spans)
         raise EngineError(
-            f"the engine's weight versions cover {spans} of {len(ids)} output ids: "
+            f"the engine's weight versions cover {shown} of {len(ids)} output ids: "
             "they must cover each id once"
         )
 

@@ -7,7 +7,7 @@ import operator
 import socket
 import zlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any, ClassVar, Protocol, cast
 
 import httpx
@@ -64,27 +64,15 @@ class EngineServer:
 
     async def get(self, path: str) -> Json:
         """Return the JSON object at a path."""
-        return await self.post(path, None, method="GET")
+        async with self._answer("GET", path) as response:
+            return self._object(path, await response.aread())
 
     async def post(
-        self,
-        path: str,
-        body: Json | None,
-        headers: Mapping[str, str] = _NO_HEADERS,
-        *,
-        method: str = "POST",
+        self, path: str, body: Json, headers: Mapping[str, str] = _NO_HEADERS
     ) -> Json:
         """Send a request and return the JSON object of its answer."""
-        url = self.base_url + path
-        try:
-            response = await self.client.request(
-                method, url, json=body, headers=headers
-            )
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-        if response.status_code >= 400:
-            raise self._refusal(response)
-        return self._object(path, response.text)
+        async with self._answer("POST", path, body, headers) as response:
+            return self._object(path, await response.aread())
 
     async def events(
         self, path: str, body: Json, headers: Mapping[str, str] = _NO_HEADERS
@@ -93,25 +81,17 @@ class EngineServer:
 
         Also raises if an event reports an error, or the stream ends early.
         """
-        try:
-            async with self.client.stream(
-                "POST", self.base_url + path, json=body, headers=headers
-            ) as response:
-                if response.status_code >= 400:
-                    await response.aread()
-                    raise self._refusal(response)
-                async for line in response.aiter_lines():
-                    if not line.startswith("data:"):
-                        continue
-                    data = line.removeprefix("data:").strip()
-                    if data == "[DONE]":
-                        return
-                    value = self._object(path, data)
-                    if value.get("error") is not None:
-                        raise self._error(502, _error_message(value) or data[:400])
-                    yield value
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
+        async with self._answer("POST", path, body, headers) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data:"):
+                    continue
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    return
+                value = self._object(path, data)
+                if value.get("error") is not None:
+                    raise self._error(502, data)
+                yield value
         raise EngineError(f"{path} of the {self.name} server broke off its stream")
 
     async def notify(self, path: str, body: Json) -> None:
@@ -123,7 +103,33 @@ class EngineServer:
         """Close the connections."""
         await self.client.aclose()
 
-    def _object(self, path: str, text: str) -> Json:
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> AsyncIterator[httpx.Response]:
+        """Yield the answer to a request, to be read in this context."""
+        url = self.base_url + path
+        try:
+            async with self.client.stream(
+                method, url, json=body, headers=headers
+            ) as response:
+                if response.status_code >= 400:
+                    await response.aread()
+                    raise self._error(response.status_code, response.text)
+                yield response
+        except httpx.HTTPError as error:
+            reason = f"cannot be reached: {type(error).__name__}: {error}"
+            text = f"the {self.name} server at {self.base_url} {reason}"
+            if isinstance(error, httpx.ConnectError):
+                # a server that restarts is back soon
+                raise EngineError(text, 503, retry_after=_RETRY_AFTER) from error
+            raise EngineError(text) from error
+
+    def _object(self, path: str, text: str | bytes) -> Json:
         where = f"{path} of the {self.name} server"
         try:
             value = json.loads(text)
@@ -133,38 +139,22 @@ class EngineServer:
             raise EngineError(f"{where} gave no object: {value!r}", answered=200)
         return value
 
-    def _unreachable(self, error: httpx.HTTPError) -> EngineError:
-        reason = f"cannot be reached: {type(error).__name__}: {error}"
-        text = f"the {self.name} server at {self.base_url} {reason}"
-        if isinstance(error, httpx.ConnectError):
-            # a server that restarts is back soon
-            return EngineError(text, 503, retry_after=_RETRY_AFTER)
-        return EngineError(text)
-
-    def _refusal(self, response: httpx.Response) -> EngineError:
-        try:
-            message = _error_message(response.json())
-        except ValueError:
-            message = None
-        return self._error(response.status_code, message or response.text[:400])
-
-    def _error(self, status: int, message: str) -> EngineError:
+    def _error(self, status: int, text: str) -> EngineError:
+        """The error of an answer: its message, or else the beginning of its text."""
+        message: object = None
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            error = json.loads(text)["error"]
+            message = error["message"] if isinstance(error, dict) else error
+        if not isinstance(message, str):
+            message = text[:400]
         # only a bad request is the client's fault
         shown = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503}.get(status, 502)
-        text = f"the {self.name} server answered {status}: {message}"
-        return EngineError(text, shown, answered=status)
+        reason = f"the {self.name} server answered {status}: {message}"
+        return EngineError(reason, shown, answered=status)
 
 
-def _error_message(value: object) -> str | None:
-    error = value.get("error") if isinstance(value, dict) else None
-    message = error.get("message") if isinstance(error, dict) else error
-    return message if isinstance(message, str) else None
-
-
-class StreamedReply(Protocol):
-    """The events of one streamed reply, joined into the reply they add up to."""
-
-    reply: Json
+class EngineReply(Protocol):
+    """Joins the events of one reply; a reply that is not streamed is one event."""
 
     def add(self, event: Mapping[str, Any]) -> list[int]:
         """Add an event and return its new output ids; raise `EngineError` if invalid."""
@@ -228,10 +218,10 @@ class HttpEngine:
         request: EngineRequest,
         body: Json,
         headers: Mapping[str, str],
-        streamed: StreamedReply,
+        reply: EngineReply,
         abort: tuple[str, Json],
-    ) -> Json:
-        """Send a call to its session's server and return the reply.
+    ) -> None:
+        """Send a call to its session's server and add what it returns to ``reply``.
 
         If the call fails or is cancelled, ``abort`` (path and body) is sent, because the
         server would continue to sample.
@@ -241,10 +231,10 @@ class HttpEngine:
         server, path = self._servers[place], self.generate_path
         try:
             if request.on_tokens is None:
-                return await server.post(path, body, headers)
+                reply.add(await server.post(path, body, headers))
+                return
             async for event in server.events(path, {**body, "stream": True}, headers):
-                request.on_tokens(streamed.add(event))
-            return streamed.reply
+                request.on_tokens(reply.add(event))
         except (asyncio.CancelledError, EngineError):
             await asyncio.shield(server.notify(*abort))
             raise
@@ -262,10 +252,7 @@ def reading(server: str, what: str) -> Iterator[None]:
 
 
 def token_ids(values: Iterable[Any]) -> npt.NDArray[np.int32]:
-    """Return the ids of a reply.
-
-    Raises `TypeError` if one is not an integer, `OverflowError` if not an int32.
-    """
+    """Return the ids of a reply; raise unless each is an integer within int32."""
     return np.array(list(map(operator.index, values)), np.int32)
 
 
@@ -277,9 +264,8 @@ def logprobs_of(
     Raises `ValueError` unless the tokens are ``labels``, one per output id.
     """
     if len(scored) != len(labels):
-        raise ValueError(
-            f"logprobs of {len(scored)} tokens for {len(labels)} output ids"
-        )
+        counts = f"{len(scored)} tokens for {len(labels)} output ids"
+        raise ValueError(f"logprobs of {counts}")
     for place, ((_, token), label) in enumerate(zip(scored, labels, strict=True)):
         if token != label:
             raise ValueError(f"logprob {place} is of token {token}, not {label}")
@@ -293,10 +279,9 @@ def as_count(value: object) -> int | None:
 
 def sampling_fields(sampling: Sampling, names: Mapping[str, str]) -> Json:
     """Return the parameters that are set, under the names of a server's API."""
-    values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+    values = {**asdict(sampling), "extra": None}
     for name in ("stop", "stop_token_ids"):
         values[name] = list(values[name]) or None
-    del values["extra"]
     if sampling.structural_tag is not None:
         # SGLang and vLLM take its JSON as a text
         values["structural_tag"] = json.dumps(sampling.structural_tag)

@@ -1,15 +1,14 @@
 """Runs a server until standard input ends, then ends it with every process it started.
 
 `engines.launch` runs this file, with the standard library only, as ``keeper.py SECONDS
-COMMAND...``. Standard input ends however the gateway ends. The exit code is the server's,
-as a shell reports it. Signals to this program have no effect: a terminal or a service
-manager sends them to every process, and the gateway first answers its calls.
+COMMAND...``: standard input ends however the gateway ends, and the server then has SECONDS
+to end after SIGTERM. A terminal or a service manager signals every process, but the gateway
+first answers its calls, so signals to this program have no effect.
 
-The program is two processes, keeper and guard. If the keeper is killed, the guard ends the
-server; if the guard is killed, the gateway ends standard input. Linux only: orphaned
-processes of the server become children of the keeper, else of the guard
-(PR_SET_CHILD_SUBREAPER of prctl(2)). If both are killed, the kernel ends the server's
-first process (PR_SET_PDEATHSIG).
+The program is two processes. If the keeper is killed, the guard ends the server; if the
+guard is killed, the gateway ends standard input; if both are, the kernel ends the server's
+first process (PR_SET_PDEATHSIG of prctl(2)). Linux only: orphaned processes of the server
+become children of the keeper, else of the guard (PR_SET_CHILD_SUBREAPER).
 """
 
 import ctypes
@@ -23,24 +22,20 @@ from contextlib import suppress
 from pathlib import Path
 
 _PDEATHSIG, _SUBREAPER = 1, 36
-# as a shell reports a command that it cannot start
-_NOT_FOUND = 127
 
 
 def keep(command: Sequence[str], stop_seconds: float) -> int:
-    """Run a server until standard input ends, and return its exit code.
-
-    ``stop_seconds``: how long it may take to end after SIGTERM.
-    """
+    """Run a server until standard input ends; return its exit code as a shell does."""
     libc = ctypes.CDLL(None)
     libc.prctl(_SUBREAPER, 1)
     for number in (signal.SIGTERM, signal.SIGINT):
         # unlike SIG_IGN, the server does not inherit it
         signal.signal(number, lambda *_: None)
-    if keeper := os.fork():
-        code = os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
+    if child := os.fork():
+        # this is the guard
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         _end_children()
-        return _as_shell(code)
+        return code if code >= 0 else 128 - code
     libc.prctl(_SUBREAPER, 1)
     try:
         server = subprocess.Popen(
@@ -52,7 +47,8 @@ def keep(command: Sequence[str], stop_seconds: float) -> int:
         )
     except OSError as error:
         sys.stderr.write(f"{error}\n")
-        return _NOT_FOUND
+        # as a shell reports it
+        return 127
     ended = os.pidfd_open(server.pid)
     if ended not in select.select([0, ended], [], [])[0]:
         server.terminate()
@@ -61,7 +57,7 @@ def keep(command: Sequence[str], stop_seconds: float) -> int:
         server.kill()
     code = server.wait()
     _end_children()
-    return _as_shell(code)
+    return code if code >= 0 else 128 - code
 
 
 def _end_children() -> None:
@@ -71,10 +67,6 @@ def _end_children() -> None:
         for pid in pids:
             os.kill(int(pid), signal.SIGKILL)
         os.waitpid(-1, 0)
-
-
-def _as_shell(code: int) -> int:
-    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

@@ -17,12 +17,6 @@ import httpx
 
 from trajkit_shim.engines import keeper
 
-START_SECONDS = 1800.0
-"""Default of how long a server may take to load its model."""
-
-RESTARTS = 3
-"""Default of how often a server is restarted within one hour."""
-
 _HOST = "127.0.0.1"
 _LOOK_SECONDS = 0.1
 _WINDOW_SECONDS = 3600.0
@@ -52,11 +46,9 @@ _ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise `ValueError` for a server argument that contradicts the gateway.
-
-    The server's parser also accepts the beginning of an option's name.
-    """
+    """Raise `ValueError` for a server argument that contradicts the gateway."""
     for argument in arguments:
+        # the server's parser also accepts the beginning of an option's name
         name = argument.partition("=")[0].replace("_", "-")
         for refused, why in _REFUSED.items():
             if len(name) > 2 and refused.startswith(name):
@@ -92,34 +84,18 @@ def running_server(
     port: int,
     log: Path,
     *,
-    start_seconds: float = START_SECONDS,
+    start_seconds: float = 1800.0,
     stop_seconds: float = 10.0,
-    restarts: int = RESTARTS,
+    restarts: int = 3,
 ) -> Iterator[None]:
     """Run a server while the ``with`` block runs; enter the block once it is healthy.
 
-    A server that ends is restarted. If there are no restarts left, this process gets
-    SIGTERM, and the error is raised when the block ends. If this process is killed, the
-    server ends too.
-
-    Parameters
-    ----------
-    command
-        Starts the server.
-    port : int
-        Of 127.0.0.1, on which ``GET /health`` answers 200 once the server is ready.
-    log : path
-        Everything that the server writes is appended to this file.
-    start_seconds, stop_seconds : float
-        How long the server may take to become healthy, and to end after SIGTERM.
-    restarts : int
-        Number of restarts within one hour.
-
-    Raises
-    ------
-    ConnectionError
-        The server did not become healthy, or ended too often. The end of its log was
-        written to standard error.
+    The server is healthy when ``GET /health`` on ``port`` of 127.0.0.1 answers 200, which
+    may take ``start_seconds``; it may take ``stop_seconds`` to end after SIGTERM. A server
+    that ends is restarted, ``restarts`` times within one hour. After that this process gets
+    SIGTERM, and `ConnectionError` is raised when the block ends, as it is if the server did
+    not become healthy. The end of its ``log`` is then written to standard error. If this
+    process is killed, the server ends too.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
@@ -165,8 +141,19 @@ class _Server:
 
     def keep(self, restarts: int) -> None:
         """Run the server until `stop` is set, or it cannot be restarted."""
+        ends: list[float] = []
         try:
-            self._run_again(restarts)
+            while self.lost is None and (reason := self._run()) is not None:
+                now = time.monotonic()
+                ends = [end for end in ends if now - end < _WINDOW_SECONDS] + [now]
+                if not self.healthy:
+                    self.lost = f"was never healthy: it {reason}"
+                elif len(ends) > restarts:
+                    times = f"{restarts} times within an hour"
+                    self.lost = f"{reason}, and was restarted {times}"
+                else:
+                    restart = f"restart {len(ends)} of {restarts} within an hour"
+                    _report(f"trajkit: the engine's server {reason}: {restart}\n")
         except Exception as error:
             # such as a process that the system cannot start
             self.lost = f"failed: {error}"
@@ -174,22 +161,6 @@ class _Server:
             if self.lost is not None and self.healthy:
                 os.kill(os.getpid(), signal.SIGTERM)
             self.decided.set()
-
-    def _run_again(self, restarts: int) -> None:
-        """Run the server, again each time that it ends and may be restarted."""
-        ends: list[float] = []
-        while self.lost is None and (reason := self._run()) is not None:
-            now = time.monotonic()
-            ends = [end for end in ends if now - end < _WINDOW_SECONDS] + [now]
-            if not self.healthy:
-                self.lost = f"was never healthy: it {reason}"
-            elif len(ends) > restarts:
-                self.lost = (
-                    f"{reason}, and was restarted {restarts} times within an hour"
-                )
-            else:
-                restart = f"restart {len(ends)} of {restarts} within an hour"
-                _report(f"trajkit: the engine's server {reason}: {restart}\n")
 
     def _run(self) -> str | None:
         """Run the server once; return why it was lost, or None after `stop`."""
@@ -206,31 +177,27 @@ class _Server:
             # signals to the gateway's process group are not for the server
             start_new_session=True,
         )
-        try:
-            return self._watch(process)
-        finally:
-            # closes its standard input; its output ends after keeper and guard
-            process.communicate()
-
-    def _watch(self, process: subprocess.Popen[bytes]) -> str | None:
-        """Wait until the server ends, or `stop` is set; see `_run`."""
         until = time.monotonic() + self.start_seconds
         ready = False
-        with httpx.Client(trust_env=False, timeout=10.0) as client:
+        try:
             while not self.stop.wait(_LOOK_SECONDS):
                 if process.poll() is not None:
                     return f"ended with exit code {process.returncode}"
-                if not ready and self._is_healthy(client):
+                if not ready and self._is_healthy():
                     ready = self.healthy = True
                     self.decided.set()
                 elif not ready and time.monotonic() > until:
                     return f"did not answer within {self.start_seconds:g} seconds"
+        finally:
+            # closes its standard input; its output ends after keeper and guard
+            process.communicate()
         return None
 
-    def _is_healthy(self, client: httpx.Client) -> bool:
+    def _is_healthy(self) -> bool:
+        url = f"http://{_HOST}:{self.port}/health"
         with suppress(httpx.HTTPError):
             # the server samples a token before it answers
-            return client.get(f"http://{_HOST}:{self.port}/health").is_success
+            return httpx.get(url, timeout=10, trust_env=False, verify=False).is_success
         return False
 
 
@@ -243,7 +210,6 @@ def _report(text: str) -> None:
 def _tail(log: Path, begin: int) -> str:
     """The last lines of a log, of those from ``begin`` on."""
     with log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(begin, size - _TAIL_BYTES))
+        file.seek(max(begin, log.stat().st_size - _TAIL_BYTES))
         lines = file.read().decode("utf-8", "replace").splitlines()
     return "".join(f"{line}\n" for line in lines[-_TAIL_LINES:])

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from trajkit_shim.engines.base import (
     EngineInfo,
@@ -48,21 +47,12 @@ _REPEATING_EVENTS = 128
 
 
 class SGLangEngine(HttpEngine):
-    """SGLang servers of one model, or a router.
+    """SGLang servers of one model, or a router; for most parameters see `HttpEngine`.
 
     Logprobs are those of the distribution that was sampled from. If the sampling
-    parameters cut off its tail, the server is asked for the logprobs after the cut.
-
-    Parameters
-    ----------
-    *base_urls, **options
-        See `HttpEngine`.
-    check_prompts : bool
-        Have the server return each prompt, and compare it with what was sent. The
-        number of prompt tokens is always compared.
-    experts_per_token : int, optional
-        Have the server return the experts each token was routed to, this many per layer
-        (`engines.routed_experts.experts_per_token`).
+    parameters cut off its tail, the server is asked for the logprobs after the cut. With
+    ``check_prompts`` the server returns each prompt, with ``experts_per_token`` the experts
+    each token was routed to, this many per layer.
     """
 
     server_name = "SGLang"
@@ -93,9 +83,9 @@ class SGLangEngine(HttpEngine):
 
     async def update_weights(self, path: str, version: str) -> None:
         """Load weights from a directory that the servers can read."""
-        body: Json = {"model_path": path, "weight_version": version}
+        body = {"model_path": path, "weight_version": version, "flush_cache": True}
         async with _updating(await self._members()) as order:
-            await order("update_weights_from_disk", {**body, "flush_cache": True})
+            await order("update_weights_from_disk", body)
 
     async def update_tensors(
         self, tensors: Sequence[str], load_format: str | None, version: str
@@ -144,48 +134,52 @@ class SGLangEngine(HttpEngine):
         return [self._servers[0].at(url) for url in dict.fromkeys(urls)]
 
     async def generate(self, request: EngineRequest) -> Sample:
-        """See `Engine`.
+        """See `Engine`. The server must return a prompt with images.
 
-        The server expands one id per image itself. It must return a prompt with images,
-        because it may tokenize it again.
+        It expands one id per image itself, and may tokenize the prompt again.
         """
         check_prompt(request.prompt_ids, await self.info())
         sampling, images = request.sampling, request.images
         named = sampling_fields(sampling, {"seed": "sampling_seed"})
         params = {**sampling.extra, **named, **_AS_SAMPLED}
         cut = _cuts_the_tail({**self._preferred, **params})
-        body: Json = {
-            "rid": request.request_id,
-            "input_ids": _one_id_per_image(request.prompt_ids, images).tolist(),
-            "sampling_params": params,
-            "return_logprob": True,
-        }
+        # the server expands one id per image
+        keep = np.ones(len(request.prompt_ids), np.bool_)
+        for image in images:
+            keep[image.start + 1 : image.stop] = False
         per_token = self._experts_per_token
         wanted = {
+            "return_logprob": True,
             "return_sampling_mask": cut,
             "return_prompt_token_ids": self._check_prompts or len(images) > 0,
             "return_routed_experts": per_token is not None,
         }
-        body |= {name: True for name, want in wanted.items() if want}
+        body: Json = {
+            "rid": request.request_id,
+            "input_ids": request.prompt_ids[keep].tolist(),
+            "sampling_params": params,
+            **{name: True for name, want in wanted.items() if want},
+        }
         if images:
             body["image_data"] = await asyncio.to_thread(_data_urls, images)
         if request.on_tokens is not None:
             interval = await self._stream_interval(sampling.max_new_tokens)
             params.setdefault("stream_interval", interval)
-        reply = await self._exchange(
+        reply = SGLangReply()
+        await self._exchange(
             request,
             body,
             # lets a router keep a session on one prefix cache
             {"X-SMG-Routing-Key": request.session_id},
-            StreamedReply(),
+            reply,
             ("/abort_request", {"rid": request.request_id}),
         )
-        sample = read_sample(reply, sampling_logprobs=cut)
+        sample = reply.sample(sampling_logprobs=cut)
         if images and sample.prompt_ids is None:
             raise EngineError("the SGLang server did not return a prompt with images")
         if per_token is None:
             return sample
-        packed = cast("Mapping[str, object]", reply["meta_info"]).get("routed_experts")
+        packed = reply.meta.get("routed_experts")
         n_tokens = len(request.prompt_ids) + len(sample.output_ids)
         # about ten million numbers for a long call
         experts = await asyncio.to_thread(read_experts, packed, n_tokens, per_token)
@@ -228,9 +222,9 @@ async def _post(servers: Sequence[EngineServer], name: str, body: Json) -> list[
 async def _updating(
     servers: Sequence[EngineServer],
 ) -> AsyncIterator[Callable[[str, Json], Coroutine[Any, Any, None]]]:
-    """Yield what sends a request of a weight update to all servers; it must succeed.
+    """Yield what sends a request of a weight update to all servers.
 
-    An `EngineError` in this context gets the weight version of each server.
+    It must succeed. An `EngineError` in this context gets each server's weight version.
     """
 
     async def order(name: str, body: Json) -> None:
@@ -253,15 +247,6 @@ async def _updating(
         raise
 
 
-def _one_id_per_image(
-    ids: npt.NDArray[np.int32], images: Sequence[PromptImage]
-) -> npt.NDArray[np.int32]:
-    keep = np.ones(len(ids), np.bool_)
-    for image in images:
-        keep[image.start + 1 : image.stop] = False
-    return ids[keep]
-
-
 def _data_urls(images: Sequence[PromptImage]) -> list[str]:
     return [
         f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
@@ -269,71 +254,68 @@ def _data_urls(images: Sequence[PromptImage]) -> list[str]:
     ]
 
 
-class StreamedReply:
-    """See `engines.http.StreamedReply`.
+class SGLangReply:
+    """See `EngineReply`.
 
-    An event holds everything sampled so far or, with
-    ``--incremental-streaming-output``, only what is new; the total token count
-    distinguishes the two.
+    An event has everything sampled so far or, with ``--incremental-streaming-output``,
+    only what is new; the total token count distinguishes the two.
     """
 
     # lists with one element per output token
     _LISTS = ("output_token_logprobs", "output_token_sampling_logprobs")
 
     def __init__(self) -> None:
-        self.reply: Json = {}
+        self.meta: dict[str, Any] = {}
+        self._consumed: Any = None  # ids of the prompt
         self._ids: list[int] = []
         self._per_token: dict[str, list[Any]] = {}
 
     def add(self, event: Mapping[str, Any]) -> list[int]:
         """Add an event and return its new output ids."""
-        with reading("SGLang", "stream of /generate"):
-            meta = dict(event["meta_info"])
+        with reading("SGLang", "reply to /generate"):
+            self.meta = event["meta_info"]
+            self._consumed = event.get("prompt_token_ids")
             ids = token_ids(event["output_ids"]).tolist()
-            total = int(meta["completion_tokens"])
+            total = int(self.meta["completion_tokens"])
             known = len(self._ids)
             repeats = len(ids) == total
             if not repeats and known + len(ids) != total:
                 raise ValueError(f"{len(ids)} ids after {known}, and {total} in all")
             for name in self._LISTS:
-                if name in meta:
+                if name in self.meta:
                     before = [] if repeats else self._per_token.get(name, [])
-                    self._per_token[name] = meta[name] = before + list(meta[name])
+                    self._per_token[name] = before + list(self.meta[name])
         if repeats and ids[:known] != self._ids:
             raise EngineError("the SGLang server's stream changed ids it already sent")
         self._ids = ids if repeats else self._ids + ids
-        self.reply = {**event, "output_ids": self._ids, "meta_info": meta}
         return self._ids[known:]
 
+    def sample(self, *, sampling_logprobs: bool) -> Sample:
+        """Return the sample of all events.
 
-def read_sample(reply: Mapping[str, Any], *, sampling_logprobs: bool) -> Sample:
-    """Read the sample from a reply of ``/generate``.
-
-    ``sampling_logprobs``: take the logprobs after the distribution's tail was cut off,
-    which a request with ``return_sampling_mask`` returns. Raises `EngineError` if a
-    field is missing or has the wrong type, or ids and logprobs do not agree.
-    """
-    with reading("SGLang", "reply to /generate"):
-        meta = reply["meta_info"]
-        ids = token_ids(reply["output_ids"])
-        scored = [(float(one[0]), int(one[1])) for one in meta["output_token_logprobs"]]
-        logprobs = logprobs_of(scored, ids.tolist())
-        if sampling_logprobs:
-            cut = [float(x) for x in meta["output_token_sampling_logprobs"]]
-            logprobs = np.array(cut, np.float32)
-        consumed = reply.get("prompt_token_ids")
-        return Sample(
-            output_ids=ids,
-            output_logprobs=logprobs,
-            finish_reason=str(meta["finish_reason"]["type"]),
-            weight_versions=tuple(
-                WeightSpan(str(span["version"]), int(span["start"]), int(span["end"]))
-                for span in meta.get("weight_versions") or ()
-            ),
-            cached_tokens=as_count(meta.get("cached_tokens")),
-            prompt_tokens=as_count(meta.get("prompt_tokens")),
-            prompt_ids=None if consumed is None else token_ids(consumed),
-        )
+        ``sampling_logprobs``: take the logprobs after the distribution's tail was cut off,
+        which a request with ``return_sampling_mask`` returns.
+        """
+        meta, consumed = self.meta, self._consumed
+        with reading("SGLang", "reply to /generate"):
+            plain = self._per_token["output_token_logprobs"]
+            scored = [(float(one[0]), int(one[1])) for one in plain]
+            logprobs = logprobs_of(scored, self._ids)
+            if sampling_logprobs:
+                cut = map(float, self._per_token["output_token_sampling_logprobs"])
+                logprobs = np.array([*cut], np.float32)
+            return Sample(
+                output_ids=token_ids(self._ids),
+                output_logprobs=logprobs,
+                finish_reason=str(meta["finish_reason"]["type"]),
+                weight_versions=tuple(
+                    WeightSpan(str(one["version"]), int(one["start"]), int(one["end"]))
+                    for one in meta.get("weight_versions") or ()
+                ),
+                cached_tokens=as_count(meta.get("cached_tokens")),
+                prompt_tokens=as_count(meta.get("prompt_tokens")),
+                prompt_ids=None if consumed is None else token_ids(consumed),
+            )
 
 
 def _cuts_the_tail(params: Json) -> bool:

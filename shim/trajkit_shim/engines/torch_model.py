@@ -6,17 +6,16 @@ from. Its weights can change in the middle of a reply. Needs torch.
 
 import asyncio
 import itertools
-import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from trajkit_shim.engines import base
+from trajkit_shim.engines.checks import check_sampling
 from trajkit_shim.errors import EngineError
 
 # how long a batch waits for one more call
@@ -48,8 +47,8 @@ class _Call:
             self.result.set_result(self._sample("length"))
 
     def _sample(self, finish_reason: str) -> base.Sample:
-        changed = (a != b for a, b in itertools.pairwise(self.versions))
-        starts = [0, *(i for i, new in enumerate(changed, 1) if new)]
+        pairs = enumerate(itertools.pairwise(self.versions), 1)
+        starts = [0, *(i for i, (before, version) in pairs if version != before)]
         return base.Sample(
             output_ids=np.array(self.ids[self.n_prompt :], np.int32),
             output_logprobs=np.array(self.logprobs, np.float32),
@@ -107,13 +106,15 @@ class TorchEngine:
         self._computing = asyncio.Lock()
 
     async def info(self) -> base.EngineInfo:
-        """Model name, vocabulary size and context length."""
+        """See `Engine`."""
         return self._info
 
     async def generate(self, request: base.EngineRequest) -> base.Sample:
         """See `Engine`. Of the parameters, it takes the temperature and the seed."""
         sampling = request.sampling
-        _check_sampling(sampling)
+        check_sampling(sampling, "torch")
+        if sampling.temperature == 0:
+            raise EngineError("temperature = 0 is not above 0", 400)
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
         ids = request.prompt_ids.tolist()
         call = _Call(ids, len(ids), sampling, random.Random(seed))
@@ -123,16 +124,13 @@ class TorchEngine:
         return await call.result
 
     async def pause(self) -> None:
-        """Stop after the current token; running calls wait."""
+        """See `UpdatableEngine`. Running calls stop after the current token."""
         self._running.clear()
         async with self._computing:
             return
 
     async def update_weights(self, path: str, version: str) -> None:
-        """Load the weights of a model directory, while paused.
-
-        The engine keeps its weights if these are incomplete or of another shape.
-        """
+        """See `UpdatableEngine`; incomplete weights, or of another shape, are rejected."""
         model: Any = self._model
 
         def load() -> PreTrainedModel:
@@ -177,9 +175,9 @@ class TorchEngine:
                 await self._sample(calls)
             # whatever failed, its callers must hear of it
             except Exception as error:
+                failure = EngineError(f"sampling failed: {error}")
                 for call in calls:
                     if not call.result.done():
-                        failure = EngineError(f"sampling failed: {error}")
                         call.result.set_exception(failure)
 
     async def _sample(self, calls: list[_Call]) -> None:
@@ -211,8 +209,7 @@ class _Batch:
         mask = [[0] * gap + [1] * (length - gap) for gap in gaps]
         self._next = torch.tensor(ids, device=device)
         self._mask = torch.tensor(mask, device=device)
-        given = (call.sampling.temperature for call in calls)
-        temperatures = [1.0 if t is None else t for t in given]
+        temperatures = [call.sampling.temperature or 1.0 for call in calls]
         self._temperature = torch.tensor(temperatures, device=device)[:, None]
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
@@ -229,32 +226,12 @@ class _Batch:
         )
         self._cache = output.past_key_values
         logprobs = (output.logits[:, -1].float() / self._temperature).log_softmax(1)
-        token = _drawn(logprobs, numbers)
+        # the token whose share of [0, 1) contains the number
+        reached = logprobs.double().exp().cumsum(1)
+        number = torch.tensor(numbers, dtype=torch.float64, device=logprobs.device)
+        part = number[:, None] * reached[:, -1:]
+        token = torch.searchsorted(reached, part, right=True)
+        token = token.clamp(max=logprobs.shape[1] - 1)
         self._next = token
         self._mask = torch.cat([self._mask, torch.ones_like(token)], 1)
         return token[:, 0].tolist(), logprobs.gather(1, token)[:, 0].tolist()
-
-
-def _drawn(logprobs: Tensor, numbers: list[float]) -> Tensor:
-    """For each row the token whose share of [0, 1) contains its number; shape (n, 1)."""
-    reached = logprobs.double().exp().cumsum(1)
-    number = torch.tensor(numbers, dtype=torch.float64, device=logprobs.device)[:, None]
-    token = torch.searchsorted(reached, number * reached[:, -1:], right=True)
-    return token.clamp(max=logprobs.shape[1] - 1)
-
-
-def _check_sampling(sampling: base.Sampling) -> None:
-    """Reject parameters that the engine does not implement."""
-    temperature = sampling.temperature
-    if temperature is not None and not 0 < temperature < math.inf:
-        raise EngineError(f"temperature = {temperature} is not in (0, inf)", 400)
-    given = {
-        "top_p": sampling.top_p not in (None, 1.0),
-        "top_k": sampling.top_k not in (None, -1),
-        "stop": bool(sampling.stop),
-        "structural_tag": sampling.structural_tag is not None,
-        **dict.fromkeys(sampling.extra, True),
-    }
-    for name, used in given.items():
-        if used:
-            raise EngineError(f"the torch engine has no parameter {name!r}", 400)

@@ -74,7 +74,8 @@ class VLLMEngine(HttpEngine):
             )
             message += "returns the logprobs from before that: start it with "
             raise EngineError(message + "--logprobs-mode processed_logprobs", 400)
-        return read_sample(await self._call(request, params))
+        reply = await self._call(request, params)
+        return reply.sample()
 
     async def _gives_processed(self, request: EngineRequest) -> bool:
         """Whether the logprobs are those after ``top_k`` and so on; found out once.
@@ -85,10 +86,10 @@ class VLLMEngine(HttpEngine):
             only = {**_AS_SAMPLED, **_UNSHAPED, "top_k": 1, "max_tokens": 1}
             probe = replace(request, request_id=uuid.uuid4().hex, on_tokens=None)
             reply = await self._call(probe, {**only, "logprobs": 2})
-            self._processed = _only_one(reply)
+            self._processed = reply.has_one_logprob()
         return self._processed
 
-    async def _call(self, request: EngineRequest, params: Json) -> Json:
+    async def _call(self, request: EngineRequest, params: Json) -> "VLLMReply":
         request_id, session_id = request.request_id, request.session_id
         body: Json = {
             "request_id": request_id,
@@ -97,88 +98,79 @@ class VLLMEngine(HttpEngine):
         }
         if request.on_tokens is not None:
             body["stream_options"] = {"include_usage": True}
-        return await self._exchange(
+        reply = VLLMReply()
+        await self._exchange(
             request,
             body,
             # for routers: a session stays on one prefix cache, a request keeps its id
             {"X-Session-ID": session_id, "X-Request-Id": request_id},
-            StreamedReply(),
+            reply,
             # needed if a proxy keeps the connection to the server open
             ("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]}),
         )
+        return reply
 
 
-def _only_one(reply: Mapping[str, Any]) -> bool:
-    """Whether only the sampled one of the two best tokens has a logprob."""
-    sample = read_sample(reply)
-    with reading("vLLM", f"two best tokens of {_GENERATE}"):
-        (token,) = sample.output_ids.tolist()
-        (scored,) = reply["choices"][0]["logprobs"]["content"]
-        others = [
-            float(best["logprob"])
-            for best in scored["top_logprobs"]
-            if best["token"] != f"token_id:{token}"
-        ]
-    return bool(others) and all(logprob <= _NO_LOGPROB for logprob in others)
-
-
-def read_sample(reply: Mapping[str, Any]) -> Sample:
-    """Read the sample from a reply of ``/inference/v1/generate``.
-
-    Raises `EngineError` if a field is missing or has the wrong type, or ids and logprobs
-    do not agree.
-    """
-    with reading("vLLM", f"reply to {_GENERATE}"):
-        (choice,) = reply["choices"]
-        ids = token_ids(choice["token_ids"])
-        scored = [
-            (float(item["logprob"]), str(item["token"]))
-            for item in choice["logprobs"]["content"]
-        ]
-        logprobs = logprobs_of(scored, [f"token_id:{token}" for token in ids])
-        finish = choice["finish_reason"]
-        if not isinstance(finish, str):
-            # a stream ended before the reply did
-            raise TypeError(f"finish_reason is {finish!r}")
-        usage = reply.get("usage") or {}
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        version = reply.get("weight_version")
-        return Sample(
-            output_ids=ids,
-            output_logprobs=logprobs,
-            finish_reason=finish,
-            weight_versions=()
-            if version is None
-            else (WeightSpan(str(version), 0, len(ids)),),
-            cached_tokens=as_count(cached),
-            prompt_tokens=as_count(usage.get("prompt_tokens")),
-        )
-
-
-class StreamedReply:
-    """See `engines.http.StreamedReply`. Each event holds only what is new."""
+class VLLMReply:
+    """See `EngineReply`. Each event has only what is new."""
 
     def __init__(self) -> None:
-        self._choice: Json = {"finish_reason": None}
         self._ids: list[int] = []
-        self._scored: list[object] = []
-        self.reply: Json = {"choices": [self._choice]}
+        self._scored: list[Any] = []
+        self._finish: object = None
+        self._last: dict[str, Any] = {}
 
     def add(self, event: Mapping[str, Any]) -> list[int]:
         """Add an event and return its new output ids."""
         new: list[int] = []
-        with reading("vLLM", f"stream of {_GENERATE}"):
+        with reading("vLLM", f"reply to {_GENERATE}"):
+            # the last event may have none
             for choice in event["choices"]:
+                if choice.get("index", 0) != 0:
+                    raise ValueError(f"choice {choice['index']}, but one was asked for")
                 new += token_ids(choice["token_ids"] or ()).tolist()
                 self._scored += (choice.get("logprobs") or {}).get("content") or ()
-                if choice.get("finish_reason") is not None:
-                    self._choice["finish_reason"] = choice["finish_reason"]
+                self._finish = choice.get("finish_reason") or self._finish
         self._ids += new
-        self._choice |= {"token_ids": self._ids, "logprobs": {"content": self._scored}}
-        self.reply |= {
+        self._last |= {
             name: event[name] for name in ("usage", "weight_version") if name in event
         }
         return new
+
+    def sample(self) -> Sample:
+        """Return the sample of all events."""
+        with reading("vLLM", f"reply to {_GENERATE}"):
+            scored = [
+                (float(one["logprob"]), str(one["token"])) for one in self._scored
+            ]
+            logprobs = logprobs_of(scored, [f"token_id:{token}" for token in self._ids])
+            if not isinstance(self._finish, str):
+                # a stream ended before the reply did
+                raise TypeError(f"finish_reason is {self._finish!r}")
+            usage = self._last.get("usage") or {}
+            details = usage.get("prompt_tokens_details") or {}
+            version = self._last.get("weight_version")
+            span = WeightSpan(str(version), 0, len(self._ids))
+            return Sample(
+                output_ids=token_ids(self._ids),
+                output_logprobs=logprobs,
+                finish_reason=self._finish,
+                weight_versions=() if version is None else (span,),
+                cached_tokens=as_count(details.get("cached_tokens")),
+                prompt_tokens=as_count(usage.get("prompt_tokens")),
+            )
+
+    def has_one_logprob(self) -> bool:
+        """Whether only the sampled one of the two best tokens has a logprob."""
+        with reading("vLLM", f"two best tokens of {_GENERATE}"):
+            (token,) = self._ids
+            (scored,) = self._scored
+            others = [
+                float(best["logprob"])
+                for best in scored["top_logprobs"]
+                if best["token"] != f"token_id:{token}"
+            ]
+        return bool(others) and all(logprob <= _NO_LOGPROB for logprob in others)
 
 
 def _sampling_params(sampling: Sampling) -> Json:

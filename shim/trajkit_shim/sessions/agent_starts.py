@@ -13,7 +13,7 @@ agent, have the call of the first. A prompt that the client changes is not found
 
 import json
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trajkit_shim.chat.images import texts_of
 from trajkit_shim.json_input import Json
@@ -39,16 +39,14 @@ class AgentStart:
     started_by_call: str  # its id
 
 
-@dataclass(slots=True)
 class AgentStarts:
     """The tool calls of one session, and the sub-agents that they started."""
 
-    # calls that started none: the agent that made it, its prompt, and what is recorded
-    _calls: deque[tuple[str | None, str, AgentStart]] = field(
-        default_factory=lambda: deque(maxlen=_KEPT)
-    )
-    # by the agent's id, else by the position after its first request
-    _found: dict[str | bytes, AgentStart] = field(default_factory=dict)
+    def __init__(self) -> None:
+        # calls that started none: the agent that made it, its prompt, what is recorded
+        self._calls = deque[tuple[str | None, str, AgentStart]](maxlen=_KEPT)
+        # by the agent's id, else by the position after its first request
+        self._found: dict[str | bytes, AgentStart] = {}
 
     def add(self, turn_index: int, agent_id: str | None, reply: Json) -> None:
         """Add the tool calls of a recorded reply, a canonical message."""
@@ -81,13 +79,12 @@ class AgentStarts:
             if call[1] in text
             and (caller.harness is None or call[0] == caller.parent_agent_id)
         ]
-        if not fitting:
-            return self._found.get(agent)
-        # the first of the longest
-        call = max(fitting, key=lambda one: len(one[1]))
-        self._calls.remove(call)
-        self._found[agent] = call[2]
-        return call[2]
+        if fitting:
+            # the first of the longest
+            call = max(fitting, key=lambda one: len(one[1]))
+            self._calls.remove(call)
+            self._found[agent] = call[2]
+        return self._found.get(agent)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -16,15 +16,16 @@ import pyarrow as pa
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
+class LogFullError(OSError):
+    """The log has reached its maximum size."""
+
+
 class AppendLog:
     """A series of Arrow IPC streams: ``STEM-00000.arrows``, ``STEM-00001.arrows``, ...
 
-    The first file is created by `start`, or with the first batch. ``directory``:
-    created if missing. ``stem``: start of the file names. ``schema``: of every batch.
-    ``fsync``: also write each batch to disk, so that it survives a crash of the
-    machine. ``max_file_bytes``, ``max_file_rows``: maximum size of a file. A larger
-    batch gets a file of its own. Raises `FileExistsError`: the directory contains a
-    file of the series.
+    ``fsync``: also write each batch to disk, so that it survives a crash of the machine.
+    A batch that is larger than ``max_file_bytes`` gets a file of its own. Raises
+    `FileExistsError`: the directory contains a file of the series.
     """
 
     def __init__(
@@ -35,20 +36,21 @@ class AppendLog:
         *,
         fsync: bool = False,
         max_file_bytes: int | None = None,
-        max_file_rows: int | None = None,
+        max_total_bytes: int | None = None,
     ) -> None:
         self._directory = directory
         self._stem = stem
-        self._schema = schema
+        self._head = schema.serialize()
         self._fsync = fsync
-        self._max_file_bytes = math.inf if max_file_bytes is None else max_file_bytes
-        self._max_file_rows = math.inf if max_file_rows is None else max_file_rows
+        self._max_file_bytes, self.max_total_bytes = (
+            math.inf if limit is None else limit
+            for limit in (max_file_bytes, max_total_bytes)
+        )
         self._file: int | None = None
-        self._rows = 0
-        self._end = 0
-        self._files = 0  # number of files
+        # bytes of the last file, and of those before it
+        self._end = self._full_bytes = 0
+        self._files = 0
         self._closed = False
-        self._full_bytes = 0  # bytes of all files but the last
         directory.mkdir(parents=True, exist_ok=True)
         first = self.path_of(0)
         if first.exists():
@@ -63,54 +65,37 @@ class AppendLog:
         """Bytes of all files."""
         return self._full_bytes + self._end
 
-    def bytes_with(self, data: pa.Buffer, n_rows: int) -> int:
-        """Return what `total_bytes` would be after a batch."""
-        size = self.total_bytes + len(memoryview(data))
-        if self._file is None or self._overflows(len(memoryview(data)), n_rows):
-            size += len(memoryview(self._schema.serialize()))
-            size += 0 if self._file is None else len(END_OF_STREAM)
-        return size
+    def append(self, batch: pa.Buffer) -> None:
+        """Write a serialized batch; on return the operating system has it.
 
-    def append(self, batch: pa.RecordBatch) -> None:
-        """Write one batch; on return the operating system has it.
-
-        Raises `OSError`: it could not be written. The files are unchanged.
+        Raises `LogFullError`: the log would exceed its maximum size. `OSError`: the batch
+        could not be written. The files are unchanged.
         """
-        self.append_buffer(batch.serialize(), batch.num_rows)
-
-    def append_buffer(self, data: pa.Buffer, n_rows: int) -> None:
-        """Write a serialized batch as `append` does."""
         if self._closed:
             raise OSError(errno.EBADF, f"the {self._stem} are closed")
-        if self._file is None or self._overflows(len(memoryview(data)), n_rows):
-            self.start()
-        self._write(data)
-        self._rows += n_rows
-
-    def close(self) -> None:
-        """End the stream and close the file."""
-        self._closed = True
-        if self._file is not None:
-            # a stream without an end marker is complete too
-            with suppress(OSError):
-                self._write(pa.py_buffer(END_OF_STREAM))
-            os.close(self._file)
-            self._file = None
-
-    def _overflows(self, n_bytes: int, n_rows: int) -> bool:
-        return self._rows > 0 and (
-            self._end + n_bytes > self._max_file_bytes
-            or self._rows + n_rows > self._max_file_rows
+        total = self.total_bytes + batch.size
+        starts = self._file is None or (
+            self._end > self._head.size
+            and self._end + batch.size > self._max_file_bytes
         )
+        if starts:
+            total += self._head.size
+            total += 0 if self._file is None else len(END_OF_STREAM)
+        if total > self.max_total_bytes:
+            limit = f"the limit is {self.max_total_bytes}"
+            message = f"the {self._stem} would take {total} bytes; {limit}"
+            raise LogFullError(errno.ENOSPC, message)
+        if starts:
+            self.start()
+        assert self._file is not None
+        self._end = self._write(self._file, batch, self._end)
 
     def start(self) -> None:
-        """Create the next file, then end the full one; done by `append` if needed."""
+        """Create the next file, then end the one before; done by `append` if needed."""
         path = self.path_of(self._files)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        old, old_end = self._file, self._end
-        self._file, self._end = os.open(path, flags, 0o644), 0
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            self._write(self._schema.serialize())
+            end = self._write(file, self._head, 0)
             if self._fsync:
                 # the file's name must survive a crash as well
                 folder = os.open(self._directory, os.O_RDONLY)
@@ -119,30 +104,39 @@ class AppendLog:
                 finally:
                     os.close(folder)
         except OSError:
-            os.close(self._file)
+            os.close(file)
             path.unlink()
-            self._file, self._end = old, old_end
             raise
+        self._finish()
+        self._file, self._end = file, end
         self._files += 1
-        self._rows = 0
-        self._full_bytes += old_end
-        if old is not None:
+
+    def close(self) -> None:
+        """End the stream and close the file."""
+        self._closed = True
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._file is not None:
             # a stream without an end marker is complete too
             with suppress(OSError):
-                self._full_bytes += os.write(old, END_OF_STREAM)
-            os.close(old)
+                self._end = self._write(self._file, END_OF_STREAM, self._end)
+            os.close(self._file)
+            self._file = None
+            self._full_bytes += self._end
+            self._end = 0
 
-    def _write(self, buffer: pa.Buffer) -> None:
-        assert self._file is not None
-        left = memoryview(buffer)
+    def _write(self, file: int, data: pa.Buffer | bytes, begin: int) -> int:
+        """Write at the end of a file, which is at ``begin``; return the new end."""
+        left = memoryview(data)
         try:
             while left:
-                left = left[os.write(self._file, left) :]
+                left = left[os.write(file, left) :]
             if self._fsync:
-                os.fsync(self._file)
+                os.fsync(file)
         except OSError:
             # half a batch would hide all later ones from readers
-            os.ftruncate(self._file, self._end)
-            os.lseek(self._file, self._end, os.SEEK_SET)
+            os.ftruncate(file, begin)
+            os.lseek(file, begin, os.SEEK_SET)
             raise
-        self._end += len(memoryview(buffer))
+        return begin + memoryview(data).nbytes

@@ -7,6 +7,7 @@ asked to.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trajkit_shim.chat.request import ChatRequest
 
@@ -14,8 +15,7 @@ AGENT = "agent"
 """The kind of a known harness's call that matches no side call."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SideCall:
+class SideCall(NamedTuple):
     """A call that is recognized by all given marks."""
 
     kind: str
@@ -34,78 +34,76 @@ class SideCall:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HarnessSignature:
+class HarnessSignature(NamedTuple):
     """How to recognize a harness, and how it names its agents."""
 
     name: str
     header: str  # a header, and the start of its value
+    side_calls: tuple[SideCall, ...]
     starts: str = ""
     # headers with the ids of the agent (null: the main one) and of its parent; empty:
     # it does not name them
     agent: str = ""
     parent: str = ""
-    side_calls: tuple[SideCall, ...]
 
 
-# Spec: engines-and-clients 6.1, and the texts in the client, version 2.1.197.
-CLAUDE_CODE = HarnessSignature(
-    name="claude-code",
-    header="x-claude-code-session-id",
-    agent="x-claude-code-agent-id",
-    parent="x-claude-code-parent-agent-id",
-    side_calls=(
-        SideCall(kind="probe", last="quota", max_tokens=1),
-        SideCall(kind="title", system="Generate a concise, sentence-case title"),
-        SideCall(kind="title", system="succinct title and git branch name"),
-        SideCall(
-            kind="compaction", last="Your task is to create a detailed summary of"
+HARNESSES = (
+    # Spec: engines-and-clients 6.1, and the texts in the client, version 2.1.197.
+    HarnessSignature(
+        name="claude-code",
+        header="x-claude-code-session-id",
+        agent="x-claude-code-agent-id",
+        parent="x-claude-code-parent-agent-id",
+        side_calls=(
+            SideCall("probe", last="quota", max_tokens=1),
+            SideCall("title", system="Generate a concise, sentence-case title"),
+            SideCall("title", system="succinct title and git branch name"),
+            SideCall("compaction", last="Your task is to create a detailed summary of"),
+        ),
+    ),
+    # Spec: engines-and-clients 6.2, and the texts in the client, version 0.169.0. Each
+    # agent is a thread, including the main one.
+    HarnessSignature(
+        name="codex",
+        header="originator",
+        starts="codex",
+        agent="thread-id",
+        parent="x-codex-parent-thread-id",
+        side_calls=(SideCall("compaction", last="CONTEXT CHECKPOINT COMPACTION"),),
+    ),
+    # The texts in the client, version 0.61.0.
+    HarnessSignature(
+        name="gemini-cli",
+        header="user-agent",
+        starts="GeminiCLI",
+        side_calls=(
+            SideCall("compaction", system="distilling chat history into a structured"),
+        ),
+    ),
+    # The texts in the client, version 1.18.33. Each agent is a session of its own.
+    HarnessSignature(
+        name="opencode",
+        header="user-agent",
+        starts="opencode/",
+        agent="x-session-id",
+        parent="x-parent-session-id",
+        side_calls=(
+            SideCall("title", system="You are a title generator"),
+            SideCall("compaction", last="Here is the conversation so far:"),
+        ),
+    ),
+    # The texts in the client, version 0.15.10.
+    HarnessSignature(
+        name="qwen-code",
+        header="user-agent",
+        starts="QwenCode/",
+        side_calls=(
+            SideCall("compaction", system="summarizes internal chat history into a"),
+            SideCall("memory", system="the managed memory extraction subagent"),
+            SideCall("title", system="Generate a concise, sentence-case title"),
         ),
     ),
 )
-# Spec: engines-and-clients 6.2, and the texts in the client, version 0.169.0. Each agent
-# is a thread, including the main one.
-CODEX = HarnessSignature(
-    name="codex",
-    header="originator",
-    starts="codex",
-    agent="thread-id",
-    parent="x-codex-parent-thread-id",
-    side_calls=(SideCall(kind="compaction", last="CONTEXT CHECKPOINT COMPACTION"),),
-)
-# The texts in the client, version 0.61.0.
-GEMINI_CLI = HarnessSignature(
-    name="gemini-cli",
-    header="user-agent",
-    starts="GeminiCLI",
-    side_calls=(
-        SideCall(kind="compaction", system="distilling chat history into a structured"),
-    ),
-)
-# The texts in the client, version 1.18.33. Each agent is a session of its own.
-OPENCODE = HarnessSignature(
-    name="opencode",
-    header="user-agent",
-    starts="opencode/",
-    agent="x-session-id",
-    parent="x-parent-session-id",
-    side_calls=(
-        SideCall(kind="title", system="You are a title generator"),
-        SideCall(kind="compaction", last="Here is the conversation so far:"),
-    ),
-)
-# The texts in the client, version 0.15.10.
-QWEN_CODE = HarnessSignature(
-    name="qwen-code",
-    header="user-agent",
-    starts="QwenCode/",
-    side_calls=(
-        SideCall(kind="compaction", system="summarizes internal chat history into a"),
-        SideCall(kind="memory", system="the managed memory extraction subagent"),
-        SideCall(kind="title", system="Generate a concise, sentence-case title"),
-    ),
-)
-HARNESSES = (CLAUDE_CODE, CODEX, GEMINI_CLI, OPENCODE, QWEN_CODE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

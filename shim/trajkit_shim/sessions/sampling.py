@@ -23,11 +23,7 @@ T = TypeVar("T")
 
 
 def parse_pins(value: object) -> SamplingParams:
-    """Read the ``sampling`` object of a session that is being opened.
-
-    It takes the parameters of a chat request and, under ``extra``, parameters that are
-    passed to the engine unchanged.
-    """
+    """Read a session's ``sampling``: as in a chat request, with ``extra`` as it is."""
     if value is None:
         return SamplingParams()
     fields = Fields(as_object(value, "sampling"), "sampling")
@@ -42,8 +38,8 @@ def parse_client_sampling(value: object) -> frozenset[str]:
     names = as_list(value, "client_sampling")
     for i, name in enumerate(names):
         if name not in SHAPING:
-            known = ", ".join(SHAPING)
-            refuse(f"client_sampling[{i}]", f"{name!r} is not one of {known}")
+            rule = f"{name!r} is not one of {', '.join(SHAPING)}"
+            refuse(f"client_sampling[{i}]", rule)
     return frozenset(map(str, names))
 
 
@@ -61,13 +57,12 @@ def resolve(
 
     The limit on new tokens is the smallest of the client's (``requested``), the
     session's (``pins``), the gateway's (``max_tokens``) and the ``room`` left in the
-    context. ``client`` has the names in `SHAPING` that the client may set,
-    ``structural_tag`` the grammar of the reply (`trajkit_shim.replies.grammar`).
+    context. ``client`` has the names in `SHAPING` that the client may set.
     """
     shaping = {name: getattr(pins, name) for name in SHAPING}
     for name in client:
         shaping[name] = _first(getattr(requested, name), shaping[name])
-    limits = [requested.max_tokens, pins.max_tokens, max_tokens, room]
+    limits = (requested.max_tokens, pins.max_tokens, max_tokens, room)
     return Sampling(
         max_new_tokens=min(limit for limit in limits if limit is not None),
         **shaping,

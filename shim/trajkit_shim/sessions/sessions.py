@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 from trajkit_shim.chat.sampling_params import SamplingParams
@@ -24,9 +23,8 @@ from trajkit_shim.prompting.reply_matching import Known, ReplyIndex
 from trajkit_shim.prompting.token_cache import TokenCache
 from trajkit_shim.retries import RetryIndex
 from trajkit_shim.sessions.agent_starts import AgentStarts
-from trajkit_shim.sessions.delta_writer import DeltaEncoder
 from trajkit_shim.sessions.quotas import Budget, Limits, Reservation
-from trajkit_shim.sessions.used_ids import UsedIds
+from trajkit_shim.sessions.turn_log import WrittenTurns
 
 # allowed in an HTTP header and in paths, except . and .., which clients resolve
 _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")
@@ -58,54 +56,54 @@ class Terms:
     group_id: str | None = None  # the task, shared by several rollouts
 
 
-class OutcomeFields(TypedDict, total=False):
-    """The fields of an outcome that a request sets."""
+class Outcome(TypedDict, total=False):
+    """What the trainer reports about a session."""
 
     reward: float | None
     error: str | None
     metadata: dict[str, object]
 
 
-@dataclass(slots=True, kw_only=True)
-class Outcome:
-    """What the trainer reports about a session."""
-
-    reward: float | None = None
-    error: str | None = None
-    metadata: dict[str, object] = field(default_factory=dict)
-
-    def updated(self, fields: OutcomeFields) -> "Outcome":
-        """Return it with the given fields; metadata is merged.
-
-        Raises a 413 `GatewayError` if that makes it too long.
-        """
-        metadata = {**self.metadata, **fields.get("metadata", {})}
-        error = fields.get("error", self.error)
-        length = len(error or "") + len(_as_json(metadata))
-        if length > MAX_OUTCOME:
-            message = f"metadata and error are {length} characters; the limit is "
-            message += str(MAX_OUTCOME)
-            raise GatewayError(message, 413, code="metadata_too_long", param="metadata")
-        reward = fields.get("reward", self.reward)
-        return Outcome(reward=reward, error=error, metadata=metadata)
+_NOTHING_KNOWN: Outcome = {"reward": None, "error": None, "metadata": {}}
 
 
-@dataclass(slots=True, kw_only=True)
+def _updated(outcome: Outcome, fields: Outcome) -> Outcome:
+    """Return an outcome with the given fields; metadata is merged.
+
+    Raises a 413 `GatewayError` if that makes it too long.
+    """
+    new: Outcome = {**outcome, **fields}
+    new["metadata"] = {**outcome["metadata"], **fields.get("metadata", {})}
+    length = len(new["error"] or "") + len(_as_json(new["metadata"]))
+    if length > MAX_OUTCOME:
+        message = (
+            f"metadata and error are {length} characters; the limit is {MAX_OUTCOME}"
+        )
+        raise GatewayError(message, 413, code="metadata_too_long", param="metadata")
+    return new
+
+
+@dataclass(kw_only=True)
 class Counts:
-    """What happened in a session."""
+    """What happened in a session, as ``GET /sessions/{id}`` names it."""
 
-    recorded: int = 0  # recorded turns, including aborted ones; the next turn's index
+    turns: int = 0  # recorded turns, including aborted ones; the next turn's index
     answered: int = 0  # turns with an answer
     undelivered: int = 0  # answered turns whose answer was lost
     retried: int = 0  # unmarked retries
+    replayed: int = 0  # requests that got an earlier reply or joined a running call
     dropped: int = 0  # turns below this index were dropped
     unattributed: int = 0  # recorded turns without attribution
     # recorded turns by how their prompts were built: append, or why not
     prompts: Counter[str] = field(default_factory=Counter)
+    # assistant messages of requests, by what they are
+    echo: Counter[Known] = field(
+        default_factory=lambda: Counter(dict.fromkeys(get_args(Known), 0))
+    )
     # offered tools that only a provider can run, by type, over all recorded calls
-    left_out: Counter[str] = field(default_factory=Counter)
+    tools_left_out: Counter[str] = field(default_factory=Counter)
     # sampling parameters that were requested and ignored, over all recorded calls
-    ignored_params: Counter[str] = field(default_factory=Counter)
+    sampling_overruled: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -118,50 +116,30 @@ class Record:
     outcome: Outcome
     budget: Budget
     counts: Counts = field(default_factory=Counts)
-    reply_counts: Counter[Known] = field(default_factory=Counter)
-    replayed: int = 0
     ended_by: EndedBy | None = None
     written: bool = False  # the latest line in the log is up to date
 
-    def describe(self, in_flight: int = 0) -> dict[str, object]:
-        """Return the session for ``GET /sessions/{id}``."""
-        counts = self.counts
+    def describe(self) -> dict[str, object]:
+        """Return the session for ``GET /sessions/{id}``, without calls."""
         return {
             "session_id": self.session_id,
             "status": "open" if self.ended_by is None else "closed",
             "ended_by": self.ended_by,
-            "turns": counts.recorded,
-            "answered": counts.answered,
-            "undelivered": counts.undelivered,
-            "retried": counts.retried,
-            "dropped": counts.dropped,
-            "unattributed": counts.unattributed,
-            "in_flight": in_flight,
+            **vars(self.counts),
+            "in_flight": 0,
             "prompt_tokens": self.budget.prompt_tokens,
             "output_tokens": self.budget.output_tokens,
             **asdict(self.terms.limits),
             "ttl_seconds": self.terms.ttl_seconds,
-            "echo": {kind: self.reply_counts[kind] for kind in get_args(Known)},
-            "prompts": dict(counts.prompts),
-            "replayed": self.replayed,
-            "tools_left_out": dict(counts.left_out),
-            "sampling_overruled": dict(counts.ignored_params),
             "group_id": self.terms.group_id,
-            **asdict(self.outcome),
+            **self.outcome,
         }
 
     def line(self) -> dict[str, object]:
         """Return the session as a line of `sessions.turn_log.SESSION_LINES`."""
         return {
-            "session_id": self.session_id,
-            "reward": self.outcome.reward,
-            "group_id": self.terms.group_id,
-            "error": self.outcome.error,
-            "ended_by": self.ended_by,
-            "turns": self.counts.recorded,
-            "prompt_tokens": self.budget.prompt_tokens,
-            "output_tokens": self.budget.output_tokens,
-            "metadata": _as_json(self.outcome.metadata),
+            **self.describe(),
+            "metadata": _as_json(self.outcome["metadata"]),
             "written_at": datetime.now(UTC),
         }
 
@@ -180,11 +158,9 @@ class Session:
         self.closing = False  # accepts no new calls
         self.closed = False  # records no more turns
         self.calls: set[asyncio.Task[Any]] = set()
-        # keys of the messages whose body is in the log
-        self.logged_keys: set[bytes] = set()
-        self.encoder = DeltaEncoder()  # its recorded turns, for the delta form
+        self.written = WrittenTurns()
         # its replies, to recognize them
-        self.replies = ReplyIndex(counts=record.reply_counts)
+        self.replies = ReplyIndex(counts=record.counts.echo)
         # the token ids of its prompts and replies
         self.paths = TokenCache()
         self.retries = RetryIndex()
@@ -229,18 +205,16 @@ class Session:
 
     def describe(self) -> dict[str, object]:
         """Return the session for ``GET /sessions/{id}``."""
-        self.record.replayed = self.retries.replayed
-        shown = self.record.describe(len(self.calls))
+        shown = {**self.record.describe(), "in_flight": len(self.calls)}
         return {**shown, "status": "closing"} if self.closing else shown
 
 
 class SessionStore:
     """All sessions of one gateway, by id.
 
-    ``write``: writes a line of `sessions.turn_log.SESSION_LINES` whenever a session is
-    opened, ends, or is updated after that. ``amend``: takes a session's id and the
-    indices of its dropped turns. ``clock``: by default the event loop. ``max_ended``:
-    ended sessions to remember, so that their calls get a specific error.
+    ``write`` gets a line whenever a session is opened, ends, or is updated after that,
+    ``amend`` a session's id and the indices of its dropped turns. ``max_ended`` sessions
+    are remembered, so that their calls get a specific error.
     """
 
     def __init__(
@@ -258,10 +232,10 @@ class SessionStore:
         self._open: dict[str, Session] = {}
         self._ended: OrderedDict[str, Record] = OrderedDict()
         self._ids: dict[str, str] = {}  # of open and ended sessions, by API key
-        self._forgotten = 0
         # of ended and forgotten sessions
         self._past_turns = 0
-        self._used = UsedIds()
+        # hashes of the ids of forgotten sessions; an id would take three times as much
+        self._forgotten: set[int] = set()
         self.draining = False
 
     def open(
@@ -271,14 +245,14 @@ class SessionStore:
         outcome: Outcome | None = None,
     ) -> Session:
         """Open a session under the given id, which must be new, or a generated one."""
-        if self.draining:
-            raise _draining()
+        self._check_draining()
         if session_id is None:
             session_id = f"s-{secrets.token_hex(16)}"
         if not _ID.fullmatch(session_id):
             rule = "1 to 200 letters, digits and ._~:@- (not . or ..)"
             refuse("session_id", f"{session_id!r}: {rule}")
-        if any(session_id in ids for ids in (self._open, self._ended, self._used)):
+        known = session_id in self._open or session_id in self._ended
+        if known or hash(session_id) in self._forgotten:
             message = f"session {session_id!r} was opened before"
             raise GatewayError(message, 409, code="session_exists", param="session_id")
         terms = terms or Terms()
@@ -287,19 +261,17 @@ class SessionStore:
                 session_id=session_id,
                 api_key=f"tk-{secrets.token_hex(16)}",
                 terms=terms,
-                outcome=outcome or Outcome(),
+                outcome=_updated(_NOTHING_KNOWN, outcome or {}),
                 budget=Budget(terms.limits),
             )
         )
 
     def reopen(self, session_id: str) -> Session:
-        """Open an ended session again; its turn indices continue.
+        """Open an ended session again, whose turn indices continue.
 
-        Replies from before are not recognized. Raises `GatewayError`: 404: there is no
-        such session. 409: it is open.
+        Replies from before are not recognized.
         """
-        if self.draining:
-            raise _draining()
+        self._check_draining()
         record = self.record(session_id)
         if session_id in self._open:
             message = f"session {session_id!r} is open"
@@ -310,9 +282,8 @@ class SessionStore:
         except GatewayError:
             record.ended_by = before
             raise
-        session.retries.replayed = record.replayed
         del self._ended[session_id]
-        self._past_turns -= record.counts.recorded
+        self._past_turns -= record.counts.turns
         return session
 
     def _begin(self, record: Record) -> Session:
@@ -322,21 +293,24 @@ class SessionStore:
         self._open[record.session_id] = session
         self._ids[record.api_key] = record.session_id
         ttl = record.terms.ttl_seconds
-        if ttl is not None:
-            again = partial(self._look, session, clock, ttl)
-            session.timer = clock.call_later(ttl, again)
+        if ttl is None:
+            return session
+
+        def look() -> None:
+            """Close the session if it has been idle for that long, or look again."""
+            busy = session.requests or session.closing
+            left = ttl if busy else session.active_at + ttl - clock.time()
+            if left > 0:
+                session.timer = clock.call_later(left, look)
+            else:
+                self.end(session, "idle")
+
+        session.timer = clock.call_later(ttl, look)
         return session
 
-    def _look(self, session: Session, clock: Clock, ttl: float) -> None:
-        """Close a session that has been idle for ``ttl`` seconds, or look again."""
-        left = session.active_at + ttl - clock.time()
-        if session.requests or session.closing:
-            left = ttl
-        if left > 0:
-            again = partial(self._look, session, clock, ttl)
-            session.timer = clock.call_later(left, again)
-        else:
-            self.end(session, "idle")
+    def _check_draining(self) -> None:
+        if self.draining:
+            raise GatewayError("the gateway is shutting down", 503, code="draining")
 
     def _write_line(self, record: Record) -> None:
         record.written = False
@@ -346,10 +320,6 @@ class SessionStore:
             message = f"the session could not be written: {error}"
             raise GatewayError(message, 500, code="log_failed") from error
         record.written = True
-
-    def find(self, session_id: str) -> Session | None:
-        """Return the open session with that id, if any."""
-        return self._open.get(session_id)
 
     def record(self, session_id: str) -> Record:
         """Return the record of a session, open or ended, or raise a 404."""
@@ -362,8 +332,7 @@ class SessionStore:
 
     def describe(self, session_id: str) -> dict[str, object]:
         """Return the session for ``GET /sessions/{id}``."""
-        session = self._open.get(session_id)
-        return (session or self.record(session_id)).describe()
+        return (self._open.get(session_id) or self.record(session_id)).describe()
 
     def matching(self, wanted: Mapping[str, str]) -> Iterator[dict[str, object]]:
         """Yield the sessions with the given values of `FILTERS`, open ones first."""
@@ -378,33 +347,30 @@ class SessionStore:
                 yield self.describe(record.session_id)
 
     def authorise(self, claims: Iterable[str]) -> Session:
-        """Return the open session whose key a call has.
+        """Return the open session of the first claim that is a session's key.
 
-        ``claims``: what may be the key; the first that exists is used. Raises
-        `GatewayError`: 401: there is no such session. 410: it is closed. 503: the
-        gateway is shutting down.
+        Raises `GatewayError`: 401: none is. 410: the session is closed. 503: the gateway
+        is shutting down.
         """
-        for claim in claims:
-            session_id = self._ids.get(claim)
-            if session_id is None:
-                continue
-            session = self._open.get(session_id)
-            if session is None:
-                raise closed_error(session_id)
-            session.check_open()
-            if self.draining:
-                raise _draining()
-            return session
-        message = "no such session: send the api_key of POST /sessions as API key, as "
-        message += "header x-session-key, or as path prefix /s/{api_key}"
-        raise GatewayError(message, 401, code="invalid_api_key")
+        session_id = next((self._ids[key] for key in claims if key in self._ids), None)
+        if session_id is None:
+            message = (
+                "no such session: send the api_key of POST /sessions as API key, as "
+            )
+            message += "header x-session-key, or as path prefix /s/{api_key}"
+            raise GatewayError(message, 401, code="invalid_api_key")
+        session = self._open.get(session_id)
+        if session is None:
+            raise closed_error(session_id)
+        session.check_open()
+        self._check_draining()
+        return session
 
     def end(self, session: Session, how: EndedBy) -> None:
         """End a session now, so that no more turns are recorded. Idempotent.
 
-        Running calls are cancelled, and their clients get an error. Raises
-        `GatewayError`: 500: its line could not be written. The session has ended
-        anyway.
+        Running calls are cancelled, and their clients get an error. If its line cannot be
+        written (`GatewayError`), the session has ended anyway.
         """
         if session.closed:
             return
@@ -413,26 +379,23 @@ class SessionStore:
             session.timer.cancel()
         record = session.record
         record.ended_by = how
-        record.replayed = session.retries.replayed
         for memory in (
-            session.encoder,
+            session.written,
             session.replies,
             session.paths,
             session.retries,
             session.agent_starts,
         ):
             memory.clear()
-        session.logged_keys.clear()
         for call in session.calls:
             call.cancel()
         del self._open[session.session_id]
         self._ended[session.session_id] = record
-        self._past_turns += record.counts.recorded
+        self._past_turns += record.counts.turns
         while len(self._ended) > self._max_ended:
             name, oldest = self._ended.popitem(last=False)
             del self._ids[oldest.api_key]
-            self._used.add(name)
-            self._forgotten += 1
+            self._forgotten.add(hash(name))
         self._write_line(record)
 
     async def finish(
@@ -440,24 +403,22 @@ class SessionStore:
         session_id: str,
         how: EndedBy,
         wait_seconds: float = 0.0,
-        fields: OutcomeFields | None = None,
+        fields: Outcome | None = None,
     ) -> dict[str, object]:
         """End a session once its calls are over, and write its outcome.
 
-        ``how``: ignored if the session has ended before. ``wait_seconds``: how long
-        running calls may take before they are cancelled. New ones are rejected
-        meanwhile. ``fields``: for `Outcome.update`. Raises `GatewayError`: 404: there
-        is no such session.
+        Running calls are cancelled after ``wait_seconds``; new ones are rejected meanwhile.
+        ``how`` is ignored if the session has ended before.
         """
         record = self.record(session_id)
-        record.outcome.updated(fields or {})  # raises before the session closes
+        _updated(record.outcome, fields or {})  # raises before the session closes
         session = self._open.get(session_id)
         if session is not None:
             session.closing = True
             await _over(session.requests, wait_seconds)
         # if something else ended it meanwhile, that wrote the outcome known then
         outcome_written = session is None or session.closed
-        record.outcome = record.outcome.updated(fields or {})
+        record.outcome = _updated(record.outcome, fields or {})
         if session is not None:
             self.end(session, how)
             await stop(session)
@@ -472,7 +433,7 @@ class SessionStore:
         if session is not None:
             self.end(session, "drop")
             await stop(session)
-        turns = range(record.counts.dropped, record.counts.recorded)
+        turns = range(record.counts.dropped, record.counts.turns)
         if turns:
             try:
                 self._amend(session_id, turns)
@@ -485,7 +446,7 @@ class SessionStore:
             self._write_line(record)
         return record.describe()
 
-    async def drain(self, wait_seconds: float, how: EndedBy = "shutdown") -> None:
+    async def drain(self, wait_seconds: float) -> None:
         """Accept no more sessions and calls, and end all sessions.
 
         Running calls are cancelled after ``wait_seconds``.
@@ -496,7 +457,7 @@ class SessionStore:
         unwritten: list[GatewayError] = []
         for session in sessions:
             try:
-                self.end(session, how)
+                self.end(session, "shutdown")
             except GatewayError as error:
                 unwritten.append(error)
         for session in sessions:
@@ -509,18 +470,15 @@ class SessionStore:
         sessions = self._open.values()
         return {
             "open": len(sessions),
-            "closed": len(self._ended) + self._forgotten,
-            "forgotten": self._forgotten,
+            "closed": len(self._ended) + len(self._forgotten),
+            "forgotten": len(self._forgotten),
             "in_flight": sum(len(session.calls) for session in sessions),
-            "turns": sum((s.counts.recorded for s in sessions), self._past_turns),
+            "turns": sum((s.counts.turns for s in sessions), self._past_turns),
         }
 
 
 async def stop(session: Session) -> None:
-    """Return when all requests of an ended session have been answered.
-
-    A client that does not read its answer is given up after some seconds.
-    """
+    """Wait until the requests of an ended session are answered, for some seconds each."""
     await _over(session.requests, _GRACE_SECONDS)
     for task in session.requests.values():
         if task is not None:
@@ -538,7 +496,3 @@ async def _over(waiting: Iterable[asyncio.Future[None]], seconds: float) -> None
 def closed_error(session_id: str) -> GatewayError:
     """Return the error of a call to a session that has ended."""
     return GatewayError(f"session {session_id!r} is closed", 410, code="session_closed")
-
-
-def _draining() -> GatewayError:
-    return GatewayError("the gateway is shutting down", 503, code="draining")

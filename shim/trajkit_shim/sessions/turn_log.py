@@ -5,12 +5,9 @@ loses no turn that a client has seen. A kill can leave a torn last batch, of a t
 was never acknowledged. Whether an answer arrived is written to a second stream.
 """
 
-import errno
-import struct
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -18,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit import schema
+from trajkit import Recorder, schema
 from trajkit.io.ipc_compression import IpcCompressor
 from trajkit_shim.chat.request import LoggedMessage
 from trajkit_shim.engines.base import WeightSpan
@@ -26,48 +23,61 @@ from trajkit_shim.engines.routed_experts import COLUMN, experts_cell
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.reply_matching import START, next_position
 from trajkit_shim.sessions.append_log import AppendLog
-from trajkit_shim.sessions.delta_writer import Delta, DeltaEncoder
 
 Form: TypeAlias = Literal["full", "delta"]
 """Whether the log holds full prompts, or only what each adds to an earlier turn."""
 
 # which message each prompt token belongs to
-_SHOWN = list(schema.ATTRIBUTION)[2:]
-_PROVENANCE = pa.schema(
-    [
-        *_SHOWN,
-        pa.field("request_id", pa.string()),  # the id of the engine call
-        # request_id of the session's first turn with an identical request; null: none
-        pa.field("resend_of", pa.string()),
-        # request_id of the turn whose delivered reply an unmarked retry asks for again
-        # (retries); null if this turn is not a retry
-        pa.field("retry_of", pa.string()),
-        # index among the replies to one request; null: it asked for one
-        pa.field("choice", pa.int32()),
-        pa.field("model", pa.string()),
-        pa.field("protocol", pa.string()),  # protocol of the client
-        # who called, and what for (client_identity); null: unknown
-        pa.field("harness", pa.string()),
-        pa.field("agent_id", pa.string()),
-        pa.field("parent_agent_id", pa.string()),
-        pa.field("call_kind", pa.string()),
-        # the turn and the id of the tool call that started the agent of a conversation's
-        # first turn (agent_starts); null: none, or unknown
-        pa.field("started_by_turn", pa.int32()),
-        pa.field("started_by_call", pa.string()),
-        pa.field("sampling", pa.string()),  # parameters of the engine call, as JSON
-        # append or render; and why it was rendered (prompting.prompts.Reason)
-        pa.field("prompt_built", pa.string()),
-        pa.field("render_reason", pa.string()),
-        # BLAKE2b of prompt_ids as little-endian int32
-        pa.field("prompt_digest", pa.binary(16)),
-        # prompt tokens taken from the engine's prefix cache
-        pa.field("cached_tokens", pa.int32()),
-        # when the request was read, and when the sample was complete
-        pa.field("started_at", pa.timestamp("us", tz="UTC")),
-        pa.field("ended_at", pa.timestamp("us", tz="UTC")),
-    ]
-)
+_SHOWN = schema.ATTRIBUTION.names[2:]
+_TYPES: dict[object, pa.DataType] = {
+    str: pa.string(),
+    str | None: pa.string(),
+    int | None: pa.int32(),
+    bytes | None: pa.binary(16),
+    datetime: pa.timestamp("us", tz="UTC"),
+}
+
+
+@dataclass(kw_only=True)
+class Provenance:
+    """Where a turn comes from: the gateway's columns of the log, in their order."""
+
+    request_id: str  # the id of the engine call
+    # request_id of the session's first turn with an identical request; null: none
+    resend_of: str | None = None
+    # request_id of the turn whose delivered reply an unmarked retry asks for again
+    # (retries); null if this turn is not a retry
+    retry_of: str | None = None
+    # index among the replies to one request; null: it asked for one
+    choice: int | None = None
+    model: str
+    protocol: str | None = None  # protocol of the client
+    # who called, and what for (client_identity); null: unknown
+    harness: str | None = None
+    agent_id: str | None = None
+    parent_agent_id: str | None = None
+    call_kind: str | None = None
+    # the turn and the id of the tool call that started the agent of a conversation's
+    # first turn (agent_starts); null: none, or unknown
+    started_by_turn: int | None = None
+    started_by_call: str | None = None
+    sampling: str  # parameters of the engine call, as JSON
+    # append or render; and why it was rendered (prompting.prompts.Reason)
+    prompt_built: str | None = None
+    render_reason: str | None = None
+    # BLAKE2b of prompt_ids as little-endian int32
+    prompt_digest: bytes | None = None
+    # prompt tokens taken from the engine's prefix cache
+    cached_tokens: int | None
+    # when the request was read, and when the sample was complete
+    started_at: datetime
+    ended_at: datetime
+
+
+_PROVENANCE = [
+    *map(schema.ATTRIBUTION.field, _SHOWN),
+    *(pa.field(column.name, _TYPES[column.type]) for column in fields(Provenance)),
+]
 
 LOG_SCHEMA, DELTA_LOG_SCHEMA = (
     pa.schema([*turns, *_PROVENANCE], metadata=turns.metadata)
@@ -94,13 +104,11 @@ SESSION_LINES = pa.schema(
 one for each end or later update; the last line counts."""
 
 
-@dataclass(slots=True, kw_only=True)
-class LoggedTurn:
+@dataclass(kw_only=True)
+class LoggedTurn(Provenance):
     """One model call, complete except for its index in the session."""
 
     session_id: str
-    request_id: str
-    model: str
     prompt_ids: npt.NDArray[np.int32]
     output_ids: npt.NDArray[np.int32]
     output_logprobs: npt.NDArray[np.float32] | None
@@ -115,23 +123,6 @@ class LoggedTurn:
     ill_formed: bool
     trainable: bool
     weight_versions: tuple[WeightSpan, ...]
-    sampling: str
-    cached_tokens: int | None
-    started_at: datetime
-    ended_at: datetime
-    prompt_built: str | None = None
-    render_reason: str | None = None
-    prompt_digest: bytes | None = None
-    resend_of: str | None = None
-    retry_of: str | None = None
-    choice: int | None = None
-    protocol: str | None = None
-    harness: str | None = None
-    agent_id: str | None = None
-    parent_agent_id: str | None = None
-    call_kind: str | None = None
-    started_by_turn: int | None = None
-    started_by_call: str | None = None
     # the columns of schema.ATTRIBUTION. None: unknown, or not requested. The index has an
     # element for each of the prompt's last tokens; turns that the prompt extends have
     # those of the tokens before
@@ -141,8 +132,67 @@ class LoggedTurn:
     mm_items: list[Json] | None = None  # the images of the prompt
 
 
-class LogFullError(OSError):
-    """The log has reached its maximum size."""
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a turn shares with an earlier one: see `trajkit.schema.DELTA_FIELDS`."""
+
+    base_turn: int | None = None  # None: nothing is shared
+    shared_length: int = 0
+    shared_messages: int = 0
+
+
+class WrittenTurns:
+    """What the log has of one session."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        # keys of the messages whose body is in the log
+        self.keys: set[bytes] = set()
+        self.forget_turns()
+
+    def forget_turns(self) -> None:
+        """Have the next turn written in full; only the delta form has turns."""
+        self._recorder = Recorder()
+        # for each turn in the recorder its turn index, and the position after its
+        # messages and its reply
+        self._turns: list[tuple[int, bytes]] = []
+        # a tree of message lists: by position the one before it, and its length
+        self._nodes = {START: (START, 0)}
+
+    def add(self, turn: LoggedTurn, turn_index: int) -> Delta:
+        """Add a turn, and return what it shares with an earlier one (`trajkit.compact`).
+
+        Only messages that are written without their bodies can be shared.
+        """
+        recorded = self._recorder.record(
+            "", prompt_ids=turn.prompt_ids, output_ids=turn.output_ids
+        )
+        path = [START, *turn.positions]
+        if turn.response is not None:
+            path.append(next_position(path[-1], turn.response.key))
+        delta = Delta()
+        if recorded.base_turn is not None:
+            base, position = self._turns[recorded.base_turn]
+            before, depth = self._nodes[position]
+            while depth >= len(path) or path[depth] != position:
+                position = before
+                before, depth = self._nodes[position]
+            n_bare = turn.n_logged
+            while (
+                n_bare < len(turn.messages) and turn.messages[n_bare].key in self.keys
+            ):
+                n_bare += 1
+            delta = Delta(base, recorded.shared_length, min(depth, n_bare))
+        for depth in range(len(path) - 1, 0, -1):
+            if path[depth] in self._nodes:
+                # so are all before it
+                break
+            self._nodes[path[depth]] = path[depth - 1], depth
+        self._turns.append((turn_index, path[-1]))
+        return delta
 
 
 class TurnLog:
@@ -153,35 +203,14 @@ class TurnLog:
     sessions (`SESSION_LINES`). `trajkit.read_turns` and `trajkit.read_sessions` read the
     directory.
 
-    Parameters
-    ----------
-    directory : path
-        Created if missing. It must not contain a log, because session ids and turn
-        numbers of two gateways would collide.
-    fsync : bool
-        Also write each turn to disk, so that it survives a crash of the machine. All
-        calls wait for it.
-    form : "full" or "delta"
-        ``delta`` stores only what each prompt adds to an earlier turn of its session,
-        compressed.
-    max_file_bytes, max_file_turns : int, optional
-        Maximum size of one file of turns.
-    max_total_bytes : int, optional
-        Maximum size of all turns. Amendments and sessions, which are small, do not
-        count.
-    routed_experts : bool
-        Also write which experts each token of prompt and output was routed to
-        (`engines.routed_experts.COLUMN`).
-    attributed : bool
-        Include the columns `trajkit.schema.ATTRIBUTION`. Columns of nulls would take
-        0.4 kB per turn.
-    images : bool
-        Include ``mm_items``, for a model that takes images.
-
-    Raises
-    ------
-    FileExistsError
-        The directory contains a log.
+    The directory must not contain a log, because session ids and turn numbers of two
+    gateways would collide (`FileExistsError`). ``form``: ``delta`` stores only what each
+    prompt adds to an earlier turn of its session, compressed. ``fsync``: also write each
+    turn to disk, so that it survives a crash of the machine; all calls wait for it.
+    ``max_file_bytes`` limits one file, ``max_total_bytes`` all files of turns.
+    ``routed_experts`` adds the column `engines.routed_experts.COLUMN`, ``attributed`` those
+    of `trajkit.schema.ATTRIBUTION` (columns of nulls would take 0.4 kB per turn), and
+    ``images`` is for a model that takes images.
     """
 
     def __init__(
@@ -191,7 +220,6 @@ class TurnLog:
         form: Form = "full",
         fsync: bool = False,
         max_file_bytes: int | None = 1 << 30,
-        max_file_turns: int | None = None,
         max_total_bytes: int | None = None,
         routed_experts: bool = False,
         attributed: bool = True,
@@ -202,131 +230,111 @@ class TurnLog:
         self.images = images
         self._form = form
         columns = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
-        left_out = [] if attributed else [*_SHOWN]
-        left_out += [] if images else [columns.field("mm_items")]
-        kept = [field for field in columns if field not in left_out]
-        kept += [COLUMN] if routed_experts else []
-        self._schema = pa.schema(kept, columns.metadata)
-        self._attributed = attributed
-        self._with_experts = routed_experts
-        self._squeeze = IpcCompressor(self._schema)
-        self._row = _Row(self._schema)
-        self._max_total_bytes = max_total_bytes
-        opened = partial(
-            AppendLog, self.directory, fsync=fsync, max_file_bytes=max_file_bytes
+        # columns that the log does not have, and the option that left them out
+        self._left_out = {} if routed_experts else {COLUMN.name: "routed_experts=False"}
+        self._left_out |= {} if images else {"mm_items": "images=False"}
+        if not attributed:
+            self._left_out |= dict.fromkeys(_SHOWN, "attributed=False")
+        kept = [field for field in columns if field.name not in self._left_out]
+        self._columns = pa.struct(kept)
+        experts = [COLUMN] if routed_experts else []
+        self._schema = pa.schema([*kept, *experts], columns.metadata)
+        self._serialize: Callable[[pa.RecordBatch], pa.Buffer] = (
+            pa.RecordBatch.serialize if form == "full" else IpcCompressor(self._schema)
         )
-        self._turns = opened("turns", self._schema, max_file_rows=max_file_turns)
-        self._amendments = opened("amendments", schema.AMENDMENTS)
-        self._sessions = opened("sessions", SESSION_LINES)
+        self._turns = AppendLog(
+            self.directory,
+            "turns",
+            self._schema,
+            fsync=fsync,
+            max_file_bytes=max_file_bytes,
+            max_total_bytes=max_total_bytes,
+        )
+        self._amendments, self._sessions = (
+            AppendLog(
+                self.directory, stem, of, fsync=fsync, max_file_bytes=max_file_bytes
+            )
+            for stem, of in (
+                ("amendments", schema.AMENDMENTS),
+                ("sessions", SESSION_LINES),
+            )
+        )
         self._turns.start()
         self.path = self._turns.path_of(0)
 
     @property
     def full(self) -> bool:
         """Whether no further turn can be written."""
-        limit = self._max_total_bytes
-        return limit is not None and self._turns.total_bytes >= limit
+        return self._turns.total_bytes >= self._turns.max_total_bytes
 
-    def append(
-        self,
-        turn: LoggedTurn,
-        turn_index: int,
-        shown: Set[bytes],
-        deltas: DeltaEncoder | None = None,
-    ) -> set[bytes]:
+    def append(self, turn: LoggedTurn, turn_index: int, written: WrittenTurns) -> None:
         """Write one turn; on return the operating system has it.
 
-        ``turn_index``: its index in the session. ``shown``: the keys of the messages
-        whose body is in the session's log: they are not written again. ``deltas``: the
-        session's recorded turns, for the delta form. Returns what this turn adds to
-        ``shown``. Raises `LogFullError`: the log would exceed ``max_total_bytes``.
-        `OSError`: the turn could not be written. The log is unchanged.
+        ``written``: what the log has of the session. Raises as `AppendLog.append`.
         """
-        if not self._with_experts and turn.routed_experts is not None:
-            raise ValueError("the log was opened without routed_experts=True")
-        given = turn.prompt_message_index, turn.message_tool_names
-        if not self._attributed and any(one is not None for one in given):
-            raise ValueError("the log was opened with attributed=False")
+        for name, option in self._left_out.items():
+            if getattr(turn, name, None) is not None:
+                raise ValueError(f"the log was opened with {option}: it has no {name}")
         added: set[bytes] = set()
 
-        def fields(message: LoggedMessage) -> dict[str, object]:
-            known = message.key in shown or message.key in added
+        def fields_of(message: LoggedMessage) -> dict[str, object]:
+            known = message.key in written.keys or message.key in added
             added.add(message.key)
             body = None if known else message.body
             return {"key": message.key, "role": message.role, "body": body}
 
-        made: dict[str, object] = {"turn_index": turn_index, "output_mask": None}
-        made["weight_versions"] = list(map(asdict, turn.weight_versions)) or None
-        if self._with_experts:
-            made[COLUMN.name] = experts_cell(turn.routed_experts)
-        response = turn.response
-        if self._form == "full":
-            made["messages"] = list(map(fields, turn.messages))
-            made["response"] = None if response is None else fields(response)
-            made |= _attribution(turn, 0)
-            self._write(self._row.batch(turn, made).serialize())
-            return added
-        deltas = deltas or DeltaEncoder()
-        delta = _delta(turn, turn_index, shown, deltas)
-        made |= asdict(delta) | _attribution(turn, delta.shared_length)
-        made["suffix_ids"] = turn.prompt_ids[delta.shared_length :]
-        made["suffix_messages"] = [*map(fields, turn.messages[delta.shared_messages :])]
-        made["response"] = None if response is None else fields(response)
+        delta = Delta()
+        if self._form == "delta":
+            delta = written.add(turn, turn_index)
+        ids = turn.prompt_ids[delta.shared_length :]
+        messages = [*map(fields_of, turn.messages[delta.shared_messages :])]
+        # with columns of both forms, of which the log has one
+        row = {
+            **vars(turn),
+            **asdict(delta),
+            **_attribution(turn, delta.shared_length),
+            "turn_index": turn_index,
+            "prompt_ids": ids,
+            "suffix_ids": ids,
+            "messages": messages,
+            "suffix_messages": messages,
+            "response": None if turn.response is None else fields_of(turn.response),
+            "weight_versions": [*map(asdict, turn.weight_versions)] or None,
+        }
         try:
-            self._write(self._squeeze(self._row.batch(turn, made)))
+            # converting all values together takes less time than one by one
+            columns = pa.array([row], self._columns).flatten()
+            if COLUMN.name not in self._left_out:
+                columns.append(experts_cell(turn.routed_experts))
+            batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
+            self._turns.append(self._serialize(batch))
         except (OSError, pa.ArrowException):
             # no later turn may use this one as its base
-            deltas.clear()
+            written.forget_turns()
             raise
-        return added
-
-    def _write(self, data: pa.Buffer) -> None:
-        total = self._turns.bytes_with(data, 1)
-        if self._max_total_bytes is not None and total > self._max_total_bytes:
-            raise LogFullError(
-                errno.ENOSPC,
-                f"the turns would take {total} bytes; the limit is "
-                f"{self._max_total_bytes}",
-            )
-        self._turns.append_buffer(data, 1)
+        written.keys |= added
 
     def amend(
         self, session_id: str, turns: Sequence[int], reason: str, trainable: bool | None
     ) -> None:
         """Write what became known of turns: `trajkit.schema.AMENDMENTS`."""
+        names = schema.AMENDMENTS.names
         lines = [
-            dict(zip(schema.AMENDMENTS.names, line, strict=True))
-            for line in ((session_id, turn, reason, trainable) for turn in turns)
+            dict(zip(names, (session_id, turn, reason, trainable), strict=True))
+            for turn in turns
         ]
         batch = pa.RecordBatch.from_pylist(lines, schema.AMENDMENTS)
-        self._amendments.append(batch)
+        self._amendments.append(batch.serialize())
 
     def write_session(self, line: Mapping[str, object]) -> None:
         """Write the state of a session, the columns of `SESSION_LINES`."""
-        self._sessions.append(pa.RecordBatch.from_pylist([line], SESSION_LINES))
+        batch = pa.RecordBatch.from_pylist([line], SESSION_LINES)
+        self._sessions.append(batch.serialize())
 
     def close(self) -> None:
         """End the streams and close the files."""
-        for journal in (self._turns, self._amendments, self._sessions):
-            journal.close()
-
-
-def _delta(
-    turn: LoggedTurn, turn_index: int, shown: Set[bytes], deltas: DeltaEncoder
-) -> Delta:
-    """What a turn shares with an earlier one."""
-    n_bare, response = turn.n_logged, turn.response
-    while n_bare < len(turn.messages) and turn.messages[n_bare].key in shown:
-        n_bare += 1
-    before = turn.positions[-1] if turn.positions else START
-    return deltas.add(
-        turn_index,
-        turn.prompt_ids,
-        turn.output_ids,
-        turn.positions,
-        None if response is None else next_position(before, response.key),
-        n_bare,
-    )
+        for log in (self._turns, self._amendments, self._sessions):
+            log.close()
 
 
 def _attribution(turn: LoggedTurn, n_shared: int) -> dict[str, object]:
@@ -336,72 +344,10 @@ def _attribution(turn: LoggedTurn, n_shared: int) -> dict[str, object]:
     """
     index = turn.prompt_message_index
     if index is None:
-        return {"prompt_message_index": None, "prompt_is_content": None}
+        return {}
     n_earlier = len(turn.prompt_ids) - len(index)
     if (index[: max(0, n_shared - n_earlier)] >= 0).any():
         n_shared = 0
     earlier = np.full(max(0, n_earlier - n_shared), -1, np.int32)
     index = np.concatenate([earlier, index[max(0, n_shared - n_earlier) :]])
     return {"prompt_message_index": index, "prompt_is_content": index >= 0}
-
-
-class _Row:
-    """Builds batches of one turn.
-
-    Values that are not arrays are converted together, which takes less time.
-    """
-
-    def __init__(self, log_schema: pa.Schema) -> None:
-        self._schema = log_schema
-        # by the names of their fields; turns of one client have the same
-        self._structs: dict[tuple[str, ...], pa.StructType] = {}
-        self._nulls = {field.name: pa.nulls(1, field.type) for field in log_schema}
-        self._item_types = {
-            field.name: field.type.value_type
-            for field in log_schema
-            if _is_array(field.type)
-        }
-
-    def batch(self, turn: LoggedTurn, made: Mapping[str, object]) -> pa.RecordBatch:
-        """Return a turn: the columns in ``made``, and the others from its attributes."""
-        columns, row = dict(self._nulls), {}
-        for name in columns:
-            value = made[name] if name in made else getattr(turn, name)
-            if value is None:
-                continue
-            if name in self._item_types:
-                columns[name] = _cell(value, self._item_types[name])
-            else:
-                row[name] = value
-        names = tuple(row)
-        if names not in self._structs:
-            fields = [self._schema.field(name) for name in names]
-            self._structs[names] = pa.struct(fields)
-        columns |= zip(
-            names, pa.array([row], self._structs[names]).flatten(), strict=True
-        )
-        return pa.RecordBatch.from_arrays([*columns.values()], schema=self._schema)
-
-
-def _is_array(type_: pa.DataType) -> bool:
-    """Whether the values of a column are numpy or Arrow arrays, or null."""
-    if not pa.types.is_large_list(type_):
-        return False
-    return not (
-        pa.types.is_struct(type_.value_type) or pa.types.is_string(type_.value_type)
-    )
-
-
-def _cell(value: object, item_type: pa.DataType) -> pa.Array:
-    """An array of one element."""
-    if isinstance(value, pa.Array):
-        return value
-    assert isinstance(value, np.ndarray)
-    if value.dtype == np.bool_:
-        bits = pa.py_buffer(np.packbits(value, bitorder="little"))
-        items = pa.Array.from_buffers(item_type, len(value), [None, bits])
-    else:
-        items = pa.array(value, item_type)
-    offsets = pa.py_buffer(struct.pack("<qq", 0, len(value)))
-    kind = pa.large_list(item_type)
-    return pa.Array.from_buffers(kind, 1, [None, offsets], children=[items])

@@ -9,13 +9,13 @@ import trajkit as tk
 from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, ScriptedEngine
 from tests.shim.sessions.test_turn_log import turn
+from trajkit_shim.engines.model_config import config_number
 from trajkit_shim.engines.routed_experts import (
     experts_cell,
-    experts_per_token,
     read_experts,
 )
 from trajkit_shim.errors import EngineError
-from trajkit_shim.sessions.turn_log import TurnLog
+from trajkit_shim.sessions.turn_log import TurnLog, WrittenTurns
 
 
 def experts_of(n_tokens, first):
@@ -70,8 +70,8 @@ def test_a_turn_without_experts_has_none():
 
 def test_experts_are_not_lost_on_the_way(tmp_path):
     log = TurnLog(tmp_path)
-    with pytest.raises(ValueError, match="without routed_experts=True"):
-        log.append(turn(routed_experts=experts_of(4, 0)), 0, set())
+    with pytest.raises(ValueError, match="routed_experts=False"):
+        log.append(turn(routed_experts=experts_of(4, 0)), 0, WrittenTurns())
     log.close()
 
 
@@ -84,9 +84,9 @@ def test_experts_that_cannot_be_read(packed):
 def test_how_many_experts_a_model_has(tmp_path):
     config = tmp_path / "config.json"
     config.write_text('{"num_experts_per_tok": 8}')
-    assert experts_per_token(tmp_path) == 8
+    assert config_number(tmp_path, "num_experts_per_tok") == 8
     config.write_text('{"text_config": {"num_experts_per_tok": 4}}')
-    assert experts_per_token(tmp_path) == 4
+    assert config_number(tmp_path, "num_experts_per_tok") == 4
     config.write_text('{"num_experts_per_tok": null}')
     with pytest.raises(ValueError, match="has no num_experts_per_tok"):
-        experts_per_token(tmp_path)
+        config_number(tmp_path, "num_experts_per_tok")

@@ -24,7 +24,7 @@ from trajkit_shim.engines.base import (
 )
 from trajkit_shim.engines.checks import check_consumed, check_sample
 from trajkit_shim.engines.model_config import vocab_size
-from trajkit_shim.engines.sglang import SGLangEngine, read_sample
+from trajkit_shim.engines.sglang import SGLangEngine, SGLangReply
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
@@ -354,8 +354,10 @@ def changed(**meta):
     ],
 )
 async def test_replies_that_make_no_sense(reply, match):
+    one = SGLangReply()
+    one.add(reply)
     with pytest.raises(EngineError, match=match) as caught:
-        read_sample(reply, sampling_logprobs=False)
+        one.sample(sampling_logprobs=False)
     assert caught.value.status == 502
 
 

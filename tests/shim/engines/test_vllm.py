@@ -22,7 +22,7 @@ from starlette.routing import Route
 from tests.shim.fakes import engine_request
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.checks import check_sample
-from trajkit_shim.engines.vllm import StreamedReply, VLLMEngine, read_sample
+from trajkit_shim.engines.vllm import VLLMEngine, VLLMReply
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
@@ -270,16 +270,16 @@ async def test_a_stream():
 
 @given(st.lists(st.lists(st.integers(0, 4031), max_size=4), min_size=1, max_size=6))
 def test_the_events_of_a_stream_add_up_to_the_reply(pieces):
-    gathered = StreamedReply()
+    gathered, whole = VLLMReply(), VLLMReply()
     lines = streamed(*pieces).body.decode().split("\n\n")
     events = [line.removeprefix("data: ") for line in lines if line]
     told = [gathered.add(json.loads(event)) for event in events[:-1]]
     assert [ids for ids in told if ids] == [ids for ids in pieces if ids]
-    whole = read_sample(reply([*itertools.chain(*pieces)]))
-    result = read_sample(gathered.reply)
-    assert result.output_ids.tolist() == whole.output_ids.tolist()
-    assert result.output_logprobs.tolist() == whole.output_logprobs.tolist()
-    assert result.finish_reason == whole.finish_reason
+    whole.add(reply([*itertools.chain(*pieces)]))
+    result, expected = gathered.sample(), whole.sample()
+    assert result.output_ids.tolist() == expected.output_ids.tolist()
+    assert result.output_logprobs.tolist() == expected.output_logprobs.tolist()
+    assert result.finish_reason == expected.finish_reason
 
 
 @pytest.mark.parametrize(

@@ -128,4 +128,4 @@ async def test_the_embedded_engine_refuses(tmp_path):
         )
         assert gateway.turns() == []
     assert answer.status_code == 400
-    assert "cannot sample under a grammar" in answer.text
+    assert "has no parameter 'structural_tag'" in answer.text

@@ -22,8 +22,8 @@ from trajkit.errors import TornLogWarning
 from trajkit_shim.chat.request import logged_message
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.prompting.reply_matching import START, next_position
-from trajkit_shim.sessions.append_log import END_OF_STREAM
-from trajkit_shim.sessions.turn_log import LOG_SCHEMA, LogFullError, LoggedTurn, TurnLog
+from trajkit_shim.sessions.append_log import END_OF_STREAM, LogFullError
+from trajkit_shim.sessions.turn_log import LOG_SCHEMA, LoggedTurn, TurnLog, WrittenTurns
 
 ROOT = Path(__file__).parents[3]
 WHEN = datetime(2026, 1, 2, tzinfo=UTC)
@@ -57,7 +57,8 @@ def turn(**changes) -> LoggedTurn:
 
 def test_what_is_written_is_read_and_valid(tmp_path):
     log = TurnLog(tmp_path / "run", fsync=True, images=True)
-    shown = log.append(turn(), 0, set())
+    written = WrittenTurns()
+    log.append(turn(), 0, written)
     log.append(
         turn(
             output_ids=np.array([], np.int32),
@@ -67,7 +68,7 @@ def test_what_is_written_is_read_and_valid(tmp_path):
             trainable=False,
         ),
         1,
-        shown,
+        written,
     )
     log.close()
     table = read_log(log.path)
@@ -90,9 +91,9 @@ def test_a_body_is_written_where_the_session_first_has_it(tmp_path):
         return turn(messages=[logged_message(message)] * 2, response=None)
 
     log = TurnLog(tmp_path)
-    shown: set[bytes] = set()
+    written = WrittenTurns()
     for index, number in enumerate([1, 1.0, 1.0, 1]):
-        shown |= log.append(saying(number), index, shown)
+        log.append(saying(number), index, written)
     table = read_log(log.path)
     bodies = [[m["body"] for m in t["messages"]] for t in table.to_pylist()]
     one, other = (
@@ -111,14 +112,14 @@ def test_a_log_is_never_written_over(tmp_path):
 
 def test_a_log_without_an_end_is_read(tmp_path):
     log = TurnLog(tmp_path)
-    log.append(turn(), 0, set())
+    log.append(turn(), 0, WrittenTurns())
     assert read_log(log.path).num_rows == 1
     log.close()
 
 
 def test_a_write_that_fails_half_way_leaves_the_log_as_it_was(tmp_path, monkeypatch):
     log = TurnLog(tmp_path)
-    log.append(turn(), 0, set())
+    log.append(turn(), 0, WrittenTurns())
     before = log.path.read_bytes()
     write = os.write
     written = []
@@ -132,19 +133,19 @@ def test_a_write_that_fails_half_way_leaves_the_log_as_it_was(tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         with pytest.raises(OSError, match="No space left"):
-            log.append(turn(), 1, set())
+            log.append(turn(), 1, WrittenTurns())
     assert written == [100]
     assert log.path.read_bytes() == before
-    log.append(turn(), 1, set())
+    log.append(turn(), 1, WrittenTurns())
     assert read_log(log.path)["turn_index"].to_pylist() == [0, 1]
     log.close()
 
 
 def test_a_torn_last_turn_is_left_out_and_said_so(tmp_path):
     log = TurnLog(tmp_path / "whole")
-    log.append(turn(), 0, set())
+    log.append(turn(), 0, WrittenTurns())
     good = log.path.stat().st_size
-    log.append(turn(), 1, set())
+    log.append(turn(), 1, WrittenTurns())
     log.close()
     whole = log.path.read_bytes()[: -len(END_OF_STREAM)]
     torn = tmp_path / "turns-00000.arrows"
@@ -159,7 +160,7 @@ def test_a_short_write_is_finished(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda file, data: write(file, data[:7]))
         log = TurnLog(tmp_path)
-        log.append(turn(), 0, set())
+        log.append(turn(), 0, WrittenTurns())
     assert read_log(log.path).num_rows == 1
     log.close()
 
@@ -214,19 +215,6 @@ def batches_of(paths):
     return [pa.ipc.open_stream(path).read_all().num_rows for path in paths]
 
 
-def test_the_log_rolls_by_turns(tmp_path):
-    log = TurnLog(tmp_path, max_file_turns=2)
-    for k in range(5):
-        log.append(turn(), k, set())
-    log.close()
-    files = sorted(tmp_path.iterdir())
-    assert [file.name for file in files] == [f"turns-0000{k}.arrows" for k in range(3)]
-    assert batches_of(files) == [2, 2, 1]
-    # each ends as a stream does
-    assert all(file.read_bytes().endswith(END_OF_STREAM) for file in files)
-    assert tk.read_turns(tmp_path)["turn_index"].to_pylist() == list(range(5))
-
-
 @pytest.fixture
 def flushed(monkeypatch):
     """What was flushed to disk: of a file its name and size, of a folder its names."""
@@ -246,10 +234,15 @@ def flushed(monkeypatch):
 
 
 def test_every_batch_and_every_new_name_is_flushed_to_disk(tmp_path, flushed):
-    log = TurnLog(tmp_path, max_file_turns=2, fsync=True)
+    log = TurnLog(tmp_path / "sizes")
+    for k in range(2):
+        log.append(turn(), k, WrittenTurns())
+    two = log._turns.total_bytes
+    log.close()
+    log = TurnLog(tmp_path, max_file_bytes=two, fsync=True)
     for k in range(5):
         flushed.clear()
-        log.append(turn(), k, {})
+        log.append(turn(), k, WrittenTurns())
         name = f"turns-0000{k // 2}.arrows"
         assert flushed[-1] == (name, (tmp_path / name).stat().st_size)
         if k in (2, 4):
@@ -265,45 +258,48 @@ def test_every_batch_and_every_new_name_is_flushed_to_disk(tmp_path, flushed):
 
 def test_the_first_file_s_name_is_flushed_to_disk(tmp_path, flushed):
     log = TurnLog(tmp_path, fsync=True)
-    log.append(turn(), 0, {})
+    log.append(turn(), 0, WrittenTurns())
     assert {"turns-00000.arrows"} in flushed
     log.close()
 
 
 def test_nothing_is_flushed_to_disk_unless_asked(tmp_path, flushed):
-    log = TurnLog(tmp_path, max_file_turns=1)
+    log = TurnLog(tmp_path, max_file_bytes=1)
     for k in range(2):
-        log.append(turn(), k, {})
+        log.append(turn(), k, WrittenTurns())
     log.close()
     assert flushed == []
 
 
 def test_the_log_rolls_by_bytes(tmp_path):
     log = TurnLog(tmp_path / "one")
-    log.append(turn(), 0, set())
+    log.append(turn(), 0, WrittenTurns())
     head = log._turns.total_bytes
-    log.append(turn(), 1, set())
+    log.append(turn(), 1, WrittenTurns())
     each = log._turns.total_bytes - head
     most = head + 2 * each
     log.close()
     log = TurnLog(tmp_path / "two", max_file_bytes=most)
     for k in range(4):
-        log.append(turn(), k, set())
+        log.append(turn(), k, WrittenTurns())
     # longer than a file may be: alone in one
-    log.append(turn(prompt_ids=np.arange(most, dtype=np.int32)), 4, set())
-    log.append(turn(), 5, set())
+    log.append(turn(prompt_ids=np.arange(most, dtype=np.int32)), 4, WrittenTurns())
+    log.append(turn(), 5, WrittenTurns())
     total = log._turns.total_bytes
     log.close()
     files = sorted((tmp_path / "two").iterdir())
+    assert [file.name for file in files] == [f"turns-0000{k}.arrows" for k in range(4)]
     assert batches_of(files) == [3, 1, 1, 1]
+    # each ends as a stream does
+    assert all(file.read_bytes().endswith(END_OF_STREAM) for file in files)
     sizes = [file.stat().st_size for file in files]
     assert sum(sizes) == total + len(END_OF_STREAM)
     assert tk.read_turns(tmp_path / "two")["turn_index"].to_pylist() == list(range(6))
 
 
 def test_a_log_that_cannot_roll_stays_as_it_was(tmp_path, monkeypatch):
-    log = TurnLog(tmp_path, max_file_turns=1)
-    log.append(turn(), 0, set())
+    log = TurnLog(tmp_path, max_file_bytes=1)
+    log.append(turn(), 0, WrittenTurns())
     before = log.path.read_bytes()
 
     def full(file, data):
@@ -312,21 +308,21 @@ def test_a_log_that_cannot_roll_stays_as_it_was(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         with pytest.raises(OSError, match="No space left"):
-            log.append(turn(), 1, set())
+            log.append(turn(), 1, WrittenTurns())
     assert [file.name for file in tmp_path.iterdir()] == [log.path.name]
     assert log.path.read_bytes() == before
-    log.append(turn(), 1, set())
+    log.append(turn(), 1, WrittenTurns())
     log.close()
     assert tk.read_turns(tmp_path)["turn_index"].to_pylist() == [0, 1]
 
 
 def fill(log):
     for k in count():
-        log.append(turn(), k, set())
+        log.append(turn(), k, WrittenTurns())
 
 
 def test_a_log_has_no_more_bytes_than_it_may(tmp_path):
-    log = TurnLog(tmp_path, max_total_bytes=10_000, max_file_turns=1)
+    log = TurnLog(tmp_path, max_total_bytes=10_000, max_file_bytes=1)
     assert not log.full
     with pytest.raises(LogFullError, match="the limit is 10000"):
         fill(log)
@@ -346,7 +342,7 @@ def test_a_closed_log_takes_nothing(tmp_path):
     log = TurnLog(tmp_path)
     log.close()
     with pytest.raises(OSError, match="closed"):
-        log.append(turn(), 0, set())
+        log.append(turn(), 0, WrittenTurns())
     with pytest.raises(OSError, match="closed"):
         log.amend("s", [0], "dropped", False)
     assert [path.name for path in tmp_path.iterdir()] == ["turns-00000.arrows"]
@@ -363,9 +359,9 @@ def test_a_directory_that_holds_any_of_a_log_is_refused(tmp_path, stem):
 @pytest.mark.parametrize("form", ["full", "delta"])
 def test_what_prompt_tokens_show_may_be_left_out(tmp_path, form):
     log = TurnLog(tmp_path, form=form, attributed=False)
-    log.append(turn(), 0, set())
+    log.append(turn(), 0, WrittenTurns())
     with pytest.raises(ValueError, match="attributed=False"):
-        log.append(turn(message_tool_names=[None]), 1, set())
+        log.append(turn(message_tool_names=[None]), 1, WrittenTurns())
     log.close()
     turns = tk.read_turns(tmp_path)
     assert turns.num_rows == 1

@@ -14,8 +14,7 @@ so far, so they share one position.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from trajkit_shim.engines.base import Sampling
 from trajkit_shim.engines.embedded.script import Special
@@ -29,10 +28,7 @@ after them and their probability; empty at the end."""
 def lattice(
     vocabulary: Vocabulary, parts: Sequence[str | Special], drift: float
 ) -> Lattice:
-    """Return the spellings of a reply, given without its ``<|im_end|>``.
-
-    `KeyError` if a `Special` is not an added token of the vocabulary.
-    """
+    """Return the spellings of a reply, given without its ``<|im_end|>``."""
     steps: Lattice = []
     for part in (*parts, Special(END)):
         start = len(steps)
@@ -68,8 +64,7 @@ def lattice(
     return steps
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """The state after some tokens."""
 
     position: int  # in the text of every possible reply
@@ -87,24 +82,19 @@ class State:
     def after(self, token: int) -> "State":
         """Return the state after ``token``; `KeyError` if it cannot follow."""
         steps = [
-            (posterior, spelled, spelled[self.position][token])
+            (posterior, spelled, *spelled[self.position][token])
             for posterior, spelled in self.alive
             if token in spelled[self.position]
         ]
         if not steps:
             raise KeyError(token)
-        total = sum(posterior * chance for posterior, _, (_, chance) in steps)
-        return State(
-            steps[-1][2][0],
-            tuple((p * chance / total, spelled) for p, spelled, (_, chance) in steps),
-        )
+        total = sum(posterior * chance for posterior, _, _, chance in steps)
+        alive = tuple((p * chance / total, spelled) for p, spelled, _, chance in steps)
+        return State(steps[-1][2], alive)
 
 
 def start(replies: Sequence[tuple[float, Lattice]]) -> State:
-    """Return the state before the first token, from weighted replies.
-
-    Raises `ValueError` if there is no reply, or a weight is not a positive number.
-    """
+    """Return the state before the first token, from weighted replies."""
     weights = [weight for weight, _ in replies]
     if not weights or not all(0 < weight < math.inf for weight in weights):
         raise ValueError(f"reply weights {weights}: need one or more, each above 0")
@@ -130,8 +120,7 @@ def shaped(chances: dict[int, float], sampling: Sampling) -> dict[int, float]:
     top = ranked[0][1]
     powers = [(token, (p / top) ** (1 / temperature)) for token, p in ranked[:top_k]]
     share = top_p * sum(power for _, power in powers)
-    kept = {}
-    reached = 0.0
+    kept, reached = {}, 0.0
     for token, power in powers:
         if reached >= share:
             break

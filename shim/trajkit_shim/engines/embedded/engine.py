@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajkit_shim.engines import base
-from trajkit_shim.engines.checks import check_prompt
+from trajkit_shim.engines.checks import check_prompt, check_sampling
 from trajkit_shim.engines.embedded.distribution import State, lattice, shaped, start
 from trajkit_shim.engines.embedded.script import Policy, converse
 from trajkit_shim.engines.embedded.vocabulary import END, shipped
@@ -62,18 +62,17 @@ class EmbeddedEngine:
             vocab_size=self.vocabulary.size,
             max_context_tokens=max_context_tokens,
         )
-
         self._lattice = lru_cache(256)(partial(lattice, self.vocabulary, drift=drift))
 
     async def info(self) -> base.EngineInfo:
-        """Model name, vocabulary size and context length."""
+        """See `Engine`."""
         return self._info
 
     async def generate(self, request: base.EngineRequest) -> base.Sample:
         """See `Engine`."""
         prompt_ids, sampling = request.prompt_ids, request.sampling
         check_prompt(prompt_ids, self._info)
-        _check_sampling(sampling)
+        check_sampling(sampling, "embedded", ("top_p", "top_k", "stop"))
         room = self._info.max_context_tokens - sampling.max_new_tokens
         if len(prompt_ids) > room:
             message = f"{len(prompt_ids)} prompt tokens, and room for {max(room, 0)}"
@@ -84,8 +83,7 @@ class EmbeddedEngine:
         ends = {self.vocabulary.added[END], *sampling.stop_token_ids}
         stops = [text.encode() for text in sampling.stop]
         text = bytearray()
-        ids: list[int] = []
-        logprobs: list[float] = []
+        ids, logprobs = list[int](), list[float]()
         finish_reason = "length"
         while len(ids) < sampling.max_new_tokens:
             chances = shaped(state.next(), sampling)
@@ -116,21 +114,3 @@ class EmbeddedEngine:
         """The state after a prompt."""
         replies = self._policy(self.vocabulary.decode(prompt_ids.tolist()))
         return start([(reply.weight, self._lattice(reply.parts)) for reply in replies])
-
-
-def _check_sampling(sampling: base.Sampling) -> None:
-    """Reject invalid parameters."""
-    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
-    for name, valid, rule in (
-        ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),
-        ("temperature", 0 <= (temperature or 0) < math.inf, "in [0, inf)"),
-        ("top_p", top_p is None or 0 < top_p <= 1, "in (0, 1]"),
-        ("top_k", top_k in (None, -1) or top_k >= 1, "-1 or at least 1"),
-        ("stop", "" not in sampling.stop, "a text, as '' matches before any token"),
-    ):
-        if not valid:
-            raise EngineError(f"{name} = {getattr(sampling, name)} is not {rule}", 400)
-    if sampling.structural_tag is not None:
-        raise EngineError("the embedded engine cannot sample under a grammar", 400)
-    for name in sampling.extra:
-        raise EngineError(f"the embedded engine has no parameter {name!r}", 400)

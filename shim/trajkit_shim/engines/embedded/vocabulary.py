@@ -19,9 +19,8 @@ END = "<|im_end|>"
 class Vocabulary:
     """The bytes of every token of a byte-level BPE model in which each byte is a token.
 
-    ``size``: ids are in ``[0, size)``. ``spelling``: the bytes of each id. ``added``:
-    the added tokens by their text. ``by_bytes``: the ordinary tokens, of at most
-    ``longest`` bytes.
+    ``spelling`` has the bytes of each id, ``added`` the added tokens by their text, and
+    ``by_bytes`` the ordinary tokens, of at most ``longest`` bytes.
     """
 
     def __init__(self, tokenizer_json: str) -> None:

@@ -17,8 +17,7 @@ from trajkit import cli
 from trajkit_shim.chat.request import logged_message
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.embedded import EmbeddedEngine
-from trajkit_shim.sessions.delta_writer import DeltaEncoder
-from trajkit_shim.sessions.turn_log import DELTA_LOG_SCHEMA, TurnLog
+from trajkit_shim.sessions.turn_log import DELTA_LOG_SCHEMA, TurnLog, WrittenTurns
 
 TEXT = (Path(__file__).parents[3] / "trajkit" / "schema.py").read_text()
 
@@ -43,9 +42,9 @@ logged = st.lists(
 def written(directory, form, calls):
     """The table of a log of these calls."""
     log = TurnLog(directory, form=form)
-    shown, books, n_turns = {}, {}, {}
+    sessions, n_turns = {}, {}
     for name, prompt, output, heard, said in calls:
-        added = log.append(
+        log.append(
             turn(
                 session_id=name,
                 prompt_ids=prompt,
@@ -57,10 +56,8 @@ def written(directory, form, calls):
                 prompt_message_index=np.full(len(prompt), -1, np.int32),
             ),
             n_turns.get(name, 0),
-            shown.setdefault(name, set()),
-            books.setdefault(name, DeltaEncoder()),
+            sessions.setdefault(name, WrittenTurns()),
         )
-        shown[name] |= added
         n_turns[name] = n_turns.get(name, 0) + 1
     log.close()
     return tk.read_turns(directory)
@@ -83,8 +80,8 @@ def test_a_delta_log_is_the_full_log_compacted(tmp_path_factory, calls):
 
 def test_a_write_that_fails_is_no_base(tmp_path, monkeypatch):
     log = TurnLog(tmp_path / "run", form="delta", images=True)
-    book = DeltaEncoder()
-    shown = log.append(turn(), 0, set(), book)
+    book = WrittenTurns()
+    log.append(turn(), 0, book)
 
     def full(*_):
         raise OSError(errno.ENOSPC, "full")
@@ -93,9 +90,9 @@ def test_a_write_that_fails_is_no_base(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         with pytest.raises(OSError, match="full"):
-            log.append(longer, 1, shown, book)
-    log.append(longer, 1, shown, book)
-    log.append(longer, 2, shown, book)
+            log.append(longer, 1, book)
+    log.append(longer, 1, book)
+    log.append(longer, 2, book)
     log.close()
     table = read_log(log.path)
     assert table.schema.equals(DELTA_LOG_SCHEMA, check_metadata=True)
@@ -152,7 +149,7 @@ def test_a_delta_log_is_within_a_third_of_the_compact_form(tmp_path):
 def test_the_log_takes_little_more_than_the_table_that_it_is(tmp_path):
     """Turn by turn, with all that is known of each; compacted, Arrow's batch is one."""
     log = TurnLog(tmp_path, form="delta", attributed=False)
-    rng, shown, book = np.random.default_rng(0), set(), DeltaEncoder()
+    rng, book = np.random.default_rng(0), WrittenTurns()
     held, talk = np.empty(0, np.int32), []
     for index in range(8):
         said = {"role": "user", "content": str(index)}
@@ -178,7 +175,7 @@ def test_the_log_takes_little_more_than_the_table_that_it_is(tmp_path):
             agent_id="main",
             call_kind="agent",
         )
-        shown |= log.append(call, index, shown, book)
+        log.append(call, index, book)
         held, talk = np.append(prompt, output), [*talk, call.response]
     log.close()
     turns = tk.read_turns(tmp_path)
@@ -189,11 +186,13 @@ def test_the_log_takes_little_more_than_the_table_that_it_is(tmp_path):
 
 
 def test_a_message_that_is_written_with_its_body_is_not_shared():
-    encoder, positions = DeltaEncoder(), [bytes(16)]
-    prompts = np.array([1], np.int32), np.array([1, 2, 3], np.int32)
+    written = WrittenTurns()
+    first, longer = (np.array(ids, np.int32) for ids in ([1], [1, 2, 3]))
     output = np.array([2], np.int32)
-    encoder.add(0, prompts[0], output, positions, None, n_bare=0)
-    assert encoder.add(1, prompts[1], output, positions, None, n_bare=0).base_turn == 0
-    for n_bare in (0, 1):
-        delta = encoder.add(2, prompts[1], output, positions, None, n_bare=n_bare)
-        assert delta.shared_messages == n_bare
+    written.add(turn(prompt_ids=first, output_ids=output, response=None), 0)
+    later = turn(prompt_ids=longer, output_ids=output, response=None)
+    for turn_index in (1, 2):
+        delta = written.add(later, turn_index)
+        assert delta.base_turn == turn_index - 1
+        assert delta.shared_messages == len(written.keys)
+        written.keys.add(later.messages[0].key)
