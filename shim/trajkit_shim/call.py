@@ -301,7 +301,7 @@ class _Call:
         parser = IncrementalParser(self._renderer, started, self._sampling.stop)
 
         def on_tokens(new_ids: Sequence[int]) -> None:
-            checks.check_ids(new_ids, self._info)
+            checks.check_ids(new_ids, self._info, "the engine's new ids")
             known = parser.feed(new_ids)
             if known is not None:
                 self._streamed = self._reply(known, "", self._usage(len(parser.ids)))

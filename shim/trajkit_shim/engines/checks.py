@@ -148,20 +148,19 @@ def check_sample(sample: Sample, info: EngineInfo, max_new_tokens: int) -> None:
 async def check_engine(engine: Engine) -> EngineInfo:
     """Sample two tokens, close the engine, and return what it serves.
 
-    Raises `ConnectionError` if it cannot be reached, samples nothing, or returns no
-    logprobs.
+    Raises `ConnectionError` if its samples cannot be trained.
     """
-    n_tokens = 2
+    sampling = Sampling(max_new_tokens=2, temperature=1.0)
+    request = EngineRequest(
+        prompt_ids=np.zeros(1, np.int32),
+        sampling=sampling,
+        request_id=uuid.uuid4().hex,
+        session_id="probe",
+    )
     try:
         info = await engine.info()
-        request = EngineRequest(
-            prompt_ids=np.zeros(1, np.int32),
-            sampling=Sampling(max_new_tokens=n_tokens, temperature=1.0),
-            request_id=uuid.uuid4().hex,
-            session_id="probe",
-        )
         sample = await engine.generate(request)
-        check_sample(sample, info, n_tokens)
+        check_sample(sample, info, sampling.max_new_tokens)
     except EngineError as error:
         raise ConnectionError(f"the engine does not work: {error}") from error
     finally:

@@ -77,10 +77,7 @@ class EngineServer:
     async def events(
         self, path: str, body: Json, headers: Mapping[str, str] = _NO_HEADERS
     ) -> AsyncIterator[Json]:
-        """Yield the objects of a server-sent event stream, up to ``[DONE]``.
-
-        Also raises if an event reports an error, or the stream ends early.
-        """
+        """Yield the objects of a server-sent event stream, which ends with ``[DONE]``."""
         async with self._answer("POST", path, body, headers) as response:
             async for line in response.aiter_lines():
                 if not line.startswith("data:"):
@@ -180,10 +177,7 @@ class HttpEngine:
     generate_path: ClassVar[str]
 
     def __init__(
-        self,
-        *base_urls: str,
-        vocab_size: int,
-        client: httpx.AsyncClient | None = None,
+        self, *base_urls: str, vocab_size: int, client: httpx.AsyncClient | None = None
     ) -> None:
         self._vocab_size = vocab_size
         self._servers = [
@@ -259,10 +253,7 @@ def token_ids(values: Iterable[Any]) -> npt.NDArray[np.int32]:
 def logprobs_of(
     scored: Sequence[tuple[float, object]], labels: Sequence[object]
 ) -> npt.NDArray[np.float32]:
-    """Return logprobs that a reply gives as pairs with the tokens.
-
-    Raises `ValueError` unless the tokens are ``labels``, one per output id.
-    """
+    """Return logprobs given with their tokens, which must be ``labels``."""
     if len(scored) != len(labels):
         counts = f"{len(scored)} tokens for {len(labels)} output ids"
         raise ValueError(f"logprobs of {counts}")

@@ -134,10 +134,7 @@ class SGLangEngine(HttpEngine):
         return [self._servers[0].at(url) for url in dict.fromkeys(urls)]
 
     async def generate(self, request: EngineRequest) -> Sample:
-        """See `Engine`. The server must return a prompt with images.
-
-        It expands one id per image itself, and may tokenize the prompt again.
-        """
+        """See `Engine`."""
         check_prompt(request.prompt_ids, await self.info())
         sampling, images = request.sampling, request.images
         named = sampling_fields(sampling, {"seed": "sampling_seed"})
@@ -175,6 +172,7 @@ class SGLangEngine(HttpEngine):
             ("/abort_request", {"rid": request.request_id}),
         )
         sample = reply.sample(sampling_logprobs=cut)
+        # it may have tokenized the prompt again
         if images and sample.prompt_ids is None:
             raise EngineError("the SGLang server did not return a prompt with images")
         if per_token is None:
@@ -222,9 +220,9 @@ async def _post(servers: Sequence[EngineServer], name: str, body: Json) -> list[
 async def _updating(
     servers: Sequence[EngineServer],
 ) -> AsyncIterator[Callable[[str, Json], Coroutine[Any, Any, None]]]:
-    """Yield what sends a request of a weight update to all servers.
+    """Yield what sends an order of a weight update to all servers, which must succeed.
 
-    It must succeed. An `EngineError` in this context gets each server's weight version.
+    An `EngineError` in this context gets the weight version of each server.
     """
 
     async def order(name: str, body: Json) -> None:
@@ -291,11 +289,7 @@ class SGLangReply:
         return self._ids[known:]
 
     def sample(self, *, sampling_logprobs: bool) -> Sample:
-        """Return the sample of all events.
-
-        ``sampling_logprobs``: take the logprobs after the distribution's tail was cut off,
-        which a request with ``return_sampling_mask`` returns.
-        """
+        """Return the sample, with the logprobs before or after the tail was cut off."""
         meta, consumed = self.meta, self._consumed
         with reading("SGLang", "reply to /generate"):
             plain = self._per_token["output_token_logprobs"]

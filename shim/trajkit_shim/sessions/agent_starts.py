@@ -103,7 +103,5 @@ def _prompt(arguments: str) -> str:
     # an external parser may give another value
     if not isinstance(given, dict):
         return ""
-    texts = (
-        text.strip() for name in PROMPTS if isinstance(text := given.get(name), str)
-    )
-    return max(texts, key=len, default="")
+    texts = [given[name] for name in PROMPTS if isinstance(given.get(name), str)]
+    return max(map(str.strip, texts), key=len, default="")

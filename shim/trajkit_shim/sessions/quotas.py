@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from trajkit_shim.engines.base import EngineInfo
 from trajkit_shim.errors import GatewayError
 
-_TURNS = "max_turns"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -34,15 +32,14 @@ class Budget:
     _reserved: "dict[Reservation, tuple[int, int]]" = field(default_factory=dict)
 
     def admit(self, n: int = 1) -> "Reservation":
-        """Admit a call of ``n`` replies, which counts as ``n`` turns until its release.
-
-        Raises `GatewayError`: 403: fewer turns or no tokens are left.
-        """
+        """Admit a call of ``n`` replies, which counts as ``n`` turns until its release."""
         limits, turns = self.limits, self.turns + sum(call.n for call in self._reserved)
         if limits.max_turns is not None and turns < limits.max_turns < turns + n:
             left = f"{limits.max_turns - turns} of the session's {limits.max_turns}"
-            raise _exceeded(f"{n} replies are requested; {left} turns are left", _TURNS)
-        _check(turns, limits.max_turns, _TURNS)
+            raise _exceeded(
+                f"{n} replies are requested; {left} turns are left", "max_turns"
+            )
+        _check(turns, limits.max_turns, "max_turns")
         _check(self.prompt_tokens, limits.max_prompt_tokens, "max_prompt_tokens")
         _check(self.output_tokens, limits.max_output_tokens, "max_output_tokens")
         reservation = Reservation(self, n)
@@ -71,11 +68,7 @@ class Reservation:
         return replace(info, max_context_tokens=context)
 
     def max_new_tokens(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Return how many tokens each reply may have, at most ``max_tokens``.
-
-        Raises `GatewayError`: 403: the prompt exceeds the quota, or no output tokens
-        are left.
-        """
+        """Return how many tokens each reply may have, at most ``max_tokens``."""
         budget, limits = self._budget, self._budget.limits
         others = [used for call, used in budget._reserved.items() if call is not self]
         if limits.max_prompt_tokens is not None:

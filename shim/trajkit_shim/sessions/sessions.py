@@ -68,17 +68,13 @@ _NOTHING_KNOWN: Outcome = {"reward": None, "error": None, "metadata": {}}
 
 
 def _updated(outcome: Outcome, fields: Outcome) -> Outcome:
-    """Return an outcome with the given fields; metadata is merged.
-
-    Raises a 413 `GatewayError` if that makes it too long.
-    """
+    """Return an outcome with the given fields and merged metadata, if not too long."""
     new: Outcome = {**outcome, **fields}
     new["metadata"] = {**outcome["metadata"], **fields.get("metadata", {})}
     length = len(new["error"] or "") + len(_as_json(new["metadata"]))
     if length > MAX_OUTCOME:
-        message = (
-            f"metadata and error are {length} characters; the limit is {MAX_OUTCOME}"
-        )
+        limit = f"the limit is {MAX_OUTCOME}"
+        message = f"metadata and error are {length} characters; {limit}"
         raise GatewayError(message, 413, code="metadata_too_long", param="metadata")
     return new
 
@@ -183,10 +179,7 @@ class Session:
 
     @contextmanager
     def request(self) -> Iterator[Callable[[], None]]:
-        """Serve a request in this context; call the yielded function once answered.
-
-        If the block fails, it is called automatically.
-        """
+        """Serve a request in this context; call the yielded function once answered."""
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.requests[answered] = asyncio.current_task()
         self.active_at = self.clock.time()
@@ -267,10 +260,7 @@ class SessionStore:
         )
 
     def reopen(self, session_id: str) -> Session:
-        """Open an ended session again, whose turn indices continue.
-
-        Replies from before are not recognized.
-        """
+        """Open an ended session again; its turns continue, its replies are forgotten."""
         self._check_draining()
         record = self.record(session_id)
         if session_id in self._open:
@@ -347,17 +337,11 @@ class SessionStore:
                 yield self.describe(record.session_id)
 
     def authorise(self, claims: Iterable[str]) -> Session:
-        """Return the open session of the first claim that is a session's key.
-
-        Raises `GatewayError`: 401: none is. 410: the session is closed. 503: the gateway
-        is shutting down.
-        """
+        """Return the open session of the first claim that is a session's key."""
         session_id = next((self._ids[key] for key in claims if key in self._ids), None)
         if session_id is None:
-            message = (
-                "no such session: send the api_key of POST /sessions as API key, as "
-            )
-            message += "header x-session-key, or as path prefix /s/{api_key}"
+            message = "no such session: send the api_key of POST /sessions as API key, "
+            message += "as header x-session-key, or as path prefix /s/{api_key}"
             raise GatewayError(message, 401, code="invalid_api_key")
         session = self._open.get(session_id)
         if session is None:
@@ -367,10 +351,9 @@ class SessionStore:
         return session
 
     def end(self, session: Session, how: EndedBy) -> None:
-        """End a session now, so that no more turns are recorded. Idempotent.
+        """End a session now and cancel its calls, so that no more turns are recorded.
 
-        Running calls are cancelled, and their clients get an error. If its line cannot be
-        written (`GatewayError`), the session has ended anyway.
+        Idempotent. It has ended even if its line cannot be written (`GatewayError`).
         """
         if session.closed:
             return
@@ -447,10 +430,7 @@ class SessionStore:
         return record.describe()
 
     async def drain(self, wait_seconds: float) -> None:
-        """Accept no more sessions and calls, and end all sessions.
-
-        Running calls are cancelled after ``wait_seconds``.
-        """
+        """Accept no more sessions and calls; end all sessions after ``wait_seconds``."""
         self.draining = True
         sessions = list(self._open.values())
         await _over([each for one in sessions for each in one.requests], wait_seconds)

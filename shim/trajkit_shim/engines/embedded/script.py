@@ -16,14 +16,10 @@ class Special(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A possible reply, without the closing ``<|im_end|>``.
-
-    ``weight`` is positive; its share of the sum of all weights is the reply's
-    probability.
-    """
+    """A possible reply, without the closing ``<|im_end|>``."""
 
     parts: tuple[str | Special, ...]
-    weight: float = 1.0
+    weight: float = 1.0  # its share of the sum of all weights is the probability
 
 
 class Message(NamedTuple):
