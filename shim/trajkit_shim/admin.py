@@ -6,7 +6,7 @@ a session's key is not enough.
 
 import hmac
 import math
-from collections.abc import Awaitable, Callable, Iterator, Set
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -20,6 +20,7 @@ from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     Fields,
     Json,
+    Reader,
     as_integer,
     as_list,
     as_name,
@@ -28,7 +29,7 @@ from trajkit_shim.json_input import (
     as_text,
     parse_object,
 )
-from trajkit_shim.pause import Gate
+from trajkit_shim.pauses import Gate, Weights
 from trajkit_shim.responses import cancel_on_disconnect
 from trajkit_shim.sessions.quotas import Limits
 from trajkit_shim.sessions.sampling import parse_client_sampling, parse_pins
@@ -40,19 +41,17 @@ from trajkit_shim.sessions.sessions import (
     Terms,
 )
 from trajkit_shim.timing import Timings
-from trajkit_shim.weight_updates import Weights
 
 TOKEN_HEADER = "x-admin-token"
 
 _LIMITS = ("max_turns", "max_prompt_tokens", "max_output_tokens", "max_context_tokens")
-# fields of the body that opens a session
+# the fields of requests' bodies
 _TERMS = "sampling client_sampling ttl_seconds group_id reward metadata replay"
-SESSION_FIELDS = frozenset({"session_id", *_LIMITS, *_TERMS.split()})
-# fields of the body that ends one
-END_FIELDS = frozenset({"reward", "error", "metadata", "wait_seconds"})
-PAUSE_FIELDS = frozenset({"wait_seconds", "abort", "max_seconds"})
-# fields of the body that updates weights, from a directory or from memory
-UPDATE_FIELDS = frozenset({"weight_version", "model_path", "tensors", "load_format"})
+_OPEN = f"session_id {' '.join(_LIMITS)} {_TERMS}"
+_END = "reward error metadata wait_seconds"
+_PAUSE = "wait_seconds abort max_seconds"
+# from a directory or from memory
+_UPDATE = "weight_version model_path tensors load_format"
 # what is measured of a turn
 _PARTS = ("gateway", "busy", "engine")
 
@@ -63,7 +62,8 @@ _POSITIVE = partial(as_integer, minimum=1)
 # sessions of a list whose request sets no limit
 _LISTED = 100
 
-Handler: TypeAlias = Callable[[Request, Fields], Awaitable[Response | Json]]
+Answer: TypeAlias = Response | Json
+Handler: TypeAlias = Callable[[Request, Fields], Answer | Awaitable[Answer]]
 ReadBody: TypeAlias = Callable[[Request], Awaitable[bytes]]
 
 
@@ -80,31 +80,33 @@ class Admin:
 
     def routes(self) -> Iterator[Route]:
         """Yield all routes."""
-        session, no_fields = "/sessions/{session_id}", frozenset[str]()
-        for path, method, handler, fields in (
-            ("/sessions", "POST", self._open, SESSION_FIELDS),
+        session, store, weights = "/sessions/{session_id}", self.sessions, self.weights
+        close, finish = partial(self._end, "close"), partial(self._end, "finish")
+        table: Iterable[tuple[str, str, Handler, str | None]] = (
+            ("/sessions", "POST", self._open, _OPEN),
             ("/sessions", "GET", self._list, None),
-            (session, "GET", self._show, None),
-            (session, "DELETE", partial(self._end, "close"), END_FIELDS),
-            (f"{session}/close", "POST", partial(self._end, "close"), END_FIELDS),
-            (f"{session}/finish", "POST", partial(self._end, "finish"), END_FIELDS),
-            (f"{session}/drop", "POST", self._drop, no_fields),
-            (f"{session}/reopen", "POST", self._reopen, no_fields),
-            ("/admin/pause", "POST", self._pause, PAUSE_FIELDS),
-            ("/admin/resume", "POST", self._resume, no_fields),
-            ("/admin/drain", "POST", self._drain, {"wait_seconds"}),
-            ("/admin/timings", "GET", self._timings, None),
+            (session, "GET", lambda r, _: store.describe(_session_id(r)), None),
+            (session, "DELETE", close, _END),
+            (f"{session}/close", "POST", close, _END),
+            (f"{session}/finish", "POST", finish, _END),
+            (f"{session}/drop", "POST", lambda r, _: store.drop(_session_id(r)), ""),
+            (f"{session}/reopen", "POST", self._reopen, ""),
+            ("/admin/pause", "POST", self._pause, _PAUSE),
+            ("/admin/resume", "POST", self._resume, ""),
+            ("/admin/drain", "POST", self._drain, "wait_seconds"),
+            ("/admin/timings", "GET", lambda *_: self.timings.describe(), None),
             ("/metrics", "GET", self._metrics, None),
-            ("/engine", "GET", self._show_engine, None),
-            ("/engine/pause", "POST", self._pause_engine, {"timeout_s"}),
-            ("/engine/update", "POST", self._update_engine, UPDATE_FIELDS),
-            ("/engine/resume", "POST", self._resume_engine, no_fields),
-        ):
+            ("/engine", "GET", lambda *_: weights.describe(), None),
+            ("/engine/pause", "POST", self._pause_engine, "timeout_s"),
+            ("/engine/update", "POST", self._update_engine, _UPDATE),
+            ("/engine/resume", "POST", self._resume_engine, ""),
+        )
+        for path, method, handler, fields in table:
             endpoint = partial(self._answer, handler, fields)
             yield Route(path, endpoint, methods=[method])
 
     async def _answer(
-        self, handler: Handler, fields: Set[str] | None, request: Request
+        self, handler: Handler, fields: str | None, request: Request
     ) -> Response:
         """Check token and body of a request. ``fields``: None if it has no body."""
         if self.token is not None:
@@ -112,11 +114,13 @@ class Admin:
         body = Fields({})
         if fields is not None:
             body = Fields(parse_object(await self.read_body(request) or b"{}"))
-            body.only(fields)
-        answer = await handler(request, body)
+            body.only(fields.split())
+        answer = handler(request, body)
+        if not isinstance(answer, (Response, dict)):
+            answer = await answer
         return answer if isinstance(answer, Response) else JSONResponse(answer)
 
-    async def _open(self, _: Request, body: Fields) -> Json:
+    def _open(self, _: Request, body: Fields) -> Json:
         terms = Terms(
             pins=parse_pins(body.json.get("sampling")),
             client_sampling=parse_client_sampling(body.json.get("client_sampling")),
@@ -129,7 +133,7 @@ class Admin:
         opened = self.sessions.open(session_id, terms, _outcome_fields(body))
         return {"session_id": opened.session_id, "api_key": opened.api_key}
 
-    async def _list(self, request: Request, _: Fields) -> Json:
+    def _list(self, request: Request, _: Fields) -> Json:
         asked = Fields({**request.query_params})
         asked.only({"limit", *FILTERS})
         # of a query every value is a text
@@ -140,17 +144,11 @@ class Admin:
         found = self.sessions.matching(wanted)
         return {"sessions": [*islice(found, int(str(limit)))]}
 
-    async def _show(self, request: Request, _: Fields) -> Json:
-        return self.sessions.describe(_session_id(request))
-
     async def _end(self, how: EndedBy, request: Request, body: Fields) -> Json:
         name, fields = _session_id(request), _outcome_fields(body)
         return await self.sessions.finish(name, how, _wait(body), fields)
 
-    async def _drop(self, request: Request, _: Fields) -> Json:
-        return await self.sessions.drop(_session_id(request))
-
-    async def _reopen(self, request: Request, _: Fields) -> Json:
+    def _reopen(self, request: Request, _: Fields) -> Json:
         return self.sessions.reopen(_session_id(request)).describe()
 
     async def _pause(self, request: Request, body: Fields) -> Json:
@@ -162,7 +160,7 @@ class Admin:
         await cancel_on_disconnect(request, pause)
         return {"paused": True}
 
-    async def _resume(self, _: Request, __: Fields) -> Json:
+    def _resume(self, _: Request, __: Fields) -> Json:
         self.gate.resume()
         return {"paused": False}
 
@@ -170,10 +168,7 @@ class Admin:
         await self.sessions.drain(_wait(body, default=60.0))
         return {**self.sessions.counts()}
 
-    async def _timings(self, _: Request, __: Fields) -> Json:
-        return self.timings.describe()
-
-    async def _metrics(self, _: Request, __: Fields) -> Response:
+    def _metrics(self, _: Request, __: Fields) -> Response:
         counts = self.sessions.counts()
         times = self.timings.describe()
         spans = {part: times.get(f"{part}_ms", {}) for part in _PARTS}
@@ -198,9 +193,6 @@ class Admin:
         form = "text/plain; version=0.0.4; charset=utf-8"
         return Response("\n".join([*lines, ""]), headers={"content-type": form})
 
-    async def _show_engine(self, _: Request, __: Fields) -> Json:
-        return self.weights.describe()
-
     async def _pause_engine(self, request: Request, body: Fields) -> Json:
         seconds = body.get("timeout_s", _SECONDS)
         lease = self.weights.pause(600.0 if seconds is None else seconds)
@@ -209,10 +201,8 @@ class Admin:
 
     async def _update_engine(self, _: Request, body: Fields) -> Json:
         source = body.get("tensors", _names)
-        if source is None:
-            body.only(UPDATE_FIELDS - {"load_format"})
-        else:
-            body.only(UPDATE_FIELDS - {"model_path"})
+        unused = "load_format" if source is None else "model_path"
+        body.only(_UPDATE.replace(unused, "").split())
         await self.weights.update(
             body.name("model_path") if source is None else source,
             body.name("weight_version"),
@@ -253,12 +243,10 @@ def _wait(body: Fields, default: float = 0.0) -> float:
 
 
 def _outcome_fields(body: Fields) -> Outcome:
-    fields: Outcome = {}
-    if "reward" in body.json:
-        any_number = partial(as_number, minimum=-math.inf, maximum=math.inf)
-        fields["reward"] = body.get("reward", any_number)
-    if "error" in body.json:
-        fields["error"] = body.get("error", as_text)
-    if body.json.get("metadata") is not None:
-        fields["metadata"] = body.need("metadata", as_object)
-    return fields
+    any_number = partial(as_number, minimum=-math.inf, maximum=math.inf)
+    readers: dict[str, Reader[object]]
+    readers = {"reward": any_number, "error": as_text, "metadata": as_object}
+    fields = {k: body.get(k, read) for k, read in readers.items() if k in body.json}
+    if fields.get("metadata", {}) is None:
+        del fields["metadata"]
+    return cast("Outcome", fields)

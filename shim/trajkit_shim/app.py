@@ -9,7 +9,6 @@ and its turn is context only, as is a turn whose answer is lost on its way.
 import asyncio
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
     Collection,
     Iterator,
@@ -17,8 +16,9 @@ from collections.abc import (
 )
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -31,19 +31,26 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trajkit_shim import json_input, timing
 from trajkit_shim.admin import Admin
+from trajkit_shim.answers import (
+    Amend,
+    Answered,
+    Delivery,
+    SharedCall,
+    is_retry,
+    request_digest,
+)
 from trajkit_shim.browsers import check_no_browser
 from trajkit_shim.call import (
     CallContext,
     CallSettings,
-    PreparedCall,
+    ModelCall,
+    Options,
     count_tokens,
     prepare_call,
 )
-from trajkit_shim.chat.image_store import ImageLimits, ImageStore, NewImages
-from trajkit_shim.chat.images import NoImages
+from trajkit_shim.chat.image_store import ImageStore, NewImages
+from trajkit_shim.chat.reply import Reply
 from trajkit_shim.chat.request import ReadOptions
-from trajkit_shim.clock import Clock
-from trajkit_shim.delivery import Amend, Answered, Delivery
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.errors import (
     EngineError,
@@ -51,41 +58,27 @@ from trajkit_shim.errors import (
     as_gateway_error,
     retry_header,
 )
-from trajkit_shim.json_input import Json
-from trajkit_shim.pause import Gate
+from trajkit_shim.pauses import Gate, Weights
 from trajkit_shim.prompting.image_places import ImageModel, ImagePlaces
 from trajkit_shim.prompting.known_requests import (
     ReadRequest,
     find_known,
     read_request,
 )
-from trajkit_shim.prompting.prompts import Mode, Prompts
+from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.token_cache import CacheBudget
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.base import Verb, WireProtocol
-from trajkit_shim.protocols.blocks import Events
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
-from trajkit_shim.protocols.sse import encode
-from trajkit_shim.replies.parse import FormParser, ReplyParser
+from trajkit_shim.replies.parse import FormParser
 from trajkit_shim.replies.parsers import form_of
-from trajkit_shim.responses import (
-    STREAM_HEADERS,
-    STREAM_TYPE,
-    BufferedResponse,
-    Connection,
-    StreamingResponse,
-    WatchedCall,
-)
-from trajkit_shim.retries import PartialReply, SharedCall, is_retry, request_digest
+from trajkit_shim.responses import Client, json_response, watched
 from trajkit_shim.sessions.append_log import LogFullError
 from trajkit_shim.sessions.client_identity import identify
 from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error
 from trajkit_shim.sessions.turn_log import TurnLog
 from trajkit_shim.timing import Timings
-from trajkit_shim.weight_updates import Weights
-
-Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 
 KEY_HEADER = "x-session-key"
 # bytes of a request body that is parsed in well below a millisecond
@@ -95,33 +88,11 @@ _KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 
 
 def create_app(
-    engine: Engine,
-    renderer: ChatRenderer,
-    log: TurnLog,
-    *,
-    max_new_tokens: int = 4096,
-    max_body_bytes: int = 16 << 20,
-    images: NoImages | ImageModel = "refuse",
-    image_limits: ImageLimits | None = None,
-    ping_seconds: float = 10.0,
-    attributed: bool = True,
-    train_side_calls: bool = False,
-    train_retried: bool = True,
-    reply_parser: ReplyParser | None = None,
-    prompts: Mode = "append",
-    check_prompts: bool = False,
-    cache_bytes: int = 1 << 30,
-    max_header_bytes: int = 32 << 10,
-    max_messages: int = 10_000,
-    admin_token: str | None = None,
-    hosts: Collection[str] = (),
-    pause_wait_seconds: float = 300.0,
-    max_ended_sessions: int = 10_000,
-    clock: Clock | None = None,
+    engine: Engine, renderer: ChatRenderer, log: TurnLog, **options: Any
 ) -> Starlette:
     """Return the gateway's ASGI app, which closes engine and log at shutdown.
 
-    Routes: the trainer's (`admin`, `weight_updates`); ``GET /v1/models``; ``GET
+    Routes: the trainer's (`admin`); ``GET /v1/models``; ``GET
     /healthz``; ``GET /prompts``, which reports how prompts are built and what the chat
     template does; and the paths of every protocol (`trajkit_shim.protocols`). A call
     names its session by the session's key, in the path prefix ``/s/{key}``, else in the
@@ -133,135 +104,22 @@ def create_app(
     renderer : ChatRenderer
         Tokenizer and chat template of the engine's model.
     log : TurnLog
-    max_new_tokens : int
-        Maximum length of a reply, and its default. The room left in the context limits
-        it too.
-    max_body_bytes, max_header_bytes, max_messages : int
-        Limits of a request; it is rejected with 413, 431 and 413 respectively.
-    images : ImageModel, "refuse" or "omit"
-        What the model does with images, which are stored in the log's folder ``images``;
-        or reject a request with an image (400), or replace the image by a text.
-    image_limits : ImageLimits, optional
-        Sizes of images, and whether those at URLs are fetched (default: no).
-    ping_seconds : float
-        How long a streaming client waits for its first event, and between keep-alive
-        events.
-    attributed : bool
-        Record which message each prompt token belongs to, where it can be determined
-        exactly (`trajkit.schema.ATTRIBUTION`). A log in full form is twice as
-        large with it, one in delta form about 8 % larger.
-    train_side_calls : bool
-        Train the harness's own calls too (`sessions.client_identity`).
-    train_retried : bool
-        Train a turn whose delivered reply an unmarked retry asks for again (`retries`),
-        also if no later request contains the reply.
-    reply_parser : ReplyParser, optional
-        Parses replies. Closed with the app. Default: the gateway's own parser, for the
-        form of tool calls that the chat template asks for.
-    prompts : "append" or "render"
-        Append new messages to the token ids of an earlier turn if template and request
-        permit, or render every prompt from its messages (`prompting.prompts`).
-    check_prompts : bool
-        Compare every prompt with the template's complete text, rather than whenever a
-        conversation has doubled.
-    cache_bytes : int
-        Memory limit of all sessions for ``append``.
-    admin_token : str, optional
-        Token required for the trainer's routes. Default: none.
-    hosts : collection of str
-        Names that clients use for this machine, besides addresses and names of private
-        networks (`trajkit_shim.browsers`).
-    pause_wait_seconds : float
-        How long a call waits for the end of a pause before it is rejected with 503.
-    max_ended_sessions : int
-        Ended sessions to remember: their calls are answered with 410, later with 401.
-    clock : Clock, optional
-        Measures idle sessions and pauses. Default: the event loop.
+    **options
+        The fields of `trajkit_shim.call.Options`.
 
     Raises
     ------
     ValueError
         ``images`` is an `ImageModel`, and the engine or the log takes no images.
     """
-    gate = Gate(wait_seconds=pause_wait_seconds, clock=clock)
-    sessions = SessionStore(
-        log.write_session,
-        lambda session_id, turns: log.amend(session_id, turns, "dropped", False),
-        clock=clock,
-        max_ended=max_ended_sessions,
-    )
-    places = None
-    store = ImageStore(log.directory / "images", image_limits, fsync=log.fsync)
-    if isinstance(images, str):
-        reading = ReadOptions(images=images)
-    elif not getattr(engine, "takes_images", False) or not log.images:
-        what = f"{type(engine).__name__} or the log"
-        raise ValueError(f"{what} takes no images")
-    else:
-        places, reading = ImagePlaces(images, store), ReadOptions(images=store.limits)
-    settings = CallSettings(
-        engine=engine,
-        gate=gate,
-        prompts=Prompts(renderer, prompts, places, check=check_prompts),
-        max_new_tokens=max_new_tokens,
-        attributed=attributed,
-        train_side_calls=train_side_calls,
-        train_retried=train_retried,
-        reply_parser=reply_parser or FormParser(form_of(renderer.chat_template)),
-    )
-    gateway = _Gateway(
-        settings,
-        log,
-        sessions,
-        reading,
-        store,
-        CacheBudget(cache_bytes),
-        ping_seconds=ping_seconds,
-        max_body_bytes=max_body_bytes,
-        max_header_bytes=max_header_bytes,
-        max_messages=max_messages,
-    )
-    weights = Weights(engine)
-    admin = Admin(
-        sessions, gate, weights, gateway.timings, gateway.read_body, admin_token
-    )
-
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[Mapping[str, object]]:
-        # more than processors, because those that tokenize long texts wait for others
-        threads = ThreadPoolExecutor(64, "trajkit-call")
-        asyncio.get_running_loop().set_default_executor(threads)
-        # for the server, which ends the calls before it waits for their connections
-        yield {"drain": sessions.drain}
-        try:
-            await sessions.drain(0.0)
-        finally:
-            # cancels the timer of a pause
-            gate.resume()
-            await weights.close()
-            await engine.close()
-            await settings.reply_parser.close()
-            log.close()
-
+    gateway = _Gateway(engine, renderer, log, Options(**options))
     return Starlette(
-        routes=[
-            Route("/", gateway.health, methods=["GET"]),
-            Route("/healthz", gateway.health, methods=["GET"]),
-            Route("/prompts", gateway.prompts, methods=["GET"]),
-            *admin.routes(),
-            *(
-                Route(prefix + path, endpoint, methods=[method])
-                for path, method, endpoint in gateway.client_routes()
-                for prefix in ("", "/s/{session_key}")
-            ),
-        ],
-        exception_handlers={
-            ClientDisconnect: _answer_nobody,
-            Exception: _answer_error,
-            **dict.fromkeys((GatewayError, HTTPException), _answer_error),
-        },
-        middleware=[Middleware(_no_browsers, hosts)],
-        lifespan=lifespan,
+        routes=list(gateway.routes()),
+        exception_handlers=dict.fromkeys(
+            (ClientDisconnect, Exception, GatewayError, HTTPException), _answer_error
+        ),
+        middleware=[Middleware(_no_browsers, gateway.options.hosts)],
+        lifespan=gateway.lifespan,
     )
 
 
@@ -281,27 +139,20 @@ def _no_browsers(app: ASGIApp, hosts: Collection[str]) -> ASGIApp:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        # nobody reads it
+        return Response(status_code=499)
     if isinstance(error, HTTPException):
         shown = GatewayError(error.detail, error.status_code)
     else:
         # the server logs unexpected exceptions with their traceback
         shown = as_gateway_error(error)
-    body = _protocol_of(request).error(shown)
-    return _json(body, shown.status, retry_header(shown))
+    body = _protocol_of(request.url.path).error(shown)
+    return json_response(body, shown.status, retry_header(shown))
 
 
-async def _answer_nobody(_: Request, __: Exception) -> Response:
-    # the client disconnected before its request was complete
-    return Response(status_code=499)
-
-
-def _protocol_of(request: Request) -> WireProtocol:
-    """The protocol whose error format is used for a request."""
-    protocol: WireProtocol | None = getattr(request.state, "protocol", None)
-    if protocol is not None:
-        return protocol
-    # no route, or not with this method
-    path = request.url.path
+def _protocol_of(path: str) -> WireProtocol:
+    """The protocol whose error format is used for a path, which may have no route."""
 
     def matches(known: str) -> bool:
         stem, has_model, _ = known.partition("{")
@@ -311,64 +162,81 @@ def _protocol_of(request: Request) -> WireProtocol:
     return next((p for p in PROTOCOLS if any(map(matches, p.paths))), OPENAI_CHAT)
 
 
-def _json(
-    body: Json, status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
-    return Response(encode(body), status, headers, "application/json")
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request for a reply."""
-
-    http: Request
-    protocol: WireProtocol
-    session: Session
-    read: ReadRequest
-    digest: bytes
-    images: NewImages
-    events: Events | None  # of a streaming client
-
-    def answer(
-        self,
-        answered: Answered,
-        connection: Connection,
-        end: Callable[[], Awaitable[None]],
-    ) -> ASGIApp:
-        """Return the answer of a recorded turn; ``end`` is called when it was sent."""
-
-        def make() -> Response:
-            if self.events is None:
-                return _json(self.protocol.write(answered.reply, self.read.chat))
-            events = self.events.opening(), *self.events.reply(answered.reply)
-            return _stream(b"".join(events))
-
-        return BufferedResponse(make, answered.delivery, connection, end)
-
-
-@dataclass
 class _Gateway:
     """The routes, and their shared state."""
 
-    settings: CallSettings
-    log: TurnLog
-    sessions: SessionStore
-    read_options: ReadOptions
-    images: ImageStore
-    cache_budget: CacheBudget
-    _: KW_ONLY
-    ping_seconds: float
-    max_body_bytes: int
-    max_header_bytes: int
-    max_messages: int
-    timings: Timings = field(default_factory=Timings)
+    def __init__(
+        self, engine: Engine, renderer: ChatRenderer, log: TurnLog, options: Options
+    ) -> None:
+        self.log, self.options = log, options
+        self.timings = Timings()
+        self.weights = Weights(engine)
+        self.cache_budget = CacheBudget(options.cache_bytes)
+        self.sessions = SessionStore(
+            log.write_session,
+            lambda session_id, turns: log.amend(session_id, turns, "dropped", False),
+            clock=options.clock,
+            max_ended=options.max_ended_sessions,
+        )
+        images, limits = options.images, options.image_limits
+        self.images = ImageStore(log.directory / "images", limits, fsync=log.fsync)
+        places = None
+        if not isinstance(images, ImageModel):
+            self.reading = ReadOptions(images=images)
+        elif not getattr(engine, "takes_images", False) or not log.images:
+            what = f"{type(engine).__name__} or the log"
+            raise ValueError(f"{what} takes no images")
+        else:
+            places = ImagePlaces(images, self.images)
+            self.reading = ReadOptions(images=self.images.limits)
+        self.settings = CallSettings(
+            engine=engine,
+            gate=Gate(wait_seconds=options.pause_wait_seconds, clock=options.clock),
+            prompts=Prompts(
+                renderer, options.prompts, places, check=options.check_prompts
+            ),
+            reply_parser=options.reply_parser
+            or FormParser(form_of(renderer.chat_template)),
+            options=options,
+        )
 
-    def client_routes(self) -> Iterator[tuple[str, str, Endpoint]]:
-        """Yield path, method and endpoint of the routes for clients."""
-        yield "/v1/models", "GET", self.models
-        for protocol in PROTOCOLS:
-            for path, verb in protocol.paths.items():
-                yield path, "POST", self._endpoint(protocol, verb)
+    def routes(self) -> Iterator[Route]:
+        """Yield all routes."""
+        for path in ("/", "/healthz"):
+            yield Route(path, self.health)
+        yield Route("/prompts", self.prompts)
+        yield from Admin(
+            self.sessions,
+            self.settings.gate,
+            self.weights,
+            self.timings,
+            self.read_body,
+            self.options.admin_token,
+        ).routes()
+        for prefix in ("", "/s/{session_key}"):
+            yield Route(f"{prefix}/v1/models", self.models)
+            for protocol in PROTOCOLS:
+                for path, verb in protocol.paths.items():
+                    endpoint = _Endpoint(self, protocol, verb)
+                    yield Route(prefix + path, endpoint, methods=["POST"])
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[Mapping[str, object]]:
+        """Serve; at the end close what the gateway was given."""
+        # more than processors, because those that tokenize long texts wait for others
+        threads = ThreadPoolExecutor(64, "trajkit-call")
+        asyncio.get_running_loop().set_default_executor(threads)
+        # for the server, which ends the calls before it waits for their connections
+        yield {"drain": self.sessions.drain}
+        try:
+            await self.sessions.drain(0.0)
+        finally:
+            # cancels the timer of a pause
+            self.settings.gate.resume()
+            await self.weights.close()
+            await self.settings.engine.close()
+            await self.settings.reply_parser.close()
+            self.log.close()
 
     async def health(self, _: Request) -> Response:
         state = "draining" if self.sessions.draining else "ok"
@@ -389,176 +257,113 @@ class _Gateway:
     async def read_body(self, request: Request) -> bytes:
         """Return a request's body; reject too long headers or a too long body."""
         size = sum(len(name) + len(value) for name, value in request.headers.raw)
-        if size > self.max_header_bytes:
-            message = f"the headers are longer than {self.max_header_bytes} bytes"
+        if size > self.options.max_header_bytes:
+            message = (
+                f"the headers are longer than {self.options.max_header_bytes} bytes"
+            )
             raise GatewayError(message, 431, code="headers_too_long")
-        return await json_input.read_body(request.stream(), self.max_body_bytes)
+        return await json_input.read_body(request.stream(), self.options.max_body_bytes)
 
-    def _endpoint(self, protocol: WireProtocol, verb: Verb) -> Endpoint:
-        async def endpoint(request: Request) -> ASGIApp:
-            # for the format of errors
-            request.state.protocol = protocol
-            session = self.sessions.authorise(_session_claims(request))
-            timed = timing.begin()
-            with session.request() as answered:
-                app = await self._serve(protocol, verb, session, request)
-
-            async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-                try:
-                    await app(scope, receive, send)
-                finally:
-                    answered()
-                    self.timings.add(timed)
-
-            return answer
-
-        return endpoint
-
-    async def _serve(
-        self, protocol: WireProtocol, verb: Verb, session: Session, request: Request
-    ) -> ASGIApp:
-        """Answer a request of one session."""
-        body = await self.read_body(request)
-        read = protocol.read_for_count if verb == "count" else protocol.read
+    async def read(
+        self, protocol: WireProtocol, verb: Verb, session: Session, body: bytes
+    ) -> ReadRequest:
+        """Read the body of a session's request; its images are fetched."""
+        read = partial(protocol.read, count=verb == "count")
         with timing.step():
             known = find_known(body, protocol.name, session.paths.requests())
 
         @timing.step()
         def parse(most: int) -> ReadRequest | None:
             names = protocol.name, protocol.history
-            return read_request(body, *names, read, self.read_options, known, most)
+            return read_request(body, *names, read, self.reading, known, most)
 
         # A long body would delay every other call; a short one takes less time than
         # a thread switch. Images are decoded.
-        text_only = isinstance(self.read_options.images, str)
+        text_only = isinstance(self.reading.images, str)
         found = parse(_SHORT_BODY) if text_only else None
         if found is None:
             found = await asyncio.to_thread(parse, len(body))
         assert found is not None
-        if verb == "stream":
-            found.chat = replace(found.chat, stream=True)
-        chat = found.chat
-        if len(chat.messages) > self.max_messages:
-            message = f"{len(chat.messages)} messages; the limit is {self.max_messages}"
+        messages, limit = found.chat.messages, self.options.max_messages
+        if len(messages) > limit:
+            message = f"{len(messages)} messages; the limit is {limit}"
             raise GatewayError(message, 413, code="too_many_messages")
         if not text_only:
-            images = await self.images.take(chat.messages)
-            chat = found.chat = replace(chat, images=images)
-        if verb == "count":
-            prompts = self.settings.prompts
-            tokens = await count_tokens(chat, found.restored, session, prompts)
-            return _json(protocol.count(tokens))
-        digest = request_digest(f"{protocol.name} {verb}", found.identity)
-        events = protocol.events(chat) if chat.stream else None
-        new_images = NewImages(self.images, chat.images)
-        asked = _Asked(request, protocol, session, found, digest, new_images, events)
-        return await self._reply(asked)
+            images = await self.images.take(messages)
+            found.chat = replace(found.chat, images=images)
+        if verb == "stream":
+            found.chat = replace(found.chat, stream=True)
+        return found
 
-    async def _reply(self, asked: _Asked) -> ASGIApp:
-        session, events, retries = asked.session, asked.events, asked.session.retries
-        call = None
-        if session.terms.replay or is_retry(asked.http.headers):
+    def find_call(
+        self, context: CallContext, headers: Headers
+    ) -> SharedCall | Answered:
+        """Return the call or reply that a retry asks for again, or begin a call."""
+        session, digest, call = context.session, context.digest, None
+        if session.terms.replay or is_retry(headers):
             session.check_open()
-            known = retries.reply(asked.digest)
-            call = retries.running.get(asked.digest)
-            session.counts.replayed += known is not None or call is not None
-            if known is not None:
-                connection = Connection(asked.http.receive)
-                return asked.answer(known, connection, connection.end)
-        if call is None:
-            if self.log.full:
-                raise _log_full("it has reached its maximum size")
-            call = self._begin(asked)
-        watched = WatchedCall(call, Connection(asked.http.receive))
-        # whoever answers ends it; until then this function must
-        must_end = True
-        try:
-            ready = await watched.wait(None if events is None else self.ping_seconds)
-            if events is not None and not ready:
-                must_end = False
-                return StreamingResponse(watched, events, self.ping_seconds)
-            if watched.connection.gone:
-                # nobody will read it
-                return Response(status_code=499)
-            answered = call.finish()
-            must_end = False
-        except GatewayError as error:
-            if events is None or error.code not in asked.protocol.streamed_errors:
-                raise
-            return _stream(events.opening() + events.error(error))
-        finally:
-            if must_end:
-                await watched.end()
-        return asked.answer(answered, watched.connection, watched.end)
+            call = session.retries.again(digest)
+            session.counts.replayed += call is not None
+        if call is None and self.log.full:
+            raise _log_full("it has reached its maximum size")
+        return call or self._begin(context)
 
-    def _begin(self, asked: _Asked) -> SharedCall:
+    def _begin(self, context: CallContext) -> SharedCall:
         """Start a call; raises `GatewayError` if the session has none left."""
-        session, digest, partial = asked.session, asked.digest, PartialReply()
-        context = CallContext(
-            settings=self.settings,
-            session=session,
-            protocol=asked.protocol,
-            caller=identify(asked.http.headers, asked.read.chat),
-            request=asked.read.chat,
-            head=asked.read.restored,
-            reservation=session.admit(asked.read.chat.n),
+        session, digest, chat = context.session, context.digest, context.request
+        retries, reservation = session.retries, session.admit(chat.n)
+
+        async def prepare(on_partial: Callable[[Reply], None]) -> list[ModelCall]:
             # several replies are streamed once all are complete
-            on_partial=partial.update
-            if asked.events and asked.read.chat.n == 1
-            else None,
-        )
-
-        async def prepare() -> list[PreparedCall]:
-            prepared = await prepare_call(context)
-            await asked.images.write()
+            streamed = on_partial if chat.stream and chat.n == 1 else None
+            prepared = await prepare_call(context, reservation, streamed)
+            await context.images.write()
             return prepared
-
-        work = asyncio.create_task(prepare())
-        retried = session.retries.retried(digest, session.clock.time())
 
         @timing.step()
         def record() -> Answered:
             # closing the session cancelled the work
             if session.closed:
                 raise closed_error(session.session_id)
-            prepared = work.result()
-            restored = prepared[0].restored
+            calls: list[ModelCall] = call.work.result()
+            restored = calls[0].restored
             if indices := restored.replies:
-                session.retries.confirm(restored.positions[indices[-1]])
+                retries.confirm(restored.positions[indices[-1]])
             start = session.agent_starts.find(restored, context.caller)
             again = None if retried and retried.delivery.confirmed else retried
             shared = {
-                "resend_of": session.retries.earlier(digest),
+                "resend_of": retries.request_ids.get(digest),
                 "retry_of": again and again.request_id,
                 **(asdict(start) if start else {}),
             }
-            answered = self._record(asked, prepared, shared)
+            answered = self._record(context, calls, shared)
             if again is not None:
                 session.counts.retried += 1
-                if not self.settings.train_retried:
+                if not self.options.train_retried:
                     again.delivery.retry()
-            session.counts.tools_left_out.update(asked.read.chat.left_out)
-            session.counts.sampling_overruled.update(prepared[0].ignored_params)
-            session.retries.remember(digest, answered)
+            session.counts.tools_left_out.update(chat.left_out)
+            session.counts.sampling_overruled.update(calls[0].ignored_params())
+            retries.remember(digest, answered)
             return answered
 
         def over() -> None:
-            asked.images.discard()
-            context.reservation.release()
-            session.calls.discard(work)
-            if session.retries.running.get(digest) is call:
-                del session.retries.running[digest]
+            context.images.discard()
+            reservation.release()
+            session.calls.discard(call.work)
+            if retries.running.get(digest) is call:
+                del retries.running[digest]
 
-        call = SharedCall(work, record, over, partial)
-        timing.sampled()
-        session.calls.add(work)
-        session.retries.running[digest] = call
+        call = SharedCall(prepare, record, over)
+        retried = retries.retried(digest, session.clock.time())
+        timing.current.get().sampled = True
+        session.calls.add(call.work)
+        retries.running[digest] = call
         return call
 
     def _record(
         self,
-        asked: _Asked,
-        calls: list[PreparedCall],
+        context: CallContext,
+        calls: list[ModelCall],
         shared: dict[str, Any],
     ) -> Answered:
         """Write and count the turns of one request, with the fields that they share.
@@ -576,7 +381,7 @@ class _Gateway:
             for call in calls:
                 for name, value in shared.items():
                     setattr(call.turn, name, value)
-                amends.append(self._record_turn(asked, call))
+                amends.append(self._record_turn(context, call))
             for call in calls:
                 if call.reply is None:
                     n_output = len(call.turn.output_ids)
@@ -590,16 +395,16 @@ class _Gateway:
             calls[0].turn.request_id,
             tuple(call.position for call in calls),
             first.joined(others),
-            Delivery(amend, asked.session.clock.time),
+            Delivery(amend, context.session.clock.time),
         )
 
-    def _record_turn(self, asked: _Asked, call: PreparedCall) -> Amend:
+    def _record_turn(self, context: CallContext, call: ModelCall) -> Amend:
         """Write and count one turn; return what amends it."""
-        session, turn = asked.session, call.turn
+        session, turn = context.session, call.turn
         counts = session.counts
         turn_index = counts.turns
         try:
-            with asked.images.stored():
+            with context.images.stored():
                 self.log.append(turn, turn_index, session.written)
         except LogFullError as error:
             raise _log_full(str(error)) from error
@@ -611,7 +416,7 @@ class _Gateway:
         counts.turns += 1
         counts.answered += answered
         session.budget.spend(len(turn.prompt_ids), n_output, answered=answered)
-        if self.settings.attributed:
+        if self.options.attributed:
             counts.unattributed += turn.prompt_message_index is None
         session.replies.count(call.restored)
         if not answered:
@@ -620,9 +425,8 @@ class _Gateway:
         session.replies.remember(call.restored.position, call.message)
         session.agent_starts.add(turn_index, turn.agent_id, call.message)
         if call.path is not None:
-            session.paths.remember(
-                call.path, self.cache_budget, asked.read.answered(call.restored)
-            )
+            known = context.read.answered(call.restored)
+            session.paths.remember(call.path, self.cache_budget, known)
 
         def amend(reason: str, trainable: bool | None) -> None:
             # a dropped turn stays dropped
@@ -637,8 +441,50 @@ def _log_full(why: str) -> GatewayError:
     return GatewayError(f"the log is full: {why}", 507, code="log_full")
 
 
-def _stream(events: bytes) -> Response:
-    return Response(events, headers=STREAM_HEADERS, media_type=STREAM_TYPE)
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    """A path of a protocol, as an ASGI app."""
+
+    gateway: _Gateway
+    protocol: WireProtocol
+    verb: Verb
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        request = Request(scope, receive, send)
+        session = self.gateway.sessions.authorise(_session_claims(request))
+        timed = timing.begin()
+        with session.request() as answered:
+            await self._answer(request, session, send)
+            answered()
+        self.gateway.timings.add(timed)
+
+    async def _answer(self, request: Request, session: Session, send: Send) -> None:
+        gateway, protocol, verb = self.gateway, self.protocol, self.verb
+        body = await gateway.read_body(request)
+        read = await gateway.read(protocol, verb, session, body)
+        context = CallContext(
+            settings=gateway.settings,
+            session=session,
+            protocol=protocol,
+            caller=identify(request.headers, read.chat),
+            read=read,
+            digest=request_digest(f"{protocol.name} {verb}", read.identity),
+            images=NewImages(gateway.images, read.chat.images),
+        )
+        if verb == "count":
+            response = json_response(protocol.count(await count_tokens(context)))
+            await response(request.scope, request.receive, send)
+            return
+        events = protocol.events(read.chat) if read.chat.stream else None
+        seconds = gateway.options.ping_seconds
+        async with watched(request.receive) as left:
+            client = Client(left, send, protocol, read.chat, events, seconds)
+            found = gateway.find_call(context, request.headers)
+            if isinstance(found, Answered):
+                await client.send_reply(found)
+            else:
+                await client.answer(found)
 
 
 def _session_claims(request: Request) -> Iterator[str]:

@@ -17,10 +17,9 @@ _PRIVATE = (".localhost", ".local", ".internal")
 
 
 def check_no_browser(headers: Headers, hosts: Collection[str]) -> None:
-    """Raise a 403 `GatewayError` for a request of a web page.
+    """Raise a 403 for a web page's request, or for a ``Host`` that a page may have.
 
-    Allowed as ``Host``: IP addresses, names without a dot, names of private networks, and
-    ``hosts``.
+    Addresses, names without a dot, those of private networks and ``hosts`` are no page's.
     """
     if "origin" in headers:
         message = f"origin: {headers['origin']!r}: requests of web pages are refused"

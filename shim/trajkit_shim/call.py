@@ -7,14 +7,15 @@ trace. At most it takes room for ids that a later prompt then cannot use.
 import asyncio
 import json
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from trajkit_shim import timing
-from trajkit_shim.chat.images import hashes_of, texts_of
+from trajkit_shim.chat.image_store import ImageLimits, NewImages
+from trajkit_shim.chat.images import NoImages, hashes_of, texts_of
 from trajkit_shim.chat.reply import Parsed, Reply, Token, Usage
 from trajkit_shim.chat.request import ChatRequest, logged_message
 from trajkit_shim.chat.sampling_params import nth_seed
@@ -29,10 +30,11 @@ from trajkit_shim.engines.base import (
 )
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json
-from trajkit_shim.pause import Gate
+from trajkit_shim.pauses import Gate
 from trajkit_shim.prompting.attribution import Ids
-from trajkit_shim.prompting.image_places import PlacedImage
-from trajkit_shim.prompting.prompts import Prompt, Prompts
+from trajkit_shim.prompting.image_places import ImageModel, PlacedImage
+from trajkit_shim.prompting.known_requests import ReadRequest
+from trajkit_shim.prompting.prompts import Mode, Prompt, Prompts
 from trajkit_shim.prompting.reply_matching import RestoredRequest, next_position
 from trajkit_shim.prompting.token_cache import CachedPath
 from trajkit_shim.prompting.tokenize_cache import NO_LIMIT, TooManyTokensError
@@ -54,62 +56,99 @@ from trajkit_shim.sessions.turn_log import LoggedTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of a gateway (`app.create_app`)."""
+
+    # maximum length of a reply, and its default; the room left in the context limits it too
+    max_new_tokens: int = 4096
+    # limits of a request, which is rejected with 413, 431 and 413 respectively
+    max_body_bytes: int = 16 << 20
+    max_header_bytes: int = 32 << 10
+    max_messages: int = 10_000
+    # what the model does with images, which are stored in the log's folder `images`; or
+    # reject a request with an image (400), or replace the image by a text
+    images: NoImages | ImageModel = "refuse"
+    # sizes of images, and whether those at URLs are fetched (default: no)
+    image_limits: ImageLimits | None = None
+    # how long a streaming client waits for its first event, and between keep-alive events
+    ping_seconds: float = 10.0
+    # record which message each prompt token belongs to, where it can be determined exactly
+    # (`trajkit.schema.ATTRIBUTION`); a log in full form is twice as large with it, one in
+    # delta form about 8 % larger
+    attributed: bool = True
+    # train the harness's own calls too (`sessions.client_identity`)
+    train_side_calls: bool = False
+    # train a turn whose delivered reply an unmarked retry asks for again (`answers`), also
+    # if no later request contains the reply
+    train_retried: bool = True
+    # parses replies, and is closed with the app; default: the gateway's own parser, for
+    # the form of tool calls that the chat template asks for
+    reply_parser: ReplyParser | None = None
+    # append new messages to the token ids of an earlier turn if template and request
+    # permit, or render every prompt from its messages (`prompting.prompts`)
+    prompts: Mode = "append"
+    # compare every prompt with the template's complete text, rather than whenever a
+    # conversation has doubled
+    check_prompts: bool = False
+    # memory limit of all sessions for `append`
+    cache_bytes: int = 1 << 30
+    # token required for the trainer's routes; default: none
+    admin_token: str | None = None
+    # names that clients use for this machine, besides addresses and names of private
+    # networks (`browsers`)
+    hosts: Collection[str] = ()
+    # how long a call waits for the end of a pause before it is rejected with 503
+    pause_wait_seconds: float = 300.0
+    # ended sessions to remember: their calls are answered with 410, later with 401
+    max_ended_sessions: int = 10_000
+    # measures idle sessions and pauses; default: the event loop
+    clock: timing.Clock | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallSettings:
-    """How a gateway makes its calls; for the parameters see `app.create_app`."""
+    """What the calls of a gateway share."""
 
     engine: Engine
     gate: Gate  # every call passes it on the way to the engine
     prompts: Prompts
-    max_new_tokens: int
-    attributed: bool
-    train_side_calls: bool
-    train_retried: bool
     reply_parser: ReplyParser
+    options: Options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallContext:
-    """One request, and what it belongs to."""
+    """One request for a reply, and what it belongs to."""
 
     settings: CallSettings
     session: Session
     protocol: WireProtocol
     caller: Caller
-    request: ChatRequest
-    head: RestoredRequest  # of its messages that are known; it is completed
-    reservation: Reservation
-    # receives what is known of the reply while it is sampled, if the engine streams;
-    # the complete reply starts with it
-    on_partial: Callable[[Reply], None] | None
+    read: ReadRequest
+    digest: bytes  # `answers.request_digest`
+    images: NewImages
+
+    @property
+    def request(self) -> ChatRequest:
+        """The request that was read."""
+        return self.read.chat
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedCall:
-    """A call that was sampled and parsed, to be recorded and answered."""
-
-    turn: LoggedTurn
-    # the request's messages, with the session's replies restored
-    restored: RestoredRequest
-    # None: the engine aborted the call, and its turn is context only
-    reply: Reply | None
-    message: Json  # the reply in canonical form
-    # prompt and output, for later prompts to extend; None: they cannot
-    path: CachedPath | None
-    position: bytes  # after the reply
-    ignored_params: list[str]  # sampling parameters of the client that were not used
-
-
-async def prepare_call(context: CallContext) -> list[PreparedCall]:
+async def prepare_call(
+    context: CallContext,
+    reservation: Reservation,
+    on_partial: Callable[[Reply], None] | None,
+) -> "list[ModelCall]":
     """Render, sample and parse one call; return one per reply that is asked for.
 
-    Raises `GatewayError`: the messages cannot be rendered, the session has no tokens
-    left for them, or the reply does not start with what was streamed of it.
+    ``on_partial`` receives what is known of the reply while it is sampled, if the engine
+    streams. Raises `GatewayError`: an invalid request, or a session without tokens for it.
     `EngineError`: the prompt is invalid, or the engine failed.
     """
-    info = context.reservation.narrow(await context.settings.engine.info())
-    call = _Call(context, info)
+    info = reservation.narrow(await context.settings.engine.info())
+    call = ModelCall(context, info, on_partial)
     await asyncio.to_thread(call.build_prompt)
-    call.resolve_sampling()
+    call.resolve_sampling(reservation)
     calls = [call, *(call.sibling(i) for i in range(1, context.request.n))]
     if len(calls) == 1:
         await call.sample()
@@ -122,10 +161,16 @@ async def prepare_call(context: CallContext) -> list[PreparedCall]:
             # the first cancelled the others
             raise errors.exceptions[0] from None
 
-    def finish() -> list[PreparedCall]:
-        # replies to one prompt share it
-        index = call.attribution()
-        return [each.finish(index) for each in calls]
+    def finish() -> list[ModelCall]:
+        index = None
+        if context.settings.options.attributed:
+            # replies to one prompt share it
+            index = context.settings.prompts.attribution(
+                call.prompt, call.restored.messages, context.request.tools
+            )
+        for each in calls:
+            each.finish(index)
+        return calls
 
     # for short replies, a thread takes longer to start than this does
     if call.prompt.base is None or context.request.logprobs or len(calls) > 1:
@@ -133,37 +178,22 @@ async def prepare_call(context: CallContext) -> list[PreparedCall]:
     return finish()
 
 
-async def count_tokens(
-    request: ChatRequest, head: RestoredRequest, session: Session, prompts: Prompts
-) -> int:
+async def count_tokens(context: CallContext) -> int:
     """Return the length of a call's prompt. Nothing is sampled or recorded."""
-    _, prompt = await asyncio.to_thread(
-        _build_prompt,
-        request,
-        head,
-        session,
-        prompts,
-        attributed=False,
-        max_tokens=NO_LIMIT,
-    )
+    _, prompt = await asyncio.to_thread(_build_prompt, context, NO_LIMIT, False)
     return len(prompt.ids)
 
 
 @timing.step()
 def _build_prompt(
-    request: ChatRequest,
-    head: RestoredRequest,
-    session: Session,
-    prompts: Prompts,
-    *,
-    attributed: bool,
-    max_tokens: int,
+    context: CallContext, max_tokens: int, attributed: bool
 ) -> tuple[RestoredRequest, Prompt]:
+    session, request = context.session, context.request
+    prompts, head = context.settings.prompts, context.read.restored
     # every template writes the last message; this spares a long one all other steps
     for last in texts_of(request.messages[-1]["content"]):
         prompts.renderer.check_length(last, max_tokens)
-    new = request.messages[len(head.messages) :]
-    restored = session.replies.restore(new, head)
+    restored = session.replies.restore(request.messages[len(head.messages) :], head)
     prompt = prompts.build(
         restored,
         request.tools,
@@ -180,23 +210,41 @@ def _fields(record: Sampling | Caller) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__slots__}
 
 
-class _Call:
-    """The steps of one call, in order. Each uses the results of those before it."""
+class ModelCall:
+    """The steps of one call, in order. Each uses the results of those before it.
 
+    After the last one it can be recorded and answered.
+    """
+
+    # the request's messages, with the session's replies restored
     restored: RestoredRequest
     prompt: Prompt
     # the prompt as the engine consumes it, and its images
     _engine_ids: Ids
     _images: list[PlacedImage]
     _opened: bool  # the prompt ends within the reply's reasoning
-    result: Sample
+    _sample: Sample
     _parsed: Parsed
     _stop_sequence: str | None  # the stop string that ended the reply
+    turn: LoggedTurn
+    # None: the engine aborted the call, and its turn is context only
+    reply: Reply | None
+    message: Json  # the reply in canonical form
+    # prompt and output, for later prompts to extend; None: they cannot
+    path: CachedPath | None
+    position: bytes  # after the reply
 
-    def __init__(self, context: CallContext, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        context: CallContext,
+        info: EngineInfo,
+        on_partial: Callable[[Reply], None] | None,
+    ) -> None:
         self._context = context
+        self._on_partial = on_partial
         self._session = context.session
         self._settings = context.settings
+        self._options = context.settings.options
         self._request = context.request
         self._renderer = context.settings.prompts.renderer
         self._info = info
@@ -207,7 +255,7 @@ class _Call:
         self._streamed: Reply | None = None
         self._choice = None if context.request.n == 1 else 0
 
-    def sibling(self, choice: int) -> "_Call":
+    def sibling(self, choice: int) -> "ModelCall":
         """Return a call for another reply to this prompt, before any was sampled."""
         other = copy(self)
         other._choice, other._request_id = choice, uuid.uuid4().hex
@@ -223,12 +271,7 @@ class _Call:
         max_tokens = self._info.max_context_tokens
         try:
             self.restored, self.prompt = _build_prompt(
-                self._request,
-                self._context.head,
-                self._session,
-                self._settings.prompts,
-                attributed=self._settings.attributed,
-                max_tokens=max_tokens,
+                self._context, max_tokens, self._options.attributed
             )
         except TooManyTokensError as error:
             length = f"at least {error.n_tokens}"
@@ -243,11 +286,11 @@ class _Call:
         n_checked = 0 if self._images else self.prompt.n_base
         checks.check_prompt(self._engine_ids, self._info, n_checked)
 
-    def resolve_sampling(self) -> None:
+    def resolve_sampling(self, reservation: Reservation) -> None:
         """Decide the parameters, and reserve their tokens in the session's quota."""
         n_prompt = len(self.prompt.ids)
-        reservation, terms = self._context.reservation, self._session.terms
-        limit = self._settings.max_new_tokens
+        terms = self._session.terms
+        limit = self._options.max_new_tokens
         self._sampling = resolve(
             self._request.sampling,
             terms.pins,
@@ -267,11 +310,11 @@ class _Call:
 
     async def sample(self) -> None:
         """Sample and parse, again if a pause cut the call off before it streamed."""
-        self.result = await self._settings.gate.sample(
+        self._sample = await self._settings.gate.sample(
             self._sample_once, again=lambda: self._streamed is None
         )
-        checks.check_sample(self.result, self._info, self._sampling.max_new_tokens)
-        checks.check_consumed(self._engine_ids, self.result)
+        checks.check_sample(self._sample, self._info, self._sampling.max_new_tokens)
+        checks.check_consumed(self._engine_ids, self._sample)
         text, self._stop_sequence = self._text()
         self._parsed = await self._settings.reply_parser.parse(
             text, self._request.tools, self._engine_ids, opened=self._opened
@@ -292,19 +335,26 @@ class _Call:
             images=images,
         )
         generate = self._settings.engine.generate
-        on_partial = self._context.on_partial
+        on_partial = self._on_partial
         started = self._settings.reply_parser.start(
             self._request.tools, opened=self._opened
         )
         if on_partial is None or started is None:
             return await generate(request)
+        n_prompt = len(self.prompt.ids)
         parser = IncrementalParser(self._renderer, started, self._sampling.stop)
 
         def on_tokens(new_ids: Sequence[int]) -> None:
             checks.check_ids(new_ids, self._info, "the engine's new ids")
             known = parser.feed(new_ids)
             if known is not None:
-                self._streamed = self._reply(known, "", self._usage(len(parser.ids)))
+                n_output, model = len(parser.ids), self._info.model
+                usage = Usage(
+                    prompt_tokens=n_prompt, output_tokens=n_output, cached_tokens=None
+                )
+                self._streamed = make_reply(
+                    known, "", model=model, usage=usage, identity=self._identity
+                )
                 on_partial(self._streamed)
 
         sample = await generate(replace(request, on_tokens=on_tokens))
@@ -312,38 +362,49 @@ class _Call:
             raise EngineError("the engine's output ids are not those that it streamed")
         return sample
 
-    def attribution(self) -> Ids | None:
-        """Return the prompt's attribution, or None; see `Prompts.attribution`."""
-        if not self._settings.attributed:
-            return None
-        return self._settings.prompts.attribution(
-            self.prompt, self.restored.messages, self._request.tools
-        )
-
     @timing.step()
-    def finish(self, message_index: Ids | None) -> PreparedCall:
+    def finish(self, message_index: Ids | None) -> None:
         """Parse the reply and put the turn together; the prompt's attribution is given."""
-        parsed, stop_sequence = self._parsed, self._stop_sequence
-        sample, prompt, settings = self.result, self.prompt, self._settings
+        parsed = self._parsed
+        sample, prompt = self._sample, self.prompt
         aborted = sample.finish_reason == "abort"
-        n_reasoning = self._reasoning_tokens(parsed)
-        usage = self._usage(len(sample.output_ids), sample.cached_tokens, n_reasoning)
-        tokens = self._tokens(n_reasoning) if self._request.logprobs else None
-        reply = self._reply(parsed, sample.finish_reason, usage, stop_sequence, tokens)
+        n_reasoning = 0
+        if parsed.reasoning is not None:
+            n_reasoning = len(sample.output_ids)
+            if parsed.sampled:
+                # None if the end of reasoning is spelled with other tokens
+                n_reasoning = self._renderer.end_of_reasoning(sample.output_ids) or 0
+        reply = make_reply(
+            parsed,
+            sample.finish_reason,
+            model=self._info.model,
+            usage=Usage(
+                prompt_tokens=len(prompt.ids),
+                output_tokens=len(sample.output_ids),
+                cached_tokens=sample.cached_tokens,
+                reasoning_tokens=n_reasoning,
+            ),
+            identity=self._identity,
+            stop_sequence=self._stop_sequence,
+            tokens=self._tokens(n_reasoning) if self._request.logprobs else None,
+        )
         if not aborted and self._streamed and not extends(reply, self._streamed):
             wrong = "the reply does not start with what was streamed of it"
             raise GatewayError(wrong, 500)
-        message = canonical_reply(reply)
-        response = logged_message(message)
-        names = path = None
-        if settings.attributed:
+        self.reply = None if aborted else reply
+        self.message = canonical_reply(reply)
+        response = logged_message(self.message)
+        names = self.path = None
+        if self._options.attributed:
             names = self.restored.tool_names[prompt.n_known :]
-        position = next_position(self.restored.position, response.key)
+        self.position = next_position(self.restored.position, response.key)
         if not aborted:
-            path = settings.prompts.cacheable_path(prompt, sample.output_ids, position)
+            self.path = self._settings.prompts.cacheable_path(
+                prompt, sample.output_ids, self.position
+            )
         caller = self._context.caller
-        untrained = caller.is_side_call and not settings.train_side_calls
-        turn = LoggedTurn(
+        untrained = caller.is_side_call and not self._options.train_side_calls
+        self.turn = LoggedTurn(
             session_id=self._session.session_id,
             request_id=self._request_id,
             model=self._info.model,
@@ -374,47 +435,14 @@ class _Call:
             prompt_digest=prompt.digest,
             mm_items=[image.item() for image in self._images] or None,
         )
-        return PreparedCall(
-            turn=turn,
-            restored=self.restored,
-            reply=None if aborted else reply,
-            message=message,
-            path=path,
-            position=position,
-            ignored_params=ignored_params(self._request.sampling, self._sampling),
-        )
 
-    def _usage(
-        self, output_tokens: int, cached: int | None = None, reasoning: int = 0
-    ) -> Usage:
-        return Usage(
-            prompt_tokens=len(self.prompt.ids),
-            output_tokens=output_tokens,
-            cached_tokens=cached,
-            reasoning_tokens=reasoning,
-        )
-
-    def _reply(
-        self,
-        parsed: Parsed,
-        finish: str,
-        usage: Usage,
-        stop: str | None = None,
-        tokens: tuple[Token, ...] | None = None,
-    ) -> Reply:
-        return make_reply(
-            parsed,
-            finish,
-            model=self._info.model,
-            usage=usage,
-            identity=self._identity,
-            stop_sequence=stop,
-            tokens=tokens,
-        )
+    def ignored_params(self) -> list[str]:
+        """Return the client's sampling parameters that were not used."""
+        return ignored_params(self._request.sampling, self._sampling)
 
     def _tokens(self, start: int) -> tuple[Token, ...]:
         """The output's tokens from ``start`` on, without stop string and end token."""
-        ids, logprobs = self.result.output_ids, self.result.output_logprobs
+        ids, logprobs = self._sample.output_ids, self._sample.output_logprobs
         if logprobs is None:
             raise EngineError("the engine gives no logprobs", 400)
         decoder, tokens = Decoder(self._renderer), list[Token]()
@@ -433,8 +461,8 @@ class _Call:
 
     def _text(self) -> tuple[str, str | None]:
         """The reply's text up to the first stop string, and that stop string."""
-        ended = self.result.finish_reason == "stop"
-        text = self._renderer.decode(self.result.output_ids, ended=ended)
+        ended = self._sample.finish_reason == "stop"
+        text = self._renderer.decode(self._sample.output_ids, ended=ended)
         stops = self._sampling.stop if ended else ()
         found = [(i, stop) for stop in stops if (i := text.find(stop)) >= 0]
         if not found:
@@ -442,11 +470,3 @@ class _Call:
         # clients never see the stop string
         start, matched = min(found)
         return text[:start], matched
-
-    def _reasoning_tokens(self, parsed: Parsed) -> int:
-        if parsed.reasoning is None:
-            return 0
-        if not parsed.sampled:
-            return len(self.result.output_ids)
-        # 0 if the end of reasoning is spelled with other tokens
-        return self._renderer.end_of_reasoning(self.result.output_ids) or 0

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trajkit.cli import BAD_USAGE
@@ -106,9 +105,8 @@ def running_engine(
     """Yield the chosen engine, its model's renderer, and further options of the app.
 
     A server that the options launch runs while the ``with`` block runs. ``policy`` and
-    ``seed`` are for the embedded engine. Raises `SystemExit`: options are missing, or do
-    not apply to that engine. `FormatError`: the model cannot be read. `ConnectionError`:
-    the engine does not work.
+    ``seed`` are for the embedded engine. Raises `FormatError`: the model cannot be read.
+    `ConnectionError`: the engine does not work.
     """
     from trajkit_shim.replies.parsers import FORMS
 
@@ -140,7 +138,11 @@ def running_engine(
         if served:
             engine, renderer = _served(arguments, stack)
         else:
-            engine, renderer = _embedded(policy, seed)
+            from trajkit_shim.engines import embedded
+            from trajkit_shim.prompting.render import ChatRenderer
+
+            engine = embedded.EmbeddedEngine(policy or embedded.converse, seed=seed)
+            renderer = ChatRenderer(embedded.load_tokenizer())
         yield (
             engine,
             renderer,
@@ -155,10 +157,7 @@ def running_engine(
 
 
 def _image_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of the app for images.
-
-    Raises `FormatError`: the model's processor cannot be read.
-    """
+    """The options of the app for images."""
     if arguments.images != "auto":
         return {"images": arguments.images}
     if arguments.engine != "sglang":
@@ -205,16 +204,6 @@ def _check_launch(
     with needs_extra(parser, "sglang"):
         if arguments.launch_python is None and find_spec("sglang") is None:
             raise ModuleNotFoundError(name="sglang")
-
-
-def _embedded(
-    policy: "Policy | None", seed: int | None
-) -> "tuple[Engine, ChatRenderer]":
-    from trajkit_shim.engines.embedded import EmbeddedEngine, converse, load_tokenizer
-    from trajkit_shim.prompting.render import ChatRenderer
-
-    engine = EmbeddedEngine(policy or converse, seed=seed)
-    return engine, ChatRenderer(load_tokenizer())
 
 
 def _served(
@@ -333,10 +322,8 @@ def _reply_parser(
 def terminable() -> Iterator[None]:
     """Treat SIGTERM as an interrupt, so that what runs for a command is ended."""
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    # raises KeyboardInterrupt
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -38,8 +38,7 @@ async def read_body(chunks: AsyncIterator[bytes], max_bytes: int) -> bytes:
 def parse_object(body: bytes) -> Json:
     """Return the JSON object in a request body.
 
-    Raises `GatewayError` if the body is not UTF-8, not JSON, not an object, nested too
-    deep, or contains NaN, an infinity or half of a surrogate pair.
+    It must be UTF-8 without halves of surrogate pairs, and its numbers finite.
     """
     try:
         value = DECODER.decode(body.decode("utf-8"))
@@ -54,10 +53,7 @@ def parse_object(body: bytes) -> Json:
 
 
 def check_value(value: object, body: bytes) -> None:
-    """Raise for half a surrogate pair in a value, and if it is nested too deep.
-
-    ``body``: its JSON.
-    """
+    """Raise if a value with this JSON has half a surrogate pair, or is nested too deep."""
     # the search takes longer
     if b"\\u" in body and _SURROGATE.search(body):
         try:
@@ -177,20 +173,19 @@ class Fields:
         """Raise a 400 for a field."""
         refuse(self.at(name), rule, code=code)
 
-    def only(self, known: Collection[str]) -> None:
-        """Reject a field that is neither null nor one of ``known``."""
-        for name, value in self.json.items():
-            if value is not None and name not in known:
+    def only(
+        self, known: Collection[str], neutral: Mapping[str, object] | None = None
+    ) -> None:
+        """Reject a field that is not null, ``known``, or of the ``neutral`` value."""
+        for name, given in self.json.items():
+            if given is None or name in known:
+                continue
+            if neutral is None or name not in neutral:
                 rule = "not supported by this gateway"
                 self.refuse(name, rule, "unsupported_parameter")
-
-    def only_neutral(self, neutral: Mapping[str, object]) -> None:
-        """Reject fields whose value has an effect: other than null and the given one."""
-        for name, value in neutral.items():
-            given = self.json.get(name)
+            value = neutral[name]
             # 0 and false are equal in Python but not in JSON
-            same = given == value and isinstance(given, bool) is isinstance(value, bool)
-            if given is not None and not same:
+            if given != value or isinstance(given, bool) is not isinstance(value, bool):
                 self.refuse(name, f"{given!r} is not supported", "unsupported_value")
 
     def need(self, name: str, read: Reader[T]) -> T:

@@ -38,24 +38,9 @@ def serve(
 ) -> None:
     """Run the app until SIGINT or SIGTERM, then answer the running calls.
 
-    A second signal ends them at once.
-
-    Parameters
-    ----------
-    app : ASGI app
-        From `trajkit_shim.app.create_app`.
-    host, port
-        Address to listen on. Port 0: any free one.
-    on_listening : callable, optional
-        Called with the base URL once connections are accepted.
-    drain_seconds : float
-        How long running calls may take after the signal. Then their clients get the error
-        of a closed session.
-
-    Raises
-    ------
-    OSError
-        The address is not available.
+    Port 0: any free one. ``on_listening`` is called with the base URL. After
+    ``drain_seconds``, or a second signal, the calls are ended, and their clients get the
+    error of a closed session. Raises `OSError` if the address is not available.
     """
     listener, url = _listen(host, port)
     # a collection that looks at all that was imported would stop every call
@@ -73,19 +58,10 @@ def running(
     host: str = "127.0.0.1",
     port: int = 0,
 ) -> Iterator[str]:
-    """Run the app on a thread while the ``with`` block runs; see `serve`.
+    """Run the app on a thread while the ``with`` block runs, and yield its base URL.
 
-    At the end of the block the running calls are answered, however long they take.
-
-    Yields
-    ------
-    str
-        The base URL: ``http://127.0.0.1:40123``. OpenAI clients need ``/v1`` after it.
-
-    Raises
-    ------
-    OSError
-        The address is not available.
+    At the end of the block the running calls are answered, however long they take. Raises
+    `OSError` if the address is not available.
     """
     listener, url = _listen(host, port)
     server = _server(app)
@@ -140,35 +116,31 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait()
+        self._look(begun=True)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._look()
+        self._look(begun=bool(self.conn.trailing_data[0]))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._look()
+        self._look(begun=bool(self.conn.trailing_data[0]))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop()
-        super().connection_lost(exc)
-
-    def _look(self) -> None:
-        """Start or stop waiting for the rest of a request."""
-        begun = bool(self.conn.trailing_data[0]) and self.conn.their_state is h11.IDLE
-        if not begun and self.conn.their_state is not h11.SEND_BODY:
-            self._stop()
-        elif self._late is None:
-            self._wait()
-
-    def _wait(self) -> None:
-        self._late = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
-
-    def _stop(self) -> None:
         if self._late is not None:
             self._late.cancel()
+        super().connection_lost(exc)
+
+    def _look(self, *, begun: bool) -> None:
+        """Start or stop waiting for the rest of a request, whose head has begun or not."""
+        state = self.conn.their_state
+        waits = state is h11.SEND_BODY or (begun and state is h11.IDLE)
+        if self._late is not None and not waits:
+            self._late.cancel()
             self._late = None
+        elif self._late is None and waits:
+            close = self.transport.close
+            self._late = self.loop.call_later(REQUEST_SECONDS, close)
 
 
 class _Server(uvicorn.Server):

@@ -5,6 +5,7 @@ its answer without the engine, and the processor time of the gateway's own steps
 waiting for other calls does not increase.
 """
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,8 +13,24 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import numpy as np
+
+
+class Clock(Protocol):
+    """Measures idle sessions and pauses, such as an event loop."""
+
+    def time(self) -> float:
+        """Seconds since an arbitrary moment."""
+        ...
+
+    def call_later(
+        self, delay: float, callback: Callable[[], object], /
+    ) -> asyncio.TimerHandle:
+        """Schedule a call in ``delay`` seconds."""
+        ...
+
 
 # number of turns to keep
 _KEPT = 100_000
@@ -30,32 +47,24 @@ class Timing:
     sampled: bool = False
 
 
-_current: ContextVar[Timing | None] = ContextVar("timing", default=None)
+# of the request that a task serves; the default is for tasks without one
+current: ContextVar[Timing] = ContextVar("timing", default=Timing())  # noqa: B039
 
 
 def begin() -> Timing:
     """Time the request that this task serves, and the tasks it starts."""
     timing = Timing()
-    _current.set(timing)
+    current.set(timing)
     return timing
-
-
-def sampled() -> None:
-    """Note that the request started a call."""
-    timing = _current.get()
-    if timing is not None:
-        timing.sampled = True
 
 
 @contextmanager
 def _timed(clock: Callable[[], float], name: str) -> Iterator[None]:
-    timing = _current.get()
-    start = clock()
+    timing, start = current.get(), clock()
     try:
         yield
     finally:
-        if timing is not None:
-            setattr(timing, name, getattr(timing, name) + clock() - start)
+        setattr(timing, name, getattr(timing, name) + clock() - start)
 
 
 step = partial(_timed, time.thread_time, "busy")
@@ -79,13 +88,12 @@ class Timings:
 
     def describe(self) -> dict[str, object]:
         """Return median and 99th percentile in milliseconds, for the admin route."""
-        times = np.array(self._turns).reshape(-1, 3) * 1e3
-        shown: dict[str, object] = {"turns": len(times)}
-        for name, column in zip(("gateway", "busy", "engine"), times.T, strict=True):
-            if len(column):
-                median, late = np.percentile(column, [50, 99])
-                shown[f"{name}_ms"] = {
-                    "median": round(float(median), 3),
-                    "p99": round(float(late), 3),
-                }
+        shown: dict[str, object] = {"turns": len(self._turns)}
+        if self._turns:
+            times = np.percentile(np.array(self._turns) * 1e3, [50, 99], axis=0)
+            for name, column in zip(
+                ("gateway", "busy", "engine"), times.T, strict=True
+            ):
+                median, late = column.round(3).tolist()
+                shown[f"{name}_ms"] = {"median": median, "p99": late}
         return shown

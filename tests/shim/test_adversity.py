@@ -31,10 +31,10 @@ from trajkit.errors import FormatError
 from trajkit_shim import json_input
 from trajkit_shim.agents.sandbox import Spec
 from trajkit_shim.agents.sandboxes.local import LocalSandbox, remove
+from trajkit_shim.answers import is_retry
 from trajkit_shim.app import create_app
 from trajkit_shim.engines import http, sglang, vllm
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.retries import is_retry
 from trajkit_shim.rollout.run import Callback
 from trajkit_shim.rollout.tasks import Folder, Grade, Task, read_tasks
 from trajkit_shim.rollout.workspace import StageError, Workspace

@@ -13,8 +13,8 @@ import trajkit as tk
 from tests.shim.clients import http, in_process
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from tests.strategies import delivery_steps
+from trajkit_shim.answers import Delivery
 from trajkit_shim.app import create_app
-from trajkit_shim.delivery import Delivery
 from trajkit_shim.serve import _server
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -194,7 +194,7 @@ async def test_an_answer_that_cannot_be_written_is_not_delivered(gateway, monkey
 
     session = await gateway.open_key()
     with monkeypatch.context() as patch:
-        patch.setattr("trajkit_shim.app._json", fail)
+        patch.setattr("trajkit_shim.responses.encode", fail)
         with pytest.raises(RuntimeError, match="no words"):
             await Line(session).ask(gateway)
     assert logged(gateway) == [(False, "undelivered")]

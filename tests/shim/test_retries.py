@@ -9,14 +9,13 @@ import pytest
 import trajkit as tk
 from tests.shim.clients import http_of, in_process
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
-from trajkit_shim.errors import EngineError
-from trajkit_shim.retries import (
+from trajkit_shim.answers import (
     KEPT,
     UNMARKED_SECONDS,
-    PartialReply,
     SharedCall,
     is_retry,
 )
+from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
 
@@ -163,8 +162,10 @@ async def test_a_call_is_recorded_once_however_that_fails():
         recorded.append(1)
         raise OSError("the disk is full")
 
-    work = asyncio.create_task(asyncio.sleep(0))
-    call = SharedCall(work, record, lambda: None, PartialReply())
+    async def prepare(_):
+        pass
+
+    call = SharedCall(prepare, record, lambda: None)
     for _ in range(2):
         with pytest.raises(OSError, match="disk"):
             call.finish()

@@ -8,7 +8,7 @@ from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, ScriptedEngine
 from trajkit_shim.engines.base import UpdatableEngine
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.weight_updates import Weights
+from trajkit_shim.pauses import Weights
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, NoReturn, TypeAlias
+from typing import Literal, NoReturn, TypeAlias, TypeVar
 
 from trajkit_shim.chat.image_store import Image, ImageLimits, ImageUrl, open_image
 from trajkit_shim.json_input import Fields, Json, as_text, objects
@@ -44,20 +44,22 @@ class GivenImage:
 Part: TypeAlias = str | GivenImage
 """A text or an image of a message."""
 
-Readers: TypeAlias = Mapping[str, Callable[[Fields], Part]]
+T = TypeVar("T")
+Readers: TypeAlias = Mapping[str, Callable[[Fields], T]]
 """How parts are read, by their types."""
 
 
-def read_parts(value: object, where: str, readers: Readers) -> list[Part]:
+def read_parts(fields: Fields, name: str, readers: Readers[T]) -> list[T]:
     """Return the parts of a content: a string, or a list of objects.
 
     Raises `GatewayError`: an object has a type without a reader.
     """
+    value = fields.json.get(name)
     if isinstance(value, str):
-        return [value]
+        return [readers["text"](Fields({"text": value}, fields.at(name)))]
     return [
         readers[part.one_of("type", readers, code="unsupported_content")](part)
-        for part in objects(value, where)
+        for part in objects(value, fields.at(name))
     ]
 
 

@@ -7,26 +7,28 @@ whether the model reasons), ``context_management`` (the gateway edits nothing),
 
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TypeVar
 
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import (
     GivenImage,
     Part,
+    Readers,
     data_url,
+    read_parts,
     read_text,
 )
 from trajkit_shim.chat.reply import Call, Reply, Usage
 from trajkit_shim.chat.sampling_params import parse_sampling
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Fields, Json, as_object, objects
+from trajkit_shim.json_input import Fields, Json, as_object
 from trajkit_shim.protocols.base import WireProtocol, kind_of
 from trajkit_shim.protocols.blocks import (
     Block,
     Events,
     Step,
     Thought,
+    assistant,
     blocks,
     signature,
 )
@@ -41,20 +43,6 @@ _KNOWN = frozenset(
 )
 # fields of a block or tool that mean nothing to the model
 _SILENT = frozenset({"type", "cache_control"})
-_BLOCKS = {
-    "text": frozenset({"text", "citations"}),
-    "image": frozenset({"source"}),
-    "document": frozenset({"source", "title", "context", "citations"}),
-    "thinking": frozenset({"thinking", "signature"}),
-    "tool_use": frozenset({"id", "name", "input", "caller"}),
-    "tool_result": frozenset({"tool_use_id", "content", "is_error"}),
-}
-_ROLES = {
-    "system": frozenset({"text"}),
-    "user": frozenset({"text", "image", "document", "tool_result"}),
-    "assistant": frozenset({"text", "thinking", "tool_use"}),
-}
-_IN_RESULT = frozenset({"text", "image", "document"})
 _TOOL = frozenset(
     "allowed_callers description eager_input_streaming input_examples input_schema "
     "name strict".split()
@@ -70,8 +58,8 @@ def _parse(fields: Fields, _: chat.ReadOptions) -> chat.ChatRequest:
         fields.get_object(name)
     config = fields.section("output_config")
     config.only({"effort", "format", "task_budget"})
-    given = fields.json.get("system")
-    front = chat.system_message(None if given is None else _system(given, "system"))
+    given = None if fields.json.get("system") is None else _system(fields, "system")
+    front = chat.system_message(given)
     messages = front + [m for given in fields.filled("messages") for m in _read(given)]
     if messages[-1]["role"] == "assistant":
         rule = "the last one is the assistant's: no reply is continued"
@@ -107,76 +95,44 @@ def _parse(fields: Fields, _: chat.ReadOptions) -> chat.ChatRequest:
 
 def _read(message: Fields) -> list[Json]:
     message.only({"role", "content"})
-    role = message.one_of("role", _ROLES)
-    content, where = message.json.get("content"), message.at("content")
+    role = message.one_of("role", ("assistant", "system", "user"))
     if role == "system":
-        return [{"role": "system", "content": _system(content, where)}]
-    found = _blocks(content, where, _ROLES[role])
-    return (
-        chat.user_messages(map(_user_part, found))
-        if role == "user"
-        else [_assistant(found)]
-    )
+        return [{"role": "system", "content": _system(message, "content")}]
+    if role == "user":
+        return chat.user_messages(read_parts(message, "content", _USER))
+    return [assistant(read_parts(message, "content", _ASSISTANT))]
 
 
-def _system(value: object, where: str) -> str:
+def _system(fields: Fields, name: str) -> str:
     """The text of a system prompt, without billing lines."""
-    texts = map(read_text, _blocks(value, where, _ROLES["system"]))
+    texts = read_parts(fields, name, {"text": _TEXT})
     kept = (t.partition("\n")[2] if t.startswith(_BILLING) else t for t in texts)
     return "\n".join(filter(None, kept))
 
 
-def _blocks(value: object, where: str, kinds: frozenset[str]) -> list[Fields]:
-    """The blocks of a message's content; a string is one block."""
-    if isinstance(value, str):
-        return [Fields({"type": "text", "text": value}, where)]
-    found = list(objects(value, where))
-    for block in found:
-        kind = block.one_of("type", kinds, code="unsupported_content")
-        block.only(_BLOCKS[kind] | _SILENT)
-    return found
+def _tool_result(block: Fields) -> Json:
+    found = block.json.get("content") is not None
+    parts = read_parts(block, "content", _READABLE) if found else []
+    failed = block.flag("is_error")
+    return chat.tool_message(block.text("tool_use_id"), parts, failed=failed)
 
 
-def _user_part(block: Fields) -> Part | Json:
-    if block.json["type"] != "tool_result":
-        return _readable(block)
-    content = block.json.get("content")
-    found = _blocks("" if content is None else content, block.at("content"), _IN_RESULT)
-    return chat.tool_message(
-        block.text("tool_use_id"),
-        map(_readable, found),
-        failed=block.flag("is_error"),
-    )
-
-
-def _readable(block: Fields) -> Part:
-    """The text or image of a block of a user or of a tool."""
-    if block.json["type"] == "text":
-        return read_text(block)
-    if block.json["type"] == "image":
-        return GivenImage(block, "type", "image", partial(_url, block))
+def _document(block: Fields) -> str:
     source = block.object("source")
     # documents are text
     source.one_of("type", ("text",), code="unsupported_content")
     return source.text("data")
 
 
-def _url(block: Fields) -> str:
-    """The source of an image."""
-    source = block.object("source")
-    kinds = ("base64", "url")
-    if source.one_of("type", kinds, code="unsupported_content") == "url":
-        return source.text("url")
-    return data_url(source, "media_type", "data")
+def _image(block: Fields) -> GivenImage:
+    def url() -> str:
+        source = block.object("source")
+        kinds = ("base64", "url")
+        if source.one_of("type", kinds, code="unsupported_content") == "url":
+            return source.text("url")
+        return data_url(source, "media_type", "data")
 
-
-def _assistant(found: list[Fields]) -> Json:
-    def each(kind: str, read: Callable[[Fields], T]) -> list[T]:
-        return [read(block) for block in found if block.json["type"] == kind]
-
-    thoughts = each("thinking", lambda block: block.text("thinking"))
-    texts, calls = each("text", read_text), each("tool_use", _tool_use)
-    return chat.assistant_message("".join(texts), "".join(thoughts), calls)
+    return GivenImage(block, "type", "image", url)
 
 
 def _tool_use(block: Fields) -> Json:
@@ -184,10 +140,38 @@ def _tool_use(block: Fields) -> Json:
     return chat.tool_call(block.text("id"), block.name("name"), given)
 
 
+def _block(read: Callable[[Fields], T], *known: str) -> Callable[[Fields], T]:
+    """A reader of blocks that have these fields."""
+
+    def checked(block: Fields) -> T:
+        block.only(_SILENT.union(known))
+        return read(block)
+
+    return checked
+
+
+_TEXT = _block(read_text, "text", "citations")
+# what the content of a tool's result may have, of a user's and of an assistant's message
+_READABLE: Readers[Part] = {
+    "text": _TEXT,
+    "image": _block(_image, "source"),
+    "document": _block(_document, "source", "title", "context", "citations"),
+}
+_USER: Readers[Part | Json] = {
+    **_READABLE,
+    "tool_result": _block(_tool_result, "tool_use_id", "content", "is_error"),
+}
+_ASSISTANT: Readers[str | Thought | Json] = {
+    "text": _TEXT,
+    "thinking": _block(lambda b: Thought(b.text("thinking")), "thinking", "signature"),
+    "tool_use": _block(_tool_use, "id", "name", "input", "caller"),
+}
+
+
 def _write(reply: Reply, _: chat.ChatRequest) -> Json:
     return {
         **_head(reply),
-        "content": [_block(block, reply) for block in blocks(reply, done=True)],
+        "content": [_written(block, reply) for block in blocks(reply, done=True)],
         **_ending(reply),
         "usage": _usage(reply.usage),
     }
@@ -202,7 +186,7 @@ def _head(reply: Reply) -> Json:
     }
 
 
-def _block(block: Block, reply: Reply) -> Json:
+def _written(block: Block, reply: Reply) -> Json:
     if isinstance(block, str):
         return {"type": "text", "text": block}
     if isinstance(block, Call):
@@ -248,29 +232,30 @@ class _Stream(Events):
     def error(self, error: GatewayError) -> bytes:
         return event(_error(error), "error")
 
-    def begin(self, reply: Reply) -> Iterator[bytes]:
-        usage = {**_usage(reply.usage), "output_tokens": 0}
-        ending = {"stop_reason": None, "stop_sequence": None}
-        message = {**_head(reply), "content": [], **ending, "usage": usage}
-        yield _event("message_start", message=message)
-
-    def step(self, step: Step, reply: Reply) -> Iterator[bytes]:
+    def write(self, step: Step) -> Iterator[bytes]:
+        reply, place = step.reply, {"index": step.index}
         kind, field, empty = _DELTAS[type(step.block)]
-        if step.what == "begin":
-            block = {**_block(step.block, reply), **empty}
-            yield _event("content_block_start", index=step.index, content_block=block)
-        elif step.what == "text":
-            yield _delta(step.index, kind, field, step.text)
-        else:
-            if isinstance(step.block, Thought):
-                signed = signature(reply)
-                yield _delta(step.index, "signature_delta", "signature", signed)
-            yield _event("content_block_stop", index=step.index)
-
-    def close(self, reply: Reply) -> Iterator[bytes]:
-        usage = _usage(reply.usage)
-        yield _event("message_delta", delta=_ending(reply), usage=usage)
-        yield _event("message_stop")
+        match step.what:
+            case "open":
+                usage = {**_usage(reply.usage), "output_tokens": 0}
+                ending = {"stop_reason": None, "stop_sequence": None}
+                message = {**_head(reply), "content": [], **ending, "usage": usage}
+                yield _event("message_start", message=message)
+            case "begin":
+                block = {**_written(step.block, reply), **empty}
+                yield _event("content_block_start", **place, content_block=block)
+            case "text":
+                delta = {"type": kind, field: step.text}
+                yield _event("content_block_delta", **place, delta=delta)
+            case "end":
+                if isinstance(step.block, Thought):
+                    delta = {"type": "signature_delta", "signature": signature(reply)}
+                    yield _event("content_block_delta", **place, delta=delta)
+                yield _event("content_block_stop", **place)
+            case "done":
+                usage = _usage(reply.usage)
+                yield _event("message_delta", delta=_ending(reply), usage=usage)
+                yield _event("message_stop")
 
 
 # type and field of the deltas of each kind of block, and its fields when it is empty
@@ -279,11 +264,6 @@ _DELTAS: dict[type, tuple[str, str, Json]] = {
     Call: ("input_json_delta", "partial_json", {"input": {}}),
     Thought: ("thinking_delta", "thinking", {"thinking": "", "signature": ""}),
 }
-
-
-def _delta(index: int, kind: str, field: str, text: str) -> bytes:
-    delta = {"type": kind, field: text}
-    return _event("content_block_delta", index=index, delta=delta)
 
 
 def _event(kind: str, **fields: object) -> bytes:

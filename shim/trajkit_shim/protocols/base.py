@@ -40,22 +40,18 @@ class WireProtocol:
     # codes of errors that a streaming client only understands as an event
     streamed_errors: frozenset[str] = field(default=frozenset())
 
-    def read(self, body: Json, options: ReadOptions) -> ChatRequest:
-        """Read the body of a request for a reply; raises `GatewayError`."""
+    def read(
+        self, body: Json, options: ReadOptions, *, count: bool = False
+    ) -> ChatRequest:
+        """Read the body of a request for a reply or a count; raises `GatewayError`."""
         fields = Fields(body)
-        for name in self.required:
+        if count:
+            inner = self.count_of and fields.get_object(self.count_of)
+            fields = Fields(inner or body)
+        for name in () if count else self.required:
             if body.get(name) is None:
                 fields.refuse(name, "missing")
-        return self._read(fields, options)
-
-    def read_for_count(self, body: Json, options: ReadOptions) -> ChatRequest:
-        """Read the body of a request for a count; raises `GatewayError`."""
-        inner = self.count_of and Fields(body).get_object(self.count_of)
-        return self._read(Fields(inner or body), options)
-
-    def _read(self, fields: Fields, options: ReadOptions) -> ChatRequest:
-        fields.only(self.known)
-        fields.only_neutral(self.neutral)
+        fields.only(self.known, self.neutral)
         fields.get_text("model")
         request = self.parse(fields, options)
         read_images(request.messages, options.images)
@@ -63,9 +59,5 @@ class WireProtocol:
 
 
 def kind_of(error: GatewayError, kinds: Mapping[int, str], *others: str) -> str:
-    """Return a protocol's word for an error.
-
-    ``kinds`` has the words by status; ``others`` are those for other errors of the
-    client and of the server.
-    """
+    """Return a protocol's word for an error, by its status or by who is at fault."""
     return kinds.get(error.status, others[error.status >= 500])

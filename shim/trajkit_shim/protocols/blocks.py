@@ -2,12 +2,14 @@
 
 import base64
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from trajkit_shim.chat.reply import Call, Reply
+from trajkit_shim.chat.request import assistant_message
 from trajkit_shim.errors import GatewayError
+from trajkit_shim.json_input import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,16 @@ def blocks(reply: Reply, *, done: bool) -> list[Block]:
     return found or ([reply.text] if done else [])
 
 
+def assistant(parts: Iterable[Thought | str | Json]) -> Json:
+    """Return the canonical message of an assistant's reasoning, texts and calls."""
+    given = list(parts)
+    return assistant_message(
+        "".join(part for part in given if isinstance(part, str)),
+        "".join(part.text for part in given if isinstance(part, Thought)),
+        [part for part in given if isinstance(part, dict)],
+    )
+
+
 def signature(reply: Reply) -> str:
     """Return what protocols with signed reasoning get as signature."""
     return base64.b64encode(f"trajkit:{reply.reply_id}".encode()).decode()
@@ -40,20 +52,21 @@ def signature(reply: Reply) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A block begins, gets new text or arguments (never empty), or ends."""
+    """What is new in a stream.
 
-    what: Literal["begin", "text", "end"]
-    index: int
-    block: Block
+    A reply opens and closes; in it a block begins, gets new text or arguments (never
+    empty), and ends. All replies are done.
+    """
+
+    what: Literal["open", "begin", "text", "end", "close", "done"]
+    reply: Reply
+    index: int = 0
+    block: Block = ""
     text: str = ""
 
 
 class Events(ABC):
-    """The events of one streamed reply as bytes, in order.
-
-    A protocol implements what comes before the first block (`begin`), for each `Step`,
-    after the last block of a choice (`end`), and after the last choice (`close`).
-    """
+    """The events of one streamed reply, in order. A protocol writes each `Step`."""
 
     def __init__(self) -> None:
         self.index = 0  # of the choice
@@ -81,19 +94,15 @@ class Events(ABC):
         """Yield the rest of the complete reply, to the end of the stream."""
         for self.index, choice in enumerate(reply.choices):
             yield from self._new(choice, done=True)
-            yield from self.end(choice)
-        yield from self.close(reply)
+        yield from self.write(Step("done", reply))
 
     @abstractmethod
     def error(self, error: GatewayError) -> bytes:
         """Return the end of a stream that failed."""
 
     def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
-        if not self._begun:
-            self._begun = True
-            yield from self.begin(reply)
         for step in self.steps(reply, done=done):
-            yield from self.step(step, reply)
+            yield from self.write(step)
 
     def steps(self, reply: Reply, *, done: bool) -> Iterator[Step]:
         """Yield what is new in a choice since the last call.
@@ -101,41 +110,33 @@ class Events(ABC):
         The last block may grow, unless the reply is complete (``done``). The next choice
         begins then.
         """
+        if not self._begun:
+            self._begun = True
+            yield Step("open", reply)
         found = self.blocks(reply, done=done)
         for index in range(self._block, len(found)):
             block = found[index]
             if self._length is None:
                 self._length = 0
-                yield Step("begin", index, block)
+                yield Step("begin", reply, index, block)
             text = _text(block)[self._length :]
             if text:
                 self._length += len(text)
-                yield Step("text", index, block, text)
+                yield Step("text", reply, index, block, text)
             if done or index < len(found) - 1:
                 self._block, self._length = index + 1, None
-                yield Step("end", index, block)
+                yield Step("end", reply, index, block)
         if done:
             self._begun, self._block = False, 0
+            yield Step("close", reply)
 
     def blocks(self, reply: Reply, *, done: bool) -> list[Block]:
         """Return the blocks that are streamed."""
         return blocks(reply, done=done)
 
-    def begin(self, reply: Reply) -> Iterator[bytes]:
-        """Yield the start of a choice."""
-        return iter(())
-
     @abstractmethod
-    def step(self, step: Step, reply: Reply) -> Iterator[bytes]:
-        """Yield what a step adds."""
-
-    def end(self, reply: Reply) -> Iterator[bytes]:
-        """Yield the end of a complete choice."""
-        return iter(())
-
-    def close(self, reply: Reply) -> Iterator[bytes]:
-        """Yield the end of the stream."""
-        return iter(())
+    def write(self, step: Step) -> Iterator[bytes]:
+        """Yield the events of a step."""
 
 
 def _text(block: Block) -> str:

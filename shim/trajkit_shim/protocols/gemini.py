@@ -6,18 +6,26 @@ provider can run are dropped and counted.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import GivenImage, Part, data_url, refuse_content
-from trajkit_shim.chat.reply import Call, Reply, Usage
+from trajkit_shim.chat.reply import Call, Reply
 from trajkit_shim.chat.sampling_params import SamplingParams, parse_sampling
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Fields, Json, as_list, objects, refuse
+from trajkit_shim.json_input import Fields, Json, as_list, as_object, objects, refuse
 from trajkit_shim.protocols.base import Verb, WireProtocol, kind_of
-from trajkit_shim.protocols.blocks import Block, Events, Step, blocks, signature
+from trajkit_shim.protocols.blocks import (
+    Block,
+    Events,
+    Step,
+    Thought,
+    assistant,
+    blocks,
+    signature,
+)
 from trajkit_shim.protocols.sse import RawJson, event
 
 _KNOWN = (
@@ -40,7 +48,7 @@ _LIMITS: Mapping[str, str | None] = {
 _CONFIG = frozenset(
     "candidateCount maxOutputTokens responseJsonSchema responseLogprobs responseMimeType "
     "responseSchema seed stopSequences temperature thinkingConfig topK topP".split()
-).union(_NEUTRAL)
+)
 # run by the provider; the model cannot call them because it does not see them
 _HOSTED = frozenset(
     "codeExecution googleMaps googleSearch googleSearchRetrieval urlContext".split()
@@ -61,8 +69,7 @@ def _parse(fields: Fields, options: chat.ReadOptions) -> chat.ChatRequest:
     # both modes promise arguments of the schema
     strict = mode in ("ANY", "VALIDATED")
     config = fields.section("generationConfig")
-    config.only(_CONFIG)
-    config.only_neutral(_NEUTRAL)
+    config.only(_CONFIG, _NEUTRAL)
     return chat.ChatRequest(
         messages=front + messages,
         tools=(tools.functions or None) if mode != "NONE" else None,
@@ -89,9 +96,8 @@ class _Conversation:
     """Converts contents to messages; knows the calls that wait for a result."""
 
     unnamed_calls: int
-    _open: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # id and name of each call
+    # id and name of each call
+    _open: list[tuple[str, str]] = field(default_factory=list)
 
     def read(self, content: Fields) -> list[Json]:
         content.only({"role", "parts"})
@@ -100,16 +106,22 @@ class _Conversation:
         if role != "model":
             return chat.user_messages(map(self._user_part, parts))
         self._open = []
-        calls = [
-            self._call(part.object("functionCall"))
-            for part in parts
-            if "functionCall" in part.json
-        ]
-        texts: dict[bool, str] = {True: "", False: ""}
-        for part in parts:
-            if "functionCall" not in part.json:
-                texts[bool(part.json.get("thought"))] += _text(part)
-        return [chat.assistant_message(texts[False], texts[True], calls)]
+        return [assistant(map(self._model_part, parts))]
+
+    def _model_part(self, part: Fields) -> Thought | str | Json:
+        if "functionCall" in part.json:
+            call = part.object("functionCall")
+            call.only({"id", "name", "args"})
+            name, call_id = call.name("name"), call.get_text("id")
+            if call_id is None:
+                # clients may omit ids; the number in the conversation is stable
+                self.unnamed_calls += 1
+                call_id = f"{name}-{self.unnamed_calls}"
+            self._open.append((call_id, name))
+            given = json.dumps(call.section("args").json, ensure_ascii=False)
+            return chat.tool_call(call_id, name, given)
+        text = _text(part)
+        return Thought(text) if part.json.get("thought") else text
 
     def _user_part(self, part: Fields) -> Part | Json:
         if "functionResponse" in part.json:
@@ -118,17 +130,6 @@ class _Conversation:
             if name in part.json:
                 return _image(part, name)
         return _text(part)
-
-    def _call(self, call: Fields) -> Json:
-        call.only({"id", "name", "args"})
-        name, call_id = call.name("name"), call.get_text("id")
-        if call_id is None:
-            # clients may omit ids; the number in the conversation is stable
-            self.unnamed_calls += 1
-            call_id = f"{name}-{self.unnamed_calls}"
-        self._open.append((call_id, name))
-        given = json.dumps(call.section("args").json, ensure_ascii=False)
-        return chat.tool_call(call_id, name, given)
 
     def _result(self, result: Fields) -> Json:
         result.only({"id", "name", "response"})
@@ -140,16 +141,12 @@ class _Conversation:
             self._open.remove(waiting)
             call_id = waiting[0]
         given = result.object("response").json
-        texts = [_result_text(given)]
-        return chat.tool_message(call_id, texts, failed="error" in given)
-
-
-def _result_text(given: Json) -> str:
-    """A tool's result: its only text, or its JSON."""
-    ((key, value),) = given.items() if len(given) == 1 else [("", None)]
-    if key in ("output", "result", "error") and isinstance(value, str):
-        return value
-    return json.dumps(given, ensure_ascii=False)
+        # its only text, or its JSON
+        ((key, value),) = given.items() if len(given) == 1 else [("", None)]
+        text = json.dumps(given, ensure_ascii=False)
+        if key in ("output", "result", "error") and isinstance(value, str):
+            text = value
+        return chat.tool_message(call_id, [text], failed="error" in given)
 
 
 def _parts(content: Fields) -> list[Fields]:
@@ -173,10 +170,9 @@ def _image(part: Fields, name: str) -> GivenImage:
     kind = given.json.get("mimeType")
     if not str(kind).startswith("image/"):
         refuse_content(part, name, kind)
-    url = partial(data_url, given, "mimeType", "data")
     if name == "fileData":
-        url = partial(given.text, "fileUri")
-    return GivenImage(part, name, kind, url)
+        return GivenImage(part, name, kind, partial(given.text, "fileUri"))
+    return GivenImage(part, name, kind, partial(data_url, given, "mimeType", "data"))
 
 
 def _tools(fields: Fields) -> chat.Tools:
@@ -196,17 +192,13 @@ def _tools(fields: Fields) -> chat.Tools:
     return tools
 
 
-def _json_schema(schema: Json) -> Json:
+def _json_schema(schema: object, key: str = "") -> object:
     """Return a schema with its types in lower case, as in JSON Schema."""
-
-    def converted(item: object, key: str) -> object:
-        if isinstance(item, dict):
-            return _json_schema(item)
-        if isinstance(item, list):
-            return [converted(each, "") for each in item]
-        return str(item).lower() if key == "type" and item in _TYPES else item
-
-    return {key: converted(item, key) for key, item in schema.items()}
+    if isinstance(schema, dict):
+        return {name: _json_schema(item, name) for name, item in schema.items()}
+    if isinstance(schema, list):
+        return [_json_schema(item) for item in schema]
+    return str(schema).lower() if key == "type" and schema in _TYPES else schema
 
 
 def _schema_of_text(config: Fields) -> Json | None:
@@ -215,9 +207,9 @@ def _schema_of_text(config: Fields) -> Json | None:
         "responseMimeType", kinds, "text/plain", code="unsupported_value"
     )
     given = config.get_object("responseJsonSchema")
-    other = config.get_object("responseSchema")
-    if given is None and other is not None:
-        given = _json_schema(other)
+    if given is None:
+        name = "responseSchema"
+        given = config.get(name, lambda value, at: as_object(_json_schema(value), at))
     if kind == "text/plain" and given is not None:
         config.refuse("responseMimeType", "a schema needs 'application/json'")
     if given is None and kind == "application/json":
@@ -238,7 +230,7 @@ def _write(reply: Reply, _: chat.ChatRequest) -> Json:
         _candidate(one, [_part(b, one) for b in blocks(one, done=True)], i, last=True)
         for i, one in enumerate(reply.choices)
     ]
-    return _chunk(reply, candidates)
+    return _body(reply, candidates)
 
 
 def _part(block: Block, reply: Reply) -> Json:
@@ -251,7 +243,9 @@ def _part(block: Block, reply: Reply) -> Json:
     return {"text": block.text, "thought": True, "thoughtSignature": signed}
 
 
-def _candidate(reply: Reply, parts: list[Json], index: int, *, last: bool) -> Json:
+def _candidate(
+    reply: Reply, parts: list[Json], index: int, *, last: bool = False
+) -> Json:
     candidate: Json = {"content": {"role": "model", "parts": parts}, "index": index}
     if last:
         candidate["finishReason"] = "MAX_TOKENS" if reply.cut else "STOP"
@@ -268,16 +262,8 @@ def _candidate(reply: Reply, parts: list[Json], index: int, *, last: bool) -> Js
     return candidate
 
 
-def _chunk(reply: Reply, candidates: list[Json]) -> Json:
-    return {
-        "candidates": candidates,
-        "usageMetadata": _usage(reply.usage),
-        "modelVersion": reply.model,
-        "responseId": reply.reply_id,
-    }
-
-
-def _usage(usage: Usage) -> Json:
+def _body(reply: Reply, candidates: list[Json]) -> Json:
+    usage = reply.usage
     counts: Json = {
         "promptTokenCount": usage.prompt_tokens,
         "candidatesTokenCount": usage.output_tokens - usage.reasoning_tokens,
@@ -287,7 +273,12 @@ def _usage(usage: Usage) -> Json:
         counts["cachedContentTokenCount"] = usage.cached_tokens
     if usage.reasoning_tokens:
         counts["thoughtsTokenCount"] = usage.reasoning_tokens
-    return counts
+    return {
+        "candidates": candidates,
+        "usageMetadata": counts,
+        "modelVersion": reply.model,
+        "responseId": reply.reply_id,
+    }
 
 
 class _Chunks(Events):
@@ -304,20 +295,20 @@ class _Chunks(Events):
         for self.index, one in enumerate(reply.choices):
             steps = [step for step in self.steps(one, done=True) if step.what == "text"]
             # the last chunk has the finish reason, and always a part
-            parts = [_new_part(step, one) for step in steps] or [{"text": ""}]
-            for number, part in enumerate(parts, 1):
-                last = number == len(parts)
-                candidate = _candidate(one, [part], self.index, last=last)
-                yield event(_chunk(reply, [candidate]))
+            *parts, last = [_new_part(step) for step in steps] or [{"text": ""}]
+            for part in parts:
+                yield event(_body(reply, [_candidate(one, [part], self.index)]))
+            ending = _candidate(one, [last], self.index, last=True)
+            yield event(_body(reply, [ending]))
 
-    def step(self, step: Step, reply: Reply) -> Iterator[bytes]:
+    def write(self, step: Step) -> Iterator[bytes]:
         if step.what == "text":
-            parts = [_new_part(step, reply)]
-            yield event(_chunk(reply, [_candidate(reply, parts, 0, last=False)]))
+            candidate = _candidate(step.reply, [_new_part(step)], 0)
+            yield event(_body(step.reply, [candidate]))
 
 
-def _new_part(step: Step, reply: Reply) -> Json:
-    part = _part(step.block, reply)
+def _new_part(step: Step) -> Json:
+    part = _part(step.block, step.reply)
     return {**part, "text": step.text} if "text" in part else part
 
 
@@ -342,11 +333,11 @@ def _error(error: GatewayError) -> Json:
     return {"error": {"code": error.status, "message": message, "status": status}}
 
 
-_VERBS: Mapping[str, Verb] = {
-    "generateContent": "reply",
-    "streamGenerateContent": "stream",
-    "countTokens": "count",
-}
+_VERBS: Sequence[tuple[str, Verb]] = (
+    ("generateContent", "reply"),
+    ("streamGenerateContent", "stream"),
+    ("countTokens", "count"),
+)
 
 GEMINI = WireProtocol(
     name="gemini",
@@ -354,7 +345,7 @@ GEMINI = WireProtocol(
     paths={
         f"/{version}/models/{{model:path}}:{method}": verb
         for version in ("v1", "v1beta")
-        for method, verb in _VERBS.items()
+        for method, verb in _VERBS
     },
     call_prefix="call_",
     known=frozenset(_KNOWN.split()),

@@ -1,10 +1,9 @@
 """OpenAI Chat Completions: requests, replies, chunks and errors."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.images import GivenImage, Readers, joined, read_parts
+from trajkit_shim.chat.images import GivenImage, Part, Readers, joined, read_parts
 from trajkit_shim.chat.reply import Call, Reply, Token, Usage
 from trajkit_shim.chat.sampling_params import PARAM_NAMES, parse_sampling
 from trajkit_shim.errors import GatewayError, error_body
@@ -73,11 +72,7 @@ def _parse(fields: Fields, _: chat.ReadOptions) -> chat.ChatRequest:
 def read_required(
     fields: Fields, tools: chat.Tools, schema: Json | None
 ) -> tuple[list[Json] | None, chat.Required]:
-    """Return the tools that may be called, and the required form of the reply.
-
-    They follow from ``tool_choice`` and ``parallel_tool_calls``, the tools, and the schema
-    of the text. Raises `GatewayError` for another choice.
-    """
+    """Return the tools that may be called, and the required form of the reply."""
     given = fields.json.get("tool_choice") or "auto"
     names: tuple[str, ...] = ()
     if isinstance(given, dict):
@@ -109,19 +104,13 @@ def _named(choice: Fields) -> str:
 
 
 def canonical_message(message: Fields) -> Json:
-    """Return a chat message in canonical form (`trajkit_shim.chat.request`).
-
-    The role ``developer`` becomes ``system``, null or missing content ``""``, and text
-    parts are joined by newlines. Raises `GatewayError` if the role is unknown, content is
-    not text or images, or a field is missing or unknown.
-    """
+    """Return a chat message in canonical form (`trajkit_shim.chat.request`)."""
     role = message.one_of("role", _FIELDS)
     message.only(_FIELDS[role] | _SILENT)
-    content = message.json.get("content")
-    if content is None and role != "assistant":
+    found = message.json.get("content") is not None
+    if not found and role != "assistant":
         message.refuse("content", f"missing in a {role} message")
-    given = "" if content is None else content
-    parts = read_parts(given, message.at("content"), _PARTS)
+    parts = read_parts(message, "content", _PARTS) if found else []
     role = "system" if role == "developer" else role
     canonical: Json = {"role": role, "content": joined(parts)}
     for name in ("name", "reasoning_content"):
@@ -140,18 +129,17 @@ def _text(part: Fields) -> str:
     return part.text("text")
 
 
-def _url(part: Fields) -> str:
-    """The source of an image, whose ``detail`` does not apply to the model's processor."""
-    image = part.object("image_url")
-    image.only({"url", "detail"})
-    return image.text("url")
-
-
 def _image(part: Fields) -> GivenImage:
-    return GivenImage(part, "type", "image_url", partial(_url, part))
+    def url() -> str:
+        image = part.object("image_url")
+        # the detail does not apply to the model's processor
+        image.only({"url", "detail"})
+        return image.text("url")
+
+    return GivenImage(part, "type", "image_url", url)
 
 
-_PARTS: Readers = {"text": _text, "image_url": _image}
+_PARTS: Readers[Part] = {"text": _text, "image_url": _image}
 
 
 def _tool_call(call: Fields) -> Json:
@@ -165,14 +153,15 @@ def _tool_call(call: Fields) -> Json:
 
 def write(reply: Reply, _: chat.ChatRequest) -> Json:
     """Return the body of a reply that is not streamed."""
-    choices = [
-        {
-            "index": index,
-            "message": {**_message(one), "refusal": None},
-            **_ending(one),
-        }
-        for index, one in enumerate(reply.choices)
-    ]
+    choices = []
+    for index, one in enumerate(reply.choices):
+        message: Json = {"role": "assistant", "content": one.text, "refusal": None}
+        if one.reasoning is not None:
+            message["reasoning_content"] = one.reasoning
+        if one.calls:
+            message["content"] = one.text or None
+            message["tool_calls"] = [_call(call) for call in one.calls]
+        choices.append({"index": index, "message": message, **_ending(one)})
     head = _head(reply, "chat.completion")
     return {**head, "choices": choices, "usage": _usage(reply.usage)}
 
@@ -197,16 +186,6 @@ def token_logprobs(tokens: Sequence[Token]) -> list[Json]:
         }
         for token in tokens
     ]
-
-
-def _message(reply: Reply) -> Json:
-    message: Json = {"role": "assistant", "content": reply.text}
-    if reply.reasoning is not None:
-        message["reasoning_content"] = reply.reasoning
-    if reply.calls:
-        message["content"] = reply.text or None
-        message["tool_calls"] = [_call(call) for call in reply.calls]
-    return message
 
 
 def _call(call: Call) -> Json:
@@ -236,29 +215,27 @@ class Chunks(Events):
         thoughts = [] if reply.reasoning is None else [Thought(reply.reasoning)]
         return [*thoughts, *reply.parts]
 
-    def begin(self, reply: Reply) -> Iterator[bytes]:
-        self._calls = 0
-        yield self._chunk(reply, {"role": "assistant", "content": ""})
-
-    def step(self, step: Step, reply: Reply) -> Iterator[bytes]:
-        if step.what != "text":
-            return
-        if isinstance(step.block, Call):
-            call = {"index": self._calls, **_call(step.block)}
-            self._calls += 1
-            yield self._chunk(reply, {"tool_calls": [call]})
-        elif isinstance(step.block, Thought):
-            yield self._chunk(reply, {"reasoning_content": step.text})
-        else:
-            yield self._chunk(reply, {"content": step.text})
-
-    def end(self, reply: Reply) -> Iterator[bytes]:
-        yield self._chunk(reply, {}, _ending(reply))
-
-    def close(self, reply: Reply) -> Iterator[bytes]:
-        if self._include_usage:
-            yield event({**_head(reply), "choices": [], "usage": _usage(reply.usage)})
-        yield DONE
+    def write(self, step: Step) -> Iterator[bytes]:
+        reply = step.reply
+        match step.what, step.block:
+            case "open", _:
+                self._calls = 0
+                yield self._chunk(reply, {"role": "assistant", "content": ""})
+            case "text", Call():
+                call = {"index": self._calls, **_call(step.block)}
+                self._calls += 1
+                yield self._chunk(reply, {"tool_calls": [call]})
+            case "text", Thought():
+                yield self._chunk(reply, {"reasoning_content": step.text})
+            case "text", _:
+                yield self._chunk(reply, {"content": step.text})
+            case "close", _:
+                yield self._chunk(reply, {}, _ending(reply))
+            case "done", _:
+                if self._include_usage:
+                    counts = {"choices": [], "usage": _usage(reply.usage)}
+                    yield event({**_head(reply), **counts})
+                yield DONE
 
     def _chunk(self, reply: Reply, delta: Json, ending: Json | None = None) -> bytes:
         ending = ending or {"logprobs": None, "finish_reason": None}
@@ -296,7 +273,7 @@ OPENAI_CHAT = WireProtocol(
     history="messages",
     paths={"/v1/chat/completions": "reply"},
     call_prefix="call_",
-    known=frozenset({*_HINTS.split(), *_NEUTRAL, *PARAM_NAMES, *_READ.split()}),
+    known=frozenset({*_HINTS.split(), *PARAM_NAMES, *_READ.split()}),
     neutral=_NEUTRAL,
     parse=_parse,
     write=write,

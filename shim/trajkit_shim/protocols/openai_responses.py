@@ -14,9 +14,10 @@ import base64
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias, cast
 
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import (
@@ -32,7 +33,14 @@ from trajkit_shim.chat.sampling_params import parse_sampling
 from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import Fields, Json, as_list, as_name
 from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.protocols.blocks import Block, Events, Step, Thought, blocks
+from trajkit_shim.protocols.blocks import (
+    Block,
+    Events,
+    Step,
+    Thought,
+    assistant,
+    blocks,
+)
 from trajkit_shim.protocols.openai_chat import read_required, token_logprobs
 from trajkit_shim.protocols.sse import event
 
@@ -110,36 +118,22 @@ class _Tools(chat.Tools):
                 tool.refuse("type", f"{rule}arguments", "unsupported_tool")
 
 
+_Part: TypeAlias = Thought | str | Json
+
+
 @dataclass(slots=True)
 class _Turn:
     """Collects the items of one sampled turn for one message."""
 
     reply_id: str | None  # of the reply that the items belong to, if known
-    reasoning: list[str] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    calls: list[Json] = field(default_factory=list)
+    parts: list[_Part] = field(default_factory=list)
 
     def is_over(self, kind: str, reply_id: str | None) -> bool:
         """Whether an item of that kind and reply belongs to the next turn."""
         if reply_id is not None and self.reply_id is not None:
             return reply_id != self.reply_id
-        return kind == "reasoning" and bool(self.texts or self.calls)
-
-    def add(self, kind: str, item: Fields) -> None:
-        if kind == "message":
-            content, where = item.json.get("content"), item.at("content")
-            self.texts += map(str, read_parts(content, where, _TEXTS))
-        elif kind == "function_call":
-            self.calls.append(_function_call(item))
-        elif kind == "reasoning":
-            self.reasoning.append(_reasoning(item))
-        else:
-            rule = f"{kind!r} is not supported: messages, reasoning, functions and "
-            item.refuse("type", f"{rule}their results", "unsupported_content")
-
-    def message(self) -> Json:
-        reasoning = "".join(self.reasoning)
-        return chat.assistant_message("".join(self.texts), reasoning, self.calls)
+        only_thoughts = all(isinstance(part, Thought) for part in self.parts)
+        return kind == "reasoning" and not only_thoughts
 
 
 def _messages(fields: Fields) -> list[Json]:
@@ -152,11 +146,11 @@ def _messages(fields: Fields) -> list[Json]:
         kind = as_name(item.json.get("type", "message"), item.at("type"))
         role = item.one_of("role", _ROLES) if kind == "message" else None
         if kind == "function_call_output":
-            output = _content(item, "output")
+            output = read_parts(item, "output", _PARTS)
             found.append(chat.tool_message(item.text("call_id"), output))
         elif role is not None and role != "assistant":
             role = "system" if role == "developer" else role
-            content = joined(_content(item, "content"))
+            content = joined(read_parts(item, "content", _PARTS))
             found.append({"role": role, "content": content})
         else:
             named = _ITEM_ID.fullmatch(str(item.json.get("id")))
@@ -165,21 +159,28 @@ def _messages(fields: Fields) -> list[Json]:
             if not isinstance(turn, _Turn) or turn.is_over(kind, reply_id):
                 turn = _Turn(reply_id)
                 found.append(turn)
-            turn.add(kind, item)
-    return [each.message() if isinstance(each, _Turn) else each for each in found]
+            turn.parts += _item_parts(kind, item)
+    return [assistant(e.parts) if isinstance(e, _Turn) else e for e in found]
+
+
+def _item_parts(kind: str, item: Fields) -> Sequence[_Part]:
+    """What an item adds to an assistant's message."""
+    if kind == "message":
+        return read_parts(item, "content", _TEXTS)
+    if kind == "function_call":
+        return [_function_call(item)]
+    if kind != "reasoning":
+        rule = f"{kind!r} is not supported: messages, reasoning, functions and "
+        item.refuse("type", f"{rule}their results", "unsupported_content")
+    return [Thought(_reasoning(item))]
 
 
 def _image(part: Fields) -> GivenImage:
     return GivenImage(part, "type", "input_image", partial(part.text, "image_url"))
 
 
-_TEXTS: Readers = dict.fromkeys(("input_text", "output_text", "text"), read_text)
-_PARTS: Readers = {**_TEXTS, "input_image": _image}
-
-
-def _content(item: Fields, name: str) -> list[Part]:
-    """The texts and images of a message or of a function's output."""
-    return read_parts(item.json.get(name), item.at(name), _PARTS)
+_TEXTS: Readers[str] = dict.fromkeys(("input_text", "output_text", "text"), read_text)
+_PARTS: Readers[Part] = {**_TEXTS, "input_image": _image}
 
 
 def _function_call(item: Fields) -> Json:
@@ -201,10 +202,6 @@ def _reasoning(item: Fields) -> str:
         return base64.urlsafe_b64decode(packed.removeprefix(_PACKED)).decode()
     except ValueError:
         item.refuse("encrypted_content", "was not written by this gateway")
-
-
-def _packed(reasoning: str) -> str:
-    return _PACKED + base64.urlsafe_b64encode(reasoning.encode()).decode()
 
 
 def _write(reply: Reply, request: chat.ChatRequest) -> Json:
@@ -272,12 +269,13 @@ def _items(reply: Reply, request: chat.ChatRequest, found: list[Block]) -> list[
     for block in found:
         item: Json
         if isinstance(block, Thought):
+            encoded = base64.urlsafe_b64encode(block.text.encode()).decode()
             item = {
                 "type": "reasoning",
                 "id": f"rs_{reply.reply_id}",
                 "summary": [],
                 "content": [{"type": "reasoning_text", "text": block.text}],
-                "encrypted_content": _packed(block.text),
+                "encrypted_content": _PACKED + encoded,
             }
         elif isinstance(block, Call):
             item = {
@@ -339,46 +337,41 @@ class _Stream(Events):
         self._items = _items(reply, self._request, found)
         return found
 
-    def step(self, step: Step, reply: Reply) -> Iterator[bytes]:
-        item = self._items[step.index]
-        ends: Json = {"output_index": step.index, "item": item}
-        location: Json = {"item_id": item["id"], "output_index": step.index}
-        if step.what == "begin":
-            begun = {**item, **_EMPTY[type(step.block)], "status": "in_progress"}
-            yield self._event("output_item.added", {**ends, "item": begun})
-        if not isinstance(step.block, Call):
-            yield from self._text(item, step, {**location, "content_index": 0})
-        elif step.what == "text":
-            delta = {**location, "delta": step.text}
-            yield self._event("function_call_arguments.delta", delta)
-        elif step.what == "end":
-            complete = {"name": item["name"], "arguments": item["arguments"]}
-            complete |= location
-            yield self._event("function_call_arguments.done", complete)
-        if step.what == "end":
-            yield self._event("output_item.done", ends)
+    def write(self, step: Step) -> Iterator[bytes]:
+        if step.what == "done":
+            self._response |= _outcome(step.reply, self._request)
+            yield self._status("incomplete" if step.reply.cut else "completed")
+        elif step.what not in ("open", "close"):
+            yield from self._write_block(step)
 
-    def close(self, reply: Reply) -> Iterator[bytes]:
-        self._response |= _outcome(reply, self._request)
-        yield self._status("incomplete" if reply.cut else "completed")
-
-    def _text(self, item: Json, step: Step, location: Json) -> Iterator[bytes]:
-        content = item["content"]
-        assert isinstance(content, list)
-        (part,) = content
-        # clients expect logprobs only of a message's text; all come at its end
-        none: Json = {"logprobs": []} if item["type"] == "message" else {}
-        if step.what == "begin":
-            empty = {**part, "text": "", **({} if "logprobs" not in part else none)}
-            yield self._event("content_part.added", {**location, "part": empty})
-        elif step.what == "text":
-            delta = {**location, "delta": step.text, **none}
-            yield self._event(f"{part['type']}.delta", delta)
+    def _write_block(self, step: Step) -> Iterator[bytes]:
+        item, block = self._items[step.index], step.block
+        output: Json = {"output_index": step.index, "item": item}
+        place: Json = {"item_id": item["id"], "output_index": step.index}
+        parts: list[Json] = []
+        if isinstance(block, Call):
+            kind, done = "function_call_arguments", {"arguments": item["arguments"]}
+            done["name"] = item["name"]
         else:
-            logprobs = {name: part.get(name, []) for name in none}
-            complete = {**location, "text": part["text"], **logprobs}
-            yield self._event(f"{part['type']}.done", complete)
-            yield self._event("content_part.done", {**location, "part": part})
+            parts = cast("list[Json]", item["content"])
+            kind, done = str(parts[0]["type"]), {"text": parts[0]["text"]}
+            place["content_index"] = 0
+        # clients expect logprobs only of a message's text; all come at its end
+        none: Json = {"logprobs": []} if isinstance(block, str) else {}
+        if step.what == "begin":
+            begun = {**item, **_EMPTY[type(block)], "status": "in_progress"}
+            yield self._event("output_item.added", {**output, "item": begun})
+            for part in parts:
+                empty = {**part, "text": "", **(none if "logprobs" in part else {})}
+                yield self._event("content_part.added", {**place, "part": empty})
+        elif step.what == "text":
+            yield self._event(f"{kind}.delta", {**place, "delta": step.text, **none})
+        else:
+            logprobs = {name: parts[0].get(name, []) for name in none}
+            yield self._event(f"{kind}.done", {**place, **done, **logprobs})
+            for part in parts:
+                yield self._event("content_part.done", {**place, "part": part})
+            yield self._event("output_item.done", output)
 
     def _status(self, kind: str) -> bytes:
         return self._event(kind, {"response": self._response})
@@ -410,7 +403,7 @@ OPENAI_RESPONSES = WireProtocol(
     history="input",
     paths={"/v1/responses": "reply", "/v1/responses/input_tokens": "count"},
     call_prefix="call_",
-    known=frozenset({*_HINTS.split(), *_NEUTRAL, *_READ.split()}),
+    known=frozenset(f"{_HINTS} {_READ}".split()),
     neutral=_NEUTRAL,
     parse=_parse,
     write=_write,

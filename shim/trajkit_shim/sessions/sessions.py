@@ -15,16 +15,16 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
+from trajkit_shim.answers import RetryIndex
 from trajkit_shim.chat.sampling_params import SamplingParams
-from trajkit_shim.clock import Clock
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import refuse
 from trajkit_shim.prompting.reply_matching import Known, ReplyIndex
 from trajkit_shim.prompting.token_cache import TokenCache
-from trajkit_shim.retries import RetryIndex
 from trajkit_shim.sessions.agent_starts import AgentStarts
 from trajkit_shim.sessions.quotas import Budget, Limits, Reservation
 from trajkit_shim.sessions.turn_log import WrittenTurns
+from trajkit_shim.timing import Clock
 
 # allowed in an HTTP header and in paths, except . and .., which clients resolve
 _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")

@@ -46,7 +46,7 @@ class Provenance:
     # request_id of the session's first turn with an identical request; null: none
     resend_of: str | None = None
     # request_id of the turn whose delivered reply an unmarked retry asks for again
-    # (retries); null if this turn is not a retry
+    # (answers); null if this turn is not a retry
     retry_of: str | None = None
     # index among the replies to one request; null: it asked for one
     choice: int | None = None

@@ -30,7 +30,7 @@ from trajkit_shim.engines.launch import (
 )
 from trajkit_shim.engines.sglang import SGLangEngine
 from trajkit_shim.errors import EngineError
-from trajkit_shim.weight_updates import Weights
+from trajkit_shim.pauses import Weights
 
 ROOT = Path(__file__).parents[3]
 FAKE = Path(__file__).with_name("fake_sglang.py")

@@ -468,7 +468,7 @@ def test_what_is_refused(body, param):
 
 
 def test_a_count_names_no_limit():
-    assert ANTHROPIC.read_for_count({"messages": [USER]}, ReadOptions()).messages == [
+    assert ANTHROPIC.read({"messages": [USER]}, ReadOptions(), count=True).messages == [
         USER
     ]
 

@@ -257,7 +257,7 @@ def test_images_by_policy():
 
 def test_a_count_of_a_whole_request():
     whole = {"model": "m", "contents": [content("hi")]}
-    request = GEMINI.read_for_count({"generateContentRequest": whole}, ReadOptions())
+    request = GEMINI.read({"generateContentRequest": whole}, ReadOptions(), count=True)
     assert request.messages == [{"role": "user", "content": "hi"}]
 
 

@@ -18,7 +18,7 @@ import trajkit as tk
 from tests.shim.clients import in_process, on_socket
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.pause import Gate
+from trajkit_shim.pauses import Gate
 from trajkit_shim.sessions.quotas import Budget, Limits
 from trajkit_shim.sessions.sessions import Session, SessionStore, Terms
 
