@@ -110,6 +110,7 @@ def host() -> None:
 
 def _fork(asked: dict[str, object], tokenizer: object) -> dict[str, object]:
     from trajkit_shim.app import create_app
+    from trajkit_shim.call import Options
     from trajkit_shim.prompting.render import ChatRenderer
     from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -128,7 +129,7 @@ def _fork(asked: dict[str, object], tokenizer: object) -> dict[str, object]:
             EmbeddedEngine(repeat, seed=0) if seconds is None else SlowEngine(seconds),
             ChatRenderer(tokenizer),
             log,
-            attributed=False,
+            Options(attributed=False),
         )
 
         def listening(url: str) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 import trajkit
 from benchmarks.gateway import Host, Line
 from trajkit_shim.app import create_app
+from trajkit_shim.call import Options
 from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample
 from trajkit_shim.engines.embedded import load_tokenizer
@@ -154,8 +155,7 @@ class Session:
             self.engine,
             self.renderer,
             TurnLog(directory, form="delta", attributed=attributed),
-            attributed=attributed,
-            max_body_bytes=1 << 30,
+            Options(attributed=attributed, max_body_bytes=1 << 30),
         )
         self._talk = Talk()
         self._key = ""

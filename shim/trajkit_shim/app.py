@@ -88,15 +88,18 @@ _KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 
 
 def create_app(
-    engine: Engine, renderer: ChatRenderer, log: TurnLog, **options: Any
+    engine: Engine,
+    renderer: ChatRenderer,
+    log: TurnLog,
+    options: Options | None = None,
 ) -> Starlette:
     """Return the gateway's ASGI app, which closes engine and log at shutdown.
 
-    Routes: the trainer's (`admin`); ``GET /v1/models``; ``GET
-    /healthz``; ``GET /prompts``, which reports how prompts are built and what the chat
-    template does; and the paths of every protocol (`trajkit_shim.protocols`). A call
-    names its session by the session's key, in the path prefix ``/s/{key}``, else in the
-    header ``x-session-key``, else as API key.
+    Routes: the trainer's (`admin`); ``GET /v1/models``; ``GET /healthz``; ``GET
+    /prompts``, which reports how prompts are built and what the chat template does; and
+    the paths of every protocol (`trajkit_shim.protocols`). A call names its session by
+    the session's key, in the path prefix ``/s/{key}``, else in the header
+    ``x-session-key``, else as API key.
 
     Parameters
     ----------
@@ -104,15 +107,14 @@ def create_app(
     renderer : ChatRenderer
         Tokenizer and chat template of the engine's model.
     log : TurnLog
-    **options
-        The fields of `trajkit_shim.call.Options`.
+    options : Options, optional
 
     Raises
     ------
     ValueError
         ``images`` is an `ImageModel`, and the engine or the log takes no images.
     """
-    gateway = _Gateway(engine, renderer, log, Options(**options))
+    gateway = _Gateway(engine, renderer, log, options or Options())
     return Starlette(
         routes=list(gateway.routes()),
         exception_handlers=dict.fromkeys(

@@ -157,6 +157,7 @@ def _free(path: Path) -> Path:
 def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with options.needs_extra(parser, "shim"):
         from trajkit_shim.app import create_app
+        from trajkit_shim.call import Options
         from trajkit_shim.prompting.prompts import Prompts
         from trajkit_shim.serve import is_loopback, serve
         from trajkit_shim.sessions.turn_log import TurnLog
@@ -206,11 +207,13 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
             engine,
             renderer,
             log,
-            attributed=attributed,
-            prompts=arguments.prompts,
-            admin_token=arguments.admin_token or None,
-            hosts=arguments.allow_host,
-            **chosen,
+            Options(
+                attributed=attributed,
+                prompts=arguments.prompts,
+                admin_token=arguments.admin_token or None,
+                hosts=arguments.allow_host,
+                **chosen,
+            ),
         )
         drain = {"on_listening": say_where, "drain_seconds": arguments.drain_seconds}
         # a stop signal ends the server, which has answered all running calls by then

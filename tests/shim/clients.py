@@ -16,6 +16,7 @@ from google import genai
 
 from tests.shim.fakes import Held
 from trajkit_shim.app import create_app
+from trajkit_shim.call import Options
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.image_places import ImageModel
@@ -49,7 +50,7 @@ class InProcess:
         logged = {name: options.pop(name) for name in _LOG_OPTIONS & options.keys()}
         images = isinstance(options.get("images"), ImageModel)
         self.log = TurnLog(directory, images=images, **logged)
-        self.app = create_app(engine, renderer, self.log, **options)
+        self.app = create_app(engine, renderer, self.log, Options(**options))
         self.http = self._http(http)
         self._anthropic_http = self._http(http_of(anthropic.DefaultAsyncHttpxClient))
         # the ids of sessions by their keys

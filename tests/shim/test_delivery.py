@@ -15,6 +15,7 @@ from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from tests.strategies import delivery_steps
 from trajkit_shim.answers import Delivery
 from trajkit_shim.app import create_app
+from trajkit_shim.call import Options
 from trajkit_shim.serve import _server
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -289,7 +290,7 @@ def test_a_client_that_hangs_up_on_a_socket(tmp_path):
     """The reply is longer than what the two ends of the connection can hold."""
     log = TurnLog(tmp_path)
     engine = ScriptedEngine(sampled("x" * 600_000), "b", context=10**6)
-    app = create_app(engine, RENDERER, log, max_new_tokens=10**6)
+    app = create_app(engine, RENDERER, log, Options(max_new_tokens=10**6))
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     host, port = listener.getsockname()

@@ -15,6 +15,7 @@ from tests.shim.clients import http, read_log
 from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine
 from trajkit_shim import serve
 from trajkit_shim.app import create_app
+from trajkit_shim.call import Options
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -103,7 +104,7 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(tmp_path, stream, ping_sec
     held = Threaded("late")
     log = TurnLog(tmp_path)
     engine = ScriptedEngine(held, "b")
-    app = create_app(engine, RENDERER, log, ping_seconds=ping_seconds)
+    app = create_app(engine, RENDERER, log, Options(ping_seconds=ping_seconds))
     with running(app) as url:
         with client_of(url) as client:
             host, port = url.removeprefix("http://").split(":")

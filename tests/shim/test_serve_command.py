@@ -225,10 +225,10 @@ def test_serve_asks_the_engine_before_it_serves(tmp_path, capsys, engine):
 
 @pytest.mark.parametrize("command", ["serve", "rollout"])
 def test_both_commands_with_a_gateway_check_prompts(tmp_path, monkeypatch, command):
-    given = {}
+    given = []
 
-    def create_app(*_, **options):
-        given.update(options)
+    def create_app(*arguments):
+        given.append(arguments[-1])
         raise OSError("enough")
 
     monkeypatch.setattr("trajkit_shim.app.create_app", create_app)
@@ -240,4 +240,4 @@ def test_both_commands_with_a_gateway_check_prompts(tmp_path, monkeypatch, comma
         argv += [str(tasks), "--harness", "shell", "--argument", "true"]
         argv += ["--sandbox-option", "namespaces=no"]
     assert cli.main(argv) == cli.BAD_FILE
-    assert given["check_prompts"] is True
+    assert given[0].check_prompts is True

@@ -31,6 +31,7 @@ from trajkit_shim.agents.harnesses import MINI_SWE_AGENT
 from trajkit_shim.agents.processes import SandboxError
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.app import create_app
+from trajkit_shim.call import Options
 from trajkit_shim.demo.proxy import lossy
 from trajkit_shim.demo.scripted_model import REVIEWER, write_code
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
@@ -74,7 +75,9 @@ def run_demo(
     tasks = _tasks(sessions)
     engine = EmbeddedEngine(write_code(tasks), seed=seed)
     # rendered prompts drift, which the demo is to show
-    gateway = create_app(engine, ChatRenderer(load_tokenizer()), log, prompts="render")
+    gateway = create_app(
+        engine, ChatRenderer(load_tokenizer()), log, Options(prompts="render")
+    )
     settings = Settings(
         harness=MINI_SWE_AGENT,
         argument=_OPTIONS,

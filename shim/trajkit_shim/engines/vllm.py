@@ -125,9 +125,10 @@ class VLLMReply:
         new: list[int] = []
         with reading("vLLM", f"reply to {_GENERATE}"):
             # the last event may have none
+            indices = [choice.get("index", 0) for choice in event["choices"]]
+            if indices not in ([], [0]):
+                raise ValueError(f"choices {indices}, but one was asked for")
             for choice in event["choices"]:
-                if choice.get("index", 0) != 0:
-                    raise ValueError(f"choice {choice['index']}, but one was asked for")
                 new += token_ids(choice["token_ids"] or ()).tolist()
                 self._scored += (choice.get("logprobs") or {}).get("content") or ()
                 self._finish = choice.get("finish_reason") or self._finish

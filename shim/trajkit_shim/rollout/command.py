@@ -95,6 +95,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         from trajkit_shim.agents.harness import HarnessError
         from trajkit_shim.agents.processes import SandboxError
         from trajkit_shim.app import create_app
+        from trajkit_shim.call import Options
         from trajkit_shim.rollout.run import Callback, Rollouts, Settings
         from trajkit_shim.rollout.solver import solve
         from trajkit_shim.rollout.tasks import read_tasks
@@ -143,9 +144,11 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
                     engine,
                     renderer,
                     TurnLog(log, routed_experts=experts, images=images),
-                    admin_token=token,
-                    hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
-                    **chosen,
+                    Options(
+                        admin_token=token,
+                        hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
+                        **chosen,
+                    ),
                 )
                 url = stack.enter_context(running(app, arguments.host))
             began = time.monotonic()

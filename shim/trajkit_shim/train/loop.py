@@ -20,6 +20,7 @@ import trajkit as tk
 from trajkit.torch import PackDataset, edge_logprobs, nll_loss, policy_loss
 from trajkit.training import advantages
 from trajkit_shim.app import create_app
+from trajkit_shim.call import Options
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.engines.torch_model import TorchEngine
 from trajkit_shim.prompting.prompts import Mode
@@ -211,9 +212,9 @@ def _gateway(
         engine,
         ChatRenderer(make_tokenizer()),
         TurnLog(log, attributed=False),
-        max_new_tokens=_MAX_NEW_TOKENS,
-        prompts=settings.prompts,
-        attributed=False,
+        Options(
+            max_new_tokens=_MAX_NEW_TOKENS, prompts=settings.prompts, attributed=False
+        ),
     )
     with running(app) as url:
         yield Gateway(url), log

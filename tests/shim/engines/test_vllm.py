@@ -336,6 +336,13 @@ async def test_an_id_outside_the_vocabulary_never_reaches_the_server():
         pytest.param(
             reply(logprobs=scored([5] * 4)), 502, "logprob 0 is of", id="of other ids"
         ),
+        pytest.param(reply(index=1), 502, r"choices \[1\]", id="the second choice"),
+        pytest.param(
+            {**reply(), "choices": 2 * reply()["choices"]},
+            502,
+            r"choices \[0, 0\], but one was asked for",
+            id="two choices",
+        ),
     ],
 )
 async def test_what_the_server_refuses_or_fails(answer, status, match):

@@ -23,6 +23,7 @@ from trajkit.errors import FormatError
 from trajkit_shim.agents.sandbox import SandboxError
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.app import create_app
+from trajkit_shim.call import Options
 from trajkit_shim.engines.embedded import EmbeddedEngine, Reply, load_tokenizer
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.rollout import solver
@@ -465,7 +466,9 @@ def test_rollouts_use_a_gateway_that_runs_elsewhere(tmp_path, do, monkeypatch, c
     engine = EmbeddedEngine(solver.solve(read_tasks(tasks), 1.0))
     renderer = ChatRenderer(load_tokenizer())
     out = tmp_path / "run"
-    with running(create_app(engine, renderer, log, admin_token="secret")) as url:
+    with running(
+        create_app(engine, renderer, log, Options(admin_token="secret"))
+    ) as url:
         argv = command(tasks, out, *QUICK, "--gateway", url)
         with pytest.raises(SystemExit):
             run(argv)
