@@ -383,7 +383,7 @@ class Spill:
         if number not in self._texts:
             path = self._folder(number) / "turns.jsonl"
             self._texts[number] = pa.OSFile(str(path), "w")
-        self._texts[number].write(line + b"\n")
+        self._texts[number].write(line.rstrip(b"\n") + b"\n")
 
     def close(self) -> None:
         """Write everything."""
