@@ -11,9 +11,8 @@ from trajkit._streams.lockstep import batches_in
 from trajkit.errors import FormatError
 from trajkit.importers.findings import ChatTokenizer, Sources
 from trajkit.importers.reader import imported
-from trajkit.io.arrow import file_rows
 from trajkit.io.tables import write_tables, write_turns
-from trajkit.jobs.group_sessions import TEMPORARY
+from trajkit.jobs.group_sessions import TEMPORARY, index_sessions
 from trajkit.jobs.stages import Made, Target, Watch, folder_of, is_parts, run_job
 from trajkit.turns.validation import Nonfinite
 
@@ -69,7 +68,7 @@ def import_file(
         path = Path(root, "turns.arrows")
         tables, notes = imported(source, format, tokenizer, nonfinite_logprobs)
         write_tables(batches_in(tables), path)
-        if not file_rows(path, "arrows"):
+        if not index_sessions([path], "arrows").turns:
             return {"sessions": 0, "turns": 0}, notes.table()
         targets = {"turns": Target(output, write_turns)}
         totals = run_job(path, stage, targets, watch=watch)

@@ -71,11 +71,6 @@ def _content_of(name: str, kind: Format) -> Iterator[None]:
         ) from None
 
 
-def file_rows(path: Path, kind: Format) -> int:
-    """The number of rows of a file."""
-    return sum(keys.num_rows for keys, _ in key_batches(path, kind, ("session_id",)))
-
-
 def key_batches(
     path: Path, kind: Format, names: tuple[str, ...]
 ) -> Iterator[tuple[pa.RecordBatch, int]]:

@@ -42,8 +42,6 @@ _SPACE = re.compile(rb"[ \t\n\r]*")
 _KEY = re.compile(rb'[ \t\n\r]*"([^"\\]*)"[ \t\n\r]*:[ \t\n\r]*')
 # replaces an array in the text; the parser calls a hook for it
 _HOLE = b"NaN"
-
-
 # arrays to compare with, from sessions that were recorded at the same time
 _KEPT = 32
 # bytes of the shortest array to keep
@@ -57,13 +55,12 @@ class _Seen:
     line: bytes
     start: int
     stop: int
-    ids: _Ids
-    items: list[object]
-    # where each item ends, counted from start
+    values: _Cut
+    # where each item ends, counted from start; empty for ids
     ends: list[int]
 
 
-_NOTHING = _Seen(b"", 0, 0, np.empty(0, np.int32), [], [])
+_NOTHING = _Seen(b"", 0, 0, [], [])
 
 
 @dataclass(slots=True)
@@ -164,55 +161,44 @@ class Reader:
         return at
 
     def _array(self, line: bytes, at: int, slot: _Slot) -> int:
-        start = at + 1
-        before, same = slot.closest(line, start)
-        cut: _Cut | None
-        if slot.leaf == ITEMS:
-            items, ends, stop = _read_items(line, start, before, same)
-            slot.keep(_Seen(line, start, stop, _NOTHING.ids, items, ends), before, same)
-            cut = items
-        else:
-            stop = line.find(b"]", start + same)
-            if stop < 0:
-                raise _OddError
-            cut = ids = _read_ids(line, start, stop, before, same)
-            if ids is not None:
-                slot.keep(_Seen(line, start, stop, ids, [], []), before, same)
-        if cut is None:
+        before, same = slot.closest(line, at + 1)
+        read = _read_items if slot.leaf == ITEMS else _read_ids
+        array = read(line, at + 1, before, same)
+        if array is None:
             return _end(line, at)
-        if len(cut):
+        slot.keep(array, before, same)
+        if len(array.values):
             self._pieces += (line[self._at : at], _HOLE)
-            self._at = stop + 1
-            self._cut.append(cut)
-        return stop + 1
+            self._at = array.stop + 1
+            self._cut.append(array.values)
+        return array.stop + 1
 
 
-def _read_ids(
-    line: bytes, start: int, stop: int, before: _Seen, same: int
-) -> _Ids | None:
-    """The ids in ``line[start:stop]``; None if there is anything else."""
+def _read_ids(line: bytes, start: int, before: _Seen, same: int) -> _Seen | None:
+    """The array of ids at ``start``; None if there is anything else in it."""
+    stop = line.find(b"]", start + same)
+    if stop < 0:
+        raise _OddError
     # ids before the last comma of the shared text are known
     known = line.rfind(b",", start, start + same) + 1
     n_known = 0
     if known:
         after = before.start + known - start
         commas = before.line.count(b",", after, before.stop)
-        n_known = len(before.ids) - commas - 1
+        n_known = len(before.values) - commas - 1
     n_new = line.count(b",", known or start, stop) + 1
     ids = np.empty(n_known + n_new, np.int32)
     if not _core.json_ids(line, known or start, ids[n_known:]):
         return None
-    ids[:n_known] = before.ids[:n_known]
-    return ids
+    ids[:n_known] = np.asarray(before.values[:n_known], np.int32)
+    return _Seen(line, start, stop, ids, [])
 
 
-def _read_items(
-    line: bytes, start: int, before: _Seen, same: int
-) -> tuple[list[object], list[int], int]:
-    """The items of the array at ``start``, their ends, and the end of the array."""
+def _read_items(line: bytes, start: int, before: _Seen, same: int) -> _Seen:
+    """The array of items at ``start``."""
     # an item that continues after the shared text (12, 123) has no comma there
     n_known = bisect_right(before.ends, same)
-    items, ends = before.items[:n_known], before.ends[:n_known]
+    items, ends = [*before.values[:n_known]], before.ends[:n_known]
     at = _past_space(line, start + ends[-1] if ends else start)
     more = True
     if ends:
@@ -229,7 +215,7 @@ def _read_items(
         if len(new) != len(ends) - n_known:
             raise _OddError
         items += new
-    return items, ends, at - 1
+    return _Seen(line, start, at - 1, items, ends)
 
 
 def _past_space(line: bytes, at: int) -> int:

@@ -1,11 +1,12 @@
 """JSON lines: turns as records of `trajkit.from_records`, other tables as objects."""
 
+import io
+import itertools
 import json
 import warnings
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from datetime import date
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -85,7 +86,7 @@ def raw_lines(
     read = _plain if shape is None else Reader(shape).read
     source = open_input(file, kind)
     for number, (line, complete) in enumerate(split_lines(source, name), 1):
-        if not line or line.isspace():
+        if line.isspace():
             continue
         if number == 1:
             check_text(line, name)
@@ -122,37 +123,23 @@ def max_line_bytes() -> int:
 
 
 def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:
-    """Lines without their end, and whether they had one."""
-    # one buffer for the file, and one copy out of it for each line
+    """Lines, and whether they are complete: these end with a line feed."""
     most = max_line_bytes()
-    room = bytearray(min(limits.JSON_BYTES, most + 1))
-    filled, number = 0, 1
-    with source:
-        while True:
-            if filled == len(room):
-                if filled > most:
-                    raise FormatError(
-                        f"{name}, line {number}: the line is longer than {most} bytes: "
-                        f"set the environment variable {MAX_LINE_BYTES} to allow more"
-                    )
-                room += bytes(min(len(room), most + 1 - len(room)))
+    with source, io.BufferedReader(source, limits.JSON_BYTES) as reader:
+        for number in itertools.count(1):
             try:
-                with memoryview(room)[filled:] as free:
-                    n_read = source.readinto(free)
+                line = reader.readline(most + 1)
             except UNREADABLE as error:  # the codec found a damaged file
                 raise FormatError(f"{name} cannot be decompressed: {error}") from None
-            if not n_read:
-                break
-            stop, searched, start = filled + n_read, filled, 0
-            while (end := room.find(b"\n", searched, stop)) >= 0:
-                with memoryview(room)[start:end] as line:
-                    yield line.tobytes(), True
-                number += 1
-                searched = start = end + 1
-            room[: stop - start] = room[start:stop]
-            filled = stop - start
-    if filled:
-        yield bytes(room[:filled]), False
+            complete = line.endswith(b"\n")
+            if len(line) > most and not complete:
+                raise FormatError(
+                    f"{name}, line {number}: the line is longer than {most} bytes: set "
+                    f"the environment variable {MAX_LINE_BYTES} to allow more"
+                )
+            if not line:
+                return
+            yield line, complete
 
 
 def by_session(records: Iterator[Record], at_least: int) -> Iterator[list[Record]]:
@@ -171,7 +158,7 @@ def by_session(records: Iterator[Record], at_least: int) -> Iterator[list[Record
 
 def tables(objects: Iterator[Record], file: str) -> Iterator[pa.Table]:
     """Objects of a file as tables, with the types that Arrow infers."""
-    while batch := list(islice(objects, limits.JSON_ROWS)):
+    while batch := list(itertools.islice(objects, limits.JSON_ROWS)):
         names = dict.fromkeys(name for value in batch for name in value)
         for name in names:
             if any(is_too_deep(value.get(name)) for value in batch):

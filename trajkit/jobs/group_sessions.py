@@ -41,8 +41,8 @@ from trajkit.turns.validation import REJECTED, Nonfinite, check_turns, reject_tu
 TEMPORARY = ".trajkit-gather-"
 """Prefix of the directories in which sessions are grouped."""
 
-INFLATED = 8
-"""Estimated bytes of text per byte of a compressed file."""
+# estimated bytes of text per byte of a file
+_INFLATED = {"jsonl": 1, "jsonl.gz": 8, "jsonl.zst": 8}
 
 # the column of a table that replaces a session which JSON lines spell wrongly: why
 _REASON = "trajkit.turns.reject_sessions"
@@ -80,7 +80,7 @@ class SessionIndex:
         """
         if not len(ids):
             return
-        # null counts as a name; reading the turns reports it
+        # null counts as a name
         codes = ids.dictionary_encode("encode").indices.to_numpy()
         starts = np.concatenate([[0], 1 + np.flatnonzero(np.diff(codes)), [len(ids)]])
         for start, stop in pairwise(starts.tolist()):
@@ -99,7 +99,10 @@ class SessionIndex:
 
 
 def index_sessions(paths: Iterable[Path], format: Format | None) -> SessionIndex:
-    """Scan files for session ids and turn numbers; other columns are not read."""
+    """Scan files for session ids and turn numbers; other columns are not read.
+
+    The session None has turns without a valid name; reading the turns reports it.
+    """
     index = SessionIndex()
     with warnings.catch_warnings():
         # reading the turns repeats the warning
@@ -107,7 +110,7 @@ def index_sessions(paths: Iterable[Path], format: Format | None) -> SessionIndex
         for path in paths:
             kind = format or format_of(path)
             if is_json(kind):
-                index.n_bytes += text_bytes(path, kind)
+                index.n_bytes += path.stat().st_size * _INFLATED[kind]
                 for record in jsonl.lines(path, kind):
                     number = record.get("turn_index")
                     index.add(
@@ -117,16 +120,12 @@ def index_sessions(paths: Iterable[Path], format: Format | None) -> SessionIndex
                 continue
             for keys, n_bytes in key_batches(path, kind, ("session_id", "turn_index")):
                 index.n_bytes += n_bytes
+                ids = pa.nulls(keys.num_rows, pa.string())
                 if "session_id" in keys.schema.names:
                     check_session_id(keys.schema)
                     ids = keys.column("session_id").cast(pa.string())
-                    index.add(ids, integers(keys, "turn_index"))
+                index.add(ids, integers(keys, "turn_index"))
     return index
-
-
-def text_bytes(path: Path, kind: Format) -> int:
-    """Approximate size of a file of JSON lines without compression."""
-    return path.stat().st_size * (1 if kind == "jsonl" else INFLATED)
 
 
 def _session_of(record: dict[str, object]) -> str | None:
@@ -384,7 +383,7 @@ class Spill:
         if number not in self._texts:
             path = self._folder(number) / "turns.jsonl"
             self._texts[number] = pa.OSFile(str(path), "w")
-        self._texts[number].write(line + b"\n")
+        self._texts[number].write(line.rstrip(b"\n") + b"\n")
 
     def close(self) -> None:
         """Write everything."""

@@ -6,7 +6,6 @@ are (`trajkit.jobs.group_sessions`).
 """
 
 import os
-import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
@@ -18,15 +17,13 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, check_session_id
+from trajkit._arrow.canonical import TableLike
 from trajkit._arrow.take import take_rows
 from trajkit._streams import limits
 from trajkit._streams.lockstep import SessionCursor, one_batch
 from trajkit._streams.session_batches import concat
-from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError, TornLogWarning
-from trajkit.io import jsonl
-from trajkit.io.arrow import key_batches
-from trajkit.io.formats import Format, format_of, is_json, paths_in
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.io.formats import paths_in
 from trajkit.io.tables import (
     iter_tables,
     read_any_rows,
@@ -39,8 +36,8 @@ from trajkit.jobs.group_sessions import (
     SessionIndex,
     Spill,
     bucket_numbers,
+    index_sessions,
     spilled,
-    text_bytes,
 )
 from trajkit.jobs.outputs import fingerprint
 from trajkit.jobs.stages import (
@@ -59,8 +56,6 @@ from trajkit.turns.session_metadata import Reward
 from trajkit.verification.context import violations_table
 from trajkit.verification.row_rules import WeighBy
 from trajkit.verification.run import any_rows, judge_of, numbered, session_faults
-
-_KEYS = ("session_id", "row_index")
 
 
 def verify_file(
@@ -117,8 +112,10 @@ def verify_file(
     """
     judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
     path = Path(rows)
-    index = _index_rows(path)
+    index = index_sessions(paths_in(path), None)
     if None in index.turns:
+        if len(index.turns) > 1:
+            raise SchemaError("session_id is null in some rows: expected all or none")
         if is_parts(output) or options.get("rejected") is not None:
             raise ArgumentError(
                 f"the rows of {path} have no session_id, so they are verified together: "
@@ -159,52 +156,6 @@ def verify_file(
     targets = {"violations": Target(output, write_tables)}
     with closing(reader):
         return run_job(turns, stage, targets, job=job, **options)
-
-
-def _index_rows(path: Path) -> SessionIndex:
-    """The number of rows of each session; None stands for rows without a session."""
-    index = SessionIndex()
-    with warnings.catch_warnings():
-        # reading the rows repeats the warning
-        warnings.simplefilter("ignore", TornLogWarning)
-        for batch, n_bytes in _row_keys(path):
-            index.n_bytes += n_bytes
-            index.add(batch.column("session_id"), None)
-    if None in index.turns and len(index.turns) > 1:
-        raise SchemaError("session_id is null in some rows: expected all or none")
-    return index
-
-
-def _row_keys(path: Path) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """session_id and row_index of all rows, with their approximate bytes as Arrow.
-
-    Rows without a number are counted.
-    """
-    first = 0
-    for file in paths_in(path):
-        kind = format_of(file)
-        batches = key_batches(file, kind, _KEYS)
-        if is_json(kind):
-            batches = _keys_of_lines(file, kind)
-        for batch, n_bytes in batches:
-            n, names = batch.num_rows, batch.schema.names
-            ids, numbers = pa.nulls(n, pa.string()), pa.array(first + np.arange(n))
-            if "session_id" in names:
-                check_session_id(batch.schema)
-                ids = batch.column("session_id").cast(pa.string())
-            if "row_index" in names and not batch.column("row_index").null_count:
-                numbers = batch.column("row_index")
-            yield pa.RecordBatch.from_arrays([ids, numbers], list(_KEYS)), n_bytes
-            first += n
-
-
-def _keys_of_lines(path: Path, kind: Format) -> Iterator[tuple[pa.RecordBatch, int]]:
-    n_bytes = text_bytes(path, kind)
-    lines = jsonl.lines(path, kind)
-    keys = ({name: line.get(name) for name in _KEYS} for line in lines)
-    for table in jsonl.tables(keys, str(path)):
-        yield one_batch(table), n_bytes
-        n_bytes = 0
 
 
 class _RowReader:
@@ -284,8 +235,7 @@ class _RowReader:
 
     def _session_faults(self) -> Iterator[pa.Table]:
         """Violations of sessions as such."""
-        keys = (batch for batch, _ in _row_keys(self._path))
-        found = session_faults(keys, self._ranks)
+        found = session_faults(self._batches(), self._ranks)
         while some := list(islice(found, limits.VIOLATIONS)):
             yield violations_table(some)
 
