@@ -70,6 +70,7 @@ class _Run(NamedTuple):
     """The tables that the sections show."""
 
     turns: pa.Table
+    sessions: TableLike | None
     report: pa.Table
     policy: Policy
     drift: pa.Table
@@ -115,6 +116,7 @@ def report(
     findings = None if tokenizer is None else explain_drift(table, links, tokenizer)
     run = _Run(
         table,
+        sessions,
         counts,
         chosen,
         classify_drift(table, links, tokenizer=tokenizer),
@@ -125,8 +127,8 @@ def report(
     )
     body = [
         _summary(run),
-        _section("What was recorded", _recorded(run, sessions)),
-        _section("What each policy keeps and costs", _kept(run, sessions)),
+        _section("What was recorded", _recorded(run)),
+        _section("What each policy keeps and costs", _kept(run)),
         _section("Drift, by cause", _drift(run)),
         _section("Rewards and groups", _groups(run)),
         _section("Distributions", _distributions(run)),
@@ -159,15 +161,14 @@ def _summary(run: _Run) -> str:
         f"{_count(numbers['run/sessions'], 'session')} sampled "
         f"{_count(numbers['tokens/sampled'], 'token')}."
     ]
-    if numbers["drift/turns"]:
-        causes = Counter(line["cause"] for line in _drifted(run))
-        cause, n = causes.most_common(1)[0]
+    causes = Counter(line["cause"] for line in _drifted(run))
+    for cause, n in causes.most_common(1):
         lines.append(
             f"{numbers['drift/turns']:,.0f} of {run.drift.num_rows:,} turns that continue "
             f"another drift; {_count(numbers['drift/tokens_at_stake'], 'sampled token')} "
             f"at stake. Most frequent cause: {_words(cause)} ({_count(n, 'turn')})."
         )
-    else:
+    if not causes:
         lines.append("No prompt drifts.")
     best = cheapest_lossless(run.simulation)
     if best is not None:
@@ -193,7 +194,7 @@ def _summary(run: _Run) -> str:
     return f"<h1>Run report</h1>\n<ul>{items}</ul>"
 
 
-def _recorded(run: _Run, sessions: TableLike | None) -> Iterable[str]:
+def _recorded(run: _Run) -> Iterable[str]:
     numbers = run.numbers
     facts: list[tuple[str, object]] = [
         ("sessions", int(numbers["run/sessions"])),
@@ -210,7 +211,7 @@ def _recorded(run: _Run, sessions: TableLike | None) -> Iterable[str]:
             shown = ", ".join(f"{value} ({n:,})" for value, n in values.most_common(5))
             facts.append((_words(name), shown))
     try:
-        slices = slices_of(run.turns, sessions)
+        slices = slices_of(run.turns, run.sessions)
     except SchemaError:
         facts.append(("times", "the turns have none"))
     else:
@@ -222,7 +223,7 @@ def _recorded(run: _Run, sessions: TableLike | None) -> Iterable[str]:
     yield _table("|", facts)
 
 
-def _kept(run: _Run, sessions: TableLike | None) -> Iterable[str]:
+def _kept(run: _Run) -> Iterable[str]:
     lines = run.simulation.to_pylist()
     fates = [tokens_by_fate(line) for line in lines]
     yield _table(
@@ -247,12 +248,10 @@ def _kept(run: _Run, sessions: TableLike | None) -> Iterable[str]:
     )
     for line, policy in zip(lines, _policies(run.policy), strict=True):
         if line["tokens_lost"]:
-            yield from _lost(run, line, policy, sessions)
+            yield from _lost(run, line, policy)
 
 
-def _lost(
-    run: _Run, line: dict[str, Any], policy: str | Policy, sessions: TableLike | None
-) -> Iterable[str]:
+def _lost(run: _Run, line: dict[str, Any], policy: str | Policy) -> Iterable[str]:
     """The tokens that a policy does not train, by reason and by turn."""
     yield (
         f"<details><summary>{escaped(line['policy'])} does not train "
@@ -265,7 +264,7 @@ def _lost(
     )
     turns: Counter[tuple[str, int, str, int | None]] = Counter()
     names = ("session_id", "turn_index", "kind", "drift_turn")
-    spans = output_spans(run.turns, policy, sessions=sessions)
+    spans = output_spans(run.turns, policy, sessions=run.sessions)
     for start, stop, *key in tuples(spans, "output_start", "output_stop", *names):
         if key[2] != "trained":
             turns[*key,] += stop - start
@@ -367,9 +366,8 @@ def _groups(run: _Run) -> Iterable[str]:
 
 
 def _distributions(run: _Run) -> Iterable[str]:
-    yield '<div class="plots">'
-    yield from (_histogram(one) for one in run_values(run.turns, run.report))
-    yield "</div>"
+    values = run_values(run.turns, run.report)
+    yield f'<div class="plots">{"".join(map(_histogram, values))}</div>'
 
 
 def _versions(run: _Run) -> Iterable[str]:
