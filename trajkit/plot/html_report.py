@@ -27,7 +27,7 @@ from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.errors import SchemaError
 from trajkit.pipeline.links import link
 from trajkit.pipeline.rows import linearize
-from trajkit.plot.markup import escaped
+from trajkit.plot.markup import escaped, words
 from trajkit.plot.run_values import Values, run_values, tokens_by_fate
 from trajkit.plot.session_svg import forest
 from trajkit.plot.timeline import slices_of
@@ -166,7 +166,7 @@ def _summary(run: _Run) -> str:
         lines.append(
             f"{numbers['drift/turns']:,.0f} of {run.drift.num_rows:,} turns that continue "
             f"another drift; {_count(numbers['drift/tokens_at_stake'], 'sampled token')} "
-            f"at stake. Most frequent cause: {_words(cause)} ({_count(n, 'turn')})."
+            f"at stake. Most frequent cause: {words(cause)} ({_count(n, 'turn')})."
         )
     if not causes:
         lines.append("No prompt drifts.")
@@ -209,7 +209,7 @@ def _recorded(run: _Run) -> Iterable[str]:
                 for value in run.turns[name].to_pylist()
             )
             shown = ", ".join(f"{value} ({n:,})" for value, n in values.most_common(5))
-            facts.append((_words(name), shown))
+            facts.append((words(name), shown))
     try:
         slices = slices_of(run.turns, run.sessions)
     except SchemaError:
@@ -260,7 +260,7 @@ def _lost(run: _Run, line: dict[str, Any], policy: str | Policy) -> Iterable[str
     reasons = [kind for kind in LOSS_WORDS if line[f"lost_{kind}"]]
     yield _table(
         "reason|tokens|what happens",
-        [[_words(r), line[f"lost_{r}"], LOSS_WORDS[r]] for r in reasons],
+        [[words(r), line[f"lost_{r}"], LOSS_WORDS[r]] for r in reasons],
     )
     turns: Counter[tuple[str, int, str, int | None]] = Counter()
     names = ("session_id", "turn_index", "kind", "drift_turn")
@@ -269,7 +269,7 @@ def _lost(run: _Run, line: dict[str, Any], policy: str | Policy) -> Iterable[str
         if key[2] != "trained":
             turns[*key,] += stop - start
     lost = [
-        [session, turn, n, _words(kind), "" if by is None else f"turn {by}"]
+        [session, turn, n, words(kind), "" if by is None else f"turn {by}"]
         for (session, turn, kind, by), n in turns.most_common()
     ]
     yield _table("session|turn|tokens|reason|because of the prompt of", lost)
@@ -295,7 +295,7 @@ def _drift(run: _Run) -> Iterable[str]:
         "cause|turns|tokens at stake|what happens|what to change|example",
         [
             [
-                _words(cause),
+                words(cause),
                 len(own),
                 sum(line["tokens_after_drift"] for line in own),
                 MENDS[cause][0],
@@ -367,7 +367,7 @@ def _groups(run: _Run) -> Iterable[str]:
 
 def _distributions(run: _Run) -> Iterable[str]:
     values = run_values(run.turns, run.report)
-    yield f'<div class="plots">{"".join(map(_histogram, values))}</div>'
+    yield "\n".join(['<div class="plots">', *map(_histogram, values), "</div>"])
 
 
 def _versions(run: _Run) -> Iterable[str]:
@@ -455,7 +455,7 @@ def _bar(counts: dict[str, int]) -> str:
     for kind, n in counts.items():
         if n:
             place = f'x="{100 * left / total:.2f}%" width="{100 * n / total:.2f}%"'
-            title = f"<title>{_words(kind)}: {n:,} tokens</title>"
+            title = f"<title>{words(kind)}: {n:,} tokens</title>"
             parts.append(
                 f'<rect {place} height="14" fill="{COLORS[kind]}">{title}</rect>'
             )
@@ -465,7 +465,7 @@ def _bar(counts: dict[str, int]) -> str:
 
 def _legend(kinds: Iterable[str]) -> str:
     keys = (
-        f'<span class="key" style="background:{COLORS[kind]}"></span>{_words(kind)}'
+        f'<span class="key" style="background:{COLORS[kind]}"></span>{words(kind)}'
         for kind in kinds
     )
     return f"<p>{''.join(keys)}</p>"
@@ -507,10 +507,6 @@ def _short(text: str) -> str:
         half = _MAX_TEXT // 2
         return f"{text[:half]!r} ... {text[-half:]!r}"
     return repr(text)
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _count(n: float, noun: str) -> str:
