@@ -84,10 +84,8 @@ def is_rows(source: str) -> bool:
     """Whether a file has rows and not turns."""
     if Path(source).is_dir():
         return False
-    names: list[str] = []
-    for table in iter_tables(source, batch_rows=1):
-        names = table.column_names
-        break
+    table = next(iter_tables(source, batch_rows=1), None)
+    names = [] if table is None else table.column_names
     return "input_ids" in names or "suffix_mask" in names
 
 
@@ -125,11 +123,8 @@ def _messages(turns: pa.Table) -> dict[int, list[tuple[str, str]]]:
     found: dict[int, list[tuple[str, str]]] = {}
     table = tk.expand(turns).select(["turn_index", "messages", "response"])
     for turn in table.to_pylist():
-        shown = [*(turn["messages"] or []), turn["response"]]
         found[turn["turn_index"]] = lines = []
-        for message in shown:
-            if message is None:
-                continue
+        for message in filter(None, [*(turn["messages"] or []), turn["response"]]):
             if message["body"] is not None:
                 bodies[message["key"]] = message["body"]
             lines.append((message["role"], _content(bodies.get(message["key"], ""))))

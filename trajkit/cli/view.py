@@ -4,12 +4,11 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.cli.options import (
     add_options,
     add_policies,
@@ -79,37 +78,32 @@ def run(arguments: argparse.Namespace) -> None:
     from trajkit.view.document import page
     from trajkit.view.selection import Selection
 
-    tokenizer = chosen_tokenizer(arguments)
+    shown = {
+        "tokenizer": chosen_tokenizer(arguments),
+        "text": not arguments.no_text,
+        "pack_tokens": arguments.pack,
+    }
     policies = chosen_policies(arguments)
     first = (policies or list(PRESETS.values()))[0]
     selection = Selection(
         arguments.sessions, arguments.sample, arguments.worst, policy=first
     )
     source = _Files(arguments.source, arguments.facts, selection)
-    other = None
-    if arguments.against is not None:
-        other = _Files(arguments.against, None, selection)
+    others = [_Files(one, None, selection) for one in [arguments.against] if one]
     rows = None
     if arguments.rows is not None:
         # as stored: rows of other systems have few columns, and verify judges them
         rows = pa.concat_tables(iter_tables(arguments.rows, plan=rows_plan))
     if arguments.output is None:
-        _serve(arguments, source, other, rows, tokenizer)
+        own = {"rows": rows, "rows_policy": first if policies else None}
+        _serve(arguments, [source, *others], own, shown)
         return
     if arguments.follow:
         raise ArgumentError("--follow needs the server: leave out -o")
     turns, sessions = source.load()
-    html = page(
-        turns,
-        policies,
-        sessions=sessions,
-        tokenizer=tokenizer,
-        text=not arguments.no_text,
-        title=source.title,
-        rows=rows,
-        pack_tokens=arguments.pack,
-        against=None if other is None else (other.title, *other.load()),
-    ).encode()
+    against = next(((other.title, *other.load()) for other in others), None)
+    about: Any = {"title": source.title, "rows": rows, "against": against, **shown}
+    html = page(turns, policies, sessions=sessions, **about).encode()
     Path(arguments.output).write_bytes(html)
     n_sessions = len(set(turns["session_id"].to_pylist()))
     text = "the text of all messages; --no-text leaves it out"
@@ -128,11 +122,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _serve(
     arguments: argparse.Namespace,
-    source: "_Files",
-    other: "_Files | None",
-    rows: pa.Table | None,
-    tokenizer: Tokenizer | None,
+    sources: "list[_Files]",
+    own: dict[str, Any],
+    shown: dict[str, Any],
 ) -> None:
+    """Serve the page; ``own`` are options of the first run only."""
     from trajkit.view.server import LiveRun, Options, ViewServer
 
     texts = tuple(PRESETS)
@@ -141,20 +135,13 @@ def _serve(
             " ".join([name, *(f"{choice}={value}" for choice, value in sets)])
             for name, sets in arguments.policy
         )
-    options = Options(
-        texts,
-        _parsed,
-        tokenizer,
-        text=not arguments.no_text,
-        pack_tokens=arguments.pack,
-        follow=arguments.follow,
-    )
-    policy = _parsed(texts[0]) if arguments.policy is not None else None
-    runs = [LiveRun(source, replace(options, rows=rows, rows_policy=policy))]
-    if other is not None:
-        runs.append(LiveRun(other, options))
+    options = Options(texts, _parsed, follow=arguments.follow, **shown)
+    runs = [
+        LiveRun(source, options if k else replace(options, **own))
+        for k, source in enumerate(sources)
+    ]
     try:
-        with ViewServer(runs, source.title, arguments.port) as server:
+        with ViewServer(runs, sources[0].title, arguments.port) as server:
             sys.stdout.write(f"{server.url}\nCtrl-C ends\n")
             sys.stdout.flush()
             if not arguments.no_browser:

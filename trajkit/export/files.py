@@ -30,14 +30,11 @@ def _fields(make: Callable[[pa.Table], Any]) -> Callable[[pa.Table, Path], Path]
         lines = found if isinstance(found, list) else [found]
         with path.open("w", encoding="utf-8") as file:
             for line in lines:
-                file.write(json.dumps(line, default=_plain) + "\n")
+                text = json.dumps(line, default=lambda array: array.tolist())
+                file.write(text + "\n")
         return path
 
     return write
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist()
 
 
 def _parquet(make: Callable[[pa.Table], pa.Table]) -> Callable[[pa.Table, Path], Path]:

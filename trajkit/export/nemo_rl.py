@@ -36,22 +36,17 @@ def message_log_fields(rows: TableLike) -> list[list[dict[str, Any]]]:
         logs.append(
             [
                 {
-                    "role": _role(bool(row.loss_mask[start]), start == 0),
+                    "role": "assistant" if row.loss_mask[start] else other,
                     "content": "",
                     "token_ids": row.input_ids[start:stop].astype(np.int64),
                     "token_loss_mask": row.loss_mask[start:stop].astype(np.int64),
                     "generation_logprobs": row.logprobs[start:stop],
                 }
                 for start, stop in pairwise(edges)
+                for other in ["tool" if start else "user"]
             ]
         )
     return logs
-
-
-def _role(trained: bool, first: bool) -> str:
-    if trained:
-        return "assistant"
-    return "user" if first else "tool"
 
 
 @objects_of(message_log_fields)

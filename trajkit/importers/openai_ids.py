@@ -5,7 +5,7 @@ docs/import.md lists where each endpoint puts them (spec: engines-and-clients 1.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -68,12 +68,14 @@ def _fill(found: Finding, request: _Object, response: _Object, choice: _Object) 
     )
     fields = found.fields
     fields["prompt_ids"] = next((p for p in prompts if has_numbers(p)), None)
-    output = _first_list(
+    outputs = (
         choice.get("token_ids"),
         choice.get("response_token_ids"),
         response.get("token_ids"),
         response.get("output_ids"),
     )
+    lists = (each for each in outputs if isinstance(each, list | np.ndarray))
+    output: Any = next(lists, None)
     sources = [s for s in (_by_choice(choice), _by_meta(meta)) if s is not None]
     logprobs: list[object] | None = None
     if output is None:
@@ -143,16 +145,10 @@ def _spelled(token: object) -> int | None:
     return None
 
 
-def _fits(ids: list[object] | None, n: int, output: object) -> bool:
+def _fits(ids: list[object] | None, n: int, output: Any) -> bool:
     """Whether logprobs belong to an output: the same ids, or as many if unknown."""
     listed = output.tolist() if isinstance(output, np.ndarray) else output
-    if not isinstance(listed, list) or len(listed) != n:
-        return False
-    return ids is None or ids == listed
-
-
-def _first_list(*values: object) -> list[object] | None:
-    return next((v for v in values if isinstance(v, list | np.ndarray)), None)  # type: ignore[return-value]
+    return len(listed) == n and (ids is None or ids == listed)
 
 
 def _versions(found: Finding, *sources: _Object) -> None:

@@ -174,16 +174,12 @@ def _scalar(type_: object, data: object) -> object:
     return Unknown()
 
 
-def _text_bytes(text: str, codec: str) -> bytes:
-    """Bytes, which pickle protocol 2 writes as latin1 text."""
-    return text.encode("latin1")
-
-
 _KNOWN: dict[tuple[str, str], object] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): tuple,
     ("torch._utils", "_rebuild_tensor_v2"): _Made(_tensor),
-    ("_codecs", "encode"): _Made(_text_bytes),
+    # bytes, which pickle protocol 2 writes as latin1 text
+    ("_codecs", "encode"): _Made(lambda text, codec: text.encode("latin1")),
     ("numpy", "dtype"): _Made(_Type),
     **{
         (f"numpy.{core}.multiarray", name): _Made(make)

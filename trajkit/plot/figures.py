@@ -7,7 +7,7 @@ is not installed, and for its tables what the function that makes them raises.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from trajkit.analysis.colors import (
 )
 from trajkit.analysis.run_metrics import metrics_by_step
 from trajkit.errors import ArgumentError
-from trajkit.plot.markup import printable
+from trajkit.plot.markup import printable, words
 from trajkit.plot.run_values import Values, run_values, tokens_by_fate
 from trajkit.plot.timeline import Slice, slices_of
 from trajkit.plot.turn_tokens import session_tokens
@@ -134,11 +134,12 @@ def drift(drift: TableLike) -> Figure:
             for line in lines:
                 n = 1 if name == "turns" else line["tokens_after_drift"]
                 counts[line["region"]][causes.index(line["cause"])] += n
-            _bars(ax, counts, REGIONS)
+            _bars(ax.barh, counts, REGIONS)
+            ax.xaxis.set_major_formatter("{x:,.0f}")
             for y, total in enumerate(np.sum([*counts.values()], 0)):
                 _label(ax, total, y, f"{total:,.0f}")
             ax.set(title=name, ylim=(-0.6, max(len(causes), 2) - 0.4))
-            ax.set_yticks(range(len(causes)), [_words(cause) for cause in causes])
+            ax.set_yticks(range(len(causes)), [words(cause) for cause in causes])
             ax.margins(x=0.12)
             ax.locator_params(axis="x", integer=True)
         _legend(figure, REGIONS, {line["region"] for line in lines})
@@ -161,7 +162,8 @@ def policies(simulation: TableLike) -> Figure:
         figure.set_size_inches(10, 1.9 + 0.3 * len(lines))
         kept, cost = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         shares = {kind: 100 * of / max(sampled, 1) for kind, of in counts.items()}
-        _bars(kept, shares, OUTPUTS)
+        _bars(kept.barh, shares, OUTPUTS)
+        kept.xaxis.set_major_formatter("{x:,.0f}")
         for y, share in enumerate(shares["trained"]):
             _label(kept, 100, y, f"{share:.1f} %")
         kept.set(title="sampled tokens, in percent", xlim=(0, 100))
@@ -292,34 +294,27 @@ def _figure(title: str) -> Iterator[Figure]:
         yield figure
 
 
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
 Counts = dict[str, npt.NDArray[Any]]
 
 
 def _stacks(ax: Axes, counts: Counts, colors: dict[str, str]) -> None:
     """A stacked bar per turn, and a legend of the kinds that occur."""
-    bottom: npt.NDArray[Any] = np.zeros(1)
-    for kind, of in counts.items():
-        if of.sum():
-            label = f"{_words(kind)} {of.sum():,}"
-            ax.bar(range(len(of)), of, 0.9, bottom, color=colors[kind], label=label)
-            bottom = bottom + of
+    _bars(ax.bar, counts, colors, 0.9)
     if ax.has_data():
         ax.legend(loc="upper left", bbox_to_anchor=(1, 1), title="over all turns")
     ax.yaxis.set_major_formatter("{x:,.0f}")
 
 
-def _bars(ax: Axes, counts: Counts, colors: dict[str, str]) -> None:
-    """Stacked horizontal bars."""
-    left: npt.NDArray[Any] = np.zeros(1)
+def _bars(
+    draw: Callable[..., Any], counts: Counts, colors: dict[str, str], width: float = 0.8
+) -> None:
+    """Stacked bars of ``Axes.bar`` or ``Axes.barh``."""
+    base: npt.NDArray[Any] = np.zeros(1)
     for kind, of in counts.items():
         if of.sum():
-            ax.barh(range(len(of)), of, left=left, color=colors[kind])
-            left = left + of
-    ax.xaxis.set_major_formatter("{x:,.0f}")
+            label = f"{words(kind)} {of.sum():,.0f}"
+            draw(range(len(of)), of, width, base, color=colors[kind], label=label)
+            base = base + of
 
 
 def _label(ax: Axes, x: float, y: float, text: str) -> None:
@@ -350,7 +345,7 @@ def _legend(figure: Figure, colors: dict[str, str], shown: set[str]) -> None:
     from matplotlib.patches import Patch
 
     handles = [
-        Patch(color=color, label=_words(kind))
+        Patch(color=color, label=words(kind))
         for kind, color in colors.items()
         if kind in shown
     ]

@@ -27,7 +27,7 @@ from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.errors import SchemaError
 from trajkit.pipeline.links import link
 from trajkit.pipeline.rows import linearize
-from trajkit.plot.markup import escaped
+from trajkit.plot.markup import escaped, words
 from trajkit.plot.run_values import Values, run_values, tokens_by_fate
 from trajkit.plot.session_svg import forest
 from trajkit.plot.timeline import slices_of
@@ -70,6 +70,7 @@ class _Run(NamedTuple):
     """The tables that the sections show."""
 
     turns: pa.Table
+    sessions: TableLike | None
     report: pa.Table
     policy: Policy
     drift: pa.Table
@@ -115,6 +116,7 @@ def report(
     findings = None if tokenizer is None else explain_drift(table, links, tokenizer)
     run = _Run(
         table,
+        sessions,
         counts,
         chosen,
         classify_drift(table, links, tokenizer=tokenizer),
@@ -125,8 +127,8 @@ def report(
     )
     body = [
         _summary(run),
-        _section("What was recorded", _recorded(run, sessions)),
-        _section("What each policy keeps and costs", _kept(run, sessions)),
+        _section("What was recorded", _recorded(run)),
+        _section("What each policy keeps and costs", _kept(run)),
         _section("Drift, by cause", _drift(run)),
         _section("Rewards and groups", _groups(run)),
         _section("Distributions", _distributions(run)),
@@ -159,15 +161,14 @@ def _summary(run: _Run) -> str:
         f"{_count(numbers['run/sessions'], 'session')} sampled "
         f"{_count(numbers['tokens/sampled'], 'token')}."
     ]
-    if numbers["drift/turns"]:
-        causes = Counter(line["cause"] for line in _drifted(run))
-        cause, n = causes.most_common(1)[0]
+    causes = Counter(line["cause"] for line in _drifted(run))
+    for cause, n in causes.most_common(1):
         lines.append(
             f"{numbers['drift/turns']:,.0f} of {run.drift.num_rows:,} turns that continue "
             f"another drift; {_count(numbers['drift/tokens_at_stake'], 'sampled token')} "
-            f"at stake. Most frequent cause: {_words(cause)} ({_count(n, 'turn')})."
+            f"at stake. Most frequent cause: {words(cause)} ({_count(n, 'turn')})."
         )
-    else:
+    if not causes:
         lines.append("No prompt drifts.")
     best = cheapest_lossless(run.simulation)
     if best is not None:
@@ -193,7 +194,7 @@ def _summary(run: _Run) -> str:
     return f"<h1>Run report</h1>\n<ul>{items}</ul>"
 
 
-def _recorded(run: _Run, sessions: TableLike | None) -> Iterable[str]:
+def _recorded(run: _Run) -> Iterable[str]:
     numbers = run.numbers
     facts: list[tuple[str, object]] = [
         ("sessions", int(numbers["run/sessions"])),
@@ -208,9 +209,9 @@ def _recorded(run: _Run, sessions: TableLike | None) -> Iterable[str]:
                 for value in run.turns[name].to_pylist()
             )
             shown = ", ".join(f"{value} ({n:,})" for value, n in values.most_common(5))
-            facts.append((_words(name), shown))
+            facts.append((words(name), shown))
     try:
-        slices = slices_of(run.turns, sessions)
+        slices = slices_of(run.turns, run.sessions)
     except SchemaError:
         facts.append(("times", "the turns have none"))
     else:
@@ -222,7 +223,7 @@ def _recorded(run: _Run, sessions: TableLike | None) -> Iterable[str]:
     yield _table("|", facts)
 
 
-def _kept(run: _Run, sessions: TableLike | None) -> Iterable[str]:
+def _kept(run: _Run) -> Iterable[str]:
     lines = run.simulation.to_pylist()
     fates = [tokens_by_fate(line) for line in lines]
     yield _table(
@@ -247,12 +248,10 @@ def _kept(run: _Run, sessions: TableLike | None) -> Iterable[str]:
     )
     for line, policy in zip(lines, _policies(run.policy), strict=True):
         if line["tokens_lost"]:
-            yield from _lost(run, line, policy, sessions)
+            yield from _lost(run, line, policy)
 
 
-def _lost(
-    run: _Run, line: dict[str, Any], policy: str | Policy, sessions: TableLike | None
-) -> Iterable[str]:
+def _lost(run: _Run, line: dict[str, Any], policy: str | Policy) -> Iterable[str]:
     """The tokens that a policy does not train, by reason and by turn."""
     yield (
         f"<details><summary>{escaped(line['policy'])} does not train "
@@ -261,16 +260,16 @@ def _lost(
     reasons = [kind for kind in LOSS_WORDS if line[f"lost_{kind}"]]
     yield _table(
         "reason|tokens|what happens",
-        [[_words(r), line[f"lost_{r}"], LOSS_WORDS[r]] for r in reasons],
+        [[words(r), line[f"lost_{r}"], LOSS_WORDS[r]] for r in reasons],
     )
     turns: Counter[tuple[str, int, str, int | None]] = Counter()
     names = ("session_id", "turn_index", "kind", "drift_turn")
-    spans = output_spans(run.turns, policy, sessions=sessions)
+    spans = output_spans(run.turns, policy, sessions=run.sessions)
     for start, stop, *key in tuples(spans, "output_start", "output_stop", *names):
         if key[2] != "trained":
             turns[*key,] += stop - start
     lost = [
-        [session, turn, n, _words(kind), "" if by is None else f"turn {by}"]
+        [session, turn, n, words(kind), "" if by is None else f"turn {by}"]
         for (session, turn, kind, by), n in turns.most_common()
     ]
     yield _table("session|turn|tokens|reason|because of the prompt of", lost)
@@ -296,7 +295,7 @@ def _drift(run: _Run) -> Iterable[str]:
         "cause|turns|tokens at stake|what happens|what to change|example",
         [
             [
-                _words(cause),
+                words(cause),
                 len(own),
                 sum(line["tokens_after_drift"] for line in own),
                 MENDS[cause][0],
@@ -367,9 +366,8 @@ def _groups(run: _Run) -> Iterable[str]:
 
 
 def _distributions(run: _Run) -> Iterable[str]:
-    yield '<div class="plots">'
-    yield from (_histogram(one) for one in run_values(run.turns, run.report))
-    yield "</div>"
+    values = run_values(run.turns, run.report)
+    yield "\n".join(['<div class="plots">', *map(_histogram, values), "</div>"])
 
 
 def _versions(run: _Run) -> Iterable[str]:
@@ -457,7 +455,7 @@ def _bar(counts: dict[str, int]) -> str:
     for kind, n in counts.items():
         if n:
             place = f'x="{100 * left / total:.2f}%" width="{100 * n / total:.2f}%"'
-            title = f"<title>{_words(kind)}: {n:,} tokens</title>"
+            title = f"<title>{words(kind)}: {n:,} tokens</title>"
             parts.append(
                 f'<rect {place} height="14" fill="{COLORS[kind]}">{title}</rect>'
             )
@@ -467,7 +465,7 @@ def _bar(counts: dict[str, int]) -> str:
 
 def _legend(kinds: Iterable[str]) -> str:
     keys = (
-        f'<span class="key" style="background:{COLORS[kind]}"></span>{_words(kind)}'
+        f'<span class="key" style="background:{COLORS[kind]}"></span>{words(kind)}'
         for kind in kinds
     )
     return f"<p>{''.join(keys)}</p>"
@@ -509,10 +507,6 @@ def _short(text: str) -> str:
         half = _MAX_TEXT // 2
         return f"{text[:half]!r} ... {text[-half:]!r}"
     return repr(text)
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _count(n: float, noun: str) -> str:

@@ -17,6 +17,11 @@ def escaped(text: object) -> str:
     return escape(printable(str(text)))
 
 
+def words(name: str) -> str:
+    """A name of the schema as words."""
+    return name.replace("_", " ")
+
+
 def printable(text: str) -> str:
     """The text with U+FFFD for each character that is not printable."""
     return "".join(char if char.isprintable() else "\ufffd" for char in text)
