@@ -25,6 +25,7 @@ cdef class RowColumns:
     cdef float[::1] logprobs
     cdef int32_t[:, ::1] spans
     cdef int8_t[::1] span_kinds
+    cdef bint uncached        # write tokens and logprobs past the caches
 
     def __cinit__(
         self,
@@ -41,39 +42,7 @@ cdef class RowColumns:
         self.input_ids, self.logprobs = input_ids, logprobs
         self.loss_mask, self.valid = loss_mask, valid
         self.spans, self.span_kinds = spans, span_kinds
-
-
-cdef struct Target:           # the arrays of RowColumns, NULL where they are empty
-    const pos_t* token_offsets
-    const pos_t* span_offsets
-    token_t* input_ids
-    uint8_t* loss_mask
-    uint8_t* valid
-    float* logprobs
-    int32_t* spans            # N_LINES lines of n_spans
-    int8_t* span_kinds
-    int64_t n_spans
-    bint uncached             # write tokens and logprobs past the caches
-
-
-cdef Target _target(RowColumns columns, bint uncached):
-    cdef Target target
-    memset(&target, 0, sizeof(Target))
-    target.token_offsets = &columns.token_offsets[0]
-    target.span_offsets = &columns.span_offsets[0]
-    target.n_spans = columns.spans.shape[1]
-    target.uncached = uncached
-    if columns.token_offsets[columns.token_offsets.shape[0] - 1]:
-        target.input_ids, target.logprobs = &columns.input_ids[0], &columns.logprobs[0]
-        target.loss_mask, target.valid = &columns.loss_mask[0], &columns.valid[0]
-    if target.n_spans:
-        target.spans, target.span_kinds = &columns.spans[0, 0], &columns.span_kinds[0]
-    return target
-
-
-cdef inline int32_t* _line(const Target* target, int which) noexcept nogil:
-    """One line of the spans, LINE_*."""
-    return target.spans + which * target.n_spans
+        self.uncached = False
 
 
 cdef void _set_bits(uint8_t* bits, pos_t start, pos_t stop) noexcept nogil:
@@ -90,7 +59,7 @@ cdef void _set_bits(uint8_t* bits, pos_t start, pos_t stop) noexcept nogil:
 
 
 cdef pos_t _copy_logprobs(
-    const Call* call, const Span* span, const Target* target, pos_t offset
+    const Call* call, const Span* span, RowColumns target, pos_t offset
 ) noexcept nogil:
     """Write the logprobs of a trained span, 0.0 for missing ones; return how many are missing.
 
@@ -98,7 +67,7 @@ cdef pos_t _copy_logprobs(
     """
     cdef const float* values = <const float*><intptr_t>call.logprobs
     cdef const uint8_t* bits = <const uint8_t*><intptr_t>call.valid
-    cdef float* logprobs = target.logprobs + offset + span.start
+    cdef float* logprobs = &target.logprobs[offset + span.start]
     cdef pos_t i, n = span.stop - span.start, missing = 0, bit
     if values == NULL:
         _put_zeros(logprobs, n * sizeof(float), target.uncached)
@@ -106,13 +75,13 @@ cdef pos_t _copy_logprobs(
     values += span.out_start
     if bits == NULL:
         _put(logprobs, values, n * sizeof(float), target.uncached)
-        _set_bits(target.valid, offset + span.start, offset + span.stop)
+        _set_bits(&target.valid[0], offset + span.start, offset + span.stop)
         return 0
     for i in range(n):
         bit = call.valid_bit + span.out_start + i
         if bits[bit >> 3] >> (bit & 7) & 1:
             logprobs[i] = values[i]
-            _set_bits(target.valid, offset + span.start + i, offset + span.start + i + 1)
+            _set_bits(&target.valid[0], offset + span.start + i, offset + span.start + i + 1)
         else:
             logprobs[i] = 0.0
             missing += 1
@@ -120,7 +89,7 @@ cdef pos_t _copy_logprobs(
 
 
 cdef pos_t _fill_trained(
-    const Call* calls, const int32_t* turn_index, const Target* target, int64_t row,
+    const Call* calls, const int32_t* turn_index, RowColumns target, int64_t row,
     pos_t offset,
 ) noexcept nogil:
     """Write the mask and the logprobs of a row from its spans; return how many are missing.
@@ -138,28 +107,28 @@ cdef pos_t _fill_trained(
     cdef pos_t missing = 0
     cdef Span span
     if n_bytes > 0:
-        memset(target.loss_mask + byte, 0, n_bytes)
-        memset(target.valid + byte, 0, n_bytes)
+        memset(&target.loss_mask[byte], 0, n_bytes)
+        memset(&target.valid[byte], 0, n_bytes)
     for k in range(target.span_offsets[row], target.span_offsets[row + 1]):
-        call = _line(target, LINE_TURN_INDEX)[k]
-        _line(target, LINE_TURN_INDEX)[k] = turn_index[call]
+        call = target.spans[LINE_TURN_INDEX, k]
+        target.spans[LINE_TURN_INDEX, k] = turn_index[call]
         if target.span_kinds[k] != SPAN_TRAINED:
             continue
-        span.start = _line(target, LINE_START)[k]
-        span.stop = _line(target, LINE_STOP)[k]
-        span.out_start = _line(target, LINE_OUTPUT_START)[k]
+        span.start = target.spans[LINE_START, k]
+        span.stop = target.spans[LINE_STOP, k]
+        span.out_start = target.spans[LINE_OUTPUT_START, k]
         if not start <= offset + span.start <= offset + span.stop <= stop:
             return -1
         if offset + span.start > start:
             _put_zeros(
-                target.logprobs + start, (offset + span.start - start) * sizeof(float),
+                &target.logprobs[start], (offset + span.start - start) * sizeof(float),
                 target.uncached,
             )
-        _set_bits(target.loss_mask, offset + span.start, offset + span.stop)
+        _set_bits(&target.loss_mask[0], offset + span.start, offset + span.stop)
         missing += _copy_logprobs(&calls[call], &span, target, offset)
         start = offset + span.stop
     if stop > start:
-        _put_zeros(target.logprobs + start, (stop - start) * sizeof(float), target.uncached)
+        _put_zeros(&target.logprobs[start], (stop - start) * sizeof(float), target.uncached)
     return missing
 
 
@@ -190,7 +159,7 @@ cdef void _copy_path(
 
 
 cdef int64_t _write_spans(
-    const Target* target, int64_t row, int64_t at, const Call* call, int32_t index,
+    RowColumns target, int64_t row, int64_t at, const Call* call, int32_t index,
     const Span* spans, int n, bint need_logprob,
 ) noexcept nogil:
     """Write the parts of n spans of a call from ``at`` on; return the position after them.
@@ -205,11 +174,11 @@ cdef int64_t _write_spans(
         begin = spans[k].out_start
         while _next_span(call, &spans[k], need_logprob, &begin, &part):
             if target.span_offsets[row] <= at < target.span_offsets[row + 1]:
-                _line(target, LINE_START)[at] = <int32_t>part.start
-                _line(target, LINE_STOP)[at] = <int32_t>part.stop
-                _line(target, LINE_TURN_INDEX)[at] = index
-                _line(target, LINE_OUTPUT_START)[at] = <int32_t>part.out_start
-                _line(target, LINE_OUTPUT_STOP)[at] = <int32_t>part.out_stop
+                target.spans[LINE_START, at] = <int32_t>part.start
+                target.spans[LINE_STOP, at] = <int32_t>part.stop
+                target.spans[LINE_TURN_INDEX, at] = index
+                target.spans[LINE_OUTPUT_START, at] = <int32_t>part.out_start
+                target.spans[LINE_OUTPUT_STOP, at] = <int32_t>part.out_stop
                 target.span_kinds[at] = part.kind
             at += 1
     return at
@@ -263,7 +232,7 @@ cdef _no_row(const Row[::1] rows, int64_t r):
 
 cdef bint _fill_spans(
     const Paths* paths, const Link* links, const Choices* choices, const int32_t* owners,
-    const Row* rows, int64_t r, const Target* target,
+    const Row* rows, int64_t r, RowColumns target,
 ) noexcept nogil:
     """Write the spans of a row; return whether there are as many as it claims."""
     cdef int64_t at = target.span_offsets[r + 1], n_parts
@@ -313,7 +282,6 @@ def fill_rows(
         int64_t n_rows = rows.shape[0], r, bad = -1
         pos_t missing = 0, row_missing
         Paths paths
-        Target target
 
     for name, m in (
         ("links", links.shape[0]), ("owners", owners.shape[0]),
@@ -326,21 +294,22 @@ def fill_rows(
         return 0
     cdef int32_t[::1] chain = empty(forest.n_nodes, "i4")
     paths = _paths(forest)
-    target = _target(columns, uncached)
+    columns.uncached = uncached
     with nogil:
         for r in range(n_rows):
             row_missing = -1
             if rows[r].n_tokens <= _held_len(&paths.calls[rows[r].last]):
-                _copy_path(
-                    &paths, paths.ends[rows[r].last], rows[r].stored, rows[r].n_tokens,
-                    target.input_ids + target.token_offsets[r], &chain[0], uncached,
-                )
+                if rows[r].stored < rows[r].n_tokens:
+                    _copy_path(
+                        &paths, paths.ends[rows[r].last], rows[r].stored, rows[r].n_tokens,
+                        &columns.input_ids[columns.token_offsets[r]], &chain[0], uncached,
+                    )
                 if _fill_spans(
-                    &paths, &links[0], &choices[0], &owners[0], &rows[0], r, &target
+                    &paths, &links[0], &choices[0], &owners[0], &rows[0], r, columns
                 ):
                     row_missing = _fill_trained(
-                        paths.calls, &turn_index[0], &target, r,
-                        target.token_offsets[r] - rows[r].stored,
+                        paths.calls, &turn_index[0], columns, r,
+                        columns.token_offsets[r] - rows[r].stored,
                     )
             if row_missing < 0:
                 bad = r

@@ -55,13 +55,12 @@ cdef int32_t _refusal_reason(
 
 
 cdef void _rank_generations(
-    int32_t lo, int32_t hi, const int32_t* depths, int32_t* heads, int32_t* nexts,
-    int32_t* last_child, Link* links,
+    const Generations* generations, Link* links, int32_t lo, int32_t hi
 ) noexcept nogil:
-    """Drop retries and rank the rest: chains by depth, then the latest first.
-
-    ``depths`` counts the generations from the root, 0 for a call that is no generation.
-    """
+    """Drop retries and rank the rest: chains by depth, then the latest first."""
+    cdef const int32_t* depths = generations.depths
+    cdef int32_t* heads = generations.heads
+    cdef int32_t* last_child = generations.last_child
     cdef int32_t i, k, deepest = 0, rank = 0, count
     for i in range(lo, hi):
         last_child[i] = -1
@@ -77,7 +76,7 @@ cdef void _rank_generations(
             continue
         # a depth is at most the number of calls: bucket d is at lo + d - 1
         check_write("heads", depths[i] - 1, 1, hi - lo)
-        nexts[i] = heads[lo + depths[i] - 1]
+        generations.nexts[i] = heads[lo + depths[i] - 1]
         heads[lo + depths[i] - 1] = i
         deepest = max(deepest, depths[i])
     for k in range(lo + deepest - 1, lo - 1, -1):
@@ -86,7 +85,7 @@ cdef void _rank_generations(
             count = _unranked_above(links, i)
             _rank_up(links, i, rank + count - 1)
             rank += count
-            i = nexts[i]
+            i = generations.nexts[i]
 
 
 cdef int32_t _unranked_above(const Link* links, int32_t call) noexcept nogil:
@@ -144,10 +143,7 @@ cdef void _route_session_by_generations(
         _open_reply(router.paths, router.index.replies, i)
         generations.depths[i] = 1 if parent < 0 else generations.depths[parent] + 1
         tree.nodes[tree.places[i]].call = i
-    _rank_generations(
-        lo, hi, generations.depths, generations.heads, generations.nexts,
-        generations.last_child, router.links,
-    )
+    _rank_generations(generations, router.links, lo, hi)
 
 
 def route_generations(
@@ -171,17 +167,12 @@ def route_generations(
     if forest.n_calls == 0:
         return
     cdef int32_t[:, ::1] of_calls = empty((5, forest.n_calls), "i4")
-    paths = _paths(forest)
-    memory = _allocate_tree(&router.tree, forest, requests)
-    memory += _allocate_index(&router.index, forest)
-    router.paths, router.requests, router.links = &paths, &requests[0], &links[0]
+    memory = _begin_router(&router, &paths, forest, requests, links)
     router.accepted = &of_calls[0, 0]
     generations.depths, generations.heads = &of_calls[1, 0], &of_calls[2, 0]
     generations.nexts, generations.last_child = &of_calls[3, 0], &of_calls[4, 0]
     with nogil:
-        _begin_index(&paths, &router.index)
         for i in range(paths.n_calls):
-            links[i].order = links[i].rewritten_by = links[i].parent = -1
             router.accepted[i] = -1
             generations.depths[i] = 0
         for s in range(paths.n_sessions):

@@ -498,14 +498,24 @@ cdef void _begin_tree(
     _hang(tree, -1, 0, -1, False)
 
 
-cdef list _allocate_index(TokenIndex* index, CallForest forest):
-    """Set up an index of the forest's size; the result owns its memory."""
+cdef list _begin_router(
+    Router* router, Paths* paths, CallForest forest, const Request[::1] requests, Link[::1] links
+):
+    """Set up a router without links, all but ``accepted``; the result owns its memory."""
+    cdef int64_t i
+    cdef TokenIndex* index = &router.index
     cdef int32_t[:, ::1] of_nodes = empty((5, forest.n_nodes), "i4")
     cdef int32_t[::1] next_ended = empty(forest.n_calls, "i4")
+    paths[0] = _paths(forest)
+    router.paths, router.requests, router.links = paths, &requests[0], &links[0]
     index.up, index.ended = &of_nodes[0, 0], &of_nodes[1, 0]
     index.replies, index.reply_up = &of_nodes[2, 0], &of_nodes[3, 0]
     index.last_reply, index.next_ended = &of_nodes[4, 0], &next_ended[0]
-    return [of_nodes, next_ended]
+    with nogil:
+        _begin_index(paths, index)
+        for i in range(paths.n_calls):
+            links[i].order = links[i].rewritten_by = links[i].parent = -1
+    return [of_nodes, next_ended, *_allocate_tree(&router.tree, forest, requests)]
 
 
 cdef _check_requests(CallForest forest, const Request[::1] requests, const Link[::1] links):
@@ -592,22 +602,16 @@ def route_messages(
     the same messages the parent is that of `_nearest_by_tokens`, not the first; with
     TIE_BREAK_FULL_PATH the parent is the nearest whose path the prompt repeats entirely.
     """
-    cdef int64_t i, s
+    cdef int64_t s
     cdef Paths paths
     cdef Router router
 
     _check_requests(forest, requests, links)
     if forest.n_calls == 0:
         return
-    paths = _paths(forest)
-    memory = _allocate_tree(&router.tree, forest, requests)
-    memory += _allocate_index(&router.index, forest)
-    router.paths, router.requests, router.links = &paths, &requests[0], &links[0]
+    memory = _begin_router(&router, &paths, forest, requests, links)
     router.accepted = router.tree.places
     with nogil:
-        _begin_index(&paths, &router.index)
-        for i in range(paths.n_calls):
-            links[i].order = links[i].rewritten_by = links[i].parent = -1
         for s in range(paths.n_sessions):
             _begin_tree(
                 &router.tree, requests, paths.session_offsets[s], paths.session_offsets[s + 1]

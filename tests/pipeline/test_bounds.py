@@ -10,7 +10,7 @@ import trajkit as tk
 from tests.tables import turns_table
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError
-from trajkit.pipeline.links import find_links, measure
+from trajkit.pipeline.links import find_links
 from trajkit.pipeline.plan import NO_LIMIT, choices_of, plan_rows
 from trajkit.pipeline.splice import splice
 from trajkit.turns.calls import read_calls
@@ -35,9 +35,7 @@ def reserved(n, dtype):
 def linked(name):
     calls = read_calls(turns_table(TURNS))
     forest, policy = grow(calls), tk.policy(name)
-    links = find_links(calls, forest, policy)
-    measure(calls, forest, links)
-    return calls, forest, links, policy
+    return calls, forest, find_links(calls, forest, policy), policy
 
 
 def columns(rows):

@@ -8,9 +8,10 @@ import trajkit as tk
 from tests import reference
 from tests.strategies import runs, sessions, thresholds
 from tests.tables import by_session, dicts, link_by, turns_table
+from trajkit import _core
 from trajkit.analysis.drift import drift_table
 from trajkit.errors import LayoutError, PolicyError
-from trajkit.pipeline.links import find_links, measure
+from trajkit.pipeline.links import find_links
 from trajkit.turns.calls import read_calls
 from trajkit.turns.prefix_forest import grow
 
@@ -251,11 +252,10 @@ def test_kernels_refuse_links_that_lead_outside(change, match):
     )
     forest = grow(calls)
     links = find_links(calls, forest, tk.policy("trl"))
-    measure(calls, forest, links)
     for name, value in change.items():
         links[name][1] = value
     if "parent" in change:
         with pytest.raises(LayoutError, match=match):
-            measure(calls, forest, links)
+            _core.measure_links(forest.paths, links)
     with pytest.raises(LayoutError, match=match):
         drift_table(calls, forest, links)

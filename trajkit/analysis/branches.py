@@ -15,10 +15,10 @@ from trajkit._arrow.canonical import TableLike
 from trajkit._streams.lockstep import Source, Stream, map_sessions
 from trajkit.analysis.turn_lines import codes, turn_lines
 from trajkit.observations.attribution import SessionCalls
-from trajkit.pipeline.links import read_links
+from trajkit.pipeline.links import read_linked
 from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
-from trajkit.turns.calls import Calls, Ints, Records, read_calls
-from trajkit.turns.prefix_forest import Forest, Paths, grow
+from trajkit.turns.calls import Calls, Ints, Records
+from trajkit.turns.prefix_forest import Forest, Paths
 from trajkit.turns.records import as_turns
 
 _REWRITE = LINK_REASONS.index("rewrite")
@@ -108,9 +108,7 @@ def label_branches(
 
 
 def _branches(turns: pa.Table, links: pa.Table, opening_tokens: int) -> pa.Table:
-    calls = read_calls(turns)
-    records = read_links(calls, links)
-    forest = grow(calls)
+    calls, forest, records = read_linked(turns, links)
     found: list[Branch] = []
     for s in range(calls.n_sessions):
         session = _Session(calls, forest, records, s, opening_tokens)
@@ -199,15 +197,19 @@ class _Session:
         for call in self._range:
             self._children.setdefault(int(self._parents[call]), []).append(call)
         session = SessionCalls(calls.sessions(s, s + 1))
-        self._requests, self._replies = _keys(session)
-        # each turn's request and reply; None: the request is unknown
-        self._states = [
-            None if request is None else [*request, *([reply] if reply else [])]
-            for request, reply in zip(self._requests, self._replies, strict=True)
-        ]
-        self._ids = _column(session, "agent_id")
-        self._started = _column(session, "started_at")
-        self._ended = _column(session, "ended_at")
+        requests, replies = _keys(session)
+        # by call: keys of its messages; None: unknown
+        self._requests = dict(zip(self._range, requests, strict=True))
+        self._replies = dict(zip(self._range, replies, strict=True))
+        # by call: its request and reply; None: the request is unknown
+        self._states = {
+            call: None if request is None else [*request, *([reply] if reply else [])]
+            for call, request, reply in zip(self._range, requests, replies, strict=True)
+        }
+        self._ids, self._started, self._ended = (
+            dict(zip(self._range, _column(session, name), strict=True))
+            for name in ("agent_id", "started_at", "ended_at")
+        )
         self._opening = opening
         self._heads: list[Ints] = []
 
@@ -218,7 +220,7 @@ class _Session:
         for call in self._range:
             name = self._agent(call)
             agent = agents.setdefault(name, _Agent())
-            request = self._requests[call - self._range.start]
+            request = self._requests[call]
             prompt = self._paths.prompt(call)
             questions = [(name, "prompt_ids", blake2b(prompt.tobytes()).digest())]
             if request is not None:
@@ -233,14 +235,13 @@ class _Session:
             asked |= dict.fromkeys(questions, call)
             agent.calls.add(call)
             agent.last = call
-            state = self._states[call - self._range.start]
+            state = self._states[call]
             if state is not None:
-                replied = self._replies[call - self._range.start] is not None
+                replied = self._replies[call] is not None
                 agent.add(call, state, replied=replied)
 
     def _agent(self, call: int) -> tuple[str, object]:
-        at = call - self._range.start
-        agent_id, request = self._ids[at], self._requests[at]
+        agent_id, request = self._ids[call], self._requests[call]
         if agent_id is not None:
             return ("agent_id", agent_id)
         if request:
@@ -281,8 +282,7 @@ class _Session:
         if children and children[0] < call:
             next_turn = self._turn(children[0])
             return "rollback", other, f"{same}, which {next_turn} had continued"
-        at, before = call - self._range.start, other - self._range.start
-        started, ended = self._started[at], self._ended[before]
+        started, ended = self._started[call], self._ended[other]
         if started is not None and ended is not None and started < ended:  # type: ignore[operator]
             return "sibling", other, f"{same}, which was still running"
         if children and call in self._children:
@@ -299,8 +299,8 @@ class _Session:
         path = agent.walk(request)
         k, node = len(path) - 1, path[-1]
         other = agent.latest[node]
-        before = self._requests[other - self._range.start]
-        state = self._states[other - self._range.start]
+        before = self._requests[other]
+        state = self._states[other]
         assert before is not None
         assert state is not None
         turn = self._turn(other)
@@ -339,16 +339,16 @@ class _Session:
 
     def _shows_state(self, call: int, parent: int) -> bool:
         """Whether the request begins with the complete state of the parent."""
-        request = self._requests[call - self._range.start]
-        state = self._states[parent - self._range.start]
+        request = self._requests[call]
+        state = self._states[parent]
         if request is None or state is None:
             path = self._paths.path(parent)
             return _core.lcp(path, self._paths.prompt(call)) == len(path)
         return request[: len(state)] == state
 
     def _branch(self, call: int, label: str, other: int, evidence: str) -> Branch:
-        request = self._requests[call - self._range.start]
-        state = self._states[other - self._range.start]
+        request = self._requests[call]
+        state = self._states[other]
         shared = None
         if request is not None and state is not None:
             pairs = enumerate(zip(request, state, strict=False))

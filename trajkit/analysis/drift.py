@@ -12,10 +12,10 @@ from trajkit._streams.lockstep import Source, Stream, map_sessions
 from trajkit.analysis.drift_findings import MIN_RUN, find_causes
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.analysis.turn_lines import codes, turn_lines
-from trajkit.pipeline.links import measure, read_links
+from trajkit.pipeline.links import read_linked
 from trajkit.schema import CAUSES, DRIFT, REGIONS, TEXT_CAUSES
-from trajkit.turns.calls import Calls, Records, read_calls
-from trajkit.turns.prefix_forest import Forest, grow
+from trajkit.turns.calls import Calls, Records
+from trajkit.turns.prefix_forest import Forest
 from trajkit.turns.records import as_turns
 
 DESCRIBED = (
@@ -106,10 +106,7 @@ def classify_drift(
     codec = None if tokenizer is None else Codec(tokenizer)
 
     def one(turns: pa.Table, links: pa.Table) -> pa.Table:
-        calls = read_calls(turns)
-        records = read_links(calls, links)
-        forest = grow(calls)
-        measure(calls, forest, records)
+        calls, forest, records = read_linked(turns, links)
         table = drift_table(calls, forest, records, min_run)
         if codec is None:
             return table

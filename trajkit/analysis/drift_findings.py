@@ -15,10 +15,10 @@ from trajkit.analysis.drift_text import Side, Stretch, text_cause
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.analysis.turn_lines import codes, turn_lines
 from trajkit.observations.attribution import SessionCalls
-from trajkit.pipeline.links import measure, read_links
+from trajkit.pipeline.links import read_linked
 from trajkit.schema import FINDINGS, TEXT_CAUSES
-from trajkit.turns.calls import Calls, Records, read_calls
-from trajkit.turns.prefix_forest import Forest, Paths, grow
+from trajkit.turns.calls import Calls, Records
+from trajkit.turns.prefix_forest import Forest, Paths
 from trajkit.turns.records import as_turns
 
 MIN_RUN = 8
@@ -91,10 +91,7 @@ def explain_drift(
 
 
 def _findings(turns: pa.Table, links: pa.Table, codec: Codec, min_run: int) -> pa.Table:
-    calls = read_calls(turns)
-    records = read_links(calls, links)
-    forest = grow(calls)
-    measure(calls, forest, records)
+    calls, forest, records = read_linked(turns, links)
     found = list(find_causes(calls, forest, records, codec, min_run))
     which = [one.call for one in found]
     return turn_lines(

@@ -9,7 +9,7 @@ from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike, as_table
 from trajkit._streams import limits
 from trajkit.analysis.turn_lines import codes
-from trajkit.pipeline.links import find_links, measure
+from trajkit.pipeline.links import find_links
 from trajkit.pipeline.plan import NO_LIMIT, plan_rows
 from trajkit.pipeline.rows import linearize
 from trajkit.policies import Policy
@@ -114,7 +114,6 @@ class _Outputs:
         self._sampled = flat_turns(self._calls, prompts=False)
         self._forest = grow(self._calls)
         self._links = find_links(self._calls, self._forest, policy)
-        measure(self._calls, self._forest, self._links)
         # one per sampled token: its call, an index in OUTPUT_KINDS, a row, and the call
         # whose drift lost it
         self._call = self._sampled.outputs.owner

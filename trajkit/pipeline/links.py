@@ -88,7 +88,7 @@ def link(
 
 
 def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
-    """The link of every call under a policy, dtype LINK, ``lcp`` unset."""
+    """The link of every call under a policy, dtype LINK."""
     links = np.zeros(len(calls.calls), LINK)
     if policy.parent_by == "messages":
         keyed = with_equality(calls, policy.message_equality)
@@ -132,6 +132,7 @@ def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
             before[calls.session_offsets[:-1]], np.diff(calls.session_offsets)
         )
         links["order"] = np.where(placed, before[:-1] - first, -1)
+    _core.measure_links(forest.paths, links)
     return links
 
 
@@ -163,11 +164,6 @@ def n_by_tokens(calls: Calls, policy: Policy) -> Longs:
     return np.bincount(calls.session_of(), which, calls.n_sessions).astype(np.int64)
 
 
-def measure(calls: Calls, forest: Forest, links: Records) -> None:
-    """Fill ``lcp`` of every link: tokens that parent's path and prompt share."""
-    _core.measure_links(forest.paths, links)
-
-
 def links_table(calls: Calls, links: Records) -> pa.Table:
     """The ``links`` table of the calls' links."""
     return pa.Table.from_arrays(
@@ -197,7 +193,14 @@ def _turns(calls: Calls, index: Ints) -> pa.Array:
     return pa.array(calls.turn_index[np.where(none, 0, index)], mask=none)
 
 
-def read_links(calls: Calls, table: pa.Table) -> Records:
+def read_linked(turns: pa.Table, links: pa.Table) -> tuple[Calls, Forest, Records]:
+    """The calls of turns, their forest, and the records of their ``links`` table."""
+    calls = read_calls(turns)
+    forest = grow(calls)
+    return calls, forest, read_links(calls, forest, links)
+
+
+def read_links(calls: Calls, forest: Forest, table: pa.Table) -> Records:
     """The records of a ``links`` table, which must have one row per turn in the same
     order.
 
@@ -227,6 +230,7 @@ def read_links(calls: Calls, table: pa.Table) -> Records:
     kinds = table.column("segment_kind").cast(pa.string())
     found = pc.index_in(kinds, pa.array(SEGMENT_KINDS)).fill_null(-1)
     links["segment"] = found.to_numpy() + 1
+    _core.measure_links(forest.paths, links)
     return links
 
 

@@ -20,7 +20,6 @@ from trajkit.pipeline.fill import row_batches
 from trajkit.pipeline.links import (
     BY_MESSAGES,
     find_links,
-    measure,
     n_by_tokens,
     read_lcp,
     read_links,
@@ -292,8 +291,7 @@ def _given_links(
     if links is None:
         records = find_links(calls, forest, policy)
     else:
-        records = read_links(calls, as_table(links))
-    measure(calls, forest, records)
+        records = read_links(calls, forest, as_table(links))
     if drift is not None:
         read_lcp(calls, records, as_table(drift))
     return records
@@ -346,7 +344,6 @@ class _Work:
         forest = grow(calls)
         if links is None:
             links = find_links(calls, forest, self.policy)
-            measure(calls, forest, links)
         trees = forest
         ranges: Callable[[Records], PathRanges] = PathRanges.of_paths
         if self.policy.on_drift == "splice":

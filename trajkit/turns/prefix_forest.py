@@ -14,10 +14,6 @@ from trajkit.turns.structs import NODE
 class Forest:
     """A radix tree over each session's paths (prompt ++ output)."""
 
-    # dtype NODE, shape (n_nodes,)
-    nodes: Records
-    # shape (n_calls,): the node in which the call's path ends, at its stop
-    ends: Ints
     # shape (n_calls,): leading tokens shared with an earlier path of the session
     shared: Longs
     # shape (n_calls,): a call that has them, or -1
@@ -49,9 +45,8 @@ def grow_paths(paths: Records, session_offsets: Longs) -> Forest:
         shared,
         shared_with,
     )
-    nodes = nodes[:n_nodes]
-    grown = _core.CallForest(paths, session_offsets, nodes, ends)
-    return Forest(nodes, ends, shared, shared_with, grown)
+    grown = _core.CallForest(paths, session_offsets, nodes[:n_nodes], ends)
+    return Forest(shared, shared_with, grown)
 
 
 class Paths:

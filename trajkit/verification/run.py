@@ -3,7 +3,7 @@
 from collections.abc import Container, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import overload
+from typing import TypedDict, Unpack, overload
 
 import numpy as np
 import pyarrow as pa
@@ -37,38 +37,33 @@ from trajkit.verification.foreign_rows import foreign_rows, verify_located
 from trajkit.verification.row_rules import WeighBy
 
 
+class _Options(TypedDict, total=False):
+    reward: Reward
+    sessions: TableLike | None
+    max_row_tokens: int | None
+    weigh_by: WeighBy
+
+
 @overload
 def verify(
     rows: Stream | pa.RecordBatchReader,
     turns: Source,
     policy: str | Policy | None = ...,
-    *,
-    reward: Reward = ...,
-    sessions: TableLike | None = ...,
-    max_row_tokens: int | None = ...,
-    weigh_by: WeighBy = ...,
+    **options: Unpack[_Options],
 ) -> Stream: ...
 @overload
 def verify(
     rows: TableLike,
     turns: Stream | pa.RecordBatchReader,
     policy: str | Policy | None = ...,
-    *,
-    reward: Reward = ...,
-    sessions: TableLike | None = ...,
-    max_row_tokens: int | None = ...,
-    weigh_by: WeighBy = ...,
+    **options: Unpack[_Options],
 ) -> Stream: ...
 @overload
 def verify(
     rows: TableLike,
     turns: TableLike,
     policy: str | Policy | None = ...,
-    *,
-    reward: Reward = ...,
-    sessions: TableLike | None = ...,
-    max_row_tokens: int | None = ...,
-    weigh_by: WeighBy = ...,
+    **options: Unpack[_Options],
 ) -> pa.Table: ...
 def verify(
     rows: Source,
