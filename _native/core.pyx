@@ -33,8 +33,7 @@ from libc.string cimport memchr, memcmp, memcpy, memset
 
 from structs cimport (
     STOP_ABORT, STOP_LENGTH, STOP_OTHER,
-    Call, Choices, Heard, Link, Message, Node, PackRow, Place, Request, Row, pos_t,
-    token_t
+    Call, Choices, Link, Message, Node, PackRow, Request, Row, pos_t, token_t
 )
 
 import re
@@ -65,8 +64,6 @@ include "forest/forest.pxi"
 include "forest/call_forest.pxi"
 include "forest/growth.pxi"
 include "text/message_copy.pxi"
-include "text/message_tree.pxi"
-include "text/record_call.pxi"
 include "route/route.pxi"
 include "route/by_prefix.pxi"
 include "route/by_chain_ends.pxi"

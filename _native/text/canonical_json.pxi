@@ -287,33 +287,35 @@ cdef bint _same(object a, object b, int depth) except -1:
         p, q = a, b
         # -0.0 is written unlike 0.0, and every NaN the same
         return memcmp(&p, &q, sizeof(double)) == 0 or (p != p and q != q)
+    if type(a) is tuple and len(<tuple>a) == 2 == len(<tuple>b):  # a message's key and role
+        one, two = (<tuple>a)[1], (<tuple>b)[1]
+        return (
+            type((<tuple>a)[0]) is bytes is type((<tuple>b)[0])
+            and (<tuple>a)[0] == (<tuple>b)[0]
+            and type(one) is str is type(two)
+            and one == two
+        )
     return False
 
 
 def match_messages(
     list messages not None,
-    list before not None,
-    const token_t[::1] before_ids not None,
-    token_t[::1] ids not None,
+    list known not None,
+    const token_t[::1] numbers not None,
+    token_t[::1] found not None,
 ):
-    """Give each message the id of the one at its place in `before`, where they are the same.
+    """Find the messages that are the same as those of another list, place by place.
 
-    Parameters
-    ----------
-    messages : list
-        A call's messages.
-    before : list
-        Those of an earlier call.
-    before_ids : buffer of int32, shape (len(before),)
-        Their ids.
-    ids : buffer of int32, shape (len(messages),)
-        Filled: the id, or -1 for a message that is not the same.
+    That list has the message ``known[numbers[i]]`` at place i. Fills ``found`` with this number,
+    or -1 for a message that is not the same.
     """
     cdef Py_ssize_t i
-    if before_ids.shape[0] != len(before) or ids.shape[0] != len(messages):
-        raise LayoutError("one id is needed for each message")
-    for i in range(len(messages)):
-        ids[i] = -1
+    cdef token_t number
+    _check_length("found", found.shape[0], len(messages))
+    for i in range(found.shape[0]):
+        found[i] = -1
         # the lengths of now: to compare keys may run code that changes the lists
-        if i < min(len(before), len(messages)) and _same(before[i], messages[i], 0):
-            ids[i] = before_ids[i]
+        if i < min(numbers.shape[0], len(messages)):
+            number = numbers[i]
+            if 0 <= number < len(known) and _same(known[number], messages[i], 0):
+                found[i] = number

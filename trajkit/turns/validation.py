@@ -46,9 +46,6 @@ REJECTED = pa.schema(
 _VALUES: tuple[Check, ...] = (
     turn_rules.ascending("turn_index"),
     turn_rules.logprobs("output_logprobs", "output_ids"),
-    turn_rules.output_mask,
-    turn_rules.weight_versions,
-    turn_rules.mm_items,
 )
 _IN_ORDER: tuple[Check, ...] = (
     turn_rules.sessions_contiguous,
@@ -297,7 +294,10 @@ def _turn_checks(plan: pa.Schema, bodies: bool) -> tuple[Check, ...]:
         turn_rules.token_ids("output_ids"),
         *((turn_rules.delta,) if is_delta else ()),
         turn_rules.prompts_not_empty,
-        *_VALUES[1:],
+        turn_rules.logprobs("output_logprobs", "output_ids"),
+        turn_rules.output_mask,
+        turn_rules.weight_versions,
+        turn_rules.mm_items,
         turn_rules.messages(messages),
         turn_rules.response,
         *((turn_rules.bodies(messages),) if bodies else ()),
