@@ -176,13 +176,9 @@ class MessageLog:
     def suffixes(self, n_calls: int) -> tuple[Ints, Ints]:
         """The messages that the base of each call does not supply.
 
-        Returns
-        -------
-        counts : ndarray of int32, shape (n_calls, 3)
-            Number of messages that the base supplies, and of those that it does not (-1: no
-            list of messages), and the reply (-1: none).
-        numbers : ndarray of int32
-            The messages that it does not supply, end to end.
+        First, of shape (n_calls, 3): how many the base supplies, how many it does not
+        (-1: the call has no list of messages), and the reply (-1: none). Then those it
+        does not, end to end.
         """
         self.write()
         calls = self.calls[:n_calls]

@@ -68,12 +68,8 @@ class Recording:
     def add(
         self, call: Mapping[str, object], payloads: object
     ) -> tuple[int, int, bool]:
-        """Add a call; nothing changes if it raises.
-
-        Returns
-        -------
-        base, shared, clean
-            As of `_core.Growth.insert`.
+        """Add a call; nothing changes if it raises. Returns the result of
+        `_core.Growth.insert`.
         """
         index = self.n_calls
         prompt = read_ids(call["prompt_ids"], "prompt_ids")

@@ -149,24 +149,10 @@ class Calls:
 def read_calls(turns: pa.Table | Turns) -> Calls:
     """The calls of a ``turns`` table, in full or in delta form.
 
-    Parameters
-    ----------
-    turns : Table or Turns
-        As `canonical` takes it. Values are not checked (`trajkit.validate` does);
-        prompts and outputs may be empty.
-
-    Returns
-    -------
-    Calls
-
-    Raises
-    ------
-    SchemaError
-        A column is absent or of another type.
-    InvalidTurnsError
-        The rows of a session are not contiguous, turn_index does not ascend, logprobs
-        and outputs have different lengths, a base is not an earlier turn of its session,
-        or an id is null.
+    Values are not checked (`trajkit.validate` does); prompts and outputs may be empty.
+    Raises as `locate`, and InvalidTurnsError if turn_index does not ascend, logprobs
+    and outputs have different lengths, a base is not an earlier turn of its session, or
+    an id is null.
     """
     located = turns if isinstance(turns, Turns) else locate(turns)
     table, n_calls = located.table, located.table.num_rows

@@ -173,10 +173,7 @@ class MessageBook:
 def encode(message: object, where: str) -> Encoded:
     """A chat message with its key and body; ``where`` is its name in error texts.
 
-    Raises
-    ------
-    InvalidTurnsError
-        It is no dict with a ``role``, or contains a value that JSON cannot express.
+    Raises `InvalidTurnsError` if it is no dict with a ``role``, or is not all JSON.
     """
     if not isinstance(message, dict):
         raise InvalidTurnsError(

@@ -74,16 +74,8 @@ def _is_flat(values: object, dtype: np.dtype[Any]) -> bool:
 def read_ids(values: object, what: str) -> npt.NDArray[np.int32]:
     """Token ids as a contiguous array. An int32 array is returned unchecked.
 
-    Parameters
-    ----------
-    values : list, tuple, range, or array or buffer of integers
-    what : str
-        Their name in errors: ``session 'a', turn 7: prompt_ids``.
-
-    Raises
-    ------
-    InvalidTurnsError
-        A value is not a token id.
+    ``what`` is their name in errors: ``session 'a', turn 7: prompt_ids``. Raises
+    InvalidTurnsError for a value that is no token id.
     """
     if _is_flat(values, _INT32):
         return values  # type: ignore[return-value]  # the usual case, tested first
@@ -125,12 +117,8 @@ def read_logprobs(
 ) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.uint8] | None]:
     """The logprobs of a call, and which are not null (None: all).
 
-    None for None and for an empty list.
-
-    Raises
-    ------
-    InvalidTurnsError
-        They are not numbers, or not one per output id.
+    None for None and for an empty list. Raises InvalidTurnsError if they are not
+    numbers, or not one per output id.
     """
     if values is None:
         return None, None

@@ -334,13 +334,8 @@ def cast_values(array: pa.Array, type_: pa.DataType) -> pa.Array:
 def check_extra(name: object, what: str, record: Record | None = None) -> None:
     """Raise unless an extra column of turns may have this name.
 
-    Parameters
-    ----------
-    name : object
-    what : str
-        Start of the error text: ``record 3 has the key``.
-    record : mapping, optional
-        The record with the key. A name similar to a missing field is an error.
+    ``what`` begins the error text: ``record 3 has the key``. In a ``record``, a name
+    that is similar to a missing field is an error.
     """
     if not isinstance(name, str):
         raise InvalidTurnsError(f"{what} {name!r}: expected a name")
@@ -397,13 +392,7 @@ def _required_ids(record: Record, name: str, where: str) -> Ints:
 def read_metadata(
     record: Record, prompt: Ints, n_outputs: int, where: str
 ) -> tuple[object, ...]:
-    """The values of `METADATA` of a call, checked.
-
-    Raises
-    ------
-    InvalidTurnsError
-        A value breaks a rule of the schema.
-    """
+    """The values of `METADATA` of a call; raises `InvalidTurnsError`."""
     values: list[object] = []
     for name, read in _READERS.items():
         value = record.get(name)

@@ -37,12 +37,8 @@ class SessionFacts:
     def of_calls(self, calls: Calls) -> pa.RecordBatch:
         """SESSIONS of the calls, with reward and group_id from columns of the turns.
 
-        Raises
-        ------
-        SchemaError
-            The turns have a reward that is not a number, or a group_id that is not text.
-        InvalidTurnsError
-            As `of`; the turns of a session contradict each other or the given values.
+        Raises SchemaError if these columns have other types, and InvalidTurnsError as
+        `of` and if the turns of a session contradict each other or the given values.
         """
         facts = self.of(calls.session_ids)
         for name in OF_TURNS:
@@ -67,12 +63,8 @@ class SessionFacts:
         return facts
 
     def of(self, session_ids: pa.Array) -> pa.RecordBatch:
-        """SESSIONS for these sessions, in this order.
-
-        Raises
-        ------
-        InvalidTurnsError
-            A session has no row.
+        """SESSIONS for these sessions, in this order; InvalidTurnsError if one has no
+        row.
         """
         n = len(session_ids)
         if self.table is None:
@@ -95,12 +87,8 @@ class SessionFacts:
 def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
     """Read the arguments ``reward`` and ``sessions``.
 
-    Raises
-    ------
-    SchemaError
-        Both are given, or ``reward`` has an unsuitable type.
-    InvalidTurnsError
-        A session has two rows, or a reward that is not finite.
+    Raises SchemaError if both are given or ``reward`` has an unsuitable type, and
+    InvalidTurnsError for a session with two rows or a reward that is not finite.
     """
     if not isinstance(reward, Mapping) and arrow_source(reward) is not None:
         if sessions is not None:
@@ -148,16 +136,7 @@ def one_session(
     group_id: str | None,
     error: str | None,
 ) -> pa.Table:
-    """SESSIONS of one session.
-
-    Raises
-    ------
-    SchemaError
-        As `session_facts`; ``group_id`` or ``error`` is not a string, or is given with a
-        table.
-    InvalidTurnsError
-        As `session_facts` and `SessionFacts.of`.
-    """
+    """SESSIONS of one session; raises as `session_facts` and `SessionFacts.of`."""
     for name, value in (("group_id", group_id), ("error", error)):
         if value is not None and not isinstance(value, str):
             raise SchemaError(f"{name} is {value!r}: expected a string")

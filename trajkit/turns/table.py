@@ -55,17 +55,8 @@ class Turns:
 def locate(turns: pa.Table) -> Turns:
     """Find the sessions of a ``turns`` table in full or delta form.
 
-    Parameters
-    ----------
-    turns : Table
-        As `trajkit._arrow.canonical.canonical` takes it.
-
-    Raises
-    ------
-    SchemaError
-        A column is absent or of another type.
-    InvalidTurnsError
-        The rows of a session are not contiguous.
+    Raises as `canonical`, and InvalidTurnsError if the rows of a session are not
+    contiguous.
     """
     table = canonical(turns, turns_schema(turns.column_names))
     chunks = table.column("output_ids").num_chunks
