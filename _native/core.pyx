@@ -22,9 +22,7 @@ from cpython.list cimport PyList_GET_ITEM
 from cpython.long cimport PyLong_AsDouble, PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from cpython.unicode cimport (
-    PyUnicode_DATA, PyUnicode_FromObject, PyUnicode_KIND, PyUnicode_New
-)
+from cpython.unicode cimport PyUnicode_FromObject
 from libc.math cimport floor
 from libc.stdint cimport (
     INT32_MAX, int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
