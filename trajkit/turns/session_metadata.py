@@ -68,12 +68,10 @@ class SessionFacts:
         """
         n = len(session_ids)
         if self.table is None:
-            rewards, none = pa.nulls(n, pa.float64()), pa.nulls(n, pa.string())
+            rewards = pa.nulls(n, pa.float64())
             if self.reward is not None:
                 rewards = pa.array(np.full(n, self.reward))
-            return pa.RecordBatch.from_arrays(
-                [session_ids, rewards, none, none], schema=SESSIONS
-            )
+            return _sessions(session_ids, rewards)
         found = pc.index_in(session_ids, self.table.column("session_id"))
         if found.null_count:
             missing = session_ids.filter(found.is_null())[0]
@@ -110,21 +108,14 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
         stated = [n for n in OF_TURNS if table.column(n).null_count < len(table)]
         return SessionFacts(None, table, tuple(stated))
     if isinstance(reward, Mapping):
-        n = len(reward)
         for name in reward:
             if not isinstance(name, str):
                 raise SchemaError(f"reward has the key {name!r}: expected session ids")
         rewards = [_number(r, f"session {name!r}: ") for name, r in reward.items()]
-        table = pa.Table.from_arrays(
-            [
-                pa.array(list(reward), pa.string()),
-                pa.array(rewards, pa.float64()),
-                pa.nulls(n, pa.string()),
-                pa.nulls(n, pa.string()),
-            ],
-            schema=SESSIONS,
+        batch = _sessions(
+            pa.array([*reward], pa.string()), pa.array(rewards, pa.float64())
         )
-        return SessionFacts(None, _checked(table), ("reward",))
+        return SessionFacts(None, _checked(pa.Table.from_batches([batch])), ("reward",))
     number = _number(reward, "")
     return SessionFacts(number, None, () if number is None else ("reward",))
 
@@ -146,13 +137,15 @@ def one_session(
             "group_id or error is given with a table of sessions: put them into the table"
         )
     line = session_facts(reward, None).of(pa.array([session_id]))
-    columns = [*line.columns[:2], [group_id], [error]]
-    return pa.Table.from_arrays(
-        [
-            pa.array(column, type_)
-            for column, type_ in zip(columns, SESSIONS.types, strict=True)
-        ],
-        schema=SESSIONS,
+    others = (pa.array([one], pa.string()) for one in (group_id, error))
+    return pa.Table.from_batches([_sessions(*line.columns[:2], *others)])
+
+
+def _sessions(ids: pa.Array, rewards: pa.Array, *others: pa.Array) -> pa.RecordBatch:
+    """SESSIONS; without ``others``, group_id and error are null."""
+    null = pa.nulls(len(ids), pa.string())
+    return pa.RecordBatch.from_arrays(
+        [ids, rewards, *(others or (null, null))], schema=SESSIONS
     )
 
 
