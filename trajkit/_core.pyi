@@ -56,7 +56,6 @@ def json_shared(text: bytes, at: int, before: bytes, start: int, stop: int) -> i
 def json_ids(text: bytes, at: int, out: _I32) -> bool: ...
 
 # arrow/import.pxi
-def find_sessions(table: object, starts: _U8) -> None: ...
 def read_columns(
     table: object,
     session_offsets: _I64,
