@@ -303,8 +303,8 @@ class Recorder:
         session_id : str
             A session without a call matches nothing.
         prompt_ids, prompt_messages : optional
-            As for `record`; at least one of them. Messages after the first one that is
-            not shared are not looked at.
+            As for `record`; at least one of them. Messages after the first one that the
+            session does not have are not looked at.
 
         Raises
         ------
