@@ -22,9 +22,7 @@ from cpython.list cimport PyList_GET_ITEM
 from cpython.long cimport PyLong_AsDouble, PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from cpython.unicode cimport (
-    PyUnicode_DATA, PyUnicode_FromObject, PyUnicode_KIND, PyUnicode_New
-)
+from cpython.unicode cimport PyUnicode_FromObject
 from libc.math cimport floor
 from libc.stdint cimport (
     INT32_MAX, int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
@@ -33,8 +31,7 @@ from libc.string cimport memchr, memcmp, memcpy, memset
 
 from structs cimport (
     STOP_ABORT, STOP_LENGTH, STOP_OTHER,
-    Call, Choices, Heard, Link, Message, Node, PackRow, Place, Request, Row, pos_t,
-    token_t
+    Call, Choices, Link, Message, Node, PackRow, Request, Row, pos_t, token_t
 )
 
 import re
@@ -65,8 +62,6 @@ include "forest/forest.pxi"
 include "forest/call_forest.pxi"
 include "forest/growth.pxi"
 include "text/message_copy.pxi"
-include "text/message_tree.pxi"
-include "text/record_call.pxi"
 include "route/route.pxi"
 include "route/by_prefix.pxi"
 include "route/by_chain_ends.pxi"

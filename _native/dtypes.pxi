@@ -7,8 +7,6 @@ from numpy import asarray, dtype
 cdef Call _call
 cdef Request _request
 cdef Node _node
-cdef Place _place
-cdef Heard _heard
 cdef Link _link
 cdef Row _row
 cdef PackRow _pack_row
@@ -21,8 +19,6 @@ DTYPES = {
         ("Call", <Call[:1]>&_call),
         ("Request", <Request[:1]>&_request),
         ("Node", <Node[:1]>&_node),
-        ("Place", <Place[:1]>&_place),
-        ("Heard", <Heard[:1]>&_heard),
         ("Link", <Link[:1]>&_link),
         ("Row", <Row[:1]>&_row),
         ("PackRow", <PackRow[:1]>&_pack_row),

@@ -52,21 +52,6 @@ cdef struct Node:             # a range of a token path (forest.pxi)
     int32_t slot              # position on the cursor's stack; stale for nodes that left it
 
 
-cdef struct Place:            # a list of messages, as a node of their tree (message_tree.pxi)
-    int32_t message           # the last one of the list; -1: the empty list
-    int32_t parent            # the list before it; -1: none
-    int32_t depth             # messages in the list
-    int32_t child             # the newest list that is longer by one, or -1
-    int32_t sibling           # the next older one of the same parent, or -1
-
-
-cdef struct Heard:            # the messages of one call (message_tree.pxi)
-    int32_t shared            # how many of them the base supplies
-    int32_t end               # the place of their list; -1: it has none
-    int32_t shown             # the place after the reply, or that of the list without one
-    int32_t reply             # -1: none
-
-
 cdef struct Message:          # a node of the message tree (route.pxi)
     int64_t key               # address of its 16 bytes, or 0: matches nothing
     int32_t parent            # -1: the root

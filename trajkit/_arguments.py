@@ -67,11 +67,7 @@ def chosen_int(
 ) -> int:
     """An integer argument, which the kernels take as 64 bits.
 
-    Raises
-    ------
-    ArgumentError
-        It is not an integer (a bool is not one), or it is below ``least``. ``error``
-        is raised instead if given.
+    Raises ``error`` if it is not an integer (a bool is not one), or is below ``least``.
     """
     try:
         number = None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
@@ -86,13 +82,8 @@ def chosen_int(
 def tool_names(
     name: str, value: object, error: type[ArgumentError] = ArgumentError
 ) -> tuple[str, ...]:
-    """An argument that lists names of tools.
-
-    Raises
-    ------
-    ArgumentError
-        It is not a sequence of strings, or it is a single string. ``error`` is raised
-        instead if given.
+    """An argument that lists names of tools; raises ``error`` if it is no list of
+    strings.
     """
     if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
         return tuple(value)
@@ -100,19 +91,12 @@ def tool_names(
 
 
 def arrow_source(given: Any) -> pa.Table | Any | None:
-    """A table of any library as an object of the Arrow C stream interface.
+    """A table of any library as an object of the Arrow C stream interface; None for no
+    table.
 
-    Parameters
-    ----------
-    given : object
-        An object with ``__arrow_c_stream__`` (pyarrow, polars, pandas, DuckDB), a polars
-        LazyFrame, a Dataset of the library datasets, a BatchEncoding or another
-        mapping of columns, or a list of dicts.
-
-    Returns
-    -------
-    object or None
-        None: the object is no table. An index of pandas is no column.
+    That is an object with ``__arrow_c_stream__`` (pyarrow, polars, pandas, DuckDB), a
+    polars LazyFrame, a Dataset of the library datasets, a BatchEncoding or another
+    mapping of columns, or a list of dicts. An index of pandas is no column.
     """
     if isinstance(given, pa.RecordBatch | pa.Table | pa.RecordBatchReader):
         return given
@@ -154,11 +138,7 @@ def plain_array(values: Any) -> Any:
 
     A tensor of torch is detached and copied from its device. One of bfloat16, which
     numpy does not have, becomes float32. Of a BatchEncoding with one row, its row.
-
-    Raises
-    ------
-    Exception
-        Whatever the tensor's library raises if the tensor cannot be copied.
+    Errors are those of the tensor's library.
     """
     if isinstance(values, Mapping) and "input_ids" in values:
         values = plain_array(values["input_ids"])

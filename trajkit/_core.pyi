@@ -3,12 +3,12 @@
 Arrays are contiguous; records have the dtypes of trajkit/turns/structs.py.
 """
 
-from collections.abc import Callable
-from typing import Protocol, Self, TypeAlias, TypeVar, final
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Self, TypeAlias, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import disjoint_base
 
 _Records: TypeAlias = npt.NDArray[np.void]
 _I8: TypeAlias = npt.NDArray[np.int8]
@@ -28,7 +28,7 @@ BUILD: str
 DTYPES: dict[str, np.dtype[np.void]]
 
 # forest/prefix.pxi
-def lcp(a: _I32, b: _I32) -> int: ...
+def lcp(a: _I32 | array[int], b: _I32 | array[int]) -> int: ...
 
 # text/python_lists.pxi
 def unbox_ids(values: list[object], out: _I32) -> int: ...
@@ -37,8 +37,18 @@ def unbox_logprobs(values: list[object], out: _F32, valid: _U8) -> int: ...
 # text/canonical_json.pxi
 def encode_message(message: object) -> tuple[str, str]: ...
 def match_messages(
-    messages: list[object], before: list[object], before_ids: _I32, ids: _I32
+    messages: list[object],
+    known: Sequence[object],
+    numbers: _I32 | array[int],
+    found: _I32,
 ) -> None: ...
+
+# text/message_copy.pxi
+def copy_message(message: object) -> tuple[int, dict[str, object]] | None: ...
+def same_message(a: object, b: object) -> bool: ...
+def fill_requests(
+    counts: _I32, numbers: _I32, keys: list[bytes], roles: list[str], requests: _Records
+) -> tuple[_I64, _I32, bytes]: ...
 
 # text/json_numbers.pxi
 def json_value_end(text: bytes, at: int) -> int: ...
@@ -46,7 +56,6 @@ def json_shared(text: bytes, at: int, before: bytes, start: int, stop: int) -> i
 def json_ids(text: bytes, at: int, out: _I32) -> bool: ...
 
 # arrow/import.pxi
-def find_sessions(table: object, starts: _U8) -> None: ...
 def read_columns(
     table: object,
     session_offsets: _I64,
@@ -75,14 +84,13 @@ class CallForest:
 # forest/growth.pxi
 @final
 class Growth:
+    def __new__(cls, short: int) -> Self: ...
     @property
-    def room(self) -> int: ...
+    def n_calls(self) -> int: ...
     @property
-    def length(self) -> int: ...
-    def hold_path(self, path: _I32) -> None: ...
-    def attach(
-        self, calls: _Records, nodes: _Records, stack: _I32, ends: _I32
-    ) -> None: ...
+    def base(self) -> int: ...
+    @property
+    def calls(self) -> _Records: ...
     def take(
         self,
         prompt: _I32,
@@ -94,53 +102,8 @@ class Growth:
     def match(self, prompt: _I32) -> tuple[int, int]: ...
     @property
     def fault(self) -> tuple[int, int, int] | None: ...
-    def insert(self) -> tuple[int, int, bool]: ...
-
-# text/message_tree.pxi
-class _Numbers(Protocol):
-    def number(self, message: object, place: int, /) -> int: ...
-    def find(self, message: object, place: int, /) -> int: ...
-
-@final
-class Lists:
-    def __new__(
-        cls,
-        said: list[dict[str, object] | tuple[object, ...]],
-        by_hash: dict[int, list[int]],
-        counted: list[int],
-    ) -> Self: ...
-    def attach(self, places: _Records, heard: _Records) -> None: ...
-    def read(
-        self,
-        messages: list[object] | None,
-        reply: object,
-        other: _Numbers,
-    ) -> int: ...
-    def match(
-        self, messages: list[object], base: int, other: _Numbers
-    ) -> tuple[int, int]: ...
-    def add(self, base: int) -> None: ...
-    def fill_suffixes(self, numbers: _I32) -> None: ...
-    def requests(
-        self, keys: list[bytes], roles: list[str], requests: _Records
-    ) -> tuple[_I64, _I32, bytes]: ...
-
-# text/record_call.pxi
-@disjoint_base
-class Intake:
-    @property
-    def n_calls(self) -> int: ...
-    def begin(
-        self,
-        paths: Growth,
-        lists: Lists,
-        held: list[bytes],
-        facts: list[tuple[object, ...]],
-        low: float,
-        high: float,
-    ) -> None: ...
-    def add(
-        self, call: tuple[object, ...], payloads: object
+    def insert(
+        self, trainable: bool, use_tool: bool, ill_formed: bool, stop: int
     ) -> tuple[int, int, bool]: ...
 
 # route/route.pxi

@@ -8,6 +8,8 @@ The schema version travels in the table metadata under ``trajkit.version``; a ta
 lost its metadata is read as the current version.
 """
 
+import re
+
 import pyarrow as pa
 
 SCHEMA_VERSION = 2
@@ -25,9 +27,22 @@ def _schema(kind: str, *fields: pa.Field) -> pa.Schema:
     )
 
 
+def _defined(text: str) -> tuple[str, ...]:
+    """The names that a text defines: those in the lines above its indented ones."""
+    lines = re.findall(r"^([a-z_]+(?:, [a-z_]+)*)\n +\S", text, re.MULTILINE)
+    return tuple(name for line in lines for name in line.split(", "))
+
+
 def _required(name: str, type_: pa.DataType) -> pa.Field:
     return pa.field(name, type_, nullable=False)
 
+
+def _all_required(type_: pa.DataType, names: str) -> tuple[pa.Field, ...]:
+    return tuple(_required(name, type_) for name in names.split())
+
+
+# which turn a line is about
+_TURN = (_required("session_id", pa.string()), _required("turn_index", pa.int32()))
 
 MESSAGE = pa.struct(
     [
@@ -71,15 +86,7 @@ images differ in their ids, and every stage that compares tokens compares images
 `trajkit.turns.engine_ids` gives the ids that the engine consumed.
 """
 
-SPAN_KINDS = (
-    "trained",
-    "duplicate",
-    "absorbed",
-    "cut",
-    "untrainable",
-    "no_splice_point",
-)
-"""What a row does with a range of a turn's output.
+SPAN_KINDS = _defined("""What a row does with a range of a turn's output.
 
 trained
     The row trains it.
@@ -94,7 +101,7 @@ untrainable
     aborted, masked, no_logprob).
 no_splice_point
     The row ended before it could continue with it; the span is empty.
-"""
+""")
 
 SPAN = pa.struct(
     [
@@ -185,8 +192,7 @@ SESSIONS = _schema(
 )
 """Metadata of sessions that the caller knows, one row per session."""
 
-AMENDMENT_REASONS = ("undelivered", "delivered", "retried", "continued", "dropped")
-"""Reasons to amend a recorded turn.
+AMENDMENT_REASONS = _defined("""Reasons to amend a recorded turn.
 
 undelivered
     Its answer reached no client: it is context only.
@@ -200,12 +206,11 @@ continued
     ``trainable`` counts.
 dropped
     Its session was dropped: it is context only.
-"""
+""")
 
 AMENDMENTS = _schema(
     "amendments",
-    _required("session_id", pa.string()),
-    _required("turn_index", pa.int32()),
+    *_TURN,
     # one of AMENDMENT_REASONS
     _required("reason", pa.string()),
     # false: the turn is context only. null: the turn's own value counts
@@ -216,8 +221,7 @@ counts. The file is in the folder of the turns, and `trajkit.read_turns` applies
 
 TURN_REWARDS = _schema(
     "turn_rewards",
-    _required("session_id", pa.string()),
-    _required("turn_index", pa.int32()),
+    *_TURN,
     # null: unscorable, never 0
     pa.field("reward", pa.float64()),
 )
@@ -235,8 +239,7 @@ SEGMENT_REWARDS = _schema(
 
 ATTRIBUTION = _schema(
     "turns",
-    _required("session_id", pa.string()),
-    _required("turn_index", pa.int32()),
+    *_TURN,
     # one per prompt token: index of the message that it renders, in the request (or in
     # its last messages, see message_tool_names). negative: structure, such as the
     # generation prompt, or a token of an earlier call. In delta form the tokens that are
@@ -253,24 +256,7 @@ ATTRIBUTION = _schema(
 """Optional columns of ``turns`` that attribute prompt tokens to messages. They are read
 by `trajkit.observations.observation_weights`."""
 
-LOSSES = (
-    "absorbed",
-    "rewritten",
-    "cut",
-    "untrainable",
-    "unrouted",
-    "restarted",
-    "over_max_rows",
-    "aborted",
-    "masked",
-    "no_logprob",
-    "no_splice_point",
-    "quarantined",
-    "not_selected",
-    "refused",
-    "retried",
-)
-"""Reasons why no row trains a sampled token.
+LOSSES = _defined("""Reasons why no row trains a sampled token.
 
 absorbed
     Its row continued after drift with the next prompt's ids in its place.
@@ -309,7 +295,7 @@ retried
 
 A token that may not be trained at all counts as untrainable, aborted, masked or
 no_logprob, in this order, before any other reason.
-"""
+""")
 
 REPORT = _schema(
     "report",
@@ -364,27 +350,7 @@ OBSERVATIONS = _schema(
 )
 """Counts of `observations.observation_weights`, one row per session."""
 
-LINK_REASONS = (
-    "root",
-    "messages",
-    "rewrite",
-    "tokens",
-    "previous",
-    "unrouted",
-    "history_replaced",
-    "prompts",
-    "ambiguous",
-    "superseded",
-    "unresolved_kept",
-    "unresolved",
-    "unresolved_ambiguous",
-    "chain_quarantined",
-    "empty",
-    "refused_tokens",
-    "refused_truncated",
-    "retried",
-)
-"""How the parent of a turn was found, or why the turn is in no row.
+LINK_REASONS = _defined("""How the parent of a turn was found, or why the turn is in no row.
 
 root
     No parent: no earlier turn matches.
@@ -432,10 +398,9 @@ refused_truncated
     Its parent stopped for its length: in no row.
 retried
     Nothing continues it, and a later turn has the same parent: in no row.
-"""
+""")
 
-SEGMENT_KINDS = ("history_replaced", "subagent", "final")
-"""How a segment ended.
+SEGMENT_KINDS = _defined("""How a segment ended.
 
 history_replaced
     The agent's next request does not extend its history.
@@ -443,12 +408,11 @@ subagent
     A sub-agent's segment: its tool call was answered, or the session ended.
 final
     The main agent's last segment.
-"""
+""")
 
 LINKS = _schema(
     "links",
-    _required("session_id", pa.string()),
-    _required("turn_index", pa.int32()),
+    *_TURN,
     # turn_index of the parent. null: none
     pa.field("parent", pa.int32()),
     pa.field("link_reason", _names),
@@ -475,19 +439,9 @@ CAUSES = (
 )
 """Causes of drift that token ids show (see `trajkit.classify_drift`)."""
 
-TEXT_CAUSES = (
-    "truncated",
-    "same_text",
-    "special_tokens",
-    "boolean",
-    "tool_arguments",
-    "white_space",
-    "reasoning_dropped",
-    "template",
-    "rewritten",
-    "other_text",
-)
-"""Causes of a finding, from the text of both sides; the first that applies.
+TEXT_CAUSES = _defined("""Causes of a finding, from the text of both sides.
+
+The first that applies counts.
 
 truncated
     The prompt ends here. If no other cause applies: its message ends here, while the
@@ -513,12 +467,11 @@ rewritten
     Different text, and the request drops or changes an earlier message.
 other_text
     Different text, and no messages that show who changed it.
-"""
+""")
 
 DRIFT = _schema(
     "drift",
-    _required("session_id", pa.string()),
-    _required("turn_index", pa.int32()),
+    *_TURN,
     _required("parent", pa.int32()),
     # tokens shared by the parent's path and this prompt, from the start
     _required("lcp", pa.int32()),
@@ -538,8 +491,7 @@ DRIFT = _schema(
 
 FINDINGS = _schema(
     "findings",
-    _required("session_id", pa.string()),
-    _required("turn_index", pa.int32()),
+    *_TURN,
     _required("parent", pa.int32()),
     # counts the findings of the turn from 0, in the order of the prompt
     _required("finding", pa.int32()),
@@ -559,8 +511,7 @@ FINDINGS = _schema(
 
 ROUNDTRIP = _schema(
     "roundtrip",
-    _required("session_id", pa.string()),
-    _required("turn_index", pa.int32()),
+    *_TURN,
     # encode(decode(output_ids)) gives output_ids
     _required("exact", pa.bool_()),
     # the first position in the output that differs. null: exact
@@ -578,8 +529,7 @@ LABELS = ("sub_agent", "retry", "sibling", "rollback", "compaction", "rewrite")
 
 BRANCHES = _schema(
     "branches",
-    _required("session_id", pa.string()),
-    _required("turn_index", pa.int32()),
+    *_TURN,
     _required("label", _names),
     # the earlier turn that it is compared with
     _required("other", pa.int32()),
@@ -673,8 +623,7 @@ OUTPUT_KINDS = ("trained", *LOSSES)
 
 OUTPUT_SPANS = _schema(
     "output_spans",
-    _required("session_id", pa.string()),
-    _required("turn_index", pa.int32()),
+    *_TURN,
     # tokens output_start:output_stop of the turn's output
     _required("output_start", pa.int32()),
     _required("output_stop", pa.int32()),
@@ -719,23 +668,19 @@ SIMULATION = _schema(
     _required("turns", pa.int64()),
     _required("rows", pa.int64()),
     # as in REPORT, over all sessions
-    _required("rows_untrained", pa.int64()),
-    _required("rows_cut", pa.int64()),
-    _required("rows_over_max_rows", pa.int64()),
-    _required("turns_by_tokens", pa.int64()),
-    _required("roots", pa.int64()),
-    _required("turns_quarantined", pa.int64()),
-    _required("turns_unresolved", pa.int64()),
-    _required("tokens_sampled", pa.int64()),
-    _required("tokens_trained", pa.int64()),
+    *_all_required(
+        pa.int64(),
+        "rows_untrained rows_cut rows_over_max_rows turns_by_tokens roots "
+        "turns_quarantined turns_unresolved tokens_sampled tokens_trained",
+    ),
     # the sum of all lost_*
     _required("tokens_lost", pa.int64()),
     *(_required(f"lost_{reason}", pa.int64()) for reason in LOSSES),
     _required("tokens_duplicated", pa.int64()),
     # trained tokens whose row, up to them, differs from the path they were sampled after
-    _required("tokens_out_of_context", pa.int64()),
-    _required("tokens_forward", pa.int64()),
-    _required("tokens_forward_shared", pa.int64()),
+    *_all_required(
+        pa.int64(), "tokens_out_of_context tokens_forward tokens_forward_shared"
+    ),
     # padding of each row to a multiple of the given length. null: no length was given
     pa.field("tokens_padding", pa.int64()),
     # tokens of the longest row; 0 without rows
@@ -799,29 +744,7 @@ PACKS = _schema(
 """Rows that share prefixes as trees of tokens, one line per micro-batch. ``columns`` of
 `trajkit.pack` add a list ``edge_<name>`` each."""
 
-PACK_RULES = (
-    "length",
-    "range",
-    "max_tokens",
-    "subtree_end",
-    "position",
-    "padding",
-    "prefix",
-    "segment",
-    "tree",
-    "sessions",
-    "cu_seqlens",
-    "not_trained",
-    "context",
-    "target",
-    "weight",
-    "logprob",
-    "column",
-    "mm_items",
-    "packed_twice",
-    "not_packed",
-)
-"""What `trajkit.verify_packs` looks at.
+PACK_RULES = _defined("""What `trajkit.verify_packs` looks at.
 
 length
     The lists of a pack's tokens, segments, trees and edges are as long as one another.
@@ -837,10 +760,12 @@ padding
     A token of padding attends itself, and no token below it; no edge is there.
 prefix
     It is the path to the pack's first token, in the pack that it names.
-segment, tree, cu_seqlens
+segment, tree
     They agree with subtree_end.
 sessions
     The sessions of a pack and of a tree are those of its rows.
+cu_seqlens
+    It agrees with subtree_end.
 not_trained
     Every edge is a token that its row trains, or observes.
 context
@@ -853,7 +778,7 @@ mm_items
     The images of a pack are the rows', and its content ids are theirs.
 packed_twice, not_packed
     Every token that a row trains has one edge.
-"""
+""")
 
 PACK_VIOLATIONS = _schema(
     "pack_violations",
@@ -886,38 +811,7 @@ ASSIGNMENT = _schema(
 )
 """Which rank computes which pack, one line per pack."""
 
-RULES = (
-    "session",
-    "row_index",
-    "length",
-    "null",
-    "span_turn",
-    "span_kind",
-    "span_place",
-    "span_range",
-    "span_tokens",
-    "untrainable",
-    "mask",
-    "logprob",
-    "context",
-    "trained_twice",
-    "not_trained",
-    "not_located",
-    "row_tokens",
-    "prompt_length",
-    "parent_row",
-    "shared_length",
-    "rollout_mask_sum",
-    "row_weight",
-    "reward",
-    "group_id",
-    "finish_reason",
-    "turns",
-    "weight_versions",
-    "flags",
-    "mm_items",
-)
-"""The rules that `trajkit.verify` checks.
+RULES = _defined("""The rules that `trajkit.verify` checks.
 
 session
     The row's session has turns, and its rows are contiguous.
@@ -957,16 +851,18 @@ parent_row, shared_length
     The first earlier row with the longest shared prefix, and the prefix's length.
 rollout_mask_sum, row_weight, reward, group_id
     They follow from the complete rollout.
-finish_reason, flags
-    They follow from the row's calls.
+finish_reason
+    It follows from the row's calls.
 turns
     They end with ``last_turn`` and contain the turns of the row's spans in order.
 weight_versions
     Those of the row's first and last sampled token with known weights.
+flags
+    They follow from the row's calls.
 mm_items
     Each is an image of the session, its tokens are that image's content ids, and no
     other token is a content id.
-"""
+""")
 
 VIOLATIONS = _schema(
     "violations",

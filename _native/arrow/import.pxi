@@ -104,32 +104,21 @@ cdef inline Text _text(const ArrowArray* array, int64_t i) noexcept nogil:
     return text
 
 
-cdef inline bint _equal_texts(Text a, Text b) noexcept nogil:
-    return a.n == b.n and (a.n == 0 or memcmp(a.data, b.data, a.n) == 0)
-
-
-cdef inline bint _is_word(const ArrowArray* array, int64_t i, Text word) noexcept nogil:
-    return _is_valid(array, i) and _equal_texts(_text(array, i), word)
-
-
-cdef Text _word(const char* data, int64_t n) noexcept nogil:
+cdef inline bint _is_word(
+    const ArrowArray* array, int64_t i, const char* word, int64_t n
+) noexcept nogil:
     cdef Text text
-    text.data = data
-    text.n = n
-    return text
+    if not _is_valid(array, i):
+        return False
+    text = _text(array, i)
+    return text.n == n and memcmp(text.data, word, n) == 0
 
 
 cdef inline uint8_t _stop(const ArrowArray* array, int64_t i) noexcept nogil:
     """STOP_* of one element of finish_reason."""
-    cdef Text reason
-    if not _is_valid(array, i):
-        return STOP_OTHER
-    reason = _text(array, i)
-    if reason.n == 6 and memcmp(reason.data, b"length", 6) == 0:
+    if _is_word(array, i, b"length", 6):
         return STOP_LENGTH
-    if reason.n == 5 and memcmp(reason.data, b"abort", 5) == 0:
-        return STOP_ABORT
-    return STOP_OTHER
+    return STOP_ABORT if _is_word(array, i, b"abort", 5) else STOP_OTHER
 
 
 cdef int _read_turn(
@@ -207,7 +196,7 @@ cdef int _read_turn(
     if _is_valid(items, i) and _is_valid(items.children[FIELD_KEY], within):
         request.reply_key = _at(items.children[FIELD_KEY], within, KEY_BYTES)
         field = items.children[FIELD_ROLE]
-        request.reply_is_assistant = _is_word(field, within, _word(b"assistant", 9))
+        request.reply_is_assistant = _is_word(field, within, b"assistant", 9)
     return FAULT_NONE
 
 
@@ -316,36 +305,6 @@ cdef bint _next_batch(ArrowArrayStream* stream, ArrowArray* batch) except -1:
     if stream.get_next(stream, batch) != 0:
         raise LayoutError(stream.get_last_error(stream).decode("utf-8", "replace"))
     return batch.release != NULL
-
-
-def find_sessions(object table not None, uint8_t[::1] starts not None):
-    """Fill whether each turn is of another session than the one before it.
-
-    ``table`` is an "arrow_array_stream" capsule of the one column session_id.
-    """
-    cdef:
-        int64_t row = 0, i, n = starts.shape[0]
-        ArrowArrayStream* stream
-        ArrowArray batch
-        Text session, current
-
-    stream = <ArrowArrayStream*>PyCapsule_GetPointer(table, "arrow_array_stream")
-    session.data = NULL
-    session.n = -1  # as long as no session id
-    while _next_batch(stream, &batch):
-        try:
-            if batch.n_children != 1 or batch.offset != 0:
-                raise LayoutError("a batch is no struct of one column")
-            if batch.length > n - row:
-                raise LayoutError(f"starts has {n} entries, more are needed")
-            with nogil:
-                for i in range(batch.length):
-                    current = _text(batch.children[0], i)
-                    starts[row] = not _equal_texts(current, session)
-                    session = current
-                    row += 1
-        finally:
-            batch.release(&batch)
 
 
 def read_columns(

@@ -5,84 +5,77 @@ prompt compared at the speed of memory + new tokens + log(nodes on the path)).
 """
 
 
+cdef object _longer(object array, int64_t size):
+    """A copy with room for more: it begins as the array does, and the rest is undefined."""
+    copy = empty(size, array.dtype)
+    copy[: len(array)] = array
+    return copy
+
+
 @cython.auto_pickle(False)
 @cython.final
 cdef class Growth:
     """The forest of a session's paths, grown call by call.
 
-    It keeps the arrays that Python made (`attach`), whose layout is checked once. A call is
-    taken and then inserted; between the two nothing has changed, and it may be refused.
+    A call is taken and then inserted; between the two nothing has changed, and it may be
+    refused. If calls have at most ``short`` tokens on average, a contiguous copy of the last
+    path costs less memory than their records and is compared in one pass.
     """
-    cdef Call[::1] calls
+    cdef Call[::1] records
     cdef Node[::1] nodes
     cdef int32_t[::1] stack
     cdef int32_t[::1] ends
     cdef token_t[::1] path
-    cdef int64_t n_calls
-    cdef int64_t n_room
+    cdef readonly int64_t n_calls
+    cdef int64_t short
     cdef Cursor cursor
     # the call that was taken and not inserted, if there is one
     cdef bytes taken
     cdef pos_t found, prompt_len, n_new, out_len, n_logprobs
-    cdef int32_t base
+    cdef readonly int32_t base  # of the call that was taken: see `insert`
     cdef int64_t[3] faulty
 
-    def __cinit__(self):
-        self.n_calls = self.n_room = 0
+    def __cinit__(self, int64_t short):
+        self.n_calls, self.short = 0, short
         memset(&self.cursor, 0, sizeof(Cursor))
-
-    def attach(
-        self,
-        Call[::1] calls not None,
-        Node[::1] nodes not None,
-        int32_t[::1] stack not None,
-        int32_t[::1] ends not None,
-    ):
-        """Use these arrays from now on; they begin with the contents of the previous ones.
-
-        For n calls, nodes and stack have 2 * n + 1 entries. ``ends`` is as for `grow_forest`.
-        """
-        cdef int64_t n = calls.shape[0]
-        _check_length("calls", n, self.n_calls)
-        _check_length("nodes", nodes.shape[0], 2 * n + 1)
-        _check_length("stack", stack.shape[0], 2 * n + 1)
-        _check_length("ends", ends.shape[0], n)
-        self.calls, self.nodes, self.stack, self.ends = calls, nodes, stack, ends
-        self.n_room = n
-        self.cursor.node_room = nodes.shape[0]
-        self.cursor.stack_room = stack.shape[0]
-        if n:
-            self.cursor.stack = &stack[0]
+        self.records, self.nodes = empty(0, DTYPES["Call"]), empty(0, DTYPES["Node"])
+        self.stack, self.ends = empty(0, "i4"), empty(0, "i4")
 
     @property
-    def room(self):
-        """Calls for which there is room."""
-        return self.n_room
+    def calls(self):
+        """The records of the calls, dtype Call."""
+        return self.records.base[: self.n_calls]
 
-    @property
-    def length(self):
-        """Tokens of the call inserted last."""
-        return self.cursor.path_len
-
-    def hold_path(self, token_t[::1] path not None):
-        """Keep a contiguous copy of the last inserted path, or (empty) keep none.
-
-        It is compared in one pass; without it, calls with few new tokens are compared one by one.
-        It needs room for every call that is inserted later: `insert` refuses one that is longer.
-        """
-        cdef int32_t slot, node
-        if path.shape[0]:
-            _check_length("path", path.shape[0], self.cursor.path_len)
-        self.path = path
-        self.cursor.path_room = path.shape[0]
-        self.cursor.path = &path[0] if path.shape[0] else NULL
-        if self.cursor.path == NULL:
+    cdef _make_room(self):
+        """Make room for the call that was taken."""
+        cdef int64_t n = self.records.shape[0], wanted = self.prompt_len + self.out_len
+        if self.n_calls < n:
+            if self.cursor.path != NULL and self.path.shape[0] < wanted:
+                self._hold_path(wanted)
             return
+        n += n // 8 + 16
+        # all or nothing, where memory is short
+        records, nodes = _longer(self.records.base, n), _longer(self.nodes.base, 2 * n + 1)
+        stack, ends = _longer(self.stack.base, 2 * n + 1), _longer(self.ends.base, n)
+        self.records, self.nodes, self.stack, self.ends = records, nodes, stack, ends
+        self.cursor.node_room = self.cursor.stack_room = 2 * n + 1
+        self.cursor.stack = &self.stack[0]
+        self._hold_path(max(wanted, self.cursor.path_len))
+
+    cdef _hold_path(self, pos_t length):
+        """Keep a copy of the last path, with room for this length, or none if it is long."""
+        cdef int32_t slot, node
+        self.cursor.path, self.cursor.path_room = NULL, 0
+        self.path = None
+        if length > self.short * self.records.shape[0]:
+            return
+        self.path = empty(length + length // 8 + 16, "i4")
+        self.cursor.path, self.cursor.path_room = &self.path[0], self.path.shape[0]
         for slot in range(1, self.cursor.depth):
             node = self.stack[slot]
-            check_write("path", 0, self.nodes[node].stop, path.shape[0])
+            check_write("path", 0, self.nodes[node].stop, self.path.shape[0])
             _copy(
-                &self.calls[self.nodes[node].source], &path[self.nodes[node].start],
+                &self.records[self.nodes[node].source], &self.path[self.nodes[node].start],
                 self.nodes[node].start, self.nodes[node].stop,
             )
 
@@ -97,15 +90,16 @@ cdef class Growth:
                 high = middle
         return low
 
-    cpdef bytes take(
-        self, const token_t[::1] prompt, const token_t[::1] output,
+    def take(
+        self, const token_t[::1] prompt not None, const token_t[::1] output not None,
         const float[::1] logprobs, float low, float high,
     ):
         """Find where a prompt departs from the paths, and copy what the call brings.
 
-        Nothing counts until `insert`. Returns the ids of the prompt that no path has, those of the
-        output, and its logprobs, four bytes each; `fault` tells whether they keep the rules: a
-        logprob is above low and at most high. Do not write to the arguments during the call.
+        Returns the ids of the prompt that no path has, those of the output, and logprobs (one
+        per output id, or None): four bytes each. `fault` tells whether they keep the rules:
+        ids are not negative, a logprob is above low and at most high. Do not write to the
+        arguments during the call.
         """
         cdef:
             pos_t n_logprobs = 0 if logprobs is None else logprobs.shape[0]
@@ -121,7 +115,7 @@ cdef class Growth:
                 f"the call has {self.prompt_len} prompt ids and {self.out_len} output ids: "
                 f"together at most {<int64_t>INT32_MAX}"
             )
-        self.found = self._find(at, self.prompt_len)
+        self.found = self._find(at, self.prompt_len, said, self.out_len)
         self.n_new = self.prompt_len - self.found
         taken = PyBytes_FromStringAndSize(
             NULL, (self.n_new + self.out_len + n_logprobs) * <pos_t>sizeof(token_t)
@@ -144,7 +138,8 @@ cdef class Growth:
     def fault(self):
         """The first value of the call that was taken which breaks its rule, or None.
 
-        0 of the prompt, 1 of the output, 2 of logprobs; its place there; its place in the bytes.
+        0: of the prompt, 1: of the output, 2: of logprobs; its place there; and its place in
+        the bytes, in values.
         """
         if self.faulty[0] >= 0:
             return 0, self.found + self.faulty[0], self.faulty[0]
@@ -155,35 +150,25 @@ cdef class Growth:
         return None
 
     def match(self, const token_t[::1] prompt not None):
-        """The first call (-1: none) that has the longest prefix of a prompt, and its length."""
+        """The first call with the longest prefix of a prompt (-1: none), and its length."""
         cdef pos_t n = prompt.shape[0]
-        cdef pos_t shared = self._find(&prompt[0] if n else NULL, n)
+        cdef pos_t shared = self._find(&prompt[0] if n else NULL, n, NULL, 0)
         return self.base, shared
 
-    cdef bint any_fault(self) noexcept:
-        return self.faulty[0] >= 0 or self.faulty[1] >= 0 or self.faulty[2] >= 0
+    cdef pos_t _find(
+        self, const token_t* prompt, pos_t n, const token_t* output, pos_t n_output
+    ) except -1:
+        """How many tokens of a prompt start like a path; `base` is the first call with them.
 
-    cdef bint lacks_room(self) noexcept:
-        """Whether the call that was taken has no room."""
-        return self.n_calls >= self.n_room or (
-            self.cursor.path != NULL
-            and self.path.shape[0] < self.prompt_len + self.out_len
-        )
-
-    cdef pos_t _find(self, const token_t* prompt, pos_t n) except -1:
-        """How many tokens of a prompt start like a path; `base` is a call that has them.
-
-        It is the call that had them first; -1: none shares a token.
+        Of calls that have the complete prompt, it is the first of those that share the longest
+        prefix of the output; -1: none shares a token.
         """
         cdef:
             pos_t position = 0
-            int32_t node, child, slot = 0, depth = self.cursor.depth
-            const Node* nodes
+            int32_t node, slot
         self.base = -1
         if self.n_calls == 0 or n == 0:
             return 0
-        nodes = &self.nodes[0]
-        node = self.stack[0]
         with nogil:
             if self.cursor.path != NULL:
                 position = _lcp(self.cursor.path, prompt, min(self.cursor.path_len, n))
@@ -191,27 +176,43 @@ cdef class Growth:
                 position = self._surely(prompt, n)
             slot = self._slot_of(position)
             node = self.stack[slot]
-            if position < nodes[node].stop:
-                position += self._match_node(node, position, prompt, n)
-            while position < n and position == nodes[node].stop:
-                # most prompts continue the previous path
-                slot += 1
-                child = self.stack[slot] if slot < depth else -1
-                if child < 0 or nodes[child].first != prompt[position]:
-                    depth = 0
-                    child = nodes[node].child
-                    while child >= 0 and nodes[child].first != prompt[position]:
-                        child = nodes[child].sibling
-                    if child < 0:
-                        break
-                position += self._match_node(child, position, prompt, n)
-                node = child
-        self.base = nodes[node].source
+            position = self._descend(&node, slot, position, prompt, n)
+            if position == n and n_output:
+                self._descend(&node, self.cursor.depth, n, output - n, n + n_output)
+        self.base = self.nodes[node].source
+        return position
+
+    cdef pos_t _descend(
+        self, int32_t* node, int32_t slot, pos_t position, const token_t* tokens, pos_t n
+    ) noexcept nogil:
+        """How far tokens repeat a path that contains them up to a position in a node.
+
+        ``node`` becomes the last one of which they have a token; ``slot`` is its place on the
+        stack, if it is there.
+        """
+        cdef:
+            int32_t child, depth = self.cursor.depth
+            const Node* nodes = &self.nodes[0]
+        if position < nodes[node[0]].stop:
+            position += self._match_node(node[0], position, tokens, n)
+        while position < n and position == nodes[node[0]].stop:
+            # most prompts continue the previous path
+            slot += 1
+            child = self.stack[slot] if slot < depth else -1
+            if child < 0 or nodes[child].first != tokens[position]:
+                depth = 0
+                child = nodes[node[0]].child
+                while child >= 0 and nodes[child].first != tokens[position]:
+                    child = nodes[child].sibling
+                if child < 0:
+                    break
+            position += self._match_node(child, position, tokens, n)
+            node[0] = child
         return position
 
     cdef const token_t* _run(self, int32_t node) noexcept nogil:
         """A node's tokens. The output directly follows the ids of the prompt."""
-        cdef const Call* call = &self.calls[self.nodes[node].source]
+        cdef const Call* call = &self.records[self.nodes[node].source]
         return <const token_t*><intptr_t>call.own + (self.nodes[node].start - call.own_start)
 
     cdef pos_t _match_node(
@@ -237,7 +238,7 @@ cdef class Growth:
             if slot + 8 < depth:
                 __builtin_prefetch(&self.nodes[self.stack[slot + 8]])
             if slot + 4 < depth:
-                __builtin_prefetch(&self.calls[self.nodes[self.stack[slot + 4]].source])
+                __builtin_prefetch(&self.records[self.nodes[self.stack[slot + 4]].source])
             if self.nodes[node].stop > n or memcmp(
                 self._run(node), prompt + position,
                 (self.nodes[node].stop - position) * sizeof(token_t),
@@ -246,12 +247,12 @@ cdef class Growth:
             position = self.nodes[node].stop
         return position
 
-    def insert(self):
+    def insert(self, bint trainable, bint use_tool, bint ill_formed, uint8_t stop):
         """Add the call that was taken. Its bytes must stay for as long as this object is used.
 
-        Returns its base: the call that had the longest prefix of the prompt and then of the
-        output, or -1; how many tokens of the prompt were there before; and whether these are all
-        of the base's prompt and output, or there is no base.
+        Returns the call that had the prompt's first ``shared`` tokens and the longest prefix of
+        the output after them (-1: none), ``shared``, and whether these are all tokens of that
+        call, or there is none.
         """
         cdef:
             Call* call
@@ -260,11 +261,8 @@ cdef class Growth:
             int32_t had = -1
         if self.taken is None:
             raise LayoutError("no call was taken")
-        if index >= self.n_room:
-            raise LayoutError(f"there is room for {self.n_room} calls, and they are there")
-        if self.cursor.path != NULL:
-            _check_length("path", self.path.shape[0], self.prompt_len + self.out_len)
-        call = &self.calls[index]
+        self._make_room()
+        call = &self.records[index]
         memset(call, 0, sizeof(Call))
         call.own = <int64_t><intptr_t>PyBytes_AS_STRING(self.taken)
         call.own_start = self.found
@@ -274,21 +272,21 @@ cdef class Growth:
         if self.n_logprobs:
             call.logprobs = call.out + self.out_len * <int64_t>sizeof(token_t)
         call.base = self.base
+        call.trainable, call.stop = trainable, stop
+        call.use_tool, call.ill_formed = use_tool, ill_formed
         with nogil:
             if index == 0:
                 _plant(&self.nodes[0], &self.cursor)
             _insert(
-                &self.calls[0], &self.nodes[0], &self.cursor, &self.ends[0],
+                &self.records[0], &self.nodes[0], &self.cursor, &self.ends[0],
                 <int32_t>index, &reached, &had,
             )
-        if self.found:
-            call.base = self.base = had
         self.taken = None
         self.n_calls = index + 1
         return (
             self.base,
             self.found,
-            self.base < 0 or self.found == _held_len(&self.calls[self.base]),
+            self.base < 0 or self.found == _held_len(&self.records[self.base]),
         )
 
 

@@ -8,6 +8,18 @@ cdef enum:
     DEEPEST = 32  # a body that is nested deeper is skipped
 
 
+cdef inline bint _all_common(const uint8_t* text) noexcept nogil:
+    """Whether none of eight bytes ends a string, escapes, or is a control character."""
+    cdef uint64_t word, quote, slash, control, high = 0x8080808080808080u
+    cdef uint64_t ones = 0x0101010101010101u
+    memcpy(&word, text, 8)
+    quote = word ^ (ones * c'"')
+    slash = word ^ (ones * c'\\')
+    # a byte of zero in x sets its high bit in (x - ones) & ~x; so does one below 0x20
+    control = (word - ones * 0x20) & ~word
+    return not (((quote - ones) & ~quote | (slash - ones) & ~slash | control) & high)
+
+
 cdef int64_t _end_of_text(
     const uint8_t* text, int64_t at, int64_t n, bint* escapes
 ) noexcept nogil:

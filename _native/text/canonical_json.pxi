@@ -5,92 +5,6 @@ a message nested 100,000 levels deep costs a longer list, no stack.
 """
 
 
-cdef inline bint _all_common(const uint8_t* text) noexcept nogil:
-    """Whether none of eight bytes ends a string, escapes, or is a control character."""
-    cdef uint64_t word, quote, slash, control, high = 0x8080808080808080u
-    cdef uint64_t ones = 0x0101010101010101u
-    memcpy(&word, text, 8)
-    quote = word ^ (ones * c'"')
-    slash = word ^ (ones * c'\\')
-    # a byte of zero in x sets its high bit in (x - ones) & ~x; so does one below 0x20
-    control = (word - ones * 0x20) & ~word
-    return not (((quote - ones) & ~quote | (slash - ones) & ~slash | control) & high)
-
-
-cdef inline Py_ssize_t _end_of_common(
-    const uint8_t* data, Py_ssize_t at, Py_ssize_t n
-) noexcept nogil:
-    """How far from `at` on JSON writes every character of a text as it is."""
-    while n - at >= 8 and _all_common(data + at):
-        at += 8
-    while at < n and data[at] >= 0x20 and data[at] != c'"' and data[at] != c'\\':
-        at += 1
-    return at
-
-
-cdef str _quoted(object value):
-    """A text as JSON spells it: as ``json.encoder.encode_basestring`` does, faster."""
-    cdef str text = value if type(value) is str else PyUnicode_FromObject(value)
-    cdef Py_ssize_t n = len(text), at, run, size
-    cdef const uint8_t* data
-    cdef uint8_t* out
-    cdef uint8_t* start
-    cdef uint8_t c
-    cdef const char* digits = b"0123456789abcdef"
-    cdef object quoted
-    if PyUnicode_KIND(text) != 1:
-        return encode_basestring(text)
-    data = <const uint8_t*>PyUnicode_DATA(text)
-    size = n + 2
-    at = _end_of_common(data, 0, n)
-    while at < n:
-        size += 1 if _short_escape(data[at]) else 5
-        at = _end_of_common(data, at + 1, n)
-    quoted = PyUnicode_New(size, 0x7F if text.isascii() else 0xFF)
-    out = start = <uint8_t*>PyUnicode_DATA(quoted)
-    out[0] = c'"'
-    out += 1
-    at = 0
-    while True:
-        run = _end_of_common(data, at, n) - at
-        # what was counted: the run, and an escape or the last quote
-        check_write("quoted", out - start, run + 1, size)
-        memcpy(out, data + at, run)
-        out += run
-        at += run
-        if at == n:
-            break
-        c = data[at]
-        at += 1
-        out[0] = c'\\'
-        if _short_escape(c):
-            out[1] = _short_escape(c)
-            out += 2
-        else:
-            memcpy(out + 1, b"u00", 3)
-            out[4] = digits[c >> 4]
-            out[5] = digits[c & 15]
-            out += 6
-    check_write("quoted", out - start, 1, size)
-    out[0] = c'"'
-    return quoted
-
-
-cdef inline uint8_t _short_escape(uint8_t c) noexcept nogil:
-    """The letter of a character's two-letter escape, or 0."""
-    if c == c'\n':
-        return c'n'
-    if c == c'"' or c == c'\\':
-        return c
-    if c == c'\t':
-        return c't'
-    if c == c'\r':
-        return c'r'
-    if c == c'\b':
-        return c'b'
-    return c'f' if c == c'\f' else 0
-
-
 cdef object _refusal(list frames, tuple here, str reason):
     """The error for a value, naming its path: the containers around it, then `here`."""
     cdef list path = []
@@ -108,7 +22,7 @@ cdef str _leaf(object value, bint simplest, bint* simpler):
     """
     cdef double number
     if isinstance(value, str):
-        return _quoted(value)
+        return encode_basestring(value)
     if value is None:
         return "null"
     if value is True or value is False:
@@ -195,7 +109,7 @@ cdef str _encoded(object message, bint simplest, bint* simpler):
         if i:
             parts.append(",")
         if keys is not None:
-            parts.append(_quoted(keys[i]))
+            parts.append(encode_basestring(keys[i]))
             parts.append(":")
         value = values[i]
 
@@ -203,25 +117,11 @@ cdef str _encoded(object message, bint simplest, bint* simpler):
 def encode_message(object message not None):
     """Canonical JSON of a message, and the text of its values.
 
-    Parameters
-    ----------
-    message : dict
-        Built of dict with str keys, list, str, int, float, bool and None.
-
-    Returns
-    -------
-    body : str
-        Keys sorted by code point, no white space, numbers as they are; NaN and the
-        infinities as Python's json spells them; valid UTF-8: a lone surrogate is escaped.
-    value_text : str
-        The same with each number in its simplest type: the texts of two messages are equal
-        exactly when the messages are, under Python's ``==`` with NaN equal to NaN.
-
-    Raises
-    ------
-    InvalidTurnsError
-        A value that JSON does not know, or a container that holds itself. The text starts
-        with the path.
+    Canonical JSON has its keys sorted by code point, no white space, numbers as they are (NaN and
+    the infinities as Python's json spells them), and lone surrogates escaped. The text of values
+    has each number in its simplest type: the texts of two messages are equal exactly when the
+    messages are, under Python's ``==`` with NaN equal to NaN. Raises InvalidTurnsError, with the
+    path, for a value that JSON does not know or a container that holds itself.
     """
     cdef bint simpler = False
     cdef str body = _encoded(message, False, &simpler)
@@ -287,33 +187,35 @@ cdef bint _same(object a, object b, int depth) except -1:
         p, q = a, b
         # -0.0 is written unlike 0.0, and every NaN the same
         return memcmp(&p, &q, sizeof(double)) == 0 or (p != p and q != q)
+    if type(a) is tuple and len(<tuple>a) == 2 == len(<tuple>b):  # a message's key and role
+        one, two = (<tuple>a)[1], (<tuple>b)[1]
+        return (
+            type((<tuple>a)[0]) is bytes is type((<tuple>b)[0])
+            and (<tuple>a)[0] == (<tuple>b)[0]
+            and type(one) is str is type(two)
+            and one == two
+        )
     return False
 
 
 def match_messages(
     list messages not None,
-    list before not None,
-    const token_t[::1] before_ids not None,
-    token_t[::1] ids not None,
+    list known not None,
+    const token_t[::1] numbers not None,
+    token_t[::1] found not None,
 ):
-    """Give each message the id of the one at its place in `before`, where they are the same.
+    """Find the messages that are the same as those of another list, place by place.
 
-    Parameters
-    ----------
-    messages : list
-        A call's messages.
-    before : list
-        Those of an earlier call.
-    before_ids : buffer of int32, shape (len(before),)
-        Their ids.
-    ids : buffer of int32, shape (len(messages),)
-        Filled: the id, or -1 for a message that is not the same.
+    That list has the message ``known[numbers[i]]`` at place i. Fills ``found`` with this number,
+    or -1 for a message that is not the same.
     """
     cdef Py_ssize_t i
-    if before_ids.shape[0] != len(before) or ids.shape[0] != len(messages):
-        raise LayoutError("one id is needed for each message")
-    for i in range(len(messages)):
-        ids[i] = -1
+    cdef token_t number
+    _check_length("found", found.shape[0], len(messages))
+    for i in range(found.shape[0]):
+        found[i] = -1
         # the lengths of now: to compare keys may run code that changes the lists
-        if i < min(len(before), len(messages)) and _same(before[i], messages[i], 0):
-            ids[i] = before_ids[i]
+        if i < min(numbers.shape[0], len(messages)):
+            number = numbers[i]
+            if 0 <= number < len(known) and _same(known[number], messages[i], 0):
+                found[i] = number

@@ -92,18 +92,8 @@ def json_shared(bytes text not None, Py_ssize_t at, bytes before not None, Py_ss
 def json_ids(bytes text not None, Py_ssize_t at, token_t[::1] out not None):
     """Read integers in [0, 2**31) with commas between them, up to a closing bracket.
 
-    Parameters
-    ----------
-    text : bytes
-    at : int
-        Position of the first of them, or of white space before it.
-    out : buffer of int32, shape (n_ids,)
-        Filled, if there are exactly as many and no other.
-
-    Returns
-    -------
-    bool
-        Whether only such integers come before the bracket.
+    The first of them, or white space before it, is at ``at``. Returns whether there are exactly
+    as many as ``out`` has places, and nothing else, before the bracket.
     """
     if not 0 <= at <= len(text):
         raise LayoutError(f"{at} is outside of a text of {len(text)} bytes")

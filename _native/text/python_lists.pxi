@@ -2,19 +2,9 @@
 
 
 def unbox_ids(list values not None, token_t[::1] out not None):
-    """Copy a list of token ids into `out`, up to the first that is not one.
+    """Copy Python ints in [0, 2**31) into `out`; return the index of the first other value.
 
-    Parameters
-    ----------
-    values : list
-        Python ints in [0, 2**31), without True and False.
-    out : buffer of int32, shape (len(values),)
-        Filled up to the index returned.
-
-    Returns
-    -------
-    int
-        Index of the first element that is no token id; ``len(values)`` when all are.
+    True and False are others; ``len(values)`` if there is none.
     """
     cdef Py_ssize_t i, n = len(values)
     cdef pos_t value
@@ -39,21 +29,9 @@ def unbox_ids(list values not None, token_t[::1] out not None):
 
 
 def unbox_logprobs(list values not None, float[::1] out not None, uint8_t[::1] valid not None):
-    """Copy a list of logprobs into `out`, up to the first element that is no number.
+    """Copy Python floats, ints and None into `out`; return the index of the first other value.
 
-    Parameters
-    ----------
-    values : list
-        Python floats, ints or None, without True and False.
-    out : buffer of float32, shape (len(values),)
-        Filled; 0.0 where the element is None.
-    valid : buffer of uint8, shape (len(values),)
-        Filled: 0 where the element is None, else 1.
-
-    Returns
-    -------
-    int
-        Index of the first element that is no number; ``len(values)`` when all are.
+    True and False are others; ``len(values)`` if there is none. None is 0.0, and 0 in ``valid``.
     """
     cdef Py_ssize_t i, n = len(values)
     cdef PyObject* item

@@ -15,25 +15,27 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.reference_talk import Numbers
 from tests.strategies import NAN, heard_calls, json_messages
-from trajkit.errors import InvalidTurnsError
+from trajkit import _core
+from trajkit.errors import InvalidTurnsError, LayoutError
 from trajkit.recorder.message_lists import MessageLog
 from trajkit.turns.messages import message_body, message_key
+from trajkit.turns.structs import REQUEST
 
 
-def suffixes_of(log, n_calls):
+def suffixes_of(log):
     """The messages of each call that its base does not supply; None: no list of them."""
-    numbers, lengths = log.suffixes(n_calls)
+    counts, numbers = log.suffixes(len(log.calls))
+    lengths = counts[:, 1]
     stops = np.cumsum(np.maximum(lengths, 0))
     ends = zip(lengths, stops, strict=True)
     return [None if n < 0 else numbers[stop - n : stop] for n, stop in ends]
 
 
-def heard(talk, messages, reply, base, counts, n_calls):
+def heard(talk, messages, reply, base, counts):
     """Let a call be read and, if it counts, added."""
-    n_places = talk.lists.read(messages, reply, talk)
+    read = talk.read(messages, reply, base, len(talk.calls))
     if counts:
-        talk.make_room(n_calls + 1, n_places)
-        talk.lists.add(base)
+        talk.add(read, len(talk.calls))
 
 
 def said(*values):
@@ -50,27 +52,24 @@ def said(*values):
 def test_messages_are_numbered_and_shared_as_the_twin_does(calls, written):
     talk, twin, bases = MessageLog(), Numbers(), []
     for k, (messages, reply, base, counts) in enumerate(calls):
-        numbers = twin.read(messages, reply)
         now = copy.deepcopy((messages, reply))
-        heard(talk, *now, base, counts, len(bases))
+        heard(talk, *now, base, counts)
         for message in [*(now[0] or ()), *([now[1]] if now[1] else ())]:
             message["role"] = "changed afterwards"
         if counts:
-            twin.add(*numbers)
+            twin.add(*twin.read(messages, reply))
             bases.append(base)
         if k == written:
             talk.write()
-    n_calls = len(bases)
-    call = talk.calls[:n_calls]
-    replies = [None if reply < 0 else reply for reply in call["reply"].tolist()]
+    shares, _, replies = talk.suffixes(len(bases))[0].T
+    replies = [None if reply < 0 else reply for reply in replies.tolist()]
     assert replies == twin.replies
     shared = [twin.shared(k, base) for k, base in enumerate(bases)]
-    assert call["shared"].tolist() == shared
-    for k, suffix in enumerate(suffixes_of(talk, n_calls)):
+    assert shares.tolist() == shared
+    for k, suffix in enumerate(suffixes_of(talk)):
         whole = twin.lists[k]
         assert (suffix is None) == (whole is None)
         assert suffix is None or suffix.tolist() == whole[shared[k] :]
-    talk.write()
     assert talk.book.bodies == twin.bodies
 
 
@@ -87,8 +86,8 @@ def kinds(value):
 @example({"role": "user", "content": 2**63})
 def test_a_copy_says_what_the_message_does(message):
     talk = MessageLog()
-    heard(talk, [message], None, -1, True, 0)
-    if talk.copies == [()]:  # none: an integer beyond 64 bits
+    heard(talk, [message], None, -1, True)
+    if talk.book.bodies:  # no copy: an integer beyond 64 bits
         assert talk.book.bodies == [message_body(message)]
         return
     [back] = talk.copies
@@ -125,15 +124,14 @@ def test_types_that_only_extend_json_s_are_taken_for_them(message):
 def test_messages_with_one_hash_are_told_apart():
     """What the table of hashes names is compared: here "b" has the hash of "a"."""
     talk = MessageLog()
-    heard(talk, None, said("a")[0], -1, True, 0)
-    heard(talk, None, said("b")[0], -1, True, 1)
+    heard(talk, None, said("a")[0], -1, True)
+    heard(talk, None, said("b")[0], 0, True)
     digest = list(talk.by_hash)[1]
     talk.by_hash[digest] = [0]
     for value in ("b", "b", "a"):
-        n_calls = len(talk.counted) + 2
-        heard(talk, None, said(value)[0], -1, True, n_calls)
+        heard(talk, None, said(value)[0], -1, True)
     assert talk.by_hash[digest] == [0, 2]
-    assert talk.calls["reply"][:5].tolist() == [0, 1, 2, 2, 0]
+    assert [one.reply for one in talk.calls] == [0, 1, 2, 2, 0]
 
 
 def test_a_key_is_looked_up_among_dicts_that_were_not_written():
@@ -158,9 +156,9 @@ LETTERS = ["a", "é", "語", "\U0001d11e"]
 def numbers(messages, others):
     """The numbers of the messages of two calls, the second of which begins anew."""
     talk = MessageLog()
-    for k, said_now in enumerate((messages, others)):
-        heard(talk, copy.deepcopy(said_now), None, -1, True, k)
-    return [suffix.tolist() for suffix in suffixes_of(talk, 2)]
+    for said_now in (messages, others):
+        heard(talk, copy.deepcopy(said_now), None, -1, True)
+    return [suffix.tolist() for suffix in suffixes_of(talk)]
 
 
 def fresh(text):
@@ -267,3 +265,17 @@ def test_a_message_that_changes_while_it_is_compared():
         text=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+def test_requests_need_their_buffers():
+    counts, numbers = np.array([[0, 2, -1]], np.int32), np.zeros(2, np.int32)
+    requests, good = np.empty(1, REQUEST), ([bytes(16)], ["user"])
+    _core.fill_requests(counts, numbers, *good, requests)
+    for bad, match in (
+        ((counts[:0], numbers, *good), "counts has 0 entries"),
+        ((counts[:, :2].copy(), numbers, *good), "counts has 2 columns"),
+        ((counts, numbers[:1], *good), "numbers has 1 entries"),
+        ((counts, numbers, [b"short"], ["user"]), "key has 5 entries"),
+    ):
+        with pytest.raises(LayoutError, match=match):
+            _core.fill_requests(*bad, requests)

@@ -20,6 +20,7 @@ import trajkit as tk
 from tests import reference
 from tests.strategies import (
     further_columns,
+    many_calls,
     masked,
     policies,
     row_limits,
@@ -31,7 +32,6 @@ from tests.tables import by_session, link_by, policy_of, turns_table
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, UnknownSessionError
 from trajkit.policies import NAMED_CHOICES, PRESETS
-from trajkit.turns.structs import CALL, HEARD, NODE, PLACE
 
 
 def recordable(turns):
@@ -985,76 +985,7 @@ def test_dropped_sessions_leave_nothing_behind():
     assert left < most / 50, largest
 
 
-# Layouts that do not fit
-
-
-def lists(n_places=8, n_calls=2):
-    """A tree of lists with this much room, and what it numbers."""
-    said = []
-    tree = _core.Lists(said, {}, [])
-    tree.attach(np.empty(n_places, PLACE), np.empty(n_calls, HEARD))
-    return tree, said
-
-
-class Numbers:
-    """What numbers a message that has no form: always alike."""
-
-    def __init__(self, number):
-        self._number = number
-
-    def number(self, message, place):
-        return self._number
-
-
-NONE = Numbers(-1)
-
-
-def test_lists_that_do_not_fit_are_refused():
-    tree, said = lists(n_places=3)
-    with pytest.raises(LayoutError, match="call 0 has the base 0"):
-        tree.add(0)
-    assert tree.read([USER], None, NONE) == 3
-    tree.add(-1)
-    assert tree.read([USER], user("reply"), NONE) == 3
-    tree.add(0)
-    assert tree.read([USER, USER], None, NONE) == 5
-    for match in ("heard has 2 entries, 3 are", "places has 3 entries, 5 are"):
-        with pytest.raises(LayoutError, match=match):
-            tree.add(1)
-        tree.attach(np.empty(3, PLACE), np.empty(3, HEARD))
-    with pytest.raises(LayoutError, match="places has 2 entries, 3 are"):
-        tree.attach(np.empty(2, PLACE), np.empty(3, HEARD))
-    with pytest.raises(LayoutError, match="heard has 1 entries, 2 are"):
-        tree.attach(np.empty(3, PLACE), np.empty(1, HEARD))
-    assert len(said) == 2
-
-
-def test_suffixes_need_their_room():
-    tree, _ = lists()
-    tree.read([USER, user("u")], None, NONE)
-    tree.add(-1)
-    for size in (1, 3):
-        with pytest.raises(LayoutError, match=f"{size} places for 2 messages"):
-            tree.fill_suffixes(np.empty(size, np.int32))
-    numbers = np.empty(2, np.int32)
-    tree.fill_suffixes(numbers)
-    assert numbers.tolist() == [0, 1]
-
-
-def test_lists_are_attached_first_and_numbers_are_known():
-    with pytest.raises(LayoutError, match="no room for lists"):
-        _core.Lists([], {}, []).read([], None, NONE)
-    tree, _ = lists()
-    for number in (-1, 0):
-        with pytest.raises(LayoutError, match=f"message {number} is outside the 0"):
-            tree.read([("key", "role")], None, Numbers(number))
-
-
-def growth(n):
-    paths = _core.Growth()
-    arrays = np.empty(2 * n + 1, NODE), np.empty(2 * n + 1, np.int32)
-    paths.attach(np.empty(n, CALL), *arrays, np.empty(n, np.int32))
-    return paths
+# The forest of paths
 
 
 def taken(paths, prompt, output, logprobs=None):
@@ -1062,22 +993,23 @@ def taken(paths, prompt, output, logprobs=None):
     return paths.take(prompt, output, logprobs, -9999.0, 1e-4)
 
 
-def test_calls_that_do_not_fit_are_refused():
-    paths = growth(2)
+def inserted(paths):
+    return paths.insert(True, False, False, 0)
+
+
+def test_a_call_is_taken_before_it_is_inserted():
+    paths = _core.Growth(16)
     with pytest.raises(LayoutError, match="no call was taken"):
-        paths.insert()
+        inserted(paths)
     held = [taken(paths, [1], [2])]
-    assert paths.insert() == (-1, 0, True)
+    assert inserted(paths) == (-1, 0, True)
     with pytest.raises(LayoutError, match="no call was taken"):
-        paths.insert()
+        inserted(paths)
     held.append(taken(paths, [1, 2], [1, 2]))
     assert held == [np.int32(run).tobytes() for run in ([1, 2], [1, 2])]
-    assert paths.insert() == (0, 2, True)
-    held.append(taken(paths, [3], [1, 2]))
-    with pytest.raises(LayoutError, match="room for 2 calls"):
-        paths.insert()
-    with pytest.raises(LayoutError, match="calls has 1 entries, 2 are needed"):
-        paths.attach(np.empty(1, CALL), np.empty(3, NODE), *np.empty((2, 3), np.int32))
+    assert paths.base == 0
+    assert inserted(paths) == (0, 2, True)
+    assert paths.calls["prompt_len"].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -1092,9 +1024,9 @@ def test_calls_that_do_not_fit_are_refused():
     ],
 )
 def test_what_a_call_brings_is_checked_where_it_is_held(values, fault):
-    paths = growth(1)
+    paths = _core.Growth(16)
     known = taken(paths, [7], [8])
-    paths.insert()
+    inserted(paths)
     prompt, output, logprobs = values
     held = taken(paths, prompt, output, np.float32(logprobs))
     assert paths.fault == fault
@@ -1103,33 +1035,20 @@ def test_what_a_call_brings_is_checked_where_it_is_held(values, fault):
     assert len(known) == 8
 
 
-@given(sessions(), st.integers(1, 3))
-def test_short_calls_are_placed_alike(turns, short):
-    """The path of the last call is kept in one piece, or not, from call to call."""
-    paths, plain = growth(len(turns)), growth(len(turns))
+@given(sessions() | many_calls, st.integers(0, 3), st.integers(0, 3))
+def test_short_calls_are_placed_alike(turns, short, other):
+    """The path of the last call is kept contiguously, or not, from call to call."""
+    grown = _core.Growth(short), _core.Growth(other)
     alive = []
-    for k, turn in enumerate(turns):
+    for turn in turns:
         ids = turn["prompt_ids"], turn["output_ids"]
-        held = [taken(one, *ids) for one in (paths, plain)]
+        held = [taken(one, *ids) for one in grown]
         alive.append(held)
         assert held[0] == held[1]
-        if k % short == 0:
-            paths.hold_path(np.empty(1000 if k % 2 else 0, np.int32))
-        assert paths.insert() == plain.insert()
-        assert paths.length == plain.length == sum(map(len, ids))
-
-
-def test_a_path_needs_room():
-    paths = growth(2)
-    paths.hold_path(np.empty(2, np.int32))
-    alive = [taken(paths, [1], [2])]
-    paths.insert()
-    alive.append(taken(paths, [1, 2, 1], [2]))
-    with pytest.raises(LayoutError, match="path has 2 entries, 4 are needed"):
-        paths.insert()
-    with pytest.raises(LayoutError, match="path has 1 entries, 2 are needed"):
-        paths.hold_path(np.empty(1, np.int32))
-    assert len(alive) == 2
+        assert grown[0].base == grown[1].base
+        found = inserted(grown[0])
+        assert found == inserted(grown[1])
+        assert found[0] == grown[0].base
 
 
 # Messages that differ in the type of a number

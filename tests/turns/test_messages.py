@@ -12,6 +12,7 @@ from trajkit.schema import VALUE_BYTES
 from trajkit.turns.messages import (
     NO_IDS,
     MessageBook,
+    encode,
     message_body,
     message_key,
     message_record,
@@ -119,13 +120,14 @@ def test_bodies_are_the_json_that_python_writes(message):
 @pytest.mark.parametrize("bottom", [1, "x", {}])
 def test_very_deep_messages(bottom):
     deep = saying(nested(100_000, bottom))
-    book = MessageBook()
-    ids = book.add_all([deep], [], NO_IDS, "prompt_messages")
     again = saying(nested(100_000, bottom))
-    assert book.add_all([again], [deep], ids, "prompt_messages") == [0]
-    assert book.add_all([again], [], NO_IDS, "prompt_messages") == [0]
     other = saying(nested(100_000, "other"))
-    assert book.add_all([other], [deep], ids, "prompt_messages") == [1]
+    book = MessageBook()
+    ids = [book.add(encode(message, "m")) for message in (deep, again, other)]
+    assert ids == [0, 0, 1]
+    out = np.empty(2, np.int32)
+    _core.match_messages([deep, again], [deep], np.zeros(2, np.int32), out)
+    assert out.tolist() == [0, -1]  # not looked at that deep
     assert book.keys[0] == message_key(again) != book.keys[1]
     assert len(book.bodies[0]) > 300_000
 
@@ -179,7 +181,7 @@ def test_what_stands_twice_does_not_hold_itself():
 )
 def test_what_is_no_chat_message_is_refused(message, match):
     with pytest.raises(InvalidTurnsError, match=match):
-        MessageBook().add(message, "m")
+        encode(message, "m")
 
 
 @given(st.lists(json_messages, max_size=4), st.lists(json_messages, max_size=4))
@@ -190,6 +192,9 @@ def test_only_what_is_written_the_same_keeps_its_id(before, now):
     ids = np.arange(len(before), dtype=np.int32)
     out = np.empty(len(now), np.int32)
     _core.match_messages(now, before, ids, out)
+    backwards = np.empty(len(now), np.int32)
+    _core.match_messages(now, before[::-1], ids[::-1].copy(), backwards)
+    assert backwards.tolist() == [len(before) - 1 - k if k >= 0 else k for k in out]
     assert out.tolist() == [
         k if k < len(before) and message_body(before[k]) == message_body(now[k]) else -1
         for k in range(len(now))
@@ -198,7 +203,7 @@ def test_only_what_is_written_the_same_keeps_its_id(before, now):
 
 def test_each_body_has_a_key():
     book = MessageBook()
-    ids = [book.add(saying(value), "m") for value in (1, True, 1, "1")]
+    ids = [book.add(encode(saying(value), "m")) for value in (1, True, 1, "1")]
     assert ids == [0, 1, 0, 2]
     assert len(set(book.keys)) == 3
     assert book.bodies[1] == '{"content":true,"role":"user"}'
@@ -212,7 +217,9 @@ def test_each_body_has_a_key():
 def test_a_body_is_shown_where_its_session_first_has_it(said):
     said = sorted(said, key=lambda pair: pair[0])
     book = MessageBook()
-    ids = np.array([book.add(saying(value), "m") for _, value in said], np.int32)
+    ids = np.array(
+        [book.add(encode(saying(value), "m")) for _, value in said], np.int32
+    )
     sessions = np.array([session for session, _ in said], np.int32)
     texts = [(session, message_body(saying(value))) for session, value in said]
     expected = [text not in texts[:k] for k, text in enumerate(texts)]
@@ -220,8 +227,11 @@ def test_a_body_is_shown_where_its_session_first_has_it(said):
 
 
 def test_ids_must_fit_their_messages():
-    with pytest.raises(LayoutError, match="one id"):
+    with pytest.raises(LayoutError, match="found has 0 entries, 1 are needed"):
         _core.match_messages([{}], [], NO_IDS, NO_IDS)
+    out = np.empty(2, np.int32)
+    _core.match_messages([{}, {}], [{}], np.array([-1, 1], np.int32), out)
+    assert out.tolist() == [-1, -1]
 
 
 @given(json_messages)

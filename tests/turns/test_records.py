@@ -351,11 +351,10 @@ def test_a_buffer_may_be_used_again():
     assert prompts == [[0, 1], [10, 11]]
 
 
-def test_long_prompts_fill_many_blocks():
+def test_long_and_empty_prompts():
     lengths = [1, 20_000, 0, 40_000, 5, 100_000]
     records = [{**CALL, "prompt_ids": range(n)} for n in lengths]
     prompts = tk.from_records(records)["prompt_ids"]
-    assert prompts.num_chunks > 1
     assert prompts.to_pylist() == [list(range(n)) for n in lengths]
 
 

@@ -75,27 +75,12 @@ _SMALL_BYTES = 1 << 18
 
 
 def canonical(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The table in the schema's own types and column order.
+    """The table in the schema's own types and column order; its layout was checked.
 
     Columns that already have their type are not copied. Missing nullable columns are
-    null. Extra columns come last, unchanged. Only types are checked here;
-    `trajkit.validate` checks values.
-
-    Parameters
-    ----------
-    table : Table
-        From `as_table` or a file reader, which check its layout.
-    schema : Schema
-        One of `trajkit.schema`'s.
-
-    Raises
-    ------
-    SchemaError
-        A column is missing or has an incompatible type; the table is of another kind
-        or of another schema version.
-    InvalidTurnsError
-        A value does not fit its type: an integer out of range, a key of another width,
-        a null in a column without nulls.
+    null. Extra columns come last, unchanged. Values are checked by `trajkit.validate`.
+    Raises SchemaError as `check_columns`, and InvalidTurnsError if a value does not fit
+    its type or is null in a column without nulls.
     """
     if table.schema.equals(schema, check_metadata=True) and not any(
         column.null_count
@@ -113,21 +98,8 @@ def as_table(table: TableLike, unread: Collection[str] = ()) -> pa.Table:
     """A pyarrow Table of valid layout; Arrow data is not copied.
 
     Every table that a caller passes is checked here, or by `check_buffers` batch by
-    batch. The kernels rely on it.
-
-    Parameters
-    ----------
-    table : table of any library
-        See `trajkit._arguments.arrow_source`. A reader is read to its end.
-    unread : collection of str
-        As in `check_buffers`.
-
-    Raises
-    ------
-    SchemaError
-        The object is not a table.
-    LayoutError
-        As `check_buffers`.
+    batch. The kernels rely on it. Raises SchemaError if the object is no table (see
+    `trajkit._arguments.arrow_source`), and LayoutError as `check_buffers`.
     """
     source = arrow_source(table)
     if source is None:
@@ -153,14 +125,9 @@ def check_buffers(
 
     Arrow does not check data that it reads or imports: offsets may decrease or exceed
     their child, dictionary indices may exceed their dictionary, bitmaps may be too
-    short, text may be invalid UTF-8.
-
-    Parameters
-    ----------
-    table : Table or RecordBatch
-    unread : collection of str
-        Columns whose text the caller neither reads nor returns. In a large table it is
-        not checked for UTF-8, which takes as long as reading it from memory.
+    short, text may be invalid UTF-8. The text of columns that are ``unread`` and not
+    returned is not checked for UTF-8 in a large table, which takes as long as reading
+    it from memory.
     """
     where = "a column's name"
     try:

@@ -31,15 +31,9 @@ def check_no_clash(
 def replace_columns(
     table: pa.Table, form: pa.Schema, wanted: pa.Schema, parts: Sequence[Columns]
 ) -> pa.Table:
-    """The table with the columns of another schema.
+    """The table, which is in the form ``form``, with the columns of another schema.
 
-    Parameters
-    ----------
-    table : Table
-        In the form ``form``, with any extra columns.
-    form, wanted : Schema
-    parts : sequence of dict
-        The columns that only ``wanted`` has, for consecutive ranges of rows.
+    ``parts`` has the columns that only ``wanted`` has, for consecutive ranges of rows.
     """
     made = {
         name: pa.chunked_array([part[name] for part in parts], wanted.field(name).type)

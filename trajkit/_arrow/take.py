@@ -21,10 +21,7 @@ _Values = TypeVar("_Values", pa.Array, pa.RecordBatch)
 def take_rows(table: pa.Table, indices: pa.Array) -> pa.Table:
     """The rows of these indices, in this order, in the table's own types.
 
-    Raises
-    ------
-    SchemaError
-        Arrow cannot reorder the values of a column's type.
+    Raises SchemaError if Arrow cannot reorder the values of a column's type.
     """
     columns = [
         take_values(column, indices, name)
@@ -56,12 +53,8 @@ def take_run(values: _Values, indices: npt.NDArray[Any]) -> _Values:
 
 
 def take_session(table: pa.Table, session_id: str, what: str = "turns") -> pa.Table:
-    """The lines of one session.
-
-    Raises
-    ------
-    UnknownSessionError
-        There is none. ``what`` names the table.
+    """The lines of one session; UnknownSessionError if the table, called ``what``, has
+    none.
     """
     found = table.slice(0, 0)
     if "session_id" in table.column_names:

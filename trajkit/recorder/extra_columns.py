@@ -32,12 +32,11 @@ METADATA = {
 
 
 def with_metadata(payloads: object, values: tuple[object, ...]) -> object:
-    """The payloads of a call and, in their types, the values of `METADATA` that are given.
+    """The payloads of a call and, in their types, the values of `METADATA` that are
+    given.
 
-    Raises
-    ------
-    InvalidTurnsError
-        A value is not of its column's type, or is in the payloads as well.
+    Raises InvalidTurnsError for a value of another type, or one that payloads have as
+    well.
     """
     if not any(value is not None for value in values):
         return payloads
@@ -108,17 +107,8 @@ class ExtraColumns:
     def read(self, given: object, call: int, where: str) -> dict[str, Column]:
         """The values of a call as columns, which `add` makes part of the session.
 
-        Parameters
-        ----------
-        given : mapping of name to value, or None
-        call : int
-        where : str
-            For the error: ``session 'a', turn 7: ``.
-
-        Raises
-        ------
-        InvalidTurnsError
-            A name is taken, or Arrow cannot store a value with the earlier ones.
+        ``where`` begins the error: ``session 'a', turn 7: ``. Raises InvalidTurnsError
+        if a name is taken, or Arrow cannot store a value with the earlier ones.
         """
         if given is None:
             return {}

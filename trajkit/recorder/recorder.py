@@ -24,13 +24,6 @@ from trajkit.turns.table import Turns
 
 OnInvalid: TypeAlias = Literal["raise", "reject"]
 
-# the arguments of `Recorder.record` that `Recording.add` takes, in its order
-_ARGUMENTS = (
-    *("prompt_ids", "output_ids", "output_logprobs", "finish_reason", "ill_formed"),
-    *("use_tool", "trainable", "prompt_messages", "response_message"),
-    *("weight_versions", "output_mask", "payloads"),
-)
-
 
 class Recorded(NamedTuple):
     """Where `Recorder.record` put a call.
@@ -242,11 +235,21 @@ class Recorder:
         UnknownSessionError
             The session was dropped during this call.
         """
-        given = (
-            *(prompt_ids, output_ids, output_logprobs, finish_reason, ill_formed),
-            *(use_tool, trainable, prompt_messages, response_message),
-            *(weight_versions, output_mask),
-        )
+        call = {
+            "prompt_ids": prompt_ids,
+            "output_ids": output_ids,
+            "output_logprobs": output_logprobs,
+            "finish_reason": finish_reason,
+            "ill_formed": ill_formed,
+            "trainable": trainable,
+            "prompt_messages": prompt_messages,
+            "response_message": response_message,
+            "weight_versions": weight_versions,
+            "output_mask": output_mask,
+            "mm_items": mm_items,
+        }
+        if use_tool is not None:
+            call["use_tool"] = use_tool
         metadata = (request_id, model, agent_id, call_kind, started_at, ended_at, step)
         index = 0
         try:
@@ -263,11 +266,7 @@ class Recorder:
                 index = session.n_calls
                 try:
                     columns = with_metadata(payloads, metadata)
-                    if mm_items is not None:
-                        mm_items = session.check_items(mm_items, prompt_ids)
-                    base, shared, clean = session.add(given, columns)
-                    if mm_items:
-                        session.mm_items[index] = mm_items
+                    base, shared, clean = session.add(call, columns)
                 except (InvalidTurnsError, RecursionError) as error:
                     reason = f"session {session_id!r}, turn {index}: {error}"
                     if isinstance(error, RecursionError):
@@ -276,11 +275,10 @@ class Recorder:
         except InvalidTurnsError as error:
             if self._raises:
                 raise
-            names = (*_ARGUMENTS, *METADATA, "mm_items")
-            values = zip(names, (*given, payloads, *metadata, mm_items), strict=True)
-            call = {name: copied(one) for name, one in values if one is not None}
+            call |= {"payloads": payloads, **dict(zip(METADATA, metadata, strict=True))}
+            kept = {n: copied(one) for n, one in call.items() if one is not None}
             with self._lock:
-                self._rejected.append(RejectedCall(session_id, index, str(error), call))
+                self._rejected.append(RejectedCall(session_id, index, str(error), kept))
             return Recorded(index, None, 0, False, str(error))
         # as Recorded(...) does, without a Python call
         found = (index, None if base < 0 else base, shared, clean, None)
@@ -305,8 +303,8 @@ class Recorder:
         session_id : str
             A session without a call matches nothing.
         prompt_ids, prompt_messages : optional
-            As for `record`; at least one of them. Messages after the first one that is
-            not shared are not looked at.
+            As for `record`; at least one of them. Messages after the first one that the
+            session does not have are not looked at.
 
         Raises
         ------

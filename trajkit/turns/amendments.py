@@ -11,13 +11,7 @@ from trajkit.schema import AMENDMENTS
 
 
 class Amendments:
-    """The last amendment of each turn.
-
-    Parameters
-    ----------
-    table : Table
-        `trajkit.schema.AMENDMENTS`; the last amendment of a turn counts.
-    """
+    """The last amendment of each turn in a table of `trajkit.schema.AMENDMENTS`."""
 
     def __init__(self, table: pa.Table) -> None:
         table = canonical(table, AMENDMENTS)
@@ -32,11 +26,7 @@ class Amendments:
     def fold_into(self, turns: pa.Table) -> pa.Table:
         """The turns as amended, with the reason as the column ``amended``.
 
-        Parameters
-        ----------
-        turns : Table
-            `TURNS` or `TURNS_DELTA`. A turn with ``trainable=False`` keeps it. Amendments
-            of other turns are ignored.
+        A turn with ``trainable=False`` keeps it. Amendments of other turns are ignored.
         """
         keys = self._keys(turns)
         at = np.searchsorted(self._keys_known, keys)

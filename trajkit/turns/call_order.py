@@ -12,17 +12,7 @@ def by_prompt(calls: Calls) -> Ints:
     """The calls of each session, shortest prompt first, then by request_id.
 
     ``request_id`` is an optional column of ``turns``; calls without one follow those
-    that have one, in the order of turns.
-
-    Returns
-    -------
-    ndarray of int32, shape (n_calls,)
-        Calls; session s has ``session_offsets[s]:session_offsets[s + 1]``.
-
-    Raises
-    ------
-    SchemaError
-        A column is of a type that has no order.
+    that have one, in the order of turns. Raises SchemaError if its type has no order.
     """
     keys = [_ranks(calls, "request_id"), calls.calls["prompt_len"], calls.session_of()]
     return np.lexsort(keys).astype(np.int32)
@@ -31,13 +21,8 @@ def by_prompt(calls: Calls) -> Ints:
 def by_creation(calls: Calls) -> Ints:
     """The rank of each call by ``started_at``, then ``request_id``, then turn.
 
-    Both are optional columns of ``turns``. Shape (n_calls,); ranks are over all
-    sessions.
-
-    Raises
-    ------
-    SchemaError
-        A column is of a type that has no order.
+    Both are optional columns of ``turns``. Ranks are over all sessions. Raises
+    SchemaError if a column's type has no order.
     """
     n = len(calls.calls)
     keys = [_ranks(calls, "request_id"), _ranks(calls, "started_at")]

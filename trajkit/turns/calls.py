@@ -40,9 +40,20 @@ _COLUMNS = (
 )
 _DELTA_NAMES = {"prompt_ids": "suffix_ids", "messages": "suffix_messages"}
 _DELTA_COLUMNS = ("base_turn", "shared_length", "shared_messages")
-# faults of a turn that the kernel reports
-_OWN_NULL, _OUT_NULL, _LOGPROBS, _KEY, _ORDER, _BASE, _SHARED, _MESSAGES = range(1, 9)
-_MASK_LENGTH, _MASK_NULL = 9, 10
+# The error texts of the faults that the kernel reports, from 1 on. A column stands for its
+# value or, if that is a list, for its length.
+_FAULTS = (
+    "{own} contains a null; every id is needed",
+    "output_ids contains a null; every id is needed",
+    "{output_logprobs} logprobs for {output_ids} output ids",
+    "a message has no key, which is needed to find parents",
+    "follows turn {before}; turn_index must ascend within a session",
+    "base_turn {base_turn} is not an earlier turn of the session",
+    "shared_length is {shared_length}: expected 0 to {most}, tokens of the base",
+    "shared_messages is {shared_messages}: expected 0 to {most}, messages of the base",
+    "{output_mask} elements of output_mask for {output_ids} output ids",
+    "output_mask contains a null; expected true or false for every output id",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,24 +160,10 @@ class Calls:
 def read_calls(turns: pa.Table | Turns) -> Calls:
     """The calls of a ``turns`` table, in full or in delta form.
 
-    Parameters
-    ----------
-    turns : Table or Turns
-        As `canonical` takes it. Values are not checked (`trajkit.validate` does);
-        prompts and outputs may be empty.
-
-    Returns
-    -------
-    Calls
-
-    Raises
-    ------
-    SchemaError
-        A column is absent or of another type.
-    InvalidTurnsError
-        The rows of a session are not contiguous, turn_index does not ascend, logprobs
-        and outputs have different lengths, a base is not an earlier turn of its session,
-        or an id is null.
+    Values are not checked (`trajkit.validate` does); prompts and outputs may be empty.
+    Raises as `locate`, and InvalidTurnsError if turn_index does not ascend, logprobs
+    and outputs have different lengths, a base is not an earlier turn of its session, or
+    an id is null.
     """
     located = turns if isinstance(turns, Turns) else locate(turns)
     table, n_calls = located.table, located.table.num_rows
@@ -188,34 +185,14 @@ def read_calls(turns: pa.Table | Turns) -> Calls:
 
 def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:
     """The error text of a fault that the kernel found."""
-
-    def value(name: str, at: int = row) -> pa.Scalar:
-        return table.column(name)[at]
-
-    if fault == _LOGPROBS:
-        given, wanted = value("output_logprobs"), value("output_ids")
-        return f"{len(given)} logprobs for {len(wanted)} output ids"
-    if fault == _MASK_LENGTH:
-        given, wanted = value("output_mask"), value("output_ids")
-        return f"{len(given)} elements of output_mask for {len(wanted)} output ids"
-    if fault == _MASK_NULL:
-        return "output_mask contains a null; expected true or false for every output id"
-    if fault == _KEY:
-        return "a message has no key, which is needed to find parents"
-    if fault == _ORDER:
-        before = value("turn_index", row - 1)
-        return f"follows turn {before}; turn_index must ascend within a session"
-    if fault == _BASE:
-        return f"base_turn {value('base_turn')} is not an earlier turn of the session"
-    if fault == _SHARED:
-        shared = value("shared_length")
-        return f"shared_length is {shared}: expected 0 to {most}, tokens of the base"
-    if fault == _MESSAGES:
-        shared = value("shared_messages")
-        return (
-            f"shared_messages is {shared}: expected 0 to {most}, messages of the base"
-        )
-    own = "output_ids"
-    if fault == _OWN_NULL:
-        own = "suffix_ids" if "suffix_ids" in table.column_names else "prompt_ids"
-    return f"{own} contains a null; every id is needed"
+    text, names = _FAULTS[fault - 1], table.column_names
+    fields: dict[str, object] = {
+        "own": "suffix_ids" if "suffix_ids" in names else "prompt_ids",
+        "before": table.column("turn_index")[row - 1],
+        "most": most,
+    }
+    for name in names:
+        if f"{{{name}}}" in text:
+            value = table.column(name)[row]
+            fields[name] = len(value) if hasattr(value, "__len__") else value
+    return text.format(**fields)

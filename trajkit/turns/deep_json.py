@@ -41,10 +41,7 @@ def _children(value: object) -> Iterable[object]:
 def parse(text: str) -> object:
     """As ``json.loads``, which fails at a depth of some thousand levels.
 
-    Raises
-    ------
-    ValueError
-        The text is not JSON. NaN and the infinities are accepted, as ``json`` does.
+    Raises ValueError for what is not JSON; NaN and the infinities are, as in ``json``.
     """
     try:
         return json.loads(text)

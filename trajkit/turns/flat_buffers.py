@@ -53,12 +53,8 @@ def offsets_of(lengths: Longs) -> Longs:
 
 
 def positions(starts: Longs, lengths: Longs) -> Longs:
-    """``start, start + 1, ...`` of every span, concatenated.
-
-    Examples
-    --------
-    >>> positions(np.array([5, 0]), np.array([2, 3]))
-    array([5, 6, 0, 1, 2])
+    """``start, start + 1, ...`` of every span, concatenated: 5, 6 and 0, 1, 2 for
+    starts of 5 and 0 with lengths of 2 and 3.
     """
     offsets = offsets_of(lengths)
     return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)

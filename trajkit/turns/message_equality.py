@@ -33,12 +33,7 @@ _SHOWN = 80
 def with_equality(calls: Calls, equality: MessageEquality) -> Calls:
     """Replace the keys of requests so that equal messages have equal keys.
 
-    Raises
-    ------
-    MissingBodyError
-        The equality compares bodies, and a message has none in its session.
-    InvalidTurnsError
-        The equality parses bodies, and one is not a JSON object.
+    Raises as `classify` for an equality that compares bodies.
     """
     if equality == "values":
         return _by_value(calls)
@@ -111,12 +106,8 @@ class Classes:
 def classify(calls: Calls, identity: Identity) -> Classes:
     """Group the messages of calls into classes; ``identity`` gets each body once.
 
-    Raises
-    ------
-    MissingBodyError
-        A message has no body, here or earlier in its session.
-    InvalidTurnsError
-        ``identity`` parses a body that is not a JSON object.
+    Raises MissingBodyError if a message has no body, here or earlier in its session,
+    and InvalidTurnsError if ``identity`` parses a body that is not a JSON object.
     """
     requests = calls.requests
     column = calls.stored_messages

@@ -9,9 +9,9 @@ equal (1 == 1.0 == True). The other bytes are zero unless a number can be writte
 simpler type.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -104,97 +104,44 @@ def _digest(text: str, size: int) -> bytes:
     return blake2b(text.encode(), digest_size=size).digest()
 
 
+class Encoded(NamedTuple):
+    """A message as a table stores it."""
+
+    key: bytes
+    role: str
+    # None: only the key is known
+    body: str | None
+
+
 @dataclass(slots=True)
 class MessageBook:
     """Every distinct message of some calls, under a small id, in order of arrival."""
 
     keys: list[bytes] = field(default_factory=list)
     roles: list[str] = field(default_factory=list)
-    # None: only the key is known
     bodies: list[str | None] = field(default_factory=list)
-    _by_body: dict[str, int] = field(default_factory=dict)
     _by_name: dict[tuple[bytes, str], int] = field(default_factory=dict)
 
-    def add(self, message: object, where: str) -> int:
-        """The id of a message, which must not change afterwards.
+    def find(self, message: Encoded) -> int:
+        """The id of a message; -1 if it, or its body, is new."""
+        known = self._by_name.get((message.key, message.role), -1)
+        has_body = known >= 0 and self.bodies[known] is not None
+        return known if has_body or message.body is None else -1
 
-        Parameters
-        ----------
-        message : dict
-            With a ``role``, and of JSON values throughout.
-        where : str
-            Its name in error texts: ``session 'a', turn 7: response_message``.
-
-        Raises
-        ------
-        InvalidTurnsError
-            It is not a dict, has no role, or contains what JSON cannot express.
-        """
-        role, body, value_text = _encoded(message, where)
-        known = self._by_body.get(body)
-        if known is not None:
-            return known
-        check_text(role, f"{where} role")
-        number = self._by_body[body] = len(self.bodies)
-        self._append(_key(body, value_text), role, body)
+    def add(self, message: Encoded) -> int:
+        """The id of a message; one with a body replaces one without."""
+        number = self.find(message)
+        if number < 0:
+            number = self._by_name[message.key, message.role] = len(self.bodies)
+            self.keys.append(message.key)
+            self.roles.append(message.role)
+            self.bodies.append(message.body)
         return number
-
-    def find(self, message: object, where: str) -> int:
-        """The id of a message, or -1 if it is new; raises as `add` does."""
-        return self._by_body.get(_encoded(message, where)[1], -1)
-
-    def add_key(self, key: bytes, role: str) -> int:
-        """The id of a message that is given by key and role, without a body."""
-        number = self._by_name.get((key, role))
-        if number is None:
-            number = self._by_name[key, role] = len(self.bodies)
-            self._append(key, role, None)
-        return number
-
-    def _append(self, key: bytes, role: str, body: str | None) -> None:
-        self.keys.append(key)
-        self.roles.append(role)
-        self.bodies.append(body)
-
-    def add_all(
-        self,
-        messages: Sequence[object],
-        before: Sequence[object],
-        before_ids: Ids,
-        where: str,
-    ) -> Ids:
-        """The ids of a call's messages.
-
-        A message that equals, by type and value, the one at the same index of an earlier
-        call is not encoded again.
-
-        Parameters
-        ----------
-        messages, before : sequence of dict
-            This call's messages and those of the earlier call.
-        before_ids : ndarray of int32, shape (len(before),)
-            What this method returned for them.
-        where : str
-            As in `add`; the index is appended.
-
-        Returns
-        -------
-        ndarray of int32, shape (len(messages),)
-        """
-        ids = np.empty(len(messages), np.int32)
-        _core.match_messages(list(messages), list(before), before_ids, ids)
-        for i in np.flatnonzero(ids < 0).tolist():
-            ids[i] = self.add(messages[i], f"{where}[{i}]")
-        return ids
 
     def shown(self, ids: Ids, sessions: Ids) -> npt.NDArray[np.bool_]:
         """Whether each message is the first occurrence in its session, which has the body.
 
-        Parameters
-        ----------
-        ids, sessions : ndarray of int32, shape (n_messages,)
-            Messages in the order of their sessions (prompt, reply, next prompt, ...),
-            and the session of each.
+        Messages are in the order of their sessions (prompt, reply, next prompt, ...).
         """
         messages = pa.array(sessions * np.int64(len(self.bodies)) + ids)
         # numbered in order of appearance, so a new one exceeds all before it
@@ -205,15 +152,7 @@ class MessageBook:
         return new
 
     def array(self, ids: Ids, shown: npt.NDArray[np.bool_]) -> pa.StructArray:
-        """The messages as the schema's struct.
-
-        Parameters
-        ----------
-        ids : ndarray of int32, shape (n_messages,)
-            -1: null.
-        shown : ndarray of bool, shape (n_messages,)
-            Where the body is stored; it is null elsewhere.
-        """
+        """The messages as the schema's struct: null for -1, a body only where shown."""
         # an id of -1 takes the last key
         keys = np.frombuffer(b"".join(self.keys) + bytes(KEY_BYTES), f"V{KEY_BYTES}")
         absent = ids < 0
@@ -231,8 +170,11 @@ class MessageBook:
         )
 
 
-def _encoded(message: object, where: str) -> tuple[str, str, str]:
-    """A message's role, its body, and the text of its values."""
+def encode(message: object, where: str) -> Encoded:
+    """A chat message with its key and body; ``where`` is its name in error texts.
+
+    Raises `InvalidTurnsError` if it is no dict with a ``role``, or is not all JSON.
+    """
     if not isinstance(message, dict):
         raise InvalidTurnsError(
             f"{where} is of type {type(message).__name__}: expected a dict"
@@ -241,12 +183,13 @@ def _encoded(message: object, where: str) -> tuple[str, str, str]:
     if not isinstance(role, str):
         said = f"the role {role!r}" if "role" in message else "no role"
         raise InvalidTurnsError(f"{where} has {said}: expected a string")
+    check_text(role, f"{where} role")
     try:
-        body, value_text = _core.encode_message(message)
+        key, body = message_record(message)
     except InvalidTurnsError as error:
         gap = "" if str(error).startswith("[") else " "
         raise InvalidTurnsError(f"{where}{gap}{error}") from None
-    return role, body, value_text
+    return Encoded(key, role, body)
 
 
 def check_text(text: str, where: str) -> None:

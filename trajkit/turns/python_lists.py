@@ -1,8 +1,8 @@
-"""Copy token ids and logprobs from Python lists and arrays into flat buffers."""
+"""Token ids and logprobs of Python lists and arrays as flat buffers."""
 
 from collections.abc import Mapping
 from operator import index
-from typing import Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,57 +16,34 @@ _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 ID_RULE = "token ids are integers in [0, 2**31)"
 
 
-_Number = TypeVar("_Number", bound=np.generic)
+class ListBuilder:
+    """A column of lists of numbers, list by list."""
 
-
-class ListBuilder(Generic[_Number]):
-    """Lists of numbers, appended to arrays that are never copied.
-
-    Parameters
-    ----------
-    dtype : type
-        ``np.int32`` or ``np.float32``.
-    """
-
-    # elements of the first array; each next one is four times as large, up to 64 MiB.
-    # Unwritten pages cost nothing, but every array costs its reader time.
-    _FIRST, _LARGEST = 1 << 16, 1 << 24
-
-    def __init__(self, dtype: type[_Number]) -> None:
-        self._type = pa.large_list(pa.from_numpy_dtype(dtype))
-        self._chunks: list[pa.Array] = []
-        self._begin(np.empty(0, dtype))
-
-    def _begin(self, values: npt.NDArray[_Number]) -> None:
-        self._values = values
+    def __init__(self, type_: pa.DataType) -> None:
+        self._type = type_
+        self._values = bytearray()
         self._offsets = [0]
         self._null_lists: list[int] = []
         self._null_values: list[npt.NDArray[np.int64]] = []
 
-    def append(self, length: int) -> npt.NDArray[_Number]:
-        """Append a list whose values are undefined."""
-        start = self._offsets[-1]
-        if len(self._values) - start < length:
-            start, size = 0, self._FIRST << 2 * len(self._chunks)
-            self._finish()
-            size = max(min(size, self._LARGEST), length)
-            self._begin(np.empty(size, self._values.dtype))
-        self._offsets.append(start + length)
-        return self._values[start : start + length]
+    def append(
+        self,
+        values: npt.NDArray[np.generic] | None,
+        valid: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Append a list (None: a null), whose values are null where ``valid`` is 0."""
+        start = stop = self._offsets[-1]
+        if values is None:
+            self._null_lists.append(len(self._offsets) - 1)
+        else:
+            self._values += values.data
+            stop += len(values)
+        if valid is not None:
+            self._null_values.append(start + np.flatnonzero(valid == 0))
+        self._offsets.append(stop)
 
-    def append_null(self) -> None:
-        """Append a null."""
-        self.append(0)
-        self._null_lists.append(len(self._offsets) - 2)
-
-    def null_values(self, valid: npt.NDArray[np.uint8]) -> None:
-        """Make the values of the last list null where ``valid`` is 0."""
-        self._null_values.append(self._offsets[-2] + np.flatnonzero(valid == 0))
-
-    def _finish(self) -> None:
-        """Make an Arrow array of the lists since the last one, if there are any."""
-        if len(self._offsets) == 1:
-            return
+    def lists(self) -> pa.LargeListArray:
+        """The column; values are not copied."""
         nulls, mask = None, None
         if self._null_values:
             nulls = np.zeros(self._offsets[-1], np.bool_)
@@ -75,152 +52,97 @@ class ListBuilder(Generic[_Number]):
             mask = np.zeros(len(self._offsets) - 1, np.bool_)
             mask[self._null_lists] = True
             mask = pa.array(mask)
-        values = pa.array(self._values[: self._offsets[-1]], mask=nulls)
-        offsets = pa.array(self._offsets, pa.int64())
-        self._chunks.append(
-            pa.LargeListArray.from_arrays(offsets, values, type=self._type, mask=mask)
+        values = np.frombuffer(self._values, self._type.value_type.to_pandas_dtype())
+        return pa.LargeListArray.from_arrays(
+            pa.array(self._offsets, pa.int64()),
+            pa.array(values, mask=nulls),
+            type=self._type,
+            mask=mask,
         )
 
-    def lists(self) -> pa.ChunkedArray:
-        """The lists as ``large_list``, without a copy of the values."""
-        self._finish()
-        return pa.chunked_array(self._chunks, self._type)
+
+def _is_flat(values: object, dtype: np.dtype[Any]) -> bool:
+    """Whether it is a contiguous array; a subclass may mean more by it, as masks do."""
+    return (
+        type(values) is np.ndarray
+        and values.dtype is dtype
+        and values.ndim == 1
+        and values.flags.c_contiguous
+    )
 
 
-def write_ids(
-    builder: ListBuilder[np.int32], values: object, where: str, name: str
-) -> int:
-    """Append token ids to a builder and return their number.
-
-    Parameters
-    ----------
-    values : list, tuple, range, or array or buffer of integers
-    where, name : str
-        For the error: ``session 'a', turn 7: `` and the field.
-
-    Raises
-    ------
-    InvalidTurnsError
-        A value is not a token id.
-    """
-    array = _as_array(values, f"{where}{name}", "integers")
-    _fill_ids(array, builder.append(len(array)), f"{where}{name}")
-    return len(array)
-
-
-def read_ids(values: object, where: str, name: str) -> npt.NDArray[np.int32]:
+def read_ids(values: object, what: str) -> npt.NDArray[np.int32]:
     """Token ids as a contiguous array. An int32 array is returned unchecked.
 
-    Parameters and errors as for `write_ids`.
+    ``what`` is their name in errors: ``session 'a', turn 7: prompt_ids``. Raises
+    InvalidTurnsError for a value that is no token id.
     """
-    if type(values) is np.ndarray and values.dtype is _INT32 and values.ndim == 1:
-        return np.ascontiguousarray(values)  # the usual case, tested first
-    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1:
-        return np.ascontiguousarray(values)
-    array = _as_array(values, f"{where}{name}", "integers")
+    if _is_flat(values, _INT32):
+        return values  # type: ignore[return-value]  # the usual case, tested first
+    array = _as_array(values, what, "integers")
+    if not isinstance(array, list):
+        if array.dtype.kind not in "iu":
+            raise InvalidTurnsError(f"{what} is of {array.dtype}: {ID_RULE}")
+        numbers: npt.NDArray[np.integer] = array  # type: ignore[assignment]
+        bad = (numbers < 0) | (numbers > 0x7FFFFFFF)
+        if bad.any():
+            at = int(bad.argmax())
+            raise InvalidTurnsError(f"{what}[{at}] is {numbers[at]}: {ID_RULE}")
+        return numbers.astype(np.int32)
     ids = np.empty(len(array), np.int32)
-    _fill_ids(array, ids, f"{where}{name}")
-    return ids
-
-
-def _fill_ids(
-    values: list[object] | npt.NDArray[np.generic],
-    out: npt.NDArray[np.int32],
-    what: str,
-) -> None:
-    if isinstance(values, list):
-        _fill_id_list(values, out, what)
-        return
-    if values.dtype.kind not in "iu":
-        raise InvalidTurnsError(f"{what} is of {values.dtype}: {ID_RULE}")
-    numbers: npt.NDArray[np.integer] = values  # type: ignore[assignment]
-    if numbers.dtype == np.int32 and numbers.min(initial=0) >= 0:
-        out[:] = numbers  # in range without asking twice for each
-        return
-    bad = (numbers < 0) | (numbers > 0x7FFFFFFF)
-    if bad.any():
-        at = int(bad.argmax())
-        raise InvalidTurnsError(f"{what}[{at}] is {numbers[at]}: {ID_RULE}")
-    out[:] = numbers
-
-
-def _fill_id_list(values: list[object], out: npt.NDArray[np.int32], what: str) -> None:
-    at = _core.unbox_ids(values, out)
     # the kernel stops at a value that is not an int; numpy integers are read here
-    for k in range(at, len(values)):
-        value = values[k]
+    for k in range(_core.unbox_ids(array, ids), len(array)):
+        value = array[k]
         try:
             plain = -1 if isinstance(value, (bool, np.bool_)) else index(value)  # type: ignore[arg-type]
         except TypeError:
             plain = -1
         if not 0 <= plain <= 0x7FFFFFFF:
             raise InvalidTurnsError(f"{what}[{k}] is {value!r}: {ID_RULE}")
-        out[k] = plain
+        ids[k] = plain
+    return ids
 
 
-def write_logprobs(
-    builder: ListBuilder[np.float32], values: object, n_outputs: int, where: str
-) -> None:
-    """Append the logprobs of a call to a builder; None and an empty list become null.
-
-    Raises
-    ------
-    InvalidTurnsError
-        They are not numbers, or not one per output id.
-    """
-    array = given_logprobs(values, n_outputs, where)
-    if array is None:
-        builder.append_null()
-        return
-    valid = fill_logprobs(array, builder.append(n_outputs), where)
-    if valid is not None:
-        builder.null_values(valid)
+def checked_ids(values: object, what: str) -> npt.NDArray[np.int32]:
+    """As `read_ids`, with every value checked."""
+    ids = read_ids(values, what)
+    if ids.min(initial=0) < 0:
+        at = int((ids < 0).argmax())
+        raise InvalidTurnsError(f"{what}[{at}] is {ids[at]}: {ID_RULE}")
+    return ids
 
 
-def given_logprobs(
+def read_logprobs(
     values: object, n_outputs: int, where: str
-) -> list[object] | npt.NDArray[np.generic] | None:
-    """The logprobs of a call, one per output id; None for None and for an empty list.
+) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.uint8] | None]:
+    """The logprobs of a call, and which are not null (None: all).
 
-    Errors as for `write_logprobs`.
+    None for None and for an empty list. Raises InvalidTurnsError if they are not
+    numbers, or not one per output id.
     """
     if values is None:
-        return None
+        return None, None
+    if _is_flat(values, _FLOAT32) and len(values) == n_outputs > 0:  # type: ignore[arg-type]
+        return values, None  # type: ignore[return-value]
     array = _as_array(values, f"{where}output_logprobs", "numbers")
     if len(array) == 0:
-        return None
+        return None, None
     if len(array) != n_outputs:
         raise InvalidTurnsError(
             f"{where}{len(array)} logprobs for {n_outputs} output ids"
         )
-    return array
-
-
-def fill_logprobs(
-    values: list[object] | npt.NDArray[np.generic],
-    out: npt.NDArray[np.float32],
-    where: str,
-) -> npt.NDArray[np.uint8] | None:
-    """Copy logprobs to ``out`` and return which are not null (None: all).
-
-    Errors as for `write_logprobs`.
-    """
-    if isinstance(values, list):
-        valid = np.empty(len(values), np.uint8)
-        at = _core.unbox_logprobs(values, out, valid)
-        for k in range(at, len(values)):
-            out[k], valid[k] = _logprob(values[k], f"{where}output_logprobs[{k}]")
-        return None if valid.all() else valid
-    if values.dtype == np.float32:
-        out[:] = values
-    elif values.dtype.kind in "fiu":
-        with np.errstate(over="ignore"):  # becomes infinite, which is refused later
-            out[:] = values
-    else:
+    if isinstance(array, list):
+        numbers, valid = np.empty(n_outputs, np.float32), np.empty(n_outputs, np.uint8)
+        at = _core.unbox_logprobs(array, numbers, valid)
+        for k in range(at, n_outputs):
+            numbers[k], valid[k] = _logprob(array[k], f"{where}output_logprobs[{k}]")
+        return numbers, None if valid.all() else valid
+    if array.dtype.kind not in "fiu":
         raise InvalidTurnsError(
-            f"{where}output_logprobs is of {values.dtype}: logprobs are numbers"
+            f"{where}output_logprobs is of {array.dtype}: logprobs are numbers"
         )
-    return None
+    with np.errstate(over="ignore"):  # becomes infinite, which is refused later
+        return np.ascontiguousarray(array, np.float32), None
 
 
 def _logprob(value: object, what: str) -> tuple[float, bool]:

@@ -1,15 +1,16 @@
 """Recorded calls as Python dicts to a table of turns."""
 
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trajkit import _core
 from trajkit._arguments import near_miss, whole_number
 from trajkit._arrow.canonical import TableLike, as_table
 from trajkit.errors import InvalidTurnsError
@@ -17,27 +18,23 @@ from trajkit.schema import MM_ITEM, TURNS, WEIGHT_VERSION
 from trajkit.turns.calls import Longs
 from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep
 from trajkit.turns.flat_buffers import offsets_of
-from trajkit.turns.messages import NO_IDS, Ids, MessageBook, check_text
-from trajkit.turns.python_lists import ListBuilder, write_ids, write_logprobs
+from trajkit.turns.messages import NO_IDS, Ids, MessageBook, check_text, encode
+from trajkit.turns.mm_items import Ints
+from trajkit.turns.python_lists import ListBuilder, checked_ids, read_logprobs
+from trajkit.turns.turn_rules import item_fault
 from trajkit.turns.validation import check_values
 
 Record: TypeAlias = Mapping[str, object]
 
+METADATA = (
+    *("finish_reason", "use_tool", "ill_formed", "trainable"),
+    *("output_mask", "weight_versions", "mm_items"),
+)
+"""Columns of one value per call, in the order of `read_metadata`."""
+
 FIELDS = (
-    "session_id",
-    "turn_index",
-    "prompt_ids",
-    "output_ids",
-    "output_logprobs",
-    "finish_reason",
-    "ill_formed",
-    "prompt_messages",
-    "response_message",
-    "use_tool",
-    "trainable",
-    "output_mask",
-    "weight_versions",
-    "mm_items",
+    *("session_id", "turn_index", "prompt_ids", "output_ids", "output_logprobs"),
+    *("prompt_messages", "response_message", *METADATA),
 )
 _SPELLED = {name.replace("_", ""): name for name in FIELDS}
 # as an extra column it would silently leave the turns without logprobs
@@ -133,8 +130,11 @@ class _Session:
     number: int
     # of the previous call: its messages and their ids
     turn_index: int = -1
-    messages: tuple[object, ...] = ()
+    messages: list[object] = field(default_factory=list)
     message_ids: Ids = field(default_factory=lambda: NO_IDS)
+
+
+_TOKENS = ("prompt_ids", "output_ids", "output_logprobs")
 
 
 @dataclass(slots=True)
@@ -145,25 +145,13 @@ class _Batch:
     book: MessageBook = field(default_factory=MessageBook)
     session_numbers: list[int] = field(default_factory=list)
     turn_indices: list[int] = field(default_factory=list)
-    prompts: ListBuilder[np.int32] = field(
-        default_factory=lambda: ListBuilder(np.int32)
+    tokens: dict[str, ListBuilder] = field(
+        default_factory=lambda: {n: ListBuilder(TURNS.field(n).type) for n in _TOKENS}
     )
-    outputs: ListBuilder[np.int32] = field(
-        default_factory=lambda: ListBuilder(np.int32)
-    )
-    logprobs: ListBuilder[np.float32] = field(
-        default_factory=lambda: ListBuilder(np.float32)
-    )
-    finish_reasons: list[str | None] = field(default_factory=list)
     messages: list[Ids | None] = field(default_factory=list)
     # -1: no response
     responses: list[int] = field(default_factory=list)
-    flags: dict[str, list[bool | None]] = field(
-        default_factory=lambda: {"use_tool": [], "ill_formed": [], "trainable": []}
-    )
-    output_masks: list[object] = field(default_factory=list)
-    weight_versions: list[object] = field(default_factory=list)
-    mm_items: list[object] = field(default_factory=list)
+    metadata: list[tuple[object, ...]] = field(default_factory=list)
     extras: dict[str, list[object]] = field(default_factory=dict)
 
     def add(self, record: Record, number: int) -> None:
@@ -188,23 +176,14 @@ class _Batch:
         turn_index = _turn_index(record, session, f"session {session_id!r}")
         where = f"session {session_id!r}, turn {turn_index}: "
 
-        write_ids(
-            self.prompts, _required(record, "prompt_ids", where), where, "prompt_ids"
+        prompt, output = (_required_ids(record, name, where) for name in _TOKENS[:2])
+        self.tokens["prompt_ids"].append(prompt)
+        self.tokens["output_ids"].append(output)
+        self.tokens["output_logprobs"].append(
+            *read_logprobs(record.get("output_logprobs"), len(output), where)
         )
-        outputs = _required(record, "output_ids", where)
-        n_outputs = write_ids(self.outputs, outputs, where, "output_ids")
-        write_logprobs(self.logprobs, record.get("output_logprobs"), n_outputs, where)
         self._add_messages(record, session, where)
-        self.finish_reasons.append(_string(record, "finish_reason", where))
-        for name, values in self.flags.items():
-            values.append(_flag(record, name, where))
-        self.output_masks.append(
-            read_output_mask(record.get("output_mask"), n_outputs, where)
-        )
-        self.weight_versions.append(
-            read_weight_versions(record.get("weight_versions"), where)
-        )
-        self.mm_items.append(read_mm_items(record.get("mm_items"), where))
+        self.metadata.append(read_metadata(record, prompt, len(output), where))
         for name, value in record.items():
             if name not in FIELDS:
                 check_depth(name, value, where)
@@ -216,29 +195,30 @@ class _Batch:
         session.turn_index = turn_index
 
     def _add_messages(self, record: Record, session: _Session, where: str) -> None:
-        messages = record.get("prompt_messages")
-        if messages is None:
-            self.messages.append(None)
-        elif not isinstance(messages, (list, tuple)):
-            raise InvalidTurnsError(
-                f"{where}prompt_messages is of type {type(messages).__name__}: "
-                "expected a list of dicts"
+        messages, ids = record.get("prompt_messages"), None
+        if messages is not None:
+            if not isinstance(messages, (list, tuple)):
+                raise InvalidTurnsError(
+                    f"{where}prompt_messages is of type {type(messages).__name__}: "
+                    "expected a list of dicts"
+                )
+            messages, before = list(messages), session.messages
+            ids = np.empty(len(messages), np.int32)
+            # most messages are those of the session's previous call
+            _core.match_messages(
+                messages, before, np.arange(len(before), dtype=np.int32), ids
             )
-        else:
-            ids = self.book.add_all(
-                messages,
-                session.messages,
-                session.message_ids,
-                f"{where}prompt_messages",
-            )
-            session.messages, session.message_ids = tuple(messages), ids
-            self.messages.append(ids)
-        response = record.get("response_message")
-        self.responses.append(
-            -1
-            if response is None
-            else self.book.add(response, f"{where}response_message")
-        )
+            known = ids >= 0
+            ids[known] = session.message_ids[ids[known]]
+            for i in np.flatnonzero(~known).tolist():
+                message = encode(messages[i], f"{where}prompt_messages[{i}]")
+                ids[i] = self.book.add(message)
+            session.messages, session.message_ids = messages, ids
+        self.messages.append(ids)
+        response, reply = record.get("response_message"), -1
+        if response is not None:
+            reply = self.book.add(encode(response, f"{where}response_message"))
+        self.responses.append(reply)
 
     def table(self) -> pa.Table:
         numbers = np.array(self.session_numbers, np.int32)
@@ -246,16 +226,8 @@ class _Batch:
         columns = {
             "session_id": names.take(pa.array(numbers)),
             "turn_index": pa.array(self.turn_indices, pa.int32()),
-            "prompt_ids": self.prompts.lists(),
-            "output_ids": self.outputs.lists(),
-            "output_logprobs": self.logprobs.lists(),
-            "finish_reason": pa.array(self.finish_reasons, pa.string()),
-            **{name: pa.array(flags, pa.bool_()) for name, flags in self.flags.items()},
-            "output_mask": pa.array(self.output_masks, pa.large_list(pa.bool_())),
-            "weight_versions": pa.array(
-                self.weight_versions, pa.large_list(WEIGHT_VERSION)
-            ),
-            "mm_items": pa.array(self.mm_items, pa.large_list(MM_ITEM)),
+            **{name: lists.lists() for name, lists in self.tokens.items()},
+            **metadata_columns(self.metadata),
             **{name: self._extra(name) for name in self.extras},
         }
         order = np.lexsort((np.array(self.turn_indices, np.int64), numbers))
@@ -296,21 +268,12 @@ class _Batch:
 
 
 def message_columns(
-    book: MessageBook, ids: Ids, lengths: Longs, responses: Ids, sessions: Ids
+    book: MessageBook, ids: Ids, lengths: Longs | Ids, responses: Ids, sessions: Ids
 ) -> tuple[pa.Array, pa.Array]:
     """The columns messages and response of turns that are sorted by session.
 
-    Parameters
-    ----------
-    book : MessageBook
-    ids : ndarray of int32, shape (n_messages,)
-        The messages of all turns, end to end.
-    lengths : ndarray of int64, shape (n_turns,)
-        Messages of each turn; -1: it has no list of messages.
-    responses : ndarray of int32, shape (n_turns,)
-        -1: no response.
-    sessions : ndarray of int32, shape (n_turns,)
-        The number of each turn's session.
+    ``ids`` are the messages of all turns, end to end, and ``lengths`` their number in each
+    turn (-1: no list); ``responses`` are messages (-1: none), ``sessions`` numbers.
     """
     null = lengths < 0
     offsets = offsets_of(np.where(null, 0, lengths))
@@ -371,13 +334,8 @@ def cast_values(array: pa.Array, type_: pa.DataType) -> pa.Array:
 def check_extra(name: object, what: str, record: Record | None = None) -> None:
     """Raise unless an extra column of turns may have this name.
 
-    Parameters
-    ----------
-    name : object
-    what : str
-        Start of the error text: ``record 3 has the key``.
-    record : mapping, optional
-        The record with the key. A name similar to a missing field is an error.
+    ``what`` begins the error text: ``record 3 has the key``. In a ``record``, a name
+    that is similar to a missing field is an error.
     """
     if not isinstance(name, str):
         raise InvalidTurnsError(f"{what} {name!r}: expected a name")
@@ -421,106 +379,145 @@ def _turn_index(record: Record, session: _Session, where: str) -> int:
     return turn_index
 
 
-def _required(record: Record, name: str, where: str) -> object:
+def _required_ids(record: Record, name: str, where: str) -> Ints:
     value = record.get(name)
     if value is not None:
-        return value
+        return checked_ids(value, f"{where}{name}")
     found = f"the record has the keys {', '.join(map(str, record))}"
     if name in record:
         found = f"{name} is None"
     raise InvalidTurnsError(f"{where}{found}: expected {name}, a list of token ids")
 
 
-def _string(record: Record, name: str, where: str) -> str | None:
-    value = record.get(name)
-    if value is None:
-        return None
+def read_metadata(
+    record: Record, prompt: Ints, n_outputs: int, where: str
+) -> tuple[object, ...]:
+    """The values of `METADATA` of a call; raises `InvalidTurnsError`."""
+    values: list[object] = []
+    for name, read in _READERS.items():
+        value = record.get(name)
+        if value is not None:
+            value = read(value, f"{where}{name}", prompt, n_outputs)
+        elif name == "use_tool" and name not in record:
+            response = record.get("response_message")
+            value = isinstance(response, dict) and bool(response.get("tool_calls"))
+        values.append(value)
+    return tuple(values)
+
+
+def metadata_columns(metadata: list[tuple[object, ...]]) -> dict[str, pa.Array]:
+    """The columns `METADATA` of calls."""
+    columns = zip(*metadata, strict=True) if metadata else [()] * len(METADATA)
+    return {
+        name: value_column(values, TURNS.field(name))
+        for name, values in zip(METADATA, columns, strict=True)
+    }
+
+
+def value_column(values: Sequence[object], field: pa.Field) -> pa.Array:
+    """A column of these values."""
+    if {*map(type, values)} <= {type(None)}:  # much faster for lists of structs
+        return pa.nulls(len(values), field.type)
+    return pa.array(values, field.type)
+
+
+def _string(value: object, what: str, *_: object) -> str:
     if not isinstance(value, str):
-        raise InvalidTurnsError(f"{where}{name} is {value!r}: expected a string")
-    check_text(value, f"{where}{name}")
+        raise InvalidTurnsError(f"{what} is {value!r}: expected a string")
+    check_text(value, what)
     return value
 
 
-def _flag(record: Record, name: str, where: str) -> bool | None:
-    value = record.get(name)
-    if value is None:
-        if name != "use_tool" or name in record:
-            return None
-        response = record.get("response_message")
-        return isinstance(response, dict) and bool(response.get("tool_calls"))
+def _flag(value: object, what: str, *_: object) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise InvalidTurnsError(f"{where}{name} is {value!r}: expected a bool")
+        raise InvalidTurnsError(f"{what} is {value!r}: expected a bool")
     return bool(value)
 
 
-def read_output_mask(
-    value: object, n_outputs: int, where: str
-) -> npt.NDArray[np.bool_] | None:
-    """Whether each output token of a call may be trained; None: all."""
-    if value is None:
-        return None
+def _output_mask(
+    value: object, what: str, prompt: Ints, n_outputs: int
+) -> npt.NDArray[np.bool_]:
+    """Whether each output token of a call may be trained."""
     mask = np.asarray(value)
     if mask.ndim != 1 or (mask.dtype.kind not in "biu" and len(mask)):
-        raise InvalidTurnsError(
-            f"{where}output_mask is {value!r}: expected a list of bools"
-        )
+        raise InvalidTurnsError(f"{what} is {value!r}: expected a list of bools")
     odd = np.flatnonzero((mask != 0) & (mask != 1))
     if len(odd):
         at = int(odd[0])
         raise InvalidTurnsError(
-            f"{where}output_mask[{at}] is {mask[at]}: expected a bool, or 0 or 1"
+            f"{what}[{at}] is {mask[at]}: expected a bool, or 0 or 1"
         )
     if len(mask) != n_outputs:
+        where = what.removesuffix("output_mask")
         raise InvalidTurnsError(
             f"{where}{len(mask)} elements of output_mask for {n_outputs} output_ids"
         )
     return mask.astype(np.bool_)
 
 
-def read_weight_versions(value: object, where: str) -> list[Record] | None:
-    """A call's weight_versions: dicts with version, start and stop."""
-    if value is None:
-        return None
+def _dicts(value: object, what: str, type_: pa.StructType) -> list[dict[str, Any]]:
+    """Copies of dicts that have exactly the fields of a struct."""
     if not isinstance(value, (list, tuple)):
-        raise InvalidTurnsError(
-            f"{where}weight_versions is {value!r}: expected a list of dicts"
-        )
-    for i, span in enumerate(value):
-        if not isinstance(span, Mapping) or set(span) != {"version", "start", "stop"}:
+        raise InvalidTurnsError(f"{what} is {value!r}: expected a list of dicts")
+    for i, one in enumerate(value):
+        if not isinstance(one, Mapping) or set(one) != set(type_.names):
             raise InvalidTurnsError(
-                f"{where}weight_versions[{i}] is {span!r}: expected a dict of "
-                "version, start and stop"
+                f"{what}[{i}] is {one!r}: expected a dict of {', '.join(type_.names)}"
             )
-        _string(span, "version", f"{where}weight_versions[{i}].")
+    return [dict(one) for one in value]
+
+
+def _weight_versions(
+    value: object, what: str, prompt: Ints, n_outputs: int
+) -> list[dict[str, Any]]:
+    """Spans that tile the output, in order."""
+    spans, due = _dicts(value, what, WEIGHT_VERSION), 0
+    for i, span in enumerate(spans):
+        if span["version"] is None:
+            raise InvalidTurnsError(
+                f"{what}[{i}] has a null: version, start and stop are needed"
+            )
+        _string(span["version"], f"{what}[{i}].version")
         for name in ("start", "stop"):
             if type(span[name]) is not int or not 0 <= span[name] < 2**31:
                 raise InvalidTurnsError(
-                    f"{where}weight_versions[{i}].{name} is {span[name]!r}: expected "
-                    "an integer in [0, 2**31)"
+                    f"{what}[{i}].{name} is {span[name]!r}: expected an integer in "
+                    "[0, 2**31)"
                 )
-    return [dict(span) for span in value]
-
-
-def read_mm_items(value: object, where: str) -> list[Record] | None:
-    """A call's mm_items: dicts with the fields of `trajkit.schema.MM_ITEM`."""
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)):
-        raise InvalidTurnsError(
-            f"{where}mm_items is {value!r}: expected a list of dicts"
-        )
-    items: list[Record] = []
-    for i, item in enumerate(value):
-        if not isinstance(item, Mapping) or set(item) != set(MM_ITEM.names):
+        if span["start"] != due or span["stop"] < due:
             raise InvalidTurnsError(
-                f"{where}mm_items[{i}] is {item!r}: expected a dict of "
-                f"{', '.join(MM_ITEM.names)}"
+                f"{what}[{i}] is {span['start']}:{span['stop']}, expected a start of "
+                f"{due}: the spans tile the output"
             )
+        due = span["stop"]
+    if due != n_outputs:
+        raise InvalidTurnsError(
+            f"{what} end at {due} of {n_outputs} output ids: the spans tile the output"
+        )
+    return spans
+
+
+def _mm_items(value: object, what: str, prompt: Ints, _: int) -> list[dict[str, Any]]:
+    """The images of the prompt."""
+    items: list[dict[str, Any]] = []
+    for i, item in enumerate(_dicts(value, what, MM_ITEM)):
         try:
-            # a copy, with the types of the column
+            # with the types of the column
             items.append(pa.scalar(item, MM_ITEM).as_py())
         except (pa.ArrowException, OverflowError) as error:
-            raise InvalidTurnsError(
-                f"{where}mm_items[{i}] is {item!r}: {error}"
-            ) from None
+            raise InvalidTurnsError(f"{what}[{i}] is {item!r}: {error}") from None
+    fault = item_fault(items, prompt)
+    if fault is not None:
+        raise InvalidTurnsError(f"{what.removesuffix('mm_items')}{fault}")
     return items
+
+
+_READERS: dict[str, Callable[[object, str, Ints, int], object]] = dict(
+    zip(
+        METADATA,
+        (_string, _flag, _flag, _flag, _output_mask, _weight_versions, _mm_items),
+        strict=True,
+    )
+)
+"""For each of `METADATA`, the function that checks a value, given the value, its name in
+errors, the prompt, and the number of output ids."""

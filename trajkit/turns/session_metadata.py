@@ -37,12 +37,8 @@ class SessionFacts:
     def of_calls(self, calls: Calls) -> pa.RecordBatch:
         """SESSIONS of the calls, with reward and group_id from columns of the turns.
 
-        Raises
-        ------
-        SchemaError
-            The turns have a reward that is not a number, or a group_id that is not text.
-        InvalidTurnsError
-            As `of`; the turns of a session contradict each other or the given values.
+        Raises SchemaError if these columns have other types, and InvalidTurnsError as
+        `of` and if the turns of a session contradict each other or the given values.
         """
         facts = self.of(calls.session_ids)
         for name in OF_TURNS:
@@ -67,21 +63,15 @@ class SessionFacts:
         return facts
 
     def of(self, session_ids: pa.Array) -> pa.RecordBatch:
-        """SESSIONS for these sessions, in this order.
-
-        Raises
-        ------
-        InvalidTurnsError
-            A session has no row.
+        """SESSIONS for these sessions, in this order; InvalidTurnsError if one has no
+        row.
         """
         n = len(session_ids)
         if self.table is None:
-            rewards, none = pa.nulls(n, pa.float64()), pa.nulls(n, pa.string())
+            rewards = pa.nulls(n, pa.float64())
             if self.reward is not None:
                 rewards = pa.array(np.full(n, self.reward))
-            return pa.RecordBatch.from_arrays(
-                [session_ids, rewards, none, none], schema=SESSIONS
-            )
+            return _sessions(session_ids, rewards)
         found = pc.index_in(session_ids, self.table.column("session_id"))
         if found.null_count:
             missing = session_ids.filter(found.is_null())[0]
@@ -95,12 +85,8 @@ class SessionFacts:
 def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
     """Read the arguments ``reward`` and ``sessions``.
 
-    Raises
-    ------
-    SchemaError
-        Both are given, or ``reward`` has an unsuitable type.
-    InvalidTurnsError
-        A session has two rows, or a reward that is not finite.
+    Raises SchemaError if both are given or ``reward`` has an unsuitable type, and
+    InvalidTurnsError for a session with two rows or a reward that is not finite.
     """
     if not isinstance(reward, Mapping) and arrow_source(reward) is not None:
         if sessions is not None:
@@ -122,21 +108,14 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
         stated = [n for n in OF_TURNS if table.column(n).null_count < len(table)]
         return SessionFacts(None, table, tuple(stated))
     if isinstance(reward, Mapping):
-        n = len(reward)
         for name in reward:
             if not isinstance(name, str):
                 raise SchemaError(f"reward has the key {name!r}: expected session ids")
         rewards = [_number(r, f"session {name!r}: ") for name, r in reward.items()]
-        table = pa.Table.from_arrays(
-            [
-                pa.array(list(reward), pa.string()),
-                pa.array(rewards, pa.float64()),
-                pa.nulls(n, pa.string()),
-                pa.nulls(n, pa.string()),
-            ],
-            schema=SESSIONS,
+        batch = _sessions(
+            pa.array([*reward], pa.string()), pa.array(rewards, pa.float64())
         )
-        return SessionFacts(None, _checked(table), ("reward",))
+        return SessionFacts(None, _checked(pa.Table.from_batches([batch])), ("reward",))
     number = _number(reward, "")
     return SessionFacts(number, None, () if number is None else ("reward",))
 
@@ -148,16 +127,7 @@ def one_session(
     group_id: str | None,
     error: str | None,
 ) -> pa.Table:
-    """SESSIONS of one session.
-
-    Raises
-    ------
-    SchemaError
-        As `session_facts`; ``group_id`` or ``error`` is not a string, or is given with a
-        table.
-    InvalidTurnsError
-        As `session_facts` and `SessionFacts.of`.
-    """
+    """SESSIONS of one session; raises as `session_facts` and `SessionFacts.of`."""
     for name, value in (("group_id", group_id), ("error", error)):
         if value is not None and not isinstance(value, str):
             raise SchemaError(f"{name} is {value!r}: expected a string")
@@ -167,13 +137,15 @@ def one_session(
             "group_id or error is given with a table of sessions: put them into the table"
         )
     line = session_facts(reward, None).of(pa.array([session_id]))
-    columns = [*line.columns[:2], [group_id], [error]]
-    return pa.Table.from_arrays(
-        [
-            pa.array(column, type_)
-            for column, type_ in zip(columns, SESSIONS.types, strict=True)
-        ],
-        schema=SESSIONS,
+    others = (pa.array([one], pa.string()) for one in (group_id, error))
+    return pa.Table.from_batches([_sessions(*line.columns[:2], *others)])
+
+
+def _sessions(ids: pa.Array, rewards: pa.Array, *others: pa.Array) -> pa.RecordBatch:
+    """SESSIONS; without ``others``, group_id and error are null."""
+    null = pa.nulls(len(ids), pa.string())
+    return pa.RecordBatch.from_arrays(
+        [ids, rewards, *(others or (null, null))], schema=SESSIONS
     )
 
 

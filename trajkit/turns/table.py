@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit import _core
 from trajkit._arrow.canonical import canonical, turns_schema
 from trajkit.errors import InvalidTurnsError
+from trajkit.turns.turn_rules import run_starts
 
 _Longs = npt.NDArray[np.int64]
 
@@ -55,25 +55,14 @@ class Turns:
 def locate(turns: pa.Table) -> Turns:
     """Find the sessions of a ``turns`` table in full or delta form.
 
-    Parameters
-    ----------
-    turns : Table
-        As `trajkit._arrow.canonical.canonical` takes it.
-
-    Raises
-    ------
-    SchemaError
-        A column is absent or of another type.
-    InvalidTurnsError
-        The rows of a session are not contiguous.
+    Raises as `canonical`, and InvalidTurnsError if the rows of a session are not
+    contiguous.
     """
     table = canonical(turns, turns_schema(turns.column_names))
     chunks = table.column("output_ids").num_chunks
     if chunks > _MANY_CHUNKS and table.nbytes < chunks * _CHUNK_BYTES:
         table = table.combine_chunks()  # a log has one chunk per turn
-    starts = np.empty(table.num_rows, np.uint8)
-    _core.find_sessions(table.select(["session_id"]).__arrow_c_stream__(), starts)
-    first = np.flatnonzero(starts)
+    first = run_starts(table)
     offsets = np.append(first, table.num_rows).astype(np.int64, copy=False)
     return Turns(table, offsets, _session_ids(table.column("session_id"), first))
 

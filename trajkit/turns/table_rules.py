@@ -1,6 +1,7 @@
 """The rules of the sessions, links, drift and rows tables (see `turns.turn_rules`)."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -52,68 +53,52 @@ def _repeated(values: Rows) -> Bools:
     return again
 
 
-def finite(name: str) -> Check:
-    """The check that a column of float64 contains no NaN and no infinity."""
-
-    def check(table: pa.Table) -> Iterator[Violation]:
-        values = table.column(name).fill_null(0.0).to_numpy()
-        rule = f"{name} is {{}}: expected a finite number or null"
-        yield broken(~np.isfinite(values), rule, values)
-
-    return check
+def finite(name: str, table: pa.Table) -> Iterator[Violation]:
+    """A column of float64 contains no NaN and no infinity."""
+    values = table.column(name).fill_null(0.0).to_numpy()
+    rule = f"{name} is {{}}: expected a finite number or null"
+    yield broken(~np.isfinite(values), rule, values)
 
 
-def not_negative(*names: str) -> Check:
-    """The check that integer columns are null or at least 0."""
-
-    def check(table: pa.Table) -> Iterator[Violation]:
-        for name in names:
-            values = table.column(name).fill_null(0).to_numpy()
-            yield broken(values < 0, f"{name} is {{}}: it must not be negative", values)
-
-    return check
+def not_negative(names: tuple[str, ...], table: pa.Table) -> Iterator[Violation]:
+    """Integer columns are null or at least 0."""
+    for name in names:
+        values = table.column(name).fill_null(0).to_numpy()
+        yield broken(values < 0, f"{name} is {{}}: it must not be negative", values)
 
 
-def one_of(name: str, known: tuple[str, ...]) -> Check:
-    """The check that a column contains only known names and null."""
-
-    def check(table: pa.Table) -> Iterator[Violation]:
-        text = table.column(name).cast(pa.string())
-        unknown = pc.and_(
-            pc.invert(pc.is_in(text, value_set=pa.array(known))), text.is_valid()
-        )
-        rule = f"{name} is {{!r}}: expected one of {', '.join(known)}"
-        yield broken(unknown, rule, text)
-
-    return check
+def one_of(name: str, known: tuple[str, ...], table: pa.Table) -> Iterator[Violation]:
+    """A column contains only known names and null."""
+    text = table.column(name).cast(pa.string())
+    unknown = pc.and_(
+        pc.invert(pc.is_in(text, value_set=pa.array(known))), text.is_valid()
+    )
+    rule = f"{name} is {{!r}}: expected one of {', '.join(known)}"
+    yield broken(unknown, rule, text)
 
 
 def refers(
-    name: str, index: str, fits: Callable[[Rows, Rows], Bools], what: str
-) -> Check:
-    """The check that a reference is null, or an index that fits the row's own."""
+    name: str,
+    index: str,
+    fits: Callable[[Rows, Rows], Bools],
+    what: str,
+    table: pa.Table,
+) -> Iterator[Violation]:
+    """A reference is null, or an index that fits the row's own."""
+    column = table.column(name)
+    values = column.fill_null(-1).to_numpy()
+    good = (values >= 0) & fits(values, table.column(index).to_numpy())
+    rule = f"{name} {{}} is not {what} of the session"
+    yield broken(~good & ~nulls(column), rule, values)
 
-    def check(table: pa.Table) -> Iterator[Violation]:
+
+def turns_exist(names: tuple[str, ...], table: pa.Table) -> Iterator[Violation]:
+    """References are to turns of the session, or null."""
+    for name in names:
         column = table.column(name)
-        values = column.fill_null(-1).to_numpy()
-        good = (values >= 0) & fits(values, table.column(index).to_numpy())
-        rule = f"{name} {{}} is not {what} of the session"
-        yield broken(~good & ~nulls(column), rule, values)
-
-    return check
-
-
-def turns_exist(*names: str) -> Check:
-    """The check that references are to turns of the session, or null."""
-
-    def check(table: pa.Table) -> Iterator[Violation]:
-        for name in names:
-            column = table.column(name)
-            found = lookup(table, "turn_index", column)[1]
-            rule = f"{name} {{}} is not a turn of the session"
-            yield broken(~found & ~nulls(column), rule, column)
-
-    return check
+        found = lookup(table, "turn_index", column)[1]
+        rule = f"{name} {{}} is not a turn of the session"
+        yield broken(~found & ~nulls(column), rule, column)
 
 
 def parents_first(table: pa.Table) -> Iterator[Violation]:
@@ -210,7 +195,7 @@ def row_lengths(table: pa.Table) -> Iterator[Violation]:
 
 def mask_not_null(table: pa.Table) -> Iterator[Violation]:
     """Each element of the mask is true or false."""
-    return no_null(_per_token(table)[1])(table)
+    return no_null(_per_token(table)[1], table)
 
 
 def masks(table: pa.Table) -> Iterator[Violation]:
@@ -305,34 +290,37 @@ def every_token_counted(table: pa.Table) -> Iterator[Violation]:
     yield broken(sampled != counted, rule, sampled, counted)
 
 
-SESSIONS: tuple[Check, ...] = (one_row_per_session, finite("reward"))
+SESSIONS: tuple[Check, ...] = (one_row_per_session, partial(finite, "reward"))
 REPORT: tuple[Check, ...] = (*SESSIONS, every_token_counted)
 LINKS: tuple[Check, ...] = (
-    refers("parent", "turn_index", np.not_equal, "another turn_index"),
-    turns_exist("parent", "rewritten_by"),
-    refers("rewritten_by", "turn_index", np.greater, "a later turn"),
-    one_of("link_reason", LINK_REASONS),
-    not_negative("order"),
+    partial(refers, "parent", "turn_index", np.not_equal, "another turn_index"),
+    partial(turns_exist, ("parent", "rewritten_by")),
+    partial(refers, "rewritten_by", "turn_index", np.greater, "a later turn"),
+    partial(one_of, "link_reason", LINK_REASONS),
+    partial(not_negative, ("order",)),
     orders_differ,
     parents_first,
 )
 DRIFT: tuple[Check, ...] = (
-    refers("parent", "turn_index", np.not_equal, "another turn_index"),
-    not_negative(
-        "lcp",
-        "size",
-        "tokens_after_drift",
-        "resync_path",
-        "resync_prompt",
-        "resync_length",
+    partial(refers, "parent", "turn_index", np.not_equal, "another turn_index"),
+    partial(
+        not_negative,
+        (
+            "lcp",
+            "size",
+            "tokens_after_drift",
+            "resync_path",
+            "resync_prompt",
+            "resync_length",
+        ),
     ),
-    one_of("region", REGIONS),
-    one_of("cause", (*CAUSES, *TEXT_CAUSES)),
+    partial(one_of, "region", REGIONS),
+    partial(one_of, "cause", (*CAUSES, *TEXT_CAUSES)),
     drift_agrees,
 )
 LAYOUT: tuple[Check, ...] = (
-    not_negative("prompt_length", "shared_length", "rollout_mask_sum"),
-    refers("parent_row", "row_index", np.less, "an earlier row_index"),
+    partial(not_negative, ("prompt_length", "shared_length", "rollout_mask_sum")),
+    partial(refers, "parent_row", "row_index", np.less, "an earlier row_index"),
     row_lengths,
     mask_not_null,
     mm_items,
@@ -343,19 +331,19 @@ _ROWS: tuple[Check, ...] = (
     masks,
     spans_not_null,
     spans,
-    finite("reward"),
-    finite("row_weight"),
+    partial(finite, "reward"),
+    partial(finite, "row_weight"),
     weights,
 )
 ROWS: tuple[Check, ...] = (
-    token_ids("input_ids"),
+    partial(token_ids, "input_ids"),
     *LAYOUT,
-    logprobs("logprobs", "input_ids"),
+    partial(logprobs, "logprobs", "input_ids"),
     *_ROWS,
 )
 ROWS_SUFFIX: tuple[Check, ...] = (
-    token_ids("suffix_ids"),
+    partial(token_ids, "suffix_ids"),
     *LAYOUT,
-    logprobs("suffix_logprobs", "suffix_ids"),
+    partial(logprobs, "suffix_logprobs", "suffix_ids"),
     *_ROWS,
 )

@@ -23,11 +23,7 @@ def aborted_calls(calls: Calls) -> Bools:
 def without_aborted(calls: Calls, policy: Policy) -> tuple[Calls, Longs]:
     """Mark aborted calls as context only if the policy does not train them.
 
-    Returns
-    -------
-    calls : Calls
-    n_tokens : ndarray of int64, shape (n_sessions,)
-        Tokens of each session that this excludes from training.
+    Also returns the number of tokens of each session that this excludes from training.
     """
     n_tokens = np.zeros(calls.n_sessions, np.int64)
     if policy.train_aborted:
@@ -43,12 +39,8 @@ def without_aborted(calls: Calls, policy: Policy) -> tuple[Calls, Longs]:
 
 
 def check_logprobs(calls: Calls, policy: Policy) -> None:
-    """Raise if a token that may be trained has no logprob and the policy needs it.
-
-    Raises
-    ------
-    InvalidTurnsError
-        Names session, turn and how many.
+    """Raise InvalidTurnsError if a token that may be trained lacks a logprob that the
+    policy needs.
     """
     if policy.missing_logprobs != "raise":
         return

@@ -91,35 +91,27 @@ def _plain(column: Any, at: np.integer[Any]) -> object:
     return value.as_py() if isinstance(value, pa.Scalar) else value
 
 
-def ascending(index: str) -> Check:
-    """The check that `index` ascends within each session, from 0 or above."""
-
-    def check(table: pa.Table) -> Iterator[Violation]:
-        values = table.column(index).to_numpy()
-        yield broken(values < 0, f"{index} is negative: it counts from 0")
-        before = np.append(-1, values)[: len(values)]
-        before[run_starts(table)] = -1
-        yield broken(values == before, f"{index} is repeated within the session")
-        rule = f"{index} {{}} follows {{}}: it must ascend within a session"
-        yield broken(values < before, rule, values, before)
-
-    return check
+def ascending(index: str, table: pa.Table) -> Iterator[Violation]:
+    """`index` ascends within each session, from 0 or above."""
+    values = table.column(index).to_numpy()
+    yield broken(values < 0, f"{index} is negative: it counts from 0")
+    before = np.append(-1, values)[: len(values)]
+    before[run_starts(table)] = -1
+    yield broken(values == before, f"{index} is repeated within the session")
+    rule = f"{index} {{}} follows {{}}: it must ascend within a session"
+    yield broken(values < before, rule, values, before)
 
 
-def token_ids(name: str) -> Check:
-    """The check that a column of ids has no null and no negative element."""
-
-    def check(table: pa.Table) -> Iterator[Violation]:
-        yield from no_null(name)(table)
-        for start, ends, values in flat_chunks(table.column(name)):
-            if values.null_count:
-                continue
-            ids = values.to_numpy()
-            if len(ids) and ids.min() < 0:
-                rule = f"{name}[{{}}] is {{}}: token ids are not negative"
-                yield broken_items(start, ends, ids < 0, rule, ids)
-
-    return check
+def token_ids(name: str, table: pa.Table) -> Iterator[Violation]:
+    """A column of ids has no null and no negative element."""
+    yield from no_null(name, table)
+    for start, ends, values in flat_chunks(table.column(name)):
+        if values.null_count:
+            continue
+        ids = values.to_numpy()
+        if len(ids) and ids.min() < 0:
+            rule = f"{name}[{{}}] is {{}}: token ids are not negative"
+            yield broken_items(start, ends, ids < 0, rule, ids)
 
 
 def prompts_not_empty(table: pa.Table) -> Iterator[Violation]:
@@ -134,26 +126,22 @@ def prompts_not_empty(table: pa.Table) -> Iterator[Violation]:
     )
 
 
-def logprobs(name: str, ids: str) -> Check:
-    """The check that a column has one log-probability per id, or none at all."""
-
-    def check(table: pa.Table) -> Iterator[Violation]:
-        column = table.column(name)
-        n_logprobs, n_ids = lengths(column), lengths(table.column(ids))
-        odd = (n_logprobs != n_ids) & ~nulls(column)
-        yield broken(odd, f"{{}} {name} for {{}} {ids}", n_logprobs, n_ids)
-        for start, ends, values in flat_chunks(column):
-            numbers = raw_floats(values)
-            given = np.asarray(values.is_valid()) if values.null_count else True
-            for wrong, rule in (
-                (np.isnan(numbers), _NO_NUMBER),
-                (numbers <= NO_LOGPROB, _NO_LOGPROB),
-                (numbers > MAX_LOGPROB, _POSITIVE),
-            ):
-                rule = f"{name}[{{}}] is {{}}: {rule}"
-                yield broken_items(start, ends, wrong & given, rule, numbers)
-
-    return check
+def logprobs(name: str, ids: str, table: pa.Table) -> Iterator[Violation]:
+    """A column has one log-probability per id, or none at all."""
+    column = table.column(name)
+    n_logprobs, n_ids = lengths(column), lengths(table.column(ids))
+    odd = (n_logprobs != n_ids) & ~nulls(column)
+    yield broken(odd, f"{{}} {name} for {{}} {ids}", n_logprobs, n_ids)
+    for start, ends, values in flat_chunks(column):
+        numbers = raw_floats(values)
+        given = np.asarray(values.is_valid()) if values.null_count else True
+        for wrong, rule in (
+            (np.isnan(numbers), _NO_NUMBER),
+            (numbers <= NO_LOGPROB, _NO_LOGPROB),
+            (numbers > MAX_LOGPROB, _POSITIVE),
+        ):
+            rule = f"{name}[{{}}] is {{}}: {rule}"
+            yield broken_items(start, ends, wrong & given, rule, numbers)
 
 
 def output_mask(table: pa.Table) -> Iterator[Violation]:
@@ -162,20 +150,14 @@ def output_mask(table: pa.Table) -> Iterator[Violation]:
     n_mask, n_ids = lengths(column), lengths(table.column("output_ids"))
     odd = (n_mask != n_ids) & ~nulls(column)
     yield broken(odd, "{} elements of output_mask for {} output_ids", n_mask, n_ids)
-    yield from no_null("output_mask")(table)
+    yield from no_null("output_mask", table)
 
 
-def no_null(name: str) -> Check:
-    """The check that no element of a list column is null."""
-
-    def check(table: pa.Table) -> Iterator[Violation]:
-        for start, ends, values in flat_chunks(table.column(name)):
-            if values.null_count:
-                yield broken_items(
-                    start, ends, values.is_null(), f"{name}[{{}}] is null"
-                )
-
-    return check
+def no_null(name: str, table: pa.Table) -> Iterator[Violation]:
+    """No element of a list column is null."""
+    for start, ends, values in flat_chunks(table.column(name)):
+        if values.null_count:
+            yield broken_items(start, ends, values.is_null(), f"{name}[{{}}] is null")
 
 
 def not_logprobs(numbers: npt.NDArray[np.float32]) -> Bools:
@@ -289,17 +271,13 @@ def item_fault(
     return None
 
 
-def messages(name: str) -> Check:
-    """The check that every message of a column has a key and a role."""
-
-    def check(table: pa.Table) -> Iterator[Violation]:
-        for start, ends, values in flat_chunks(table.column(name)):
-            yield broken_items(start, ends, values.is_null(), f"{name}[{{}}] is null")
-            for field in ("key", "role"):
-                lacking = pc.struct_field(values, field).is_null()
-                yield broken_items(start, ends, lacking, f"{name}[{{}}] has no {field}")
-
-    return check
+def messages(name: str, table: pa.Table) -> Iterator[Violation]:
+    """Every message of a column has a key and a role."""
+    for start, ends, values in flat_chunks(table.column(name)):
+        yield broken_items(start, ends, values.is_null(), f"{name}[{{}}] is null")
+        for field in ("key", "role"):
+            lacking = pc.struct_field(values, field).is_null()
+            yield broken_items(start, ends, lacking, f"{name}[{{}}] has no {field}")
 
 
 def response(table: pa.Table) -> Iterator[Violation]:
@@ -310,46 +288,40 @@ def response(table: pa.Table) -> Iterator[Violation]:
         yield broken(lacking, f"response has no {field}")
 
 
-def bodies(name: str) -> Check:
-    """The check that each key has one JSON body, in its first message of the session."""
-
-    def check(table: pa.Table) -> Iterator[Violation]:
-        places, rows = message_places(table, name)
-        keys, roles, texts = (
-            pc.struct_field(places, field) for field in ("key", "role", "body")
-        )
-        sessions = np.searchsorted(run_starts(table), rows, side="right")
-        codes = keys.dictionary_encode().indices.to_numpy().astype(np.int64)
-        names = sessions * (len(codes) + 1) + codes
-        first = np.unique(names, return_index=True)[1]
-        absent = np.asarray(texts.is_null())
-        missing = np.sort(first[absent[first]])
-        yield violation(
-            rows[missing],
-            "the message with the key {} has no body, here or earlier in the session (rows "
-            "filtered out? then validate with bodies=False)",
-            [keys[int(at)].as_py().hex() for at in missing],
-        )
-        given = np.flatnonzero(~absent)
-        said = texts.dictionary_encode().indices.fill_null(0).to_numpy()[given]
-        _, before, group = np.unique(
-            names[given], return_index=True, return_inverse=True
-        )
-        other = given[said != said[before[group]]]
-        yield violation(
-            rows[other],
-            "the message with the key {} has another body earlier in the session: "
-            "compute its key with trajkit.turns.message_key",
-            [keys[int(at)].as_py().hex() for at in other],
-        )
-        faults = {
-            int(at): fault
-            for at in given
-            if (fault := _body_fault(texts[at].as_py(), roles[at].as_py())) is not None
-        }
-        yield violation(rows[list(faults)], "{}", list(faults.values()))
-
-    return check
+def bodies(name: str, table: pa.Table) -> Iterator[Violation]:
+    """Each key has one JSON body, in its first message of the session."""
+    places, rows = message_places(table, name)
+    keys, roles, texts = (
+        pc.struct_field(places, field) for field in ("key", "role", "body")
+    )
+    sessions = np.searchsorted(run_starts(table), rows, side="right")
+    codes = keys.dictionary_encode().indices.to_numpy().astype(np.int64)
+    names = sessions * (len(codes) + 1) + codes
+    first = np.unique(names, return_index=True)[1]
+    absent = np.asarray(texts.is_null())
+    missing = np.sort(first[absent[first]])
+    yield violation(
+        rows[missing],
+        "the message with the key {} has no body, here or earlier in the session (rows "
+        "filtered out? then validate with bodies=False)",
+        [keys[int(at)].as_py().hex() for at in missing],
+    )
+    given = np.flatnonzero(~absent)
+    said = texts.dictionary_encode().indices.fill_null(0).to_numpy()[given]
+    _, before, group = np.unique(names[given], return_index=True, return_inverse=True)
+    other = given[said != said[before[group]]]
+    yield violation(
+        rows[other],
+        "the message with the key {} has another body earlier in the session: "
+        "compute its key with trajkit.turns.message_key",
+        [keys[int(at)].as_py().hex() for at in other],
+    )
+    faults = {
+        int(at): fault
+        for at in given
+        if (fault := _body_fault(texts[at].as_py(), roles[at].as_py())) is not None
+    }
+    yield violation(rows[list(faults)], "{}", list(faults.values()))
 
 
 def _body_fault(body: str, role: str) -> str | None:

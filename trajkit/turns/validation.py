@@ -1,6 +1,7 @@
 """Check a table against the rules of its schema; errors name the row."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Literal, TypeAlias, overload
 
 import numpy as np
@@ -42,21 +43,12 @@ REJECTED = pa.schema(
 )
 """The rejected sessions that `reject_sessions` returns: one row per session."""
 
-# rules that `from_records` does not check value by value
-_VALUES: tuple[Check, ...] = (
-    turn_rules.ascending("turn_index"),
-    turn_rules.logprobs("output_logprobs", "output_ids"),
-    turn_rules.output_mask,
-    turn_rules.weight_versions,
-    turn_rules.mm_items,
-)
-_IN_ORDER: tuple[Check, ...] = (
-    turn_rules.sessions_contiguous,
-    turn_rules.ascending("turn_index"),
-)
+_ASCENDING: Check = partial(turn_rules.ascending, "turn_index")
+_LOGPROBS: Check = partial(turn_rules.logprobs, "output_logprobs", "output_ids")
+_IN_ORDER: tuple[Check, ...] = (turn_rules.sessions_contiguous, _ASCENDING)
 _ROWS_IN_ORDER: tuple[Check, ...] = (
     turn_rules.sessions_contiguous,
-    turn_rules.ascending("row_index"),
+    partial(turn_rules.ascending, "row_index"),
 )
 _DERIVED: dict[str, tuple[pa.Schema, tuple[Check, ...]]] = {
     "sessions": (schema.SESSIONS, table_rules.SESSIONS),
@@ -207,8 +199,8 @@ def _reject(
 
 
 def check_values(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
-    """As `validate`, for turns whose ids and messages were checked before."""
-    return _checked(_settle(turns, nonfinite_logprobs), _VALUES)
+    """As `validate`, for turns that `from_records` checked value by value."""
+    return _checked(_settle(turns, nonfinite_logprobs), (_ASCENDING, _LOGPROBS))
 
 
 def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
@@ -238,7 +230,7 @@ def check_layout(rows: pa.Table, *, read_ids: bool = True) -> None:
     """
     ids = "suffix_ids" if "suffix_ids" in rows.column_names else "input_ids"
     read_ids |= any(chunk.values.null_count for chunk in rows.column(ids).chunks)
-    of_ids = (turn_rules.token_ids(ids),) if read_ids else ()
+    of_ids = (partial(turn_rules.token_ids, ids),) if read_ids else ()
     _checked(rows, (*_ROWS_IN_ORDER, *of_ids, *table_rules.LAYOUT))
 
 
@@ -293,14 +285,17 @@ def _turn_checks(plan: pa.Schema, bodies: bool) -> tuple[Check, ...]:
     )
     return (
         *_IN_ORDER,
-        turn_rules.token_ids(ids),
-        turn_rules.token_ids("output_ids"),
+        partial(turn_rules.token_ids, ids),
+        partial(turn_rules.token_ids, "output_ids"),
         *((turn_rules.delta,) if is_delta else ()),
         turn_rules.prompts_not_empty,
-        *_VALUES[1:],
-        turn_rules.messages(messages),
+        _LOGPROBS,
+        turn_rules.output_mask,
+        turn_rules.weight_versions,
+        turn_rules.mm_items,
+        partial(turn_rules.messages, messages),
         turn_rules.response,
-        *((turn_rules.bodies(messages),) if bodies else ()),
+        *((partial(turn_rules.bodies, messages),) if bodies else ()),
     )
 
 
