@@ -67,10 +67,7 @@ class ImageUrl:
 
 
 def open_image(data: bytes, where: str, limits: ImageLimits) -> Image:
-    """Return an image; raises `GatewayError` (400) if it is too large or not an image.
-
-    ``where`` is its place in errors.
-    """
+    """Return an image; raises `GatewayError` (400) if it is too large or not an image."""
     from PIL import Image as pillow
 
     if len(data) > limits.max_bytes:
@@ -177,10 +174,7 @@ class ImageStore:
         return [image for name, image in by_name.items() if name not in self._stored]
 
     def check_room(self, new: Collection[Image]) -> int:
-        """Return the bytes of all images with new ones.
-
-        Raises `GatewayError` (507): they are too many.
-        """
+        """Return the bytes of all images with new ones, or raise a 507 `GatewayError`."""
         total = self._total_bytes + sum(len(image.data) for image in new)
         limit = self.limits.max_total_bytes
         if limit is not None and total > limit:
@@ -200,10 +194,7 @@ class NewImages:
         self._discarded = False
 
     async def write(self) -> None:
-        """Write the images that are not stored; the caller calls `discard` later.
-
-        Raises `GatewayError` (500): a file cannot be written.
-        """
+        """Write the images that are not stored; the caller calls `discard` later."""
         if new := self._store.new(self._images):
             await asyncio.to_thread(self._write, new)
 

@@ -50,10 +50,7 @@ Readers: TypeAlias = Mapping[str, Callable[[Fields], T]]
 
 
 def read_parts(fields: Fields, name: str, readers: Readers[T]) -> list[T]:
-    """Return the parts of a content: a string, or a list of objects.
-
-    Raises `GatewayError`: an object has a type without a reader.
-    """
+    """Return the parts of a content: a string, or a list of objects with a reader each."""
     value = fields.json.get(name)
     if isinstance(value, str):
         return [readers["text"](Fields({"text": value}, fields.at(name)))]

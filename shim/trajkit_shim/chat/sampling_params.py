@@ -40,8 +40,6 @@ def parse_sampling(
     """Read the sampling parameters of a chat request or a session, and nothing else.
 
     ``names`` has the fields that are not named as the parameter; None: there is no field.
-    Raises `GatewayError` if a parameter has the wrong type, is out of range, or
-    contradicts another.
     """
 
     def read(name: str, reader: Callable[[object, str], T]) -> T | None:
@@ -66,10 +64,7 @@ def parse_sampling(
 
 
 def nth_seed(seed: int, n: int) -> int:
-    """Return the seed of the ``n``-th further reply: ``seed`` + ``n``.
-
-    After the largest seed comes the smallest.
-    """
+    """Return ``seed`` + ``n``; after the largest seed comes the smallest."""
     least, most = _SEEDS
     return (seed + n - least) % (most + 1 - least) + least
 

@@ -73,10 +73,7 @@ def _has_text(message: Json) -> bool:
 
 
 def _marked(message: Json, i: int, name: str, inside_space: bool) -> Json:
-    """Return message ``i`` with marks that contain ``name`` around its content.
-
-    For a template that trims the content, the marks go inside the outer white space.
-    """
+    """Return message ``i`` with marks around its content, or within white space there."""
     if not _has_text(message):
         return message
     content = str(message["content"])

@@ -9,7 +9,7 @@ engine gets the template's token once per image, and does the rest itself.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -25,16 +25,13 @@ from trajkit_shim.prompting.attribution import Encoded, Ids
 
 KIND = "image"
 
-CountTokens: TypeAlias = Callable[[int, int], int]
-"""The number of tokens of an image of a height and a width."""
-
 
 @dataclass(frozen=True, slots=True)
 class ImageModel:
     """What a model does with images."""
 
     token_id: int  # of the token in the place of one
-    count: CountTokens
+    count: Callable[[int, int], int]  # tokens of an image of a height and a width
 
 
 class ImagePlaces:

@@ -23,9 +23,6 @@ from trajkit_shim.prompting.reply_matching import RestoredRequest
 
 Read: TypeAlias = Callable[[Json, ReadOptions], ChatRequest]
 
-SHORT = 1 << 13
-"""Bytes of a body. A shorter one is read completely, which takes less than a lookup."""
-
 _SPACE = b" \t\n\r"
 # bytes of a message besides its text
 _OVERHEAD = 1024
@@ -39,7 +36,6 @@ class Mark(NamedTuple):
     offset: int  # in the body
     n_messages: int  # restored messages up to it
     unnamed_calls: int  # `ChatRequest.unnamed_calls`
-    n_bytes: int  # memory of its messages, about
     hasher: blake2b  # of the body up to it
 
 
@@ -73,8 +69,8 @@ class ReadRequest:
 
     @property
     def n_bytes(self) -> int:
-        """Memory, about: the body, its messages and their records."""
-        return len(self.body) + self.marks[-1].n_bytes
+        """Memory, about: the body, and each message as text and as JSON."""
+        return 3 * len(self.body) + _OVERHEAD * self.marks[-1].n_messages
 
     def answered(self, restored: RestoredRequest) -> "ReadRequest | None":
         """Return what to keep once it was answered; None: nothing of it."""
@@ -84,14 +80,8 @@ class ReadRequest:
         kept.chat = replace(self.chat, messages=[], images=())
         # the next message may belong to an assistant's last one
         if self.end >= 0 and restored.messages[-1]["role"] != "assistant":
-            n_bytes, n_known = 0, 0
-            if self.marks:
-                n_bytes, n_known = self.marks[-1].n_bytes, self.marks[-1].n_messages
-            # a message is kept as text and as JSON
-            for record in restored.logged[n_known:]:
-                n_bytes += 2 * len(record.body) + _OVERHEAD
-            n_messages, unnamed = len(restored.messages), self.chat.unnamed_calls
-            end = Mark(self.end, n_messages, unnamed, n_bytes, self._hasher)
+            n, unnamed = len(restored.messages), self.chat.unnamed_calls
+            end = Mark(self.end, n, unnamed, self._hasher)
             kept.marks = [*self.marks, end]
         return kept if kept.marks else None
 
@@ -138,15 +128,12 @@ def read_request(
         if len(body) - marks[n_used - 1].offset > most:
             return None
         if known and _continue(request, known, marks[:n_used], read, options):
-            request.hash()
-            return request
-    if len(body) > most:
-        return None
-    if len(body) < SHORT:
-        fields = parse_object(body)
+            break
     else:
+        if len(body) > most:
+            return None
         fields, request.fields, request.end = _parse(body, history)
-    request.chat = read(fields, options)
+        request.chat = read(fields, options)
     request.hash()
     return request
 

@@ -9,6 +9,7 @@ as the tokenizer does it. Everything here is safe to use from several threads at
 import json
 import re
 import secrets
+from contextlib import suppress
 from itertools import takewhile
 from os.path import commonprefix
 from pathlib import Path
@@ -128,10 +129,7 @@ class ChatRenderer:
         return None
 
     def decode(self, output_ids: Ids, *, ended: bool) -> str:
-        """Return the text of sampled ids, special tokens spelled out.
-
-        A final end-of-message id is dropped if the model ``ended`` the message.
-        """
+        """Return the text of sampled ids, without a final end if the model ``ended`` it."""
         ids = output_ids.tolist()
         if ended and ids and ids[-1] in self.end_ids:
             ids.pop()
@@ -199,10 +197,7 @@ class ChatRenderer:
             raise TooManyTokensError(n_tokens)
 
     def encode(self, text: str, max_tokens: int = NO_LIMIT) -> Encoded:
-        """Tokenize a `text`, with the characters of each id after `without_mark`.
-
-        Raises `TooManyTokensError`: there are surely more than ``max_tokens``.
-        """
+        """Tokenize a `text`, with the characters of each id after `without_mark`."""
         self.check_length(self.without_mark(text), max_tokens)
         ids, offsets, length = list[Ids](), list[npt.NDArray[np.int32]](), 0
         parts = self._spelled.split(text) if self.keeps_apart else [text]
@@ -255,14 +250,12 @@ class ChatRenderer:
 
     def _probe_template(self) -> None:
         """Find out what the template does with calls and late system messages."""
-
         user: Json = {"role": "user", "content": "user"}
 
         def shown(*messages: Json) -> str:
-            try:
+            with suppress(TemplateError):
                 return self._apply([user, *messages], None)
-            except TemplateError:
-                return ""
+            return ""
 
         function = {"name": "probe", "arguments": _PROBE_ARGUMENTS}
         call = {"id": "call_0", "type": "function", "function": function}
@@ -303,10 +296,7 @@ def _longest_token(tokenizer: "Tokenizer") -> int:
 
 
 def _one_system(messages: list[Json]) -> list[Json]:
-    """Adapt messages to a template that allows only one system message, at the start.
-
-    Leading system messages are joined; later ones become reminders by the user.
-    """
+    """Join leading system messages, and make later ones reminders by the user."""
     leading = list(takewhile(lambda message: message["role"] == "system", messages))
     adapted: list[Json] = []
     if leading:

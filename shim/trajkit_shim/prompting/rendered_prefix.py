@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from trajkit_shim.chat.images import texts_of
+from trajkit_shim.chat.request import squeezed
 from trajkit_shim.json_input import Json
 
 if TYPE_CHECKING:
@@ -43,10 +44,7 @@ class RenderedPrefix:
         return hasher.digest() == self.hasher.digest()
 
     def extend(self, more: str, leaves: str, *, checked: bool) -> "RenderedPrefix":
-        """Return the prefix of a text that continues with ``more``.
-
-        ``checked``: all of the text was rendered, not only ``more``.
-        """
+        """Return the prefix of a text with ``more``, rendered completely if ``checked``."""
         more = more.removesuffix(leaves)
         length, hasher = self.length + len(more), self.hasher.copy()
         hasher.update(_encoded(more))
@@ -60,18 +58,15 @@ def end_of_reply(
     reply: Json,
     new: list[Json],
 ) -> int | Departure:
-    """Return where in a later prompt's text the reply to an earlier prompt ends.
-
-    ``rendered`` is the earlier prompt's; ``new`` has the messages after the reply.
-    """
+    """Return where the reply to a ``rendered`` prompt ends in a later prompt's text."""
     if not rendered.begins(text):
         return "rewritten"
     end = renderer.end_of_message(text, rendered.length)
     if end is None:
         return "unended"
-    reasoning = _squeezed(str(reply.get("reasoning_content") or ""))
+    reasoning = squeezed(reply.get("reasoning_content") or "")
     shown = renderer.without_mark(text[rendered.length : end[0]])
-    if reasoning not in _squeezed(shown):
+    if reasoning not in squeezed(shown):
         return "reasoning"
     rest = renderer.without_mark(text[end[1] :])
     # if the reply has no end, this may be the end of a later message
@@ -84,7 +79,3 @@ def end_of_reply(
 def _encoded(text: str) -> bytes:
     # a client's JSON may contain half a surrogate pair
     return text.encode("utf-8", "surrogatepass")
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())

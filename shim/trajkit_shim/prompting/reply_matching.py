@@ -11,7 +11,7 @@ recognized stays as the client sent it, and is counted.
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Literal, TypeAlias
 
@@ -20,6 +20,7 @@ from trajkit_shim.chat.request import (
     assistant_message,
     function_of,
     logged_message,
+    squeezed,
 )
 from trajkit_shim.json_input import Json
 
@@ -61,14 +62,9 @@ class RestoredRequest:
 
     def head(self, n: int) -> "RestoredRequest":
         """Return a copy of the first messages, for a later request to start with."""
-        return RestoredRequest(
-            self.messages[:n],
-            self.logged[:n],
-            self.positions[:n],
-            self.tool_names[:n],
-            self.known[:n],
-            self.calls[:n],
-            n_seen=n,
+        lists = (each.name for each in fields(self) if each.name != "n_seen")
+        return replace(
+            self, **{name: getattr(self, name)[:n] for name in lists}, n_seen=n
         )
 
 
@@ -178,10 +174,10 @@ class ReplyIndex:
         White space and the spelling of JSON may differ, reasoning may be missing, and
         call ids may be the client's.
         """
-        if _squeezed(sent["content"]) != _squeezed(reply["content"]):
+        if squeezed(sent["content"]) != squeezed(reply["content"]):
             return False
-        thought = _squeezed(sent.get("reasoning_content") or "")
-        if thought and thought != _squeezed(reply.get("reasoning_content") or ""):
+        thought = squeezed(sent.get("reasoning_content") or "")
+        if thought and thought != squeezed(reply.get("reasoning_content") or ""):
             return False
         sent_calls, calls = _calls(sent), _calls(reply)
         return len(sent_calls) == len(calls) and all(
@@ -234,7 +230,7 @@ def _called(sent: list[Json], message: Json) -> dict[str, tuple[str, str]]:
 def _keys(message: Json) -> list[bytes | str]:
     """What finds a reply whose position is unknown."""
     calls = [str(call["id"]) for call in _calls(message)]
-    text = _squeezed(message["content"]).encode()
+    text = squeezed(message["content"]).encode()
     return [*calls] or [blake2b(text, digest_size=16).digest()]
 
 
@@ -242,11 +238,6 @@ def _calls(message: Json) -> list[Json]:
     calls = message.get("tool_calls", [])
     assert isinstance(calls, list)
     return calls
-
-
-def _squeezed(text: object) -> str:
-    """The text without white space."""
-    return "".join(str(text).split())
 
 
 def _same_json(one: str, other: str) -> bool:

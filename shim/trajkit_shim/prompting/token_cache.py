@@ -46,11 +46,6 @@ class Branch:
         n_request = 0 if self.request is None else self.request.n_bytes
         return self.ids.nbytes + n_request + _OVERHEAD * len(self.paths)
 
-    @property
-    def last(self) -> "CachedPath | None":
-        """The longest path."""
-        return next(reversed(self.paths.values()), None)
-
     def extend(self, ids: Ids, new: Ids) -> "tuple[Ids, Branch]":
         """Return ids with new ones after them, and their branch.
 
@@ -126,10 +121,11 @@ class TokenCache:
             del replaced.branch.paths[path.position]
             if not replaced.branch.paths:
                 self.release(replaced.branch)
-        branch, before = path.branch, path.base and path.base.branch
+        branch, before = path.branch, path.base.branch if path.base else path.branch
+        longest = next(reversed(before.paths.values()), None)
         # other ids may follow the longest path of its base, of calls that were not
         # answered; the branch continues in the copy
-        if before and before is not branch and before.last is path.base:
+        if before is not branch and longest is path.base:
             branch.paths, before.paths = before.paths | branch.paths, {}
             for each in branch.paths.values():
                 each.branch = branch

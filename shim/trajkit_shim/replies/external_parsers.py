@@ -37,10 +37,7 @@ class SGLangParser(ReplyParser):
         self._names: tuple[str | None, str | None] | None = None
 
     async def names(self) -> tuple[str | None, str | None]:
-        """Return the names of the parsers of calls and of reasoning.
-
-        Raises `EngineError`: the server cannot be reached, or has neither.
-        """
+        """Return the parsers of calls and of reasoning; raises `EngineError` if none."""
         if self._names is None:
             answer = await self._server.get("/server_info")
             calls, reasoning = (
@@ -104,11 +101,9 @@ class InstalledParser(SGLangParser):
     """
 
     def __init__(self, calls: str | None, reasoning: str | None) -> None:
-        modules = ("entrypoints.openai.protocol", "function_call.function_call_parser")
-        self._protocol, self._calls, self._reasoning = (
-            import_module(f"sglang.srt.{name}")
-            for name in (*modules, "parser.reasoning_parser")
-        )
+        self._protocol = import_module("sglang.srt.entrypoints.openai.protocol")
+        self._calls = import_module("sglang.srt.function_call.function_call_parser")
+        self._reasoning = import_module("sglang.srt.parser.reasoning_parser")
         known = self._calls.FunctionCallParser.ToolCallParserEnum
         for name, names in (
             (calls, known),

@@ -30,10 +30,7 @@ class Decoder:
     _done: int = 0
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Return the text that these ids add, up to the last complete character.
-
-        An end-of-message id at the end is not text.
-        """
+        """Return the text that these ids add, up to the last complete character."""
         self._ids += ids
         stop = len(self._ids)
         while stop and self._ids[stop - 1] in self._renderer.end_ids:
@@ -55,11 +52,7 @@ class Decoder:
 
 
 class IncrementalParser:
-    """Parses a reply while its ids come.
-
-    ``parser``: for this reply only. ``stop``: the client's stop strings, which it must
-    not see.
-    """
+    """Parses a reply while its ids come; its client must not see the ``stop`` strings."""
 
     def __init__(
         self, renderer: ChatRenderer, parser: Parser, stop: Sequence[str]

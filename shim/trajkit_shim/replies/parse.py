@@ -232,7 +232,5 @@ def skip(text: str, offset: int) -> int:
 
 def overlap(text: str, mark: str) -> int:
     """Return how many characters at the end of a text may start a mark."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((n for n in lengths if text.endswith(mark[:n])), 0)
