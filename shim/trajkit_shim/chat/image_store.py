@@ -23,13 +23,8 @@ from trajkit_shim.chat.fetch_image import fetch_images
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Json, refuse
 
-FORMATS = {
-    "GIF": "image/gif",
-    "JPEG": "image/jpeg",
-    "PNG": "image/png",
-    "WEBP": "image/webp",
-}
-"""The formats that are accepted, as Pillow names them, and their media types."""
+FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
+"""The formats that are accepted, as Pillow names them; media types have these names."""
 
 # the filters of warnings belong to all threads
 _FILTERS = Lock()
@@ -77,7 +72,7 @@ def open_image(data: bytes, where: str, limits: ImageLimits) -> Image:
         with _FILTERS, warnings.catch_warnings():
             warnings.filterwarnings("error", module="PIL")
             # reads the header only
-            with pillow.open(io.BytesIO(data), formats=list(FORMATS)) as image:
+            with pillow.open(io.BytesIO(data), formats=FORMATS) as image:
                 (width, height), kind = image.size, str(image.format)
     # a decoder raises anything for bytes that are not as it expects
     except Exception as error:
@@ -88,7 +83,7 @@ def open_image(data: bytes, where: str, limits: ImageLimits) -> Image:
         refuse(where, rule, code="image_too_large")
     return Image(
         name=sha256(data).hexdigest(),
-        media_type=FORMATS[kind],
+        media_type=f"image/{kind.lower()}",
         width=width,
         height=height,
         data=data,
@@ -123,7 +118,8 @@ class ImageStore:
         parts = [part for content in contents for part in content]
         given = [part for part in parts if isinstance(part, Image)]
         urls = {part.url for part in parts if isinstance(part, ImageUrl)}
-        n_images, limits = sum(not _is_text(part) for part in parts), self.limits
+        texts = [part for part in parts if isinstance(part, dict) and "text" in part]
+        n_images, limits = len(parts) - len(texts), self.limits
         if n_images > limits.max_images:
             message = f"{n_images} images; the limit is {limits.max_images}"
             raise GatewayError(message, code="too_many_images")
@@ -248,7 +244,3 @@ class NewImages:
 def _remove(path: Path) -> None:
     with suppress(OSError):
         path.unlink()
-
-
-def _is_text(part: object) -> bool:
-    return isinstance(part, dict) and part["type"] == "text"

@@ -10,8 +10,6 @@ from trajkit_shim import json_input
 
 T = TypeVar("T")
 
-NO_NAMES: Mapping[str, str | None] = {}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -35,7 +33,7 @@ SHAPING = ("temperature", "top_p", "top_k")
 
 
 def parse_sampling(
-    fields: json_input.Fields, names: Mapping[str, str | None] = NO_NAMES
+    fields: json_input.Fields, names: Mapping[str, str | None] | None = None
 ) -> SamplingParams:
     """Read the sampling parameters of a chat request or a session, and nothing else.
 
@@ -43,7 +41,7 @@ def parse_sampling(
     """
 
     def read(name: str, reader: Callable[[object, str], T]) -> T | None:
-        field = names.get(name, name)
+        field = (names or {}).get(name, name)
         return None if field is None else fields.get(field, reader)
 
     max_tokens = read("max_tokens", _positive)

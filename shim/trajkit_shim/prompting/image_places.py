@@ -94,9 +94,9 @@ class ImagePlaces:
 
     def load(self, images: "Sequence[PlacedImage]") -> list[PromptImage]:
         """Return images with their bytes."""
-        types = (self._store[image.name].media_type for image in images)
+        types = (self._store[image.hash].media_type for image in images)
         return [
-            PromptImage(image.start, image.stop, kind, self._store.data(image.name))
+            PromptImage(image.start, image.stop, kind, self._store.data(image.hash))
             for image, kind in zip(images, types, strict=True)
         ]
 
@@ -111,17 +111,13 @@ class ImagePlaces:
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """An image and its tokens in a prompt."""
+    """An image and its tokens in a prompt: a `trajkit.schema.MM_ITEM`."""
 
-    name: str  # SHA-256
+    hash: str  # SHA-256
     token_id: int
     start: int
     stop: int
-
-    def item(self) -> Json:
-        """Return it as a `trajkit.schema.MM_ITEM`."""
-        span = {"start": self.start, "stop": self.stop}
-        return {"kind": KIND, "hash": self.name, "token_id": self.token_id, **span}
+    kind: str = KIND
 
 
 def load_image_model(path: str | Path) -> ImageModel | None:

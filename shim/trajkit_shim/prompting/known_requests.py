@@ -54,18 +54,7 @@ class ReadRequest:
     # the end of the history, and the fields before it; -1: not found
     end: int = -1
     fields: Json = field(default_factory=dict)
-    _hasher: blake2b = field(init=False)  # of the body up to the end
-
-    def hash(self) -> None:
-        """Hash what follows the last mark, up to the end of the history and of the body."""
-        offset, hasher = 0, blake2b(digest_size=16)
-        if self.marks:
-            offset, hasher = self.marks[-1].offset, self.marks[-1].hasher.copy()
-        stop, body = max(offset, self.end), memoryview(self.body)
-        hasher.update(body[offset:stop])
-        self._hasher = hasher.copy()
-        hasher.update(body[stop:])
-        self.identity = hasher.digest()
+    hasher: blake2b = field(init=False)  # of the body up to the end
 
     @property
     def n_bytes(self) -> int:
@@ -81,7 +70,7 @@ class ReadRequest:
         # the next message may belong to an assistant's last one
         if self.end >= 0 and restored.messages[-1]["role"] != "assistant":
             n, unnamed = len(restored.messages), self.chat.unnamed_calls
-            end = Mark(self.end, n, unnamed, self._hasher)
+            end = Mark(self.end, n, unnamed, self.hasher)
             kept.marks = [*self.marks, end]
         return kept if kept.marks else None
 
@@ -134,7 +123,15 @@ def read_request(
             return None
         fields, request.fields, request.end = _parse(body, history)
         request.chat = read(fields, options)
-    request.hash()
+    # what follows the last mark, up to the end of the history and of the body
+    offset, hasher = 0, blake2b(digest_size=16)
+    if request.marks:
+        offset, hasher = request.marks[-1].offset, request.marks[-1].hasher.copy()
+    stop, view = max(offset, request.end), memoryview(body)
+    hasher.update(view[offset:stop])
+    request.hasher = hasher.copy()
+    hasher.update(view[stop:])
+    request.identity = hasher.digest()
     return request
 
 

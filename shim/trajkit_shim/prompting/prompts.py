@@ -239,9 +239,7 @@ class Prompts:
 
     def _encode(self, text: str, messages: list[Json], max_tokens: int) -> Encoded:
         encoded = self.renderer.encode(text, max_tokens)
-        if self.places is None:
-            return encoded
-        return self.places.expand(encoded, messages)
+        return self.places.expand(encoded, messages) if self.places else encoded
 
     def _tail_only(
         self, probe: TemplateProbe, base: CachedPath, new: list[Json], reasons: bool
@@ -331,11 +329,10 @@ def _find_base(
             return last, None, "released"
         # messages before it changed: extend the last reply before the change
         reason = "moved"
-        while path is None:
-            if not indices:
-                return -1, None, reason
-            last = indices.pop()
-            path = cache.get(positions[last])
+        last = next((i for i in reversed(indices) if cache.get(positions[i])), -1)
+        path = cache.get(positions[last]) if last >= 0 else None
+        if path is None:
+            return -1, None, reason
     if not path.closed:
         return last, None, reason or "unclosed"
     if path.tools != offered:

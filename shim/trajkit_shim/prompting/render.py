@@ -11,7 +11,6 @@ import re
 import secrets
 from contextlib import suppress
 from itertools import takewhile
-from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +79,6 @@ class ChatRenderer:
         # the empty alternation would match everywhere
         spelled = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._spelled = re.compile(f"({spelled})")
-        # common prefix of all special tokens, quicker to search for than any of them
-        self._lead = commonprefix(longest_first)  # noqa: RUF071
         # breaks up special tokens within text; unpredictable for clients
         self._mark = f"x{secrets.token_hex(12)}x"
         self._longest = _longest_token(self._backend)
@@ -157,7 +154,7 @@ class ChatRenderer:
         # a template is a program that runs on untrusted values; these are its failures
         try:
             values = json.dumps(context, ensure_ascii=False)
-            if self._lead in values and self._spelled.search(values):
+            if self._spelled.search(values):
                 context = json.loads(self._break(values))
             return str(
                 self.tokenizer.apply_chat_template(

@@ -165,8 +165,7 @@ class SchemaParser(ReplyParser):
                 prefix=prompt_ids.tolist(),
                 tools=offered,
             )
-            thoughts = message.get("reasoning_content"), message.get("thinking")
-            reasoning = thoughts[0] or thoughts[1] or ""
+            reasoning = message.get("reasoning_content") or message.get("thinking")
             found = [call["function"] for call in message.get("tool_calls") or ()]
             calls = [(str(call["name"]), call["arguments"]) for call in found]
             rest = str(message.get("content") or "")
@@ -175,7 +174,7 @@ class SchemaParser(ReplyParser):
         if tools is None and calls:
             # no tool was offered, so what looks like a call is text
             return parse(text, None, None, opened=opened)
-        return await asyncio.to_thread(_parsed, text, str(reasoning), rest, calls)
+        return await asyncio.to_thread(_parsed, text, str(reasoning or ""), rest, calls)
 
 
 def _unread(text: str) -> Parsed:
