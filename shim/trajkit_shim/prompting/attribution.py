@@ -87,10 +87,9 @@ def _marked(message: Json, i: int, name: str, inside_space: bool) -> Json:
 
 
 def find_verbatim(messages: list[Json], text: str) -> Spans | None:
-    """Return the span of each content in a text.
+    """Return the span of each content in a text that has each once, in order, or None.
 
-    None: a content is missing in the text, occurs more than once, is out of order, or has
-    outer white space, which the template may change.
+    A template may change outer white space, so contents with it are not looked for.
     """
     spans, offset = [], 0
     for i, message in enumerate(messages):

@@ -66,11 +66,7 @@ class ImagePlaces:
         return Encoded(ids, np.repeat(encoded.offsets, counts, axis=0))
 
     def items(self, ids: Ids, messages: Sequence[Json]) -> "list[PlacedImage]":
-        """Return where the images of messages are in a prompt's recorded ids.
-
-        Raises `GatewayError` if an earlier reply contains the token of an image, which the
-        engine would take for one.
-        """
+        """Return where the images of messages are in a prompt's recorded ids."""
         names = hashes_of(messages)
         if names and (ids == self._model.token_id).any():
             raise GatewayError(
@@ -124,9 +120,8 @@ def load_image_model(path: str | Path) -> ImageModel | None:
     """Return what the model in a directory does with images; None: it takes none.
 
     The model's processor counts the tokens. Where its parts for video need torch, which
-    is not installed, its image processor does, if it works as Qwen's.
-
-    Raises `ValueError` if the number of tokens per image cannot be determined.
+    is not installed, its image processor does, if it works as Qwen's. Raises `ValueError`
+    if neither can.
     """
     import transformers
 

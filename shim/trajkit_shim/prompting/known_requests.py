@@ -70,8 +70,7 @@ class ReadRequest:
         # the next message may belong to an assistant's last one
         if self.end >= 0 and restored.messages[-1]["role"] != "assistant":
             n, unnamed = len(restored.messages), self.chat.unnamed_calls
-            end = Mark(self.end, n, unnamed, self.hasher)
-            kept.marks = [*self.marks, end]
+            kept.marks = [*self.marks, Mark(self.end, n, unnamed, self.hasher)]
         return kept if kept.marks else None
 
 

@@ -117,9 +117,8 @@ class Prompts:
             if tools not in self._probes:
                 probe = probe_template(self.renderer, tools=tools)
                 if probe.tail:
-                    text = self.renderer.text(
-                        STAND_IN, [STAND_IN_TOOL] if tools else None
-                    )
+                    few = [STAND_IN_TOOL] if tools else None
+                    text = self.renderer.text(STAND_IN, few)
                     self._stand_ins[tools] = RenderedPrefix.of(text, probe.leaves)
                 self._probes[tools] = probe
             return self._probes[tools]
@@ -256,8 +255,7 @@ class Prompts:
     ) -> Ids | None:
         """Return the message that each token renders (-1: none), or None if unknown.
 
-        Of a prompt that extends an earlier turn only the appended tokens count, and the
-        messages after that turn's reply.
+        In a prompt that extends a turn only appended tokens and new messages count.
         """
         if prompt.base is not None:
             return prompt.message_index

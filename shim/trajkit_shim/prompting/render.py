@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from trajkit_shim.chat.request import tool_call
 from trajkit_shim.errors import GatewayError, TemplateError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Encoded, Ids
@@ -238,12 +239,10 @@ class ChatRenderer:
         return {**message, "content": content, "tool_calls": shaped}
 
     def _arguments(self, text: str) -> object:
-        if self._takes_string:
-            return text
-        try:
-            return json.loads(text) if text else {}
-        except (ValueError, RecursionError):
-            return text
+        with suppress(ValueError, RecursionError):
+            if not self._takes_string:
+                return json.loads(text) if text else {}
+        return text
 
     def _probe_template(self) -> None:
         """Find out what the template does with calls and late system messages."""
@@ -254,8 +253,7 @@ class ChatRenderer:
                 return self._apply([user, *messages], None)
             return ""
 
-        function = {"name": "probe", "arguments": _PROBE_ARGUMENTS}
-        call = {"id": "call_0", "type": "function", "function": function}
+        call = tool_call("call_0", "probe", _PROBE_ARGUMENTS)
         reply: Json = {"role": "assistant", "content": _PROBE_TEXT}
         text = shown({**reply, "tool_calls": [call]})
         self._takes_string = _PROBE_ARGUMENTS in text  # arguments may be strings

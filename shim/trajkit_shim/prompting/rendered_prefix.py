@@ -35,19 +35,16 @@ class RenderedPrefix:
     def of(cls, text: str, leaves: str) -> "RenderedPrefix":
         """Return the prefix for a text without ``leaves`` (`TemplateProbe`) at its end."""
         stays = text.removesuffix(leaves)
-        hasher = blake2b(_encoded(stays), digest_size=16)
-        return cls(len(stays), hasher, len(stays))
+        return cls(len(stays), _hashed(stays), len(stays))
 
     def begins(self, text: str) -> bool:
         """Return whether a text starts with it."""
-        hasher = blake2b(_encoded(text[: self.length]), digest_size=16)
-        return hasher.digest() == self.hasher.digest()
+        return _hashed(text[: self.length]).digest() == self.hasher.digest()
 
     def extend(self, more: str, leaves: str, *, checked: bool) -> "RenderedPrefix":
         """Return the prefix of a text with ``more``, rendered completely if ``checked``."""
         more = more.removesuffix(leaves)
-        length, hasher = self.length + len(more), self.hasher.copy()
-        hasher.update(_encoded(more))
+        length, hasher = self.length + len(more), _hashed(more, self.hasher.copy())
         return RenderedPrefix(length, hasher, length if checked else self.checked)
 
 
@@ -76,6 +73,8 @@ def end_of_reply(
     return end[1]
 
 
-def _encoded(text: str) -> bytes:
+def _hashed(text: str, hasher: blake2b | None = None) -> blake2b:
+    hasher = hasher or blake2b(digest_size=16)
     # a client's JSON may contain half a surrogate pair
-    return text.encode("utf-8", "surrogatepass")
+    hasher.update(text.encode("utf-8", "surrogatepass"))
+    return hasher

@@ -11,6 +11,7 @@ recognized stays as the client sent it, and is counted.
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Literal, TypeAlias
@@ -36,7 +37,7 @@ START = b""
 class RestoredRequest:
     """The messages of one request, with the session's replies restored.
 
-    Each list has an element per message. They do not change once a request is complete.
+    Each list has an element per message, and does not change once it is complete.
     """
 
     messages: list[Json] = field(default_factory=list)
@@ -133,9 +134,8 @@ class ReplyIndex:
     def count(self, restored: RestoredRequest) -> None:
         """Count the assistant messages of a request, each position once."""
         n = restored.n_seen
-        for position, known in zip(
-            restored.positions[n:], restored.known[n:], strict=True
-        ):
+        for i, known in enumerate(restored.known[n:], n):
+            position = restored.positions[i]
             if known and position not in self._counted:
                 self._counted.add(position)
                 self.counts[known] += 1
@@ -169,11 +169,7 @@ class ReplyIndex:
         return [reply for reply in replies if self._same(sent, reply)]
 
     def _same(self, sent: Json, reply: Json) -> bool:
-        """Whether a message has the content of a reply.
-
-        White space and the spelling of JSON may differ, reasoning may be missing, and
-        call ids may be the client's.
-        """
+        """Whether a message has the content of a reply, maybe without its reasoning."""
         if squeezed(sent["content"]) != squeezed(reply["content"]):
             return False
         thought = squeezed(sent.get("reasoning_content") or "")
@@ -244,9 +240,8 @@ def _same_json(one: str, other: str) -> bool:
     """Whether two JSON texts have equal values, with numbers compared as doubles."""
     if one == other:
         return True
-    try:
-        values = (json.loads(text, parse_int=float) for text in (one, other))
-        return bool(next(values) == next(values))
     # a client's text may be invalid JSON, or too deep to compare
-    except (ValueError, RecursionError):
-        return False
+    with suppress(ValueError, RecursionError):
+        first, second = (json.loads(text, parse_int=float) for text in (one, other))
+        return bool(first == second)
+    return False

@@ -87,8 +87,7 @@ class CachedPath:
 class TokenCache:
     """The paths of one session, by the position after their reply.
 
-    `get` and `requests` only read, and may run on another thread during calls of the
-    others.
+    `get` may run on another thread during calls of the others.
     """
 
     def __init__(self) -> None:
@@ -112,10 +111,7 @@ class TokenCache:
         budget: "CacheBudget",
         request: ReadRequest | None = None,
     ) -> None:
-        """Store the path of a reply; of equal replies the last one is kept.
-
-        ``budget`` is the gateway's, always the same one. ``request``: for `requests`.
-        """
+        """Store the path of a reply; of equal replies the last one is kept."""
         self._budget = budget
         if (replaced := self._paths.get(path.position)) is not None:
             del replaced.branch.paths[path.position]

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 # bytes of a piece besides its characters and tokens: the entry, its key and its arrays
 _OVERHEAD = 512
 
-
 NO_LIMIT = 2**31 - 1
 """More tokens than any text has."""
 

@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
 
 class SGLangParser(ReplyParser):
-    """The parsers of an SGLang server (0.5.23).
+    """The parsers that an SGLang server (0.5.23) was started with.
 
-    The server's ``--tool-call-parser`` and ``--reasoning-parser`` are used. Without one
-    of them that part is not parsed.
+    Without ``--tool-call-parser`` or ``--reasoning-parser`` that part is not parsed.
     """
 
     def __init__(self, base_url: str, client: httpx.AsyncClient | None = None) -> None:
@@ -105,10 +104,8 @@ class InstalledParser(SGLangParser):
         self._calls = import_module("sglang.srt.function_call.function_call_parser")
         self._reasoning = import_module("sglang.srt.parser.reasoning_parser")
         known = self._calls.FunctionCallParser.ToolCallParserEnum
-        for name, names in (
-            (calls, known),
-            (reasoning, self._reasoning.ReasoningParser.DetectorMap),
-        ):
+        modes = self._reasoning.ReasoningParser.DetectorMap
+        for name, names in ((calls, known), (reasoning, modes)):
             if name is not None and name not in names:
                 raise ValueError(f"{name!r} is not one of {', '.join(sorted(names))}")
         self._names = calls, reasoning
@@ -207,11 +204,9 @@ def as_sampled(arguments: str, text: str, start: int) -> tuple[str, int]:
         return arguments, start
     offset = text.find("{", start)
     while offset >= 0 and isinstance(wanted, dict):
-        try:
+        with suppress(ValueError, RecursionError):
             value, stop = decoder.raw_decode(text, offset)
-        except (ValueError, RecursionError):
-            value, stop = None, offset
-        if value == wanted:
-            return text[offset:stop], stop
+            if value == wanted:
+                return text[offset:stop], stop
         offset = text.find("{", offset + 1)
     return arguments, start

@@ -83,9 +83,7 @@ class IncrementalParser:
 
     def _certain(self) -> int:
         """The length of the pending text that cannot be part of a stop string."""
-        found = [
-            offset for mark in self._stop if (offset := self._pending.find(mark)) >= 0
-        ]
+        found = [i for mark in self._stop if (i := self._pending.find(mark)) >= 0]
         if found:
             self._stopped = True
             return min(found)

@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable
 
 from trajkit_shim.chat.reply import Call
+from trajkit_shim.chat.request import function_of
 from trajkit_shim.replies.parse import ToolForm, Tools
 from trajkit_shim.replies.parsers.json_calls import CLOSE, OPEN, decoder
 
@@ -68,13 +69,11 @@ def _reader(
 
 def _kinds_of(tools: Tools, name: str) -> dict[str, frozenset[str]]:
     """The JSON types of each parameter of a tool, as far as its schema has them."""
-    for tool in tools:
-        function = tool.get("function")
-        if isinstance(function, dict) and function.get("name") == name:
-            schema = function.get("parameters")
-            fields = schema.get("properties") if isinstance(schema, dict) else None
-            if isinstance(fields, dict):
-                return {str(key): _kinds(value) for key, value in fields.items()}
+    for function in map(function_of, tools):
+        schema = function.get("parameters")
+        fields = schema.get("properties") if isinstance(schema, dict) else None
+        if function["name"] == name and isinstance(fields, dict):
+            return {str(key): _kinds(value) for key, value in fields.items()}
     return {}
 
 
