@@ -1,9 +1,8 @@
 """Which message each token of a rendered prompt belongs to.
 
 The request is rendered again with a mark before and after the content of each message.
-If removing the marks yields exactly the same prompt, they give the exact position of
-each content, and the tokenizer's offsets give its tokens. Otherwise (a template may
-inspect what it renders) the prompt gets no attribution.
+If removing the marks yields the same prompt, they give the position of each content, and
+the tokenizer's offsets its tokens. Otherwise the prompt gets no attribution.
 """
 
 import re

@@ -1,9 +1,8 @@
 """Cached token paths of a session: what the engine consumed and sampled, by position.
 
 A path is a prompt followed by its output. Paths that extend each other are one branch,
-whose ids are stored once. A fork is a branch of its own, with a copy of the ids before
-it. The memory of all sessions together is bounded; beyond that the branches that were
-idle longest are dropped.
+whose ids are stored once. A fork is another branch, with a copy of the ids before it.
+Beyond a limit for all sessions together, the branches that were idle longest are dropped.
 """
 
 from collections import OrderedDict
