@@ -9,7 +9,7 @@ import json
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -433,7 +433,7 @@ class ModelCall:
             prompt_built=prompt.built,
             render_reason=prompt.reason,
             prompt_digest=prompt.digest,
-            mm_items=[image.item() for image in self._images] or None,
+            mm_items=[asdict(image) for image in self._images] or None,
         )
 
     def ignored_params(self) -> list[str]:

@@ -23,13 +23,8 @@ from trajkit_shim.chat.fetch_image import fetch_images
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Json, refuse
 
-FORMATS = {
-    "GIF": "image/gif",
-    "JPEG": "image/jpeg",
-    "PNG": "image/png",
-    "WEBP": "image/webp",
-}
-"""The formats that are accepted, as Pillow names them, and their media types."""
+FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
+"""The formats that are accepted, as Pillow names them; media types have these names."""
 
 # the filters of warnings belong to all threads
 _FILTERS = Lock()
@@ -67,10 +62,7 @@ class ImageUrl:
 
 
 def open_image(data: bytes, where: str, limits: ImageLimits) -> Image:
-    """Return an image; raises `GatewayError` (400) if it is too large or not an image.
-
-    ``where`` is its place in errors.
-    """
+    """Return an image; raises `GatewayError` (400) if it is too large or not an image."""
     from PIL import Image as pillow
 
     if len(data) > limits.max_bytes:
@@ -80,7 +72,7 @@ def open_image(data: bytes, where: str, limits: ImageLimits) -> Image:
         with _FILTERS, warnings.catch_warnings():
             warnings.filterwarnings("error", module="PIL")
             # reads the header only
-            with pillow.open(io.BytesIO(data), formats=list(FORMATS)) as image:
+            with pillow.open(io.BytesIO(data), formats=FORMATS) as image:
                 (width, height), kind = image.size, str(image.format)
     # a decoder raises anything for bytes that are not as it expects
     except Exception as error:
@@ -91,7 +83,7 @@ def open_image(data: bytes, where: str, limits: ImageLimits) -> Image:
         refuse(where, rule, code="image_too_large")
     return Image(
         name=sha256(data).hexdigest(),
-        media_type=FORMATS[kind],
+        media_type=f"image/{kind.lower()}",
         width=width,
         height=height,
         data=data,
@@ -126,7 +118,8 @@ class ImageStore:
         parts = [part for content in contents for part in content]
         given = [part for part in parts if isinstance(part, Image)]
         urls = {part.url for part in parts if isinstance(part, ImageUrl)}
-        n_images, limits = sum(not _is_text(part) for part in parts), self.limits
+        texts = [part for part in parts if isinstance(part, dict) and "text" in part]
+        n_images, limits = len(parts) - len(texts), self.limits
         if n_images > limits.max_images:
             message = f"{n_images} images; the limit is {limits.max_images}"
             raise GatewayError(message, code="too_many_images")
@@ -177,10 +170,7 @@ class ImageStore:
         return [image for name, image in by_name.items() if name not in self._stored]
 
     def check_room(self, new: Collection[Image]) -> int:
-        """Return the bytes of all images with new ones.
-
-        Raises `GatewayError` (507): they are too many.
-        """
+        """Return the bytes of all images with new ones, or raise a 507 `GatewayError`."""
         total = self._total_bytes + sum(len(image.data) for image in new)
         limit = self.limits.max_total_bytes
         if limit is not None and total > limit:
@@ -200,10 +190,7 @@ class NewImages:
         self._discarded = False
 
     async def write(self) -> None:
-        """Write the images that are not stored; the caller calls `discard` later.
-
-        Raises `GatewayError` (500): a file cannot be written.
-        """
+        """Write the images that are not stored; the caller calls `discard` later."""
         if new := self._store.new(self._images):
             await asyncio.to_thread(self._write, new)
 
@@ -257,7 +244,3 @@ class NewImages:
 def _remove(path: Path) -> None:
     with suppress(OSError):
         path.unlink()
-
-
-def _is_text(part: object) -> bool:
-    return isinstance(part, dict) and part["type"] == "text"

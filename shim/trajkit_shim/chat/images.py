@@ -50,10 +50,7 @@ Readers: TypeAlias = Mapping[str, Callable[[Fields], T]]
 
 
 def read_parts(fields: Fields, name: str, readers: Readers[T]) -> list[T]:
-    """Return the parts of a content: a string, or a list of objects.
-
-    Raises `GatewayError`: an object has a type without a reader.
-    """
+    """Return the parts of a content: a string, or a list of objects with a reader each."""
     value = fields.json.get(name)
     if isinstance(value, str):
         return [readers["text"](Fields({"text": value}, fields.at(name)))]
@@ -93,8 +90,7 @@ def joined(parts: Iterable[object]) -> str | list[object]:
 def read_images(messages: Iterable[Json], images: Images) -> None:
     """Refuse the images of a request's messages, omit them, or read them.
 
-    Raises `GatewayError`: an image is refused, in a message that is not a user's or a
-    tool's, not an image, or at a URL that is not fetched. See also `open_image`.
+    Only messages of users and tools may have some. Raises as `open_image`.
     """
     for message in messages:
         content = message["content"]
@@ -117,9 +113,9 @@ def _read(given: GivenImage, images: Images) -> Image | ImageUrl:
         refuse_content(part, name, given.kind)
     url = given.url()
     found = _DATA_URL.match(url)
-    if found is None and images.fetch:
-        return ImageUrl(url)
     if found is None:
+        if images.fetch:
+            return ImageUrl(url)
         rule = "images at URLs are not fetched here: send the image itself, as base64"
         part.refuse(name, rule, "image_not_fetched")
     try:

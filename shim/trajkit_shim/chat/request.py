@@ -116,10 +116,7 @@ def system_message(text: str | None) -> list[Json]:
 
 
 def text_schema(fields: Fields, name: str) -> Json | None:
-    """Return the JSON schema that a format field requires of the text, if any.
-
-    The field of OpenAI and Anthropic has a type, and a schema, maybe in ``json_schema``.
-    """
+    """Return the JSON schema that OpenAI's or Anthropic's format field requires, if any."""
     if fields.json.get(name) is None:
         return None
     given = fields.object(name)
@@ -136,6 +133,11 @@ def function_of(tool: Json) -> Json:
     function = tool["function"]
     assert isinstance(function, dict)
     return function
+
+
+def squeezed(text: object) -> str:
+    """Return a text without white space."""
+    return "".join(str(text).split())
 
 
 def assistant_message(

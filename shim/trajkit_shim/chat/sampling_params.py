@@ -10,8 +10,6 @@ from trajkit_shim import json_input
 
 T = TypeVar("T")
 
-NO_NAMES: Mapping[str, str | None] = {}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -35,17 +33,15 @@ SHAPING = ("temperature", "top_p", "top_k")
 
 
 def parse_sampling(
-    fields: json_input.Fields, names: Mapping[str, str | None] = NO_NAMES
+    fields: json_input.Fields, names: Mapping[str, str | None] | None = None
 ) -> SamplingParams:
     """Read the sampling parameters of a chat request or a session, and nothing else.
 
     ``names`` has the fields that are not named as the parameter; None: there is no field.
-    Raises `GatewayError` if a parameter has the wrong type, is out of range, or
-    contradicts another.
     """
 
     def read(name: str, reader: Callable[[object, str], T]) -> T | None:
-        field = names.get(name, name)
+        field = (names or {}).get(name, name)
         return None if field is None else fields.get(field, reader)
 
     max_tokens = read("max_tokens", _positive)
@@ -66,10 +62,7 @@ def parse_sampling(
 
 
 def nth_seed(seed: int, n: int) -> int:
-    """Return the seed of the ``n``-th further reply: ``seed`` + ``n``.
-
-    After the largest seed comes the smallest.
-    """
+    """Return ``seed`` + ``n``; after the largest seed comes the smallest."""
     least, most = _SEEDS
     return (seed + n - least) % (most + 1 - least) + least
 

@@ -1,9 +1,8 @@
 """Which message each token of a rendered prompt belongs to.
 
 The request is rendered again with a mark before and after the content of each message.
-If removing the marks yields exactly the same prompt, they give the exact position of
-each content, and the tokenizer's offsets give its tokens. Otherwise (a template may
-inspect what it renders) the prompt gets no attribution.
+If removing the marks yields the same prompt, they give the position of each content, and
+the tokenizer's offsets its tokens. Otherwise the prompt gets no attribution.
 """
 
 import re
@@ -73,10 +72,7 @@ def _has_text(message: Json) -> bool:
 
 
 def _marked(message: Json, i: int, name: str, inside_space: bool) -> Json:
-    """Return message ``i`` with marks that contain ``name`` around its content.
-
-    For a template that trims the content, the marks go inside the outer white space.
-    """
+    """Return message ``i`` with marks around its content, or within white space there."""
     if not _has_text(message):
         return message
     content = str(message["content"])
@@ -90,10 +86,9 @@ def _marked(message: Json, i: int, name: str, inside_space: bool) -> Json:
 
 
 def find_verbatim(messages: list[Json], text: str) -> Spans | None:
-    """Return the span of each content in a text.
+    """Return the span of each content in a text that has each once, in order, or None.
 
-    None: a content is missing in the text, occurs more than once, is out of order, or has
-    outer white space, which the template may change.
+    A template may change outer white space, so contents with it are not looked for.
     """
     spans, offset = [], 0
     for i, message in enumerate(messages):

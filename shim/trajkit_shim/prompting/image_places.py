@@ -9,7 +9,7 @@ engine gets the template's token once per image, and does the rest itself.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -25,16 +25,13 @@ from trajkit_shim.prompting.attribution import Encoded, Ids
 
 KIND = "image"
 
-CountTokens: TypeAlias = Callable[[int, int], int]
-"""The number of tokens of an image of a height and a width."""
-
 
 @dataclass(frozen=True, slots=True)
 class ImageModel:
     """What a model does with images."""
 
     token_id: int  # of the token in the place of one
-    count: CountTokens
+    count: Callable[[int, int], int]  # tokens of an image of a height and a width
 
 
 class ImagePlaces:
@@ -69,11 +66,7 @@ class ImagePlaces:
         return Encoded(ids, np.repeat(encoded.offsets, counts, axis=0))
 
     def items(self, ids: Ids, messages: Sequence[Json]) -> "list[PlacedImage]":
-        """Return where the images of messages are in a prompt's recorded ids.
-
-        Raises `GatewayError` if an earlier reply contains the token of an image, which the
-        engine would take for one.
-        """
+        """Return where the images of messages are in a prompt's recorded ids."""
         names = hashes_of(messages)
         if names and (ids == self._model.token_id).any():
             raise GatewayError(
@@ -97,9 +90,9 @@ class ImagePlaces:
 
     def load(self, images: "Sequence[PlacedImage]") -> list[PromptImage]:
         """Return images with their bytes."""
-        types = (self._store[image.name].media_type for image in images)
+        types = (self._store[image.hash].media_type for image in images)
         return [
-            PromptImage(image.start, image.stop, kind, self._store.data(image.name))
+            PromptImage(image.start, image.stop, kind, self._store.data(image.hash))
             for image, kind in zip(images, types, strict=True)
         ]
 
@@ -114,26 +107,21 @@ class ImagePlaces:
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """An image and its tokens in a prompt."""
+    """An image and its tokens in a prompt: a `trajkit.schema.MM_ITEM`."""
 
-    name: str  # SHA-256
+    hash: str  # SHA-256
     token_id: int
     start: int
     stop: int
-
-    def item(self) -> Json:
-        """Return it as a `trajkit.schema.MM_ITEM`."""
-        span = {"start": self.start, "stop": self.stop}
-        return {"kind": KIND, "hash": self.name, "token_id": self.token_id, **span}
+    kind: str = KIND
 
 
 def load_image_model(path: str | Path) -> ImageModel | None:
     """Return what the model in a directory does with images; None: it takes none.
 
     The model's processor counts the tokens. Where its parts for video need torch, which
-    is not installed, its image processor does, if it works as Qwen's.
-
-    Raises `ValueError` if the number of tokens per image cannot be determined.
+    is not installed, its image processor does, if it works as Qwen's. Raises `ValueError`
+    if neither can.
     """
     import transformers
 

@@ -23,9 +23,6 @@ from trajkit_shim.prompting.reply_matching import RestoredRequest
 
 Read: TypeAlias = Callable[[Json, ReadOptions], ChatRequest]
 
-SHORT = 1 << 13
-"""Bytes of a body. A shorter one is read completely, which takes less than a lookup."""
-
 _SPACE = b" \t\n\r"
 # bytes of a message besides its text
 _OVERHEAD = 1024
@@ -39,7 +36,6 @@ class Mark(NamedTuple):
     offset: int  # in the body
     n_messages: int  # restored messages up to it
     unnamed_calls: int  # `ChatRequest.unnamed_calls`
-    n_bytes: int  # memory of its messages, about
     hasher: blake2b  # of the body up to it
 
 
@@ -58,23 +54,12 @@ class ReadRequest:
     # the end of the history, and the fields before it; -1: not found
     end: int = -1
     fields: Json = field(default_factory=dict)
-    _hasher: blake2b = field(init=False)  # of the body up to the end
-
-    def hash(self) -> None:
-        """Hash what follows the last mark, up to the end of the history and of the body."""
-        offset, hasher = 0, blake2b(digest_size=16)
-        if self.marks:
-            offset, hasher = self.marks[-1].offset, self.marks[-1].hasher.copy()
-        stop, body = max(offset, self.end), memoryview(self.body)
-        hasher.update(body[offset:stop])
-        self._hasher = hasher.copy()
-        hasher.update(body[stop:])
-        self.identity = hasher.digest()
+    hasher: blake2b = field(init=False)  # of the body up to the end
 
     @property
     def n_bytes(self) -> int:
-        """Memory, about: the body, its messages and their records."""
-        return len(self.body) + self.marks[-1].n_bytes
+        """Memory, about: the body, and each message as text and as JSON."""
+        return 3 * len(self.body) + _OVERHEAD * self.marks[-1].n_messages
 
     def answered(self, restored: RestoredRequest) -> "ReadRequest | None":
         """Return what to keep once it was answered; None: nothing of it."""
@@ -84,15 +69,8 @@ class ReadRequest:
         kept.chat = replace(self.chat, messages=[], images=())
         # the next message may belong to an assistant's last one
         if self.end >= 0 and restored.messages[-1]["role"] != "assistant":
-            n_bytes, n_known = 0, 0
-            if self.marks:
-                n_bytes, n_known = self.marks[-1].n_bytes, self.marks[-1].n_messages
-            # a message is kept as text and as JSON
-            for record in restored.logged[n_known:]:
-                n_bytes += 2 * len(record.body) + _OVERHEAD
-            n_messages, unnamed = len(restored.messages), self.chat.unnamed_calls
-            end = Mark(self.end, n_messages, unnamed, n_bytes, self._hasher)
-            kept.marks = [*self.marks, end]
+            n, unnamed = len(restored.messages), self.chat.unnamed_calls
+            kept.marks = [*self.marks, Mark(self.end, n, unnamed, self.hasher)]
         return kept if kept.marks else None
 
 
@@ -138,16 +116,21 @@ def read_request(
         if len(body) - marks[n_used - 1].offset > most:
             return None
         if known and _continue(request, known, marks[:n_used], read, options):
-            request.hash()
-            return request
-    if len(body) > most:
-        return None
-    if len(body) < SHORT:
-        fields = parse_object(body)
+            break
     else:
+        if len(body) > most:
+            return None
         fields, request.fields, request.end = _parse(body, history)
-    request.chat = read(fields, options)
-    request.hash()
+        request.chat = read(fields, options)
+    # what follows the last mark, up to the end of the history and of the body
+    offset, hasher = 0, blake2b(digest_size=16)
+    if request.marks:
+        offset, hasher = request.marks[-1].offset, request.marks[-1].hasher.copy()
+    stop, view = max(offset, request.end), memoryview(body)
+    hasher.update(view[offset:stop])
+    request.hasher = hasher.copy()
+    hasher.update(view[stop:])
+    request.identity = hasher.digest()
     return request
 
 

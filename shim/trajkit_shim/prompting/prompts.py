@@ -16,8 +16,6 @@ from hashlib import blake2b
 from threading import Lock
 from typing import Literal, TypeAlias
 
-import numpy as np
-
 from trajkit_shim.chat.images import hashes_of
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json
@@ -54,8 +52,6 @@ Reason: TypeAlias = (
     | Departure
 )
 """Why a prompt was rendered (docs/serving.md has a table)."""
-
-_NO_IDS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +91,7 @@ class Prompt:
 class Prompts:
     """Builds prompts with one renderer. Safe to use from several threads at once.
 
-    ``check``: render every request completely, also where only the text of its new
-    messages is needed.
+    ``check``: render every request completely, also where only its new text is needed.
     """
 
     def __init__(
@@ -122,9 +117,8 @@ class Prompts:
             if tools not in self._probes:
                 probe = probe_template(self.renderer, tools=tools)
                 if probe.tail:
-                    text = self.renderer.text(
-                        STAND_IN, [STAND_IN_TOOL] if tools else None
-                    )
+                    few = [STAND_IN_TOOL] if tools else None
+                    text = self.renderer.text(STAND_IN, few)
                     self._stand_ins[tools] = RenderedPrefix.of(text, probe.leaves)
                 self._probes[tools] = probe
             return self._probes[tools]
@@ -244,9 +238,7 @@ class Prompts:
 
     def _encode(self, text: str, messages: list[Json], max_tokens: int) -> Encoded:
         encoded = self.renderer.encode(text, max_tokens)
-        if self.places is None:
-            return encoded
-        return self.places.expand(encoded, messages)
+        return self.places.expand(encoded, messages) if self.places else encoded
 
     def _tail_only(
         self, probe: TemplateProbe, base: CachedPath, new: list[Json], reasons: bool
@@ -263,8 +255,7 @@ class Prompts:
     ) -> Ids | None:
         """Return the message that each token renders (-1: none), or None if unknown.
 
-        Of a prompt that extends an earlier turn only the appended tokens count, and the
-        messages after that turn's reply.
+        In a prompt that extends a turn only appended tokens and new messages count.
         """
         if prompt.base is not None:
             return prompt.message_index
@@ -274,22 +265,20 @@ class Prompts:
     def cacheable_path(
         self, prompt: Prompt, output_ids: Ids, position: bytes
     ) -> CachedPath | None:
-        """Return prompt and output for later prompts to extend, or None if they cannot.
-
-        ``position``: after the reply.
-        """
+        """Return prompt and output for later prompts to extend, or None if they cannot."""
         if prompt.rendered is None:
             return None
         closed = bool(len(output_ids)) and int(output_ids[-1]) in self.renderer.end_ids
         # one that is not closed is recognized later, but not extended
-        ids, branch = _NO_IDS, Branch()
+        branch, n_ids = Branch(), 0
         if closed:
             ids, branch = prompt.branch.extend(prompt.ids, output_ids)
+            n_ids = len(ids)
         return CachedPath(
             position=position,
             base=prompt.base,
             branch=branch,
-            n_ids=len(ids),
+            n_ids=n_ids,
             closed=closed,
             rendered=prompt.rendered,
             tools=prompt.tools,
@@ -306,10 +295,7 @@ class Prompts:
         first: int = 0,
         end: int = 0,
     ) -> Ids | None:
-        """The message from ``first`` on that each token of a text after ``end`` renders.
-
-        ``encoded``: that part of the text.
-        """
+        """The message from ``first`` on that each token of a text after ``end`` renders."""
         plain = self.renderer.without_mark
         whole, tail = plain(text), plain(text[end:])
         # spares a rendering where there are few messages
@@ -341,11 +327,10 @@ def _find_base(
             return last, None, "released"
         # messages before it changed: extend the last reply before the change
         reason = "moved"
-        while path is None:
-            if not indices:
-                return -1, None, reason
-            last = indices.pop()
-            path = cache.get(positions[last])
+        last = next((i for i in reversed(indices) if cache.get(positions[i])), -1)
+        path = cache.get(positions[last]) if last >= 0 else None
+        if path is None:
+            return -1, None, reason
     if not path.closed:
         return last, None, reason or "unclosed"
     if path.tools != offered:

@@ -9,14 +9,15 @@ as the tokenizer does it. Everything here is safe to use from several threads at
 import json
 import re
 import secrets
+from contextlib import suppress
 from itertools import takewhile
-from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trajkit_shim.chat.request import tool_call
 from trajkit_shim.errors import GatewayError, TemplateError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Encoded, Ids
@@ -79,8 +80,6 @@ class ChatRenderer:
         # the empty alternation would match everywhere
         spelled = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._spelled = re.compile(f"({spelled})")
-        # common prefix of all special tokens, quicker to search for than any of them
-        self._lead = commonprefix(longest_first)  # noqa: RUF071
         # breaks up special tokens within text; unpredictable for clients
         self._mark = f"x{secrets.token_hex(12)}x"
         self._longest = _longest_token(self._backend)
@@ -128,10 +127,7 @@ class ChatRenderer:
         return None
 
     def decode(self, output_ids: Ids, *, ended: bool) -> str:
-        """Return the text of sampled ids, special tokens spelled out.
-
-        A final end-of-message id is dropped if the model ``ended`` the message.
-        """
+        """Return the text of sampled ids, without a final end if the model ``ended`` it."""
         ids = output_ids.tolist()
         if ended and ids and ids[-1] in self.end_ids:
             ids.pop()
@@ -159,7 +155,7 @@ class ChatRenderer:
         # a template is a program that runs on untrusted values; these are its failures
         try:
             values = json.dumps(context, ensure_ascii=False)
-            if self._lead in values and self._spelled.search(values):
+            if self._spelled.search(values):
                 context = json.loads(self._break(values))
             return str(
                 self.tokenizer.apply_chat_template(
@@ -199,10 +195,7 @@ class ChatRenderer:
             raise TooManyTokensError(n_tokens)
 
     def encode(self, text: str, max_tokens: int = NO_LIMIT) -> Encoded:
-        """Tokenize a `text`, with the characters of each id after `without_mark`.
-
-        Raises `TooManyTokensError`: there are surely more than ``max_tokens``.
-        """
+        """Tokenize a `text`, with the characters of each id after `without_mark`."""
         self.check_length(self.without_mark(text), max_tokens)
         ids, offsets, length = list[Ids](), list[npt.NDArray[np.int32]](), 0
         parts = self._spelled.split(text) if self.keeps_apart else [text]
@@ -246,26 +239,21 @@ class ChatRenderer:
         return {**message, "content": content, "tool_calls": shaped}
 
     def _arguments(self, text: str) -> object:
-        if self._takes_string:
-            return text
-        try:
-            return json.loads(text) if text else {}
-        except (ValueError, RecursionError):
-            return text
+        with suppress(ValueError, RecursionError):
+            if not self._takes_string:
+                return json.loads(text) if text else {}
+        return text
 
     def _probe_template(self) -> None:
         """Find out what the template does with calls and late system messages."""
-
         user: Json = {"role": "user", "content": "user"}
 
         def shown(*messages: Json) -> str:
-            try:
+            with suppress(TemplateError):
                 return self._apply([user, *messages], None)
-            except TemplateError:
-                return ""
+            return ""
 
-        function = {"name": "probe", "arguments": _PROBE_ARGUMENTS}
-        call = {"id": "call_0", "type": "function", "function": function}
+        call = tool_call("call_0", "probe", _PROBE_ARGUMENTS)
         reply: Json = {"role": "assistant", "content": _PROBE_TEXT}
         text = shown({**reply, "tool_calls": [call]})
         self._takes_string = _PROBE_ARGUMENTS in text  # arguments may be strings
@@ -303,10 +291,7 @@ def _longest_token(tokenizer: "Tokenizer") -> int:
 
 
 def _one_system(messages: list[Json]) -> list[Json]:
-    """Adapt messages to a template that allows only one system message, at the start.
-
-    Leading system messages are joined; later ones become reminders by the user.
-    """
+    """Join leading system messages, and make later ones reminders by the user."""
     leading = list(takewhile(lambda message: message["role"] == "system", messages))
     adapted: list[Json] = []
     if leading:

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from trajkit_shim.chat.images import texts_of
+from trajkit_shim.chat.request import squeezed
 from trajkit_shim.json_input import Json
 
 if TYPE_CHECKING:
@@ -34,22 +35,16 @@ class RenderedPrefix:
     def of(cls, text: str, leaves: str) -> "RenderedPrefix":
         """Return the prefix for a text without ``leaves`` (`TemplateProbe`) at its end."""
         stays = text.removesuffix(leaves)
-        hasher = blake2b(_encoded(stays), digest_size=16)
-        return cls(len(stays), hasher, len(stays))
+        return cls(len(stays), _hashed(stays), len(stays))
 
     def begins(self, text: str) -> bool:
         """Return whether a text starts with it."""
-        hasher = blake2b(_encoded(text[: self.length]), digest_size=16)
-        return hasher.digest() == self.hasher.digest()
+        return _hashed(text[: self.length]).digest() == self.hasher.digest()
 
     def extend(self, more: str, leaves: str, *, checked: bool) -> "RenderedPrefix":
-        """Return the prefix of a text that continues with ``more``.
-
-        ``checked``: all of the text was rendered, not only ``more``.
-        """
+        """Return the prefix of a text with ``more``, rendered completely if ``checked``."""
         more = more.removesuffix(leaves)
-        length, hasher = self.length + len(more), self.hasher.copy()
-        hasher.update(_encoded(more))
+        length, hasher = self.length + len(more), _hashed(more, self.hasher.copy())
         return RenderedPrefix(length, hasher, length if checked else self.checked)
 
 
@@ -60,18 +55,15 @@ def end_of_reply(
     reply: Json,
     new: list[Json],
 ) -> int | Departure:
-    """Return where in a later prompt's text the reply to an earlier prompt ends.
-
-    ``rendered`` is the earlier prompt's; ``new`` has the messages after the reply.
-    """
+    """Return where the reply to a ``rendered`` prompt ends in a later prompt's text."""
     if not rendered.begins(text):
         return "rewritten"
     end = renderer.end_of_message(text, rendered.length)
     if end is None:
         return "unended"
-    reasoning = _squeezed(str(reply.get("reasoning_content") or ""))
+    reasoning = squeezed(reply.get("reasoning_content") or "")
     shown = renderer.without_mark(text[rendered.length : end[0]])
-    if reasoning not in _squeezed(shown):
+    if reasoning not in squeezed(shown):
         return "reasoning"
     rest = renderer.without_mark(text[end[1] :])
     # if the reply has no end, this may be the end of a later message
@@ -81,10 +73,8 @@ def end_of_reply(
     return end[1]
 
 
-def _encoded(text: str) -> bytes:
+def _hashed(text: str, hasher: blake2b | None = None) -> blake2b:
+    hasher = hasher or blake2b(digest_size=16)
     # a client's JSON may contain half a surrogate pair
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
+    hasher.update(text.encode("utf-8", "surrogatepass"))
+    return hasher

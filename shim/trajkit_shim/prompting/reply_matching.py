@@ -11,7 +11,8 @@ recognized stays as the client sent it, and is counted.
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Literal, TypeAlias
 
@@ -20,6 +21,7 @@ from trajkit_shim.chat.request import (
     assistant_message,
     function_of,
     logged_message,
+    squeezed,
 )
 from trajkit_shim.json_input import Json
 
@@ -35,7 +37,7 @@ START = b""
 class RestoredRequest:
     """The messages of one request, with the session's replies restored.
 
-    Each list has an element per message. They do not change once a request is complete.
+    Each list has an element per message, and does not change once it is complete.
     """
 
     messages: list[Json] = field(default_factory=list)
@@ -61,14 +63,9 @@ class RestoredRequest:
 
     def head(self, n: int) -> "RestoredRequest":
         """Return a copy of the first messages, for a later request to start with."""
-        return RestoredRequest(
-            self.messages[:n],
-            self.logged[:n],
-            self.positions[:n],
-            self.tool_names[:n],
-            self.known[:n],
-            self.calls[:n],
-            n_seen=n,
+        lists = (each.name for each in fields(self) if each.name != "n_seen")
+        return replace(
+            self, **{name: getattr(self, name)[:n] for name in lists}, n_seen=n
         )
 
 
@@ -137,9 +134,8 @@ class ReplyIndex:
     def count(self, restored: RestoredRequest) -> None:
         """Count the assistant messages of a request, each position once."""
         n = restored.n_seen
-        for position, known in zip(
-            restored.positions[n:], restored.known[n:], strict=True
-        ):
+        for i, known in enumerate(restored.known[n:], n):
+            position = restored.positions[i]
             if known and position not in self._counted:
                 self._counted.add(position)
                 self.counts[known] += 1
@@ -173,15 +169,11 @@ class ReplyIndex:
         return [reply for reply in replies if self._same(sent, reply)]
 
     def _same(self, sent: Json, reply: Json) -> bool:
-        """Whether a message has the content of a reply.
-
-        White space and the spelling of JSON may differ, reasoning may be missing, and
-        call ids may be the client's.
-        """
-        if _squeezed(sent["content"]) != _squeezed(reply["content"]):
+        """Whether a message has the content of a reply, maybe without its reasoning."""
+        if squeezed(sent["content"]) != squeezed(reply["content"]):
             return False
-        thought = _squeezed(sent.get("reasoning_content") or "")
-        if thought and thought != _squeezed(reply.get("reasoning_content") or ""):
+        thought = squeezed(sent.get("reasoning_content") or "")
+        if thought and thought != squeezed(reply.get("reasoning_content") or ""):
             return False
         sent_calls, calls = _calls(sent), _calls(reply)
         return len(sent_calls) == len(calls) and all(
@@ -234,7 +226,7 @@ def _called(sent: list[Json], message: Json) -> dict[str, tuple[str, str]]:
 def _keys(message: Json) -> list[bytes | str]:
     """What finds a reply whose position is unknown."""
     calls = [str(call["id"]) for call in _calls(message)]
-    text = _squeezed(message["content"]).encode()
+    text = squeezed(message["content"]).encode()
     return [*calls] or [blake2b(text, digest_size=16).digest()]
 
 
@@ -244,18 +236,12 @@ def _calls(message: Json) -> list[Json]:
     return calls
 
 
-def _squeezed(text: object) -> str:
-    """The text without white space."""
-    return "".join(str(text).split())
-
-
 def _same_json(one: str, other: str) -> bool:
     """Whether two JSON texts have equal values, with numbers compared as doubles."""
     if one == other:
         return True
-    try:
-        values = (json.loads(text, parse_int=float) for text in (one, other))
-        return bool(next(values) == next(values))
     # a client's text may be invalid JSON, or too deep to compare
-    except (ValueError, RecursionError):
-        return False
+    with suppress(ValueError, RecursionError):
+        first, second = (json.loads(text, parse_int=float) for text in (one, other))
+        return bool(first == second)
+    return False

@@ -72,12 +72,12 @@ def probe_template(renderer: "ChatRenderer", *, tools: bool) -> TemplateProbe:
         return TemplateProbe(safe=False, why=str(error))
 
 
+@dataclass(frozen=True, slots=True)
 class _Probe:
     """The conversations."""
 
-    def __init__(self, renderer: "ChatRenderer", tools: list[Json] | None) -> None:
-        self._renderer = renderer
-        self._tools = tools
+    _renderer: "ChatRenderer"
+    _tools: list[Json] | None
 
     def result(self) -> TemplateProbe:
         opening = [_user()]

@@ -1,9 +1,8 @@
 """Cached token paths of a session: what the engine consumed and sampled, by position.
 
 A path is a prompt followed by its output. Paths that extend each other are one branch,
-whose ids are stored once. A fork is a branch of its own, with a copy of the ids before
-it. The memory of all sessions together is bounded; beyond that the branches that were
-idle longest are dropped.
+whose ids are stored once. A fork is another branch, with a copy of the ids before it.
+Beyond a limit for all sessions together, the branches that were idle longest are dropped.
 """
 
 from collections import OrderedDict
@@ -46,11 +45,6 @@ class Branch:
         n_request = 0 if self.request is None else self.request.n_bytes
         return self.ids.nbytes + n_request + _OVERHEAD * len(self.paths)
 
-    @property
-    def last(self) -> "CachedPath | None":
-        """The longest path."""
-        return next(reversed(self.paths.values()), None)
-
     def extend(self, ids: Ids, new: Ids) -> "tuple[Ids, Branch]":
         """Return ids with new ones after them, and their branch.
 
@@ -92,8 +86,7 @@ class CachedPath:
 class TokenCache:
     """The paths of one session, by the position after their reply.
 
-    `get` and `requests` only read, and may run on another thread during calls of the
-    others.
+    `get` may run on another thread during calls of the others.
     """
 
     def __init__(self) -> None:
@@ -117,19 +110,17 @@ class TokenCache:
         budget: "CacheBudget",
         request: ReadRequest | None = None,
     ) -> None:
-        """Store the path of a reply; of equal replies the last one is kept.
-
-        ``budget`` is the gateway's, always the same one. ``request``: for `requests`.
-        """
+        """Store the path of a reply; of equal replies the last one is kept."""
         self._budget = budget
         if (replaced := self._paths.get(path.position)) is not None:
             del replaced.branch.paths[path.position]
             if not replaced.branch.paths:
                 self.release(replaced.branch)
-        branch, before = path.branch, path.base and path.base.branch
+        branch, before = path.branch, path.base.branch if path.base else path.branch
+        longest = next(reversed(before.paths.values()), None)
         # other ids may follow the longest path of its base, of calls that were not
         # answered; the branch continues in the copy
-        if before and before is not branch and before.last is path.base:
+        if before is not branch and longest is path.base:
             branch.paths, before.paths = before.paths | branch.paths, {}
             for each in branch.paths.values():
                 each.branch = branch

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 # bytes of a piece besides its characters and tokens: the entry, its key and its arrays
 _OVERHEAD = 512
 
-
 NO_LIMIT = 2**31 - 1
 """More tokens than any text has."""
 
@@ -41,10 +40,7 @@ class TooManyTokensError(Exception):
 
 
 def encode(tokenizer: "Tokenizer", text: str, max_tokens: int = NO_LIMIT) -> Encoded:
-    """Tokenize a text without special tokens; other threads run meanwhile.
-
-    Raises `TooManyTokensError`: there are more than ``max_tokens``.
-    """
+    """Tokenize a text without special tokens; other threads run meanwhile."""
     if len(text) <= _SHORT:
         # another thread would take longer to wake up than this takes
         encoded = tokenizer.encode(text, add_special_tokens=False)

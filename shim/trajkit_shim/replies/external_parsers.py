@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
 
 class SGLangParser(ReplyParser):
-    """The parsers of an SGLang server (0.5.23).
+    """The parsers that an SGLang server (0.5.23) was started with.
 
-    The server's ``--tool-call-parser`` and ``--reasoning-parser`` are used. Without one
-    of them that part is not parsed.
+    Without ``--tool-call-parser`` or ``--reasoning-parser`` that part is not parsed.
     """
 
     def __init__(self, base_url: str, client: httpx.AsyncClient | None = None) -> None:
@@ -37,10 +36,7 @@ class SGLangParser(ReplyParser):
         self._names: tuple[str | None, str | None] | None = None
 
     async def names(self) -> tuple[str | None, str | None]:
-        """Return the names of the parsers of calls and of reasoning.
-
-        Raises `EngineError`: the server cannot be reached, or has neither.
-        """
+        """Return the parsers of calls and of reasoning; raises `EngineError` if none."""
         if self._names is None:
             answer = await self._server.get("/server_info")
             calls, reasoning = (
@@ -104,16 +100,12 @@ class InstalledParser(SGLangParser):
     """
 
     def __init__(self, calls: str | None, reasoning: str | None) -> None:
-        modules = ("entrypoints.openai.protocol", "function_call.function_call_parser")
-        self._protocol, self._calls, self._reasoning = (
-            import_module(f"sglang.srt.{name}")
-            for name in (*modules, "parser.reasoning_parser")
-        )
+        self._protocol = import_module("sglang.srt.entrypoints.openai.protocol")
+        self._calls = import_module("sglang.srt.function_call.function_call_parser")
+        self._reasoning = import_module("sglang.srt.parser.reasoning_parser")
         known = self._calls.FunctionCallParser.ToolCallParserEnum
-        for name, names in (
-            (calls, known),
-            (reasoning, self._reasoning.ReasoningParser.DetectorMap),
-        ):
+        modes = self._reasoning.ReasoningParser.DetectorMap
+        for name, names in ((calls, known), (reasoning, modes)):
             if name is not None and name not in names:
                 raise ValueError(f"{name!r} is not one of {', '.join(sorted(names))}")
         self._names = calls, reasoning
@@ -170,8 +162,7 @@ class SchemaParser(ReplyParser):
                 prefix=prompt_ids.tolist(),
                 tools=offered,
             )
-            thoughts = message.get("reasoning_content"), message.get("thinking")
-            reasoning = thoughts[0] or thoughts[1] or ""
+            reasoning = message.get("reasoning_content") or message.get("thinking")
             found = [call["function"] for call in message.get("tool_calls") or ()]
             calls = [(str(call["name"]), call["arguments"]) for call in found]
             rest = str(message.get("content") or "")
@@ -180,7 +171,7 @@ class SchemaParser(ReplyParser):
         if tools is None and calls:
             # no tool was offered, so what looks like a call is text
             return parse(text, None, None, opened=opened)
-        return await asyncio.to_thread(_parsed, text, str(reasoning), rest, calls)
+        return await asyncio.to_thread(_parsed, text, str(reasoning or ""), rest, calls)
 
 
 def _unread(text: str) -> Parsed:
@@ -213,11 +204,9 @@ def as_sampled(arguments: str, text: str, start: int) -> tuple[str, int]:
         return arguments, start
     offset = text.find("{", start)
     while offset >= 0 and isinstance(wanted, dict):
-        try:
+        with suppress(ValueError, RecursionError):
             value, stop = decoder.raw_decode(text, offset)
-        except (ValueError, RecursionError):
-            value, stop = None, offset
-        if value == wanted:
-            return text[offset:stop], stop
+            if value == wanted:
+                return text[offset:stop], stop
         offset = text.find("{", offset + 1)
     return arguments, start

@@ -30,10 +30,7 @@ class Decoder:
     _done: int = 0
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Return the text that these ids add, up to the last complete character.
-
-        An end-of-message id at the end is not text.
-        """
+        """Return the text that these ids add, up to the last complete character."""
         self._ids += ids
         stop = len(self._ids)
         while stop and self._ids[stop - 1] in self._renderer.end_ids:
@@ -55,11 +52,7 @@ class Decoder:
 
 
 class IncrementalParser:
-    """Parses a reply while its ids come.
-
-    ``parser``: for this reply only. ``stop``: the client's stop strings, which it must
-    not see.
-    """
+    """Parses a reply while its ids come; its client must not see the ``stop`` strings."""
 
     def __init__(
         self, renderer: ChatRenderer, parser: Parser, stop: Sequence[str]
@@ -90,9 +83,7 @@ class IncrementalParser:
 
     def _certain(self) -> int:
         """The length of the pending text that cannot be part of a stop string."""
-        found = [
-            offset for mark in self._stop if (offset := self._pending.find(mark)) >= 0
-        ]
+        found = [i for mark in self._stop if (i := self._pending.find(mark)) >= 0]
         if found:
             self._stopped = True
             return min(found)

@@ -75,11 +75,10 @@ class ReplyParser(ABC):
     async def parse(
         self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
     ) -> Parsed:
-        """Return a reply's reasoning, text and calls.
+        """Return what a reply contains; one that the parser rejects stays text.
 
         The text is as sampled, without the end-of-message token. ``opened``: the prompt
-        ends within the reasoning. A reply that the parser rejects stays text. Raises
-        `EngineError` if the parser cannot be reached.
+        ends within the reasoning. Raises `EngineError`: the parser cannot be reached.
         """
 
     async def close(self) -> None:  # noqa: B027, most have nothing to close
@@ -232,7 +231,5 @@ def skip(text: str, offset: int) -> int:
 
 def overlap(text: str, mark: str) -> int:
     """Return how many characters at the end of a text may start a mark."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((n for n in lengths if text.endswith(mark[:n])), 0)

@@ -75,13 +75,10 @@ def extends(reply: Reply, earlier: Reply) -> bool:
 def canonical_reply(reply: Reply) -> Json:
     """Return the reply as the canonical message that the next request should contain."""
     calls = [tool_call(call.call_id, call.name, call.arguments) for call in reply.calls]
-    message = assistant_message(reply.text, calls=calls)
-    if reply.reasoning is not None:
-        message["reasoning_content"] = reply.reasoning
-    if calls:
-        if any(
-            isinstance(before, Call) and isinstance(part, str)
-            for before, part in pairwise(reply.parts)
-        ):
-            message["sampled"] = reply.sampled
+    message = assistant_message(reply.text, reply.reasoning or "", calls)
+    if any(
+        isinstance(before, Call) and isinstance(part, str)
+        for before, part in pairwise(reply.parts)
+    ):
+        message["sampled"] = reply.sampled
     return message

@@ -768,7 +768,7 @@ def test_requests_are_released_before_tokens():
             protocol="p",
             history="messages",
             body=bytes(n_bytes),
-            marks=[Mark(0, 0, 0, 0, blake2b())],
+            marks=[Mark(0, 0, 0, blake2b())],
         )
 
     sessions = [TokenCache() for _ in range(3)]

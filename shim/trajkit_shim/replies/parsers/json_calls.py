@@ -16,6 +16,9 @@ import json
 from trajkit_shim.chat.reply import Call
 from trajkit_shim.replies.parse import ToolForm, Tools, skip
 
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
+
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
@@ -54,9 +57,9 @@ def _after(mark: str, text: str, offset: int) -> int:
 
 def _read_hermes(text: str, offset: int, _: Tools) -> tuple[Call, int] | None:
     try:
-        fields, end = _fields_at(text, offset + len(_OPEN))
+        fields, end = _fields_at(text, offset + len(OPEN))
         call = _call(fields, fields.get("arguments", "{}"))
-        return call, _after(_CLOSE, text, end)
+        return call, _after(CLOSE, text, end)
     except (ValueError, KeyError, RecursionError):
         return None
 
@@ -77,18 +80,15 @@ def _call(fields: dict[str, str], arguments: str) -> Call:
     return Call(name, arguments)
 
 
-_OPEN = "<tool_call>"
-_CLOSE = "</tool_call>"
-
 HERMES = ToolForm(
     name="hermes",
-    opens=_OPEN,
+    opens=OPEN,
     lead="{",
-    closes=_CLOSE,
+    closes=CLOSE,
     read=_read_hermes,
-    begin=lambda name: f'{_OPEN}\n{{"name": {json.dumps(name)}, "arguments": ',
-    end=f"}}\n{_CLOSE}",
-    known_by=(_OPEN,),
+    begin=lambda name: f'{OPEN}\n{{"name": {json.dumps(name)}, "arguments": ',
+    end=f"}}\n{CLOSE}",
+    known_by=(OPEN,),
 )
 PLAIN_JSON = ToolForm(
     name="plain-json",

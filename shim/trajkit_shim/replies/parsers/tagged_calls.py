@@ -21,8 +21,9 @@ import re
 from collections.abc import Callable
 
 from trajkit_shim.chat.reply import Call
+from trajkit_shim.chat.request import function_of
 from trajkit_shim.replies.parse import ToolForm, Tools
-from trajkit_shim.replies.parsers.json_calls import decoder
+from trajkit_shim.replies.parsers.json_calls import CLOSE, OPEN, decoder
 
 # some templates write values as Python does
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -68,13 +69,11 @@ def _reader(
 
 def _kinds_of(tools: Tools, name: str) -> dict[str, frozenset[str]]:
     """The JSON types of each parameter of a tool, as far as its schema has them."""
-    for tool in tools:
-        function = tool.get("function")
-        if isinstance(function, dict) and function.get("name") == name:
-            schema = function.get("parameters")
-            fields = schema.get("properties") if isinstance(schema, dict) else None
-            if isinstance(fields, dict):
-                return {str(key): _kinds(value) for key, value in fields.items()}
+    for function in map(function_of, tools):
+        schema = function.get("parameters")
+        fields = schema.get("properties") if isinstance(schema, dict) else None
+        if function["name"] == name and isinstance(fields, dict):
+            return {str(key): _kinds(value) for key, value in fields.items()}
     return {}
 
 
@@ -110,36 +109,33 @@ def _dumps(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-_OPEN = "<tool_call>"
-_CLOSE = "</tool_call>"
-
 QWEN3_CODER = ToolForm(
     name="qwen3-coder",
-    opens=_OPEN,
+    opens=OPEN,
     lead="<function=",
-    closes=_CLOSE,
+    closes=CLOSE,
     read=_reader(
-        f"{_OPEN} <function=([^<\n>]+)> ",
+        f"{OPEN} <function=([^<\n>]+)> ",
         "<parameter=([^<\n>]+)>\n?(.*?)\n?</parameter> (?=<parameter=|</function>)",
-        f"</function> {_CLOSE}",
+        f"</function> {CLOSE}",
     ),
-    begin=lambda name: f"{_OPEN}\n<function={name}>\n",
-    end=f"\n</function>\n{_CLOSE}",
+    begin=lambda name: f"{OPEN}\n<function={name}>\n",
+    end=f"\n</function>\n{CLOSE}",
     style="qwen_xml",
     known_by=("<function=", "<parameter="),
 )
 GLM = ToolForm(
     name="glm",
-    opens=_OPEN,
-    closes=_CLOSE,
+    opens=OPEN,
+    closes=CLOSE,
     read=_reader(
-        rf"{_OPEN}\s*+([^<\n]*[^<\s])\s*+(?=<)",
+        rf"{OPEN}\s*+([^<\n]*[^<\s])\s*+(?=<)",
         "<arg_key>(?>(.+?)</arg_key> <arg_value>)(.*?)</arg_value> "
-        f"(?=<arg_key>|{_CLOSE})",
-        _CLOSE,
+        f"(?=<arg_key>|{CLOSE})",
+        CLOSE,
     ),
-    begin=lambda name: f"{_OPEN}{name}\n",
-    end=f"\n{_CLOSE}",
+    begin=lambda name: f"{OPEN}{name}\n",
+    end=f"\n{CLOSE}",
     style="glm_xml",
     known_by=("<arg_key>", "<arg_value>"),
 )
