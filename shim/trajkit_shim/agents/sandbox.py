@@ -11,7 +11,7 @@ import tarfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -105,8 +105,7 @@ class Sandbox(ABC):
                 rule = f"is not one of {', '.join(choices)}"
                 raise SandboxError(f"{name} = {value!r} {rule}")
             self.chosen[name] = value
-        for name in (each.name for each in fields(Limits)):
-            value = getattr(spec.limits, name)
+        for name, value in asdict(spec.limits).items():
             if value is not None and name not in self.limits:
                 rule = f"a sandbox of kind {self.kind} cannot enforce it"
                 raise SandboxError(f"{name} = {value}: {rule}")

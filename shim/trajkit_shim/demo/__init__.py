@@ -42,8 +42,6 @@ from trajkit_shim.rollout.tasks import Task, Texts, read_tasks
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 
-__all__ = ["run_demo"]
-
 # index of the reply that each session loses
 _LOST = 3
 # the sub-agent works while a command of the first agent runs

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 from trajkit_shim.agents import sandbox
@@ -98,8 +98,8 @@ class ContainerSandbox(sandbox.ForeignSandbox):
         self, words: str, cwd: str = "/", variables: Iterable[str] = ()
     ) -> tuple[str, ...]:
         """The client's program and arguments, with everything filled in."""
-        limits = {name: getattr(self.spec.limits, name) for name in self.limits}
-        given = (self.limits[k](v) for k, v in limits.items() if v is not None)
+        limits = asdict(self.spec.limits).items()
+        given = (self.limits[name](v) for name, v in limits if v is not None)
         lists = {
             "HOSTS": self.hosts,
             "LIMITS": " ".join(given).split(),
