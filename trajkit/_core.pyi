@@ -209,6 +209,19 @@ def list_turns(
     turns: _I32,
 ) -> None: ...
 
+# fill/row_scalars.pxi
+def fill_scalars(
+    rows: _Records,
+    links: _Records,
+    turn_index: _I32,
+    n_sessions: int,
+    ints: _I32,
+    mask_sums: _I64,
+    weights: _F64,
+    segments: _I8,
+    bits: _U8,
+) -> tuple[int, int, int]: ...
+
 # arrow/export.pxi
 def hand_over(
     length: int,

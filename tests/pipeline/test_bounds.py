@@ -221,11 +221,11 @@ class Clearing(dict):
 
 @pytest.mark.parametrize("place", [0, 1, 3])
 def test_a_list_of_messages_may_shrink_while_it_is_read(place):
-    """Code of the caller's may do that; nothing is read beyond the list."""
+    """Code of the caller's may do that; the call has the messages that it was given."""
     messages = [{"role": "user", "content": str(k)} for k in range(5)]
     recorder = tk.Recorder()
     recorder.record("s", prompt_ids=[1], output_ids=[2], prompt_messages=[*messages])
     messages[place] = Clearing(messages[place], messages)
     recorder.record("s", prompt_ids=[1, 2], output_ids=[3], prompt_messages=messages)
     assert messages == []
-    assert recorder.turns("s")["shared_messages"].to_pylist() == [0, place + 1]
+    assert recorder.turns("s")["shared_messages"].to_pylist() == [0, 5]

@@ -8,6 +8,7 @@ import pytest
 from trajkit import policies, schema
 from trajkit.analysis.drift import DESCRIBED
 from trajkit.analysis.drift_text import Stretch
+from trajkit.pipeline import row_scalars
 from trajkit.pipeline.plan import COUNTS
 from trajkit.turns.structs import STOPS
 
@@ -24,6 +25,8 @@ MIRRORED = [
     ("plan/plan.pxi", "SPAN", schema.SPAN_KINDS),
     ("plan/plan.pxi", "REPORT", COUNTS),
     ("fill/fill.pxi", "LINE", [field.name for field in schema.SPAN][:-1]),
+    ("fill/row_scalars.pxi", "INT", row_scalars._INTS),
+    ("fill/row_scalars.pxi", "BIT", row_scalars._NULLABLE + row_scalars._FLAGS),
     ("drift/drift.pxi", "REGION", schema.REGIONS),
     ("drift/drift.pxi", "CAUSE", schema.CAUSES),
     ("drift/drift.pxi", "DRIFT", DESCRIBED),

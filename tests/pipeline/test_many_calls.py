@@ -80,9 +80,9 @@ def test_a_recorder_gives_the_rows_of_the_table(turns, choice, limit):
 
 
 @few
-@given(many_calls, st.integers(1, 3))
-def test_calls_are_placed_alike_with_and_without_a_path(turns, often):
-    holds(test_recorder.test_short_calls_are_placed_alike, turns, often)
+@given(many_calls, st.integers(0, 3), st.integers(0, 3))
+def test_calls_are_placed_alike_with_and_without_a_path(turns, short, other):
+    holds(test_recorder.test_short_calls_are_placed_alike, turns, short, other)
 
 
 def test_a_path_has_room_for_each_call_and_not_for_all_that_was_recorded():

@@ -20,7 +20,6 @@ import trajkit as tk
 from tests import reference
 from tests.strategies import (
     further_columns,
-    many_calls,
     masked,
     policies,
     row_limits,
@@ -1035,7 +1034,7 @@ def test_what_a_call_brings_is_checked_where_it_is_held(values, fault):
     assert len(known) == 8
 
 
-@given(sessions() | many_calls, st.integers(0, 3), st.integers(0, 3))
+@given(sessions(), st.integers(0, 3), st.integers(0, 3))
 def test_short_calls_are_placed_alike(turns, short, other):
     """The path of the last call is kept contiguously, or not, from call to call."""
     grown = _core.Growth(short), _core.Growth(other)

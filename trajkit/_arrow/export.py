@@ -33,6 +33,11 @@ class Column(NamedTuple):
     children: tuple["Column | pa.Array", ...] = ()
     dictionary: pa.Array | None = None
 
+    def slice(self, offset: int, length: int) -> "Column":
+        """Some elements of a column without children."""
+        nulls = -1 if self.nulls else 0
+        return self._replace(length=length, offset=self.offset + offset, nulls=nulls)
+
 
 def record_batch(
     schema: pa.Schema, length: int, columns: Sequence[Column | pa.Array]

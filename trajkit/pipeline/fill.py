@@ -60,7 +60,9 @@ def row_batches(
         if lo:
             here = here - here[:, :1]
         part, past_caches = rows[lo:hi], here[0, -1] >= limits.STREAMING_STORE_TOKENS
-        columns = {name: array.slice(lo, hi - lo) for name, array in known.items()}
+        columns = dict(known)
+        if len(part) < len(rows):
+            columns = {name: each.slice(lo, hi - lo) for name, each in known.items()}
         columns["mm_items"] = row_items(calls, hi - lo, partial(ranges, part))
         write = partial(fill, uncached=bool(past_caches))
         schema = ROWS_SUFFIX if suffix else ROWS

@@ -85,10 +85,9 @@ def plan_rows(
 def row_offsets(rows: Records) -> Longs:
     """Offsets of the rows' tokens, spans and turns, shape (3, n_rows + 1)."""
     offsets = np.zeros((3, len(rows) + 1), np.int64)
-    sizes = rows["n_tokens"] - rows["stored"], rows["n_spans"], rows["n_calls"]
-    for line, size in zip(offsets, sizes, strict=True):
-        np.cumsum(size, out=line[1:])
-    return offsets
+    np.subtract(rows["n_tokens"], rows["stored"], out=offsets[0, 1:])
+    offsets[1, 1:], offsets[2, 1:] = rows["n_spans"], rows["n_calls"]
+    return offsets.cumsum(axis=1)
 
 
 def report_batch(facts: pa.RecordBatch, plan: Plan) -> pa.RecordBatch:

@@ -3,13 +3,27 @@
 import numpy as np
 import pyarrow as pa
 
+from trajkit import _core
 from trajkit._arrow.categories import dictionary_for
+from trajkit._arrow.export import Column
 from trajkit._arrow.take import take_run
 from trajkit.errors import SchemaError
 from trajkit.policies import Policy
 from trajkit.schema import ROWS, SEGMENT_KINDS
 from trajkit.training.rewards import final_rows, spread
 from trajkit.turns.calls import Calls, Records
+
+# columns in the order in which the kernel fills them (_native/fill/row_scalars.pxi)
+_INTS = (
+    "row_index",
+    "suffix_start",
+    "prompt_length",
+    "parent_row",
+    "shared_length",
+    "last_turn",
+)
+_NULLABLE = ("parent_row", "row_weight", "segment_kind")
+_FLAGS = ("truncated", "use_tool", "ill_formed")
 
 
 def row_scalars(
@@ -18,39 +32,37 @@ def row_scalars(
     policy: Policy,
     rows: Records,
     facts: pa.RecordBatch,
-) -> dict[str, pa.Array]:
+) -> dict[str, Column | pa.Array]:
     """The columns that are not lists, by name, of all rows of the sessions of ``calls``."""
-    last, session = rows["last"], rows["session"]
-    of_session = np.bincount(session, rows["n_trained"], calls.n_sessions)
-    mask_sums = of_session.astype(np.int64)[session]
-    weights = rows["n_trained"] / np.maximum(mask_sums, 1)
-    parents = rows["parent_row"].copy()
-    segments = (links["segment"][last] - 1).astype(np.int8)
-    numbers = {
-        "row_index": rows["index"],
-        "suffix_start": rows["stored"],
-        "prompt_length": rows["prompt_len"],
-        "shared_length": rows["shared"],
-        "last_turn": calls.turn_index[last],
+    n_rows = len(rows)
+    ints = np.empty((len(_INTS), n_rows), np.int32)
+    mask_sums, weights = np.empty(n_rows, np.int64), np.empty(n_rows, np.float64)
+    segments = np.empty(n_rows, np.int8)
+    bits = np.zeros((len(_NULLABLE) + len(_FLAGS), (n_rows + 7) // 8), np.uint8)
+    index, n_sessions = calls.turn_index, calls.n_sessions
+    filled = ints, mask_sums, weights, segments, bits
+    nulls = _core.fill_scalars(rows, links, index, n_sessions, *filled)
+    values = {
+        **dict(zip(_INTS, ints, strict=True)),
+        "rollout_mask_sum": mask_sums,
+        "row_weight": weights,
+        "segment_kind": segments,
+        **dict(zip(_FLAGS, bits[len(_NULLABLE) :], strict=True)),
     }
-    known = take_run(facts, session)
+    columns = {name: Column(n_rows, (None, column)) for name, column in values.items()}
+    for name, valid, n in zip(_NULLABLE, bits, nulls, strict=False):
+        if n:
+            columns[name] = Column(n_rows, (valid, values[name]), n)
+    kinds = dictionary_for(SEGMENT_KINDS)
+    session = take_run(facts, rows["session"])
     return {
-        "session_id": known.column("session_id"),
-        "group_id": known.column("group_id"),
-        "reward": _rewards(known.column("reward"), policy, rows, links),
-        "finish_reason": _finish_reasons(calls, last),
-        "step": _steps(calls, last),
-        "rollout_mask_sum": pa.array(mask_sums),
-        "row_weight": pa.array(weights, mask=mask_sums == 0),
-        "parent_row": pa.array(parents, mask=parents < 0),
-        "segment_kind": pa.DictionaryArray.from_arrays(
-            pa.array(segments, mask=segments < 0), dictionary_for(SEGMENT_KINDS)
-        ),
-        **{name: pa.array(column.astype(np.int32)) for name, column in numbers.items()},
-        **{
-            name: pa.array(rows[name] != 0)
-            for name in ("truncated", "use_tool", "ill_formed")
-        },
+        **columns,
+        "segment_kind": columns["segment_kind"]._replace(dictionary=kinds),
+        "session_id": session.column("session_id"),
+        "group_id": session.column("group_id"),
+        "reward": _rewards(session.column("reward"), policy, rows, links),
+        "finish_reason": _finish_reasons(calls, rows["last"]),
+        "step": _steps(calls, rows["last"]),
     }
 
 
