@@ -223,6 +223,10 @@ def _served(
         per_token = None
         if arguments.routed_experts:
             per_token = config_number(model, "num_experts_per_tok")
+            if per_token < 1:
+                raise ValueError(
+                    f"num_experts_per_tok is {per_token}: expected 1 or more"
+                )
     except ValueError as error:
         raise FormatError(f"{model}: {error}") from error
 

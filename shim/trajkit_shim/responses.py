@@ -126,14 +126,14 @@ class Client:
         # others get the complete reply only
         seconds = None if self.events is None else self.ping_seconds
         while not await call.wait(self.left, seen, seconds):
+            before, seen = seen, call.partial
             if self.events is not None:
                 data = self._opening()
-                if call.partial is None or call.partial is seen:
+                if seen is None or seen is before:
                     data += self.events.ping()
                 else:
-                    data += self.events.partial(call.partial)
+                    data += self.events.partial(seen)
                 await self._write(data)
-            seen = call.partial
 
     async def send_reply(self, answered: Answered) -> None:
         """Send the reply of a recorded turn, or what is not streamed yet of it."""

@@ -13,9 +13,10 @@ import trajkit as tk
 from tests.shim.clients import http, in_process
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from tests.strategies import delivery_steps
-from trajkit_shim.answers import Delivery
+from trajkit_shim.answers import Delivery, SharedCall
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
+from trajkit_shim.responses import Client
 from trajkit_shim.serve import _server
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -342,3 +343,43 @@ async def test_a_client_that_leaves_before_it_has_sent_its_request(gateway, capl
     assert logged(gateway) == []
     shown = await gateway.session(gateway.client(line.session))
     assert shown["in_flight"] == 0
+
+
+class Pieces:
+    """The events of a stream, as the texts of replies."""
+
+    def opening(self):
+        return b""
+
+    def ping(self):
+        return b"ping "
+
+    def partial(self, reply):
+        return f"{reply} ".encode()
+
+
+@pytest.mark.anyio
+async def test_what_is_sampled_while_a_piece_is_sent_is_sent_next():
+    """Not after the next token, which may come late, or never while a pause lasts."""
+    sent, more, ended = [], [], asyncio.Event()
+
+    async def sample(update):
+        more.append(update)
+        update("a")
+        await ended.wait()
+
+    async def send(message):
+        if "body" not in message:
+            return
+        sent.append(message["body"])
+        if len(sent) == 1:
+            more[0]("ab")
+        else:
+            ended.set()
+
+    call = SharedCall(sample, lambda: None, lambda: None)
+    async with asyncio.TaskGroup() as group:
+        left = group.create_task(asyncio.Event().wait())
+        await Client(left, send, None, None, Pieces(), 5.0)._wait(call)
+        left.cancel()
+    assert sent == [b"a ", b"ab "]

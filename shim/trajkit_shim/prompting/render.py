@@ -80,6 +80,10 @@ class ChatRenderer:
         # the empty alternation would match everywhere
         spelled = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._spelled = re.compile(f"({spelled})")
+        in_json = (
+            json.dumps(token, ensure_ascii=False)[1:-1] for token in longest_first
+        )
+        self._in_json = re.compile("|".join(map(re.escape, in_json)) or "(?!)")
         # breaks up special tokens within text; unpredictable for clients
         self._mark = f"x{secrets.token_hex(12)}x"
         self._longest = _longest_token(self._backend)
@@ -155,7 +159,7 @@ class ChatRenderer:
         # a template is a program that runs on untrusted values; these are its failures
         try:
             values = json.dumps(context, ensure_ascii=False)
-            if self._spelled.search(values):
+            if self._in_json.search(values):
                 context = json.loads(self._break(values))
             return str(
                 self.tokenizer.apply_chat_template(
@@ -184,8 +188,14 @@ class ChatRenderer:
                 "tokenizer cannot encode as text",
                 code="special_token_in_text",
             )
-        while self._spelled.search(text):
-            text = self._spelled.sub(lambda m: m[0][0] + self._mark + m[0][1:], text)
+
+        def broken(match: re.Match[str]) -> str:
+            token = str(json.loads(f'"{match[0]}"'))
+            marked = token[0] + self._mark + token[1:]
+            return json.dumps(marked, ensure_ascii=False)[1:-1]
+
+        while self._in_json.search(text):
+            text = self._in_json.sub(broken, text)
         return text
 
     def check_length(self, text: str, max_tokens: int) -> None:
@@ -249,7 +259,8 @@ class ChatRenderer:
         user: Json = {"role": "user", "content": "user"}
 
         def shown(*messages: Json) -> str:
-            with suppress(TemplateError):
+            # the template rejects it, or the tokenizer a special token within text
+            with suppress(GatewayError):
                 return self._apply([user, *messages], None)
             return ""
 

@@ -120,12 +120,13 @@ class TokenCache:
         longest = next(reversed(before.paths.values()), None)
         # other ids may follow the longest path of its base, of calls that were not
         # answered; the branch continues in the copy
-        if before is not branch and longest is path.base:
+        if path.closed and before is not branch and longest is path.base:
             branch.paths, before.paths = before.paths | branch.paths, {}
             for each in branch.paths.values():
                 each.branch = branch
             self.release(before)
         self._paths[path.position] = branch.paths[path.position] = path
+        path.base = None
         branch.request = request
         self._branches[branch] = None
         self._branches.move_to_end(branch)

@@ -96,6 +96,9 @@ class Checkout:
         # in a repository's own directory override them.
         with tempfile.TemporaryDirectory() as bare:
             self._git("clone", "-q", "--bare", "--shared", "--", source, bare)
+            # git shares nothing of a shallow repository
+            alternates = Path(bare) / "objects/info/alternates"
+            alternates.write_bytes(source + b"/objects\n")
             attributes = Path(bare) / "info/attributes"
             attributes.parent.mkdir(exist_ok=True)
             attributes.write_text("* -export-ignore -export-subst\n")

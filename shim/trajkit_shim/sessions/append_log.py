@@ -121,10 +121,12 @@ class AppendLog:
             # a stream without an end marker is complete too
             with suppress(OSError):
                 self._end = self._write(self._file, END_OF_STREAM, self._end)
-            os.close(self._file)
-            self._file = None
+            file, self._file = self._file, None
             self._full_bytes += self._end
             self._end = 0
+            # its batches were written before; some file systems fail here
+            with suppress(OSError):
+                os.close(file)
 
     def _write(self, file: int, data: pa.Buffer | bytes, begin: int) -> int:
         """Write at the end of a file, which is at ``begin``; return the new end."""

@@ -1,7 +1,9 @@
 """Prompts that are built behind what was sampled, and why others are rendered."""
 
 import asyncio
+import gc
 import json
+import weakref
 from dataclasses import asdict
 from hashlib import blake2b
 
@@ -185,6 +187,13 @@ def test_a_tokenizer_that_does_not_encode_piece_by_piece():
     probe = Prompts(ChatRenderer(tokenizer, AS_STRING)).probe(tools=False)
     assert not probe.safe
     assert "piece by piece" in probe.why
+
+
+def test_a_tokenizer_that_cannot_keep_the_words_of_the_probe_apart():
+    tokenizer = byte_tokenizer()
+    special = AddedToken("probe", special=True), AddedToken("<|eat|>", rstrip=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special]})
+    assert not ChatRenderer(tokenizer, AS_STRING).keeps_apart
 
 
 class Conversation:
@@ -431,6 +440,18 @@ def test_a_reply_that_did_not_end_itself():
     conversation.ask(opening)
     nothing = conversation.reply(np.empty(0, np.int32))
     assert reason(conversation, [*opening, nothing, NEXT]) == "unclosed"
+
+
+def test_a_turn_is_extended_again_after_a_reply_to_it_was_cut():
+    conversation = Conversation(RENDERER)
+    opening = [said("user", "u")]
+    conversation.ask(opening)
+    messages = [*opening, conversation.reply(canonical(RENDERER, "a")), NEXT]
+    first = conversation.ask(messages)
+    conversation.reply(canonical(RENDERER, "cut")[:-1])
+    again = conversation.ask(messages)
+    assert again.built == "append"
+    assert again.ids.tolist() == first.ids.tolist()
 
 
 def test_a_template_that_is_not_safe():
@@ -760,6 +781,21 @@ def test_a_path_whose_base_was_released_has_all_its_tokens():
     assert len(cache._paths) == 1
     cache.clear()
     assert budget.n_bytes == 0
+
+
+def test_a_released_branch_is_freed_though_another_left_it():
+    cache, budget = TokenCache(), CacheBudget(1 << 20)
+    trunk = path(b"trunk")
+    cache.remember(trunk, budget)
+    for name in (b"left", b"right"):
+        cache.remember(path(name, trunk), budget)
+    freed = weakref.ref(trunk.branch)
+    cache.release(trunk.branch)
+    del trunk
+    gc.collect()
+    assert freed() is None
+    assert cache.get(b"left") is None
+    assert cache.get(b"right").ids.tolist() == list(range(200))
 
 
 def test_requests_are_released_before_tokens():

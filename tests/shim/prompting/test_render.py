@@ -82,6 +82,17 @@ def test_a_special_token_in_text_stays_text(message, template):
     assert text_of(spelled) == text_of(masked).replace("<|xx_", "<|im_")
 
 
+@pytest.mark.parametrize("token", ['<|"|>', "<|\\|>", "<|\n|>"])
+def test_a_special_token_that_json_escapes_stays_text(token):
+    tokenizer = byte_tokenizer()
+    added = [AddedToken(token, special=True)]
+    tokenizer.add_special_tokens({"additional_special_tokens": added})
+    renderer = ChatRenderer(tokenizer, AS_STRING)
+    ids = rendered(renderer, [user(f"a {token} \\{token}")], None)
+    assert tokenizer.convert_tokens_to_ids(token) not in ids.tolist()
+    assert f"a {token} \\{token}" in text_of(ids)
+
+
 def test_a_special_token_in_a_tool_definition_stays_text():
     tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}
     ids = rendered(RENDERER, [user("x")], [tool]).tolist()

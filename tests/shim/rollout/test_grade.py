@@ -451,6 +451,26 @@ def test_a_commit_of_a_repository_is_a_workspace(tmp_path):
         task_of(tmp_path, **fields, revision="gone").digest()
 
 
+def test_a_branch_of_a_shallow_repository_is_a_workspace(tmp_path):
+    whole, shallow = tmp_path / "whole", tmp_path / "shallow"
+    whole.mkdir()
+    who = ("-c", "user.name=a", "-c", "user.email=a@localhost")
+    steps = (["init", "-q"], ["add", "."], ["commit", "-qm", "1"], ["branch", "other"])
+    more = (
+        ["checkout", "-q", "other"],
+        ["commit", "-qam", "2"],
+        ["checkout", "-q", "-"],
+    )
+    for k, step in enumerate([*steps, *more]):
+        (whole / "file").write_text("first" if k < 4 else "other")
+        subprocess.run(["git", *who, *step], cwd=whole, check=True)
+    source = f"file://{whole}"
+    clone = ["git", "clone", "-q", "--depth=1", "--no-single-branch", source, shallow]
+    subprocess.run(clone, check=True)
+    fields = {"repository": "shallow", "revision": "origin/other"}
+    assert graded(tmp_path, **fields, grade={"command": "grep -q other file"}) == 1.0
+
+
 # SWE-bench's package, by a double of the two functions of it that are called
 
 

@@ -316,6 +316,24 @@ def test_a_log_that_cannot_roll_stays_as_it_was(tmp_path, monkeypatch):
     assert tk.read_turns(tmp_path)["turn_index"].to_pylist() == [0, 1]
 
 
+def test_a_full_file_that_does_not_close_does_not_stop_the_log(tmp_path, monkeypatch):
+    """Some network file systems report a full disk there, after all was written."""
+    log = TurnLog(tmp_path, max_file_bytes=1)
+    log.append(turn(), 0, WrittenTurns())
+    close = os.close
+
+    def failing(file):
+        close(file)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trajkit_shim.sessions.append_log.os.close", failing)
+        log.append(turn(), 1, WrittenTurns())
+    log.append(turn(), 2, WrittenTurns())
+    log.close()
+    assert tk.read_turns(tmp_path)["turn_index"].to_pylist() == [0, 1, 2]
+
+
 def fill(log):
     for k in count():
         log.append(turn(), k, WrittenTurns())
