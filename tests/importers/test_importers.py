@@ -1186,3 +1186,23 @@ def test_a_reward_that_lacks_a_part_is_unknown(tmp_path, lacking):
     foreign.write_lines(tmp_path / "t.jsonl", [{**trace, "rewards": rewards}])
     turns, _ = tk.import_turns(tmp_path / "t.jsonl")
     assert turns["reward"].to_pylist() == [None]
+
+
+def test_an_invalid_record_costs_the_others_nothing(tmp_path):
+    """A message that several turns share is stored once, with its first turn."""
+
+    def record(turn, sampled):
+        messages = [{"role": "user", "content": str(k)} for k in range(turn + 1)]
+        choice = {"token_ids": [sampled], "logprobs": {"content": [{"logprob": -0.1}]}}
+        choice |= {"message": {"role": "assistant", "content": "y"}}
+        response = {"prompt_token_ids": [*range(10 + turn)], "choices": [choice]}
+        request = {"messages": messages}
+        return {"session_id": "s", "request": request, "response": response}
+
+    log = tmp_path / "log.jsonl"
+    records = [record(turn, -5 if turn == 6 else 1) for turn in range(12)]
+    log.write_text("".join(f"{json.dumps(one)}\n" for one in records))
+    turns, report = tk.import_turns(log, "openai")
+    assert problems(report) == [("line 7", "invalid", False)]
+    bodies = [one["body"] for list_ in turns["messages"].to_pylist() for one in list_]
+    assert len([body for body in bodies if body is not None]) == 12

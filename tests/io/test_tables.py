@@ -391,6 +391,9 @@ def test_unknown_suffixes_are_refused(tmp_path, turns, suffix):
         pytest.param(
             "x.jsonl", b'{"a": 1,}\n', "x.jsonl, line 1, column 9: ", id="JSON"
         ),
+        pytest.param(
+            "x.jsonl", b'{"a":\n', "x.jsonl, line 1, column 6: ", id="a cut value"
+        ),
         pytest.param("x.jsonl", b"\n[1]\n", "line 2 is not a JSON object", id="list"),
         pytest.param("x.jsonl", b'"\xff"\n', "line 1: .*utf-8", id="encoding"),
         pytest.param("x.jsonl.gz", b"no gzip", "cannot be decompressed", id="gzip"),

@@ -898,7 +898,7 @@ def test_rows_of_no_session_are_verified_whole(tmp_path, small, capsys):
         rows.select(["input_ids", "loss_mask"]).append_column("session_id", names), path
     )
     assert cli.main(argv) == cli.BAD_DATA
-    assert "session_id is null in some rows" in capsys.readouterr().err
+    assert "session_id is null or no text in some rows" in capsys.readouterr().err
 
 
 def test_rows_of_sessions_set_aside_are_passed_over(tmp_path, small, capsys):
@@ -1183,3 +1183,35 @@ def test_between_two_names_the_old_file_stands_beside_the_new(tmp_path, monkeypa
     drafts = [f"{hidden}-b.arrows", f"{hidden}-c.arrows"]
     assert left == [*drafts, f"{hidden}~a.arrows", "a.arrows"]
     assert kept == ["of the run before"]
+
+
+@pytest.mark.parametrize("suffix_", SUFFIXES)
+def test_a_log_that_grows_while_it_is_gathered_is_refused(tmp_path, small, suffix_):
+    """Sessions that the index does not have would be left out."""
+    whole = scattered(some_sessions())
+    log = tmp_path / f"a.{suffix_}"
+    write_log(whole, log)
+    source = group_sessions.Log(tmp_path)
+    index = source.index()
+    write_log(
+        [{**one, "session_id": "new"} for one in whole[:5]], tmp_path / "b.arrows"
+    )
+    with pytest.raises(FormatError, match=r"'new' was not there .* they changed since"):
+        list(source.pieces(index))
+
+
+def test_a_column_of_rows_that_is_named_as_one_of_turns_says_nothing(tmp_path, capsys):
+    log, path = tmp_path / "log.parquet", tmp_path / "rows.parquet"
+    write_log(some_sessions(3), log)
+    rows = tk.linearize(tk.read_turns(log), "strict")
+    falling = pa.array(range(len(rows), 0, -1))
+    write_table(rows.append_column("turn_index", falling), path)
+    argv = ["verify", str(path), str(log), "--policy", "strict", "--gather", "no"]
+    assert cli.main(argv) == cli.DONE
+
+
+def test_an_empty_file_of_lines_beside_turns_in_delta_form(tmp_path):
+    turns = tk.compact(tk.from_records(some_sessions(3)))
+    tk.write_turns(turns, tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_bytes(b"")
+    assert tk.read_turns(tmp_path).equals(turns)

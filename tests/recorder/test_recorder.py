@@ -1155,3 +1155,69 @@ def test_a_prompt_may_end_in_any_piece(long_session, n):
     assert found.shared_length == n
     found = recorder.record("a", prompt_ids=path, output_ids=[])
     assert found.shared_length == len(path)
+
+
+# Calls that fail after they were read
+
+
+class Meddling(dict):
+    """Payloads that let another session record a text when ``z`` is read."""
+
+    def __init__(self, recorder, payloads):
+        super().__init__({**payloads, "z": 1})
+        self._recorder = recorder
+
+    def __getitem__(self, name):
+        if name == "z":
+            text = {"p": "text"}
+            self._recorder.record("b", prompt_ids=[1], output_ids=[2], payloads=text)
+        return super().__getitem__(name)
+
+
+def test_a_type_that_another_session_gives_a_column_meanwhile():
+    recorder = tk.Recorder()
+    payloads = Meddling(recorder, {"p": 5})
+    with pytest.raises(InvalidTurnsError, match="'p' makes no Arrow column"):
+        recorder.record("a", prompt_ids=[1], output_ids=[2], payloads=payloads)
+    assert recorder.n_turns("a") == 0
+    recorder.record("a", prompt_ids=[1], output_ids=[3], payloads={"p": "later"})
+    assert recorder.turns("a")["p"].to_pylist() == ["later"]
+
+
+class Failing:
+    """The paths of a session, without the memory for another call."""
+
+    def __init__(self, paths):
+        self._paths = paths
+
+    def __getattr__(self, name):
+        return getattr(self._paths, name)
+
+    def insert(self, *flags):
+        raise MemoryError
+
+
+def test_a_call_that_was_interrupted_leaves_nothing(monkeypatch):
+    """Until the next call, after it, and in what later calls share."""
+    a, b = (user(name) for name in "ab")
+    calls = [
+        ([1, 2], [3], [a]),
+        ([1, 2, 3, 4], [5], None),
+        ([1, 2, 3, 4, 5, 6], [7], [a, b]),
+    ]
+    recorders = tk.Recorder(), tk.Recorder()
+    for k, (prompt, output, messages) in enumerate(calls):
+        call = {"prompt_ids": prompt, "output_ids": output, "payloads": {"p": k}}
+        if k == 1:
+            session = recorders[0]._sessions["s"]
+            with monkeypatch.context() as patch:
+                patch.setattr(session, "paths", Failing(session.paths))
+                with pytest.raises(MemoryError):
+                    recorders[0].record("s", **call, prompt_messages=[a, b])
+            assert recorders[0].turns("s") == recorders[1].turns("s")
+            assert recorders[0].rows("s", "graph") == recorders[1].rows("s", "graph")
+        for recorder in recorders:
+            recorder.record("s", **call, prompt_messages=messages)
+    turns = recorders[0].turns("s")
+    assert turns == recorders[1].turns("s")
+    assert tk.expand(turns)["p"].to_pylist() == [0, 1, 2]

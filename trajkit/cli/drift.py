@@ -153,7 +153,7 @@ def add_causes(
 
 
 def marked(codec: Codec, ids: Ids, start: int, stop: int) -> str:
-    """Tokens ``start:stop`` in brackets, with some before and after, each apart."""
+    """Tokens ``start:stop`` in brackets, with some before and after, one by one."""
 
     def texts(ids: Ids) -> list[str]:
         return [visible(codec.exact(ids[k : k + 1])) for k in range(len(ids))]

@@ -92,8 +92,8 @@ class Column:
         if not len(numbers):
             return
         ends = pc.min_max(numbers).as_py()
-        self.least = min(self.least, ends["min"])
-        self.largest = max(self.largest, ends["max"])
+        self.least = min(ends["min"], self.least)
+        self.largest = max(ends["max"], self.largest)
         self.known += len(numbers)
         self.total += pc.sum(numbers).as_py()
         if of == "characters" and self.largest <= _LONGEST_NAME:

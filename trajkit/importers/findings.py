@@ -50,7 +50,10 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class Finding:
-    """A record of a foreign format; ``with`` it, `Refused` marks it as left out."""
+    """A record of a foreign format.
+
+    Inside ``with found:``, raising `Refused` marks the record as left out.
+    """
 
     # its position in the file: "line 3"
     place: str

@@ -214,7 +214,12 @@ def _table(batch: list[_Taken], notes: Notes, nonfinite: Nonfinite) -> pa.Table:
             ((file, found, _),) = batch
             notes.add(file, found, "invalid", str(error), kept=False)
             return TURNS_IMPORTED.empty_table()
-        return pa.concat_tables(_table([one], notes, nonfinite) for one in batch)
+        # one by one, each turn would have a copy of its messages
+        good = [one for one in batch if len(_table([one], notes, nonfinite))]
+        if len(good) == len(batch):
+            # they break a rule together
+            raise
+        return _table(good, notes, nonfinite)
     for field in EXTRAS:
         if field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(len(table), field.type))
@@ -226,6 +231,7 @@ def _files(source: Sources, format: str, notes: Notes) -> Iterator[tuple[Path, F
     paths = [source] if isinstance(source, str | PathLike) else list(source)
     for path in map(Path, paths):
         if not path.is_dir():
+            path.stat()  # the same error in every format if it is missing
             yield path, FORMATS.get(format) or _recognized(_head(path))
             continue
         fitting: dict[Head, list[Format]] = {

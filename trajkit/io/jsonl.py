@@ -86,7 +86,7 @@ def raw_lines(
     read = _plain if shape is None else Reader(shape).read
     source = open_input(file, kind)
     for number, (line, complete) in enumerate(split_lines(source, name), 1):
-        if line.isspace():
+        if not line or line.isspace():
             continue
         if number == 1:
             check_text(line, name)
@@ -123,7 +123,7 @@ def max_line_bytes() -> int:
 
 
 def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:
-    """Lines, and whether they are complete: these end with a line feed."""
+    """Lines without their line feeds, and whether they had one: they are complete."""
     most = max_line_bytes()
     with source, io.BufferedReader(source, limits.JSON_BYTES) as reader:
         for number in itertools.count(1):
@@ -139,7 +139,7 @@ def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]
                 )
             if not line:
                 return
-            yield line, complete
+            yield line[:-1] if complete else line, complete
 
 
 def by_session(records: Iterator[Record], at_least: int) -> Iterator[list[Record]]:

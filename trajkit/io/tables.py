@@ -386,7 +386,7 @@ def turn_tables(
     read: Callable[[Iterable[Record]], pa.Table],
     batch_rows: int | None = None,
 ) -> Iterator[pa.Table]:
-    """Turns as stored, ``batch_rows`` at a time (None: a table of all JSON lines).
+    """Turns as stored, ``batch_rows`` at a time; None: all JSON lines make one table.
 
     ``read`` makes turns of JSON lines. They come last, in lists that end with a session:
     turns without a number are counted across the files of a log.
@@ -400,8 +400,8 @@ def turn_tables(
     records = itertools.chain.from_iterable(lines)
     if batch_rows is not None:
         yield from map(read, jsonl.by_session(records, batch_rows))
-    elif lines:
-        yield read(records)
+    elif (first := next(records, None)) is not None:
+        yield read(itertools.chain([first], records))
 
 
 def _parts(

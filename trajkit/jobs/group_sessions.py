@@ -27,7 +27,7 @@ from trajkit._arrow.take import take_rows
 from trajkit._streams import limits
 from trajkit._streams.lockstep import batches_in
 from trajkit._streams.session_batches import concat, rechunk, whole_sessions
-from trajkit.errors import InvalidTurnsError, TornLogWarning
+from trajkit.errors import FormatError, InvalidTurnsError, TornLogWarning
 from trajkit.io import jsonl
 from trajkit.io.arrow import key_batches, read_batches
 from trajkit.io.formats import Format, format_of, is_json
@@ -98,11 +98,14 @@ class SessionIndex:
             self._last = -1 if own is None else int(own[-1])
 
 
-def index_sessions(paths: Iterable[Path], format: Format | None) -> SessionIndex:
-    """Scan files for session ids and turn numbers; other columns are not read.
+def index_sessions(
+    paths: Iterable[Path], format: Format | None, order: str | None = "turn_index"
+) -> SessionIndex:
+    """Scan files for session ids and the column ``order``, by which a session ascends.
 
     The session None has turns without a valid name; reading the turns reports it.
     """
+    columns = ("session_id",) if order is None else ("session_id", order)
     index = SessionIndex()
     with warnings.catch_warnings():
         # reading the turns repeats the warning
@@ -112,19 +115,19 @@ def index_sessions(paths: Iterable[Path], format: Format | None) -> SessionIndex
             if is_json(kind):
                 index.n_bytes += path.stat().st_size * _INFLATED[kind]
                 for record in jsonl.lines(path, kind):
-                    number = record.get("turn_index")
+                    number = None if order is None else record.get(order)
                     index.add(
                         pa.array([_session_of(record)], pa.string()),
                         np.array([number]) if type(number) is int else None,
                     )
                 continue
-            for keys, n_bytes in key_batches(path, kind, ("session_id", "turn_index")):
+            for keys, n_bytes in key_batches(path, kind, columns):
                 index.n_bytes += n_bytes
                 ids = pa.nulls(keys.num_rows, pa.string())
                 if "session_id" in keys.schema.names:
                     check_session_id(keys.schema)
                     ids = keys.column("session_id").cast(pa.string())
-                index.add(ids, integers(keys, "turn_index"))
+                index.add(ids, None if order is None else integers(keys, order))
     return index
 
 
@@ -143,8 +146,8 @@ def _session_of(record: dict[str, object]) -> str | None:
 class Piece(NamedTuple):
     """Complete sessions of a log.
 
-    ``turns`` are in canonical form and checked; ``n_turns`` were read for them, with those
-    of rejected sessions; ``rejected`` has the schema `REJECTED`.
+    ``turns`` are in canonical form and checked. ``n_turns`` counts all turns that were
+    read, also those of rejected sessions. ``rejected`` has the schema `REJECTED`.
     """
 
     turns: pa.Table
@@ -370,7 +373,7 @@ class Spill:
         self._n_streams = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Add rows; those of sessions without a bucket are left out."""
+        """Add rows, whose sessions have buckets."""
         if self._pending and not batch.schema.equals(self._pending[0].schema):
             self._flush()
         self._pending.append(batch)
@@ -379,11 +382,11 @@ class Spill:
             self._flush()
 
     def add_line(self, line: bytes, session: str | None) -> None:
-        number = self._buckets[session]
+        number = self._number(session)
         if number not in self._texts:
             path = self._folder(number) / "turns.jsonl"
             self._texts[number] = pa.OSFile(str(path), "w")
-        self._texts[number].write(line.rstrip(b"\n") + b"\n")
+        self._texts[number].write(line + b"\n")
 
     def close(self) -> None:
         """Write everything."""
@@ -401,11 +404,19 @@ class Spill:
         self._pending, self._bytes = [], 0
         ids = table.column("session_id").combine_chunks().cast(pa.string())
         ids = ids.dictionary_encode("encode")
-        numbers = [self._buckets.get(name, -1) for name in ids.dictionary.to_pylist()]
+        numbers = [self._number(name) for name in ids.dictionary.to_pylist()]
         of_row = np.asarray(numbers, np.int64)[ids.indices.to_numpy()]
-        for number in np.unique(of_row[of_row >= 0]).tolist():
+        for number in np.unique(of_row).tolist():
             rows = pa.array(np.flatnonzero(of_row == number))
             self._stream(number, table.schema).write_table(take_rows(table, rows))
+
+    def _number(self, session: str | None) -> int:
+        if session not in self._buckets:
+            raise FormatError(
+                f"session {session!r} was not there when the files were first read: they "
+                "changed since. Try again when nothing writes to them"
+            )
+        return self._buckets[session]
 
     def _stream(self, number: int, schema: pa.Schema) -> pa.ipc.RecordBatchStreamWriter:
         known = self._streams.get(number)

@@ -112,10 +112,12 @@ def verify_file(
     """
     judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
     path = Path(rows)
-    index = index_sessions(paths_in(path), None)
+    index = index_sessions(paths_in(path), None, None)
     if None in index.turns:
         if len(index.turns) > 1:
-            raise SchemaError("session_id is null in some rows: expected all or none")
+            raise SchemaError(
+                "session_id is null or no text in some rows: expected all or none"
+            )
         if is_parts(output) or options.get("rejected") is not None:
             raise ArgumentError(
                 f"the rows of {path} have no session_id, so they are verified together: "
@@ -254,8 +256,10 @@ class _RowReader:
         buckets = bucket_numbers(SessionIndex(ordered, self._index.n_bytes))
 
         def fill(spill: Spill) -> None:
+            known = pa.array(list(buckets), pa.string())
             for batch in batches:
-                spill.add(batch)
+                ids = batch.column("session_id").cast(pa.string())
+                spill.add(batch.filter(pc.is_in(ids, value_set=known)))
 
         with closing(spilled(fill, buckets, folder)) as folders:
             for bucket in folders:

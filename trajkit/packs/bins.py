@@ -22,7 +22,7 @@ class Bins:
 def fill_bins(sizes: Longs, max_tokens: int) -> Bins:
     """Best-fit decreasing: each part goes to the fullest pack that has room for it.
 
-    A part of more than ``max_tokens`` fills packs, and begins the one with its rest.
+    A part of more than ``max_tokens`` fills whole packs; its rest begins another.
     """
     first, last = np.empty((2, len(sizes)), np.int64)
     # room and number of each pack that is not full, by room

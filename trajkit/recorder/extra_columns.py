@@ -1,5 +1,6 @@
 """Extra columns of turns, recorded call by call."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -143,15 +144,24 @@ class ExtraColumns:
             ]
             return Column(type_, [*known.calls, call], values)
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise InvalidTurnsError(
-                f"{where}the value of {name!r} makes no Arrow column with the earlier "
-                f"values: {error}"
-            ) from None
+            raise _unfit(where, name, error) from None
 
-    def add(self, read: dict[str, Column]) -> None:
-        """Add the values that `read` returned."""
+    def add(self, read: dict[str, Column], call: int) -> None:
+        """Add the values of a call that `read` returned.
+
+        They take the place of those of a call that was interrupted. Raises
+        InvalidTurnsError if another session has given a column another type meanwhile.
+        """
         for name, column in read.items():
-            self.types.add(name, column.type)
+            try:
+                self.types.add(name, column.type)
+            except (pa.ArrowException, TypeError) as error:
+                raise _unfit("", name, error) from None
+        for column in self.columns.values():
+            while column.calls and column.calls[-1] >= call:
+                column.calls.pop()
+            del column.values[len(column.calls) :]
+        for name, column in read.items():
             known = self.columns.get(name)
             if known is None or known.type != column.type:
                 self.columns[name] = column
@@ -171,10 +181,21 @@ class ExtraColumns:
         for one in fields:
             column = self.columns.get(one.name, Column())
             parts, due = [], 0
-            for call, value in zip(column.calls, column.values, strict=True):
+            # after them may be one of an interrupted call
+            n_known = bisect_left(column.calls, n_calls)
+            for call, value in zip(
+                column.calls[:n_known], column.values[:n_known], strict=True
+            ):
                 value = cast_values(value, one.type)
                 parts += [pa.nulls(call - due, one.type), value]
                 due = call + 1
             parts.append(pa.nulls(n_calls - due, one.type))
             result.append(pa.concat_arrays(parts))
         return result
+
+
+def _unfit(where: str, name: str, error: Exception) -> InvalidTurnsError:
+    return InvalidTurnsError(
+        f"{where}the value of {name!r} makes no Arrow column with the earlier values: "
+        f"{error}"
+    )

@@ -135,6 +135,8 @@ class MessageLog:
         """Add the messages of a call; those of earlier calls were added before."""
         if read is _NOTHING_READ:
             self.calls[call:] = [_NOTHING]
+            # the path may be that of an interrupted call
+            self._last = -1, array("i")
             return
         base, numbers, others, response = read
         if numbers is not None and others:

@@ -89,15 +89,14 @@ class Recording:
         self.valid[index:] = [valid]
         self.metadata[index:] = [metadata]
         self.message_log.add(messages, index)
+        self.extra.add(columns, index)
         reason, use_tool, ill_formed, trainable = metadata[:4]
-        found = self.paths.insert(
+        return self.paths.insert(
             trainable is not False,
             use_tool is True,
             ill_formed is True,
             STOPS.index(reason) if reason in STOPS else 0,
         )
-        self.extra.add(columns)
-        return found
 
     def match(
         self, prompt_ids: object, messages: object
@@ -122,8 +121,9 @@ class Recording:
         No call may be recorded while the result is in use.
         """
         extra, n_calls = self.extra.fields(), self.n_calls
-        columns = dict(zip(METADATA, zip(*self.metadata, strict=True), strict=True))
-        masked = {*map(type, self.valid), *map(type, columns["output_mask"])}
+        values = zip(*self.metadata[:n_calls], strict=True)
+        columns = dict(zip(METADATA, values, strict=True))
+        masked = {*map(type, self.valid[:n_calls]), *map(type, columns["output_mask"])}
         if masked != {type(None)} or any(one.name in OF_TURNS for one in extra):
             return None
         if self.id is None:
@@ -162,7 +162,7 @@ class Recording:
             "shared_messages": _nullable(shared, lengths >= 0),
             "suffix_messages": messages,
             "response": response,
-            **metadata_columns(self.metadata),
+            **metadata_columns(self.metadata[:n_calls]),
         }
         batch = record_batch(
             TURNS_DELTA, n_calls, [columns[name] for name in TURNS_DELTA.names]
@@ -177,10 +177,10 @@ class Recording:
 
     def _token_columns(self, calls: Records) -> dict[str, Column]:
         """The columns with one value per token."""
-        n_out = calls["out_len"]
+        n_calls, n_out = len(calls), calls["out_len"]
         own_ends = calls["prompt_len"] - calls["own_start"]
         ends = own_ends + n_out
-        new_values = [np.frombuffer(one, np.int32) for one in self.new_values]
+        new_values = [np.frombuffer(one, np.int32) for one in self.new_values[:n_calls]]
         sizes = np.array([len(one) for one in new_values])
         given = sizes > ends
 
@@ -189,8 +189,9 @@ class Recording:
             return np.concatenate([one[start:stop] for one, start, stop in bounds])
 
         valid = None
-        if any(one is not None for one in self.valid):
-            parts = zip(self.valid, (sizes - ends).tolist(), strict=True)
+        given_valid = self.valid[:n_calls]
+        if any(one is not None for one in given_valid):
+            parts = zip(given_valid, (sizes - ends).tolist(), strict=True)
             valid = np.concatenate(
                 [np.ones(n, np.bool_) if one is None else one != 0 for one, n in parts]
             )

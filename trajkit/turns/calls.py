@@ -186,13 +186,12 @@ def read_calls(turns: pa.Table | Turns) -> Calls:
 def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:
     """The error text of a fault that the kernel found."""
     text, names = _FAULTS[fault - 1], table.column_names
-    fields: dict[str, object] = {
-        "own": "suffix_ids" if "suffix_ids" in names else "prompt_ids",
-        "before": table.column("turn_index")[row - 1],
-        "most": most,
+    values = {name: table.column(name)[row] for name in names if f"{{{name}}}" in text}
+    fields = {
+        name: len(value) if hasattr(value, "__len__") else value
+        for name, value in values.items()
     }
-    for name in names:
-        if f"{{{name}}}" in text:
-            value = table.column(name)[row]
-            fields[name] = len(value) if hasattr(value, "__len__") else value
+    # further columns may have these names
+    fields["own"] = "suffix_ids" if "suffix_ids" in names else "prompt_ids"
+    fields["before"], fields["most"] = table.column("turn_index")[row - 1], most
     return text.format(**fields)
