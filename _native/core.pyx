@@ -37,7 +37,7 @@ from structs cimport (
 import re
 from json.encoder import encode_basestring
 
-from numpy import empty, full, ndarray, zeros
+from numpy import empty, full, zeros
 
 from trajkit.errors import InvalidTurnsError, LayoutError
 

@@ -6,8 +6,8 @@ row: the first prompt, the first output, then for each next call the suffix of i
 first end of turn beyond the previous prompt, and its output. So an output stays as it was sampled,
 and later outputs may have been sampled after another rendering of it. The prompt of a call is here
 what the row has before its output. Where a prompt has no end of turn there, the row ends: that call
-and all that continue it are dropped. O(tokens of the rows + tokens of the chains' prompts beyond the
-previous ones + calls).
+and all that continue it are dropped. O(tokens of the rows + tokens of the chains' prompts beyond
+the previous ones + calls).
 """
 
 
