@@ -251,8 +251,8 @@ cdef class Growth:
         """Add the call that was taken. Its bytes must stay for as long as this object is used.
 
         Returns the call that had the prompt's first ``shared`` tokens and the longest prefix of
-        the output after them (-1: none), ``shared``, and whether these are all tokens of that
-        call, or there is none.
+        the output after them (-1: no call), ``shared``, and whether these are all tokens of that
+        call. Without such a call the last is true.
         """
         cdef:
             Call* call

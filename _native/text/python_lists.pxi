@@ -4,7 +4,7 @@
 def unbox_ids(list values not None, token_t[::1] out not None):
     """Copy Python ints in [0, 2**31) into `out`; return the index of the first other value.
 
-    True and False are others; ``len(values)`` if there is none.
+    True and False are other values. Without one, ``len(values)``.
     """
     cdef Py_ssize_t i, n = len(values)
     cdef pos_t value
@@ -31,7 +31,7 @@ def unbox_ids(list values not None, token_t[::1] out not None):
 def unbox_logprobs(list values not None, float[::1] out not None, uint8_t[::1] valid not None):
     """Copy Python floats, ints and None into `out`; return the index of the first other value.
 
-    True and False are others; ``len(values)`` if there is none. None is 0.0, and 0 in ``valid``.
+    True and False are other values. Without one, ``len(values)``. None is 0.0, and 0 in ``valid``.
     """
     cdef Py_ssize_t i, n = len(values)
     cdef PyObject* item

@@ -329,8 +329,9 @@ class _Gateway:
                 raise closed_error(session.session_id)
             calls: list[ModelCall] = call.work.result()
             restored = calls[0].restored
-            if indices := restored.replies:
-                retries.confirm(restored.positions[indices[-1]])
+            last = next(restored.replies, None)
+            if last is not None:
+                retries.confirm(restored.positions[last])
             start = session.agent_starts.find(restored, context.caller)
             again = None if retried and retried.delivery.confirmed else retried
             shared = {

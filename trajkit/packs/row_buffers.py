@@ -77,7 +77,7 @@ def _lists(column: pa.ChunkedArray) -> tuple[Longs, Longs, Longs, Longs]:
 
 
 def column_of(table: pa.Table, name: str, argument: str) -> pa.ChunkedArray:
-    """A column of rows that an argument names; `SchemaError` if there is none."""
+    """A column of rows that an argument names; `SchemaError` if rows lack it."""
     if name not in table.column_names:
         hint = did_you_mean(name, table.column_names)
         raise SchemaError(f"{argument} has {name!r}: rows have no such column{hint}")

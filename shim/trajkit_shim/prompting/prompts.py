@@ -315,10 +315,10 @@ def _find_base(
 ) -> tuple[int, CachedPath | None, Reason | None]:
     """The index and path of the reply to extend, and why that is not the last one."""
     positions, indices = restored.positions, restored.replies
-    if not indices:
+    last = next(indices, -1)
+    if last < 0:
         return -1, None, "opening"
     reason: Reason | None = None
-    last = indices.pop()
     path = cache.get(positions[last])
     if path is None:
         if restored.known[last] == "new":
@@ -327,7 +327,7 @@ def _find_base(
             return last, None, "released"
         # messages before it changed: extend the last reply before the change
         reason = "moved"
-        last = next((i for i in reversed(indices) if cache.get(positions[i])), -1)
+        last = next((i for i in indices if cache.get(positions[i])), -1)
         path = cache.get(positions[last]) if last >= 0 else None
         if path is None:
             return -1, None, reason

@@ -57,9 +57,9 @@ class RestoredRequest:
         return self.positions[-1] if self.positions else START
 
     @property
-    def replies(self) -> list[int]:
-        """The indices of its assistant messages."""
-        return [i for i, known in enumerate(self.known) if known]
+    def replies(self) -> Iterator[int]:
+        """The indices of its assistant messages, the last first."""
+        return (i for i in reversed(range(len(self.known))) if self.known[i])
 
     def head(self, n: int) -> "RestoredRequest":
         """Return a copy of the first messages, for a later request to start with."""
@@ -91,7 +91,6 @@ class ReplyIndex:
         a reply may be split into several messages.
         """
         restored = head or RestoredRequest()
-        calls = {sent: own for each in restored.calls for sent, own in each.items()}
         position = restored.position
         index = 0
         while index < len(messages):
@@ -102,10 +101,15 @@ class ReplyIndex:
             if message["role"] == "assistant":
                 message, step, known = self._known(messages, index, position)
                 called = _called(messages[index : index + step], message)
-                calls |= called
             elif message["role"] == "tool":
                 sent_id = str(message.get("tool_call_id"))
-                call_id, tool = calls.get(sent_id, (sent_id, None))
+                # the latest call with that id, which is near the end
+                own = (
+                    each[sent_id]
+                    for each in reversed(restored.calls)
+                    if sent_id in each
+                )
+                call_id, tool = next(own, (sent_id, None))
                 tool = str(message.get("name") or "") or tool
                 if call_id != sent_id:
                     message = {**message, "tool_call_id": call_id}
