@@ -50,30 +50,25 @@ class IpcCompressor:
         source = _IpcHeader(data)
         made = _IpcHeader(self._template.data)
         made.length[:], made.nodes[:] = source.length, source.nodes
-        body = bytearray()
-        locations = []
+        pieces: list[bytes | bytearray | memoryview] = [made.data]
+        locations, end = [], 0
         for start, size in source.buffers.tolist():
-            begin = len(body)
+            length = 0
             # of an empty buffer the length is not written either
             if size:
-                stop = source.size + start + size
-                self._write(body, data[source.size + start : stop])
-            locations.append((begin, len(body) - begin))
-            body += _PADDING[len(body) % 8]
+                buffer: bytes | memoryview = data[source.size + start :][:size]
+                head = _UNCOMPRESSED
+                if size >= _MIN_BYTES:
+                    smaller = self._codec.compress(buffer, asbytes=True)
+                    if len(smaller) < size:
+                        head, buffer = struct.pack("<q", size), smaller
+                length = len(head) + len(buffer)
+                pieces += head, buffer, _PADDING[length % 8]
+            locations.append((end, length))
+            end += length + -length % 8
         made.buffers[:] = locations
-        made.body_length[:] = len(body)
-        return pa.py_buffer(made.data + body)
-
-    def _write(self, body: bytearray, buffer: memoryview) -> None:
-        """Append a buffer: its length (-1: uncompressed) and its bytes."""
-        if len(buffer) >= _MIN_BYTES:
-            smaller = self._codec.compress(buffer, asbytes=True)
-            if len(smaller) < len(buffer):
-                body += struct.pack("<q", len(buffer))
-                body += smaller
-                return
-        body += _UNCOMPRESSED
-        body += buffer
+        made.body_length[:] = end
+        return pa.py_buffer(b"".join(pieces))
 
 
 class _IpcHeader:

@@ -9,13 +9,18 @@ completely.
 import math
 import re
 import secrets
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from os.path import commonprefix
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
+from trajkit.turns import lcp
 from trajkit_shim.chat.request import ChatRequest, ReadOptions
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import DECODER, Json, check_value, parse_object
@@ -78,22 +83,27 @@ def find_known(
     body: bytes, protocol: str, known: Iterable[ReadRequest]
 ) -> ReadRequest | None:
     """Return a protocol's request that shares the most with a body, with shared marks."""
-    best = None
+    best, longest = None, 0
     for request in known:
         if request.protocol != protocol:
             continue
-        found, start = copy(request), 0
-        found.marks = []
-        for mark in request.marks:
-            if not body.startswith(request.body[start : mark.offset], start):
-                break
-            found.marks.append(mark)
-            start = mark.offset
-        if found.marks and (best is None or start > best.marks[-1].offset):
-            best = found
-        if len(found.marks) == len(request.marks):
+        n_bytes = _n_shared(body, request.body)
+        n_marks = bisect_right(request.marks, n_bytes, key=lambda mark: mark.offset)
+        if n_marks and request.marks[n_marks - 1].offset > longest:
+            best, longest = copy(request), request.marks[n_marks - 1].offset
+            best.marks = request.marks[:n_marks]
+        if n_marks == len(request.marks):
             break
     return best
+
+
+def _n_shared(body: bytes, other: bytes) -> int:
+    """How many bytes two bodies share at their start."""
+    n_words = min(len(body), len(other)) // 4
+    words = (np.frombuffer(each, np.int32, n_words) for each in (body, other))
+    start = 4 * lcp(*words)
+    ends = body[start : start + 4], other[start : start + 4]
+    return start + len(commonprefix(ends))  # noqa: RUF071
 
 
 def read_request(

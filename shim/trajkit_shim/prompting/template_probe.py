@@ -43,15 +43,12 @@ class TemplateProbe:
     safe: bool  # prompts may be extended
     why: str | None = None  # why not
     close: str = ""  # white space after the token that ends a reply
-    generation_prompt: str = ""  # the text that asks for a reply
     # End of the generation prompt that disappears once the reply is rendered. An
     # extended prompt keeps it.
     leaves: str = ""
     # A message of this role makes the template drop the reasoning of the reply before
     # it. Such a prompt is rendered.
     drops_reasoning: tuple[Role, ...] = ()
-    # the template changes white space around replies; rendered prompts drift there
-    trims: bool = False
     # The text of a reply and of the user and tool messages after it does not depend on
     # the messages and tools before it, so a prompt may be extended by it alone.
     tail: bool = False
@@ -102,15 +99,11 @@ class _Probe:
             with suppress(TemplateError):
                 if not isinstance(self._end(opening, step, leaves)[1], int):
                     drops.append(role)
-        spaced = f"\n {_WORDS[0]} \n"
-        shown = self._text([*opening, _reply(spaced), _user()])
         return TemplateProbe(
             safe=True,
             close=min(closes, key=len),
-            generation_prompt=prompt,
             leaves=leaves,
             drops_reasoning=tuple(drops),
-            trims=spaced not in shown,
             tail=self._looks_at_the_tail(leaves),
         )
 

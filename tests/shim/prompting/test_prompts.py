@@ -93,33 +93,25 @@ def probed(template, *, tools=True):
         pytest.param(AS_STRING, {}, id="ChatML"),
         pytest.param(KEEPS_REASONING, {"drops_reasoning": ()}, id="keeps reasoning"),
         pytest.param(DROPS_REASONING, {}, id="drops reasoning"),
-        pytest.param(TRIMS, {"trims": True}, id="trims"),
+        pytest.param(TRIMS, {}, id="trims"),
         pytest.param(
             OPENS_REASONING,
-            {
-                "leaves": "<think>\n",
-                "generation_prompt": "<|im_start|>assistant\n<think>\n",
-            },
+            {"leaves": "<think>\n"},
             id="the reply begins inside of its reasoning",
         ),
     ],
 )
-def test_templates_behind_which_prompts_are_built(template, found):
+def test_templates_whose_prompts_may_be_extended(template, found):
     probe = probed(template)
     assert probe.safe, probe.why
     assert probe.close == "\n"
-    expected = {
-        "generation_prompt": "<|im_start|>assistant\n",
-        "leaves": "",
-        "drops_reasoning": ("user", "tool"),
-        "trims": False,
-    }
+    expected = {"leaves": "", "drops_reasoning": ("user", "tool")}
     assert {name: getattr(probe, name) for name in expected} == expected | found
 
 
 def test_the_embedded_template_drops_reasoning_when_the_user_speaks():
     probe = Prompts(EMBEDDED).probe(tools=True)
-    assert (probe.safe, probe.drops_reasoning, probe.trims) == (True, ("user",), True)
+    assert (probe.safe, probe.drops_reasoning) == (True, ("user",))
 
 
 @pytest.mark.parametrize(
