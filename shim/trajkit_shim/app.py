@@ -48,7 +48,7 @@ from trajkit_shim.call import (
     count_tokens,
     prepare_call,
 )
-from trajkit_shim.chat.image_store import ImageStore, NewImages
+from trajkit_shim.chat.image_store import ImageStore
 from trajkit_shim.chat.reply import Reply
 from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.engines.base import Engine
@@ -319,7 +319,7 @@ class _Gateway:
             # several replies are streamed once all are complete
             streamed = on_partial if chat.stream and chat.n == 1 else None
             prepared = await prepare_call(context, reservation, streamed)
-            await context.images.write()
+            await self.images.write(chat.images)
             return prepared
 
         @timing.step()
@@ -350,7 +350,6 @@ class _Gateway:
             return answered
 
         def over() -> None:
-            context.images.discard()
             reservation.release()
             session.calls.discard(call.work)
             if retries.running.get(digest) is call:
@@ -407,8 +406,7 @@ class _Gateway:
         counts = session.counts
         turn_index = counts.turns
         try:
-            with context.images.stored():
-                self.log.append(turn, turn_index, session.written)
+            self.log.append(turn, turn_index, session.written)
         except LogFullError as error:
             raise _log_full(str(error)) from error
         except OSError as error:
@@ -473,7 +471,6 @@ class _Endpoint:
             caller=identify(request.headers, read.chat),
             read=read,
             digest=request_digest(f"{protocol.name} {verb}", read.identity),
-            images=NewImages(gateway.images, read.chat.images),
         )
         if verb == "count":
             response = json_response(protocol.count(await count_tokens(context)))

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from trajkit_shim import timing
-from trajkit_shim.chat.image_store import ImageLimits, NewImages
+from trajkit_shim.chat.image_store import ImageLimits
 from trajkit_shim.chat.images import NoImages, hashes_of, texts_of
 from trajkit_shim.chat.reply import Parsed, Reply, Token, Usage
 from trajkit_shim.chat.request import ChatRequest, logged_message
@@ -126,7 +126,6 @@ class CallContext:
     caller: Caller
     read: ReadRequest
     digest: bytes  # `answers.request_digest`
-    images: NewImages
 
     @property
     def request(self) -> ChatRequest:

@@ -5,7 +5,7 @@ and ``{"type": "image", "sha256": ...}``. Every other content is a string. The b
 image are in the store (`chat.image_store`), under the SHA-256 of the bytes.
 
 While a request is read, a `GivenImage` is in the place of a part, and then an `Image` or
-`ImageUrl`, until `ImageStore.take` has its name.
+the URL of one to be fetched, until `ImageStore.take` has its name.
 """
 
 import base64
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NoReturn, TypeAlias, TypeVar
 
-from trajkit_shim.chat.image_store import Image, ImageLimits, ImageUrl, open_image
+from trajkit_shim.chat.image_store import Image, ImageLimits, open_image
 from trajkit_shim.json_input import Fields, Json, as_text, objects
 
 NoImages: TypeAlias = Literal["refuse", "omit"]
@@ -72,18 +72,16 @@ def data_url(source: Fields, media_type: str, data: str) -> str:
 
 def joined(parts: Iterable[object]) -> str | list[object]:
     """Return the content of a message: texts, joined by newlines, and images."""
-    match given := list(parts):
-        # the usual case
-        case [str(text)]:
-            return text
+    given = list(parts)
+    texts = [part for part in given if isinstance(part, str)]
+    if len(texts) == len(given):
+        return "\n".join(texts)
     found: list[object] = []
     for is_text, group in groupby(given, lambda part: isinstance(part, str)):
         if is_text:
             found.append({"type": "text", "text": "\n".join(map(str, group))})
         else:
             found += group
-    if all(isinstance(part, dict) for part in found):
-        return "".join(texts_of(found))
     return found
 
 
@@ -107,7 +105,7 @@ def read_images(messages: Iterable[Json], images: Images) -> None:
         ]
 
 
-def _read(given: GivenImage, images: Images) -> Image | ImageUrl:
+def _read(given: GivenImage, images: Images) -> Image | str:
     part, name = given.part, given.name
     if isinstance(images, str):
         refuse_content(part, name, given.kind)
@@ -115,7 +113,7 @@ def _read(given: GivenImage, images: Images) -> Image | ImageUrl:
     found = _DATA_URL.match(url)
     if found is None:
         if images.fetch:
-            return ImageUrl(url)
+            return url
         rule = "images at URLs are not fetched here: send the image itself, as base64"
         part.refuse(name, rule, "image_not_fetched")
     try:
