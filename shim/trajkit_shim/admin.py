@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from trajkit_shim.chat.sampling_params import parse_client_sampling, parse_pins
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     Fields,
@@ -32,7 +33,6 @@ from trajkit_shim.json_input import (
 from trajkit_shim.pauses import Gate, Weights
 from trajkit_shim.responses import cancel_on_disconnect
 from trajkit_shim.sessions.quotas import Limits
-from trajkit_shim.sessions.sampling import parse_client_sampling, parse_pins
 from trajkit_shim.sessions.sessions import (
     FILTERS,
     EndedBy,

@@ -1,8 +1,12 @@
 """The reply to a chat request, the same for every protocol."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
+
+from trajkit_shim.chat.request import assistant_message, tool_call
+from trajkit_shim.json_input import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +71,8 @@ class Reply(Parsed):
     created: int
     model: str
     cut: bool  # truncated by a token limit
-    stop_sequence: str | None  # the client's stop string that ended it
     usage: Usage
+    stop_sequence: str | None = None  # the client's stop string that ended it
     # tokens after the reasoning, without the end of the message; None: not asked for
     tokens: tuple[Token, ...] | None = None
     # the other replies to the same request; the usage is of all of them
@@ -87,11 +91,7 @@ class Reply(Parsed):
             output_tokens=sum(one.output_tokens for one in every),
             reasoning_tokens=sum(one.reasoning_tokens for one in every),
         )
-        siblings = tuple(
-            replace(other, reply_id=self.reply_id, created=self.created)
-            for other in others
-        )
-        return replace(self, usage=usage, others=siblings)
+        return replace(self, usage=usage, others=tuple(others))
 
     @property
     def ending(self) -> Literal["cut", "calls", "stop_sequence", "end"]:
@@ -101,3 +101,57 @@ class Reply(Parsed):
         if self.calls:
             return "calls"
         return "end" if self.stop_sequence is None else "stop_sequence"
+
+
+def make_reply(
+    parsed: Parsed,
+    finish: str,
+    *,
+    reply_id: str,
+    created: int,
+    call_prefix: str,
+    model: str,
+    usage: Usage,
+) -> Reply:
+    """Build the reply to a client; ``finish`` is the engine's finish reason.
+
+    The ids of its calls begin with ``call_prefix``, and no others do.
+    """
+    numbers = itertools.count()
+    return Reply(
+        reply_id=reply_id,
+        created=created,
+        model=model,
+        reasoning=parsed.reasoning,
+        parts=tuple(
+            part
+            if isinstance(part, str)
+            else replace(part, call_id=f"{call_prefix}{next(numbers):04}")
+            for part in parsed.parts
+        ),
+        sampled=parsed.sampled,
+        ill_formed=parsed.ill_formed,
+        cut=finish == "length",
+        usage=usage,
+    )
+
+
+def extends(reply: Reply, earlier: Reply) -> bool:
+    """Return whether a reply starts with an earlier partial reply."""
+    *settled, last = earlier.reasoning or "", *earlier.parts
+    *same, then = (reply.reasoning or "", *reply.parts)[: len(settled) + 1]
+    if same != settled:
+        return False
+    if isinstance(last, str) and isinstance(then, str):
+        return then.startswith(last)
+    return then == last
+
+
+def canonical_reply(reply: Reply) -> Json:
+    """Return the reply as the canonical message that the next request should contain."""
+    calls = [tool_call(call.call_id, call.name, call.arguments) for call in reply.calls]
+    message = assistant_message(reply.text, reply.reasoning or "", calls)
+    # a text that is not the first part follows a call
+    if any(isinstance(part, str) for part in reply.parts[1:]):
+        message["sampled"] = reply.sampled
+    return message

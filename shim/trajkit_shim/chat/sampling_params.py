@@ -1,12 +1,19 @@
-"""Sampling parameters of a client's request or of a session."""
+"""Sampling parameters: of a client's request, of a session, and of an engine call.
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from dataclasses import fields as fields_of
+Whoever opens a session (the trainer) pins parameters. Pins replace the client's values,
+so an agent cannot change what it is trained under. Parameters that shape the
+distribution are ignored in a client's request even if they are not pinned, unless the
+session lets its client set them; a pin is then the default.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trajkit_shim import json_input
+from trajkit_shim.engines.base import Sampling
+from trajkit_shim.json_input import Fields, Json, Reader
 
 T = TypeVar("T")
 
@@ -22,69 +29,23 @@ class SamplingParams:
     stop: tuple[str, ...] | None = None
     seed: int | None = None
     # engine-specific parameters; only in a session's pins
-    extra: json_input.Json = field(default_factory=dict)
+    extra: Json = field(default_factory=dict)
 
-
-PIN_NAMES = tuple(f.name for f in fields_of(SamplingParams))
-PARAM_NAMES = (*PIN_NAMES[:-1], "max_completion_tokens")
 
 SHAPING = ("temperature", "top_p", "top_k")
 """Parameters that shape the distribution that tokens are drawn from."""
 
-
-def parse_sampling(
-    fields: json_input.Fields, names: Mapping[str, str | None] | None = None
-) -> SamplingParams:
-    """Read the sampling parameters of a chat request or a session, and nothing else.
-
-    ``names`` has the fields that are not named as the parameter; None: there is no field.
-    """
-
-    def read(name: str, reader: Callable[[object, str], T]) -> T | None:
-        field = (names or {}).get(name, name)
-        return None if field is None else fields.get(field, reader)
-
-    max_tokens = read("max_tokens", _positive)
-    longer = fields.get("max_completion_tokens", _positive)
-    if longer is not None and max_tokens not in (None, longer):
-        rule = f"{longer} contradicts max_tokens = {max_tokens}"
-        fields.refuse("max_completion_tokens", rule)
-    return SamplingParams(
-        max_tokens=longer if max_tokens is None else max_tokens,
-        temperature=read(
-            "temperature", partial(json_input.as_number, minimum=0.0, maximum=2.0)
-        ),
-        top_p=read("top_p", _top_p),
-        top_k=read("top_k", _top_k),
-        stop=read("stop", _stop),
-        seed=read("seed", _seed),
-    )
-
-
-def nth_seed(seed: int, n: int) -> int:
-    """Return ``seed`` + ``n``; after the largest seed comes the smallest."""
-    least, most = _SEEDS
-    return (seed + n - least) % (most + 1 - least) + least
-
-
 _SEEDS = -(2**63), 2**63 - 1
-_seed = partial(json_input.as_integer, minimum=_SEEDS[0], maximum=_SEEDS[1])
-_positive = partial(json_input.as_integer, minimum=1)
 
 
-def _top_p(value: object, where: str) -> float:
-    number = json_input.as_number(value, where, minimum=0.0, maximum=1.0)
-    if number == 0:
-        json_input.refuse(where, "0 is not above 0")
-    return number
+def _not_zero(read: Reader[T], rule: str) -> Reader[T]:
+    def checked(value: object, where: str) -> T:
+        number = read(value, where)
+        if number == 0:
+            json_input.refuse(where, f"0 {rule}")
+        return number
 
-
-def _top_k(value: object, where: str) -> int:
-    number = json_input.as_integer(value, where, minimum=-1)
-    if number == 0:
-        rule = "0 leaves nothing to sample from; -1 removes the limit"
-        json_input.refuse(where, rule)
-    return number
+    return checked
 
 
 def _stop(value: object, where: str) -> tuple[str, ...]:
@@ -94,3 +55,108 @@ def _stop(value: object, where: str) -> tuple[str, ...]:
         json_input.as_name(item, f"{where}[{i}]")
         for i, item in enumerate(json_input.as_list(value, where))
     )
+
+
+_READERS: Mapping[str, Reader[Any]] = {
+    "max_tokens": partial(json_input.as_integer, minimum=1),
+    "temperature": partial(json_input.as_number, minimum=0.0, maximum=2.0),
+    "top_p": _not_zero(
+        partial(json_input.as_number, minimum=0.0, maximum=1.0), "is not above 0"
+    ),
+    "top_k": _not_zero(
+        partial(json_input.as_integer, minimum=-1),
+        "leaves nothing to sample from; -1 removes the limit",
+    ),
+    "stop": _stop,
+    "seed": partial(json_input.as_integer, minimum=_SEEDS[0], maximum=_SEEDS[1]),
+}
+PARAM_NAMES = (*_READERS, "max_completion_tokens")
+
+
+def parse_sampling(
+    fields: Fields, names: Mapping[str, str | None] | None = None
+) -> SamplingParams:
+    """Read the sampling parameters of a chat request or a session, and nothing else.
+
+    ``names`` has the fields that are not named as the parameter; None: there is no field.
+    """
+    named = {**{name: name for name in _READERS}, **(names or {})}
+    found: dict[str, Any] = {
+        name: fields.get(field, _READERS[name])
+        for name, field in named.items()
+        if field is not None
+    }
+    longer = fields.get("max_completion_tokens", _READERS["max_tokens"])
+    if longer is not None and found["max_tokens"] not in (None, longer):
+        rule = f"{longer} contradicts max_tokens = {found['max_tokens']}"
+        fields.refuse("max_completion_tokens", rule)
+    return SamplingParams(**{**found, "max_tokens": found["max_tokens"] or longer})
+
+
+def parse_pins(value: object) -> SamplingParams:
+    """Read a session's ``sampling``: as in a chat request, with ``extra`` as it is."""
+    if value is None:
+        return SamplingParams()
+    fields = Fields(json_input.as_object(value, "sampling"), "sampling")
+    fields.only({*_READERS, "extra"})
+    return replace(parse_sampling(fields), extra=fields.section("extra").json)
+
+
+def parse_client_sampling(value: object) -> frozenset[str]:
+    """Read the ``client_sampling`` of a session being opened: names of `SHAPING`."""
+    names = [] if value is None else json_input.as_list(value, "client_sampling")
+    for i, name in enumerate(names):
+        if name not in SHAPING:
+            rule = f"{name!r} is not one of {', '.join(SHAPING)}"
+            json_input.refuse(f"client_sampling[{i}]", rule)
+    return frozenset(map(str, names))
+
+
+def resolve(
+    requested: SamplingParams,
+    pins: SamplingParams,
+    *,
+    max_tokens: int,
+    room: int,
+    end_ids: tuple[int, ...],
+    client: Collection[str] = (),
+    structural_tag: Json | None = None,
+) -> Sampling:
+    """Return the parameters of one engine call.
+
+    The limit on new tokens is the smallest of the client's (``requested``), the
+    session's (``pins``), the gateway's (``max_tokens``) and the ``room`` left in the
+    context. ``client`` has the names in `SHAPING` that the client may set.
+    """
+    shaping = {name: getattr(pins, name) for name in SHAPING}
+    for name in client:
+        shaping[name] = _first(getattr(requested, name), shaping[name])
+    limits = (requested.max_tokens, pins.max_tokens, max_tokens, room)
+    return Sampling(
+        max_new_tokens=min(limit for limit in limits if limit is not None),
+        **shaping,
+        stop=_first(pins.stop, requested.stop) or (),
+        stop_token_ids=end_ids,
+        seed=_first(pins.seed, requested.seed),
+        structural_tag=structural_tag,
+        extra=dict(pins.extra),
+    )
+
+
+def ignored_params(requested: SamplingParams, resolved: Sampling) -> list[str]:
+    """Return the names in `SHAPING` that a client requested and did not get."""
+    return [
+        name
+        for name in SHAPING
+        if getattr(requested, name) not in (None, getattr(resolved, name))
+    ]
+
+
+def nth_seed(seed: int, n: int) -> int:
+    """Return ``seed`` + ``n``; after the largest seed comes the smallest."""
+    least, most = _SEEDS
+    return (seed + n - least) % (most + 1 - least) + least
+
+
+def _first(value: T | None, default: T | None) -> T | None:
+    return default if value is None else value

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine
+from trajkit_shim import call
 from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import parse_object
@@ -22,7 +23,6 @@ from trajkit_shim.prompting import known_requests
 from trajkit_shim.prompting.known_requests import find_known, read_request
 from trajkit_shim.prompting.reply_matching import ReplyIndex
 from trajkit_shim.protocols import PROTOCOLS
-from trajkit_shim.replies import reply_builder
 
 LONG = "é" + "x" * 8192
 BY_NAME = {protocol.name: protocol for protocol in PROTOCOLS}
@@ -438,7 +438,7 @@ async def run(directory, script, *, known, form):
     client = Client()
     fake = SimpleNamespace(uuid4=lambda: next(ids))
     options = {"form": form, "check_prompts": not known}
-    with mock.patch.object(reply_builder, "uuid", fake):
+    with mock.patch.object(call, "uuid", fake):
         async with in_process(engine, RENDERER, directory, **options) as gateway:
             key = await gateway.open_key(session_id="a")
             talk = client.talks[0]

@@ -24,11 +24,12 @@ from tests.shim.fakes import (
     byte_tokenizer,
     parse_reply,
     rendered,
+    reply_of,
     sampled,
 )
 from tests.strategies import good_calls, plain_texts, spoken_texts
 from tests.tables import link_by
-from trajkit_shim.chat.reply import Usage
+from trajkit_shim.chat.reply import Usage, canonical_reply
 from trajkit_shim.chat.request import logged_message
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.errors import EngineError
@@ -46,7 +47,6 @@ from trajkit_shim.prompting.token_cache import (
     CachedPath,
     TokenCache,
 )
-from trajkit_shim.replies.reply_builder import canonical_reply, make_reply
 
 EMBEDDED = ChatRenderer(load_tokenizer())
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
@@ -214,7 +214,7 @@ class Conversation:
         text = self.renderer.decode(ids, ended=ended)
         opened = self.renderer.opens_reasoning(self.prompt.ids)
         parsed = parse_reply(text, self.tools, opened=opened)
-        message = canonical_reply(make_reply(parsed, "stop", model="m", usage=USAGE))
+        message = canonical_reply(reply_of(parsed, usage=USAGE))
         path = self.prompts.cacheable_path(
             self.prompt,
             ids,

@@ -17,14 +17,14 @@ from tests.shim.fakes import (
     byte_renderer,
     parse_reply,
     rendered,
+    reply_of,
 )
 from tests.strategies import client_habits, reply_texts
-from trajkit_shim.chat.reply import Usage
+from trajkit_shim.chat.reply import Usage, canonical_reply
 from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.prompting.reply_matching import ReplyIndex
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.sse import encode
-from trajkit_shim.replies.reply_builder import Identity, canonical_reply, make_reply
 
 USER = {"role": "user", "content": "hi"}
 NEXT = {"role": "user", "content": "and?"}
@@ -34,9 +34,7 @@ BY_NAME = {protocol.name: protocol for protocol in PROTOCOLS}
 
 
 def reply_to(text, prefix="call_"):
-    parsed = parse_reply(text, [])
-    identity = Identity(prefix)
-    return make_reply(parsed, "stop", model="m", usage=USAGE, identity=identity)
+    return reply_of(parse_reply(text, []), usage=USAGE, prefix=prefix)
 
 
 def book_with(*replies, messages=(USER,)):

@@ -20,10 +20,11 @@ from tests.shim.fakes import (
     PiecewiseEngine,
     ScriptedEngine,
     byte_tokenizer,
+    reply_of,
     sampled,
 )
 from tests.strategies import call_shards
-from trajkit_shim.chat.reply import Usage
+from trajkit_shim.chat.reply import Usage, extends
 from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
@@ -34,7 +35,6 @@ from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.replies.incremental_decode import Decoder, IncrementalParser
 from trajkit_shim.replies.parse import Parser
 from trajkit_shim.replies.parsers.json_calls import HERMES
-from trajkit_shim.replies.reply_builder import Identity, extends, make_reply
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"n":  1.50e1}}\n</tool_call>'
 TOOL = {
@@ -140,11 +140,10 @@ def increments_of(text, *, stop=(), tools=(TOOL,), opened=False, cuts=()):
     ids = sampled(text).output_ids.tolist()
     names = {"form": HERMES, "tools": tools, "opened": opened}
     increments = IncrementalParser(RENDERER, Parser(**names), stop)
-    identity = Identity()
 
     def reply(parsed, finish=""):
         usage = Usage(prompt_tokens=7, output_tokens=len(ids), cached_tokens=None)
-        return make_reply(parsed, finish, model="m", usage=usage, identity=identity)
+        return reply_of(parsed, finish, usage=usage, reply_id="0" * 32)
 
     told = [increments.feed(piece) for piece in pieces(ids, cuts)]
     parser = Parser(**names)
