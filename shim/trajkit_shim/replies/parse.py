@@ -7,9 +7,9 @@ text, and the reply is ill-formed.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from trajkit_shim.chat.reply import Call, Parsed
 from trajkit_shim.json_input import Json
@@ -21,6 +21,8 @@ Tools: TypeAlias = Sequence[Json]
 SPACE = " \t\n\r"
 THINK = "<think>"
 END_THINK = "</think>"
+# a reply that is one of these may begin with reasoning
+_UNDECIDED = frozenset(THINK[:n] for n in range(len(THINK)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,106 +113,103 @@ class Parser:
     def __init__(
         self, form: ToolForm | None, tools: Tools | None, *, opened: bool
     ) -> None:
-        self._form = None if tools is None else form
-        self._tools = tools or ()
-        self._in: Literal["beginning", "reasoning", "gap", "rest"]
-        self._in = "reasoning" if opened else "beginning"
-        self._before = ""  # text before the rest that later text may still change
+        self._text = ""  # of the reasoning, then of the rest of the reply
+        self._ended = False
         self._reasoning: str | None = None
-        self._rest = ""
         # no two texts are adjacent; the last part may grow
         self._parts: list[str | Call] = []
         self._ill_formed = False
         self._offset = 0  # of the text that is in no part
-        self._between = ""  # white space after a call, dropped if another call follows
-        self._closes_from = 0  # where to search for the end of the open call
+        # each step needs more text than there was
+        self._steps = self._parse(None if tools is None else form, tools or (), opened)
 
-    def feed(self, piece: str, *, ended: bool = False) -> None:
-        """Add text, the last one if ``ended``."""
-        if self._in != "rest":
-            self._before += piece
-            self._skip_reasoning(ended=ended)
-            piece = self._before
-        if self._in == "rest":
-            self._rest += piece
-            self._find_calls(ended=ended)
+    def feed(self, piece: str) -> None:
+        """Add text."""
+        self._text += piece
+        next(self._steps)
 
     def end(self) -> Parsed:
         """Return the complete reply; there is no more text."""
-        self.feed("", ended=True)
-        if self._between:
-            self._parts.append(self._between)
+        self._ended = True
+        self.feed("")
         return self.so_far()
 
     def so_far(self) -> Parsed:
         """Return the parts so far. Later text can only extend the last one."""
+        # white space after a call is text only if no other call follows
+        kept = {0, len(self._parts) - 1} if self._ended else {0}
         return Parsed(
-            parts=tuple(self._parts),
-            sampled=self._rest,
+            parts=tuple(
+                part
+                for i, part in enumerate(self._parts)
+                if isinstance(part, Call) or part.strip(SPACE) or i in kept
+            ),
+            sampled=self._text,
             ill_formed=self._ill_formed,
             reasoning=self._reasoning,
         )
 
-    def _skip_reasoning(self, *, ended: bool) -> None:
-        if self._in == "beginning":
-            begun = self._before.lstrip(SPACE)
-            if begun.startswith(THINK):
-                self._in, self._before = "reasoning", begun.removeprefix(THINK)
-            elif ended or not THINK.startswith(begun):
-                self._in = "rest"
-        if self._in == "reasoning":
-            inside, closed, rest = self._before.partition(END_THINK)
-            if closed:
-                self._in, self._before = "gap", rest
-            elif not ended:
+    def _parse(
+        self, form: ToolForm | None, tools: Tools, opened: bool
+    ) -> Iterator[None]:
+        while not (opened or self._ended) and self._text.lstrip(SPACE) in _UNDECIDED:
+            yield
+        begun = self._text.lstrip(SPACE)
+        if opened or begun.startswith(THINK):
+            self._text = self._text if opened else begun.removeprefix(THINK)
+            yield from self._skip_reasoning()
+        while form is None:
+            self._add_text(len(self._text))
+            yield
+        while True:
+            start = self._text.find(form.opens, self._offset)
+            if start < 0:
+                begun = "" if self._ended else self._text[self._offset :]
+                self._add_text(len(self._text) - overlap(begun, form.opens))
+                yield
+            else:
+                self._add_text(start)
+                yield from self._read_call(form, tools)
+
+    def _skip_reasoning(self) -> Iterator[None]:
+        closed = ""
+        while not closed:
+            inside, closed, rest = self._text.partition(END_THINK)
+            if closed or self._ended:
+                self._text = rest.lstrip("\n")
+            else:
                 inside = inside[: len(inside) - overlap(inside, END_THINK)]
             self._reasoning = inside.strip(SPACE) or None
-        if self._in == "gap":
-            self._before = self._before.lstrip("\n")
-            if self._before:
-                self._in = "rest"
+            if not closed:
+                yield
+        while not self._text:
+            yield
+            self._text = self._text.lstrip("\n")
 
-    def _find_calls(self, *, ended: bool) -> None:
-        form, text = self._form, self._rest
-        while form is not None:
-            start = text.find(form.opens, self._offset)
-            if start < 0:
+    def _read_call(self, form: ToolForm, tools: Tools) -> Iterator[None]:
+        """Add the call whose marker is next; one that cannot be read is text."""
+        found, closes_from = None, self._offset + len(form.opens)
+        while True:
+            if self._ended or self._text.find(form.closes, closes_from) >= 0:
+                found = form.read(self._text, self._offset, tools)
+            if found or self._ended or form.hopeless(self._text, self._offset):
                 break
-            self._add_text(start)
-            found = self._call(form, ended=ended)
-            if found is not None:
-                call, self._offset = found
-                self._between, self._closes_from = "", self._offset
-                self._parts.append(call)
-                continue
-            if not ended and not form.hopeless(text, start):
-                return
-            # the marker is text; a call may follow it
+            closes_from = max(closes_from, len(self._text) - len(form.closes) + 1)
+            yield
+        if found is None:
+            # only the marker is text; a call may follow it
             self._ill_formed = True
-            self._add_text(start + len(form.opens))
-            self._closes_from = self._offset
-        stop = len(text)
-        if form is not None and not ended:
-            stop -= overlap(text[self._offset :], form.opens)
-        self._add_text(stop)
-
-    def _call(self, form: ToolForm, *, ended: bool) -> tuple[Call, int] | None:
-        """The call at the current position, if its end may have come."""
-        closes_from = max(self._closes_from, self._offset + len(form.opens))
-        self._closes_from = max(closes_from, len(self._rest) - len(form.closes) + 1)
-        if not ended and self._rest.find(form.closes, closes_from) < 0:
-            return None
-        return form.read(self._rest, self._offset, self._tools)
+            self._add_text(self._offset + len(form.opens))
+        else:
+            call, self._offset = found
+            self._parts.append(call)
 
     def _add_text(self, stop: int) -> None:
-        text, self._offset = self._rest[self._offset : stop], stop
+        text, self._offset = self._text[self._offset : stop], stop
         if self._parts and isinstance(self._parts[-1], str):
             self._parts[-1] += text
-        elif self._parts and not (self._between + text).strip(SPACE):
-            self._between += text
         elif text:
-            self._parts.append(self._between + text)
-            self._between = ""
+            self._parts.append(text)
 
 
 def parse(
