@@ -19,8 +19,8 @@ from trajkit_shim.errors import GatewayError
 
 # for all images of a request
 _SECONDS = 20.0
-# addresses of IPv4 within IPv6, whose own rules would not apply
-_EMBEDDED = IPv6Network("64:ff9b::/96"), IPv6Network("::/96")
+# the IPv6 addresses that IANA has assigned to hosts of the internet
+_UNICAST = IPv6Network("2000::/3")
 
 
 async def fetch_images(
@@ -97,12 +97,6 @@ async def _opened(
 def is_public(address: str) -> bool:
     """Whether an address is of the public internet."""
     ip = ip_address(address)
-    if isinstance(ip, IPv6Address) and (
-        ip.ipv4_mapped
-        or ip.sixtofour
-        or ip.teredo
-        or ip.is_site_local
-        or any(ip in network for network in _EMBEDDED)
-    ):
+    if isinstance(ip, IPv6Address) and (ip not in _UNICAST or ip.sixtofour):
         return False
     return ip.is_global and not ip.is_multicast

@@ -38,33 +38,28 @@ class SGLangParser(ReplyParser):
     async def names(self) -> tuple[str | None, str | None]:
         """Return the parsers of calls and of reasoning; raises `EngineError` if none."""
         if self._names is None:
-            answer = await self._server.get("/server_info")
-            calls, reasoning = (
-                str(answer[name]) if answer.get(name) else None
-                for name in ("tool_call_parser", "reasoning_parser")
-            )
-            if calls is None and reasoning is None:
+            answer: dict[str, Any] = await self._server.get("/server_info")
+            names = answer.get("tool_call_parser"), answer.get("reasoning_parser")
+            if not any(names):
                 raise EngineError(
                     "the SGLang server was started with neither --tool-call-parser nor "
                     "--reasoning-parser"
                 )
-            self._names = calls, reasoning
+            self._names = names
         return self._names
 
     async def parse(
         self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
     ) -> Parsed:
         calls_parser, reasoning_parser = await self.names()
-        reasoning, rest, calls = "", text, []
+        reasoning, rest, calls = None, text, []
         try:
-            if reasoning_parser is not None:
+            if reasoning_parser:
                 opening = f"{THINK}{text}" if opened else text
-                separated = await self._separate(reasoning_parser, opening)
-                reasoning, rest = (part or "" for part in separated)
-            if calls_parser is not None and tools:
-                left, found = await self._find_calls(calls_parser, rest, tools)
-                rest = str(left or "")
-                calls = [(str(c["name"]), str(c["parameters"])) for c in found or ()]
+                reasoning, rest = await self._separate(reasoning_parser, opening)
+            if calls_parser and tools:
+                rest, found = await self._find_calls(calls_parser, rest or "", tools)
+                calls = [(str(c["name"]), c["parameters"]) for c in found or ()]
         except EngineError as error:
             if error.status != 400:
                 raise
@@ -165,13 +160,13 @@ class SchemaParser(ReplyParser):
             reasoning = message.get("reasoning_content") or message.get("thinking")
             found = [call["function"] for call in message.get("tool_calls") or ()]
             calls = [(str(call["name"]), call["arguments"]) for call in found]
-            rest = str(message.get("content") or "")
+            rest = message.get("content")
         except (AttributeError, LookupError, TypeError, ValueError):
             return _unread(text)
         if tools is None and calls:
             # no tool was offered, so what looks like a call is text
             return parse(text, None, None, opened=opened)
-        return await asyncio.to_thread(_parsed, text, str(reasoning or ""), rest, calls)
+        return await asyncio.to_thread(_parsed, text, reasoning, rest, calls)
 
 
 def _unread(text: str) -> Parsed:
@@ -179,7 +174,10 @@ def _unread(text: str) -> Parsed:
 
 
 def _parsed(
-    text: str, reasoning: str, rest: str, calls: Iterable[tuple[str, object]]
+    text: str,
+    reasoning: str | None,
+    rest: str | None,
+    calls: Iterable[tuple[str, object]],
 ) -> Parsed:
     """A parser's result, with arguments as they were sampled; they are JSON or values."""
     parts: list[str | Call] = [rest] if rest else []

@@ -23,7 +23,7 @@ class Decoder:
     """Decodes ids that come in groups."""
 
     _renderer: ChatRenderer
-    _ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     # text up to _done was returned; decoding starts at the group before, because some
     # tokenizers write the space before a word only after another word
     _start: int = 0
@@ -31,11 +31,11 @@ class Decoder:
 
     def feed(self, ids: Sequence[int]) -> str:
         """Return the text that these ids add, up to the last complete character."""
-        self._ids += ids
-        stop = len(self._ids)
-        while stop and self._ids[stop - 1] in self._renderer.end_ids:
+        self.ids += ids
+        stop = len(self.ids)
+        while stop and self.ids[stop - 1] in self._renderer.end_ids:
             stop -= 1
-        while stop and self._ids[stop - 1] in self._renderer.byte_ids:
+        while stop and self.ids[stop - 1] in self._renderer.byte_ids:
             stop -= 1
         if stop <= self._done:
             return ""
@@ -47,7 +47,7 @@ class Decoder:
         return text.removeprefix(before)
 
     def _decoded(self, stop: int) -> str:
-        window = np.array(self._ids[self._start : stop], np.int32)
+        window = np.array(self.ids[self._start : stop], np.int32)
         return self._renderer.decode(window, ended=False)
 
 
@@ -57,8 +57,8 @@ class IncrementalParser:
     def __init__(
         self, renderer: ChatRenderer, parser: Parser, stop: Sequence[str]
     ) -> None:
-        self.ids: list[int] = []
         self._decoder = Decoder(renderer)
+        self.ids = self._decoder.ids
         self._parser = parser
         self._stop = stop
         self._pending = ""  # decoded but not yet parsed
@@ -67,7 +67,6 @@ class IncrementalParser:
 
     def feed(self, ids: Sequence[int]) -> Parsed | None:
         """Return what is known now, or None if it is the same as before."""
-        self.ids += ids
         self._pending += self._decoder.feed(ids)
         certain = 0 if self._stopped else self._certain()
         if not certain:
