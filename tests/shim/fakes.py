@@ -22,7 +22,7 @@ from trajkit_shim.engines.base import (
 from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.replies.parse import parse
-from trajkit_shim.replies.parsers.json_calls import HERMES
+from trajkit_shim.replies.parsers import HERMES
 
 TEMPLATE = """\
 {%- if tools -%}

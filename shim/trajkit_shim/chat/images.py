@@ -95,8 +95,10 @@ def read_images(messages: Iterable[Json], images: Images) -> None:
         if not isinstance(content, list):
             continue
         if images == "omit":
-            texts = (texts_of([part]) or [OMITTED_IMAGE] for part in content)
-            message["content"] = joined(text for one in texts for text in one)
+            message["content"] = joined(
+                OMITTED_IMAGE if isinstance(part, GivenImage) else part["text"]
+                for part in content
+            )
             continue
         taken = images if message["role"] in ("user", "tool") else "refuse"
         message["content"] = [
@@ -134,11 +136,7 @@ def texts_of(content: object) -> list[str]:
     """Return the texts of a message's content."""
     if not isinstance(content, list):
         return [str(content)]
-    return [
-        str(part["text"])
-        for part in content
-        if isinstance(part, dict) and part["type"] == "text"
-    ]
+    return [str(part["text"]) for part in content if part["type"] == "text"]
 
 
 def hashes_of(messages: Iterable[Json]) -> list[str]:

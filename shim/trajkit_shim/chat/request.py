@@ -16,6 +16,7 @@ recorded one.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 
 from trajkit.turns.messages import message_record
@@ -105,9 +106,8 @@ class Tools:
         return name
 
 
-def as_choices(value: object, where: str) -> int:
-    """Return a number of replies, or raise a 400."""
-    return as_integer(value, where, minimum=1, maximum=128)
+as_choices = partial(as_integer, minimum=1, maximum=128)
+"""Reads a number of replies."""
 
 
 def system_message(text: str | None) -> list[Json]:

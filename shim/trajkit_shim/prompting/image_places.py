@@ -7,6 +7,7 @@ engine gets the template's token once per image, and does the rest itself.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ class ImagePlaces:
     def _n_tokens(self, name: str) -> int:
         image = self._store[name]
         try:
-            return self._model.count(image.height, image.width)
+            return int(self._model.count(image.height, image.width))
         except ValueError as error:
             message = f"the model's processor refuses the image {name[:12]}: {error}"
             raise GatewayError(message, code="invalid_image") from error
@@ -135,29 +136,21 @@ def load_image_model(path: str | Path) -> ImageModel | None:
         loader: Any = getattr(transformers, kind)
         return loader.from_pretrained(str(directory), local_files_only=True)
 
-    try:
+    with suppress(ImportError, AttributeError):
         sizes = load("AutoProcessor")._get_num_multimodal_tokens
-    except (ImportError, AttributeError):
-        pass
-    else:
-
-        def by_processor(height: int, width: int) -> int:
-            return int(sizes(image_sizes=[(height, width)]).num_image_tokens[0])
-
-        return ImageModel(token_id, by_processor)
+        return ImageModel(
+            token_id,
+            lambda height, width: sizes([(height, width)]).num_image_tokens[0],
+        )
     try:
         pixels = load("AutoImageProcessor")
+        patches, merged = pixels.get_number_of_image_patches, pixels.merge_size**2
     except ImportError as error:
         missing = " ".join(str(error).split())
         raise ValueError(f"{missing} Or serve with --images refuse") from error
-    if not hasattr(pixels, "get_number_of_image_patches"):
+    except AttributeError as error:
         raise ValueError(
             "its processor does not say how many tokens an image takes: install "
             "torch and torchvision, or serve with --images refuse"
-        )
-
-    def by_patches(height: int, width: int) -> int:
-        n_patches = pixels.get_number_of_image_patches(height, width)
-        return int(n_patches) // int(pixels.merge_size) ** 2
-
-    return ImageModel(token_id, by_patches)
+        ) from error
+    return ImageModel(token_id, lambda height, width: patches(height, width) // merged)

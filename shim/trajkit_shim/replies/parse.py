@@ -18,6 +18,10 @@ from trajkit_shim.prompting.attribution import Ids
 Tools: TypeAlias = Sequence[Json]
 """The offered tools, in OpenAI's format."""
 
+ReadCall: TypeAlias = Callable[[str, int, Tools], tuple[Call, int] | None]
+"""Returns the call at an offset of a text and its end, or None. A result must not change
+when the text grows."""
+
 SPACE = " \t\n\r"
 THINK = "<think>"
 END_THINK = "</think>"
@@ -51,9 +55,7 @@ class ToolForm(CallForm):
 
     name: str  # value of the command-line option
     closes: str  # end of every call, except for white space
-    # Returns the call at an offset of a text and its end, or None. A result must not
-    # change when the text grows.
-    read: Callable[[str, int, Tools], tuple[Call, int] | None]
+    read: ReadCall
     lead: str = ""  # what must follow ``opens`` after white space; may be empty
     # a chat template that contains all of them uses this format
     known_by: tuple[str, ...] = ()

@@ -7,8 +7,7 @@ from trajkit_shim.chat.request import ChatRequest, Required
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.replies.grammar import grammar
-from trajkit_shim.replies.parsers import FORMS
-from trajkit_shim.replies.parsers.json_calls import HERMES
+from trajkit_shim.replies.parsers import FORMS, HERMES
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "number"}}}
 ANY = {"type": "object"}

@@ -34,7 +34,7 @@ from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.replies.incremental_decode import Decoder, IncrementalParser
 from trajkit_shim.replies.parse import Parser
-from trajkit_shim.replies.parsers.json_calls import HERMES
+from trajkit_shim.replies.parsers import HERMES
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"n":  1.50e1}}\n</tool_call>'
 TOOL = {
