@@ -33,9 +33,8 @@ class Decoder:
         """Return the text that these ids add, up to the last complete character."""
         self.ids += ids
         stop = len(self.ids)
-        while stop and self.ids[stop - 1] in self._renderer.end_ids:
-            stop -= 1
-        while stop and self.ids[stop - 1] in self._renderer.byte_ids:
+        withheld = self._renderer.byte_ids.union(self._renderer.end_ids)
+        while stop and self.ids[stop - 1] in withheld:
             stop -= 1
         if stop <= self._done:
             return ""

@@ -56,14 +56,8 @@ class ToolForm(CallForm):
     name: str  # value of the command-line option
     closes: str  # end of every call, except for white space
     read: ReadCall
-    lead: str = ""  # what must follow ``opens`` after white space; may be empty
     # a chat template that contains all of them uses this format
     known_by: tuple[str, ...] = ()
-
-    def hopeless(self, text: str, offset: int) -> bool:
-        """Return whether the text at ``offset`` can never become a call."""
-        rest = text[skip(text, offset + len(self.opens)) :][: len(self.lead)]
-        return not self.lead.startswith(rest)
 
 
 class ReplyParser(ABC):
@@ -190,11 +184,11 @@ class Parser:
 
     def _read_call(self, form: ToolForm, tools: Tools) -> Iterator[None]:
         """Add the call whose marker is next; one that cannot be read is text."""
-        found, closes_from = None, self._offset + len(form.opens)
+        closes_from = self._offset + len(form.opens)
         while True:
-            if self._ended or self._text.find(form.closes, closes_from) >= 0:
-                found = form.read(self._text, self._offset, tools)
-            if found or self._ended or form.hopeless(self._text, self._offset):
+            closed = self._ended or self._text.find(form.closes, closes_from) >= 0
+            found = form.read(self._text, self._offset, tools) if closed else None
+            if found or self._ended:
                 break
             closes_from = max(closes_from, len(self._text) - len(form.closes) + 1)
             yield
@@ -221,13 +215,6 @@ def parse(
     parser = Parser(form, tools, opened=opened)
     parser.feed(text)
     return parser.end()
-
-
-def skip(text: str, offset: int) -> int:
-    """Return the end of the white space at an offset."""
-    while offset < len(text) and text[offset] in SPACE:
-        offset += 1
-    return offset
 
 
 def overlap(text: str, mark: str) -> int:

@@ -29,12 +29,12 @@ else a string.
 import json
 import re
 from collections.abc import Collection
-from functools import partial
+from functools import cache, partial
 
 from trajkit_shim.chat.reply import Call
 from trajkit_shim.chat.request import function_of
 from trajkit_shim.json_input import Json
-from trajkit_shim.replies.parse import ReadCall, ToolForm, Tools, skip
+from trajkit_shim.replies.parse import ReadCall, ToolForm, Tools
 
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
@@ -55,6 +55,20 @@ def _refuse_constant(name: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
+@cache
+def _pattern(source: str) -> re.Pattern[str]:
+    """A pattern in which a space is any white space."""
+    return re.compile(source.replace(" ", "[ \t\n\r]*+"), re.DOTALL)
+
+
+def _after(source: str, text: str, offset: int) -> int:
+    """The end of a pattern at an offset."""
+    found = _pattern(source).match(text, offset)
+    if found is None:
+        raise ValueError(f"no {source!r} at {offset}")
+    return found.end()
+
+
 def _fields_at(text: str, offset: int) -> tuple[dict[str, str], int]:
     """The source text of each value of the object at an offset, and its end.
 
@@ -62,38 +76,32 @@ def _fields_at(text: str, offset: int) -> tuple[dict[str, str], int]:
     `RecursionError`: it is nested too deep.
     """
     fields: dict[str, str] = {}
-    offset = _after("{", text, offset)
-    while True:
-        key, offset = _DECODER.raw_decode(text, skip(text, offset))
+    mark = r" \{ "
+    while begun := _pattern(mark).match(text, offset):
+        key, offset = _DECODER.raw_decode(text, begun.end())
         if not isinstance(key, str) or key in fields:
             raise ValueError(f"{key!r} is not a string, or a repeated field name")
-        start = skip(text, _after(":", text, offset))
-        _, end = _DECODER.raw_decode(text, start)
-        fields[key] = text[start:end]
-        offset = skip(text, end)
-        if not text.startswith(",", offset):
-            return fields, _after("}", text, offset)
-        offset += 1
-
-
-def _after(mark: str, text: str, offset: int) -> int:
-    offset = skip(text, offset)
-    if not text.startswith(mark, offset):
-        raise ValueError(f"no {mark!r} at {offset}")
-    return offset + len(mark)
+        start = _after(" : ", text, offset)
+        _, offset = _DECODER.raw_decode(text, start)
+        fields[key] = text[start:offset]
+        mark = " , "
+    return fields, _after(r" \}", text, offset)
 
 
 def _json_reader(
     opening: str, keys: Collection[str], default: Collection[str], closing: str
 ) -> ReadCall:
-    """Read JSON objects; exactly one of ``keys`` has the arguments, or ``default``."""
+    """Read JSON objects; exactly one of ``keys`` has the arguments, or ``default``.
+
+    ``closing`` is a `_pattern`.
+    """
 
     def read(text: str, offset: int, _: Tools) -> tuple[Call, int] | None:
         try:
             fields, end = _fields_at(text, offset + len(opening))
             name = json.loads(fields["name"])
             (given,) = [fields[key] for key in keys if key in fields] or default
-            end = _after(closing, text, end) if closing else end
+            end = _after(closing, text, end)
         except (ValueError, KeyError, RecursionError):
             return None
         if not isinstance(name, str) or not name or not given.startswith("{"):
@@ -104,13 +112,12 @@ def _json_reader(
 
 
 def _tag_reader(opening: str, value: str, closing: str) -> ReadCall:
-    """Read tags by three patterns. Their groups: a name; a key and its value.
+    """Read tags by three `_pattern`. Their groups: a name; a key and its value.
 
-    A space in a pattern is any white space. Nothing that has matched is matched otherwise
-    when the rest does not match, because that takes long.
+    Nothing that has matched is matched otherwise when the rest does not match, because
+    that takes long.
     """
-    patterns = (p.replace(" ", "[ \t\n\r]*+") for p in (opening, value, closing))
-    first, pair, last = (re.compile(p, re.DOTALL) for p in patterns)
+    first, pair, last = map(_pattern, (opening, value, closing))
 
     def read(text: str, offset: int, tools: Tools) -> tuple[Call, int] | None:
         opened = first.match(text, offset)
@@ -174,9 +181,8 @@ def _json_text(written: str, kinds: frozenset[str]) -> str:
 HERMES = ToolForm(
     name="hermes",
     opens=_OPEN,
-    lead="{",
     closes=_CLOSE,
-    read=_json_reader(_OPEN, ["arguments"], ["{}"], _CLOSE),
+    read=_json_reader(_OPEN, ["arguments"], ["{}"], f" {_CLOSE}"),
     begin=lambda name: f'{_OPEN}\n{{"name": {json.dumps(name)}, "arguments": ',
     end=f"}}\n{_CLOSE}",
     known_by=(_OPEN,),
@@ -184,7 +190,6 @@ HERMES = ToolForm(
 PLAIN_JSON = ToolForm(
     name="plain-json",
     opens='{"name"',
-    lead=":",
     closes="}",
     read=_json_reader("", ["parameters", "arguments"], [], ""),
     begin=lambda name: f'{{"name": {json.dumps(name)}, "parameters": ',
@@ -194,7 +199,6 @@ PLAIN_JSON = ToolForm(
 QWEN3_CODER = ToolForm(
     name="qwen3-coder",
     opens=_OPEN,
-    lead="<function=",
     closes=_CLOSE,
     read=_tag_reader(
         f"{_OPEN} <function=([^<\n>]+)> ",
