@@ -219,9 +219,10 @@ class ModelCall:
     # the request's messages, with the session's replies restored
     restored: RestoredRequest
     prompt: Prompt
-    # the prompt as the engine consumes it, and its images
+    # the prompt as the engine consumes it, and its images, also with their bytes
     _engine_ids: Ids
     _images: list[PlacedImage]
+    _pixels: list[PromptImage]
     _opened: bool  # the prompt ends within the reply's reasoning
     _sample: Sample
     _parsed: Parsed
@@ -276,11 +277,12 @@ class ModelCall:
             length = f"at least {error.n_tokens}"
             raise checks.too_long(length, error.n_tokens, max_tokens) from error
         self._opened = self._renderer.opens_reasoning(self.prompt.ids)
-        self._engine_ids, self._images = self.prompt.ids, []
+        self._engine_ids, self._images, self._pixels = self.prompt.ids, [], []
         places, messages = self._settings.prompts.places, self.restored.messages
         if places is not None and hashes_of(messages):
             self._images = places.items(self.prompt.ids, messages)
             self._engine_ids = places.engine_ids(self.prompt.ids)
+            self._pixels = places.load(self._images)
         # those of the earlier turn were checked then
         n_checked = 0 if self._images else self.prompt.n_base
         checks.check_prompt(self._engine_ids, self._info, n_checked)
@@ -321,17 +323,12 @@ class ModelCall:
         self._ended_at = datetime.now(UTC)
 
     async def _sample_once(self) -> Sample:
-        places = self._settings.prompts.places
-        images: Sequence[PromptImage] = ()
-        if self._images:
-            assert places is not None
-            images = await asyncio.to_thread(places.load, self._images)
         request = EngineRequest(
             prompt_ids=self._engine_ids,
             sampling=self._sampling,
             request_id=self._request_id,
             session_id=self._session.session_id,
-            images=images,
+            images=self._pixels,
         )
         generate = self._settings.engine.generate
         on_partial = self._on_partial

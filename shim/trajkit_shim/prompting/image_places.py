@@ -91,10 +91,10 @@ class ImagePlaces:
 
     def load(self, images: "Sequence[PlacedImage]") -> list[PromptImage]:
         """Return images with their bytes."""
-        types = (self._store[image.hash].media_type for image in images)
+        store = self._store
         return [
-            PromptImage(image.start, image.stop, kind, self._store.data(image.hash))
-            for image, kind in zip(images, types, strict=True)
+            PromptImage(i.start, i.stop, store[i.hash].media_type, store.data(i.hash))
+            for i in images
         ]
 
     def _n_tokens(self, name: str) -> int:

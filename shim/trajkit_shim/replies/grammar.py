@@ -4,7 +4,7 @@ SGLang and vLLM sample under such a grammar, and give the logprobs of the distri
 that it leaves.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from trajkit_shim.chat.request import ANY_OBJECT, ChatRequest, function_of
 from trajkit_shim.errors import GatewayError
@@ -33,18 +33,16 @@ def grammar(
     grammar of its own, or the form of calls is unknown.
     """
     required = request.required
-    functions = [function_of(tool) for tool in request.tools or ()]
-    offered = [function["name"] for function in functions]
-    wanted = [name for name in required.names if name not in offered]
-    if wanted or (required.call and not offered):
+    tools = {str(f["name"]): f for f in map(function_of, request.tools or ())}
+    wanted = [name for name in required.names if name not in tools]
+    if wanted or (required.call and not tools):
         which = f"the tool {wanted[0]!r}" if wanted else "a tool"
         rule = "required" if required.call else "allowed"
         raise GatewayError(f"a call of {which} is {rule}, which is not offered")
     limited = (
         required.call or required.names or required.strict or not required.parallel
     )
-    calls = bool(offered and (limited or required.schema is not None))
-    if not calls and required.schema is None:
+    if required.schema is None and not (limited and tools):
         return None
     own = PINNED & pinned.keys()
     if own:
@@ -53,16 +51,17 @@ def grammar(
     elements: list[Json] = []
     if required.schema is not None and not required.call:
         elements.append({"type": "json_schema", "json_schema": required.schema})
-    if calls:
+    if tools:
         if form is None:
             message = "the parser of replies does not define how calls are written: "
             message += "no form of a reply can be required"
             raise GatewayError(message, code="unsupported_value")
-        tags = [
-            form.tag(str(one["name"]), _schema(one, required.strict))
-            for one in functions
-            if one["name"] in (required.names or offered)
-        ]
+        tags = []
+        for name in dict.fromkeys(required.names) or tools:
+            schema = tools[name].get("parameters") if name in required.strict else None
+            tags.append(
+                form.tag(name, schema if isinstance(schema, dict) else ANY_OBJECT)
+            )
         found: Json = {"tags": tags, "stop_after_first": not required.parallel}
         if required.call or required.schema is not None:
             kind = {"type": "tags_with_separator", "separator": "\n"}
@@ -85,10 +84,3 @@ def _reasoning(opened: bool) -> list[Json]:
     inside["begin"] = "" if opened else THINK
     gap: Json = {"type": "regex", "pattern": "\\n{0,2}"}
     return [inside if opened else {"type": "optional", "content": inside}, gap]
-
-
-def _schema(function: Json, strict: Collection[str]) -> Json:
-    schema = function.get("parameters")
-    if isinstance(schema, dict) and function["name"] in strict:
-        return schema
-    return ANY_OBJECT
