@@ -48,8 +48,7 @@ from trajkit_shim.prompting.token_cache import CachedPath
 from trajkit_shim.prompting.tokenize_cache import NO_LIMIT, TooManyTokensError
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.replies.grammar import grammar
-from trajkit_shim.replies.incremental_decode import Decoder, IncrementalParser
-from trajkit_shim.replies.parse import THINK, ReplyParser
+from trajkit_shim.replies.parse import THINK, Decoder, IncrementalParser, ReplyParser
 from trajkit_shim.sessions.client_identity import Caller
 from trajkit_shim.sessions.quotas import Reservation
 from trajkit_shim.sessions.sessions import Session

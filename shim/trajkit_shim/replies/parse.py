@@ -1,19 +1,27 @@
-"""Splits a model's reply into reasoning, text and tool calls.
+"""Splits a model's reply into reasoning, text and tool calls, also while it is sampled.
 
 ``<think>...</think>`` at the start is reasoning; if the prompt opened it, the reply
 contains only its end. White space around it is dropped. The rest is text and calls in
 the model's format (`replies.parsers`). A block that is not a valid call stays in the
 text, and the reply is ill-formed.
+
+While a reply is sampled, only what later ids cannot change is returned. So half a
+character, the possible start of a stop string, of a tool call or of the end of reasoning,
+and outer white space are withheld. The result is a prefix of the complete reply, however
+the ids are grouped.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
+
+import numpy as np
 
 from trajkit_shim.chat.reply import Call, Parsed
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Ids
+from trajkit_shim.prompting.render import ChatRenderer
 
 Tools: TypeAlias = Sequence[Json]
 """The offered tools, in OpenAI's format."""
@@ -27,6 +35,8 @@ THINK = "<think>"
 END_THINK = "</think>"
 # a reply that is one of these may begin with reasoning
 _UNDECIDED = frozenset(THINK[:n] for n in range(len(THINK)))
+# half a character decodes to this
+_BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,3 +231,65 @@ def overlap(text: str, mark: str) -> int:
     """Return how many characters at the end of a text may start a mark."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((n for n in lengths if text.endswith(mark[:n])), 0)
+
+
+@dataclass(slots=True)
+class Decoder:
+    """Decodes ids that come in groups."""
+
+    _renderer: ChatRenderer
+    ids: list[int] = field(default_factory=list)
+    # text up to _done was returned; decoding starts at the group before, because some
+    # tokenizers write the space before a word only after another word
+    _start: int = 0
+    _done: int = 0
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Return the text that these ids add, up to the last complete character."""
+        self.ids += ids
+        stop = len(self.ids)
+        withheld = self._renderer.byte_ids.union(self._renderer.end_ids)
+        while stop and self.ids[stop - 1] in withheld:
+            stop -= 1
+        if stop <= self._done:
+            return ""
+        text = self._decoded(stop)
+        if text.endswith(_BROKEN):
+            return ""
+        before = self._decoded(self._done)
+        self._start, self._done = self._done, stop
+        return text.removeprefix(before)
+
+    def _decoded(self, stop: int) -> str:
+        window = np.array(self.ids[self._start : stop], np.int32)
+        return self._renderer.decode(window, ended=False)
+
+
+class IncrementalParser:
+    """Parses a reply while its ids come; its client must not see the ``stop`` strings."""
+
+    def __init__(
+        self, renderer: ChatRenderer, parser: Parser, stop: Sequence[str]
+    ) -> None:
+        self._decoder = Decoder(renderer)
+        self.ids = self._decoder.ids
+        self._parser = parser
+        self._stop = stop
+        self._pending = ""  # decoded but not yet parsed
+        self._last: tuple[object, object] = ((), None)
+
+    def feed(self, ids: Sequence[int]) -> Parsed | None:
+        """Return what is known now, or None if it is the same as before."""
+        self._pending += self._decoder.feed(ids)
+        # a stop string stays pending, with all that follows it
+        found = [i for mark in self._stop if (i := self._pending.find(mark)) >= 0]
+        begun = max((overlap(self._pending, mark) for mark in self._stop), default=0)
+        certain = min(found, default=len(self._pending) - begun)
+        self._parser.feed(self._pending[:certain])
+        self._pending = self._pending[certain:]
+        known = self._parser.so_far()
+        shown = known.parts, known.reasoning
+        if shown == self._last:
+            return None
+        self._last = shown
+        return known

@@ -32,8 +32,7 @@ from trajkit_shim.engines.embedded import engine as embedded_engine
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols import PROTOCOLS
-from trajkit_shim.replies.incremental_decode import Decoder, IncrementalParser
-from trajkit_shim.replies.parse import Parser
+from trajkit_shim.replies.parse import Decoder, IncrementalParser, Parser
 from trajkit_shim.replies.parsers import HERMES
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"n":  1.50e1}}\n</tool_call>'
