@@ -17,6 +17,7 @@ from trajkit_shim import timing
 from trajkit_shim.chat.image_store import ImageLimits
 from trajkit_shim.chat.images import NoImages, hashes_of, texts_of
 from trajkit_shim.chat.reply import (
+    Identity,
     Parsed,
     Reply,
     Token,
@@ -249,8 +250,8 @@ class ModelCall:
         self._renderer = context.settings.prompts.renderer
         self._info = info
         self._started_at = datetime.now(UTC)
-        # the replies to one request share its id
-        self._request_id = self._reply_id = uuid.uuid4().hex
+        self._request_id = uuid.uuid4().hex
+        self._identity = Identity(context.protocol.call_prefix)
         # the latest partial reply that was streamed
         self._streamed: Reply | None = None
         self._choice = None if context.request.n == 1 else 0
@@ -259,6 +260,7 @@ class ModelCall:
         """Return a call for another reply to this prompt, before any was sampled."""
         other = copy(self)
         other._choice, other._request_id = choice, uuid.uuid4().hex
+        other._identity = Identity(self._context.protocol.call_prefix)
         if self._sampling.seed is not None:
             # a pair of equal replies is of no use
             seed = nth_seed(self._sampling.seed, choice)
@@ -343,11 +345,13 @@ class ModelCall:
             checks.check_ids(new_ids, self._info, "the engine's new ids")
             known = parser.feed(new_ids)
             if known is not None:
-                n_output = len(parser.ids)
+                n_output, model = len(parser.ids), self._info.model
                 usage = Usage(
                     prompt_tokens=n_prompt, output_tokens=n_output, cached_tokens=None
                 )
-                self._streamed = self._reply(known, "", usage)
+                self._streamed = make_reply(
+                    known, "", model=model, usage=usage, identity=self._identity
+                )
                 on_partial(self._streamed)
 
         sample = await generate(replace(request, on_tokens=on_tokens))
@@ -367,14 +371,17 @@ class ModelCall:
             if parsed.sampled:
                 # None if the end of reasoning is spelled with other tokens
                 n_reasoning = self._renderer.end_of_reasoning(sample.output_ids) or 0
-        usage = Usage(
-            prompt_tokens=len(prompt.ids),
-            output_tokens=len(sample.output_ids),
-            cached_tokens=sample.cached_tokens,
-            reasoning_tokens=n_reasoning,
-        )
-        reply = replace(
-            self._reply(parsed, sample.finish_reason, usage),
+        reply = make_reply(
+            parsed,
+            sample.finish_reason,
+            model=self._info.model,
+            usage=Usage(
+                prompt_tokens=len(prompt.ids),
+                output_tokens=len(sample.output_ids),
+                cached_tokens=sample.cached_tokens,
+                reasoning_tokens=n_reasoning,
+            ),
+            identity=self._identity,
             stop_sequence=self._stop_sequence,
             tokens=self._tokens(n_reasoning) if self._request.logprobs else None,
         )
@@ -424,18 +431,6 @@ class ModelCall:
             render_reason=prompt.reason,
             prompt_digest=prompt.digest,
             mm_items=[asdict(image) for image in self._images] or None,
-        )
-
-    def _reply(self, parsed: Parsed, finish: str, usage: Usage) -> Reply:
-        """The reply to the client, of the parts that are known."""
-        return make_reply(
-            parsed,
-            finish,
-            reply_id=self._reply_id,
-            created=int(self._started_at.timestamp()),
-            call_prefix=f"{self._context.protocol.call_prefix}{self._request_id[:20]}",
-            model=self._info.model,
-            usage=usage,
         )
 
     def ignored_params(self) -> list[str]:

@@ -1,7 +1,6 @@
 """A tokenizer of single bytes, a ChatML template, and an engine with a script."""
 
 import asyncio
-import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -11,7 +10,6 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trajkit_shim.chat.reply import make_reply
 from trajkit_shim.engines.base import (
     EngineInfo,
     EngineRequest,
@@ -56,20 +54,6 @@ TOOL = {
 def parse_reply(text, tools=(), form=HERMES, *, opened=False):
     """A reply by the gateway's own parser."""
     return parse(text, form, tools, opened=opened)
-
-
-def reply_of(parsed, finish="stop", *, usage, prefix="call_", reply_id=None):
-    """What a client gets of a reply."""
-    reply_id = reply_id or uuid.uuid4().hex
-    return make_reply(
-        parsed,
-        finish,
-        reply_id=reply_id,
-        created=0,
-        call_prefix=prefix + reply_id[:20],
-        model="m",
-        usage=usage,
-    )
 
 
 def engine_request(prompt_ids: Any, **changes: Any) -> EngineRequest:

@@ -1,8 +1,10 @@
 """The reply to a chat request, the same for every protocol."""
 
 import itertools
+import time
+import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trajkit_shim.chat.request import assistant_message, tool_call
@@ -71,8 +73,8 @@ class Reply(Parsed):
     created: int
     model: str
     cut: bool  # truncated by a token limit
+    stop_sequence: str | None  # the client's stop string that ended it
     usage: Usage
-    stop_sequence: str | None = None  # the client's stop string that ended it
     # tokens after the reasoning, without the end of the message; None: not asked for
     tokens: tuple[Token, ...] | None = None
     # the other replies to the same request; the usage is of all of them
@@ -91,7 +93,11 @@ class Reply(Parsed):
             output_tokens=sum(one.output_tokens for one in every),
             reasoning_tokens=sum(one.reasoning_tokens for one in every),
         )
-        return replace(self, usage=usage, others=tuple(others))
+        siblings = tuple(
+            replace(other, reply_id=self.reply_id, created=self.created)
+            for other in others
+        )
+        return replace(self, usage=usage, others=siblings)
 
     @property
     def ending(self) -> Literal["cut", "calls", "stop_sequence", "end"]:
@@ -103,36 +109,48 @@ class Reply(Parsed):
         return "end" if self.stop_sequence is None else "stop_sequence"
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The ids of a reply and its calls, the same for partial and complete replies."""
+
+    call_prefix: str = "call_"
+    reply_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def call_id(self, number: int) -> str:
+        """Return the id of a call by its index."""
+        return f"{self.call_prefix}{self.reply_id[:20]}{number:04}"
+
+
 def make_reply(
     parsed: Parsed,
     finish: str,
     *,
-    reply_id: str,
-    created: int,
-    call_prefix: str,
     model: str,
     usage: Usage,
+    identity: Identity | None = None,
+    stop_sequence: str | None = None,
+    tokens: tuple[Token, ...] | None = None,
 ) -> Reply:
-    """Build the reply to a client; ``finish`` is the engine's finish reason.
-
-    The ids of its calls begin with ``call_prefix``, and no others do.
-    """
-    numbers = itertools.count()
+    """Build the reply to a client; ``finish`` is the engine's finish reason."""
+    known, numbers = identity or Identity(), itertools.count()
     return Reply(
-        reply_id=reply_id,
-        created=created,
+        reply_id=known.reply_id,
+        created=known.created,
         model=model,
         reasoning=parsed.reasoning,
         parts=tuple(
             part
             if isinstance(part, str)
-            else replace(part, call_id=f"{call_prefix}{next(numbers):04}")
+            else replace(part, call_id=known.call_id(next(numbers)))
             for part in parsed.parts
         ),
         sampled=parsed.sampled,
         ill_formed=parsed.ill_formed,
         cut=finish == "length",
+        stop_sequence=stop_sequence,
         usage=usage,
+        tokens=tokens,
     )
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine
-from trajkit_shim import call
+from trajkit_shim.chat import reply as chat_reply
 from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import parse_object
@@ -438,7 +438,7 @@ async def run(directory, script, *, known, form):
     client = Client()
     fake = SimpleNamespace(uuid4=lambda: next(ids))
     options = {"form": form, "check_prompts": not known}
-    with mock.patch.object(call, "uuid", fake):
+    with mock.patch.object(chat_reply, "uuid", fake):
         async with in_process(engine, RENDERER, directory, **options) as gateway:
             key = await gateway.open_key(session_id="a")
             talk = client.talks[0]

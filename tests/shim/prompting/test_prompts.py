@@ -24,12 +24,11 @@ from tests.shim.fakes import (
     byte_tokenizer,
     parse_reply,
     rendered,
-    reply_of,
     sampled,
 )
 from tests.strategies import good_calls, plain_texts, spoken_texts
 from tests.tables import link_by
-from trajkit_shim.chat.reply import Usage, canonical_reply
+from trajkit_shim.chat.reply import Usage, canonical_reply, make_reply
 from trajkit_shim.chat.request import logged_message
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.errors import EngineError
@@ -214,7 +213,7 @@ class Conversation:
         text = self.renderer.decode(ids, ended=ended)
         opened = self.renderer.opens_reasoning(self.prompt.ids)
         parsed = parse_reply(text, self.tools, opened=opened)
-        message = canonical_reply(reply_of(parsed, usage=USAGE))
+        message = canonical_reply(make_reply(parsed, "stop", model="m", usage=USAGE))
         path = self.prompts.cacheable_path(
             self.prompt,
             ids,

@@ -17,10 +17,9 @@ from tests.shim.fakes import (
     byte_renderer,
     parse_reply,
     rendered,
-    reply_of,
 )
 from tests.strategies import client_habits, reply_texts
-from trajkit_shim.chat.reply import Usage, canonical_reply
+from trajkit_shim.chat.reply import Identity, Usage, canonical_reply, make_reply
 from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.prompting.reply_matching import ReplyIndex
 from trajkit_shim.protocols import PROTOCOLS
@@ -34,7 +33,9 @@ BY_NAME = {protocol.name: protocol for protocol in PROTOCOLS}
 
 
 def reply_to(text, prefix="call_"):
-    return reply_of(parse_reply(text, []), usage=USAGE, prefix=prefix)
+    parsed = parse_reply(text, [])
+    identity = Identity(prefix)
+    return make_reply(parsed, "stop", model="m", usage=USAGE, identity=identity)
 
 
 def book_with(*replies, messages=(USER,)):

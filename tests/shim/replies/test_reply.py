@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tests.shim.fakes import parse_reply, reply_of
+from tests.shim.fakes import parse_reply
 from tests.strategies import reply_texts
-from trajkit_shim.chat.reply import Usage, canonical_reply
+from trajkit_shim.chat.reply import Usage, canonical_reply, make_reply
 from trajkit_shim.json_input import Fields
 from trajkit_shim.protocols.openai_chat import (
     DONE,
@@ -22,7 +22,7 @@ CALL = '<tool_call>\n{"name": "bash", "arguments": {"a":  1}}\n</tool_call>'
 
 
 def reply_to(text, finish="stop"):
-    return reply_of(parse_reply(text), finish, usage=USAGE)
+    return make_reply(parse_reply(text), finish, model="m", usage=USAGE)
 
 
 def chunks(reply, **options):
@@ -114,6 +114,6 @@ def test_usage_comes_last_and_only_when_asked_for():
 
 def test_cached_tokens_are_told_where_the_engine_tells():
     usage = Usage(prompt_tokens=5, output_tokens=3, cached_tokens=4)
-    reply = reply_of(parse_reply("hi"), usage=usage)
+    reply = make_reply(parse_reply("hi"), "stop", model="m", usage=usage)
     parsed = ChatCompletion.model_validate(write(reply, None))
     assert parsed.usage.prompt_tokens_details.cached_tokens == 4

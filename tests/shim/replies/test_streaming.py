@@ -20,11 +20,10 @@ from tests.shim.fakes import (
     PiecewiseEngine,
     ScriptedEngine,
     byte_tokenizer,
-    reply_of,
     sampled,
 )
 from tests.strategies import call_shards
-from trajkit_shim.chat.reply import Usage, extends
+from trajkit_shim.chat.reply import Identity, Usage, extends, make_reply
 from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
@@ -139,10 +138,11 @@ def increments_of(text, *, stop=(), tools=(TOOL,), opened=False, cuts=()):
     ids = sampled(text).output_ids.tolist()
     names = {"form": HERMES, "tools": tools, "opened": opened}
     increments = IncrementalParser(RENDERER, Parser(**names), stop)
+    identity = Identity()
 
     def reply(parsed, finish=""):
         usage = Usage(prompt_tokens=7, output_tokens=len(ids), cached_tokens=None)
-        return reply_of(parsed, finish, usage=usage, reply_id="0" * 32)
+        return make_reply(parsed, finish, model="m", usage=usage, identity=identity)
 
     told = [increments.feed(piece) for piece in pieces(ids, cuts)]
     parser = Parser(**names)
