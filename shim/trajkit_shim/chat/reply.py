@@ -1,6 +1,5 @@
 """The reply to a chat request, the same for every protocol."""
 
-import itertools
 import time
 import uuid
 from collections.abc import Sequence
@@ -118,7 +117,7 @@ class Identity:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def call_id(self, number: int) -> str:
-        """Return the id of a call by its index."""
+        """Return the id of the call that is part ``number``."""
         return f"{self.call_prefix}{self.reply_id[:20]}{number:04}"
 
 
@@ -133,17 +132,15 @@ def make_reply(
     tokens: tuple[Token, ...] | None = None,
 ) -> Reply:
     """Build the reply to a client; ``finish`` is the engine's finish reason."""
-    known, numbers = identity or Identity(), itertools.count()
+    known = identity or Identity()
     return Reply(
         reply_id=known.reply_id,
         created=known.created,
         model=model,
         reasoning=parsed.reasoning,
         parts=tuple(
-            part
-            if isinstance(part, str)
-            else replace(part, call_id=known.call_id(next(numbers)))
-            for part in parsed.parts
+            part if isinstance(part, str) else replace(part, call_id=known.call_id(i))
+            for i, part in enumerate(parsed.parts)
         ),
         sampled=parsed.sampled,
         ill_formed=parsed.ill_formed,

@@ -170,6 +170,12 @@ def test_a_reply_begins_with_what_was_told_of_it(text, stop, opened, cuts):
         assert extends(after, before)
 
 
+def test_the_first_stop_string_of_a_piece_ends_the_reply():
+    told, whole = increments_of("b END a, b", stop=("a", "END"))
+    assert [reply.text for reply in told] == ["b "]
+    assert whole.text == "b "
+
+
 # The events of a stream, as lists that are equal where a client reads the same.
 
 
