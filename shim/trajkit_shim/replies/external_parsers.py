@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from trajkit_shim.chat.reply import Call, Parsed
-from trajkit_shim.engines.http import EngineServer
+from trajkit_shim.engines.http import EngineServer, reading
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Ids
@@ -59,14 +59,12 @@ class SGLangParser(ReplyParser):
                 reasoning, rest = await self._separate(reasoning_parser, opening)
             if calls_parser and tools:
                 rest, found = await self._find_calls(calls_parser, rest or "", tools)
-                calls = [(str(c["name"]), c["parameters"]) for c in found or ()]
+                with reading("SGLang", "tool calls"):
+                    calls = [(str(c["name"]), c["parameters"]) for c in found or ()]
         except EngineError as error:
             if error.status != 400:
                 raise
             return _unread(text)
-        except (LookupError, TypeError) as error:
-            message = f"the calls of SGLang's parser cannot be read: {error}"
-            raise EngineError(message) from error
         return await asyncio.to_thread(_parsed, text, reasoning, rest, calls)
 
     async def close(self) -> None:
@@ -174,20 +172,18 @@ def _unread(text: str) -> Parsed:
 
 
 def _parsed(
-    text: str,
-    reasoning: str | None,
-    rest: str | None,
-    calls: Iterable[tuple[str, object]],
+    text: str, reasoning: object, rest: object, calls: Iterable[tuple[str, object]]
 ) -> Parsed:
     """A parser's result, with arguments as they were sampled; they are JSON or values."""
-    parts: list[str | Call] = [rest] if rest else []
+    parts: list[str | Call] = [str(rest)] if rest else []
     offset = 0
     for name, arguments in calls:
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         sampled, offset = as_sampled(arguments, text, offset)
         parts.append(Call(name, sampled))
-    return Parsed(parts=tuple(parts), sampled=text, reasoning=reasoning or None)
+    thought = str(reasoning) if reasoning else None
+    return Parsed(parts=tuple(parts), sampled=text, reasoning=thought)
 
 
 def as_sampled(arguments: str, text: str, start: int) -> tuple[str, int]:
