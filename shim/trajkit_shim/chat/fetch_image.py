@@ -24,7 +24,7 @@ _UNICAST = IPv6Network("2000::/3")
 
 
 async def fetch_images(
-    urls: Collection[str], *, max_bytes: int, max_total_bytes: int
+    urls: Collection[str], max_bytes: int, max_total_bytes: int
 ) -> dict[str, bytes]:
     """Return what is at the URLs of a request, which are fetched one after another.
 

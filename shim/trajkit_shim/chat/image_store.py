@@ -119,14 +119,10 @@ class ImageStore:
             message += f"is {limits.max_request_bytes}"
             raise GatewayError(message, code="image_too_large")
         urls = {part for part in parts if isinstance(part, str)}
-        found: dict[str, bytes] = {}
-        if urls:
-            found = await fetch_images(
-                urls, max_bytes=limits.max_bytes, max_total_bytes=left
-            )
+        data = await fetch_images(urls, limits.max_bytes, left) if urls else {}
         fetched = {
-            url: await asyncio.to_thread(open_image, data, url[:200], limits)
-            for url, data in found.items()
+            url: await asyncio.to_thread(open_image, data[url], url[:200], limits)
+            for url in urls
         }
         brought: list[Image] = []
         for content, i in places:
