@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from shutil import which
 from typing import TYPE_CHECKING, Any
 
 from trajkit.cli import BAD_USAGE
@@ -195,8 +196,9 @@ def _check_launch(
         return
     if arguments.engine_url:
         parser.error("--launch starts a server of its own: leave out --engine-url")
-    if sys.platform != "linux":
-        parser.error("--launch needs Linux: use --engine-url")
+    if which("setpriv") is None:
+        needs = "the program setpriv, of util-linux for Linux"
+        parser.error(f"--launch needs {needs}: install it, or use --engine-url")
     try:
         check_arguments(given)
     except ValueError as error:

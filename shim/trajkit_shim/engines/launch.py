@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,13 +16,12 @@ from typing import IO
 
 import httpx
 
-from trajkit_shim.engines import keeper
-
 _HOST = "127.0.0.1"
 _LOOK_SECONDS = 0.1
 _WINDOW_SECONDS = 3600.0
-_TAIL_BYTES = 4 << 10
 _TAIL_LINES = 20
+# how long the server may take to end after SIGTERM
+_STOP_SECONDS = 10.0
 
 # arguments of SGLang 0.5.23 that contradict the gateway, and why
 _CHOSEN = "trajkit chooses it"
@@ -85,24 +85,21 @@ def running_server(
     log: Path,
     *,
     start_seconds: float = 1800.0,
-    stop_seconds: float = 10.0,
     restarts: int = 3,
 ) -> Iterator[None]:
     """Run a server while the ``with`` block runs; enter the block once it is healthy.
 
     The server is healthy when ``GET /health`` on ``port`` of 127.0.0.1 answers 200, which
-    may take ``start_seconds``; it may take ``stop_seconds`` to end after SIGTERM. A server
-    that ends is restarted, ``restarts`` times within one hour. After that this process gets
-    SIGTERM, and `ConnectionError` is raised when the block ends, as it is if the server did
-    not become healthy. The end of its ``log`` is then written to standard error. If this
-    process is killed, the server ends too.
+    may take ``start_seconds``. A server that ends is restarted, ``restarts`` times within
+    one hour. After that this process gets SIGTERM, and `ConnectionError` is raised when the
+    block ends, as it is if the server did not become healthy. The end of its ``log`` is
+    then written to standard error. If this process is killed, the kernel kills the server,
+    whose own processes must end with it, as those of SGLang do.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         begin = output.tell()
-        # isolated: working directory and environment are the server's
-        keeper_command = [sys.executable, "-IS", keeper.__file__, str(stop_seconds)]
-        server = _Server([*keeper_command, *command], port, output, start_seconds)
+        server = _Server(command, port, output, start_seconds)
         watching = threading.Thread(
             target=server.keep, args=(restarts,), name="trajkit-engine"
         )
@@ -119,7 +116,10 @@ def running_server(
             server.stop.set()
             watching.join()
     if server.lost is not None:
-        _report(_tail(log, begin))
+        with log.open("rb") as lines:
+            lines.seek(begin)
+            tail = b"".join(deque(lines, _TAIL_LINES)).decode("utf-8", "replace")
+        _report(tail)
         raise ConnectionError(
             f"the engine's server {server.lost}. The end of its log, {log}, is above"
         )
@@ -133,9 +133,8 @@ class _Server:
     port: int
     log: IO[bytes]
     start_seconds: float
-    healthy: bool = False  # it was, at least once
     lost: str | None = None  # why it was given up
-    # set once it is healthy or given up
+    # set once it is healthy, or given up
     decided: threading.Event = field(default_factory=threading.Event)
     stop: threading.Event = field(default_factory=threading.Event)
 
@@ -146,32 +145,29 @@ class _Server:
             while self.lost is None and (reason := self._run()) is not None:
                 now = time.monotonic()
                 ends = [end for end in ends if now - end < _WINDOW_SECONDS] + [now]
-                if not self.healthy:
+                if not self.decided.is_set():
                     self.lost = f"was never healthy: it {reason}"
                 elif len(ends) > restarts:
                     times = f"{restarts} times within an hour"
                     self.lost = f"{reason}, and was restarted {times}"
                 else:
                     restart = f"restart {len(ends)} of {restarts} within an hour"
-                    _report(f"trajkit: the engine's server {reason}: {restart}\n")
+                    _report(f"trajkit: the engine's server {reason}: {restart}")
         except Exception as error:
             # such as a process that the system cannot start
             self.lost = f"failed: {error}"
         finally:
-            if self.lost is not None and self.healthy:
+            if self.lost is not None and self.decided.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
             self.decided.set()
 
     def _run(self) -> str | None:
         """Run the server once; return why it was lost, or None after `stop`."""
-        with socket.socket() as other:
-            if other.connect_ex((_HOST, self.port)) == 0:
-                why = f"another process listens on port {self.port}"
-                return f"cannot start, because {why}"
         process = subprocess.Popen(
-            self.command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            # the kernel kills it when the thread that started it ends, which is this one
+            ["setpriv", "--pdeathsig", "KILL", "--", *self.command],
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
             stderr=self.log,
             env=os.environ | _ENVIRONMENT,
             # signals to the gateway's process group are not for the server
@@ -184,13 +180,17 @@ class _Server:
                 if process.poll() is not None:
                     return f"ended with exit code {process.returncode}"
                 if not ready and self._is_healthy():
-                    ready = self.healthy = True
+                    ready = True
                     self.decided.set()
                 elif not ready and time.monotonic() > until:
                     return f"did not answer within {self.start_seconds:g} seconds"
         finally:
-            # closes its standard input; its output ends after keeper and guard
-            process.communicate()
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_SECONDS)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         return None
 
     def _is_healthy(self) -> bool:
@@ -202,14 +202,6 @@ class _Server:
 
 
 def _report(text: str) -> None:
-    """Write to standard error, even if its reader is gone."""
+    """Write lines to standard error, even if its reader is gone."""
     with suppress(OSError):
-        sys.stderr.write(text)
-
-
-def _tail(log: Path, begin: int) -> str:
-    """The last lines of a log, of those from ``begin`` on."""
-    with log.open("rb") as file:
-        file.seek(max(begin, log.stat().st_size - _TAIL_BYTES))
-        lines = file.read().decode("utf-8", "replace").splitlines()
-    return "".join(f"{line}\n" for line in lines[-_TAIL_LINES:])
+        sys.stderr.write(text.rstrip("\n") + "\n")

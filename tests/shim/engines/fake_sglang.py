@@ -2,9 +2,9 @@
 
 It takes SGLang's arguments and samples the same text for every prompt. ``--fake WORD``
 makes it misbehave: `mute` never becomes healthy, `broken` ends at once with a line without
-newline, `stubborn` ignores SIGTERM, `once` does not listen after a restart, `slow` samples
-nothing before ``POST /release``. ``--pids FILE`` gets a line per process. ``GET /die``
-ends it with exit code 3.
+newline, `stubborn` ignores SIGTERM and its worker does not end with it, `once` does not
+listen after a restart, `slow` samples nothing before ``POST /release``. ``--pids FILE``
+gets a line per process. ``GET /die`` ends it with exit code 3.
 """
 
 import argparse
@@ -101,8 +101,9 @@ if options.fake == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 server = ThreadingHTTPServer((options.host, options.port), Handler)
 if options.pids:
-    # a worker that leaves its parent's session, and ignores signals as that does
-    worker = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    # SGLang's own processes ask the kernel to end them with their parent
+    asks = ["setpriv", "--pdeathsig", "KILL"] if options.fake != "stubborn" else []
+    worker = subprocess.Popen([*asks, "sleep", "600"])
     with open(options.pids, "a") as pids:
         pids.write(f"{os.getpid()}\n{worker.pid}\n")
 server.serve_forever()

@@ -72,7 +72,7 @@ def test_a_launched_server_is_restarted_and_leaves_no_process(tmp_path, tiny_mod
         finally:
             gateway.kill()
     assert gateway.returncode == cli.DONE, errors
-    assert "ended with exit code 137: restart 1 of 3" in errors
+    assert "ended with exit code -9: restart 1 of 3" in errors
     assert marked(marker) == {}
     turns = tk.read_turns(tmp_path / "run").to_pylist()
     assert [len(turn["output_ids"]) for turn in turns] == [4, 4]
