@@ -193,7 +193,7 @@ class _Gateway:
             self.reading = ReadOptions(images=self.images.limits)
         self.settings = CallSettings(
             engine=engine,
-            gate=Gate(wait_seconds=options.pause_wait_seconds, clock=options.clock),
+            gate=Gate(wait_seconds=options.pause_wait_seconds),
             prompts=Prompts(
                 renderer, options.prompts, places, check=options.check_prompts
             ),

@@ -12,7 +12,6 @@ state which of its tokens were sampled with which weights.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from trajkit_shim import timing
 from trajkit_shim.engines.base import Engine, Sample, TensorEngine, UpdatableEngine
@@ -26,17 +25,12 @@ _AT_ONCE_S = 60.0
 class Gate:
     """Lets calls through to the engine, except during a pause.
 
-    ``wait_seconds``: how long a call waits for the end of a pause. ``clock``: times
-    pauses that end automatically. Default: the event loop.
+    A call waits up to ``wait_seconds`` for the end of a pause.
     """
 
-    def __init__(
-        self, *, wait_seconds: float, clock: timing.Clock | None = None
-    ) -> None:
+    def __init__(self, *, wait_seconds: float) -> None:
         self._wait_seconds = wait_seconds
-        self._clock = clock
-        # calls at the engine, and whether they were cut off
-        self._calls: dict[asyncio.Future[Any], bool] = {}
+        self._calls: set[asyncio.Future[Sample]] = set()  # at the engine
         self._running = asyncio.Event()  # set unless paused
         self._running.set()
         self._timer: asyncio.TimerHandle | None = None
@@ -47,9 +41,7 @@ class Gate:
         return not self._running.is_set()
 
     async def sample(
-        self,
-        start: Callable[[], Awaitable[Sample]],
-        again: Callable[[], bool] = lambda: True,
+        self, start: Callable[[], Awaitable[Sample]], again: Callable[[], bool]
     ) -> Sample:
         """Make an engine call outside of pauses, and return its result.
 
@@ -60,16 +52,17 @@ class Gate:
         while True:
             await self._wait()
             call = asyncio.ensure_future(start())
-            self._calls[call] = False
+            self._calls.add(call)
             try:
                 with timing.engine():
                     return await call
             except asyncio.CancelledError:
                 task = asyncio.current_task()
-                if not self._calls[call] or (task and task.cancelling()):
+                # otherwise a pause cancelled the call, but nobody this task
+                if not call.cancelled() or (task and task.cancelling()):
                     raise
             finally:
-                del self._calls[call]
+                self._calls.remove(call)
             if not again():
                 raise _paused("a pause of the engine cut off the call")
 
@@ -82,53 +75,48 @@ class Gate:
         `GatewayError`: 504: a call took longer than ``wait_seconds``, so nothing is
         paused. 409: the pause was ended meanwhile.
         """
+        # the timer of an earlier pause is not for this one
+        self.resume()
         self._running.clear()
-        self._stop_timer()
-        if abort:
-            for call in self._calls:
-                self._calls[call] = True
-                call.cancel()
-        waiting = list(self._calls)
-        if waiting:
-            try:
-                await asyncio.wait(waiting, timeout=wait_seconds)
-            except asyncio.CancelledError:
-                # the caller left, so nobody would end the pause
-                self.resume()
-                raise
-        late = sum(not call.done() for call in waiting)
+        late = self._calls.copy()
+        for call in late if abort else ():
+            call.cancel()
+        try:
+            if late:
+                _, late = await asyncio.wait(late, timeout=wait_seconds)
+        except asyncio.CancelledError:
+            # the caller left, so nobody would end the pause
+            self.resume()
+            raise
         if not self.paused:
             raise GatewayError("the pause was ended meanwhile", 409, code="resumed")
         if late:
             self.resume()
-            calls = f"{late} calls are still running after {wait_seconds:g} seconds"
+            calls = (
+                f"{len(late)} calls are still running after {wait_seconds:g} seconds"
+            )
             message = f"{calls}, so nothing is paused"
             raise GatewayError(message, 504, code="pause_timed_out")
         if max_seconds is not None:
-            clock = self._clock or asyncio.get_running_loop()
-            self._timer = clock.call_later(max_seconds, self.resume)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max_seconds, self.resume)
 
     def resume(self) -> None:
         """End a pause, if there is one."""
-        self._stop_timer()
+        if self._timer is not None:
+            self._timer.cancel()
         self._running.set()
 
     async def _wait(self) -> None:
-        # several pauses may follow each other while a call waits
-        deadline = asyncio.get_running_loop().time() + self._wait_seconds
-        while self.paused:
-            left = deadline - asyncio.get_running_loop().time()
-            try:
-                await asyncio.wait_for(self._running.wait(), left)
-            except TimeoutError:
-                limit = f"{self._wait_seconds:g} seconds"
-                message = f"the engine is paused, for more than {limit}"
-                raise _paused(message) from None
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        try:
+            async with asyncio.timeout(self._wait_seconds):
+                # several pauses may follow each other
+                while self.paused:
+                    await self._running.wait()
+        except TimeoutError:
+            limit = f"{self._wait_seconds:g} seconds"
+            message = f"the engine is paused, for more than {limit}"
+            raise _paused(message) from None
 
 
 def _paused(message: str) -> EngineError:
@@ -136,11 +124,10 @@ def _paused(message: str) -> EngineError:
 
 
 class Weights:
-    """The pauses and weight updates of one engine, which must pause in ``at_once_s``."""
+    """The pauses and weight updates of one engine."""
 
-    def __init__(self, engine: Engine, at_once_s: float = _AT_ONCE_S) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._at_once_s = at_once_s
         # serializes all operations, including the end of a lease
         self._turn = asyncio.Lock()
         self._lease: asyncio.Task[None] | None = None
@@ -160,17 +147,17 @@ class Weights:
         engine = self._updatable()
         async with self._turn:
             try:
-                async with asyncio.timeout(self._at_once_s):
+                async with asyncio.timeout(_AT_ONCE_S):
                     await engine.pause()
             except (TimeoutError, asyncio.CancelledError, EngineError) as error:
                 # it may have paused, with only its answer lost
-                await asyncio.shield(self._go_on(engine))
+                await asyncio.shield(self._go_on())
                 if isinstance(error, TimeoutError):
-                    message = f"the engine did not pause within {self._at_once_s:g} s"
+                    message = f"the engine did not pause within {_AT_ONCE_S:g} s"
                     raise EngineError(message, 504) from error
                 raise
             self._end_lease()
-            self._lease = asyncio.create_task(self._expire(engine, seconds))
+            self._lease = asyncio.create_task(self._expire(seconds))
 
     async def update(
         self, source: str | Sequence[str], version: str, load_format: str | None = None
@@ -206,10 +193,10 @@ class Weights:
 
     async def close(self) -> None:
         """End a pause, if there is one."""
-        if self.paused:
-            with contextlib.suppress(EngineError):
-                await self.resume()
-            self._end_lease()
+        async with self._turn:
+            if self.paused:
+                await self._go_on()
+                self._end_lease()
 
     def describe(self) -> dict[str, object]:
         """Return the state for ``GET /engine``."""
@@ -229,18 +216,18 @@ class Weights:
             self._lease.cancel()
             self._lease = None
 
-    async def _expire(self, engine: UpdatableEngine, seconds: float) -> None:
+    async def _expire(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         async with self._turn:
             self.expired += 1
             self._lease = None
-            await self._go_on(engine)
+            await self._go_on()
 
-    async def _go_on(self, engine: UpdatableEngine) -> None:
+    async def _go_on(self) -> None:
         # the caller has an error to report already, or there is no caller
         with contextlib.suppress(EngineError, TimeoutError):
-            async with asyncio.timeout(self._at_once_s):
-                await engine.resume()
+            async with asyncio.timeout(_AT_ONCE_S):
+                await self._updatable().resume()
 
 
 def _not_updatable(engine: Engine, what: str) -> GatewayError:

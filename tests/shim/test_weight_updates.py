@@ -6,6 +6,7 @@ import pytest
 
 from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, ScriptedEngine
+from trajkit_shim import pauses
 from trajkit_shim.engines.base import UpdatableEngine
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.pauses import Weights
@@ -124,11 +125,12 @@ async def test_a_pause_that_is_asked_for_again_starts_anew():
     ],
 )
 async def test_a_pause_that_fails_does_not_leave_the_engine_paused(
-    failure, status, match
+    monkeypatch, failure, status, match
 ):
     engine = Updatable()
     engine.fails["pause"] = failure
-    weights = Weights(engine, at_once_s=0.0 if failure == "hangs" else 60)
+    monkeypatch.setattr(pauses, "_AT_ONCE_S", 0.0 if failure == "hangs" else 60.0)
+    weights = Weights(engine)
     with pytest.raises(EngineError, match=match) as caught:
         await weights.pause(60)
     assert caught.value.status == status

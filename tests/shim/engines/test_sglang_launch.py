@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
+from contextlib import contextmanager
 from pathlib import Path
 
 import openai
@@ -40,8 +42,10 @@ def ask(client, text):
     client.chat.completions.create(model="tiny", messages=[message], max_tokens=4)
 
 
-def test_a_launched_server_is_restarted_and_leaves_no_process(tmp_path, tiny_model):
-    argv = ["serve", "--engine", "sglang", "--launch", tiny_model, "--json"]
+@contextmanager
+def serving(tmp_path, model):
+    """``trajkit serve --launch`` as a process, its URL, and the marker of its children."""
+    argv = ["serve", "--engine", "sglang", "--launch", model, "--json"]
     argv += ["--launch-python", PYTHON, "--launch-seconds", "300", "--port", "0"]
     argv += ["--out", str(tmp_path / "run"), "--", *ARGUMENTS]
     marker = uuid.uuid4().hex
@@ -54,26 +58,41 @@ def test_a_launched_server_is_restarted_and_leaves_no_process(tmp_path, tiny_mod
         text=True,
     ) as gateway:
         try:
-            url = json.loads(gateway.stdout.readline())["url"]
-            key = http.post(f"{url}/sessions").json()["api_key"]
-            # it waits as the gateway says, until the server is back
-            client = openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=60)
-            ask(client, "before")
-            (server,) = (
-                pid
-                for pid, command in marked(marker).items()
-                if command[1:3] == ["-m", "sglang.launch_server"]
-            )
-            os.kill(server, signal.SIGKILL)
-            ask(client, "after")
-            client.close()
-            gateway.send_signal(signal.SIGTERM)
-            _, errors = gateway.communicate(timeout=120)
+            yield gateway, json.loads(gateway.stdout.readline())["url"], marker
         finally:
             gateway.kill()
+
+
+def test_a_launched_server_is_restarted_and_leaves_no_process(tmp_path, tiny_model):
+    with serving(tmp_path, tiny_model) as (gateway, url, marker):
+        key = http.post(f"{url}/sessions").json()["api_key"]
+        # it waits as the gateway says, until the server is back
+        client = openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=60)
+        ask(client, "before")
+        (server,) = (
+            pid
+            for pid, command in marked(marker).items()
+            if command[1:3] == ["-m", "sglang.launch_server"]
+        )
+        os.kill(server, signal.SIGKILL)
+        ask(client, "after")
+        client.close()
+        gateway.send_signal(signal.SIGTERM)
+        _, errors = gateway.communicate(timeout=120)
     assert gateway.returncode == cli.DONE, errors
     assert "ended with exit code -9: restart 1 of 3" in errors
     assert marked(marker) == {}
     turns = tk.read_turns(tmp_path / "run").to_pylist()
     assert [len(turn["output_ids"]) for turn in turns] == [4, 4]
     assert "Uvicorn running" in (tmp_path / "run" / "engine.log").read_text()
+
+
+def test_a_gateway_that_is_killed_leaves_no_process(tmp_path, tiny_model):
+    """SGLang's own processes ask the kernel to end them with their parent."""
+    with serving(tmp_path, tiny_model) as (gateway, _, marker):
+        # gateway, server, scheduler, detokenizer
+        assert len(marked(marker)) >= 4
+        gateway.kill()
+        deadline = time.monotonic() + 60
+        while marked(marker):
+            assert time.monotonic() < deadline

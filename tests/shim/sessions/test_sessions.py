@@ -551,18 +551,23 @@ async def test_a_pause_that_times_out_leaves_nothing_paused(tmp_path):
 
 @pytest.mark.anyio
 async def test_a_pause_ends_by_itself(tmp_path):
-    clock = Clock()
     async with in_process(
-        ScriptedEngine("a"), RENDERER, tmp_path, clock=clock
+        ScriptedEngine("a"), RENDERER, tmp_path, pause_wait_seconds=20
     ) as gateway:
         client = await gateway.open()
-        await post(gateway, "/admin/pause", max_seconds=30)
-        call = asyncio.create_task(ask(client))
-        clock.advance(29)
-        await gateway.http.get("/healthz")
-        assert not call.done()
-        clock.advance(1)
-        assert (await call).choices[0].message.content == "a"
+        reply = await post(gateway, "/admin/pause", max_seconds=0)
+        assert reply.json() == {"paused": True}
+        assert (await ask(client)).choices[0].message.content == "a"
+
+
+@pytest.mark.anyio
+async def test_a_pause_does_not_end_with_an_earlier_one():
+    gate = Gate(wait_seconds=60)
+    await gate.pause(wait_seconds=60, abort=False, max_seconds=0)
+    await gate.pause(wait_seconds=60, abort=False, max_seconds=None)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert gate.paused
 
 
 @pytest.mark.anyio
@@ -601,7 +606,7 @@ async def test_a_call_that_waited_does_not_pass_a_pause_that_began_again():
     gate, held = Gate(wait_seconds=60), Held(sampled("a"))
     pause = {"wait_seconds": 60, "abort": False, "max_seconds": None}
     await gate.pause(**pause)
-    call = asyncio.create_task(gate.sample(held))
+    call = asyncio.create_task(gate.sample(held, lambda: True))
     for _ in range(10):
         await asyncio.sleep(0)
     # no time between the two for the call to begin
