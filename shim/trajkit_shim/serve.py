@@ -81,21 +81,18 @@ def running(
 def _listen(host: str, port: int) -> tuple[socket.socket, str]:
     _allow_files()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    plain = socket.create_server((host, port), family=family, backlog=512)
-    # asyncio sends small parts without delay only if the protocol is given
-    kind = family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    listener = socket.socket(*kind, fileno=plain.detach())
+    listener = socket.create_server((host, port), family=family, backlog=512)
+    # connections inherit it, and send small parts without delay
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
     name = f"[{host}]" if ":" in host else host
     return listener, f"http://{name}:{listener.getsockname()[1]}"
 
 
 def _allow_files() -> None:
     """Raise the soft limit of open files, often 1,024: each connection is one."""
-    unlimited = resource.RLIM_INFINITY
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == unlimited else min(hard, _FILES)
-    if soft != unlimited and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def is_loopback(host: str) -> bool:
@@ -116,25 +113,22 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._look(begun=True)
+        self._look()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._look(begun=bool(self.conn.trailing_data[0]))
+        self._look()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._look(begun=bool(self.conn.trailing_data[0]))
+        self._look()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._late is not None:
-            self._late.cancel()
-        super().connection_lost(exc)
-
-    def _look(self, *, begun: bool) -> None:
-        """Start or stop waiting for the rest of a request, whose head has begun or not."""
-        state = self.conn.their_state
-        waits = state is h11.SEND_BODY or (begun and state is h11.IDLE)
+    def _look(self) -> None:
+        """Start or stop waiting for a request, or for the rest of it."""
+        waits = self.conn.their_state is h11.SEND_BODY
+        if self.conn.their_state is h11.IDLE:
+            # after a request, a client may take its time until the next one begins
+            waits = self.cycle is None or self.conn.trailing_data[0] != b""
         if self._late is not None and not waits:
             self._late.cancel()
             self._late = None
@@ -149,7 +143,6 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, drain_seconds: float | None) -> None:
         super().__init__(config)
         self._drain_seconds = drain_seconds
-        self._draining: set[asyncio.Task[None]] = set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         again = self.should_exit
@@ -157,11 +150,7 @@ class _Server(uvicorn.Server):
         # a third one ends the process without the app's own end
         self.force_exit = len(self._captured_signals) > 2
         if again:
-            self._loop.call_soon_threadsafe(self._drain, 0.0)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+            self._drain(0.0)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._drain_seconds is not None:
@@ -169,9 +158,9 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _drain(self, seconds: float) -> None:
-        self._draining.add(
-            self._loop.create_task(self.lifespan.state["drain"](seconds))
-        )
+        drain = self.lifespan.state["drain"](seconds)
+        # wakes the loop also for a signal
+        asyncio.run_coroutine_threadsafe(drain, asyncio.get_running_loop())
 
 
 def _server(app: ASGIApp, drain_seconds: float | None = None) -> uvicorn.Server:
