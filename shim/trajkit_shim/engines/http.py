@@ -6,9 +6,16 @@ import json
 import operator
 import socket
 import zlib
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import asdict
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import httpx
 import numpy as np
@@ -57,10 +64,6 @@ class EngineServer:
             ),
             trust_env=False,
         )
-
-    def at(self, base_url: str) -> "EngineServer":
-        """Another server, on the connections of this one."""
-        return EngineServer(self.name, base_url, self.client)
 
     async def get(self, path: str) -> Json:
         """Return the JSON object at a path."""
@@ -150,14 +153,6 @@ class EngineServer:
         return EngineError(reason, shown, answered=status)
 
 
-class EngineReply(Protocol):
-    """Joins the events of one reply; a reply that is not streamed is one event."""
-
-    def add(self, event: Mapping[str, Any]) -> list[int]:
-        """Add an event and return its new output ids; raise `EngineError` if invalid."""
-        ...
-
-
 class HttpEngine:
     """What the engines on an HTTP server have in common.
 
@@ -212,23 +207,24 @@ class HttpEngine:
         request: EngineRequest,
         body: Json,
         headers: Mapping[str, str],
-        reply: EngineReply,
+        add: Callable[[Json], list[int]],
         abort: tuple[str, Json],
     ) -> None:
-        """Send a call to its session's server and add what it returns to ``reply``.
+        """Send a call to its session's server, and ``add`` the events of its reply.
 
-        If the call fails or is cancelled, ``abort`` (path and body) is sent, because the
-        server would continue to sample.
+        A reply that is not streamed is one event. ``add`` returns an event's new output
+        ids. If the call fails or is cancelled, ``abort`` (path and body) is sent, because
+        the server would continue to sample.
         """
         # its prefix cache has the session's earlier calls
         place = zlib.crc32(request.session_id.encode()) % len(self._servers)
         server, path = self._servers[place], self.generate_path
         try:
             if request.on_tokens is None:
-                reply.add(await server.post(path, body, headers))
+                add(await server.post(path, body, headers))
                 return
             async for event in server.events(path, {**body, "stream": True}, headers):
-                request.on_tokens(reply.add(event))
+                request.on_tokens(add(event))
         except (asyncio.CancelledError, EngineError):
             await asyncio.shield(server.notify(*abort))
             raise

@@ -6,8 +6,8 @@ Field names and behaviour as of SGLang 0.5.23.
 import asyncio
 import base64
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -70,22 +70,20 @@ class SGLangEngine(HttpEngine):
         self._check_prompts = check_prompts
         self._experts_per_token = experts_per_token
         self._preferred: Json = {}
-        self._incremental: bool | None = None
+        self._incremental = False
 
     async def pause(self) -> None:
         """Stop sampling. Running calls lose their cache and continue after `resume`."""
-        servers = await self._members()
-        await _post(servers, "pause_generation", {"mode": "retract"})
+        await self._order("pause_generation", {"mode": "retract"})
 
     async def resume(self) -> None:
         """Continue sampling."""
-        await _post(await self._members(), "continue_generation", {})
+        await self._order("continue_generation", {})
 
     async def update_weights(self, path: str, version: str) -> None:
         """Load weights from a directory that the servers can read."""
         body = {"model_path": path, "weight_version": version, "flush_cache": True}
-        async with _updating(await self._members()) as order:
-            await order("update_weights_from_disk", body)
+        await self._update("update_weights_from_disk", body)
 
     async def update_tensors(
         self, tensors: Sequence[str], load_format: str | None, version: str
@@ -97,22 +95,52 @@ class SGLangEngine(HttpEngine):
         body: Json = {"serialized_named_tensors": list(tensors)}
         body |= {"load_format": load_format, "weight_version": version}
         body["flush_cache"] = True
-        async with _updating(await self._members()) as order:
-            try:
-                await order("begin_weight_update", {})
-                await order("update_weights_from_tensor", body)
-            except BaseException:
+        try:
+            await self._update("begin_weight_update", {})
+            await self._update("update_weights_from_tensor", body)
+        except BaseException:
+            with suppress(EngineError):
+                await asyncio.shield(self._update("end_weight_update", {}))
+            raise
+        await asyncio.shield(self._update("end_weight_update", {}))
+
+    async def _order(self, name: str, body: Json) -> list[Json]:
+        """Send a request to all servers; return once none is under way."""
+        orders = [server.post(f"/{name}", body) for server in await self._members()]
+        answers = await asyncio.gather(*orders, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return cast("list[Json]", answers)
+
+    async def _update(self, name: str, body: Json) -> None:
+        """Send a step of a weight update; an error has each server's weight version."""
+        try:
+            for answer in await self._order(name, body):
+                if answer.get("success") is not True:
+                    source = body.get("model_path", "")
+                    failure = f"failed at {name} {source}: {answer.get('message')}"
+                    raise EngineError(f"the SGLang server {failure}")
+        except EngineError as error:
+            versions = []
+            for server in await self._members():
+                version = None
                 with suppress(EngineError):
-                    await asyncio.shield(order("end_weight_update", {}))
-                raise
-            await asyncio.shield(order("end_weight_update", {}))
+                    version = (await server.get("/model_info")).get("weight_version")
+                versions.append(f"{server.base_url}: {version or 'unknown'}")
+            error.message += f". Weight versions: {', '.join(versions)}"
+            raise
 
     async def info(self) -> EngineInfo:
         """See `HttpEngine`."""
         if self._info is None:
-            model = await (await self._members())[0].get("/model_info")
+            server = (await self._members())[0]
+            model = await server.get("/model_info")
             preferred = model.get("preferred_sampling_params")
             self._preferred = preferred if isinstance(preferred, dict) else {}
+            with suppress(EngineError):
+                options = await server.get("/server_info")
+                self._incremental = options.get("incremental_streaming_output") is True
         return await super().info()
 
     async def _members(self) -> Sequence[EngineServer]:
@@ -131,7 +159,8 @@ class SGLangEngine(HttpEngine):
                 urls += [_server_url(worker["url"]) for worker in listed["workers"]]
         if not urls:
             raise EngineError("the SGLang router has no server", 503)
-        return [self._servers[0].at(url) for url in dict.fromkeys(urls)]
+        client = self._servers[0].client
+        return [EngineServer("SGLang", url, client) for url in dict.fromkeys(urls)]
 
     async def generate(self, request: EngineRequest) -> Sample:
         """See `Engine`."""
@@ -160,15 +189,16 @@ class SGLangEngine(HttpEngine):
         if images:
             body["image_data"] = await asyncio.to_thread(_data_urls, images)
         if request.on_tokens is not None:
-            interval = await self._stream_interval(sampling.max_new_tokens)
-            params.setdefault("stream_interval", interval)
+            most = sampling.max_new_tokens // _REPEATING_EVENTS
+            repeated = 0 if self._incremental else most
+            params.setdefault("stream_interval", max(_TOKENS_PER_EVENT, repeated))
         reply = SGLangReply()
         await self._exchange(
             request,
             body,
             # lets a router keep a session on one prefix cache
             {"X-SMG-Routing-Key": request.session_id},
-            reply,
+            reply.add,
             ("/abort_request", {"rid": request.request_id}),
         )
         sample = reply.sample(sampling_logprobs=cut)
@@ -183,16 +213,6 @@ class SGLangEngine(HttpEngine):
         experts = await asyncio.to_thread(read_experts, packed, n_tokens, per_token)
         return replace(sample, routed_experts=experts)
 
-    async def _stream_interval(self, max_tokens: int) -> int:
-        """Tokens per event of a reply of up to ``max_tokens``."""
-        if self._incremental is None:
-            self._incremental = False
-            with suppress(EngineError):
-                info = await (await self._members())[0].get("/server_info")
-                self._incremental = info.get("incremental_streaming_output") is True
-        repeated = 0 if self._incremental else max_tokens // _REPEATING_EVENTS
-        return max(_TOKENS_PER_EVENT, repeated)
-
 
 def _server_url(worker: str) -> str:
     """The server of a router's worker; ``http://host:30000@1`` is one of its ranks."""
@@ -205,46 +225,6 @@ def _server_url(worker: str) -> str:
     return url
 
 
-async def _post(servers: Sequence[EngineServer], name: str, body: Json) -> list[Json]:
-    """Send a request to servers; return once none is under way."""
-    answers = await asyncio.gather(
-        *(server.post(f"/{name}", body) for server in servers), return_exceptions=True
-    )
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return cast("list[Json]", answers)
-
-
-@asynccontextmanager
-async def _updating(
-    servers: Sequence[EngineServer],
-) -> AsyncIterator[Callable[[str, Json], Coroutine[Any, Any, None]]]:
-    """Yield what sends an order of a weight update to all servers, which must succeed.
-
-    An `EngineError` in this context gets the weight version of each server.
-    """
-
-    async def order(name: str, body: Json) -> None:
-        for answer in await _post(servers, name, body):
-            if answer.get("success") is not True:
-                source = body.get("model_path", "")
-                failure = f"failed at {name} {source}: {answer.get('message')}"
-                raise EngineError(f"the SGLang server {failure}")
-
-    try:
-        yield order
-    except EngineError as error:
-        versions = []
-        for server in servers:
-            version = None
-            with suppress(EngineError):
-                version = (await server.get("/model_info")).get("weight_version")
-            versions.append(f"{server.base_url}: {version or 'unknown'}")
-        error.message += f". Weight versions: {', '.join(versions)}"
-        raise
-
-
 def _data_urls(images: Sequence[PromptImage]) -> list[str]:
     return [
         f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
@@ -253,7 +233,7 @@ def _data_urls(images: Sequence[PromptImage]) -> list[str]:
 
 
 class SGLangReply:
-    """See `EngineReply`.
+    """Joins the events of one reply.
 
     An event has everything sampled so far or, with ``--incremental-streaming-output``,
     only what is new; the total token count distinguishes the two.

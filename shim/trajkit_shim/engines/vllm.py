@@ -38,17 +38,8 @@ _AS_SAMPLED: Json = {
 _NO_LOGPROB = -9999.0
 # explicit, so that none of these comes from the model's generation config
 _UNSHAPED: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-# other SamplingParams that change the distribution, with their neutral values
-_SHAPING = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
-    "structured_outputs": None,
-    "min_tokens": 0,
-}
+# parameters that do not change the distribution
+_NEUTRAL = frozenset({*_AS_SAMPLED, "max_tokens", "seed", "stop", "stop_token_ids"})
 
 
 class VLLMEngine(HttpEngine):
@@ -67,7 +58,11 @@ class VLLMEngine(HttpEngine):
         """See `Engine`."""
         check_prompt(request.prompt_ids, await self.info())
         params = _sampling_params(request.sampling)
-        shapes = _shapes(params)
+        shapes = [
+            name
+            for name, value in params.items()
+            if name not in _NEUTRAL and value != _UNSHAPED.get(name)
+        ]
         if shapes and not await self._gives_processed(request):
             message = (
                 f"{', '.join(shapes)} change the distribution, and the vLLM server "
@@ -104,7 +99,7 @@ class VLLMEngine(HttpEngine):
             body,
             # for routers: a session stays on one prefix cache, a request keeps its id
             {"X-Session-ID": session_id, "X-Request-Id": request_id},
-            reply,
+            reply.add,
             # needed if a proxy keeps the connection to the server open
             ("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]}),
         )
@@ -112,7 +107,7 @@ class VLLMEngine(HttpEngine):
 
 
 class VLLMReply:
-    """See `EngineReply`. Each event has only what is new."""
+    """Joins the events of one reply. Each has only what is new."""
 
     def __init__(self) -> None:
         self._ids: list[int] = []
@@ -182,13 +177,3 @@ def _sampling_params(sampling: Sampling) -> Json:
     if params["temperature"] == 0:
         params |= {"temperature": 1.0, "top_p": 1.0, "top_k": 1}
     return params
-
-
-def _shapes(params: Json) -> list[str]:
-    """Names of the parameters that change the distribution."""
-    neutral = {**_UNSHAPED, **_SHAPING}
-    return [
-        name
-        for name, value in neutral.items()
-        if params.get(name, value) not in (value, *((0,) if name == "top_k" else ()))
-    ]

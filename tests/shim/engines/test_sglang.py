@@ -137,6 +137,7 @@ async def test_calls_go_to_the_router_and_pauses_to_its_servers():
     known = [asked for asked in router.asked if asked[1] != "/workers"]
     assert known == [
         ("one", "/model_info"),
+        ("one", "/server_info"),
         ("one", "/v1/models"),
         ("router", "/generate"),
         ("one", "/pause_generation"),

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 import trajkit as tk
 from tests.shim.clients import http
+from tests.shim.engines.test_launch import runs
 from tests.shim.sglang_cpu.servers import ARGUMENTS, PYTHON
 from trajkit import cli
 
@@ -23,18 +23,22 @@ pytestmark = pytest.mark.sglang
 ROOT = Path(__file__).parents[3]
 
 
-def marked(marker):
-    """Command lines by ids of the processes with a marker in their environment."""
+def descendants(pid):
+    """Command lines, by their ids, of the processes below a process."""
     found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker.encode() in (process / "environ").read_bytes():
-                command = (process / "cmdline").read_bytes().decode()
-                found[int(process.name)] = command.split("\0")
-        except OSError:
-            # another user's, or it ended
-            continue
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        for child in (task / "children").read_text().split():
+            command = Path(f"/proc/{child}/cmdline").read_bytes().decode()
+            found[int(child)] = command.strip("\0").split("\0")
+            found |= descendants(child)
     return found
+
+
+def until_ended(pids):
+    """Wait until no process runs: the kernel ends them one after the other."""
+    deadline = time.monotonic() + 60
+    while any(map(runs, pids)):
+        assert time.monotonic() < deadline
 
 
 def ask(client, text):
@@ -44,44 +48,46 @@ def ask(client, text):
 
 @contextmanager
 def serving(tmp_path, model):
-    """``trajkit serve --launch`` as a process, its URL, and the marker of its children."""
+    """``trajkit serve --launch`` as a process, and its URL."""
     argv = ["serve", "--engine", "sglang", "--launch", model, "--json"]
     argv += ["--launch-python", PYTHON, "--launch-seconds", "300", "--port", "0"]
     argv += ["--out", str(tmp_path / "run"), "--", *ARGUMENTS]
-    marker = uuid.uuid4().hex
     path = f"{ROOT}{os.pathsep}{ROOT / 'shim'}"
     with subprocess.Popen(
         [sys.executable, "-c", f"from trajkit.cli import main\nexit(main({argv!r}))"],
-        env=os.environ | {"PYTHONPATH": path, "TRAJKIT_MARKER": marker},
+        env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as gateway:
         try:
-            yield gateway, json.loads(gateway.stdout.readline())["url"], marker
+            yield gateway, json.loads(gateway.stdout.readline())["url"]
         finally:
             gateway.kill()
 
 
 def test_a_launched_server_is_restarted_and_leaves_no_process(tmp_path, tiny_model):
-    with serving(tmp_path, tiny_model) as (gateway, url, marker):
+    with serving(tmp_path, tiny_model) as (gateway, url):
         key = http.post(f"{url}/sessions").json()["api_key"]
         # it waits as the gateway says, until the server is back
         client = openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=60)
         ask(client, "before")
+        killed = descendants(gateway.pid)
         (server,) = (
             pid
-            for pid, command in marked(marker).items()
+            for pid, command in killed.items()
             if command[1:3] == ["-m", "sglang.launch_server"]
         )
         os.kill(server, signal.SIGKILL)
+        until_ended(killed)
         ask(client, "after")
         client.close()
+        restarted = descendants(gateway.pid)
         gateway.send_signal(signal.SIGTERM)
         _, errors = gateway.communicate(timeout=120)
     assert gateway.returncode == cli.DONE, errors
     assert "ended with exit code -9: restart 1 of 3" in errors
-    assert marked(marker) == {}
+    until_ended(restarted)
     turns = tk.read_turns(tmp_path / "run").to_pylist()
     assert [len(turn["output_ids"]) for turn in turns] == [4, 4]
     assert "Uvicorn running" in (tmp_path / "run" / "engine.log").read_text()
@@ -89,10 +95,9 @@ def test_a_launched_server_is_restarted_and_leaves_no_process(tmp_path, tiny_mod
 
 def test_a_gateway_that_is_killed_leaves_no_process(tmp_path, tiny_model):
     """SGLang's own processes ask the kernel to end them with their parent."""
-    with serving(tmp_path, tiny_model) as (gateway, _, marker):
-        # gateway, server, scheduler, detokenizer
-        assert len(marked(marker)) >= 4
+    with serving(tmp_path, tiny_model) as (gateway, _):
+        below = descendants(gateway.pid)
+        titles = [command[0].partition("_")[0] for command in below.values()]
+        assert {"sglang::scheduler", "sglang::detokenizer"} <= {*titles}
         gateway.kill()
-        deadline = time.monotonic() + 60
-        while marked(marker):
-            assert time.monotonic() < deadline
+        until_ended(below)
