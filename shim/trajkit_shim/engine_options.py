@@ -8,8 +8,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from shutil import which
 from typing import TYPE_CHECKING, Any
@@ -109,34 +110,15 @@ def running_engine(
     ``seed`` are for the embedded engine. Raises `FormatError`: the model cannot be read.
     `ConnectionError`: the engine does not work.
     """
-    from trajkit_shim.replies.parsers import FORMS
-
-    for option, given in (
-        ("--launch", arguments.launch),
-        ("--tool-form sglang", arguments.tool_form == "sglang"),
-        ("--routed-experts", arguments.routed_experts),
-    ):
-        if given and arguments.engine != "sglang":
-            parser.error(f"{option} needs --engine sglang")
-    served = arguments.engine != "embedded"
+    _check(parser, arguments)
     options = {
-        "--engine-url": arguments.engine_url or arguments.launch,
-        "--model": arguments.model or arguments.launch,
+        "check_prompts": arguments.check_prompts,
+        "train_side_calls": arguments.train_side_calls,
+        "train_retried": not arguments.skip_retried,
+        **_image_options(arguments),
     }
-    for option, value in options.items():
-        if served and not value:
-            parser.error(f"--engine {arguments.engine} needs {option}")
-        if not served and value:
-            parser.error(f"{option} does not apply to the embedded engine")
-    forms = (*FORMS, *_OUTSIDE)
-    installed = (arguments.tool_form or "").startswith(_INSTALLED)
-    if arguments.tool_form not in (None, *forms) and not installed:
-        known = ", ".join(forms)
-        parser.error(f"--tool-form {arguments.tool_form} is not one of {known}")
-    _check_launch(parser, arguments)
-    images = _image_options(arguments)
     with ExitStack() as stack:
-        if served:
+        if arguments.engine != "embedded":
             engine, renderer = _served(arguments, stack)
         else:
             from trajkit_shim.engines import embedded
@@ -144,17 +126,46 @@ def running_engine(
 
             engine = embedded.EmbeddedEngine(policy or embedded.converse, seed=seed)
             renderer = ChatRenderer(embedded.load_tokenizer())
-        yield (
-            engine,
-            renderer,
-            {
-                "reply_parser": _reply_parser(arguments, renderer),
-                "check_prompts": arguments.check_prompts,
-                "train_side_calls": arguments.train_side_calls,
-                "train_retried": not arguments.skip_retried,
-                **images,
-            },
-        )
+        options["reply_parser"] = _reply_parser(arguments, renderer)
+        yield engine, renderer, options
+
+
+def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Exit with an error if options do not fit."""
+    from trajkit_shim.engines.launch import check_arguments
+    from trajkit_shim.replies.parsers import FORMS
+
+    engine, url, model = arguments.engine, arguments.engine_url, arguments.model
+    sglang, embedded = engine == "sglang", engine == "embedded"
+    launch, given = arguments.launch, " ".join(arguments.server_arguments)
+    form, forms = arguments.tool_form or "", (*FORMS, *_OUTSIDE)
+    unknown = form and form not in forms and not form.startswith(_INSTALLED)
+    lacks = launch and which("setpriv") is None
+    experts = arguments.routed_experts
+    faults = {
+        "--launch needs --engine sglang": launch and not sglang,
+        "--tool-form sglang needs --engine sglang": form == "sglang" and not sglang,
+        "--routed-experts needs --engine sglang": experts and not sglang,
+        "--engine-url does not apply to the embedded engine": embedded and url,
+        "--model does not apply to the embedded engine": embedded and model,
+        f"--engine {engine} needs --engine-url": not (embedded or url or launch),
+        f"--engine {engine} needs --model": not (embedded or model or launch),
+        f"--tool-form {form} is not one of {', '.join(forms)}": unknown,
+        f"{given} after -- is for the server of --launch": given and not launch,
+        "--launch starts a server of its own: leave out --engine-url": launch and url,
+        "--launch needs setpriv (util-linux): install it, or use --engine-url": lacks,
+    }
+    for fault in faults:
+        if faults[fault]:
+            parser.error(fault)
+    try:
+        check_arguments(arguments.server_arguments)
+    except ValueError as error:
+        parser.error(f"argument after --: {error}")
+    if launch and arguments.launch_python is None:
+        with needs_extra(parser, "sglang"):
+            if find_spec("sglang") is None:
+                raise ModuleNotFoundError(name="sglang")
 
 
 def _image_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -183,36 +194,12 @@ def _image_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"images": model, "image_limits": limits, "max_body_bytes": _IMAGE_BODY}
 
 
-def _check_launch(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace
-) -> None:
-    """Exit with an error if a server cannot be launched as the options say."""
-    from trajkit_shim.engines.launch import check_arguments
-
-    given = arguments.server_arguments
-    if arguments.launch is None:
-        if given:
-            parser.error(f"{given[0]} after -- is for the server of --launch")
-        return
-    if arguments.engine_url:
-        parser.error("--launch starts a server of its own: leave out --engine-url")
-    if which("setpriv") is None:
-        needs = "the program setpriv, of util-linux for Linux"
-        parser.error(f"--launch needs {needs}: install it, or use --engine-url")
-    try:
-        check_arguments(given)
-    except ValueError as error:
-        parser.error(f"argument after --: {error}")
-    with needs_extra(parser, "sglang"):
-        if arguments.launch_python is None and find_spec("sglang") is None:
-            raise ModuleNotFoundError(name="sglang")
-
-
 def _served(
     arguments: argparse.Namespace, stack: ExitStack
 ) -> "tuple[Engine, ChatRenderer]":
     """The engine of servers that return everything that is recorded."""
     from trajkit_shim.engines.checks import check_engine
+    from trajkit_shim.engines.launch import running_server
     from trajkit_shim.engines.model_config import config_number, vocab_size
     from trajkit_shim.engines.sglang import SGLangEngine
     from trajkit_shim.engines.vllm import VLLMEngine
@@ -225,25 +212,30 @@ def _served(
         per_token = None
         if arguments.routed_experts:
             per_token = config_number(model, "num_experts_per_tok")
-            if per_token < 1:
-                raise ValueError(
-                    f"num_experts_per_tok is {per_token}: expected 1 or more"
-                )
     except ValueError as error:
         raise FormatError(f"{model}: {error}") from error
 
-    def engine(*urls: str) -> "Engine":
-        if arguments.engine == "vllm":
-            return VLLMEngine(*urls, vocab_size=n_vocab)
-        return SGLangEngine(
-            *urls,
+    engine: Callable[..., Engine] = partial(VLLMEngine, vocab_size=n_vocab)
+    if arguments.engine == "sglang":
+        engine = partial(
+            SGLangEngine,
             vocab_size=n_vocab,
             check_prompts=arguments.check_prompts,
             experts_per_token=per_token,
         )
-
     if arguments.launch is not None:
-        arguments.engine_url = [stack.enter_context(_launched(arguments))]
+        log = arguments.out / "engine.log"
+        sys.stderr.write(f"trajkit: starting the engine's server; its log is {log}\n")
+        experts = ["--enable-return-routed-experts"] if arguments.routed_experts else []
+        launched = running_server(
+            arguments.launch_python or sys.executable,
+            arguments.launch,
+            [*experts, *arguments.server_arguments],
+            log,
+            start_seconds=arguments.launch_seconds,
+            restarts=arguments.launch_restarts,
+        )
+        arguments.engine_url = [stack.enter_context(launched)]
     # connections belong to the event loop that opened them
     served = {
         url: asyncio.run(check_engine(engine(url))) for url in arguments.engine_url
@@ -251,35 +243,6 @@ def _served(
     if len(set(served.values())) > 1:
         raise ConnectionError(f"the servers of --engine-url differ: {served}")
     return engine(*served), renderer
-
-
-@contextmanager
-def _launched(arguments: argparse.Namespace) -> Iterator[str]:
-    """Run the server of ``--launch``; yield its URL."""
-    from trajkit_shim.engines.launch import (
-        reserved_port,
-        running_server,
-        sglang_command,
-    )
-
-    experts = ["--enable-return-routed-experts"] if arguments.routed_experts else []
-    with reserved_port() as port:
-        command = sglang_command(
-            arguments.launch_python or sys.executable,
-            arguments.launch,
-            port,
-            [*experts, *arguments.server_arguments],
-        )
-        log = arguments.out / "engine.log"
-        sys.stderr.write(f"trajkit: starting the engine's server; its log is {log}\n")
-        with running_server(
-            command,
-            port,
-            log,
-            start_seconds=arguments.launch_seconds,
-            restarts=arguments.launch_restarts,
-        ):
-            yield f"http://127.0.0.1:{port}"
 
 
 def _reply_parser(

@@ -55,19 +55,6 @@ def check_arguments(arguments: Sequence[str]) -> None:
                 raise ValueError(f"{argument} ({refused}) is refused: {why}")
 
 
-def sglang_command(
-    python: str, model: str, port: int, arguments: Sequence[str]
-) -> list[str]:
-    """Return the command of an SGLang server on 127.0.0.1."""
-    return [
-        *(python, "-m", "sglang.launch_server", "--model-path", model),
-        *("--host", _HOST, "--port", str(port)),
-        # otherwise each event of a stream repeats the reply
-        "--incremental-streaming-output",
-        *arguments,
-    ]
-
-
 @contextmanager
 def reserved_port() -> Iterator[int]:
     """Yield a port of 127.0.0.1 that only a process that names it can listen on."""
@@ -80,26 +67,36 @@ def reserved_port() -> Iterator[int]:
 
 @contextmanager
 def running_server(
-    command: Sequence[str],
-    port: int,
+    python: str,
+    model: str,
+    arguments: Sequence[str],
     log: Path,
     *,
     start_seconds: float = 1800.0,
     restarts: int = 3,
-) -> Iterator[None]:
-    """Run a server while the ``with`` block runs; enter the block once it is healthy.
+) -> Iterator[str]:
+    """Run an SGLang server while the ``with`` block runs; yield its URL once it is healthy.
 
-    The server is healthy when ``GET /health`` on ``port`` of 127.0.0.1 answers 200, which
-    may take ``start_seconds``. A server that ends is restarted, ``restarts`` times within
-    one hour. After that this process gets SIGTERM, and `ConnectionError` is raised when the
-    block ends, as it is if the server did not become healthy. The end of its ``log`` is
-    then written to standard error. If this process is killed, the kernel kills the server,
-    whose own processes must end with it, as those of SGLang do.
+    It is healthy when ``GET /health`` answers 200, which may take ``start_seconds``. A
+    server that ends is restarted, ``restarts`` times within one hour. After that this
+    process gets SIGTERM, and `ConnectionError` is raised when the block ends, as it is if
+    the server did not become healthy. The end of its ``log`` is then written to standard
+    error. If this process is killed, the kernel kills the server, and SGLang's own
+    processes end with it.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
+    with reserved_port() as port, log.open("ab") as output:
         begin = output.tell()
-        server = _Server(command, port, output, start_seconds)
+        command = [
+            # the kernel kills the server when the thread that started it ends
+            *("setpriv", "--pdeathsig", "KILL", "--"),
+            *(python, "-m", "sglang.launch_server", "--model-path", model),
+            *("--host", _HOST, "--port", str(port)),
+            # otherwise each event of a stream repeats the reply
+            "--incremental-streaming-output",
+            *arguments,
+        ]
+        server = _Server(command, f"http://{_HOST}:{port}", output, start_seconds)
         watching = threading.Thread(
             target=server.keep, args=(restarts,), name="trajkit-engine"
         )
@@ -107,7 +104,7 @@ def running_server(
         try:
             server.decided.wait()
             if server.lost is None:
-                yield
+                yield server.url
         except KeyboardInterrupt:
             # the signal that `_Server.keep` sent
             if server.lost is None:
@@ -130,7 +127,7 @@ class _Server:
     """A server that is restarted if it ends."""
 
     command: Sequence[str]
-    port: int
+    url: str
     log: IO[bytes]
     start_seconds: float
     lost: str | None = None  # why it was given up
@@ -164,8 +161,7 @@ class _Server:
     def _run(self) -> str | None:
         """Run the server once; return why it was lost, or None after `stop`."""
         process = subprocess.Popen(
-            # the kernel kills it when the thread that started it ends, which is this one
-            ["setpriv", "--pdeathsig", "KILL", "--", *self.command],
+            self.command,
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=self.log,
@@ -194,9 +190,9 @@ class _Server:
         return None
 
     def _is_healthy(self) -> bool:
-        url = f"http://{_HOST}:{self.port}/health"
         with suppress(httpx.HTTPError):
             # the server samples a token before it answers
+            url = f"{self.url}/health"
             return httpx.get(url, timeout=10, trust_env=False, verify=False).is_success
         return False
 

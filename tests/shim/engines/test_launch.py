@@ -27,7 +27,6 @@ from trajkit_shim.engines.launch import (
     check_arguments,
     reserved_port,
     running_server,
-    sglang_command,
 )
 from trajkit_shim.engines.sglang import SGLangEngine
 from trajkit_shim.errors import EngineError
@@ -57,11 +56,9 @@ def model(tmp_path):
 @contextmanager
 def launched(python, tmp_path, *arguments, **options):
     """The URL of a launched server, whose loss interrupts the test."""
-    with terminable(), reserved_port() as port:
-        command = sglang_command(python, "m", port, arguments)
-        log = tmp_path / "logs" / "engine.log"
-        with running_server(command, port, log, **options):
-            yield f"http://127.0.0.1:{port}"
+    log = tmp_path / "logs" / "engine.log"
+    with terminable(), running_server(python, "m", arguments, log, **options) as url:
+        yield url
 
 
 def get(url):
@@ -155,13 +152,14 @@ def test_a_program_that_does_not_exist(tmp_path, capfd):
     assert "absent: No such file or directory" in capfd.readouterr().err
 
 
-def test_a_reserved_port_is_for_the_server_only(python, tmp_path):
-    with reserved_port() as port:
+def test_a_reserved_port_is_for_programs_that_name_it():
+    with reserved_port() as port, socket.socket() as server:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
-        command = sglang_command(python, "m", port, [])
-        with running_server(command, port, tmp_path / "log"):
-            assert get(f"http://127.0.0.1:{port}/health").status_code == 200
+        # as servers do
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
 
 
 def test_a_server_that_ends_is_restarted_on_its_port(python, tmp_path, capfd):
@@ -387,7 +385,7 @@ def test_other_server_arguments():
             ["--engine", "sglang", "--launch", "m", "--engine-url", "http://a"],
             "leave out --engine-url",
         ),
-        (["--", "--tp", "2"], "--tp after -- is for the server of --launch"),
+        (["--", "--tp", "2"], "--tp 2 after -- is for the server of --launch"),
         (
             ["--engine", "sglang", "--launch", "m", "--", "--port", "1"],
             "argument after --: --port",
@@ -408,7 +406,7 @@ def test_a_machine_without_setpriv(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", "--engine", "sglang", "--launch", "m", "--out", "o"])
     assert ended.value.code == cli.BAD_USAGE
-    assert "--launch needs the program setpriv" in capsys.readouterr().err
+    assert "--launch needs setpriv (util-linux)" in capsys.readouterr().err
 
 
 def generate(engine, session):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trajkit_shim.engines.embedded import load_tokenizer
-from trajkit_shim.engines.launch import reserved_port, running_server, sglang_command
+from trajkit_shim.engines.launch import running_server
 
 PYTHON = os.environ["TRAJKIT_SGLANG_PYTHON"]
 # without the second, it takes 15 GB for its cache; with the fourth, it uses no CPU if idle
@@ -46,8 +46,7 @@ def make_model(
 @contextmanager
 def served(model: str, directory: Path, *arguments: str) -> Iterator[str]:
     """The URL of a server of a model; its log is in the directory."""
-    with reserved_port() as port:
-        command = sglang_command(PYTHON, model, port, [*ARGUMENTS, *arguments])
-        log = directory / "engine.log"
-        with running_server(command, port, log, start_seconds=300, stop_seconds=1):
-            yield f"http://127.0.0.1:{port}"
+    log = directory / "engine.log"
+    given = [*ARGUMENTS, *arguments]
+    with running_server(PYTHON, model, given, log, start_seconds=300) as url:
+        yield url
