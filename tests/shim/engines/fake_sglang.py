@@ -4,7 +4,7 @@ It takes SGLang's arguments and samples the same text for every prompt. ``--fake
 makes it misbehave: `mute` never becomes healthy, `broken` ends at once with a line without
 newline, `stubborn` ignores SIGTERM and its worker does not end with it, `once` does not
 listen after a restart, `slow` samples nothing before ``POST /release``. ``--pids FILE``
-gets a line per process. ``GET /die`` ends it with exit code 3.
+gets a line per process.
 """
 
 import argparse
@@ -42,8 +42,6 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        if self.path == "/die":
-            os._exit(3)
         if self.path == "/health":
             self.answer({}, 503 if options.fake == "mute" else 200)
         elif self.path == "/v1/models":

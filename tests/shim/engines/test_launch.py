@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -183,6 +184,12 @@ def _answers(url, path="/health"):
         return False
 
 
+def await_interrupt():
+    """Wait for the signal that a lost server causes."""
+    threading.Event().wait(60)
+    pytest.fail("there was no signal")
+
+
 class Unread(io.StringIO):
     """Standard error whose reader is gone."""
 
@@ -196,13 +203,15 @@ def test_a_server_that_ends_too_often_ends_the_command(
 ):
     monkeypatch.setattr(sys, "stderr", stderr())
     pids = tmp_path / "pids"
-    reason = "exit code 3, and was restarted 1 times within an hour"
+    reason = "exit code -9, and was restarted 1 times within an hour"
     options = ["--pids", str(pids)]
 
     def run():
         with launched(python, tmp_path, *options, restarts=1) as url:
-            # the signal ends it
-            until(lambda: _die(url))
+            os.kill(read_pids(pids)[0], signal.SIGKILL)
+            until(lambda: len(read_pids(pids)) == 4 and _answers(url))
+            os.kill(read_pids(pids)[2], signal.SIGKILL)
+            await_interrupt()
 
     with pytest.raises(ConnectionError, match=reason):
         run()
@@ -211,6 +220,8 @@ def test_a_server_that_ends_too_often_ends_the_command(
 
 @pytest.mark.parametrize("when", ["start", "restart"])
 def test_a_system_that_cannot_start_the_server(python, tmp_path, monkeypatch, when):
+    pids = tmp_path / "pids"
+
     def fail(*_, **__):
         raise BlockingIOError("too many processes")
 
@@ -218,20 +229,13 @@ def test_a_system_that_cannot_start_the_server(python, tmp_path, monkeypatch, wh
         with monkeypatch.context() as patch:
             if when == "start":
                 patch.setattr(subprocess, "Popen", fail)
-            with launched(python, tmp_path) as url:
+            with launched(python, tmp_path, "--pids", str(pids)):
                 patch.setattr(subprocess, "Popen", fail)
-                # the signal ends it
-                until(lambda: _die(url))
+                os.kill(read_pids(pids)[0], signal.SIGKILL)
+                await_interrupt()
 
     with pytest.raises(ConnectionError, match="server failed: too many processes"):
         run()
-
-
-def _die(url):
-    try:
-        get(f"{url}/die")
-    except httpx.TransportError:
-        pass
 
 
 @contextmanager
