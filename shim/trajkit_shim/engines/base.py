@@ -86,7 +86,9 @@ class PromptImage:
 class EngineRequest:
     """One call of an engine."""
 
-    prompt_ids: npt.NDArray[np.int32]  # shape (n_prompt,)
+    # shape (n_prompt,); the gateway checked them against the vocabulary and the context,
+    # which have room for max_new_tokens
+    prompt_ids: npt.NDArray[np.int32]
     sampling: Sampling
     request_id: str
     session_id: str

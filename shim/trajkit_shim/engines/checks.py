@@ -1,6 +1,5 @@
 """Validates the prompts sent to an engine, its samples, and at startup itself."""
 
-import math
 import uuid
 from collections.abc import Collection, Sequence
 from itertools import pairwise
@@ -64,23 +63,13 @@ def check_prompt(
 def check_sampling(
     sampling: Sampling, engine: str, takes: Collection[str] = ()
 ) -> None:
-    """Reject parameters that are invalid, or that an engine of this process lacks.
+    """Reject parameters that an engine of this process lacks.
 
     ``takes``: those of top_p, top_k, stop and structural_tag that it has.
     """
-    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
-    for name, valid, rule in (
-        ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),
-        ("temperature", 0 <= (temperature or 0) < math.inf, "in [0, inf)"),
-        ("top_p", top_p is None or 0 < top_p <= 1, "in (0, 1]"),
-        ("top_k", top_k in (None, -1) or top_k >= 1, "-1 or at least 1"),
-        ("stop", "" not in sampling.stop, "a text, as '' matches before any token"),
-    ):
-        if not valid:
-            raise EngineError(f"{name} = {getattr(sampling, name)} is not {rule}", 400)
     given = {
-        "top_p": top_p not in (None, 1.0),
-        "top_k": top_k not in (None, -1),
+        "top_p": sampling.top_p not in (None, 1.0),
+        "top_k": sampling.top_k not in (None, -1),
         "stop": bool(sampling.stop),
         "structural_tag": sampling.structural_tag is not None,
     }

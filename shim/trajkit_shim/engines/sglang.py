@@ -20,7 +20,6 @@ from trajkit_shim.engines.base import (
     Sample,
     WeightSpan,
 )
-from trajkit_shim.engines.checks import check_prompt
 from trajkit_shim.engines.http import (
     EngineServer,
     HttpEngine,
@@ -164,7 +163,8 @@ class SGLangEngine(HttpEngine):
 
     async def generate(self, request: EngineRequest) -> Sample:
         """See `Engine`."""
-        check_prompt(request.prompt_ids, await self.info())
+        # reads the server's own sampling parameters
+        await self.info()
         sampling, images = request.sampling, request.images
         named = sampling_fields(sampling, {"seed": "sampling_seed"})
         params = {**sampling.extra, **named, **_AS_SAMPLED}

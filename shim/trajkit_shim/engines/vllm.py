@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from trajkit_shim.engines.base import EngineRequest, Sample, Sampling, WeightSpan
-from trajkit_shim.engines.checks import check_prompt
 from trajkit_shim.engines.http import (
     HttpEngine,
     as_count,
@@ -56,7 +55,6 @@ class VLLMEngine(HttpEngine):
 
     async def generate(self, request: EngineRequest) -> Sample:
         """See `Engine`."""
-        check_prompt(request.prompt_ids, await self.info())
         params = _sampling_params(request.sampling)
         shapes = [
             name

@@ -287,28 +287,6 @@ async def test_logprobs_are_those_of_what_was_sampled_from(sampling, preferred, 
     assert result.output_logprobs.tolist() == np.float32(wanted).tolist()
 
 
-async def test_an_id_outside_the_vocabulary_never_reaches_the_server():
-    double = Double("basic")
-    async with engine_of(double) as engine:
-        with pytest.raises(EngineError, match=r"prompt_ids\[1\] = 4032") as caught:
-            await sample(engine, np.array([1, 4032], np.int32))
-        with pytest.raises(EngineError, match=r"prompt_ids\[0\] = -1"):
-            await sample(engine, np.array([-1], np.int32))
-        with pytest.raises(EngineError, match="no tokens"):
-            await sample(engine, PROMPT[:0])
-    assert caught.value.status == 400
-    assert double.requests == []
-
-
-async def test_a_prompt_as_long_as_the_context():
-    double = Double("basic")
-    double.models = {"data": [{"id": "tiny", "max_model_len": 10}]}
-    async with engine_of(double) as engine:
-        assert (await engine.info()).max_context_tokens == 10
-        with pytest.raises(EngineError, match="maximum context length is 10"):
-            await sample(engine)
-
-
 @pytest.mark.parametrize(
     ("reply", "status", "match"),
     [

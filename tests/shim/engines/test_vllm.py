@@ -306,17 +306,6 @@ async def test_streams_that_fail(answer, match):
     assert double.aborted == ["generate-tokens-r1"]
 
 
-async def test_an_id_outside_the_vocabulary_never_reaches_the_server():
-    double = Double()
-    double.models = {"data": [{"id": "tiny", "max_model_len": 10}]}
-    async with engine_of(double) as engine:
-        with pytest.raises(EngineError, match=r"prompt_ids\[1\] = 4032"):
-            await sample(engine, np.array([1, 4032], np.int32))
-        with pytest.raises(EngineError, match="maximum context length is 10"):
-            await sample(engine, np.arange(10, dtype=np.int32))
-    assert double.requests == []
-
-
 @pytest.mark.parametrize(
     ("answer", "status", "match"),
     [

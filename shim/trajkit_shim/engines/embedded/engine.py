@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trajkit_shim.engines import base
-from trajkit_shim.engines.checks import check_prompt, check_sampling
+from trajkit_shim.engines.checks import check_sampling
 from trajkit_shim.engines.embedded.distribution import State, lattice, shaped, start
 from trajkit_shim.engines.embedded.script import Policy, converse
 from trajkit_shim.engines.embedded.vocabulary import END, shipped
-from trajkit_shim.errors import EngineError
 
 # After this many tokens a stream gets an event. Other calls may run, and a cancelled
 # call ends.
@@ -71,12 +70,7 @@ class EmbeddedEngine:
     async def generate(self, request: base.EngineRequest) -> base.Sample:
         """See `Engine`."""
         prompt_ids, sampling = request.prompt_ids, request.sampling
-        check_prompt(prompt_ids, self._info)
         check_sampling(sampling, "embedded", ("top_p", "top_k", "stop"))
-        room = self._info.max_context_tokens - sampling.max_new_tokens
-        if len(prompt_ids) > room:
-            message = f"{len(prompt_ids)} prompt tokens, and room for {max(room, 0)}"
-            raise EngineError(f"{message} before the output", 400)
         state = self._start(prompt_ids)
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
         draw = random.Random(seed)
