@@ -8,7 +8,7 @@ import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import h11
@@ -97,13 +97,10 @@ def _allow_files() -> None:
 
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    # a name may resolve to any address
-    except ValueError:
-        return False
+    # another name may resolve to any address
+    return host == "localhost"
 
 
 class _Protocol(H11Protocol):

@@ -115,8 +115,7 @@ def running_server(
     if server.lost is not None:
         with log.open("rb") as lines:
             lines.seek(begin)
-            tail = b"".join(deque(lines, _TAIL_LINES)).decode("utf-8", "replace")
-        _report(tail)
+            _report(b"".join(deque(lines, _TAIL_LINES)).decode("utf-8", "replace"))
         raise ConnectionError(
             f"the engine's server {server.lost}. The end of its log, {log}, is above"
         )
