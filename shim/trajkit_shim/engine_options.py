@@ -135,12 +135,17 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
     from trajkit_shim.engines.launch import check_arguments
     from trajkit_shim.replies.parsers import FORMS
 
+    try:
+        check_arguments(arguments.server_arguments)
+    except ValueError as error:
+        parser.error(f"argument after --: {error}")
     engine, url, model = arguments.engine, arguments.engine_url, arguments.model
     sglang, embedded = engine == "sglang", engine == "embedded"
     launch, given = arguments.launch, " ".join(arguments.server_arguments)
     form, forms = arguments.tool_form or "", (*FORMS, *_OUTSIDE)
     unknown = form and form not in forms and not form.startswith(_INSTALLED)
-    lacks = launch and which("setpriv") is None
+    no_setpriv = launch and which("setpriv") is None
+    no_sglang = launch and not arguments.launch_python and find_spec("sglang") is None
     experts = arguments.routed_experts
     faults = {
         "--launch needs --engine sglang": launch and not sglang,
@@ -153,19 +158,12 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         f"--tool-form {form} is not one of {', '.join(forms)}": unknown,
         f"{given} after -- is for the server of --launch": given and not launch,
         "--launch starts a server of its own: leave out --engine-url": launch and url,
-        "--launch needs setpriv (util-linux): install it, or use --engine-url": lacks,
+        "--launch needs setpriv (util-linux): install it, or use --engine-url": no_setpriv,
+        "--launch needs --launch-python, or pip install 'trajkit[sglang]'": no_sglang,
     }
     for fault in faults:
         if faults[fault]:
             parser.error(fault)
-    try:
-        check_arguments(arguments.server_arguments)
-    except ValueError as error:
-        parser.error(f"argument after --: {error}")
-    if launch and arguments.launch_python is None:
-        with needs_extra(parser, "sglang"):
-            if find_spec("sglang") is None:
-                raise ModuleNotFoundError(name="sglang")
 
 
 def _image_options(arguments: argparse.Namespace) -> dict[str, Any]:
