@@ -49,7 +49,7 @@ def serve(
     with listener:
         if on_listening is not None:
             on_listening(url)
-        _server(app, drain_seconds).run(sockets=[listener])
+        _Server(app, drain_seconds).run(sockets=[listener])
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def running(
     `OSError` if the address is not available.
     """
     listener, url = _listen(host, port)
-    server = _server(app)
+    server = _Server(app)
     thread = threading.Thread(
         target=server.run, args=([listener],), name="trajkit-gateway", daemon=True
     )
@@ -137,7 +137,24 @@ class _Protocol(H11Protocol):
 class _Server(uvicorn.Server):
     """Has the app end its calls after a while, rather than cancel their requests."""
 
-    def __init__(self, config: uvicorn.Config, drain_seconds: float | None) -> None:
+    def __init__(self, app: ASGIApp, drain_seconds: float | None = None) -> None:
+        closing = None
+        if drain_seconds is not None:
+            # for connections that outlast their calls
+            closing = math.ceil(drain_seconds) + _CLOSING_SECONDS
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            log_level="warning",
+            # its lines would contain the key that Gemini clients put in the URL
+            access_log=False,
+            lifespan="on",
+            ws="none",
+            # an agent's tools may run for minutes between two calls, and a call that
+            # arrives while its connection is being closed is lost
+            timeout_keep_alive=600,
+            timeout_graceful_shutdown=closing,
+        )
         super().__init__(config)
         self._drain_seconds = drain_seconds
 
@@ -158,23 +175,3 @@ class _Server(uvicorn.Server):
         drain = self.lifespan.state["drain"](seconds)
         # wakes the loop also for a signal
         asyncio.run_coroutine_threadsafe(drain, asyncio.get_running_loop())
-
-
-def _server(app: ASGIApp, drain_seconds: float | None = None) -> uvicorn.Server:
-    config = uvicorn.Config(
-        app,
-        http=_Protocol,
-        log_level="warning",
-        # its lines would contain the key that Gemini clients put in the URL
-        access_log=False,
-        lifespan="on",
-        ws="none",
-        # an agent's tools may run for minutes between two calls, and a call that arrives
-        # while its connection is being closed is lost
-        timeout_keep_alive=600,
-        # for connections that outlast their calls
-        timeout_graceful_shutdown=None
-        if drain_seconds is None
-        else math.ceil(drain_seconds) + _CLOSING_SECONDS,
-    )
-    return _Server(config, drain_seconds)

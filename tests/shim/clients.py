@@ -21,7 +21,7 @@ from trajkit_shim.engines.base import Engine
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.image_places import ImageModel
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.serve import _server
+from trajkit_shim.serve import _Server
 from trajkit_shim.sessions.turn_log import TurnLog
 
 # the rest of what a gateway is given is the app's
@@ -138,7 +138,7 @@ class OnSocket(InProcess):
         self.at_head = None
         super().__init__(*given, **options)
         self.admin = http.AsyncClient(base_url=self.url, trust_env=False)
-        self._server = _server(self.app)
+        self._server = _Server(self.app)
         self._thread = threading.Thread(
             target=self._server.run, args=([self._listener],), daemon=True
         )

@@ -17,7 +17,7 @@ from trajkit_shim.answers import Delivery, SharedCall
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.responses import Client
-from trajkit_shim.serve import _server
+from trajkit_shim.serve import _Server
 from trajkit_shim.sessions.turn_log import TurnLog
 
 RETRY = (b"x-stainless-retry-count", b"1")
@@ -295,7 +295,7 @@ def test_a_client_that_hangs_up_on_a_socket(tmp_path):
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     host, port = listener.getsockname()
-    server = _server(app)
+    server = _Server(app)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     with listener:
         thread.start()
