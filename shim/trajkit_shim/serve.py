@@ -16,9 +16,6 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-DRAIN_SECONDS = 30.0
-"""Default of how long running calls may take after a stop signal."""
-
 _CLOSING_SECONDS = 15
 
 # more would slow programs down that look at every file they may have
@@ -34,7 +31,7 @@ def serve(
     port: int = 0,
     *,
     on_listening: Callable[[str], None] | None = None,
-    drain_seconds: float = DRAIN_SECONDS,
+    drain_seconds: float = 30.0,
 ) -> None:
     """Run the app until SIGINT or SIGTERM, then answer the running calls.
 

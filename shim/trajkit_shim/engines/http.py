@@ -36,7 +36,6 @@ _KEEP_ALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
 )
 _RETRY_AFTER = 5
-_NO_HEADERS: Mapping[str, str] = {}
 
 # raised by a reply with missing, mistyped or too large fields
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -71,14 +70,14 @@ class EngineServer:
             return self._object(path, await response.aread())
 
     async def post(
-        self, path: str, body: Json, headers: Mapping[str, str] = _NO_HEADERS
+        self, path: str, body: Json, headers: Mapping[str, str] | None = None
     ) -> Json:
         """Send a request and return the JSON object of its answer."""
         async with self._answer("POST", path, body, headers) as response:
             return self._object(path, await response.aread())
 
     async def events(
-        self, path: str, body: Json, headers: Mapping[str, str] = _NO_HEADERS
+        self, path: str, body: Json, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[Json]:
         """Yield the objects of a server-sent event stream, which ends with ``[DONE]``."""
         async with self._answer("POST", path, body, headers) as response:
@@ -109,7 +108,7 @@ class EngineServer:
         method: str,
         path: str,
         body: Json | None = None,
-        headers: Mapping[str, str] = _NO_HEADERS,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[httpx.Response]:
         """Yield the answer to a request, to be read in this context."""
         url = self.base_url + path
