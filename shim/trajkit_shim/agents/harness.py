@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from trajkit_shim.agents.processes import CommandResult
-from trajkit_shim.agents.sandbox import Sandbox, pack
+from trajkit_shim.agents.sandbox import CommandResult, Sandbox, pack
 
 _INSTALL_SECONDS = 900.0
 _CHECK_SECONDS = 120.0

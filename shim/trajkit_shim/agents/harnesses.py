@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 
 from trajkit_shim.agents.harness import Harness, failed_by_code
-from trajkit_shim.agents.processes import CommandResult
+from trajkit_shim.agents.sandbox import CommandResult
 
 _OPENAI = {"OPENAI_API_KEY": "{api_key}"}
 # litellm downloads its price list when it is imported

@@ -28,7 +28,7 @@ from trajkit.policies import PRESETS
 from trajkit.schema import LABELS
 from trajkit_shim.agents.harness import HarnessError, Job
 from trajkit_shim.agents.harnesses import MINI_SWE_AGENT
-from trajkit_shim.agents.processes import SandboxError
+from trajkit_shim.agents.sandbox import SandboxError
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options

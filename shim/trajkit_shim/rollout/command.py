@@ -93,7 +93,7 @@ tasks TASKS  a JSONL file, a directory with a task.toml, or a directory of those
 def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with options.needs_extra(parser, "shim"):
         from trajkit_shim.agents.harness import HarnessError
-        from trajkit_shim.agents.processes import SandboxError
+        from trajkit_shim.agents.sandbox import SandboxError
         from trajkit_shim.app import create_app
         from trajkit_shim.call import Options
         from trajkit_shim.rollout.run import Callback, Rollouts, Settings

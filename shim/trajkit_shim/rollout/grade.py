@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trajkit_shim.agents.processes import CommandResult, SandboxError
-from trajkit_shim.agents.sandbox import pack
+from trajkit_shim.agents.sandbox import CommandResult, SandboxError, pack
 from trajkit_shim.rollout.tasks import Grade
 from trajkit_shim.rollout.workspace import StageError, Workspace
 

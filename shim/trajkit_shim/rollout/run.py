@@ -21,8 +21,7 @@ from trajkit_shim.admin import TOKEN_HEADER
 from trajkit_shim.agents.harness import Harness, HarnessError, Job
 from trajkit_shim.agents.harnesses import HARNESSES
 from trajkit_shim.agents.plugins import load
-from trajkit_shim.agents.processes import SandboxError
-from trajkit_shim.agents.sandbox import Sandbox, Spec
+from trajkit_shim.agents.sandbox import Sandbox, SandboxError, Spec
 from trajkit_shim.agents.sandboxes import SANDBOXES
 from trajkit_shim.agents.sandboxes.local import clear
 from trajkit_shim.rollout.grade import Work, grade
@@ -161,7 +160,8 @@ class Rollouts:
         Returns what the sandbox exposes (`Sandbox.exposes`). Raises `HarnessError`,
         `SandboxError`.
         """
-        with self._sandbox(self.todo[0][0], "try") as sandbox:
+        name = f"try.{self._journal.run_id}"
+        with self._sandbox(self.todo[0][0], name) as sandbox:
             if sandbox.exposes and self._settings.untrusted:
                 raise SandboxError(f"--untrusted: {sandbox.exposes}")
             self._settings.harness.ready(sandbox, install=self._settings.install)

@@ -112,7 +112,7 @@ def marked(name):
     for process in Path("/proc").glob("[0-9]*"):
         try:
             environment = (process / "environ").read_bytes().split(b"\0")
-            if f"{MARK}={name}".encode() in environment:
+            if any(e.startswith(f"{MARK}={name}/".encode()) for e in environment):
                 found.add(int(process.name))
         except OSError:
             continue
@@ -138,7 +138,7 @@ def test_home_and_temporary_directory_are_the_sandbox_s_own(box, monkeypatch):
     assert done.code == 0
     assert said["HOME"] == box.map_path("/home")
     assert "SECRET_KEY" not in said
-    assert said[MARK] == box.spec.name
+    assert said[MARK].startswith(f"{box.spec.name}/")
 
 
 def test_a_program_that_is_not_there_is_code_127(box):
@@ -285,8 +285,7 @@ def test_docker_is_told_the_limits_and_the_network(tmp_path, monkeypatch):
     assert calls[1] == (
         "run --detach --name box --network own --add-host "
         "host.docker.internal:host-gateway --memory 512m --cpus 1.5 --pids-limit 64 "
-        f"--ulimit fsize={10 << 20} --env {MARK}=box --init --entrypoint sleep any "
-        "infinity"
+        f"--ulimit fsize={10 << 20} --init --entrypoint sleep any infinity"
     )
     assert calls[-1] == "rm --force --volumes box"
     assert reached == "http://host.docker.internal:1234"
@@ -402,7 +401,7 @@ def test_what_a_killed_run_left_is_ended_before_its_files_are_removed(tmp_path):
     left.mkdir()
     script = "while :; do mkdir -p d; echo x > d/$RANDOM; done"
     with subprocess.Popen(
-        ["bash", "-c", script], cwd=left, env={**os.environ, MARK: left.name}
+        ["bash", "-c", script], cwd=left, env={**os.environ, MARK: f"{left.name}/1"}
     ) as process:
         try:
             while not (left / "d").exists():
@@ -417,16 +416,27 @@ def test_what_a_killed_run_left_is_ended_before_its_files_are_removed(tmp_path):
 def test_a_process_that_ends_while_others_are_searched_is_passed_over(monkeypatch):
     with subprocess.Popen(["true"]) as ended:
         pass
-    names = [str(ended.pid), *os.listdir("/proc")]
-    monkeypatch.setattr(local.os, "listdir", lambda path: names)
-    mark = "search"
+    places = [f"/proc/{ended.pid}", *local.glob("/proc/[0-9]*")]
+    monkeypatch.setattr(local, "glob", lambda pattern: places)
     command = ["sleep", "60"]
-    with subprocess.Popen(command, env={**os.environ, MARK: mark}) as process:
+    with subprocess.Popen(command, env={**os.environ, MARK: "search/1"}) as process:
         try:
-            names.append(str(process.pid))
-            assert list(local._marked(MARK, mark)) == [f"/proc/{process.pid}"]
+            places.append(f"/proc/{process.pid}")
+            assert local._marked("search/") == [f"/proc/{process.pid}"]
         finally:
             process.kill()
+
+
+def test_a_command_that_is_not_isolated_yet_has_no_processes():
+    command = ["sh", "-c", "sleep 60 & echo on; wait"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, start_new_session=True
+    ) as begun:
+        try:
+            assert begun.stdout.readline() == b"on\n"
+            assert local._inside(begun.pid) == []
+        finally:
+            os.killpg(begun.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("argument", ["a\0b", "x" * (1 << 20)], ids=["null", "long"])
