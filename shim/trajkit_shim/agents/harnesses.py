@@ -42,10 +42,8 @@ CLAUDE_CODE = Harness(
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{model}",
         # as root it runs without confirmation only in a sandbox
         "IS_SANDBOX": "1",
+        # updates, telemetry and error reports too
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "DISABLE_AUTOUPDATER": "1",
-        "DISABLE_ERROR_REPORTING": "1",
-        "DISABLE_TELEMETRY": "1",
     },
     failed=_claude_failed,
 )
@@ -123,7 +121,6 @@ MINI_SWE_AGENT = Harness(
     env={
         **_OPENAI,
         "OPENAI_BASE_URL": "{base_url}/v1",
-        "OPENAI_API_BASE": "{base_url}/v1",
         # otherwise it asks for a model on its first start, and prices each call
         "MSWEA_CONFIGURED": "true",
         "MSWEA_COST_TRACKING": "ignore_errors",
@@ -131,8 +128,6 @@ MINI_SWE_AGENT = Harness(
         "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",
         "MSWEA_SILENT_STARTUP": "1",
         **_LITELLM,
-        "LITELLM_LOCAL_BLOG_POSTS": "True",
-        "LITELLM_TELEMETRY": "False",
         "HF_HUB_OFFLINE": "1",
     },
 )

@@ -26,7 +26,7 @@ from trajkit.cli.simulate import describe
 from trajkit.cli.text import text_table
 from trajkit.policies import PRESETS
 from trajkit.schema import LABELS
-from trajkit_shim.agents.harness import HarnessError, Job
+from trajkit_shim.agents.harness import Job
 from trajkit_shim.agents.harnesses import MINI_SWE_AGENT
 from trajkit_shim.agents.sandbox import SandboxError
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
@@ -88,7 +88,7 @@ def run_demo(
     ):
         try:
             rollouts.try_out()
-        except (HarnessError, SandboxError) as error:
+        except SandboxError as error:
             sys.stderr.write(f"trajkit: {error}\n")
             return BAD_FILE
         ended = rollouts.run(url)

@@ -92,7 +92,6 @@ tasks TASKS  a JSONL file, a directory with a task.toml, or a directory of those
 
 def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with options.needs_extra(parser, "shim"):
-        from trajkit_shim.agents.harness import HarnessError
         from trajkit_shim.agents.sandbox import SandboxError
         from trajkit_shim.app import create_app
         from trajkit_shim.call import Options
@@ -122,7 +121,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         if rollouts.todo:
             try:
                 exposes = rollouts.try_out()
-            except (HarnessError, SandboxError) as error:
+            except SandboxError as error:
                 sys.stderr.write(f"trajkit: {error}\n")
                 return BAD_FILE
             if exposes is not None:

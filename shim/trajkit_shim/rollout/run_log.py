@@ -7,9 +7,7 @@ interrupted, which excludes them from training.
 
 import fcntl
 import json
-import os
 import secrets
-import threading
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -81,7 +79,6 @@ class RunLog:
         # the last attempt at each sample of a task
         self._last: dict[tuple[str, int], Rollout] = {}
         self._digests: dict[str, str] = {}
-        self._lock = threading.Lock()
         self.run_id = secrets.token_hex(4)  # part of the names of all sessions
         self._run = {"version": 1, "harness": harness, "sandbox": sandbox}
         with ExitStack() as stack:
@@ -92,33 +89,31 @@ class RunLog:
                 message = f"{path}: another process works on this run"
                 raise FormatError(message) from error
             self._file.seek(0)
-            for number, line in enumerate(self._file.readlines(), 1):
-                if not line.endswith(b"\n"):
-                    # torn when its write was interrupted
-                    os.ftruncate(self._file.fileno(), self._file.tell() - len(line))
-                    break
+            *lines, torn = self._file.read().split(b"\n")
+            # the write of the last line may have been interrupted
+            self._file.truncate(self._file.tell() - len(torn))
+            for number, line in enumerate(lines, 1):
                 try:
-                    read = self._read_head if number == 1 else self._read_event
-                    read(json.loads(line))
+                    self._read(json.loads(line))
                 except (AttributeError, KeyError, TypeError, ValueError) as error:
                     raise FormatError(f"{path}:{number}: {error}") from error
-            if os.fstat(self._file.fileno()).st_size == 0:
+            if not lines:
                 self._write({"run": self.run_id, **self._run})
             stack.pop_all()
 
-    def _read_head(self, record: dict[str, Any]) -> None:
-        for name, value in self._run.items():
-            if (was := record.get(name)) != value:
-                rule = f"the run was started with {name} {was!r}, not {value!r}"
-                raise ValueError(rule)
-        self.run_id = str(record["run"])
-
-    def _read_event(self, record: dict[str, Any]) -> None:
-        del record["event"]
-        digest = record.pop("task", None)
+    def _read(self, record: dict[str, Any]) -> None:
+        """Take over a line: the first one, or the start or end of a rollout."""
+        if "event" not in record:
+            for name, value in self._run.items():
+                if (was := record.get(name)) != value:
+                    rule = f"the run was started with {name} {was!r}, not {value!r}"
+                    raise ValueError(rule)
+            self.run_id = str(record["run"])
+            return
+        if record.pop("event") == "began":
+            digest = record.pop("task")
+            self._digests[record["group_id"]] = digest
         rollout = Rollout(**record)
-        if digest is not None:
-            self._digests[rollout.group_id] = digest
         self._rollouts[rollout.session_id] = rollout
         self._last[rollout.group_id, rollout.sample] = rollout
 
@@ -180,8 +175,7 @@ class RunLog:
 
     def _write(self, record: dict[str, Any]) -> None:
         """Write one line and hand it to the operating system."""
-        with self._lock:
-            self._file.write(json.dumps(record).encode() + b"\n")
-            self._file.flush()
-            if "event" in record:
-                self._read_event(record)
+        # several threads may call these methods of a file
+        self._file.write(json.dumps(record).encode() + b"\n")
+        self._file.flush()
+        self._read(record)

@@ -5,6 +5,7 @@ make real namespaces (`tests.shim.fake_docker`); what an image, a daemon or a ne
 is not tried.
 """
 
+import argparse
 import io
 import os
 import shutil
@@ -13,25 +14,24 @@ import subprocess
 import sys
 import tarfile
 import threading
+from dataclasses import fields
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.shim import fake_e2b
-from trajkit_shim.agents.harness import Harness
 from trajkit_shim.agents.harnesses import HARNESSES
-from trajkit_shim.agents.plugins import load
 from trajkit_shim.agents.sandbox import (
     MARK,
     Limits,
-    Sandbox,
     SandboxError,
     Spec,
     pack,
 )
 from trajkit_shim.agents.sandboxes import SANDBOXES, local
 from trajkit_shim.agents.sandboxes.local import _why_not_isolated, clear
+from trajkit_shim.rollout.run import Settings
 
 HERE = Path(__file__).parents[1]
 ISOLATED = _why_not_isolated() is None
@@ -345,22 +345,30 @@ MADE = SANDBOXES["local"](Spec(name="made", scratch=Path()))
 
 
 def test_kinds_are_found_by_name_or_import_path():
-    arguments = (SANDBOXES, Sandbox)
-    by_path = load("trajkit_shim.agents.sandboxes.local:LocalSandbox", *arguments)
-    assert by_path is load("local", *arguments)
+    def chosen(**options):
+        names = dict.fromkeys(field.name for field in fields(Settings))
+        names |= {"harness": "shell", "sandbox": "local", "sandbox_option": []}
+        return Settings.chosen(argparse.Namespace(**{**names, **options}))
+
+    by_path = chosen(sandbox="trajkit_shim.agents.sandboxes.local:LocalSandbox")
+    assert by_path == chosen()
+    assert chosen(harness="claude_code").harness is HARNESSES["claude-code"]
     for name, said in (
         ("cloud", "is not one of"),
         ("no_such_package:X", "No module named"),
         ("trajkit_shim.agents.sandbox:Absent", "no attribute 'Absent'"),
-        ("trajkit_shim.agents.sandbox:pack", "a function, not a subclass of Sandbox"),
-        (f"{__name__}:MADE", "a LocalSandbox, not a subclass of Sandbox"),
-        ("trajkit_shim.agents.sandbox:Spec", "class Spec, not a subclass of Sandbox"),
+        (
+            "trajkit_shim.agents.sandbox:pack",
+            "function pack .*, not a subclass of Sandbox",
+        ),
+        (f"{__name__}:MADE", "LocalSandbox .*, not a subclass of Sandbox"),
+        ("trajkit_shim.agents.sandbox:Spec", "Spec'>, not a subclass of Sandbox"),
     ):
         with pytest.raises(ValueError, match=said):
-            load(name, *arguments)
+            chosen(sandbox=name)
     path = "trajkit_shim.agents.harness:Harness"
-    with pytest.raises(ValueError, match="class Harness, not an instance of Harness"):
-        load(path, HARNESSES, Harness)
+    with pytest.raises(ValueError, match="Harness'>, not an instance of Harness"):
+        chosen(harness=path)
 
 
 def test_an_archive_holds_what_it_was_given():

@@ -243,8 +243,8 @@ def _inside(pid: int) -> list[str]:
     except (OSError, IndexError):
         return []
     # the namespace's own; this process is in it as long as it is this machine's
-    proc = f"/proc/{first}/root/proc"
-    return [] if os.path.exists(f"{proc}/self") else glob(f"{proc}/[0-9]*")
+    root = f"/proc/{first}/root"
+    return [] if os.path.exists(f"{root}/proc/self") else glob(f"{root}/proc/[0-9]*")
 
 
 def _marked(start: str) -> list[str]:
