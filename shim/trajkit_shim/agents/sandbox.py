@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeAlias
 
 _LOOK_SECONDS = 0.5
 _MAX_OUTPUT = 1 << 30
@@ -267,14 +267,15 @@ class ForeignSandbox(Sandbox):
         self._shell("mkdir -p /home /tmp /work", cwd="/")
 
 
-def run_here(
-    command: Command, check: Callable[[int], None] = lambda _: None
-) -> CommandResult:
+Check: TypeAlias = Callable[[int], None]
+"""Raises if a command has to end, by its process's id."""
+
+
+def run_here(command: Command, check: Check = lambda _: None) -> CommandResult:
     """Run a command of this machine, with ``env`` as its complete environment.
 
-    Its process group ends with it. ``check`` is called twice a second with the process's
-    id; what it raises ends the command. Raises `SandboxError`: it cannot be started, or
-    its output is too long.
+    Its process group ends with it. ``check`` is called twice a second. Raises
+    `SandboxError`: it cannot be started, or its output is too long.
     """
     log = command.log
     try:

@@ -3,7 +3,7 @@
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
@@ -16,8 +16,8 @@ from trajkit_shim.agents.sandbox import (
 )
 
 # an image may have to be fetched, and converted
-_START_SECONDS = 1800.0
-_STOP_SECONDS = 60.0
+_START = Command(arguments=(), timeout_s=1800.0)
+_STOP = Command(arguments=(), timeout_s=60.0)
 # name of the host machine inside a container that does not use the host's network
 _HOST = "host.docker.internal"
 
@@ -53,10 +53,10 @@ class ContainerSandbox(sandbox.ForeignSandbox):
 
     def start(self) -> None:
         # one that a killed run left
-        run_here(self._client(self.removing, _STOP_SECONDS))
+        self._client(self.removing, _STOP)
         shutil.rmtree(self._overlay, ignore_errors=True)
         self._overlay.mkdir(parents=True)
-        done = run_here(self._client(self.starting, _START_SECONDS), self._check)
+        done = self._client(self.starting, _START, self._check)
         if done.code != 0:
             message = f"{self.spec.image}: cannot be started: {done.summary}"
             raise SandboxError(message)
@@ -64,20 +64,14 @@ class ContainerSandbox(sandbox.ForeignSandbox):
         self._make_directories()
 
     def _enter(self, command: Command) -> CommandResult:
-        words = self._words(self.entering, command.cwd, command.env)
-        arguments = (*words, *command.arguments)
-        # the client reads the values from its environment: no process list shows them
-        env = {self.env_prefix + name: value for name, value in command.env.items()}
-        env = {**os.environ, **env}
-        started = replace(command, arguments=arguments, env=env)
-        done = run_here(started, self._check)
+        done = self._client(self.entering, command, self._check)
         if done.code and done.last_line.startswith(self.refusals):
             raise SandboxError(f"{self.spec.name}: {done.last_line}")
         return done
 
     def _remove(self) -> None:
         try:
-            done = run_here(self._client(self.removing, _STOP_SECONDS))
+            done = self._client(self.removing, _STOP)
         finally:
             shutil.rmtree(self._overlay, ignore_errors=True)
         # a container that was not started may be missing
@@ -86,29 +80,29 @@ class ContainerSandbox(sandbox.ForeignSandbox):
             raise SandboxError(message)
         self._started = False
 
-    def _client(self, words: str, timeout_s: float) -> Command:
-        arguments = self._words(words)
-        return Command(arguments=arguments, timeout_s=timeout_s, env=os.environ)
-
-    def _words(
-        self, words: str, cwd: str = "/", variables: Iterable[str] = ()
-    ) -> tuple[str, ...]:
-        """The client's program and arguments, with everything filled in."""
+    def _client(
+        self, words: str, command: Command, check: sandbox.Check = lambda _: None
+    ) -> CommandResult:
+        """Run the client with these arguments and those of a command."""
         limits = asdict(self.spec.limits).items()
         values = {
             **self.chosen,
             "name": self.spec.name,
             "image": str(self.spec.image),
             "overlay": str(self._overlay),
-            "cwd": cwd,
+            "cwd": command.cwd,
         }
         filled = words.format(
             hosts=self.hosts,
             limits=" ".join(self.limits[k](v) for k, v in limits if v is not None),
-            variables=" ".join(f"--env {shlex.quote(name)}" for name in variables),
+            variables=" ".join(f"--env {shlex.quote(name)}" for name in command.env),
             **{name: shlex.quote(value) for name, value in values.items()},
         )
-        return (self._binary, *shlex.split(filled))
+        arguments = (self._binary, *shlex.split(filled), *command.arguments)
+        # the client reads the values from its environment: no process list shows them
+        env = {self.env_prefix + name: value for name, value in command.env.items()}
+        env = {**os.environ, **env}
+        return run_here(replace(command, arguments=arguments, env=env), check)
 
 
 class DockerSandbox(ContainerSandbox):
