@@ -15,14 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import trajkit as tk
-from trajkit.analysis.simulation import Simulation, cheapest_lossless
-from trajkit.cli import BAD_FILE
-from trajkit.cli.drift import DriftSummary
-from trajkit.cli.simulate import describe
+from trajkit.cli import BAD_FILE, main
 from trajkit.cli.text import text_table
 from trajkit.policies import PRESETS
 from trajkit.schema import LABELS
@@ -32,7 +31,6 @@ from trajkit_shim.agents.sandbox import SandboxError
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
-from trajkit_shim.demo.proxy import lossy
 from trajkit_shim.demo.scripted_model import REVIEWER, write_code
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.prompting.render import ChatRenderer
@@ -63,8 +61,8 @@ def run_demo(
     ``out`` gets the turn log, the rows of each policy, and in ``agents`` what `trajkit
     rollout` writes; it must not contain a run. ``seed`` is that of the engine; with
     several ``sessions``, concurrent agents, the order of their calls matters too.
-    ``json`` prints one JSON object instead of tables. Returns 0; 1 if an agent failed or
-    did not solve its task; 3 if none can run here.
+    ``json`` prints one JSON object, how the agents ended, instead of tables. Returns 0; 1
+    if an agent failed or did not solve its task; 3 if none can run here.
     """
     if sessions < 1:
         raise ValueError(f"sessions = {sessions}: at least 1 is needed")
@@ -92,8 +90,22 @@ def run_demo(
             sys.stderr.write(f"trajkit: {error}\n")
             return BAD_FILE
         ended = rollouts.run(url)
-    facts, shown = _summary(log.path, ended)
-    sys.stdout.write((json_text.dumps(facts) if json else shown) + "\n")
+    turns, table = tk.read_turns(log.path), out / "agents/sessions.parquet"
+    for policy in PRESETS:
+        rows = tk.linearize(turns, policy, sessions=tk.read_sessions(table))
+        tk.write_rows(rows, out / f"rows-{policy}.parquet")
+    lines = _sessions(turns, ended)
+    if json:
+        facts = {"turns": str(log.path), "sessions": lines}
+        sys.stdout.write(json_text.dumps(facts) + "\n")
+    else:
+        shown = text_table([*lines[0]], [[*line.values()] for line in lines])
+        sys.stdout.write(f"{shown}\n")
+        commands = ["drift", str(out)], ["simulate", str(out), "--sessions", str(table)]
+        for command in commands:
+            sys.stdout.write(f"\n$ trajkit {shlex.join(command)}\n")
+            main(command)
+        sys.stdout.write(f"\nrows   {out}/rows-POLICY.parquet\nagents {out}/agents\n")
     return 0 if all(rollout.reward == 1 for rollout in ended) else 1
 
 
@@ -121,24 +133,15 @@ def _tasks(n_tasks: int) -> list[Task]:
     return tasks
 
 
-def _summary(path: Path, rollouts: list[Rollout]) -> tuple[dict[str, Any], str]:
-    """Write the rows of each policy; return the counts, for programs and for people."""
-    out = path.parent
-    turns, ended = tk.read_turns(path), pq.read_table(out / "agents/sessions.parquet")
-    for policy in PRESETS:
-        rows = tk.linearize(turns, policy, sessions=ended)
-        tk.write_rows(rows, out / f"rows-{policy}.parquet")
+def _sessions(turns: pa.Table, rollouts: list[Rollout]) -> list[dict[str, Any]]:
+    """How each agent ended, its turns, and how many of them drift or are branches."""
     links = tk.link(turns)
-    table = tk.classify_drift(turns, links)
-    table = table.filter(pc.greater(table["size"], 0))
-    drift, policies = DriftSummary(), Simulation(sessions=ended)
-    drift.add(turns, links, table)
-    policies.add(turns)
-    counts = policies.table()
-    drifting = Counter(table["session_id"].to_pylist())
+    drift = tk.classify_drift(turns, links)
+    drift = drift.filter(pc.greater(drift["size"], 0))
+    drifting = Counter(drift["session_id"].to_pylist())
     branches = tk.analysis.label_branches(turns, links).to_pylist()
     labels = Counter((line["session_id"], line["label"]) for line in branches)
-    sessions: list[dict[str, Any]] = [
+    return [
         {
             "session_id": rollout.session_id,
             "end": rollout.error or ("solved" if rollout.reward == 1 else "unsolved"),
@@ -148,16 +151,32 @@ def _summary(path: Path, rollouts: list[Rollout]) -> tuple[dict[str, Any], str]:
         }
         for rollout in rollouts
     ]
-    facts = {
-        "turns": str(path),
-        "sessions": sessions,
-        "drift": drift.to_json()["groups"],
-        "policies": counts.to_pylist(),
-    }
-    parts = [
-        text_table([*sessions[0]], [[*line.values()] for line in sessions]),
-        drift.describe(),
-        describe(counts, cheapest_lossless(counts)),
-        f"turns  {path}\nrows   {out}/rows-POLICY.parquet\nagents {out}/agents",
-    ]
-    return facts, "\n\n".join(parts)
+
+
+def lossy(app: ASGIApp, lost: int) -> ASGIApp:
+    """Forward requests and lose one reply of each API key, like a proxy that times out.
+
+    The gateway has answered by then. The client gets status 504 instead and repeats the
+    request. The proxy removes its retry header, as many clients send none, so the
+    gateway samples again. ``lost`` is the index of the chat completion to lose.
+    """
+    seen = Counter[str]()
+
+    async def swallow(message: Message) -> None:
+        """Discard a lost reply."""
+
+    async def forward(scope: Scope, receive: Receive, send: Send) -> None:
+        loses = False
+        if scope.get("path", "").endswith("/chat/completions"):
+            headers = dict(scope["headers"])
+            headers.pop(b"x-stainless-retry-count", None)
+            scope = {**scope, "headers": list(headers.items())}
+            key = headers.get(b"authorization", b"").decode()
+            loses = seen[key] == lost
+            seen[key] += 1
+        await app(scope, receive, swallow if loses else send)
+        if loses:
+            error = {"error": {"message": "the upstream timed out"}}
+            await JSONResponse(error, 504)(scope, receive, send)
+
+    return forward
