@@ -144,14 +144,11 @@ class Rollouts:
         self._on_end = on_end
         self._digests = {task.id: task.digest() for task in tasks}
         out.mkdir(parents=True, exist_ok=True)
-        self._journal = RunLog(
-            out / "rollouts.log", settings.harness.name, _name(settings.sandbox)
-        )
+        names = settings.harness.name, _name(settings.sandbox)
+        self._journal = RunLog(out / "rollouts.log", *names, self._digests)
         self._stopping = threading.Event()
         self._live: set[Sandbox] = set()
         try:
-            for task_id, digest in self._digests.items():
-                self._journal.check(task_id, digest)
             if self._scratch.exists():  # left by a killed run
                 clear(self._scratch)
             self._scratch.mkdir()
@@ -229,7 +226,7 @@ class Rollouts:
         if self._stopping.is_set():
             raise CancelledError
         clock = time.monotonic()
-        rollout = self._journal.begin(task.id, sample, self._digests[task.id])
+        rollout = self._journal.begin(task.id, sample)
         try:
             self._work(task, rollout)
         except Exception as error:

@@ -9,6 +9,7 @@ import fcntl
 import json
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,10 @@ from trajkit.errors import FormatError
 from trajkit.schema import SESSIONS
 
 _STOPPED = "interrupted: the run was stopped before it ended"
+_CHANGED = (
+    "has changed since the run started, or trajkit's default of a key has: "
+    "choose another directory for a new run"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,12 +73,14 @@ ROLLOUTS = pa.schema([*SESSIONS, *_OWN.items()], metadata=SESSIONS.metadata)
 class RunLog:
     """``rollouts.log`` of a run, locked by one process at a time.
 
-    Raises `FormatError` if another process has locked it, it is invalid, or it was
-    started with another harness or sandbox.
+    ``digests``: of the tasks by id (`Task.digest`). Raises `FormatError` if another
+    process has locked it, it is invalid, or it was started with another harness or
+    sandbox, or with a task or a default that has changed since.
     """
 
-    def __init__(self, path: Path, harness: str, sandbox: str) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, harness: str, sandbox: str, digests: Mapping[str, str]
+    ) -> None:
         # by session, in starting order, each as it was last written
         self._rollouts: dict[str, Rollout] = {}
         # the last attempt at each sample of a task
@@ -99,6 +106,9 @@ class RunLog:
                     raise FormatError(f"{path}:{number}: {error}") from error
             if not lines:
                 self._write({"run": self.run_id, **self._run})
+            for task_id, digest in digests.items():
+                if self._digests.setdefault(task_id, digest) != digest:
+                    raise FormatError(f"{path}: task {task_id!r} {_CHANGED}")
             stack.pop_all()
 
     def _read(self, record: dict[str, Any]) -> None:
@@ -117,15 +127,6 @@ class RunLog:
         self._rollouts[rollout.session_id] = rollout
         self._last[rollout.group_id, rollout.sample] = rollout
 
-    def check(self, task_id: str, digest: str) -> None:
-        """Raise `FormatError` if a task or a default has changed since the start."""
-        if self._digests.get(task_id, digest) != digest:
-            rule = (
-                "has changed since the run started, or trajkit's default of a key has: "
-                "choose another directory for a new run"
-            )
-            raise FormatError(f"{self.path}: task {task_id!r} {rule}")
-
     def done(self, task_id: str, sample: int, failed_again: bool) -> bool:
         """Return whether a rollout has ended (with ``failed_again``, without error)."""
         last = self._last.get((task_id, sample))
@@ -133,7 +134,7 @@ class RunLog:
             return False
         return not (failed_again and last.error)
 
-    def begin(self, task_id: str, sample: int, digest: str) -> Rollout:
+    def begin(self, task_id: str, sample: int) -> Rollout:
         """Log the start of a task's rollout, and return it."""
         last = self._last.get((task_id, sample))
         attempt = 1 if last is None else last.attempt + 1
@@ -147,6 +148,7 @@ class RunLog:
             sandbox=str(self._run["sandbox"]),
             started_at=time.time(),
         )
+        digest = self._digests[task_id]
         self._write({"event": "began", "task": digest, **asdict(rollout)})
         return rollout
 

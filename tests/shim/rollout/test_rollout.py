@@ -376,7 +376,7 @@ def test_one_process_works_on_a_run(tmp_path):
     path = tmp_path / "rollouts.log"
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     with (
-        closing(RunLog(path, "shell", "local")),
+        closing(RunLog(path, "shell", "local", {"g": "d"})),
         pytest.raises(FormatError, match="another process works on this run"),
     ):
         run(command(tasks, tmp_path))
@@ -531,26 +531,26 @@ def test_a_journal_that_is_none_is_refused(tmp_path):
     for text, said in (("[1]\n", "rollouts.log:1"), ("x\n", "rollouts.log:1")):
         path.write_text(text)
         with pytest.raises(FormatError, match=said):
-            RunLog(path, "shell", "local")
+            RunLog(path, "shell", "local", {"g": "d"})
     path.write_text("")
-    with closing(RunLog(path, "shell", "local")) as journal:
-        assert journal.begin("g", 0, "d").session_id == f"g.0.{journal.run_id}"
-        assert journal.begin("g", 0, "d").session_id == f"g.0.{journal.run_id}~2"
+    with closing(RunLog(path, "shell", "local", {"g": "d"})) as journal:
+        assert journal.begin("g", 0).session_id == f"g.0.{journal.run_id}"
+        assert journal.begin("g", 0).session_id == f"g.0.{journal.run_id}~2"
 
 
 @pytest.mark.parametrize("failed_again", [False, True])
 def test_a_rollout_is_done_when_its_last_attempt_ended(tmp_path, failed_again):
     path = tmp_path / "rollouts.log"
-    with closing(RunLog(path, "shell", "local")) as journal:
-        first = journal.begin("g", 0, "d")
+    with closing(RunLog(path, "shell", "local", {"g": "d"})) as journal:
+        first = journal.begin("g", 0)
         first.error, first.seconds = "harness: no", 1.0
         journal.end(first)
         assert journal.done("g", 0, failed_again) is not failed_again
-        journal.begin("g", 0, "d")
+        journal.begin("g", 0)
     # the second attempt was interrupted
-    with closing(RunLog(path, "shell", "local")) as journal:
+    with closing(RunLog(path, "shell", "local", {"g": "d"})) as journal:
         assert not journal.done("g", 0, failed_again)
-        again = journal.begin("g", 0, "d")
+        again = journal.begin("g", 0)
         assert again.attempt == 3
         again.seconds = 1.0
         journal.end(again)
