@@ -49,7 +49,7 @@ TAIL_BYTES = 1 << 16
 """Size of the end of a command's log that its `CommandResult` holds."""
 
 
-class SandboxError(Exception):
+class SandboxError(OSError):
     """The sandbox failed, not the program that runs in it."""
 
 
@@ -314,6 +314,8 @@ def run_here(command: Command, check: Check = lambda _: None) -> CommandResult:
             out.seek(0 if log is None else max(0, length - TAIL_BYTES))
             err.seek(0)
             return CommandResult(code, out.read(), err.read())
+    except SandboxError:
+        raise
     # an argument may be too long, or contain a null character
     except (OSError, ValueError) as error:
         raise SandboxError(f"{command.arguments[0]} cannot be run: {error}") from error

@@ -21,13 +21,12 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import trajkit as tk
-from trajkit.cli import BAD_FILE, main
+from trajkit.cli import main
 from trajkit.cli.text import text_table
 from trajkit.policies import PRESETS
 from trajkit.schema import LABELS
 from trajkit_shim.agents.harness import Job
 from trajkit_shim.agents.harnesses import MINI_SWE_AGENT
-from trajkit_shim.agents.sandbox import SandboxError
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
@@ -62,7 +61,7 @@ def run_demo(
     rollout` writes; it must not contain a run. ``seed`` is that of the engine; with
     several ``sessions``, concurrent agents, the order of their calls matters too.
     ``json`` prints one JSON object, how the agents ended, instead of tables. Returns 0; 1
-    if an agent failed or did not solve its task; 3 if none can run here.
+    if an agent failed or did not solve its task. Raises `SandboxError` if none can run.
     """
     if sessions < 1:
         raise ValueError(f"sessions = {sessions}: at least 1 is needed")
@@ -84,15 +83,12 @@ def run_demo(
         Rollouts(tasks, settings, out / "agents") as rollouts,
         running(lossy(gateway, _LOST)) as url,
     ):
-        try:
-            rollouts.try_out()
-        except SandboxError as error:
-            sys.stderr.write(f"trajkit: {error}\n")
-            return BAD_FILE
+        rollouts.try_out()
         ended = rollouts.run(url)
     turns, table = tk.read_turns(log.path), out / "agents/sessions.parquet"
+    graded = tk.read_sessions(table)
     for policy in PRESETS:
-        rows = tk.linearize(turns, policy, sessions=tk.read_sessions(table))
+        rows = tk.linearize(turns, policy, sessions=graded)
         tk.write_rows(rows, out / f"rows-{policy}.parquet")
     lines = _sessions(turns, ended)
     if json:
@@ -101,10 +97,10 @@ def run_demo(
     else:
         shown = text_table([*lines[0]], [[*line.values()] for line in lines])
         sys.stdout.write(f"{shown}\n")
-        commands = ["drift", str(out)], ["simulate", str(out), "--sessions", str(table)]
-        for command in commands:
-            sys.stdout.write(f"\n$ trajkit {shlex.join(command)}\n")
-            main(command)
+        run, ends = shlex.quote(str(out)), shlex.quote(str(table))
+        for command in (f"drift {run}", f"simulate {run} --sessions {ends}"):
+            sys.stdout.write(f"\n$ trajkit {command}\n")
+            main(shlex.split(command))
         sys.stdout.write(f"\nrows   {out}/rows-POLICY.parquet\nagents {out}/agents\n")
     return 0 if all(rollout.reward == 1 for rollout in ended) else 1
 

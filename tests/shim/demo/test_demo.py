@@ -212,7 +212,7 @@ def test_people_are_shown_the_agents_and_what_the_commands_print(tmp_path, capsy
 def test_an_agent_that_does_not_start_ends_the_demo(tmp_path, capsys, monkeypatch):
     missing = replace(demo_package.MINI_SWE_AGENT, check="no-such-agent")
     monkeypatch.setattr(demo_package, "MINI_SWE_AGENT", missing)
-    assert run_demo(tmp_path, sessions=1) == cli.BAD_FILE
+    assert cli.main(["demo", "--out", str(tmp_path), "--sessions", "1"]) == cli.BAD_FILE
     assert "mini-swe-agent is not installed: pip" in capsys.readouterr().err
 
 

@@ -18,7 +18,7 @@ import pytest
 
 import trajkit as tk
 from tests.shim.agents.test_sandbox import ISOLATED, marked
-from trajkit.cli import BAD_DATA, BAD_FILE, DONE
+from trajkit.cli import BAD_DATA, BAD_FILE, DONE, main
 from trajkit.errors import FormatError
 from trajkit_shim.agents.sandbox import SandboxError
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
@@ -408,7 +408,7 @@ def test_a_harness_or_sandbox_that_is_not_there_ends_the_run_at_once(tmp_path, c
     ):
         out = tmp_path / options[1]
         argv = [str(tasks), "--harness", "shell", "-o", str(out), *options]
-        assert run(argv) == BAD_FILE
+        assert main(["rollout", *argv]) == BAD_FILE
         assert said in capsys.readouterr().err
         assert not (out / "turns").exists()
 
@@ -709,7 +709,7 @@ def test_an_agent_that_may_change_its_task_is_not_graded(tmp_path, do, sure):
 def test_untrusted_agents_need_a_sandbox_that_isolates(tmp_path, capsys):
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     argv = command(tasks, tmp_path / "run", *QUICK, "--untrusted")
-    assert run(argv) == BAD_FILE
+    assert main(["rollout", *argv]) == BAD_FILE
     assert "--untrusted: the local sandbox isolates nothing" in capsys.readouterr().err
     assert not (tmp_path / "run" / "turns").exists()
 
