@@ -34,8 +34,7 @@ CLAUDE_CODE = Harness(
     env={
         "ANTHROPIC_BASE_URL": "{base_url}",
         "ANTHROPIC_AUTH_TOKEN": "{api_key}",
-        # every model that it would choose by itself
-        "ANTHROPIC_MODEL": "{model}",
+        # every other model that it would choose by itself
         "CLAUDE_CODE_SUBAGENT_MODEL": "{model}",
         "ANTHROPIC_DEFAULT_OPUS_MODEL": "{model}",
         "ANTHROPIC_DEFAULT_SONNET_MODEL": "{model}",
@@ -50,8 +49,6 @@ CLAUDE_CODE = Harness(
 _CODEX_CONFIG = """\
 model = "{model}"
 model_provider = "gateway"
-sandbox_mode = "danger-full-access"
-approval_policy = "never"
 check_for_update_on_startup = false
 [analytics]
 enabled = false
@@ -74,7 +71,6 @@ _GEMINI_CLI_CONFIG = """\
 {
   "security": {"auth": {"selectedType": "gemini-api-key"}},
   "privacy": {"usageStatisticsEnabled": false},
-  "telemetry": {"enabled": false},
   "general": {"disableAutoUpdate": true, "disableUpdateNag": true}
 }
 """
@@ -155,8 +151,6 @@ OPENCLAW = Harness(
 # a title would be a call of its own
 _OPENCODE_CONFIG = """\
 {
-  "$schema": "https://opencode.ai/config.json",
-  "autoupdate": false,
   "share": "disabled",
   "permission": {"edit": "allow", "bash": "allow", "webfetch": "deny"},
   "agent": {"title": {"disable": true}},
@@ -219,15 +213,7 @@ _PI_CONFIG = """\
   "baseUrl": "{base_url}/v1",
   "api": "openai-completions",
   "apiKey": "OPENAI_API_KEY",
-  "models": [{
-    "id": "{model}",
-    "name": "{model}",
-    "reasoning": false,
-    "input": ["text"],
-    "contextWindow": 32768,
-    "maxTokens": 4096,
-    "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}
-  }]
+  "models": [{"id": "{model}", "contextWindow": 32768, "maxTokens": 4096}]
 }}}
 """
 PI = Harness(

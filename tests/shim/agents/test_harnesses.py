@@ -129,4 +129,4 @@ def test_values_are_escaped_in_configuration_files():
     (model,) = json.loads(pi.files[".pi/agent/models.json"])["providers"]["gateway"][
         "models"
     ]
-    assert model["id"] == model["name"] == job.model
+    assert model["id"] == job.model
