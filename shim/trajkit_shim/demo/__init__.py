@@ -11,6 +11,7 @@ import json as json_text
 import shlex
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,18 @@ from trajkit_shim.agents.harnesses import MINI_SWE_AGENT
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
-from trajkit_shim.demo.scripted_model import REVIEWER, write_code
-from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
+from trajkit_shim.engines.embedded import (
+    EmbeddedEngine,
+    Policy,
+    Reply,
+    load_tokenizer,
+    tool_call,
+)
+from trajkit_shim.engines.embedded.script import acts, messages, n_responses
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.rollout.run import Rollouts, Settings
 from trajkit_shim.rollout.run_log import Rollout
+from trajkit_shim.rollout.solver import SUBMIT, solve
 from trajkit_shim.rollout.tasks import Task, Texts, read_tasks
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
@@ -50,6 +58,23 @@ code=$?
 tail -n 20 "$TMPDIR/log"
 exit $code
 """
+
+REVIEWER = "You review a change that another agent made."
+"""The system prompt of the reviewing agent."""
+
+# without a valid tool call
+_SLIP = [
+    Reply(("I will change it.",)),
+    Reply(("The change next.\n", *tool_call("bash", '{"command": "python'))),
+]
+_REVIEW = [
+    acts(["Let me see the change.\n", "The diff first.\n\n"], ["git diff"]),
+    acts(["The change is sound.\n", "I have no objection.\n"], [f"echo {SUBMIT}"]),
+]
+_ASK = acts(
+    ["I would like another pair of eyes on this.\n", "Does it hold?\n"],
+    ["./subagent 'Review the uncommitted change.'"],
+)
 
 
 def run_demo(
@@ -147,6 +172,26 @@ def _sessions(turns: pa.Table, rollouts: list[Rollout]) -> list[dict[str, Any]]:
         }
         for rollout in rollouts
     ]
+
+
+def write_code(tasks: Sequence[Task]) -> Policy:
+    """Return the policy of the demo's agents.
+
+    It solves the task, after a slip, and asks for a review.
+    """
+    solves = solve(tasks, 1.0)
+
+    def policy(prompt: str) -> Sequence[Reply]:
+        read = messages(prompt)
+        done = n_responses(read)
+        if read[0].text.startswith(REVIEWER):
+            return _REVIEW[min(done, 1)]
+        slipped = any(m.text.startswith("Tool call error") for m in read)
+        if done == 1 and not slipped:
+            return _SLIP
+        return _ASK if done == 3 else solves(prompt)
+
+    return policy
 
 
 def lossy(app: ASGIApp, lost: int) -> ASGIApp:

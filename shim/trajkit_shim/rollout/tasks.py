@@ -227,13 +227,11 @@ def read_tasks(path: Path) -> list[Task]:
                     json.dumps(record, ensure_ascii=False).encode()
                     tasks.append(_task(record, path.parent))
     else:
-        folders = [path] if (path / "task.toml").exists() else sorted(path.iterdir())
-        for folder in folders:
-            file = folder / "task.toml"
-            if file.is_file():
-                with _located(file):
-                    record = tomllib.loads(file.read_text(encoding="utf-8"))
-                    tasks.append(_task({"id": folder.name, **record}, folder, folder))
+        for file in [*path.glob("task.toml")] or sorted(path.glob("*/task.toml")):
+            with _located(file):
+                record = tomllib.loads(file.read_text(encoding="utf-8"))
+                folder = file.parent
+                tasks.append(_task({"id": folder.name, **record}, folder, folder))
     if not tasks:
         raise FormatError(f"{path} has no task: no line, or no folder with task.toml")
     for name, count in Counter(task.id for task in tasks).items():

@@ -24,8 +24,7 @@ import trajkit as tk
 from trajkit import cli
 from trajkit.policies import PRESETS
 from trajkit_shim import demo as demo_package
-from trajkit_shim.demo import lossy, run_demo
-from trajkit_shim.demo.scripted_model import REVIEWER, write_code
+from trajkit_shim.demo import REVIEWER, lossy, run_demo, write_code
 from trajkit_shim.engines.embedded import Special
 from trajkit_shim.rollout.solver import SUBMIT
 from trajkit_shim.rollout.tasks import read_tasks
