@@ -194,14 +194,12 @@ class Task:
 
     def digest(self) -> str:
         """Return a hash of everything that the result depends on."""
-        found = hashlib.sha256()
-        values = (self.prompt, self.workdir, self.image, self.setup.command)
-        for value in (*values, self.grade, self.agent.max_turns):
-            found.update(repr(value).encode() + b"\0")
+        place, setup = (self.workdir, self.image), self.setup.command
+        values = (self.prompt, *place, setup, self.grade, self.agent.max_turns)
+        parts = [repr(value).encode() for value in values]
         for files in (self.workspace, self.tests):
-            found.update(b"" if files is None else files.archive())
-            found.update(b"\0")
-        return found.hexdigest()[:16]
+            parts.append(b"" if files is None else files.archive())
+        return hashlib.sha256(b"\0".join([*parts, b""])).hexdigest()[:16]
 
 
 def read_tasks(path: Path) -> list[Task]:

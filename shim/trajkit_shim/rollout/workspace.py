@@ -18,10 +18,8 @@ _GIT_SECONDS = 300.0
 _RUNNERS = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging")
 # without Python there is no module
 _FIND = """
-for each in python python3; do
-  command -v $each > /dev/null && exec $each -I -c "$0" "$@"
-done
-exit 0
+python=$(command -v python || command -v python3) || exit 0
+exec "$python" -I -c "$0" "$@"
 """
 _FIND_SPEC = """
 import importlib.util, sys
