@@ -29,10 +29,11 @@ _STOP_SECONDS = 60.0
 _SCRIPT = (
     'PATH="$1$PATH" HOME=/home TMPDIR=/tmp; export PATH HOME TMPDIR; shift; exec "$@"'
 )
-# kills all processes with a mark
+# kills all processes with a mark, until there is none
 _KILL = (
-    "for each in /proc/[0-9]*; do tr '\\0' '\\n' < $each/environ 2> /dev/null | "
-    'grep -qxF "$0" && kill -9 ${each#/proc/}; done; true'
+    "found=1; while test $found; do found=; for each in /proc/[0-9]*; do "
+    "tr '\\0' '\\n' < $each/environ 2> /dev/null | "
+    'grep -qxF "$0" && kill -9 ${each#/proc/} && found=1; done; done; true'
 )
 
 SHARED_NETWORK = (
