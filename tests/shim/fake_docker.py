@@ -95,7 +95,7 @@ def execute(options, arguments):
         fail(f"Error response from daemon: No such container: {name}")
     known = json.loads(record.read_text())
     env = {"PATH": os.environ["FAKE_DOCKER_PATH"]}
-    for given in [*known["options"]["--env"], *options.get("--env", [])]:
+    for given in [*known["options"].get("--env", []), *options.get("--env", [])]:
         key, equals, value = given.partition("=")
         env[key] = value if equals else os.environ[key]
     (cwd,) = options.get("--workdir", ["/"])
@@ -134,7 +134,7 @@ def apptainer(arguments):
         if image == "absent":
             fail("FATAL:   While checking image: could not open image absent", 255)
         run(
-            {"--name": [name], "--env": [], "--entrypoint": ["sleep"]},
+            {"--name": [name], "--entrypoint": ["sleep"]},
             [image, "infinity"],
         )
     elif words[:3] == ["instance", "stop", "--force"]:

@@ -38,10 +38,6 @@ def docker(*arguments, **options):
     )
 
 
-def as_options(envs):
-    return [part for pair in envs.items() for part in ("--env", "=".join(pair))]
-
-
 class Commands:
     def __init__(self, name):
         self._name = name
@@ -88,13 +84,12 @@ class Sandbox:
         self.commands, self.files = Commands(name), Files(name)
 
     @classmethod
-    def create(cls, template=None, timeout=None, *, metadata=None, envs=None):
+    def create(cls, template=None, timeout=None, *, metadata=None):
         if template == "absent":
             raise SandboxException("404: template 'absent' not found")
         name = f"e2b-{uuid.uuid4().hex}"
-        given = as_options(envs)
         docker(
-            *("run", "--detach", "--name", name, *given),
+            *("run", "--detach", "--name", name),
             *("--entrypoint", "sleep", "any", "infinity"),
         )
         return cls(name)

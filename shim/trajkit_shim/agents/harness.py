@@ -11,16 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from trajkit_shim.agents.processes import CommandResult
-from trajkit_shim.agents.sandbox import Sandbox, pack
+from trajkit_shim.agents.sandbox import CommandResult, Sandbox, SandboxError, pack
 
 _INSTALL_SECONDS = 900.0
 _CHECK_SECONDS = 120.0
 _PLACEHOLDER = re.compile(r"\{(base_url|api_key|model|prompt|home|workspace)\}")
-
-
-class HarnessError(Exception):
-    """The harness is missing or failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +88,7 @@ class Harness:
     def ready(self, sandbox: Sandbox, *, install: bool) -> None:
         """Check that it is installed, or install it.
 
-        Raises `HarnessError`: it is not installed, and ``install`` is false or failed.
+        Raises `SandboxError`: it is not installed, and ``install`` is false or failed.
         """
         check = self.check or f"{shlex.split(self.command)[0]} --version"
 
@@ -104,12 +99,12 @@ class Harness:
             return
         if not install or not self.install:
             hint = f": {self.install}" if self.install else ""
-            raise HarnessError(f"{self.name} is not installed{hint}")
+            raise SandboxError(f"{self.name} is not installed{hint}")
         done = shell(self.install, _INSTALL_SECONDS)
         if done.code != 0:
-            raise HarnessError(f"{self.install}: {done.summary}")
+            raise SandboxError(f"{self.install}: {done.summary}")
         if shell(check, _CHECK_SECONDS).code != 0:
-            raise HarnessError(f"{self.name} is still missing after {self.install}")
+            raise SandboxError(f"{self.name} is still missing after {self.install}")
 
     def run(
         self,

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 
 from trajkit_shim.agents.harness import Harness, failed_by_code
-from trajkit_shim.agents.processes import CommandResult
+from trajkit_shim.agents.sandbox import CommandResult
 
 _OPENAI = {"OPENAI_API_KEY": "{api_key}"}
 # litellm downloads its price list when it is imported
@@ -34,26 +34,21 @@ CLAUDE_CODE = Harness(
     env={
         "ANTHROPIC_BASE_URL": "{base_url}",
         "ANTHROPIC_AUTH_TOKEN": "{api_key}",
-        # every model that it would choose by itself
-        "ANTHROPIC_MODEL": "{model}",
+        # every other model that it would choose by itself
         "CLAUDE_CODE_SUBAGENT_MODEL": "{model}",
         "ANTHROPIC_DEFAULT_OPUS_MODEL": "{model}",
         "ANTHROPIC_DEFAULT_SONNET_MODEL": "{model}",
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{model}",
         # as root it runs without confirmation only in a sandbox
         "IS_SANDBOX": "1",
+        # updates, telemetry and error reports too
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "DISABLE_AUTOUPDATER": "1",
-        "DISABLE_ERROR_REPORTING": "1",
-        "DISABLE_TELEMETRY": "1",
     },
     failed=_claude_failed,
 )
 _CODEX_CONFIG = """\
 model = "{model}"
 model_provider = "gateway"
-sandbox_mode = "danger-full-access"
-approval_policy = "never"
 check_for_update_on_startup = false
 [analytics]
 enabled = false
@@ -76,7 +71,6 @@ _GEMINI_CLI_CONFIG = """\
 {
   "security": {"auth": {"selectedType": "gemini-api-key"}},
   "privacy": {"usageStatisticsEnabled": false},
-  "telemetry": {"enabled": false},
   "general": {"disableAutoUpdate": true, "disableUpdateNag": true}
 }
 """
@@ -123,7 +117,6 @@ MINI_SWE_AGENT = Harness(
     env={
         **_OPENAI,
         "OPENAI_BASE_URL": "{base_url}/v1",
-        "OPENAI_API_BASE": "{base_url}/v1",
         # otherwise it asks for a model on its first start, and prices each call
         "MSWEA_CONFIGURED": "true",
         "MSWEA_COST_TRACKING": "ignore_errors",
@@ -131,8 +124,6 @@ MINI_SWE_AGENT = Harness(
         "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",
         "MSWEA_SILENT_STARTUP": "1",
         **_LITELLM,
-        "LITELLM_LOCAL_BLOG_POSTS": "True",
-        "LITELLM_TELEMETRY": "False",
         "HF_HUB_OFFLINE": "1",
     },
 )
@@ -160,8 +151,6 @@ OPENCLAW = Harness(
 # a title would be a call of its own
 _OPENCODE_CONFIG = """\
 {
-  "$schema": "https://opencode.ai/config.json",
-  "autoupdate": false,
   "share": "disabled",
   "permission": {"edit": "allow", "bash": "allow", "webfetch": "deny"},
   "agent": {"title": {"disable": true}},
@@ -224,15 +213,7 @@ _PI_CONFIG = """\
   "baseUrl": "{base_url}/v1",
   "api": "openai-completions",
   "apiKey": "OPENAI_API_KEY",
-  "models": [{
-    "id": "{model}",
-    "name": "{model}",
-    "reasoning": false,
-    "input": ["text"],
-    "contextWindow": 32768,
-    "maxTokens": 4096,
-    "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0}
-  }]
+  "models": [{"id": "{model}", "contextWindow": 32768, "maxTokens": 4096}]
 }}}
 """
 PI = Harness(

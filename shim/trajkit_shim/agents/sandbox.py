@@ -5,33 +5,35 @@ kind of sandbox needs only the abstract methods of `Sandbox`.
 """
 
 import io
+import os
 import secrets
 import shlex
+import signal
+import subprocess
 import tarfile
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Self
+from tempfile import TemporaryFile
+from typing import ClassVar, Self, TypeAlias
 
-from trajkit_shim.agents.processes import (
-    Command,
-    CommandResult,
-    Processes,
-    SandboxError,
-)
-
+_LOOK_SECONDS = 0.5
+_MAX_OUTPUT = 1 << 30
 _COPY_SECONDS = 600.0
 _STOP_SECONDS = 60.0
 # some container clients set HOME themselves and do not accept another one from outside
 _SCRIPT = (
     'PATH="$1$PATH" HOME=/home TMPDIR=/tmp; export PATH HOME TMPDIR; shift; exec "$@"'
 )
-# kills all processes with a variable
+# kills all processes with a mark, until there is none
 _KILL = (
-    "for each in /proc/[0-9]*; do tr '\\0' '\\n' < $each/environ 2> /dev/null | "
-    'grep -qxF "$0" && kill -9 ${each#/proc/}; done; true'
+    "found=1; while test $found; do found=; for each in /proc/[0-9]*; do "
+    "tr '\\0' '\\n' < $each/environ 2> /dev/null | "
+    'grep -qxF "$0" && kill -9 ${each#/proc/} && found=1; done; done; true'
 )
 
 SHARED_NETWORK = (
@@ -41,10 +43,54 @@ SHARED_NETWORK = (
 """What a sandbox exposes (`Sandbox.exposes`) without a network of its own."""
 
 MARK = "TRAJKIT_SANDBOX"
-"""Environment variable of every process of a sandbox: the sandbox's name."""
+"""Environment variable of every process: the sandbox's name, ``/``, and a token of the
+command that started it."""
 
-COMMAND_MARK = "TRAJKIT_COMMAND"
-"""Environment variable of every process of one command: a random token."""
+TAIL_BYTES = 1 << 16
+"""Size of the end of a command's log that its `CommandResult` holds."""
+
+
+class SandboxError(OSError):
+    """The sandbox failed, not the program that runs in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command to run; see `Sandbox.exec`. ``env`` includes its mark."""
+
+    arguments: tuple[str, ...]
+    timeout_s: float
+    cwd: str = "/"
+    env: Mapping[str, str] = field(default_factory=dict)
+    stdin: bytes = b""
+    log: Path | None = None
+    pass_fds: tuple[int, ...] = ()  # descriptors that it inherits
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """How a command ended."""
+
+    # exit code, negative for a signal; None: it was killed at its timeout
+    code: int | None
+    # Complete output. For a command with a log, ``stdout`` is the last `TAIL_BYTES` of
+    # both streams and ``stderr`` is empty.
+    stdout: bytes = b""
+    stderr: bytes = b""
+
+    @property
+    def last_line(self) -> str:
+        """The last line that is not blank, cut to 300 characters."""
+        text = (self.stdout + b"\n" + self.stderr).decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return lines[-1][:300] if lines else "no output"
+
+    @property
+    def summary(self) -> str:
+        """How it ended, for an error message."""
+        if self.code is None:
+            return "timed out"
+        return f"exit code {self.code}: {self.last_line}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,29 +136,26 @@ class Sandbox(ABC):
     # allowed keys of `Spec.options` and their defaults, or their choices: "first|second"
     options: ClassVar[Mapping[str, str]] = {}
     limits: ClassVar[Collection[str]] = ()  # fields of `Limits` that it enforces
-    needs_image: ClassVar[bool] = False
     # what an agent can reach that it should not; None: nothing that is known
     exposes: str | None = None
 
     def __init__(self, spec: Spec) -> None:
         self.chosen = {name: text.split("|")[0] for name, text in self.options.items()}
+        self.chosen |= spec.options
         for name, value in spec.options.items():
             if name not in self.options:
                 known = f"known options: {', '.join(self.options) or 'none'}"
                 raise SandboxError(f"option {name!r} is unknown; {known}")
-            _, *others = choices = self.options[name].split("|")
-            if others and value not in choices:
+            choices = self.options[name].split("|")
+            if len(choices) > 1 and value not in choices:
                 rule = f"is not one of {', '.join(choices)}"
                 raise SandboxError(f"{name} = {value!r} {rule}")
-            self.chosen[name] = value
         for name, value in asdict(spec.limits).items():
             if value is not None and name not in self.limits:
                 rule = f"a sandbox of kind {self.kind} cannot enforce it"
                 raise SandboxError(f"{name} = {value}: {rule}")
-        if self.needs_image and spec.image is None:
-            raise SandboxError(f"a sandbox of kind {self.kind} needs an image")
         self.spec = spec
-        self.processes = Processes()  # commands of this machine
+        self._stopped = threading.Event()
         self._removing = threading.Lock()
 
     @abstractmethod
@@ -129,10 +172,15 @@ class Sandbox(ABC):
 
     def stop(self) -> None:
         """End all processes and remove everything. Idempotent."""
-        self.processes.end()
+        self._stopped.set()
         # the end of a run stops sandboxes that their own threads stop too
         with self._removing:
             self._remove()
+
+    def _check(self, pid: int) -> None:
+        """Raise `SandboxError` if a command of this machine has to end."""
+        if self._stopped.is_set():
+            raise SandboxError("the sandbox was stopped")
 
     def map_path(self, path: str) -> str:
         """Return the path in this sandbox for an absolute path of a task."""
@@ -159,13 +207,13 @@ class Sandbox(ABC):
         ``log``: file of this machine that receives standard output and error. Raises
         `SandboxError`: the sandbox could not run it.
         """
-        marks = {MARK: self.spec.name, COMMAND_MARK: secrets.token_hex(8)}
+        mark = f"{self.spec.name}/{secrets.token_hex(8)}"
         return self._run(
             Command(
                 arguments=tuple(arguments),
                 timeout_s=timeout_s,
                 cwd=cwd or self.map_path("/work"),
-                env={**(env or {}), **marks},
+                env={**(env or {}), MARK: mark},
                 stdin=stdin,
                 log=log,
             )
@@ -208,8 +256,7 @@ class ForeignSandbox(Sandbox):
         wrapped = ("sh", "-c", _SCRIPT, "sh", first, *command.arguments)
         done = self._enter(replace(command, arguments=wrapped))
         if done.code is None:
-            mark = f"{COMMAND_MARK}={command.env[COMMAND_MARK]}"
-            kill = ("sh", "-c", _KILL, mark)
+            kill = ("sh", "-c", _KILL, f"{MARK}={command.env[MARK]}")
             self._enter(Command(arguments=kill, timeout_s=_STOP_SECONDS))
         return done
 
@@ -219,6 +266,60 @@ class ForeignSandbox(Sandbox):
 
     def _make_directories(self) -> None:
         self._shell("mkdir -p /home /tmp /work", cwd="/")
+
+
+Check: TypeAlias = Callable[[int], None]
+"""Raises if a command has to end, by its process's id."""
+
+
+def run_here(command: Command, check: Check = lambda _: None) -> CommandResult:
+    """Run a command of this machine, with ``env`` as its complete environment.
+
+    Its process group ends with it. ``check`` is called twice a second. Raises
+    `SandboxError`: it cannot be started, or its output is too long.
+    """
+    log = command.log
+    try:
+        with (
+            TemporaryFile() as given,
+            TemporaryFile() if log is None else log.open("w+b") as out,
+            TemporaryFile() as err,
+        ):
+            given.write(command.stdin)
+            given.seek(0)
+            process = subprocess.Popen(
+                command.arguments,
+                stdin=given,
+                stdout=out,
+                stderr=err if log is None else out,
+                env=command.env,
+                start_new_session=True,  # its own process group
+                pass_fds=command.pass_fds,
+            )
+            code, until = None, time.monotonic() + command.timeout_s
+            try:
+                while code is None and (left := until - time.monotonic()) > 0:
+                    try:
+                        code = process.wait(min(left, _LOOK_SECONDS))
+                    except subprocess.TimeoutExpired:
+                        check(process.pid)
+                        if os.fstat(out.fileno()).st_size > _MAX_OUTPUT:
+                            rule = f"its output is longer than {_MAX_OUTPUT} bytes"
+                            raise SandboxError(rule) from None
+            finally:
+                # also what it started and left running
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            length = out.seek(0, os.SEEK_END)
+            out.seek(0 if log is None else max(0, length - TAIL_BYTES))
+            err.seek(0)
+            return CommandResult(code, out.read(), err.read())
+    except SandboxError:
+        raise
+    # an argument may be too long, or contain a null character
+    except (OSError, ValueError) as error:
+        raise SandboxError(f"{command.arguments[0]} cannot be run: {error}") from error
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:

@@ -11,33 +11,38 @@ import json as json_text
 import shlex
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import trajkit as tk
-from trajkit.analysis.simulation import Simulation, cheapest_lossless
-from trajkit.cli import BAD_FILE
-from trajkit.cli.drift import DriftSummary
-from trajkit.cli.simulate import describe
+from trajkit.cli import main
 from trajkit.cli.text import text_table
 from trajkit.policies import PRESETS
 from trajkit.schema import LABELS
-from trajkit_shim.agents.harness import HarnessError, Job
+from trajkit_shim.agents.harness import Job
 from trajkit_shim.agents.harnesses import MINI_SWE_AGENT
-from trajkit_shim.agents.processes import SandboxError
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
-from trajkit_shim.demo.proxy import lossy
-from trajkit_shim.demo.scripted_model import REVIEWER, write_code
-from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
+from trajkit_shim.engines.embedded import (
+    EmbeddedEngine,
+    Policy,
+    Reply,
+    load_tokenizer,
+    tool_call,
+)
+from trajkit_shim.engines.embedded.script import acts, messages, n_responses
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.rollout.run import Rollouts, Settings
 from trajkit_shim.rollout.run_log import Rollout
+from trajkit_shim.rollout.solver import SUBMIT, solve
 from trajkit_shim.rollout.tasks import Task, Texts, read_tasks
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
@@ -54,6 +59,23 @@ tail -n 20 "$TMPDIR/log"
 exit $code
 """
 
+REVIEWER = "You review a change that another agent made."
+"""The system prompt of the reviewing agent."""
+
+# without a valid tool call
+_SLIP = [
+    Reply(("I will change it.",)),
+    Reply(("The change next.\n", *tool_call("bash", '{"command": "python'))),
+]
+_REVIEW = [
+    acts(["Let me see the change.\n", "The diff first.\n\n"], ["git diff"]),
+    acts(["The change is sound.\n", "I have no objection.\n"], [f"echo {SUBMIT}"]),
+]
+_ASK = acts(
+    ["I would like another pair of eyes on this.\n", "Does it hold?\n"],
+    ["./subagent 'Review the uncommitted change.'"],
+)
+
 
 def run_demo(
     out: str | Path, *, sessions: int = 3, seed: int | None = None, json: bool = False
@@ -63,8 +85,8 @@ def run_demo(
     ``out`` gets the turn log, the rows of each policy, and in ``agents`` what `trajkit
     rollout` writes; it must not contain a run. ``seed`` is that of the engine; with
     several ``sessions``, concurrent agents, the order of their calls matters too.
-    ``json`` prints one JSON object instead of tables. Returns 0; 1 if an agent failed or
-    did not solve its task; 3 if none can run here.
+    ``json`` prints one JSON object, how the agents ended, instead of tables. Returns 0; 1
+    if an agent failed or did not solve its task. Raises `SandboxError` if none can run.
     """
     if sessions < 1:
         raise ValueError(f"sessions = {sessions}: at least 1 is needed")
@@ -86,14 +108,25 @@ def run_demo(
         Rollouts(tasks, settings, out / "agents") as rollouts,
         running(lossy(gateway, _LOST)) as url,
     ):
-        try:
-            rollouts.try_out()
-        except (HarnessError, SandboxError) as error:
-            sys.stderr.write(f"trajkit: {error}\n")
-            return BAD_FILE
+        rollouts.try_out()
         ended = rollouts.run(url)
-    facts, shown = _summary(log.path, ended)
-    sys.stdout.write((json_text.dumps(facts) if json else shown) + "\n")
+    turns, table = tk.read_turns(log.path), out / "agents/sessions.parquet"
+    graded = tk.read_sessions(table)
+    for policy in PRESETS:
+        rows = tk.linearize(turns, policy, sessions=graded)
+        tk.write_rows(rows, out / f"rows-{policy}.parquet")
+    lines = _sessions(turns, ended)
+    if json:
+        facts = {"turns": str(log.path), "sessions": lines}
+        sys.stdout.write(json_text.dumps(facts) + "\n")
+    else:
+        shown = text_table([*lines[0]], [[*line.values()] for line in lines])
+        sys.stdout.write(f"{shown}\n")
+        run, ends = shlex.quote(str(out)), shlex.quote(str(table))
+        for command in (f"drift {run}", f"simulate {run} --sessions {ends}"):
+            sys.stdout.write(f"\n$ trajkit {command}\n")
+            main(shlex.split(command))
+        sys.stdout.write(f"\nrows   {out}/rows-POLICY.parquet\nagents {out}/agents\n")
     return 0 if all(rollout.reward == 1 for rollout in ended) else 1
 
 
@@ -121,24 +154,15 @@ def _tasks(n_tasks: int) -> list[Task]:
     return tasks
 
 
-def _summary(path: Path, rollouts: list[Rollout]) -> tuple[dict[str, Any], str]:
-    """Write the rows of each policy; return the counts, for programs and for people."""
-    out = path.parent
-    turns, ended = tk.read_turns(path), pq.read_table(out / "agents/sessions.parquet")
-    for policy in PRESETS:
-        rows = tk.linearize(turns, policy, sessions=ended)
-        tk.write_rows(rows, out / f"rows-{policy}.parquet")
+def _sessions(turns: pa.Table, rollouts: list[Rollout]) -> list[dict[str, Any]]:
+    """How each agent ended, its turns, and how many of them drift or are branches."""
     links = tk.link(turns)
-    table = tk.classify_drift(turns, links)
-    table = table.filter(pc.greater(table["size"], 0))
-    drift, policies = DriftSummary(), Simulation(sessions=ended)
-    drift.add(turns, links, table)
-    policies.add(turns)
-    counts = policies.table()
-    drifting = Counter(table["session_id"].to_pylist())
+    drift = tk.classify_drift(turns, links)
+    drift = drift.filter(pc.greater(drift["size"], 0))
+    drifting = Counter(drift["session_id"].to_pylist())
     branches = tk.analysis.label_branches(turns, links).to_pylist()
     labels = Counter((line["session_id"], line["label"]) for line in branches)
-    sessions: list[dict[str, Any]] = [
+    return [
         {
             "session_id": rollout.session_id,
             "end": rollout.error or ("solved" if rollout.reward == 1 else "unsolved"),
@@ -148,16 +172,52 @@ def _summary(path: Path, rollouts: list[Rollout]) -> tuple[dict[str, Any], str]:
         }
         for rollout in rollouts
     ]
-    facts = {
-        "turns": str(path),
-        "sessions": sessions,
-        "drift": drift.to_json()["groups"],
-        "policies": counts.to_pylist(),
-    }
-    parts = [
-        text_table([*sessions[0]], [[*line.values()] for line in sessions]),
-        drift.describe(),
-        describe(counts, cheapest_lossless(counts)),
-        f"turns  {path}\nrows   {out}/rows-POLICY.parquet\nagents {out}/agents",
-    ]
-    return facts, "\n\n".join(parts)
+
+
+def write_code(tasks: Sequence[Task]) -> Policy:
+    """Return the policy of the demo's agents.
+
+    It solves the task, after a slip, and asks for a review.
+    """
+    solves = solve(tasks, 1.0)
+
+    def policy(prompt: str) -> Sequence[Reply]:
+        read = messages(prompt)
+        done = n_responses(read)
+        if read[0].text.startswith(REVIEWER):
+            return _REVIEW[min(done, 1)]
+        slipped = any(m.text.startswith("Tool call error") for m in read)
+        if done == 1 and not slipped:
+            return _SLIP
+        return _ASK if done == 3 else solves(prompt)
+
+    return policy
+
+
+def lossy(app: ASGIApp, lost: int) -> ASGIApp:
+    """Forward requests and lose one reply of each API key, like a proxy that times out.
+
+    The gateway has answered by then. The client gets status 504 instead and repeats the
+    request. The proxy removes its retry header, as many clients send none, so the
+    gateway samples again. ``lost`` is the index of the chat completion to lose.
+    """
+    seen = Counter[str]()
+
+    async def swallow(message: Message) -> None:
+        """Discard a lost reply."""
+
+    async def forward(scope: Scope, receive: Receive, send: Send) -> None:
+        loses = False
+        if scope.get("path", "").endswith("/chat/completions"):
+            headers = dict(scope["headers"])
+            headers.pop(b"x-stainless-retry-count", None)
+            scope = {**scope, "headers": list(headers.items())}
+            key = headers.get(b"authorization", b"").decode()
+            loses = seen[key] == lost
+            seen[key] += 1
+        await app(scope, receive, swallow if loses else send)
+        if loses:
+            error = {"error": {"message": "the upstream timed out"}}
+            await JSONResponse(error, 504)(scope, receive, send)
+
+    return forward

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import urlsplit
 
-from trajkit.cli import BAD_DATA, BAD_FILE, DONE
+from trajkit.cli import BAD_DATA, DONE
 from trajkit.cli.options import Commands, add_options
 from trajkit.cli.text import text_table
 from trajkit_shim import engine_options as options
@@ -92,8 +92,6 @@ tasks TASKS  a JSONL file, a directory with a task.toml, or a directory of those
 
 def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with options.needs_extra(parser, "shim"):
-        from trajkit_shim.agents.harness import HarnessError
-        from trajkit_shim.agents.processes import SandboxError
         from trajkit_shim.app import create_app
         from trajkit_shim.call import Options
         from trajkit_shim.rollout.run import Callback, Rollouts, Settings
@@ -120,12 +118,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         )
         ended, began = [], time.monotonic()
         if rollouts.todo:
-            try:
-                exposes = rollouts.try_out()
-            except (HarnessError, SandboxError) as error:
-                sys.stderr.write(f"trajkit: {error}\n")
-                return BAD_FILE
-            if exposes is not None:
+            if (exposes := rollouts.try_out()) is not None:
                 sys.stderr.write(f"trajkit: warning: {exposes}\n")
             stack.enter_context(options.terminable())
             url = arguments.gateway

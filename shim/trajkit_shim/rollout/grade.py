@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trajkit_shim.agents.processes import CommandResult, SandboxError
-from trajkit_shim.agents.sandbox import pack
+from trajkit_shim.agents.sandbox import CommandResult, SandboxError, pack
 from trajkit_shim.rollout.tasks import Grade
 from trajkit_shim.rollout.workspace import StageError, Workspace
 
@@ -59,12 +58,12 @@ def grade(work: Work) -> float:
 
 def _by_command(work: Work, rules: Grade) -> float:
     """1 if the command's exit code is 0."""
-    return float(_run(work, rules.command, rules).code == 0)
+    return float(_run(work, rules.command).code == 0)
 
 
 def _by_tests(work: Work, rules: Grade) -> float:
     """All, or the share, of the named tests pass. A test that did not run failed."""
-    done = _run(work, rules.command, rules)
+    done = _run(work, rules.command)
     results = test_results(done.stdout + b"\n" + done.stderr)
     if not results:
         raise StageError("grade", f"no test result in the output: {done.summary}")
@@ -75,7 +74,7 @@ def _by_tests(work: Work, rules: Grade) -> float:
 
 def _by_script(work: Work, rules: Grade) -> float:
     """The number in the last line of a program's output."""
-    done = _run(work, f"python {shlex.quote(rules.script)}", rules)
+    done = _run(work, f"python {shlex.quote(rules.script)}")
     if done.code != 0:
         raise StageError("grade", f"{rules.script}: {done.summary}")
     text_shown = CommandResult(0, done.stdout).last_line
@@ -95,7 +94,7 @@ def _by_reward_file(work: Work, rules: Grade) -> float:
     sandbox = work.workspace.sandbox
     logs = sandbox.map_path(LOGS_PLACE)
     sandbox.put(pack({}), logs)  # creates the directory
-    done = _run(work, rules.command, rules, sandbox.map_path(TESTS_PLACE))
+    done = _run(work, rules.command, sandbox.map_path(TESTS_PLACE))
     for name in ("reward.txt", "reward.json"):
         try:
             text = sandbox.get(f"{logs}/{name}")
@@ -133,7 +132,7 @@ def _by_swebench(work: Work, rules: Grade) -> float:
     sandbox.put(pack({"eval.sh": spec.eval_script.encode()}), folder)
     with tempfile.TemporaryDirectory() as logs:
         log = Path(logs) / "test_output.txt"
-        _exec(work, ["bash", f"{folder}/eval.sh"], rules, log)
+        _exec(work, ["bash", f"{folder}/eval.sh"], log)
         report = grading.get_eval_report(
             test_spec=spec,
             prediction={
@@ -188,26 +187,23 @@ def test_results(output: bytes) -> dict[str, bool]:
     return found
 
 
-def _run(
-    work: Work, command: str, rules: Grade, tests_path: str | None = None
-) -> CommandResult:
+def _run(work: Work, command: str, tests_path: str | None = None) -> CommandResult:
     """Run a grader's shell command in the fresh copy, by default with the tests in it."""
     workspace, tests = work.workspace, work.workspace.task.tests
     if tests is not None:
         workspace.sandbox.put(tests.archive(), tests_path or workspace.path)
     for name, place in (("{tests}", TESTS_PLACE), ("{logs}", LOGS_PLACE)):
         command = command.replace(name, workspace.sandbox.map_path(place))
-    done = _exec(work, ["sh", "-c", command], rules)
+    done = _exec(work, ["sh", "-c", command])
     if done.code in _NOT_RUN:
         raise StageError("grade", f"{command}: {done.summary}")
     return done
 
 
-def _exec(
-    work: Work, command: list[str], rules: Grade, log: Path | None = None
-) -> CommandResult:
-    cwd, timeout_s = work.workspace.path, rules.timeout_s
-    done = work.workspace.sandbox.exec(command, timeout_s=timeout_s, cwd=cwd, log=log)
+def _exec(work: Work, command: list[str], log: Path | None = None) -> CommandResult:
+    workspace, timeout_s = work.workspace, work.workspace.task.grade.timeout_s
+    place = workspace.path
+    done = workspace.sandbox.exec(command, timeout_s=timeout_s, cwd=place, log=log)
     if done.code is None:
         raise StageError("grade", f"{command[-1]}: timed out after {timeout_s:g} s")
     return done

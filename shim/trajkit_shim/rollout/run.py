@@ -7,10 +7,11 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Self
 
 import httpx
@@ -18,11 +19,9 @@ import httpx
 from trajkit.cli.progress import Progress
 from trajkit.io.tables import write_table
 from trajkit_shim.admin import TOKEN_HEADER
-from trajkit_shim.agents.harness import Harness, HarnessError, Job
+from trajkit_shim.agents.harness import Harness, Job
 from trajkit_shim.agents.harnesses import HARNESSES
-from trajkit_shim.agents.plugins import load
-from trajkit_shim.agents.processes import SandboxError
-from trajkit_shim.agents.sandbox import Sandbox, Spec
+from trajkit_shim.agents.sandbox import Sandbox, SandboxError, Spec
 from trajkit_shim.agents.sandboxes import SANDBOXES
 from trajkit_shim.agents.sandboxes.local import clear
 from trajkit_shim.rollout.grade import Work, grade
@@ -66,16 +65,34 @@ class Settings:
                 raise ValueError(f"--sandbox-option {name}: NAME=VALUE is expected")
         if arguments.timeout is not None and not 0 < arguments.timeout < math.inf:
             raise ValueError(f"--timeout {arguments.timeout:g} is not above 0")
-        given["harness"] = load(arguments.harness, HARNESSES, Harness)
-        given["sandbox"] = load(arguments.sandbox, SANDBOXES, Sandbox)
+        given["harness"] = harness = _find(arguments.harness, HARNESSES)
+        if not isinstance(harness, Harness):
+            rule = f"{harness!r}, not an instance of Harness"
+            raise ValueError(f"--harness {arguments.harness} is {rule}")
+        given["sandbox"] = sandbox = _find(arguments.sandbox, SANDBOXES)
+        if not (isinstance(sandbox, type) and issubclass(sandbox, Sandbox)):
+            rule = f"{sandbox!r}, not a subclass of Sandbox"
+            raise ValueError(f"--sandbox {arguments.sandbox} is {rule}")
         given["sandbox_option"] = {name: value for name, _, value in pairs}
         return cls(**{each.name: given[each.name] for each in fields(cls)})
+
+
+def _find(name: str, known: Mapping[str, object]) -> object:
+    """The object of a known name (``_`` for ``-`` is accepted) or import path."""
+    if (found := known.get(name.replace("_", "-"))) is not None:
+        return found
+    if ":" not in name:
+        rule = f"is not one of {', '.join(known)}, nor an import path"
+        raise ValueError(f"{name!r} {rule} (package.module:name)")
+    try:
+        return resolve_name(name)
+    except (AttributeError, ImportError) as error:
+        raise ValueError(f"{name!r}: {error}") from error
 
 
 _STAGES: Mapping[type[Exception], str] = {
     StageError: "",
     SandboxError: "sandbox: ",
-    HarnessError: "harness: ",
     httpx.HTTPError: "gateway: ",
 }
 """Prefixes of the expected errors of a rollout, by type."""
@@ -106,10 +123,6 @@ class Callback:
         self.missed += 1
 
 
-class _Stopped(Exception):
-    """The run is being stopped, so the rollout has no result."""
-
-
 class Rollouts:
     """The rollouts of one run; a context manager that locks the run's directory.
 
@@ -131,15 +144,11 @@ class Rollouts:
         self._on_end = on_end
         self._digests = {task.id: task.digest() for task in tasks}
         out.mkdir(parents=True, exist_ok=True)
-        self._journal = RunLog(
-            out / "rollouts.log", settings.harness.name, _name(settings.sandbox)
-        )
+        names = settings.harness.name, _name(settings.sandbox)
+        self._journal = RunLog(out / "rollouts.log", *names, self._digests)
         self._stopping = threading.Event()
         self._live: set[Sandbox] = set()
-        self._lock = threading.Lock()
         try:
-            for task_id, digest in self._digests.items():
-                self._journal.check(task_id, digest)
             if self._scratch.exists():  # left by a killed run
                 clear(self._scratch)
             self._scratch.mkdir()
@@ -158,10 +167,10 @@ class Rollouts:
     def try_out(self) -> str | None:
         """Check that a sandbox can be created and has the harness.
 
-        Returns what the sandbox exposes (`Sandbox.exposes`). Raises `HarnessError`,
-        `SandboxError`.
+        Returns what the sandbox exposes (`Sandbox.exposes`). Raises `SandboxError`.
         """
-        with self._sandbox(self.todo[0][0], "try") as sandbox:
+        name = f"try.{self._journal.run_id}"
+        with self._sandbox(self.todo[0][0], name) as sandbox:
             if sandbox.exposes and self._settings.untrusted:
                 raise SandboxError(f"--untrusted: {sandbox.exposes}")
             self._settings.harness.ready(sandbox, install=self._settings.install)
@@ -202,9 +211,7 @@ class Rollouts:
     def _stop(self) -> None:
         """End running rollouts."""
         self._stopping.set()
-        with self._lock:
-            live = list(self._live)
-        for sandbox in live:
+        for sandbox in list(self._live):
             _stop_or_log(sandbox)
 
     def __enter__(self) -> Self:
@@ -217,9 +224,9 @@ class Rollouts:
     def _one(self, task: Task, sample: int) -> Rollout:
         """Run one rollout, from its line in the log to its result."""
         if self._stopping.is_set():
-            raise _Stopped
+            raise CancelledError
         clock = time.monotonic()
-        rollout = self._journal.begin(task.id, sample, self._digests[task.id])
+        rollout = self._journal.begin(task.id, sample)
         try:
             self._work(task, rollout)
         except Exception as error:
@@ -231,7 +238,7 @@ class Rollouts:
             rollout.error, rollout.reward = _escaped(f"{stage}{error}"), None
         if self._stopping.is_set():
             # its processes were killed, so its result is not valid
-            raise _Stopped
+            raise CancelledError
         rollout.seconds = time.monotonic() - clock
         self._journal.end(rollout)
         if self._on_end is not None:
@@ -324,16 +331,15 @@ class Rollouts:
                 options=settings.sandbox_option,
             )
         )
-        with self._lock:
-            if self._stopping.is_set():
-                raise _Stopped
-            self._live.add(sandbox)
+        # before the check: either `_stop` finds it, or the check finds that it was called
+        self._live.add(sandbox)
         try:
+            if self._stopping.is_set():
+                raise CancelledError
             sandbox.start()
             yield sandbox
         finally:
-            with self._lock:
-                self._live.discard(sandbox)
+            self._live.discard(sandbox)
             stop(sandbox)
 
     def _ask(self, method: str, path: str, body: object = None) -> Any:

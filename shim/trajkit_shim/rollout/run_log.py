@@ -7,10 +7,9 @@ interrupted, which excludes them from training.
 
 import fcntl
 import json
-import os
 import secrets
-import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +21,10 @@ from trajkit.errors import FormatError
 from trajkit.schema import SESSIONS
 
 _STOPPED = "interrupted: the run was stopped before it ended"
+_CHANGED = (
+    "has changed since the run started, or trajkit's default of a key has: "
+    "choose another directory for a new run"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,18 +73,19 @@ ROLLOUTS = pa.schema([*SESSIONS, *_OWN.items()], metadata=SESSIONS.metadata)
 class RunLog:
     """``rollouts.log`` of a run, locked by one process at a time.
 
-    Raises `FormatError` if another process has locked it, it is invalid, or it was
-    started with another harness or sandbox.
+    ``digests``: of the tasks by id (`Task.digest`). Raises `FormatError` if another
+    process has locked it, it is invalid, or it was started with another harness or
+    sandbox, or with a task or a default that has changed since.
     """
 
-    def __init__(self, path: Path, harness: str, sandbox: str) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, harness: str, sandbox: str, digests: Mapping[str, str]
+    ) -> None:
         # by session, in starting order, each as it was last written
         self._rollouts: dict[str, Rollout] = {}
         # the last attempt at each sample of a task
         self._last: dict[tuple[str, int], Rollout] = {}
         self._digests: dict[str, str] = {}
-        self._lock = threading.Lock()
         self.run_id = secrets.token_hex(4)  # part of the names of all sessions
         self._run = {"version": 1, "harness": harness, "sandbox": sandbox}
         with ExitStack() as stack:
@@ -92,44 +96,36 @@ class RunLog:
                 message = f"{path}: another process works on this run"
                 raise FormatError(message) from error
             self._file.seek(0)
-            for number, line in enumerate(self._file.readlines(), 1):
-                if not line.endswith(b"\n"):
-                    # torn when its write was interrupted
-                    os.ftruncate(self._file.fileno(), self._file.tell() - len(line))
-                    break
+            *lines, torn = self._file.read().split(b"\n")
+            # the write of the last line may have been interrupted
+            self._file.truncate(self._file.tell() - len(torn))
+            for number, line in enumerate(lines, 1):
                 try:
-                    read = self._read_head if number == 1 else self._read_event
-                    read(json.loads(line))
+                    self._read(json.loads(line))
                 except (AttributeError, KeyError, TypeError, ValueError) as error:
                     raise FormatError(f"{path}:{number}: {error}") from error
-            if os.fstat(self._file.fileno()).st_size == 0:
+            if not lines:
                 self._write({"run": self.run_id, **self._run})
+            for task_id, digest in digests.items():
+                if self._digests.setdefault(task_id, digest) != digest:
+                    raise FormatError(f"{path}: task {task_id!r} {_CHANGED}")
             stack.pop_all()
 
-    def _read_head(self, record: dict[str, Any]) -> None:
-        for name, value in self._run.items():
-            if (was := record.get(name)) != value:
-                rule = f"the run was started with {name} {was!r}, not {value!r}"
-                raise ValueError(rule)
-        self.run_id = str(record["run"])
-
-    def _read_event(self, record: dict[str, Any]) -> None:
-        del record["event"]
-        digest = record.pop("task", None)
+    def _read(self, record: dict[str, Any]) -> None:
+        """Take over a line: the first one, or the start or end of a rollout."""
+        if "event" not in record:
+            for name, value in self._run.items():
+                if (was := record.get(name)) != value:
+                    rule = f"the run was started with {name} {was!r}, not {value!r}"
+                    raise ValueError(rule)
+            self.run_id = str(record["run"])
+            return
+        if record.pop("event") == "began":
+            digest = record.pop("task")
+            self._digests[record["group_id"]] = digest
         rollout = Rollout(**record)
-        if digest is not None:
-            self._digests[rollout.group_id] = digest
         self._rollouts[rollout.session_id] = rollout
         self._last[rollout.group_id, rollout.sample] = rollout
-
-    def check(self, task_id: str, digest: str) -> None:
-        """Raise `FormatError` if a task or a default has changed since the start."""
-        if self._digests.get(task_id, digest) != digest:
-            rule = (
-                "has changed since the run started, or trajkit's default of a key has: "
-                "choose another directory for a new run"
-            )
-            raise FormatError(f"{self.path}: task {task_id!r} {rule}")
 
     def done(self, task_id: str, sample: int, failed_again: bool) -> bool:
         """Return whether a rollout has ended (with ``failed_again``, without error)."""
@@ -138,7 +134,7 @@ class RunLog:
             return False
         return not (failed_again and last.error)
 
-    def begin(self, task_id: str, sample: int, digest: str) -> Rollout:
+    def begin(self, task_id: str, sample: int) -> Rollout:
         """Log the start of a task's rollout, and return it."""
         last = self._last.get((task_id, sample))
         attempt = 1 if last is None else last.attempt + 1
@@ -152,6 +148,7 @@ class RunLog:
             sandbox=str(self._run["sandbox"]),
             started_at=time.time(),
         )
+        digest = self._digests[task_id]
         self._write({"event": "began", "task": digest, **asdict(rollout)})
         return rollout
 
@@ -180,8 +177,7 @@ class RunLog:
 
     def _write(self, record: dict[str, Any]) -> None:
         """Write one line and hand it to the operating system."""
-        with self._lock:
-            self._file.write(json.dumps(record).encode() + b"\n")
-            self._file.flush()
-            if "event" in record:
-                self._read_event(record)
+        # several threads may call these methods of a file
+        self._file.write(json.dumps(record).encode() + b"\n")
+        self._file.flush()
+        self._read(record)

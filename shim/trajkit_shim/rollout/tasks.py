@@ -194,14 +194,12 @@ class Task:
 
     def digest(self) -> str:
         """Return a hash of everything that the result depends on."""
-        found = hashlib.sha256()
-        values = (self.prompt, self.workdir, self.image, self.setup.command)
-        for value in (*values, self.grade, self.agent.max_turns):
-            found.update(repr(value).encode() + b"\0")
+        place, setup = (self.workdir, self.image), self.setup.command
+        values = (self.prompt, *place, setup, self.grade, self.agent.max_turns)
+        parts = [repr(value).encode() for value in values]
         for files in (self.workspace, self.tests):
-            found.update(b"" if files is None else files.archive())
-            found.update(b"\0")
-        return found.hexdigest()[:16]
+            parts.append(b"" if files is None else files.archive())
+        return hashlib.sha256(b"\0".join([*parts, b""])).hexdigest()[:16]
 
 
 def read_tasks(path: Path) -> list[Task]:
@@ -227,13 +225,11 @@ def read_tasks(path: Path) -> list[Task]:
                     json.dumps(record, ensure_ascii=False).encode()
                     tasks.append(_task(record, path.parent))
     else:
-        folders = [path] if (path / "task.toml").exists() else sorted(path.iterdir())
-        for folder in folders:
-            file = folder / "task.toml"
-            if file.is_file():
-                with _located(file):
-                    record = tomllib.loads(file.read_text(encoding="utf-8"))
-                    tasks.append(_task({"id": folder.name, **record}, folder, folder))
+        for file in [*path.glob("task.toml")] or sorted(path.glob("*/task.toml")):
+            with _located(file):
+                record = tomllib.loads(file.read_text(encoding="utf-8"))
+                folder = file.parent
+                tasks.append(_task({"id": folder.name, **record}, folder, folder))
     if not tasks:
         raise FormatError(f"{path} has no task: no line, or no folder with task.toml")
     for name, count in Counter(task.id for task in tasks).items():

@@ -18,10 +18,8 @@ _GIT_SECONDS = 300.0
 _RUNNERS = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging")
 # without Python there is no module
 _FIND = """
-for each in python python3; do
-  command -v $each > /dev/null && exec $each -I -c "$0" "$@"
-done
-exit 0
+python=$(command -v python || command -v python3) || exit 0
+exec "$python" -I -c "$0" "$@"
 """
 _FIND_SPEC = """
 import importlib.util, sys
@@ -33,12 +31,12 @@ for name in sys.argv[1:]:
 # to the repository's configuration.
 _DIFF = ("diff-tree", "-r", "--no-renames", "--full-index")
 _APPLY = ("apply", "--whitespace=nowarn")
-_EXCLUDED = b"__pycache__/\n*.py[cod]\n"
 # files are compared as bytes, whatever the workspace's attributes say
 _ATTRIBUTES = b"* -text -ident -filter -working-tree-encoding\n"
 # git ignores files below another repository. So the .git of a nested repository is
 # renamed for a moment; that of the workspace itself is not one of its files.
 _ASIDE = ".git~trajkit"
+_EXCLUDED = f"__pycache__/\n*.py[cod]\n{_ASIDE}\n".encode()
 _ADD = f"""
 find . -path ./.git -prune -o -name .git -prune -exec sh -c \\
   'for each; do mv "$each" "${{each%.git}}{_ASIDE}"; done' sh {{}} +
@@ -112,9 +110,8 @@ class Workspace:
             if done.code != 0:
                 raise StageError("setup", done.summary)
         self._must("setup", ["sh", "-c", _INIT, self._base], {**_IDENTITY, **_FIRST})
-        excluded = _EXCLUDED + f"{_ASIDE}\n".encode()
-        files_of_info = {"exclude": excluded, "attributes": _ATTRIBUTES}
-        self.sandbox.put(pack(files_of_info), f"{self._base}/info")
+        info = {"exclude": _EXCLUDED, "attributes": _ATTRIBUTES}
+        self.sandbox.put(pack(info), f"{self._base}/info")
         self._start = self._snapshot("setup")
 
     def diff(self) -> bytes:

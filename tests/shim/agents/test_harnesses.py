@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trajkit_shim.agents.harness import Harness, HarnessError, Job
+from trajkit_shim.agents.harness import Harness, Job
 from trajkit_shim.agents.harnesses import HARNESSES
-from trajkit_shim.agents.sandbox import CommandResult, Spec
+from trajkit_shim.agents.sandbox import CommandResult, SandboxError, Spec
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.protocols import PROTOCOLS
 
@@ -92,13 +92,13 @@ def test_a_harness_is_installed_where_that_is_asked_for(tmp_path):
 
     spec = Spec(name="box", scratch=tmp_path, options={"namespaces": "no"})
     with LocalSandbox(spec) as sandbox:
-        with pytest.raises(HarnessError, match="is not installed: touch"):
+        with pytest.raises(SandboxError, match="is not installed: touch"):
             record('touch "$HOME/own"').ready(sandbox, install=False)
-        with pytest.raises(HarnessError, match=r"is not installed$"):
+        with pytest.raises(SandboxError, match=r"is not installed$"):
             record("").ready(sandbox, install=True)
-        with pytest.raises(HarnessError, match="echo no; exit 2: exit code 2: no"):
+        with pytest.raises(SandboxError, match="echo no; exit 2: exit code 2: no"):
             record("echo no; exit 2").ready(sandbox, install=True)
-        with pytest.raises(HarnessError, match="is still missing after true"):
+        with pytest.raises(SandboxError, match="is still missing after true"):
             record("true").ready(sandbox, install=True)
         record('touch "$HOME/own"').ready(sandbox, install=True)
         record('touch "$HOME/own"').ready(sandbox, install=False)
@@ -129,4 +129,4 @@ def test_values_are_escaped_in_configuration_files():
     (model,) = json.loads(pi.files[".pi/agent/models.json"])["providers"]["gateway"][
         "models"
     ]
-    assert model["id"] == model["name"] == job.model
+    assert model["id"] == job.model

@@ -5,6 +5,7 @@ make real namespaces (`tests.shim.fake_docker`); what an image, a daemon or a ne
 is not tried.
 """
 
+import argparse
 import io
 import os
 import shutil
@@ -13,25 +14,24 @@ import subprocess
 import sys
 import tarfile
 import threading
+from dataclasses import fields
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.shim import fake_e2b
-from trajkit_shim.agents.harness import Harness
 from trajkit_shim.agents.harnesses import HARNESSES
-from trajkit_shim.agents.plugins import load
 from trajkit_shim.agents.sandbox import (
     MARK,
     Limits,
-    Sandbox,
     SandboxError,
     Spec,
     pack,
 )
 from trajkit_shim.agents.sandboxes import SANDBOXES, local
 from trajkit_shim.agents.sandboxes.local import _why_not_isolated, clear
+from trajkit_shim.rollout.run import Settings
 
 HERE = Path(__file__).parents[1]
 ISOLATED = _why_not_isolated() is None
@@ -112,7 +112,7 @@ def marked(name):
     for process in Path("/proc").glob("[0-9]*"):
         try:
             environment = (process / "environ").read_bytes().split(b"\0")
-            if f"{MARK}={name}".encode() in environment:
+            if any(e.startswith(f"{MARK}={name}/".encode()) for e in environment):
                 found.add(int(process.name))
         except OSError:
             continue
@@ -138,7 +138,7 @@ def test_home_and_temporary_directory_are_the_sandbox_s_own(box, monkeypatch):
     assert done.code == 0
     assert said["HOME"] == box.map_path("/home")
     assert "SECRET_KEY" not in said
-    assert said[MARK] == box.spec.name
+    assert said[MARK].startswith(f"{box.spec.name}/")
 
 
 def test_a_program_that_is_not_there_is_code_127(box):
@@ -285,8 +285,7 @@ def test_docker_is_told_the_limits_and_the_network(tmp_path, monkeypatch):
     assert calls[1] == (
         "run --detach --name box --network own --add-host "
         "host.docker.internal:host-gateway --memory 512m --cpus 1.5 --pids-limit 64 "
-        f"--ulimit fsize={10 << 20} --env {MARK}=box --init --entrypoint sleep any "
-        "infinity"
+        f"--ulimit fsize={10 << 20} --init --entrypoint sleep any infinity"
     )
     assert calls[-1] == "rm --force --volumes box"
     assert reached == "http://host.docker.internal:1234"
@@ -346,22 +345,30 @@ MADE = SANDBOXES["local"](Spec(name="made", scratch=Path()))
 
 
 def test_kinds_are_found_by_name_or_import_path():
-    arguments = (SANDBOXES, Sandbox)
-    by_path = load("trajkit_shim.agents.sandboxes.local:LocalSandbox", *arguments)
-    assert by_path is load("local", *arguments)
+    def chosen(**options):
+        names = dict.fromkeys(field.name for field in fields(Settings))
+        names |= {"harness": "shell", "sandbox": "local", "sandbox_option": []}
+        return Settings.chosen(argparse.Namespace(**{**names, **options}))
+
+    by_path = chosen(sandbox="trajkit_shim.agents.sandboxes.local:LocalSandbox")
+    assert by_path == chosen()
+    assert chosen(harness="claude_code").harness is HARNESSES["claude-code"]
     for name, said in (
         ("cloud", "is not one of"),
         ("no_such_package:X", "No module named"),
         ("trajkit_shim.agents.sandbox:Absent", "no attribute 'Absent'"),
-        ("trajkit_shim.agents.sandbox:pack", "a function, not a subclass of Sandbox"),
-        (f"{__name__}:MADE", "a LocalSandbox, not a subclass of Sandbox"),
-        ("trajkit_shim.agents.sandbox:Spec", "class Spec, not a subclass of Sandbox"),
+        (
+            "trajkit_shim.agents.sandbox:pack",
+            "function pack .*, not a subclass of Sandbox",
+        ),
+        (f"{__name__}:MADE", "LocalSandbox .*, not a subclass of Sandbox"),
+        ("trajkit_shim.agents.sandbox:Spec", "Spec'>, not a subclass of Sandbox"),
     ):
         with pytest.raises(ValueError, match=said):
-            load(name, *arguments)
+            chosen(sandbox=name)
     path = "trajkit_shim.agents.harness:Harness"
-    with pytest.raises(ValueError, match="class Harness, not an instance of Harness"):
-        load(path, HARNESSES, Harness)
+    with pytest.raises(ValueError, match="Harness'>, not an instance of Harness"):
+        chosen(harness=path)
 
 
 def test_an_archive_holds_what_it_was_given():
@@ -402,7 +409,7 @@ def test_what_a_killed_run_left_is_ended_before_its_files_are_removed(tmp_path):
     left.mkdir()
     script = "while :; do mkdir -p d; echo x > d/$RANDOM; done"
     with subprocess.Popen(
-        ["bash", "-c", script], cwd=left, env={**os.environ, MARK: left.name}
+        ["bash", "-c", script], cwd=left, env={**os.environ, MARK: f"{left.name}/1"}
     ) as process:
         try:
             while not (left / "d").exists():
@@ -417,16 +424,27 @@ def test_what_a_killed_run_left_is_ended_before_its_files_are_removed(tmp_path):
 def test_a_process_that_ends_while_others_are_searched_is_passed_over(monkeypatch):
     with subprocess.Popen(["true"]) as ended:
         pass
-    names = [str(ended.pid), *os.listdir("/proc")]
-    monkeypatch.setattr(local.os, "listdir", lambda path: names)
-    mark = "search"
+    places = [f"/proc/{ended.pid}", *local.glob("/proc/[0-9]*")]
+    monkeypatch.setattr(local, "glob", lambda pattern: places)
     command = ["sleep", "60"]
-    with subprocess.Popen(command, env={**os.environ, MARK: mark}) as process:
+    with subprocess.Popen(command, env={**os.environ, MARK: "search/1"}) as process:
         try:
-            names.append(str(process.pid))
-            assert list(local._marked(MARK, mark)) == [f"/proc/{process.pid}"]
+            places.append(f"/proc/{process.pid}")
+            assert local._marked("search/") == [f"/proc/{process.pid}"]
         finally:
             process.kill()
+
+
+def test_a_command_that_is_not_isolated_yet_has_no_processes():
+    command = ["sh", "-c", "sleep 60 & echo on; wait"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, start_new_session=True
+    ) as begun:
+        try:
+            assert begun.stdout.readline() == b"on\n"
+            assert local._inside(begun.pid) == []
+        finally:
+            os.killpg(begun.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("argument", ["a\0b", "x" * (1 << 20)], ids=["null", "long"])

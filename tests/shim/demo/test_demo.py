@@ -1,6 +1,8 @@
 """The demo: real agents once, and the pieces it is made of."""
 
 import asyncio
+import contextlib
+import io
 import json
 import os
 import re
@@ -22,9 +24,7 @@ import trajkit as tk
 from trajkit import cli
 from trajkit.policies import PRESETS
 from trajkit_shim import demo as demo_package
-from trajkit_shim.demo import run_demo
-from trajkit_shim.demo.proxy import lossy
-from trajkit_shim.demo.scripted_model import REVIEWER, write_code
+from trajkit_shim.demo import REVIEWER, lossy, run_demo, write_code
 from trajkit_shim.engines.embedded import Special
 from trajkit_shim.rollout.solver import SUBMIT
 from trajkit_shim.rollout.tasks import read_tasks
@@ -50,7 +50,21 @@ def demo(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    return json.loads(done.stdout)
+    made = json.loads(done.stdout)
+    return {**made, **printed("drift", made), **printed("simulate", made)}
+
+
+def printed(command, made):
+    """What a command prints about the demo's turns."""
+    argv = [command, made["turns"], "--json"]
+    if command == "simulate":
+        argv += ["--sessions", f"{Path(made['turns']).parent}/agents/sessions.parquet"]
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        assert cli.main(argv) == cli.DONE
+    facts = json.loads(text.getvalue())
+    if command == "simulate":
+        return {"policies": facts["policies"]}
+    return {"drift": [line for line in facts["groups"] if line["cause"] != "clean"]}
 
 
 def test_a_real_agent_drifts_slips_retries_and_starts_another(demo):
@@ -58,9 +72,8 @@ def test_a_real_agent_drifts_slips_retries_and_starts_another(demo):
     assert session["end"] == "solved"
     assert session["drifting"] > 0
     assert (session["retry"], session["sub_agent"]) == (1, 1)
-    drift = [line for line in demo["drift"] if line["cause"] != "none"]
-    assert sum(line["turns"] for line in drift) == session["drifting"]
-    assert all(line["tokens_after_drift"] > 0 for line in drift)
+    assert sum(line["turns"] for line in demo["drift"]) == session["drifting"]
+    assert all(line["tokens_after_drift"] > 0 for line in demo["drift"])
 
     turns = tk.read_turns(demo["turns"])
     assert turns.num_rows == session["turns"]
@@ -187,10 +200,18 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_people_are_shown_the_agents_and_what_the_commands_print(tmp_path, capsys):
+    assert run_demo(tmp_path / "run", sessions=1, seed=1) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("session_id ")
+    for text in ("$ trajkit drift ", "$ trajkit simulate ", "lowest cost: faithful"):
+        assert text in shown
+
+
 def test_an_agent_that_does_not_start_ends_the_demo(tmp_path, capsys, monkeypatch):
     missing = replace(demo_package.MINI_SWE_AGENT, check="no-such-agent")
     monkeypatch.setattr(demo_package, "MINI_SWE_AGENT", missing)
-    assert run_demo(tmp_path, sessions=1) == cli.BAD_FILE
+    assert cli.main(["demo", "--out", str(tmp_path), "--sessions", "1"]) == cli.BAD_FILE
     assert "mini-swe-agent is not installed: pip" in capsys.readouterr().err
 
 

@@ -18,7 +18,7 @@ import pytest
 
 import trajkit as tk
 from tests.shim.agents.test_sandbox import ISOLATED, marked
-from trajkit.cli import BAD_DATA, BAD_FILE, DONE
+from trajkit.cli import BAD_DATA, BAD_FILE, DONE, main
 from trajkit.errors import FormatError
 from trajkit_shim.agents.sandbox import SandboxError
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
@@ -376,7 +376,7 @@ def test_one_process_works_on_a_run(tmp_path):
     path = tmp_path / "rollouts.log"
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     with (
-        closing(RunLog(path, "shell", "local")),
+        closing(RunLog(path, "shell", "local", {"g": "d"})),
         pytest.raises(FormatError, match="another process works on this run"),
     ):
         run(command(tasks, tmp_path))
@@ -408,7 +408,7 @@ def test_a_harness_or_sandbox_that_is_not_there_ends_the_run_at_once(tmp_path, c
     ):
         out = tmp_path / options[1]
         argv = [str(tasks), "--harness", "shell", "-o", str(out), *options]
-        assert run(argv) == BAD_FILE
+        assert main(["rollout", *argv]) == BAD_FILE
         assert said in capsys.readouterr().err
         assert not (out / "turns").exists()
 
@@ -531,26 +531,26 @@ def test_a_journal_that_is_none_is_refused(tmp_path):
     for text, said in (("[1]\n", "rollouts.log:1"), ("x\n", "rollouts.log:1")):
         path.write_text(text)
         with pytest.raises(FormatError, match=said):
-            RunLog(path, "shell", "local")
+            RunLog(path, "shell", "local", {"g": "d"})
     path.write_text("")
-    with closing(RunLog(path, "shell", "local")) as journal:
-        assert journal.begin("g", 0, "d").session_id == f"g.0.{journal.run_id}"
-        assert journal.begin("g", 0, "d").session_id == f"g.0.{journal.run_id}~2"
+    with closing(RunLog(path, "shell", "local", {"g": "d"})) as journal:
+        assert journal.begin("g", 0).session_id == f"g.0.{journal.run_id}"
+        assert journal.begin("g", 0).session_id == f"g.0.{journal.run_id}~2"
 
 
 @pytest.mark.parametrize("failed_again", [False, True])
 def test_a_rollout_is_done_when_its_last_attempt_ended(tmp_path, failed_again):
     path = tmp_path / "rollouts.log"
-    with closing(RunLog(path, "shell", "local")) as journal:
-        first = journal.begin("g", 0, "d")
+    with closing(RunLog(path, "shell", "local", {"g": "d"})) as journal:
+        first = journal.begin("g", 0)
         first.error, first.seconds = "harness: no", 1.0
         journal.end(first)
         assert journal.done("g", 0, failed_again) is not failed_again
-        journal.begin("g", 0, "d")
+        journal.begin("g", 0)
     # the second attempt was interrupted
-    with closing(RunLog(path, "shell", "local")) as journal:
+    with closing(RunLog(path, "shell", "local", {"g": "d"})) as journal:
         assert not journal.done("g", 0, failed_again)
-        again = journal.begin("g", 0, "d")
+        again = journal.begin("g", 0)
         assert again.attempt == 3
         again.seconds = 1.0
         journal.end(again)
@@ -709,7 +709,7 @@ def test_an_agent_that_may_change_its_task_is_not_graded(tmp_path, do, sure):
 def test_untrusted_agents_need_a_sandbox_that_isolates(tmp_path, capsys):
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     argv = command(tasks, tmp_path / "run", *QUICK, "--untrusted")
-    assert run(argv) == BAD_FILE
+    assert main(["rollout", *argv]) == BAD_FILE
     assert "--untrusted: the local sandbox isolates nothing" in capsys.readouterr().err
     assert not (tmp_path / "run" / "turns").exists()
 

@@ -1,22 +1,23 @@
 """Sandboxes of command-line clients that start, enter and remove a container."""
 
 import os
+import shlex
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 from trajkit_shim.agents import sandbox
-from trajkit_shim.agents.processes import (
+from trajkit_shim.agents.sandbox import (
     Command,
     CommandResult,
-    Processes,
     SandboxError,
+    run_here,
 )
 
 # an image may have to be fetched, and converted
-_START_SECONDS = 1800.0
-_STOP_SECONDS = 60.0
+_START = Command(arguments=(), timeout_s=1800.0)
+_STOP = Command(arguments=(), timeout_s=60.0)
 # name of the host machine inside a container that does not use the host's network
 _HOST = "host.docker.internal"
 
@@ -24,11 +25,9 @@ _HOST = "host.docker.internal"
 class ContainerSandbox(sandbox.ForeignSandbox):
     """A container. ``options["binary"]`` names the client.
 
-    A kind states the client's arguments. In these, fields in braces are replaced, and
-    words of capitals by any number of arguments.
+    A kind states the client's arguments, in which fields in braces are replaced.
     """
 
-    needs_image = True
     starting: ClassVar[str]  # creates the container
     entering: ClassVar[str]  # before the arguments of a command
     removing: ClassVar[str]
@@ -38,26 +37,26 @@ class ContainerSandbox(sandbox.ForeignSandbox):
     refusals: ClassVar[tuple[str, ...]]
     # what the client puts before the names of variables that it passes on
     env_prefix: ClassVar[str] = ""
-    hosts: Sequence[str] = ()  # arguments that name this machine
+    hosts: str = ""  # arguments that name this machine
 
     def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
+        if spec.image is None:
+            raise SandboxError(f"a sandbox of kind {self.kind} needs an image")
         binary = self.chosen["binary"]
-        found = shutil.which(binary)
-        if found is None:
+        self._binary = shutil.which(binary) or ""
+        if not self._binary:
             raise SandboxError(f"{binary} is not installed (not found on PATH)")
-        self._binary = found
         self._started = False
         # for kinds that keep written files on this machine
         self._overlay = spec.scratch.resolve() / f"{spec.name}.overlay"
 
     def start(self) -> None:
         # one that a killed run left
-        self._client(self.processes, self.removing, _STOP_SECONDS)
+        self._client(self.removing, _STOP)
         shutil.rmtree(self._overlay, ignore_errors=True)
-        if "{overlay}" in self.starting:
-            self._overlay.mkdir(parents=True)
-        done = self._client(self.processes, self.starting, _START_SECONDS)
+        self._overlay.mkdir(parents=True)
+        done = self._client(self.starting, _START, self._check)
         if done.code != 0:
             message = f"{self.spec.image}: cannot be started: {done.summary}"
             raise SandboxError(message)
@@ -65,19 +64,14 @@ class ContainerSandbox(sandbox.ForeignSandbox):
         self._make_directories()
 
     def _enter(self, command: Command) -> CommandResult:
-        words = self._words(self.entering, command.cwd, command.env)
-        arguments = (*words, *command.arguments)
-        # the client reads the values from its environment: no process list shows them
-        env = {self.env_prefix + name: value for name, value in command.env.items()}
-        env = {**os.environ, **env}
-        done = self.processes.run(replace(command, arguments=arguments, env=env))
+        done = self._client(self.entering, command, self._check)
         if done.code and done.last_line.startswith(self.refusals):
             raise SandboxError(f"{self.spec.name}: {done.last_line}")
         return done
 
     def _remove(self) -> None:
         try:
-            done = self._client(Processes(), self.removing, _STOP_SECONDS)
+            done = self._client(self.removing, _STOP)
         finally:
             shutil.rmtree(self._overlay, ignore_errors=True)
         # a container that was not started may be missing
@@ -87,35 +81,28 @@ class ContainerSandbox(sandbox.ForeignSandbox):
         self._started = False
 
     def _client(
-        self, processes: Processes, words: str, timeout_s: float
+        self, words: str, command: Command, check: sandbox.Check = lambda _: None
     ) -> CommandResult:
-        arguments = self._words(words)
-        return processes.run(
-            Command(arguments=arguments, timeout_s=timeout_s, env=os.environ)
-        )
-
-    def _words(
-        self, words: str, cwd: str = "/", variables: Iterable[str] = ()
-    ) -> tuple[str, ...]:
-        """The client's program and arguments, with everything filled in."""
+        """Run the client with these arguments and those of a command."""
         limits = asdict(self.spec.limits).items()
-        given = (self.limits[name](v) for name, v in limits if v is not None)
-        lists = {
-            "HOSTS": self.hosts,
-            "LIMITS": " ".join(given).split(),
-            "VARIABLES": [part for name in variables for part in ("--env", name)],
-        }
         values = {
             **self.chosen,
             "name": self.spec.name,
-            "image": self.spec.image,
-            "overlay": self._overlay,
-            "cwd": cwd,
+            "image": str(self.spec.image),
+            "overlay": str(self._overlay),
+            "cwd": command.cwd,
         }
-        filled: list[str] = []
-        for word in words.split():
-            filled += lists[word] if word in lists else [word.format(**values)]
-        return (self._binary, *filled)
+        filled = words.format(
+            hosts=self.hosts,
+            limits=" ".join(self.limits[k](v) for k, v in limits if v is not None),
+            variables=" ".join(f"--env {shlex.quote(name)}" for name in command.env),
+            **{name: shlex.quote(value) for name, value in values.items()},
+        )
+        arguments = (self._binary, *shlex.split(filled), *command.arguments)
+        # the client reads the values from its environment: no process list shows them
+        env = {self.env_prefix + name: value for name, value in command.env.items()}
+        env = {**os.environ, **env}
+        return run_here(replace(command, arguments=arguments, env=env), check)
 
 
 class DockerSandbox(ContainerSandbox):
@@ -130,10 +117,10 @@ class DockerSandbox(ContainerSandbox):
     kind = "docker"
     options: ClassVar = {"binary": "docker", "network": "host"}
     starting = (
-        "run --detach --name {name} --network {network} HOSTS LIMITS "
-        f"--env {sandbox.MARK}={{name}} --init --entrypoint sleep {{image}} infinity"
+        "run --detach --name {name} --network {network} {hosts} {limits} "
+        "--init --entrypoint sleep {image} infinity"
     )
-    entering = "exec --interactive VARIABLES --workdir {cwd} {name}"
+    entering = "exec --interactive {variables} --workdir {cwd} {name}"
     removing = "rm --force --volumes {name}"
     limits: ClassVar = {
         "memory_mb": "--memory {}m".format,
@@ -149,7 +136,7 @@ class DockerSandbox(ContainerSandbox):
         if self._shares_network:
             self.exposes = sandbox.SHARED_NETWORK
         else:
-            self.hosts = ("--add-host", f"{_HOST}:host-gateway")
+            self.hosts = f"--add-host {_HOST}:host-gateway"
 
     def map_url(self, url: str) -> str:
         """Return the URL with the name of the host, unless the network is the host's."""
@@ -169,7 +156,7 @@ class ApptainerSandbox(ContainerSandbox):
     kind = "apptainer"
     options: ClassVar = {"binary": "apptainer"}
     starting = (
-        "instance start --containall --cleanenv --overlay {overlay} LIMITS "
+        "instance start --containall --cleanenv --overlay {overlay} {limits} "
         "{image} {name}"
     )
     entering = "exec --cleanenv --pwd {cwd} instance://{name}"

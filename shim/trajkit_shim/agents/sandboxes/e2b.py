@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from trajkit_shim.agents import sandbox
-from trajkit_shim.agents.processes import (
+from trajkit_shim.agents.sandbox import (
     TAIL_BYTES,
     Command,
     CommandResult,
@@ -58,7 +58,6 @@ class E2BSandbox(sandbox.ForeignSandbox):
                 template=self.spec.image,
                 timeout=self._lifetime,
                 metadata={sandbox.MARK: self.spec.name},
-                envs={sandbox.MARK: self.spec.name},
             )
         self._make_directories()
 

@@ -8,27 +8,24 @@ docs/sandboxes.md lists what that means.
 """
 
 import os
-import secrets
 import shutil
 import signal
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
+from glob import glob
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
 
 from trajkit_shim.agents import sandbox
 from trajkit_shim.agents.bridge import OPEN, PORT, bridge
-from trajkit_shim.agents.processes import Command, CommandResult, SandboxError
-
-# identifies the sandbox's processes: another run may have a sandbox of the same name
-_OWNER = "TRAJKIT_OWNER"
+from trajkit_shim.agents.sandbox import Command, CommandResult, SandboxError
 
 # variables passed on from this process; keys and proxies are not
 _KEPT = ("LD_LIBRARY_PATH", "LC_ALL")
@@ -97,7 +94,6 @@ class LocalSandbox(sandbox.Sandbox):
             self.exposes = sandbox.SHARED_NETWORK
         self._root = spec.scratch.resolve() / spec.name
         self._gateway: tuple[str, int] | None = None
-        self._owner = secrets.token_hex(8)
 
     def start(self) -> None:
         """Make its directories."""
@@ -117,26 +113,20 @@ class LocalSandbox(sandbox.Sandbox):
                 arguments = (*helper, *arguments)
             if not self._missing:
                 arguments = (*self._namespaces(), *arguments)
+            env = self._environment(command.env)
+            started = replace(command, arguments=arguments, env=env, pass_fds=passed)
             try:
-                started = replace(
-                    command,
-                    arguments=arguments,
-                    env=self._environment(command.env),
-                    excess=self._excess,
-                    pass_fds=passed,
-                )
-                done = self.processes.run(started)
+                done = sandbox.run_here(started, self._check)
             finally:
                 # a namespace ends with its first process, but killing takes a moment
-                mark = sandbox.COMMAND_MARK
-                _kill_marked(mark, command.env[mark])
+                _kill(command.env[sandbox.MARK])
         failed = done.code == 1 and done.last_line.startswith("bwrap: ")
         if done.code == _FAILED or failed:
             raise SandboxError(f"the local sandbox failed: {done.last_line}")
         return done
 
     def _remove(self) -> None:
-        _kill_marked(_OWNER, self._owner)
+        _kill(f"{self.spec.name}/")
         until = time.monotonic() + _DYING_SECONDS
         while self._root.exists():
             try:
@@ -188,18 +178,17 @@ class LocalSandbox(sandbox.Sandbox):
             steps.append(f"ulimit -v {limits.memory_mb * 1024}")
         return f'{" && ".join(steps)} && cd "$1" || exit {_FAILED}; shift; exec "$@"'
 
-    def _excess(self, pid: int) -> str | None:
-        """The limit that a running command exceeds; ``pid`` is its first process."""
+    def _check(self, pid: int) -> None:
+        super()._check(pid)
         limits, isolated = self.spec.limits, not self._missing
         disk_mb = limits.disk_mb or (_DISK_MB if isolated else None)
         if disk_mb is not None and _disk_bytes(self._root) > disk_mb << 20:
-            return f"its files take more than disk_mb = {disk_mb}"
+            raise SandboxError(f"its files take more than disk_mb = {disk_mb}")
         processes = limits.processes or (_PROCESSES if isolated else None)
         if processes is not None:
-            found = _namespace(pid) if isolated else _marked(_OWNER, self._owner)
-            if sum(map(_threads, found)) > processes:
-                return f"it runs more than processes = {processes}"
-        return None
+            found = _inside(pid) if isolated else _marked(f"{self.spec.name}/")
+            if sum(len(glob(f"{one}/task/[0-9]*")) for one in found) > processes:
+                raise SandboxError(f"it runs more than processes = {processes}")
 
     def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
         own = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
@@ -211,7 +200,6 @@ class LocalSandbox(sandbox.Sandbox):
             "LANG": "C.UTF-8",
             "TERM": "dumb",
             "NO_PROXY": "127.0.0.1,localhost",
-            _OWNER: self._owner,
             **more,
         }
 
@@ -219,7 +207,7 @@ class LocalSandbox(sandbox.Sandbox):
 def clear(scratch: Path) -> None:
     """Kill the processes of sandboxes that a killed run left, and remove their files."""
     for name in os.listdir(scratch):
-        _kill_marked(sandbox.MARK, name)
+        _kill(f"{name}/")
     remove(scratch)
 
 
@@ -247,51 +235,36 @@ def _disk_bytes(root: Path) -> int:
     return found
 
 
-def _namespace(pid: int) -> Iterator[str]:
-    """The directories in /proc of a command's processes; ``pid`` is bubblewrap's."""
+def _inside(pid: int) -> list[str]:
+    """The directories in /proc of a namespace's processes; ``pid`` is bubblewrap's."""
     try:
         first = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
-        inside = os.readlink(f"/proc/{first}/ns/pid")
     # the first process does not exist yet, or no longer
     except (OSError, IndexError):
-        return iter(())
-    return _processes(lambda process: os.readlink(f"{process}/ns/pid") == inside)
+        return []
+    # the namespace's own; this process is in it as long as it is this machine's
+    root = f"/proc/{first}/root"
+    return [] if os.path.exists(f"{root}/proc/self") else glob(f"{root}/proc/[0-9]*")
 
 
-def _marked(variable: str, value: str) -> Iterator[str]:
-    """The directories in /proc of all processes with an environment variable."""
-    mark = f"{variable}={value}".encode()
-    return _processes(
-        lambda process: mark in Path(f"{process}/environ").read_bytes().split(b"\0")
-    )
-
-
-def _processes(matches: Callable[[str], bool]) -> Iterator[str]:
-    for process in map("/proc/{}".format, filter(str.isdecimal, os.listdir("/proc"))):
+def _marked(start: str) -> list[str]:
+    """The directories in /proc of all processes whose mark starts with a text."""
+    found, mark = [], f"\0{sandbox.MARK}={start}".encode()
+    for process in glob("/proc/[0-9]*"):
         # it has ended, or belongs to another user
         with suppress(OSError):
-            if matches(process):
-                yield process
+            if mark in b"\0" + Path(process, "environ").read_bytes():
+                found.append(process)
+    return found
 
 
-def _threads(process: str) -> int:
-    """The number of a process's threads, by its directory in /proc."""
-    # it may have ended
-    with suppress(OSError):
-        return os.stat(f"{process}/task").st_nlink - 2
-    return 0
-
-
-def _kill_marked(variable: str, value: str) -> None:
-    """Kill all processes with an environment variable, and wait for their end."""
+def _kill(start: str) -> None:
+    """Kill all processes whose mark starts with a text, and wait for their end."""
     until = time.monotonic() + _DYING_SECONDS
-    while time.monotonic() < until:
-        found = list(_marked(variable, value))
+    while (found := _marked(start)) and time.monotonic() < until:
         for process in found:
             with suppress(ProcessLookupError):
-                os.kill(int(process.removeprefix("/proc/")), signal.SIGKILL)
-        if not found:
-            return
+                os.kill(int(Path(process).name), signal.SIGKILL)
         time.sleep(_LOOK_SECONDS)
 
 
