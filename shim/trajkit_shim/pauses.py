@@ -30,7 +30,8 @@ class Gate:
 
     def __init__(self, *, wait_seconds: float) -> None:
         self._wait_seconds = wait_seconds
-        self._calls: set[asyncio.Future[Sample]] = set()  # at the engine
+        # calls at the engine, and whether a pause cut them off
+        self._calls: dict[asyncio.Future[Sample], bool] = {}
         self._running = asyncio.Event()  # set unless paused
         self._running.set()
         self._timer: asyncio.TimerHandle | None = None
@@ -52,17 +53,16 @@ class Gate:
         while True:
             await self._wait()
             call = asyncio.ensure_future(start())
-            self._calls.add(call)
+            self._calls[call] = False
             try:
                 with timing.engine():
                     return await call
             except asyncio.CancelledError:
                 task = asyncio.current_task()
-                # otherwise a pause cancelled the call, but nobody this task
-                if not call.cancelled() or (task and task.cancelling()):
+                if not self._calls[call] or (task and task.cancelling()):
                     raise
             finally:
-                self._calls.remove(call)
+                del self._calls[call]
             if not again():
                 raise _paused("a pause of the engine cut off the call")
 
@@ -78,8 +78,9 @@ class Gate:
         # the timer of an earlier pause is not for this one
         self.resume()
         self._running.clear()
-        late = self._calls.copy()
+        late = {*self._calls}
         for call in late if abort else ():
+            self._calls[call] = True
             call.cancel()
         try:
             if late:
