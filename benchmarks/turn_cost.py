@@ -27,7 +27,6 @@ import trajkit
 from benchmarks.gateway import Host, Line
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
-from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.json_input import Json, parse_object, read_body
@@ -256,7 +255,7 @@ def processor_seconds(work: Callable[[], object], repeats: int = 3) -> float:
 
 def render(prompts: Prompts, body: bytes, *, attributed: bool) -> None:
     """Read and render a request completely; nothing is remembered."""
-    asked = openai_chat.OPENAI_CHAT.read(parse_object(body), ReadOptions())
+    asked = openai_chat.OPENAI_CHAT.read(parse_object(body))
     prompt = prompts.build(
         RestoredRequest(messages=asked.messages),
         asked.tools,

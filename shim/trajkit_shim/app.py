@@ -49,8 +49,8 @@ from trajkit_shim.call import (
     prepare_call,
 )
 from trajkit_shim.chat.image_store import ImageStore
+from trajkit_shim.chat.images import Images
 from trajkit_shim.chat.reply import Reply
-from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.errors import (
     EngineError,
@@ -184,13 +184,13 @@ class _Gateway:
         self.images = ImageStore(log.directory / "images", limits, fsync=log.fsync)
         places = None
         if not isinstance(images, ImageModel):
-            self.reading = ReadOptions(images=images)
+            self.image_policy: Images = images
         elif not getattr(engine, "takes_images", False) or not log.images:
             what = f"{type(engine).__name__} or the log"
             raise ValueError(f"{what} takes no images")
         else:
             places = ImagePlaces(images, self.images)
-            self.reading = ReadOptions(images=self.images.limits)
+            self.image_policy = self.images.limits
         self.settings = CallSettings(
             engine=engine,
             gate=Gate(wait_seconds=options.pause_wait_seconds),
@@ -270,18 +270,18 @@ class _Gateway:
         self, protocol: WireProtocol, verb: Verb, session: Session, body: bytes
     ) -> ReadRequest:
         """Read the body of a session's request; its images are fetched."""
-        read = partial(protocol.read, count=verb == "count")
+        read = partial(protocol.read, images=self.image_policy, count=verb == "count")
         with timing.step():
             known = find_known(body, protocol.name, session.paths.requests())
 
         @timing.step()
         def parse(most: int) -> ReadRequest | None:
             names = protocol.name, protocol.history
-            return read_request(body, *names, read, self.reading, known, most)
+            return read_request(body, *names, read, known, most)
 
         # A long body would delay every other call; a short one takes less time than
         # a thread switch. Images are decoded.
-        text_only = isinstance(self.reading.images, str)
+        text_only = isinstance(self.image_policy, str)
         found = parse(_SHORT_BODY) if text_only else None
         if found is None:
             found = await asyncio.to_thread(parse, len(body))

@@ -23,8 +23,7 @@ from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.errors import GatewayError, as_gateway_error
 from trajkit_shim.json_input import Json
 from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.protocols.blocks import Events
-from trajkit_shim.protocols.sse import encode
+from trajkit_shim.protocols.stream import Events, encode
 
 _STREAM_HEADERS = {
     "Cache-Control": "no-cache",
@@ -112,8 +111,7 @@ class Client:
                 shown, codes = as_gateway_error(error), self.protocol.streamed_errors
                 if self.events is None or not (self._begun or shown.code in codes):
                     raise
-                data = self._opening() + self.events.error(shown)
-                await self._write(data, more=False)
+                await self._write(self.events.error(shown), more=False)
                 if not isinstance(error, GatewayError):
                     # the server logs it with its traceback
                     raise
@@ -128,11 +126,10 @@ class Client:
         while not await call.wait(self.left, seen, seconds):
             before, seen = seen, call.partial
             if self.events is not None:
-                data = self._opening()
                 if seen is None or seen is before:
-                    data += self.events.ping()
+                    data = self.events.ping()
                 else:
-                    data += self.events.partial(seen)
+                    data = self.events.partial(seen)
                 await self._write(data)
 
     async def send_reply(self, answered: Answered) -> None:
@@ -143,7 +140,7 @@ class Client:
                 if self.events is None:
                     data = [encode(self.protocol.write(answered.reply, self.request))]
                 else:
-                    data = [self._opening(), *self.events.reply(answered.reply)]
+                    data = [*self.events.reply(answered.reply)]
             if self._begun:
                 *first, last = data
                 await self._write(b"".join(first))
@@ -151,9 +148,6 @@ class Client:
             else:
                 last = b"".join(data)
             attempt.reached = await self._write(last, more=False)
-
-    def _opening(self) -> bytes:
-        return b"" if self._begun or not self.events else self.events.opening()
 
     async def _write(self, data: bytes, *, more: bool = True) -> bool:
         """Send data; return whether the client was connected until the last byte."""

@@ -37,8 +37,8 @@ class GivenImage:
     part: Fields
     name: str  # the field of the part that errors name, and what the image is there
     kind: object
-    # gives a data URL with base64, or a URL with http or https; may raise `GatewayError`
-    url: Callable[[], str]
+    # reads a data URL with base64, or a URL with http or https; may raise `GatewayError`
+    url: Callable[[Fields], str]
 
 
 Part: TypeAlias = str | GivenImage
@@ -111,7 +111,7 @@ def _read(given: GivenImage, images: Images) -> Image | str:
     part, name = given.part, given.name
     if isinstance(images, str):
         refuse_content(part, name, given.kind)
-    url = given.url()
+    url = given.url(part)
     found = _DATA_URL.match(url)
     if found is None:
         if images.fetch:

@@ -21,7 +21,7 @@ from itertools import groupby
 
 from trajkit.turns.messages import message_record
 from trajkit_shim.chat.image_store import Image
-from trajkit_shim.chat.images import Images, Part, joined
+from trajkit_shim.chat.images import Part, joined
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.json_input import Fields, Json, as_integer
 
@@ -39,15 +39,6 @@ def logged_message(message: Json) -> LoggedMessage:
     """Return a canonical message with its key and body."""
     key, body = message_record(message)
     return LoggedMessage(key, str(message["role"]), body)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadOptions:
-    """How to read a request."""
-
-    images: Images = "refuse"
-    # calls without an id before the messages to read (Gemini)
-    unnamed_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,18 +76,17 @@ class ChatRequest:
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # number of leading messages from other fields than the conversation's
     n_front: int = 0
-    # calls without an id up to its end (Gemini)
-    unnamed_calls: int = 0
     images: Sequence[Image] = ()  # of the messages that were parsed
 
 
 @dataclass(slots=True)
 class Tools:
-    """The tools of a request."""
+    """The tools of a request (see `ChatRequest`)."""
 
     functions: list[Json] = field(default_factory=list)  # in OpenAI's format
     strict: list[str] = field(default_factory=list)  # names
     left_out: list[str] = field(default_factory=list)
+    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def add(self, tool: Fields, schema: object, prefix: str = "") -> str:
         """Add a function; return its name for the model, which begins with ``prefix``."""

@@ -21,12 +21,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from trajkit.turns import lcp
-from trajkit_shim.chat.request import ChatRequest, ReadOptions
+from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import DECODER, Json, check_value, parse_object
 from trajkit_shim.prompting.reply_matching import RestoredRequest
 
-Read: TypeAlias = Callable[[Json, ReadOptions], ChatRequest]
+Read: TypeAlias = Callable[[Json], ChatRequest]
 
 _SPACE = b" \t\n\r"
 # bytes of a message besides its text
@@ -40,7 +40,6 @@ class Mark(NamedTuple):
 
     offset: int  # in the body
     n_messages: int  # restored messages up to it
-    unnamed_calls: int  # `ChatRequest.unnamed_calls`
     hasher: blake2b  # of the body up to it
 
 
@@ -74,8 +73,8 @@ class ReadRequest:
         kept.chat = replace(self.chat, messages=[], images=())
         # the next message may belong to an assistant's last one
         if self.end >= 0 and restored.messages[-1]["role"] != "assistant":
-            n, unnamed = len(restored.messages), self.chat.unnamed_calls
-            kept.marks = [*self.marks, Mark(self.end, n, unnamed, self.hasher)]
+            mark = Mark(self.end, len(restored.messages), self.hasher)
+            kept.marks = [*self.marks, mark]
         return kept if kept.marks else None
 
 
@@ -111,7 +110,6 @@ def read_request(
     protocol: str,
     history: str,
     read: Read,
-    options: ReadOptions,
     known: ReadRequest | None,
     most: float = math.inf,
 ) -> ReadRequest | None:
@@ -125,13 +123,13 @@ def read_request(
     for n_used in range(len(marks), max(0, len(marks) - 2), -1):
         if len(body) - marks[n_used - 1].offset > most:
             return None
-        if known and _continue(request, known, marks[:n_used], read, options):
+        if known and _continue(request, known, marks[:n_used], read):
             break
     else:
         if len(body) > most:
             return None
         fields, request.fields, request.end = _parse(body, history)
-        request.chat = read(fields, options)
+        request.chat = read(fields)
     # what follows the last mark, up to the end of the history and of the body
     offset, hasher = 0, blake2b(digest_size=16)
     if request.marks:
@@ -149,7 +147,6 @@ def _continue(
     known: ReadRequest,
     marks: list[Mark],
     read: Read,
-    options: ReadOptions,
 ) -> bool:
     """Read a request that begins like a known one up to the last mark, if it goes."""
     mark, name = marks[-1], known.history
@@ -161,10 +158,7 @@ def _continue(
         # the field may be there twice
         if not isinstance(history, list) or history[0] != _KNOWN or len(history) < 2:
             return False
-        chat = read(
-            {**known.fields, **fields, name: history[1:]},
-            replace(options, unnamed_calls=mark.unnamed_calls),
-        )
+        chat = read({**known.fields, **fields, name: history[1:]})
     except GatewayError:
         # the error of the complete body names the right place
         return False

@@ -7,32 +7,18 @@ whether the model reasons), ``context_management`` (the gateway edits nothing),
 
 import json
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
+from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.images import (
-    GivenImage,
-    Part,
-    Readers,
-    data_url,
-    read_parts,
-    read_text,
-)
-from trajkit_shim.chat.reply import Call, Reply, Usage
+from trajkit_shim.chat.reply import Call, Reply
 from trajkit_shim.chat.sampling_params import parse_sampling
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Fields, Json, as_object
-from trajkit_shim.protocols.base import WireProtocol, kind_of
-from trajkit_shim.protocols.blocks import (
-    Block,
-    Events,
-    Step,
-    Thought,
-    assistant,
-    blocks,
-    signature,
-)
-from trajkit_shim.protocols.sse import RawJson, event
+from trajkit_shim.protocols import stream
+from trajkit_shim.protocols.base import WireProtocol, words_for
+from trajkit_shim.protocols.stream import Block, Step, Thought, event
 
 T = TypeVar("T")
 
@@ -53,7 +39,7 @@ _TOOL = frozenset(
 _BILLING = "x-anthropic-billing-header:"
 
 
-def _parse(fields: Fields, _: chat.ReadOptions) -> chat.ChatRequest:
+def _parse(fields: Fields) -> chat.ChatRequest:
     for name in ("thinking", "metadata", "context_management"):
         fields.get_object(name)
     config = fields.section("output_config")
@@ -67,16 +53,16 @@ def _parse(fields: Fields, _: chat.ReadOptions) -> chat.ChatRequest:
     tools = chat.Tools()
     for tool in fields.objects("tools"):
         # the provider's own tools are not available here
-        tool.one_of("type", ("custom",), "custom", code="unsupported_tool")
+        tool.one_of("type", ("custom",), "custom")
         tool.only(_TOOL | _SILENT)
         tools.add(tool, tool.need("input_schema", as_object))
     choice = fields.section("tool_choice")
     choice.only({"type", "name", "disable_parallel_tool_use"})
     modes = ("any", "auto", "none", "tool")
-    chosen = choice.one_of("type", modes, "auto", code="unsupported_value")
+    chosen = choice.one_of("type", modes, "auto")
+    schema = chat.text_schema(config, "format")
     # the format had a field of its own before
-    formats = (config, "format"), (fields, "output_format")
-    schemas = [chat.text_schema(*given) for given in formats]
+    older = chat.text_schema(fields, "output_format")
     return chat.ChatRequest(
         messages=messages,
         tools=(tools.functions or None) if chosen != "none" else None,
@@ -85,7 +71,7 @@ def _parse(fields: Fields, _: chat.ReadOptions) -> chat.ChatRequest:
             names=(choice.name("name"),) if chosen == "tool" else (),
             parallel=not choice.flag("disable_parallel_tool_use"),
             strict=tools.strict,
-            schema=next((s for s in schemas if s is not None), None),
+            schema=older if schema is None else schema,
         ),
         sampling=parse_sampling(fields, {"stop": "stop_sequences", "seed": None}),
         stream=fields.flag("stream"),
@@ -99,20 +85,20 @@ def _read(message: Fields) -> list[Json]:
     if role == "system":
         return [{"role": "system", "content": _system(message, "content")}]
     if role == "user":
-        return chat.user_messages(read_parts(message, "content", _USER))
-    return [assistant(read_parts(message, "content", _ASSISTANT))]
+        return chat.user_messages(images.read_parts(message, "content", _USER))
+    return [stream.assistant(images.read_parts(message, "content", _ASSISTANT))]
 
 
 def _system(fields: Fields, name: str) -> str:
     """The text of a system prompt, without billing lines."""
-    texts = read_parts(fields, name, {"text": _TEXT})
+    texts = images.read_parts(fields, name, {"text": _TEXT})
     kept = (t.partition("\n")[2] if t.startswith(_BILLING) else t for t in texts)
     return "\n".join(filter(None, kept))
 
 
 def _tool_result(block: Fields) -> Json:
     found = block.json.get("content") is not None
-    parts = read_parts(block, "content", _READABLE) if found else []
+    parts = images.read_parts(block, "content", _READABLE) if found else []
     failed = block.flag("is_error")
     return chat.tool_message(block.text("tool_use_id"), parts, failed=failed)
 
@@ -120,19 +106,15 @@ def _tool_result(block: Fields) -> Json:
 def _document(block: Fields) -> str:
     source = block.object("source")
     # documents are text
-    source.one_of("type", ("text",), code="unsupported_content")
+    source.one_of("type", ("text",))
     return source.text("data")
 
 
-def _image(block: Fields) -> GivenImage:
-    def url() -> str:
-        source = block.object("source")
-        kinds = ("base64", "url")
-        if source.one_of("type", kinds, code="unsupported_content") == "url":
-            return source.text("url")
-        return data_url(source, "media_type", "data")
-
-    return GivenImage(block, "type", "image", url)
+def _url(block: Fields) -> str:
+    source = block.object("source")
+    if source.one_of("type", ("base64", "url")) == "url":
+        return source.text("url")
+    return images.data_url(source, "media_type", "data")
 
 
 def _tool_use(block: Fields) -> Json:
@@ -140,7 +122,7 @@ def _tool_use(block: Fields) -> Json:
     return chat.tool_call(block.text("id"), block.name("name"), given)
 
 
-def _block(read: Callable[[Fields], T], *known: str) -> Callable[[Fields], T]:
+def _known(read: Callable[[Fields], T], *known: str) -> Callable[[Fields], T]:
     """A reader of blocks that have these fields."""
 
     def checked(block: Fields) -> T:
@@ -150,75 +132,59 @@ def _block(read: Callable[[Fields], T], *known: str) -> Callable[[Fields], T]:
     return checked
 
 
-_TEXT = _block(read_text, "text", "citations")
+_IMAGE = partial(images.GivenImage, name="type", kind="image", url=_url)
+_TEXT = _known(images.read_text, "text", "citations")
 # what the content of a tool's result may have, of a user's and of an assistant's message
-_READABLE: Readers[Part] = {
+_READABLE: images.Readers[images.Part] = {
     "text": _TEXT,
-    "image": _block(_image, "source"),
-    "document": _block(_document, "source", "title", "context", "citations"),
+    "image": _known(_IMAGE, "source"),
+    "document": _known(_document, "source", "title", "context", "citations"),
 }
-_USER: Readers[Part | Json] = {
+_USER: images.Readers[images.Part | Json] = {
     **_READABLE,
-    "tool_result": _block(_tool_result, "tool_use_id", "content", "is_error"),
+    "tool_result": _known(_tool_result, "tool_use_id", "content", "is_error"),
 }
-_ASSISTANT: Readers[str | Thought | Json] = {
+_ASSISTANT: images.Readers[str | Thought | Json] = {
     "text": _TEXT,
-    "thinking": _block(lambda b: Thought(b.text("thinking")), "thinking", "signature"),
-    "tool_use": _block(_tool_use, "id", "name", "input", "caller"),
+    "thinking": _known(lambda b: Thought(b.text("thinking")), "thinking", "signature"),
+    "tool_use": _known(_tool_use, "id", "name", "input", "caller"),
 }
 
 
-def _write(reply: Reply, _: chat.ChatRequest) -> Json:
-    return {
-        **_head(reply),
-        "content": [_written(block, reply) for block in blocks(reply, done=True)],
-        **_ending(reply),
-        "usage": _usage(reply.usage),
-    }
-
-
-def _head(reply: Reply) -> Json:
+def _write(reply: Reply, _: chat.ChatRequest) -> dict[str, Any]:
+    cached = reply.usage.cached_tokens or 0
+    reason = _REASONS.get(reply.ending, reply.ending)
     return {
         "id": f"msg_{reply.reply_id}",
         "type": "message",
         "role": "assistant",
         "model": reply.model,
+        "content": [_block(block, reply) for block in stream.blocks(reply, done=True)],
+        "stop_reason": reason,
+        "stop_sequence": reply.stop_sequence if reason == "stop_sequence" else None,
+        "usage": {
+            "input_tokens": reply.usage.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": reply.usage.output_tokens,
+        },
     }
-
-
-def _written(block: Block, reply: Reply) -> Json:
-    if isinstance(block, str):
-        return {"type": "text", "text": block}
-    if isinstance(block, Call):
-        return {
-            "type": "tool_use",
-            "id": block.call_id,
-            "name": block.name,
-            "input": RawJson(block.arguments),
-        }
-    return {"type": "thinking", "thinking": block.text, "signature": signature(reply)}
 
 
 _REASONS = {"cut": "max_tokens", "calls": "tool_use", "end": "end_turn"}
 
 
-def _ending(reply: Reply) -> Json:
-    reason = _REASONS.get(reply.ending, reply.ending)
-    matched = reply.stop_sequence if reason == "stop_sequence" else None
-    return {"stop_reason": reason, "stop_sequence": matched}
+def _block(block: Block, reply: Reply) -> Json:
+    if isinstance(block, str):
+        return {"type": "text", "text": block}
+    if isinstance(block, Call):
+        call: Json = {"type": "tool_use", "id": block.call_id, "name": block.name}
+        return {**call, "input": stream.RawJson(block.arguments)}
+    signed = stream.signature(reply)
+    return {"type": "thinking", "thinking": block.text, "signature": signed}
 
 
-def _usage(usage: Usage) -> Json:
-    cached = usage.cached_tokens or 0
-    return {
-        "input_tokens": usage.prompt_tokens - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": usage.output_tokens,
-    }
-
-
-class _Stream(Events):
+class _Events(stream.Events):
     """The events of a streamed reply.
 
     ``message_start``; for each block its start, its deltas (for reasoning also one with
@@ -227,66 +193,65 @@ class _Stream(Events):
     """
 
     def ping(self) -> bytes:
-        return _event("ping")
+        return event({"type": "ping"})
 
     def error(self, error: GatewayError) -> bytes:
-        return event(_error(error), "error")
+        return event(_error(error))
 
     def write(self, step: Step) -> Iterator[bytes]:
-        reply, place = step.reply, {"index": step.index}
-        kind, field, empty = _DELTAS[type(step.block)]
+        reply = step.reply
+        place: Json = {"index": step.index}
         match step.what:
-            case "open":
-                usage = {**_usage(reply.usage), "output_tokens": 0}
-                ending = {"stop_reason": None, "stop_sequence": None}
-                message = {**_head(reply), "content": [], **ending, "usage": usage}
-                yield _event("message_start", message=message)
             case "begin":
-                block = {**_written(step.block, reply), **empty}
-                yield _event("content_block_start", **place, content_block=block)
+                if step.index == 0:
+                    message = stream.begun(_write(reply, self.request))
+                    message["usage"]["output_tokens"] = 0
+                    yield event({"type": "message_start", "message": message})
+                place["content_block"] = stream.begun(_block(step.block, reply))
+                yield event({"type": "content_block_start", **place})
             case "text":
-                delta = {"type": kind, field: step.text}
-                yield _event("content_block_delta", **place, delta=delta)
+                kind, field = _DELTAS[type(step.block)]
+                place["delta"] = {"type": kind, field: step.text}
+                yield event({"type": "content_block_delta", **place})
             case "end":
                 if isinstance(step.block, Thought):
-                    delta = {"type": "signature_delta", "signature": signature(reply)}
-                    yield _event("content_block_delta", **place, delta=delta)
-                yield _event("content_block_stop", **place)
+                    signed = stream.signature(reply)
+                    delta = {"type": "signature_delta", "signature": signed}
+                    yield event(
+                        {"type": "content_block_delta", **place, "delta": delta}
+                    )
+                yield event({"type": "content_block_stop", **place})
             case "done":
-                usage = _usage(reply.usage)
-                yield _event("message_delta", delta=_ending(reply), usage=usage)
-                yield _event("message_stop")
+                message = _write(reply, self.request)
+                ending = {n: message[n] for n in ("stop_reason", "stop_sequence")}
+                last = {"delta": ending, "usage": message["usage"]}
+                yield event({"type": "message_delta", **last})
+                yield event({"type": "message_stop"})
 
 
-# type and field of the deltas of each kind of block, and its fields when it is empty
-_DELTAS: dict[type, tuple[str, str, Json]] = {
-    str: ("text_delta", "text", {"text": ""}),
-    Call: ("input_json_delta", "partial_json", {"input": {}}),
-    Thought: ("thinking_delta", "thinking", {"thinking": "", "signature": ""}),
+# type and field of the deltas of each kind of block
+_DELTAS = {
+    str: ("text_delta", "text"),
+    Call: ("input_json_delta", "partial_json"),
+    Thought: ("thinking_delta", "thinking"),
 }
-
-
-def _event(kind: str, **fields: object) -> bytes:
-    return event({"type": kind, **fields}, kind)
-
-
-_ERROR_TYPES = {
+_ERRORS = {
+    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    500: "api_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
 
 
 def _error(error: GatewayError) -> Json:
-    message = error.message
-    if error.overflow is not None:
-        # what makes Claude Code compact
-        message = "prompt is too long: {} tokens > {} maximum".format(*error.overflow)
-    kind = kind_of(error, _ERROR_TYPES, "invalid_request_error", "api_error")
+    # these words make Claude Code compact
+    too_long = "prompt is too long: {} tokens > {} maximum"
+    kind, message = words_for(error, _ERRORS, too_long)
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
@@ -299,6 +264,6 @@ ANTHROPIC = WireProtocol(
     required=("max_tokens",),
     parse=_parse,
     write=_write,
-    events=lambda _: _Stream(),
+    events=_Events,
     error=_error,
 )

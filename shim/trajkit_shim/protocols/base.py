@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from trajkit_shim.chat.images import read_images
+from trajkit_shim.chat.images import Images, read_images
 from trajkit_shim.chat.reply import Reply
-from trajkit_shim.chat.request import ChatRequest, ReadOptions
+from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Fields, Json
-from trajkit_shim.protocols.blocks import Events
+from trajkit_shim.protocols.stream import Events
 
 Verb: TypeAlias = Literal["reply", "stream", "count"]
 """What a path returns: a reply (streamed if the body asks for it), a streamed reply, or
@@ -23,13 +23,13 @@ class WireProtocol:
     name: str
     history: str  # the field of a request with the conversation, a list
     paths: Mapping[str, Verb]  # paths below the gateway's URL, and what each returns
-    call_prefix: str  # prefix of the ids of tool calls
+    call_prefix: str = "call_"  # prefix of the ids of tool calls
     known: frozenset[str]  # the fields of a request
     # those that are accepted with the one value that has no effect
     neutral: Mapping[str, object] = field(default_factory=dict)
     required: tuple[str, ...] = ()  # not for a count
     # raises `GatewayError` for missing, invalid or unsupported fields
-    parse: Callable[[Fields, ReadOptions], ChatRequest]
+    parse: Callable[[Fields], ChatRequest]
     write: Callable[[Reply, ChatRequest], Json]
     events: Callable[[ChatRequest], Events]
     error: Callable[[GatewayError], Json]
@@ -38,10 +38,10 @@ class WireProtocol:
     # the body of its answer
     count: Callable[[int], Json] = lambda tokens: {"input_tokens": tokens}
     # codes of errors that a streaming client only understands as an event
-    streamed_errors: frozenset[str] = field(default=frozenset())
+    streamed_errors: frozenset[str] = frozenset()
 
     def read(
-        self, body: Json, options: ReadOptions, *, count: bool = False
+        self, body: Json, images: Images = "refuse", *, count: bool = False
     ) -> ChatRequest:
         """Read the body of a request for a reply or a count; raises `GatewayError`."""
         fields = Fields(body)
@@ -53,11 +53,20 @@ class WireProtocol:
                 fields.refuse(name, "missing")
         fields.only(self.known, self.neutral)
         fields.get_text("model")
-        request = self.parse(fields, options)
-        read_images(request.messages, options.images)
+        request = self.parse(fields)
+        read_images(request.messages, images)
         return request
 
 
-def kind_of(error: GatewayError, kinds: Mapping[int, str], *others: str) -> str:
-    """Return a protocol's word for an error, by its status or by who is at fault."""
-    return kinds.get(error.status, others[error.status >= 500])
+def words_for(
+    error: GatewayError, kinds: Mapping[int, str], too_long: str
+) -> tuple[str, str]:
+    """Return a protocol's word for an error, and the message.
+
+    ``kinds``: the words by status; that of 400 or 500 is also the word for all others.
+    ``too_long``: the format of the message for a prompt that is too long.
+    """
+    message = error.message
+    if error.overflow is not None:
+        message = too_long.format(*error.overflow)
+    return kinds.get(error.status, kinds[500 if error.status >= 500 else 400]), message

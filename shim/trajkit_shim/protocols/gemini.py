@@ -6,27 +6,19 @@ provider can run are dropped and counted.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
+from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.images import GivenImage, Part, data_url, refuse_content
 from trajkit_shim.chat.reply import Call, Reply
 from trajkit_shim.chat.sampling_params import SamplingParams, parse_sampling
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Fields, Json, as_list, as_object, objects, refuse
-from trajkit_shim.protocols.base import Verb, WireProtocol, kind_of
-from trajkit_shim.protocols.blocks import (
-    Block,
-    Events,
-    Step,
-    Thought,
-    assistant,
-    blocks,
-    signature,
-)
-from trajkit_shim.protocols.sse import RawJson, event
+from trajkit_shim.json_input import Fields, Json, as_list, refuse
+from trajkit_shim.protocols import stream
+from trajkit_shim.protocols.base import Verb, WireProtocol, words_for
+from trajkit_shim.protocols.stream import Block, Step, Thought, event
 
 _KNOWN = (
     "contents generationConfig labels model safetySettings serviceTier store "
@@ -50,24 +42,22 @@ _CONFIG = frozenset(
     "responseSchema seed stopSequences temperature thinkingConfig topK topP".split()
 )
 # run by the provider; the model cannot call them because it does not see them
-_HOSTED = frozenset(
+_HOSTED = (
     "codeExecution googleMaps googleSearch googleSearchRetrieval urlContext".split()
 )
 _TYPES = frozenset("ARRAY BOOLEAN INTEGER NULL NUMBER OBJECT STRING".split())
 
 
-def _parse(fields: Fields, options: chat.ReadOptions) -> chat.ChatRequest:
-    parts = _parts(fields.section("systemInstruction"))
-    front = chat.system_message("\n".join(filter(None, map(_text, parts))))
-    conversation = _Conversation(options.unnamed_calls)
-    messages = [m for c in fields.filled("contents") for m in conversation.read(c)]
+def _parse(fields: Fields) -> chat.ChatRequest:
+    system = map(_text, list(fields.section("systemInstruction").objects("parts")))
+    front = chat.system_message("\n".join(filter(None, system)))
+    messages = _messages(fields.filled("contents"))
     tools = _tools(fields)
     calling = fields.section("toolConfig").section("functionCallingConfig")
     calling.only({"allowedFunctionNames", "mode"})
     modes = ("ANY", "AUTO", "MODE_UNSPECIFIED", "NONE", "VALIDATED")
-    mode = calling.one_of("mode", modes, "AUTO", code="unsupported_value")
-    # both modes promise arguments of the schema
-    strict = mode in ("ANY", "VALIDATED")
+    mode = calling.one_of("mode", modes, "AUTO")
+    names = [str(chat.function_of(tool)["name"]) for tool in tools.functions]
     config = fields.section("generationConfig")
     config.only(_CONFIG, _NEUTRAL)
     return chat.ChatRequest(
@@ -76,9 +66,8 @@ def _parse(fields: Fields, options: chat.ReadOptions) -> chat.ChatRequest:
         required=chat.Required(
             call=mode == "ANY",
             names=tuple(map(str, calling.get("allowedFunctionNames", as_list) or ())),
-            strict=[
-                str(chat.function_of(t)["name"]) for t in tools.functions if strict
-            ],
+            # both modes promise arguments of the schema
+            strict=names if mode in ("ANY", "VALIDATED") else (),
             schema=_schema_of_text(config),
         ),
         sampling=_sampling(config),
@@ -87,129 +76,124 @@ def _parse(fields: Fields, options: chat.ReadOptions) -> chat.ChatRequest:
         stream=False,
         left_out=tuple(tools.left_out),
         n_front=len(front),
-        unnamed_calls=conversation.unnamed_calls,
     )
 
 
-@dataclass(slots=True)
-class _Conversation:
-    """Converts contents to messages; knows the calls that wait for a result."""
-
-    unnamed_calls: int
-    # id and name of each call
-    _open: list[tuple[str, str]] = field(default_factory=list)
-
-    def read(self, content: Fields) -> list[Json]:
+def _messages(contents: list[Fields]) -> list[Json]:
+    messages: list[Json] = []
+    waiting: list[Json] = []  # calls of the latest reply without a result
+    for content in contents:
         content.only({"role", "parts"})
         role = content.one_of("role", ("user", "function", "model"), "user")
-        parts = _parts(content)
-        if role != "model":
-            return chat.user_messages(map(self._user_part, parts))
-        self._open = []
-        return [assistant(map(self._model_part, parts))]
+        parts = list(content.objects("parts"))
+        if role == "model":
+            said = [_model_part(part, i) for i, part in enumerate(parts, 1)]
+            waiting = [part for part in said if isinstance(part, dict)]
+            messages.append(stream.assistant(said))
+        else:
+            given = [_user_part(part, waiting) for part in parts]
+            messages += chat.user_messages(given)
+    return messages
 
-    def _model_part(self, part: Fields) -> Thought | str | Json:
-        if "functionCall" in part.json:
-            call = part.object("functionCall")
-            call.only({"id", "name", "args"})
-            name, call_id = call.name("name"), call.get_text("id")
-            if call_id is None:
-                # clients may omit ids; the number in the conversation is stable
-                self.unnamed_calls += 1
-                call_id = f"{name}-{self.unnamed_calls}"
-            self._open.append((call_id, name))
-            given = json.dumps(call.section("args").json, ensure_ascii=False)
-            return chat.tool_call(call_id, name, given)
-        text = _text(part)
-        return Thought(text) if part.json.get("thought") else text
 
-    def _user_part(self, part: Fields) -> Part | Json:
-        if "functionResponse" in part.json:
-            return self._result(part.object("functionResponse"))
-        for name in ("inlineData", "fileData"):
-            if name in part.json:
-                return _image(part, name)
-        return _text(part)
-
-    def _result(self, result: Fields) -> Json:
-        result.only({"id", "name", "response"})
-        name, call_id = result.name("name"), result.get_text("id")
+def _model_part(part: Fields, index: int) -> Thought | str | Json:
+    if part.json.get("functionCall") is not None:
+        call = part.object("functionCall")
+        call.only({"id", "name", "args"})
+        name, call_id = call.name("name"), call.get_text("id")
         if call_id is None:
-            waiting = next((call for call in self._open if call[1] == name), None)
-            if waiting is None:
-                refuse(result.path, f"there is no call of {name!r} without a result")
-            self._open.remove(waiting)
-            call_id = waiting[0]
-        given = result.object("response").json
-        # its only text, or its JSON
-        ((key, value),) = given.items() if len(given) == 1 else [("", None)]
-        text = json.dumps(given, ensure_ascii=False)
-        if key in ("output", "result", "error") and isinstance(value, str):
-            text = value
-        return chat.tool_message(call_id, [text], failed="error" in given)
+            # clients may omit ids
+            call_id = f"{name}-{index}"
+        args = json.dumps(call.section("args").json, ensure_ascii=False)
+        return chat.tool_call(call_id, name, args)
+    text = _text(part)
+    return Thought(text) if part.json.get("thought") else text
 
 
-def _parts(content: Fields) -> list[Fields]:
-    """The parts of a content, without null fields."""
-    return [
-        Fields({k: v for k, v in part.json.items() if v is not None}, part.path)
-        for part in content.objects("parts")
-    ]
+def _user_part(part: Fields, waiting: list[Json]) -> images.Part | Json:
+    if part.json.get("functionResponse") is not None:
+        return _result(part.object("functionResponse"), waiting)
+    for name in ("inlineData", "fileData"):
+        if part.json.get(name) is not None:
+            return _image(part, name)
+    return _text(part)
+
+
+def _result(result: Fields, waiting: list[Json]) -> Json:
+    result.only({"id", "name", "response"})
+    name, call_id = result.name("name"), result.get_text("id")
+    if call_id is None:
+        calls = [call for call in waiting if chat.function_of(call)["name"] == name]
+        if not calls:
+            refuse(result.path, f"there is no call of {name!r} without a result")
+        waiting.remove(calls[0])
+        call_id = str(calls[0]["id"])
+    given = result.object("response").json
+    # its only text, or its JSON
+    ((key, value),) = given.items() if len(given) == 1 else [("", None)]
+    text = json.dumps(given, ensure_ascii=False)
+    if key in ("output", "result", "error") and isinstance(value, str):
+        text = value
+    return chat.tool_message(call_id, [text], failed="error" in given)
 
 
 def _text(part: Fields) -> str:
-    for name in part.json:
-        if name not in ("text", "thought", "thoughtSignature"):
-            part.refuse(name, "not supported: messages are text", "unsupported_content")
+    for name, value in part.json.items():
+        if value is not None and name not in ("text", "thought", "thoughtSignature"):
+            part.refuse(name, "not supported: messages are text")
     # a part may be only a signature
     return part.get_text("text") or ""
 
 
-def _image(part: Fields, name: str) -> GivenImage:
+def _image(part: Fields, name: str) -> images.GivenImage:
     given = part.object(name)
     kind = given.json.get("mimeType")
     if not str(kind).startswith("image/"):
-        refuse_content(part, name, kind)
+        images.refuse_content(part, name, kind)
+    return images.GivenImage(part, name, kind, partial(_url, name))
+
+
+def _url(name: str, part: Fields) -> str:
+    given = part.object(name)
     if name == "fileData":
-        return GivenImage(part, name, kind, partial(given.text, "fileUri"))
-    return GivenImage(part, name, kind, partial(data_url, given, "mimeType", "data"))
+        return given.text("fileUri")
+    return images.data_url(given, "mimeType", "data")
 
 
 def _tools(fields: Fields) -> chat.Tools:
     tools = chat.Tools()
     for tool in fields.objects("tools"):
-        for kind, given in tool.json.items():
-            if kind == "functionDeclarations" and given is not None:
-                for declared in objects(given, tool.at(kind)):
-                    schema = declared.get_object("parametersJsonSchema")
-                    if schema is None:
-                        schema = declared.get_object("parameters")
-                    tools.add(declared, schema and _json_schema(schema))
-            elif kind in _HOSTED and given is not None:
-                tools.left_out.append(kind)
-            elif given is not None:
-                tool.refuse(kind, "not supported", "unsupported_tool")
+        tool.only({"functionDeclarations", *_HOSTED})
+        for declared in tool.objects("functionDeclarations"):
+            schema = _schema(declared, "parametersJsonSchema", "parameters")
+            tools.add(declared, schema)
+        given = {name for name, value in tool.json.items() if value is not None}
+        tools.left_out += given.intersection(_HOSTED)
     return tools
 
 
-def _json_schema(schema: object, key: str = "") -> object:
+def _schema(fields: Fields, *names: str) -> Json | None:
+    """The JSON schema in the first of these fields that is there."""
+    for name in names:
+        schema: Json | None = _json_schema(fields.get_object(name))
+        if schema is not None:
+            return schema
+    return None
+
+
+def _json_schema(schema: Any, key: str = "") -> Any:
     """Return a schema with its types in lower case, as in JSON Schema."""
     if isinstance(schema, dict):
         return {name: _json_schema(item, name) for name, item in schema.items()}
     if isinstance(schema, list):
         return [_json_schema(item) for item in schema]
-    return str(schema).lower() if key == "type" and schema in _TYPES else schema
+    return schema.lower() if key == "type" and schema in _TYPES else schema
 
 
 def _schema_of_text(config: Fields) -> Json | None:
     kinds = ("text/plain", "application/json")
-    kind = config.one_of(
-        "responseMimeType", kinds, "text/plain", code="unsupported_value"
-    )
-    given = config.get_object("responseJsonSchema")
-    if given is None:
-        name = "responseSchema"
-        given = config.get(name, lambda value, at: as_object(_json_schema(value), at))
+    kind = config.one_of("responseMimeType", kinds, "text/plain")
+    given = _schema(config, "responseJsonSchema", "responseSchema")
     if kind == "text/plain" and given is not None:
         config.refuse("responseMimeType", "a schema needs 'application/json'")
     if given is None and kind == "application/json":
@@ -227,7 +211,7 @@ def _sampling(config: Fields) -> SamplingParams:
 
 def _write(reply: Reply, _: chat.ChatRequest) -> Json:
     candidates = [
-        _candidate(one, [_part(b, one) for b in blocks(one, done=True)], i, last=True)
+        _candidate(one, [_part(b, one) for b in stream.blocks(one, done=True)], i)
         for i, one in enumerate(reply.choices)
     ]
     return _body(reply, candidates)
@@ -235,28 +219,22 @@ def _write(reply: Reply, _: chat.ChatRequest) -> Json:
 
 def _part(block: Block, reply: Reply) -> Json:
     if isinstance(block, Call):
-        args = RawJson(block.arguments)
+        args = stream.RawJson(block.arguments)
         return {"functionCall": {"id": block.call_id, "name": block.name, "args": args}}
     if isinstance(block, str):
         return {"text": block}
-    signed = signature(reply)
+    signed = stream.signature(reply)
     return {"text": block.text, "thought": True, "thoughtSignature": signed}
 
 
-def _candidate(
-    reply: Reply, parts: list[Json], index: int, *, last: bool = False
-) -> Json:
+def _candidate(reply: Reply, parts: list[Json], index: int, last: bool = True) -> Json:
     candidate: Json = {"content": {"role": "model", "parts": parts}, "index": index}
     if last:
         candidate["finishReason"] = "MAX_TOKENS" if reply.cut else "STOP"
     if last and reply.tokens is not None:
         chosen = [
-            {
-                "token": token.text,
-                "tokenId": token.token_id,
-                "logProbability": token.logprob,
-            }
-            for token in reply.tokens
+            {"token": one.text, "tokenId": one.token_id, "logProbability": one.logprob}
+            for one in reply.tokens
         ]
         candidate["logprobsResult"] = {"chosenCandidates": chosen}
     return candidate
@@ -281,7 +259,7 @@ def _body(reply: Reply, candidates: list[Json]) -> Json:
     }
 
 
-class _Chunks(Events):
+class _Chunks(stream.Events):
     """The chunks of a streamed reply, each with a part or a piece of one."""
 
     def ping(self) -> bytes:
@@ -292,18 +270,18 @@ class _Chunks(Events):
         return event(_error(error))
 
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        for self.index, one in enumerate(reply.choices):
+        for index, one in enumerate(reply.choices):
             steps = [step for step in self.steps(one, done=True) if step.what == "text"]
             # the last chunk has the finish reason, and always a part
             *parts, last = [_new_part(step) for step in steps] or [{"text": ""}]
-            for part in parts:
-                yield event(_body(reply, [_candidate(one, [part], self.index)]))
-            ending = _candidate(one, [last], self.index, last=True)
-            yield event(_body(reply, [ending]))
+            chunks = [_candidate(one, [part], index, last=False) for part in parts]
+            for chunk in (*chunks, _candidate(one, [last], index)):
+                yield event(_body(reply, [chunk]))
 
     def write(self, step: Step) -> Iterator[bytes]:
         if step.what == "text":
-            candidate = _candidate(step.reply, [_new_part(step)], 0)
+            part = _new_part(step)
+            candidate = _candidate(step.reply, [part], 0, last=False)
             yield event(_body(step.reply, [candidate]))
 
 
@@ -313,11 +291,13 @@ def _new_part(step: Step) -> Json:
 
 
 _STATUSES = {
+    400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
     404: "NOT_FOUND",
     410: "FAILED_PRECONDITION",
     429: "RESOURCE_EXHAUSTED",
+    500: "INTERNAL",
     502: "UNAVAILABLE",
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
@@ -325,19 +305,18 @@ _STATUSES = {
 
 
 def _error(error: GatewayError) -> Json:
-    message = error.message
-    if error.overflow is not None:
-        message = "The input token count ({}) exceeds the maximum number of tokens "
-        message = (message + "allowed ({}).").format(*error.overflow)
-    status = kind_of(error, _STATUSES, "INVALID_ARGUMENT", "INTERNAL")
+    too_long = (
+        "The input token count ({}) exceeds the maximum number of tokens allowed ({})."
+    )
+    status, message = words_for(error, _STATUSES, too_long)
     return {"error": {"code": error.status, "message": message, "status": status}}
 
 
-_VERBS: Sequence[tuple[str, Verb]] = (
-    ("generateContent", "reply"),
-    ("streamGenerateContent", "stream"),
-    ("countTokens", "count"),
-)
+_VERBS: Mapping[str, Verb] = {
+    "generateContent": "reply",
+    "streamGenerateContent": "stream",
+    "countTokens": "count",
+}
 
 GEMINI = WireProtocol(
     name="gemini",
@@ -345,13 +324,12 @@ GEMINI = WireProtocol(
     paths={
         f"/{version}/models/{{model:path}}:{method}": verb
         for version in ("v1", "v1beta")
-        for method, verb in _VERBS
+        for method, verb in _VERBS.items()
     },
-    call_prefix="call_",
     known=frozenset(_KNOWN.split()),
     parse=_parse,
     write=_write,
-    events=lambda _: _Chunks(),
+    events=_Chunks,
     error=_error,
     count_of="generateContentRequest",
     count=lambda tokens: {"totalTokens": tokens},

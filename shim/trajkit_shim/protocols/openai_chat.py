@@ -1,6 +1,10 @@
-"""OpenAI Chat Completions: requests, replies, chunks and errors."""
+"""OpenAI Chat Completions: requests, replies, chunks and errors.
+
+Accepted and ignored: fields about who asks, and about storing and billing.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import GivenImage, Part, Readers, joined, read_parts
@@ -9,41 +13,27 @@ from trajkit_shim.chat.sampling_params import PARAM_NAMES, parse_sampling
 from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import Fields, Json, as_flag
 from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.protocols.blocks import Block, Events, Step, Thought
-from trajkit_shim.protocols.sse import event
+from trajkit_shim.protocols.stream import Block, Events, Step, Thought, blocks, event
 
 DONE = b"data: [DONE]\n\n"
+_CHUNK = "chat.completion.chunk"
 
-# accepted and ignored: who asks, and how a provider may store and bill it
-_HINTS = (
-    "metadata prompt_cache_key prompt_cache_retention safety_identifier service_tier "
-    "store user"
-)
-_NEUTRAL: Mapping[str, object] = {
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "modalities": ["text"],
-    "presence_penalty": 0,
-    "top_logprobs": 0,
-}
-_READ = (
-    "logprobs messages model n parallel_tool_calls response_format stream "
-    "stream_options tool_choice tools"
+_KNOWN = (
+    "logprobs messages metadata model n parallel_tool_calls prompt_cache_key "
+    "prompt_cache_retention response_format safety_identifier service_tier store stream "
+    "stream_options tool_choice tools user"
 )
 # fields that clients add to messages and that mean nothing to the model
 _SILENT = frozenset({"annotations", "cache_control", "provider_specific_fields"})
-_FIELDS = {
-    "system": frozenset({"role", "content", "name"}),
-    "user": frozenset({"role", "content", "name"}),
-    "tool": frozenset({"role", "content", "name", "tool_call_id"}),
-    "assistant": frozenset(
-        {"role", "content", "name", "tool_calls", "reasoning_content"}
-    ),
+# those of a message besides role, content and name
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("system", "developer", "user"), ()),
+    "tool": ("tool_call_id",),
+    "assistant": ("tool_calls", "reasoning_content"),
 }
-_FIELDS["developer"] = _FIELDS["system"]
 
 
-def _parse(fields: Fields, _: chat.ReadOptions) -> chat.ChatRequest:
+def _parse(fields: Fields) -> chat.ChatRequest:
     stream = fields.flag("stream")
     options = fields.section("stream_options")
     if not stream and fields.json.get("stream_options") is not None:
@@ -106,7 +96,7 @@ def _named(choice: Fields) -> str:
 def canonical_message(message: Fields) -> Json:
     """Return a chat message in canonical form (`trajkit_shim.chat.request`)."""
     role = message.one_of("role", _FIELDS)
-    message.only(_FIELDS[role] | _SILENT)
+    message.only({"role", "content", "name", *_FIELDS[role], *_SILENT})
     found = message.json.get("content") is not None
     if not found and role != "assistant":
         message.refuse("content", f"missing in a {role} message")
@@ -129,16 +119,14 @@ def _text(part: Fields) -> str:
     return part.text("text")
 
 
-def _image(part: Fields) -> GivenImage:
-    def url() -> str:
-        image = part.object("image_url")
-        # the detail does not apply to the model's processor
-        image.only({"url", "detail"})
-        return image.text("url")
-
-    return GivenImage(part, "type", "image_url", url)
+def _url(part: Fields) -> str:
+    image = part.object("image_url")
+    # the detail does not apply to the model's processor
+    image.only({"url", "detail"})
+    return image.text("url")
 
 
+_image = partial(GivenImage, name="type", kind="image_url", url=_url)
 _PARTS: Readers[Part] = {"text": _text, "image_url": _image}
 
 
@@ -162,8 +150,18 @@ def write(reply: Reply, _: chat.ChatRequest) -> Json:
             message["content"] = one.text or None
             message["tool_calls"] = [_call(call) for call in one.calls]
         choices.append({"index": index, "message": message, **_ending(one)})
-    head = _head(reply, "chat.completion")
-    return {**head, "choices": choices, "usage": _usage(reply.usage)}
+    body = _body(reply, "chat.completion", choices)
+    return {**body, "usage": _usage(reply.usage)}
+
+
+def _body(reply: Reply, kind: str, choices: list[Json]) -> Json:
+    return {
+        "id": f"chatcmpl-{reply.reply_id}",
+        "object": kind,
+        "created": reply.created,
+        "model": reply.model,
+        "choices": choices,
+    }
 
 
 def _ending(reply: Reply) -> Json:
@@ -192,17 +190,12 @@ def _call(call: Call) -> Json:
     return chat.tool_call(call.call_id, call.name, call.arguments)
 
 
-class Chunks(Events):
+class _Chunks(Events):
     """The chunks of a streamed reply, including ``[DONE]``.
 
     Role; reasoning, content and tool calls in sampled order; the finish reason with all
     logprobs; the same for each other choice; then the usage, if the client asked for it.
     """
-
-    def __init__(self, include_usage: bool) -> None:
-        super().__init__()
-        self._include_usage = include_usage
-        self._calls = 0
 
     def ping(self) -> bytes:
         return b": waiting for the engine\n\n"
@@ -212,19 +205,16 @@ class Chunks(Events):
 
     def blocks(self, reply: Reply, *, done: bool) -> list[Block]:
         # here white space alone is content too
-        thoughts = [] if reply.reasoning is None else [Thought(reply.reasoning)]
-        return [*thoughts, *reply.parts]
+        return blocks(reply, done=done, spaces=True)
 
     def write(self, step: Step) -> Iterator[bytes]:
         reply = step.reply
         match step.what, step.block:
-            case "open", _:
-                self._calls = 0
+            case "begin", _ if step.index == 0:
                 yield self._chunk(reply, {"role": "assistant", "content": ""})
-            case "text", Call():
-                call = {"index": self._calls, **_call(step.block)}
-                self._calls += 1
-                yield self._chunk(reply, {"tool_calls": [call]})
+            case "text", Call() as call:
+                delta = {"index": reply.calls.index(call), **_call(call)}
+                yield self._chunk(reply, {"tool_calls": [delta]})
             case "text", Thought():
                 yield self._chunk(reply, {"reasoning_content": step.text})
             case "text", _:
@@ -232,26 +222,17 @@ class Chunks(Events):
             case "close", _:
                 yield self._chunk(reply, {}, _ending(reply))
             case "done", _:
-                if self._include_usage:
-                    counts = {"choices": [], "usage": _usage(reply.usage)}
-                    yield event({**_head(reply), **counts})
+                if self.request.include_usage:
+                    last = _body(reply, _CHUNK, [])
+                    yield event({**last, "usage": _usage(reply.usage)})
                 yield DONE
 
     def _chunk(self, reply: Reply, delta: Json, ending: Json | None = None) -> bytes:
         ending = ending or {"logprobs": None, "finish_reason": None}
-        choice = {"index": self.index, "delta": delta, **ending}
+        choice = {"index": self.choice, "delta": delta, **ending}
         # with include_usage every chunk but the last has a null usage
-        usage: Json = {"usage": None} if self._include_usage else {}
-        return event({**_head(reply), "choices": [choice], **usage})
-
-
-def _head(reply: Reply, kind: str = "chat.completion.chunk") -> Json:
-    return {
-        "id": f"chatcmpl-{reply.reply_id}",
-        "object": kind,
-        "created": reply.created,
-        "model": reply.model,
-    }
+        usage: Json = {"usage": None} if self.request.include_usage else {}
+        return event({**_body(reply, _CHUNK, [choice]), **usage})
 
 
 def _usage(usage: Usage) -> Json:
@@ -272,11 +253,16 @@ OPENAI_CHAT = WireProtocol(
     name="openai_chat",
     history="messages",
     paths={"/v1/chat/completions": "reply"},
-    call_prefix="call_",
-    known=frozenset({*_HINTS.split(), *PARAM_NAMES, *_READ.split()}),
-    neutral=_NEUTRAL,
+    known=frozenset({*PARAM_NAMES, *_KNOWN.split()}),
+    neutral={
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "modalities": ["text"],
+        "presence_penalty": 0,
+        "top_logprobs": 0,
+    },
     parse=_parse,
     write=write,
-    events=lambda request: Chunks(request.include_usage),
+    events=_Chunks,
     error=error_body,
 )

@@ -5,7 +5,8 @@ The client sends the entire conversation each time. Nothing is stored, so there 
 identifies its turn; items without an id belong together up to another role's message or
 the next turn's reasoning.
 
-Accepted and ignored: ``reasoning``, ``store``, and fields about caching and billing.
+Accepted and ignored: ``reasoning``, ``store``, and fields about the client, caching and
+billing.
 Tools that only the provider can run (web search and the like) are dropped and counted;
 other tools that are not functions are rejected.
 """
@@ -14,50 +15,26 @@ import base64
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias
 
+from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.images import (
-    GivenImage,
-    Part,
-    Readers,
-    joined,
-    read_parts,
-    read_text,
-)
-from trajkit_shim.chat.reply import Call, Reply, Usage
+from trajkit_shim.chat.reply import Call, Reply
 from trajkit_shim.chat.sampling_params import parse_sampling
 from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import Fields, Json, as_list, as_name
+from trajkit_shim.protocols import stream
 from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.protocols.blocks import (
-    Block,
-    Events,
-    Step,
-    Thought,
-    assistant,
-    blocks,
-)
 from trajkit_shim.protocols.openai_chat import read_required, token_logprobs
-from trajkit_shim.protocols.sse import event
+from trajkit_shim.protocols.stream import Block, Step, Thought, event
 
-# accepted and ignored
-_HINTS = (
-    "client_metadata metadata prompt_cache_key prompt_cache_options "
-    "prompt_cache_retention reasoning safety_identifier service_tier store "
-    "stream_options user"
-)
-_NEUTRAL: Mapping[str, object] = {
-    "background": False,
-    "top_logprobs": 0,
-    "truncation": "disabled",
-}
-_READ = (
-    "include input instructions max_output_tokens model parallel_tool_calls "
-    "previous_response_id stream temperature text tool_choice tools top_p"
+_KNOWN = (
+    "client_metadata include input instructions max_output_tokens metadata model "
+    "parallel_tool_calls previous_response_id prompt_cache_key prompt_cache_options "
+    "prompt_cache_retention reasoning safety_identifier service_tier store stream "
+    "stream_options temperature text tool_choice tools top_p user"
 )
 # run by the provider; the model cannot call them because it does not see them
 _HOSTED = frozenset(
@@ -68,17 +45,18 @@ _NAMES = {"max_tokens": "max_output_tokens", "stop": None, "seed": None, "top_k"
 _LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("assistant", "system", "user", "developer")
 _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
+_STREAMED_ERRORS = frozenset({"context_length_exceeded"})
 # prefix of encoded reasoning, which is not secret
 _PACKED = "trajkit1."
 
 
-def _parse(fields: Fields, _: chat.ReadOptions) -> chat.ChatRequest:
+def _parse(fields: Fields) -> chat.ChatRequest:
     if fields.json.get("previous_response_id") is not None:
         rule = "nothing is stored here: send the entire conversation as input"
         fields.refuse("previous_response_id", rule, "unsupported_parameter")
     front = chat.system_message(fields.get_text("instructions"))
-    tools = _Tools()
-    tools.add_all(fields)
+    tools = chat.Tools()
+    _add_tools(tools, fields)
     format = fields.section("text")
     format.only({"format", "verbosity"})
     schema = chat.text_schema(format, "format")
@@ -96,106 +74,95 @@ def _parse(fields: Fields, _: chat.ReadOptions) -> chat.ChatRequest:
     )
 
 
-@dataclass(slots=True)
-class _Tools(chat.Tools):
-    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
-
-    def add_all(self, fields: Fields, namespace: str | None = None) -> None:
-        """Add a list of tools; names in a namespace get its name as prefix."""
-        for tool in fields.objects("tools"):
-            kind = tool.name("type")
-            if kind == "function":
-                prefix = "" if namespace is None else f"{namespace}__"
-                name = self.add(tool, tool.get_object("parameters"), prefix)
-                if namespace is not None:
-                    self.namespaces[name] = namespace, tool.name("name")
-            elif kind == "namespace" and namespace is None:
-                self.add_all(tool, tool.name("name"))
-            elif kind in _HOSTED:
-                self.left_out.append(kind)
-            else:
-                rule = f"{kind!r} is not supported: a tool is a function with JSON "
-                tool.refuse("type", f"{rule}arguments", "unsupported_tool")
+def _add_tools(tools: chat.Tools, fields: Fields, namespace: str = "") -> None:
+    """Add a list of tools; names in a namespace get its name as prefix."""
+    for tool in fields.objects("tools"):
+        kind = tool.name("type")
+        if kind == "function":
+            prefix = f"{namespace}__" if namespace else ""
+            name = tools.add(tool, tool.get_object("parameters"), prefix)
+            if namespace:
+                tools.namespaces[name] = namespace, tool.name("name")
+        elif kind == "namespace" and not namespace:
+            _add_tools(tools, tool, tool.name("name"))
+        elif kind in _HOSTED:
+            tools.left_out.append(kind)
+        else:
+            rule = (
+                f"{kind!r} is not supported: a tool is a function with JSON arguments"
+            )
+            tool.refuse("type", rule, "unsupported_tool")
 
 
 _Part: TypeAlias = Thought | str | Json
-
-
-@dataclass(slots=True)
-class _Turn:
-    """Collects the items of one sampled turn for one message."""
-
-    reply_id: str | None  # of the reply that the items belong to, if known
-    parts: list[_Part] = field(default_factory=list)
-
-    def is_over(self, kind: str, reply_id: str | None) -> bool:
-        """Whether an item of that kind and reply belongs to the next turn."""
-        if reply_id is not None and self.reply_id is not None:
-            return reply_id != self.reply_id
-        only_thoughts = all(isinstance(part, Thought) for part in self.parts)
-        return kind == "reasoning" and not only_thoughts
 
 
 def _messages(fields: Fields) -> list[Json]:
     value = fields.json.get("input")
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    # a turn becomes a message once it is complete
-    found: list[Json | _Turn] = []
+    # a turn's parts become a message once they are complete
+    found: list[Json | list[_Part]] = []
+    latest: str | None = None  # the reply that the latest turn is of, if known
     for item in fields.filled("input"):
         kind = as_name(item.json.get("type", "message"), item.at("type"))
         role = item.one_of("role", _ROLES) if kind == "message" else None
         if kind == "function_call_output":
-            output = read_parts(item, "output", _PARTS)
+            output = images.read_parts(item, "output", _PARTS)
             found.append(chat.tool_message(item.text("call_id"), output))
         elif role is not None and role != "assistant":
             role = "system" if role == "developer" else role
-            content = joined(read_parts(item, "content", _PARTS))
+            content = images.joined(images.read_parts(item, "content", _PARTS))
             found.append({"role": role, "content": content})
         else:
             named = _ITEM_ID.fullmatch(str(item.json.get("id")))
-            reply_id = None if named is None else named[1]
+            reply_id = named and named[1]
             turn = found[-1] if found else None
-            if not isinstance(turn, _Turn) or turn.is_over(kind, reply_id):
-                turn = _Turn(reply_id)
+            if isinstance(turn, list):
+                answered = not all(isinstance(part, Thought) for part in turn)
+                over = answered and kind == "reasoning"
+                if reply_id and latest:
+                    over = reply_id != latest
+            if not isinstance(turn, list) or over:
+                turn = []
+                latest = reply_id
                 found.append(turn)
-            turn.parts += _item_parts(kind, item)
-    return [assistant(e.parts) if isinstance(e, _Turn) else e for e in found]
+            turn += _item_parts(kind, item)
+    return [stream.assistant(e) if isinstance(e, list) else e for e in found]
 
 
 def _item_parts(kind: str, item: Fields) -> Sequence[_Part]:
     """What an item adds to an assistant's message."""
     if kind == "message":
-        return read_parts(item, "content", _TEXTS)
-    if kind == "function_call":
-        return [_function_call(item)]
-    if kind != "reasoning":
+        return images.read_parts(item, "content", _TEXTS)
+    if kind == "reasoning":
+        return [Thought(_reasoning(item))]
+    if kind != "function_call":
         rule = f"{kind!r} is not supported: messages, reasoning, functions and "
         item.refuse("type", f"{rule}their results", "unsupported_content")
-    return [Thought(_reasoning(item))]
-
-
-def _image(part: Fields) -> GivenImage:
-    return GivenImage(part, "type", "input_image", partial(part.text, "image_url"))
-
-
-_TEXTS: Readers[str] = dict.fromkeys(("input_text", "output_text", "text"), read_text)
-_PARTS: Readers[Part] = {**_TEXTS, "input_image": _image}
-
-
-def _function_call(item: Fields) -> Json:
     name, namespace = item.name("name"), item.get("namespace", as_name)
-    name = name if namespace is None else f"{namespace}__{name}"
-    return chat.tool_call(item.text("call_id"), name, item.text("arguments"))
+    name = f"{namespace}__{name}" if namespace else name
+    return [chat.tool_call(item.text("call_id"), name, item.text("arguments"))]
+
+
+def _url(part: Fields) -> str:
+    return part.text("image_url")
+
+
+_TEXTS: images.Readers[str] = dict.fromkeys(
+    ("input_text", "output_text", "text"), images.read_text
+)
+_image = partial(images.GivenImage, name="type", kind="input_image", url=_url)
+_PARTS: images.Readers[images.Part] = {**_TEXTS, "input_image": _image}
 
 
 def _reasoning(item: Fields) -> str:
     """The text of a reasoning item: its content, the encoded text, or a summary."""
     if item.json.get("content"):
-        return "".join(map(read_text, item.objects("content")))
+        return "".join(map(images.read_text, item.objects("content")))
     packed = item.get_text("encrypted_content")
     if packed is None:
-        return "\n".join(map(read_text, item.objects("summary")))
+        return "\n".join(map(images.read_text, item.objects("summary")))
     try:
         if not packed.startswith(_PACKED):
             raise ValueError("not encoded by this gateway")
@@ -205,11 +172,11 @@ def _reasoning(item: Fields) -> str:
 
 
 def _write(reply: Reply, request: chat.ChatRequest) -> Json:
-    response = _response(f"resp_{reply.reply_id}", reply.created, reply.model)
-    return {**response, **_outcome(reply, request)}
+    response = _response(f"resp_{reply.reply_id}", reply.created)
+    return response | _outcome(reply, _items(reply, request, _blocks(reply, done=True)))
 
 
-def _response(response_id: str, created: int, model: str) -> Json:
+def _response(response_id: str, created: int) -> Json:
     """A response without a reply."""
     return {
         "id": response_id,
@@ -220,7 +187,7 @@ def _response(response_id: str, created: int, model: str) -> Json:
         "incomplete_details": None,
         "instructions": None,
         "metadata": {},
-        "model": model,
+        "model": "",
         "output": [],
         "parallel_tool_calls": True,
         "previous_response_id": None,
@@ -233,41 +200,41 @@ def _response(response_id: str, created: int, model: str) -> Json:
     }
 
 
-def _outcome(reply: Reply, request: chat.ChatRequest) -> Json:
+def _outcome(reply: Reply, items: list[Json]) -> Json:
+    usage = reply.usage
     return {
         "model": reply.model,
         "status": "incomplete" if reply.cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if reply.cut else None,
-        "output": _items(reply, request, _blocks(reply, done=True)),
-        "usage": _usage(reply.usage),
-    }
-
-
-def _usage(usage: Usage) -> Json:
-    cached = usage.cached_tokens or 0
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-        "output_tokens": usage.output_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "total_tokens": usage.total_tokens,
+        "output": items,
+        "usage": {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.cached_tokens or 0,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+            "total_tokens": usage.total_tokens,
+        },
     }
 
 
 def _blocks(reply: Reply, *, done: bool) -> list[Block]:
     """The blocks that become items; a complete reply has a text or a call."""
-    found = blocks(reply, done=done)
+    found = stream.blocks(reply, done=done)
     if done and isinstance(found[-1], Thought):
         found.append(reply.text)
     return found
 
 
-def _items(reply: Reply, request: chat.ChatRequest, found: list[Block]) -> list[Json]:
+def _items(
+    reply: Reply, request: chat.ChatRequest, found: list[Block]
+) -> list[dict[str, Any]]:
     """The output items of the blocks, in order."""
-    items: list[Json] = []
-    number = 0
-    for block in found:
-        item: Json
+    items: list[dict[str, Any]] = []
+    tokens = reply.tokens
+    for number, block in enumerate(found, -(reply.reasoning is not None)):
         if isinstance(block, Thought):
             encoded = base64.urlsafe_b64encode(block.text.encode()).decode()
             item = {
@@ -289,10 +256,9 @@ def _items(reply: Reply, request: chat.ChatRequest, found: list[Block]) -> list[
                 item["namespace"], item["name"] = request.namespaces[block.name]
         else:
             part: Json = {"type": "output_text", "text": block, "annotations": []}
-            if reply.tokens is not None:
-                # of the complete reply, with its first text
-                first = not any(item["type"] == "message" for item in items)
-                part["logprobs"] = token_logprobs(reply.tokens if first else ())
+            if tokens is not None:
+                # all are with the first text
+                part["logprobs"], tokens = token_logprobs(tokens), ()
             item = {
                 "type": "message",
                 "id": f"msg_{reply.reply_id}_{number}",
@@ -300,13 +266,12 @@ def _items(reply: Reply, request: chat.ChatRequest, found: list[Block]) -> list[
                 "content": [part],
             }
         items.append({**item, "status": "completed"})
-        number += not isinstance(block, Thought)
     if reply.cut:
         items[-1]["status"] = "incomplete"
     return items
 
 
-class _Stream(Events):
+class _Events(stream.Events):
     """The events of a streamed reply, numbered.
 
     ``response.created`` and ``response.in_progress``; for each item the events that add
@@ -315,100 +280,84 @@ class _Stream(Events):
     """
 
     def __init__(self, request: chat.ChatRequest) -> None:
-        super().__init__()
-        self._request = request
+        super().__init__(request)
         self._number = 0
-        self._items: list[Json] = []
-        self._response = _response(f"resp_{uuid.uuid4().hex}", int(time.time()), "")
-
-    def opening(self) -> bytes:
-        return self._status("created") + self._status("in_progress")
+        self._items: list[dict[str, Any]] = []
+        self._response = _response(f"resp_{uuid.uuid4().hex}", int(time.time()))
+        # sent before the first event
+        self._opening = b""
+        self._opening = self._status("created") + self._status("in_progress")
 
     def ping(self) -> bytes:
         return self._status("in_progress")
 
     def error(self, error: GatewayError) -> bytes:
+        code = "invalid_prompt" if error.status < 500 else "server_error"
+        # Codex does not retry after these and invalid_prompt
+        if error.code in _STREAMED_ERRORS:
+            code = error.code
         self._response["status"] = "failed"
-        self._response["error"] = {"code": _failure(error), "message": error.message}
+        self._response["error"] = {"code": code, "message": error.message}
         return self._status("failed")
 
     def blocks(self, reply: Reply, *, done: bool) -> list[Block]:
         found = _blocks(reply, done=done)
-        self._items = _items(reply, self._request, found)
+        self._items = _items(reply, self.request, found)
         return found
 
     def write(self, step: Step) -> Iterator[bytes]:
-        if step.what == "done":
-            self._response |= _outcome(step.reply, self._request)
-            yield self._status("incomplete" if step.reply.cut else "completed")
-        elif step.what not in ("open", "close"):
-            yield from self._write_block(step)
-
-    def _write_block(self, step: Step) -> Iterator[bytes]:
-        item, block = self._items[step.index], step.block
+        item = self._items[step.index]
         output: Json = {"output_index": step.index, "item": item}
         place: Json = {"item_id": item["id"], "output_index": step.index}
-        parts: list[Json] = []
-        if isinstance(block, Call):
+        parts = item.get("content", [])
+        if parts:
+            kind, done = parts[0]["type"], {"text": parts[0]["text"]}
+            place["content_index"] = 0
+        else:
             kind, done = "function_call_arguments", {"arguments": item["arguments"]}
             done["name"] = item["name"]
-        else:
-            parts = cast("list[Json]", item["content"])
-            kind, done = str(parts[0]["type"]), {"text": parts[0]["text"]}
-            place["content_index"] = 0
         # clients expect logprobs only of a message's text; all come at its end
-        none: Json = {"logprobs": []} if isinstance(block, str) else {}
-        if step.what == "begin":
-            begun = {**item, **_EMPTY[type(block)], "status": "in_progress"}
-            yield self._event("output_item.added", {**output, "item": begun})
-            for part in parts:
-                empty = {**part, "text": "", **(none if "logprobs" in part else {})}
-                yield self._event("content_part.added", {**place, "part": empty})
-        elif step.what == "text":
-            yield self._event(f"{kind}.delta", {**place, "delta": step.text, **none})
-        else:
-            logprobs = {name: parts[0].get(name, []) for name in none}
-            yield self._event(f"{kind}.done", {**place, **done, **logprobs})
-            for part in parts:
-                yield self._event("content_part.done", {**place, "part": part})
-            yield self._event("output_item.done", output)
+        none: Json = {"logprobs": []} if kind == "output_text" else {}
+        match step.what:
+            case "begin":
+                item = stream.begun(item)
+                yield self._event("output_item.added", {**output, "item": item})
+                for part in parts:
+                    part = stream.begun(part)
+                    yield self._event("content_part.added", {**place, "part": part})
+            case "text":
+                delta = {**place, "delta": step.text, **none}
+                yield self._event(f"{kind}.delta", delta)
+            case "end":
+                logprobs = {name: parts[0].get(name, []) for name in none}
+                yield self._event(f"{kind}.done", {**place, **done, **logprobs})
+                for part in parts:
+                    yield self._event("content_part.done", {**place, "part": part})
+                yield self._event("output_item.done", output)
+            case "done":
+                self._response |= _outcome(step.reply, self._items)
+                yield self._status(str(self._response["status"]))
 
     def _status(self, kind: str) -> bytes:
         return self._event(kind, {"response": self._response})
 
     def _event(self, kind: str, fields: Json) -> bytes:
-        name = f"response.{kind}"
-        numbered = {"type": name, "sequence_number": self._number, **fields}
+        head = {"type": f"response.{kind}", "sequence_number": self._number}
         self._number += 1
-        return event(numbered, name)
-
-
-# fields of an item that has begun
-_EMPTY: Mapping[type, Json] = {
-    str: {"content": []},
-    Call: {"arguments": ""},
-    Thought: {"content": [], "encrypted_content": None},
-}
-
-
-def _failure(error: GatewayError) -> str:
-    """The code of a failed response. Codex retries unless it is one of the first two."""
-    if error.code == "context_length_exceeded":
-        return error.code
-    return "invalid_prompt" if error.status < 500 else "server_error"
+        opening, self._opening = self._opening, b""
+        return opening + event({**head, **fields})
 
 
 OPENAI_RESPONSES = WireProtocol(
     name="openai_responses",
     history="input",
     paths={"/v1/responses": "reply", "/v1/responses/input_tokens": "count"},
-    call_prefix="call_",
-    known=frozenset(f"{_HINTS} {_READ}".split()),
-    neutral=_NEUTRAL,
+    known=frozenset(_KNOWN.split()),
+    neutral={"background": False, "top_logprobs": 0, "truncation": "disabled"},
     parse=_parse,
     write=_write,
-    events=_Stream,
+    events=_Events,
     error=error_body,
     count=lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
-    streamed_errors=frozenset({"context_length_exceeded"}),
+    streamed_errors=_STREAMED_ERRORS,
 )

@@ -16,7 +16,6 @@ import trajkit as tk
 from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine
 from trajkit_shim.chat import reply as chat_reply
-from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import parse_object
 from trajkit_shim.prompting import known_requests
@@ -113,13 +112,13 @@ class Reader:
         """The request, and how many elements of its conversation were read."""
         history, lengths = self.protocol.history, []
 
-        def read(fields, options):
+        def read(fields):
             lengths.append(len(fields.get(history) or ()))
-            return self.protocol.read(fields, options)
+            return self.protocol.read(fields)
 
         name = self.protocol.name
         known = find_known(body, name, self.known)
-        options = {"options": ReadOptions(), "known": known, **options}
+        options = {"known": known, **options}
         request = read_request(body, name, history, read, **options)
         return request, lengths
 
@@ -131,7 +130,7 @@ class Reader:
 
 
 def read_completely(name, body):
-    return BY_NAME[name].read(parse_object(body), ReadOptions())
+    return BY_NAME[name].read(parse_object(body))
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)

@@ -20,10 +20,9 @@ from tests.shim.fakes import (
 )
 from tests.strategies import client_habits, reply_texts
 from trajkit_shim.chat.reply import Identity, Usage, canonical_reply, make_reply
-from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.prompting.reply_matching import ReplyIndex
 from trajkit_shim.protocols import PROTOCOLS
-from trajkit_shim.protocols.sse import encode
+from trajkit_shim.protocols.stream import encode
 
 USER = {"role": "user", "content": "hi"}
 NEXT = {"role": "user", "content": "and?"}
@@ -279,7 +278,7 @@ def test_every_reply_is_known_again(name, text, thought, habits):
     text = f"<think>\nhm, {text}\n</think>\n\n{text}" if thought else text
     reply = reply_to(text, BY_NAME[name].call_prefix)
     recorded = canonical_reply(reply)
-    request = BY_NAME[name].read(wire_echo(name, reply, habits), ReadOptions())
+    request = BY_NAME[name].read(wire_echo(name, reply, habits))
     messages, known = restored(book_with(recorded), *request.messages[:-1])
     assert messages == [USER, recorded]
     assert known in (["as_sent"], ["restored"])

@@ -16,7 +16,6 @@ from tests.shim.fakes import (
     byte_renderer,
     sampled,
 )
-from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.protocols.anthropic import ANTHROPIC
 
@@ -266,9 +265,7 @@ async def test_a_prompt_that_is_too_long(tmp_path, send):
 
 
 def taken(**body):
-    return ANTHROPIC.read(
-        {"max_tokens": 5, "messages": [USER], **body}, ReadOptions()
-    ).messages
+    return ANTHROPIC.read({"max_tokens": 5, "messages": [USER], **body}).messages
 
 
 def test_a_request_of_claude_code():
@@ -383,8 +380,8 @@ def test_images_by_policy():
         ],
     }
     with pytest.raises(GatewayError, match="'image' is not supported"):
-        ANTHROPIC.read(body, ReadOptions())
-    tool, user = ANTHROPIC.read(body, ReadOptions(images="omit")).messages
+        ANTHROPIC.read(body)
+    tool, user = ANTHROPIC.read(body, "omit").messages
     assert tool["content"] == user["content"] == "[image omitted]"
 
 
@@ -468,9 +465,7 @@ def test_what_is_refused(body, param):
 
 
 def test_a_count_names_no_limit():
-    assert ANTHROPIC.read({"messages": [USER]}, ReadOptions(), count=True).messages == [
-        USER
-    ]
+    assert ANTHROPIC.read({"messages": [USER]}, count=True).messages == [USER]
 
 
 async def test_a_template_that_takes_one_system_message(tmp_path):

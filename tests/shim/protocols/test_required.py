@@ -8,7 +8,7 @@ import pytest
 from tests.shim.clients import in_process
 from tests.shim.conformance import NAMES, PARAMETERS, REQUIRED
 from tests.shim.fakes import RENDERER, ScriptedEngine
-from trajkit_shim.chat.request import ReadOptions, Required
+from trajkit_shim.chat.request import Required
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols import PROTOCOLS
@@ -55,7 +55,7 @@ def body(name, what):
 
 @pytest.mark.parametrize(("name", "what"), EACH)
 def test_what_is_read(name, what):
-    request = BY_NAME[name].read(body(name, what), ReadOptions())
+    request = BY_NAME[name].read(body(name, what))
     wanted = asdict(Required(**REQUIRED[what][0]))
     if name == "gemini" and "mode" in str(body(name, what)):
         # both of its modes promise arguments of the schema
@@ -69,7 +69,7 @@ def test_what_is_read(name, what):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_required_by_default(name):
-    request = BY_NAME[name].read(BODIES[name], ReadOptions())
+    request = BY_NAME[name].read(BODIES[name])
     assert asdict(request.required) == asdict(
         Required(strict=type(request.required.strict)())
     )

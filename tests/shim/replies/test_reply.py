@@ -12,7 +12,7 @@ from trajkit_shim.chat.reply import Usage, canonical_reply, make_reply
 from trajkit_shim.json_input import Fields
 from trajkit_shim.protocols.openai_chat import (
     DONE,
-    Chunks,
+    OPENAI_CHAT,
     canonical_message,
     write,
 )
@@ -25,8 +25,11 @@ def reply_to(text, finish="stop"):
     return make_reply(parse_reply(text), finish, model="m", usage=USAGE)
 
 
-def chunks(reply, **options):
-    *events, done = Chunks(options.get("usage", False)).reply(reply)
+def chunks(reply, *, usage=False):
+    asked = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    asked["stream_options"] = {"include_usage": usage}
+    request = OPENAI_CHAT.read(asked)
+    *events, done = OPENAI_CHAT.events(request).reply(reply)
     assert done == DONE
     for event in events:
         assert event.startswith(b"data: ")

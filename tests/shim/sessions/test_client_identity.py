@@ -6,7 +6,6 @@ import pytest
 
 from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, ScriptedEngine
-from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.protocols.anthropic import ANTHROPIC
 from trajkit_shim.sessions.client_identity import Caller, identify
 
@@ -88,7 +87,7 @@ async def test_an_unknown_session_and_a_closed_one(tmp_path, path, body):
 def asked(*texts, system=None, max_tokens=99):
     messages = [{"role": "user", "content": text} for text in texts]
     body = {"messages": messages, "system": system, "max_tokens": max_tokens}
-    return ANTHROPIC.read(body, ReadOptions())
+    return ANTHROPIC.read(body)
 
 
 CLAUDE = {"x-claude-code-session-id": "s"}

@@ -1,13 +1,15 @@
-"""The blocks of a reply, and which part of a growing reply was streamed."""
+"""The blocks of a reply, and the events that stream them."""
 
 import base64
+import json
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from trajkit_shim.chat.reply import Call, Reply
-from trajkit_shim.chat.request import assistant_message
+from trajkit_shim.chat.request import ChatRequest, assistant_message
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Json
 
@@ -22,16 +24,18 @@ class Thought:
 Block: TypeAlias = Thought | str | Call
 
 
-def blocks(reply: Reply, *, done: bool) -> list[Block]:
+def blocks(reply: Reply, *, done: bool, spaces: bool = False) -> list[Block]:
     """Return reasoning, texts and calls, in order.
 
-    White space alone is not a block, because clients reject it. A complete reply
-    (``done``) has at least one block.
+    White space alone is a block only with ``spaces``, because clients reject it. A
+    complete reply (``done``) has at least one block.
     """
     found: list[Block] = []
     if reply.reasoning is not None:
         found.append(Thought(reply.reasoning))
-    found += [part for part in reply.parts if isinstance(part, Call) or part.strip()]
+    for part in reply.parts:
+        if spaces or isinstance(part, Call) or part.strip():
+            found.append(part)
     return found or ([reply.text] if done else [])
 
 
@@ -54,11 +58,11 @@ def signature(reply: Reply) -> str:
 class Step:
     """What is new in a stream.
 
-    A reply opens and closes; in it a block begins, gets new text or arguments (never
-    empty), and ends. All replies are done.
+    A block begins, gets new text or arguments (never empty), and ends. A choice closes
+    after its blocks. All choices are done.
     """
 
-    what: Literal["open", "begin", "text", "end", "close", "done"]
+    what: Literal["begin", "text", "end", "close", "done"]
     reply: Reply
     index: int = 0
     block: Block = ""
@@ -68,16 +72,10 @@ class Step:
 class Events(ABC):
     """The events of one streamed reply, in order. A protocol writes each `Step`."""
 
-    def __init__(self) -> None:
-        self.index = 0  # of the choice
-        self._begun = False
-        self._block = 0  # the first that has not ended
-        # its streamed characters; None: it has not begun
-        self._length: int | None = None
-
-    def opening(self) -> bytes:
-        """Return what is sent before the reply is known; may be empty."""
-        return b""
+    def __init__(self, request: ChatRequest) -> None:
+        self.request = request
+        self.choice = 0  # its index
+        self._streamed: list[Block] = []  # all but the last have ended
 
     @abstractmethod
     def ping(self) -> bytes:
@@ -88,21 +86,19 @@ class Events(ABC):
 
         Each such reply is a prefix of the next one, and of the complete one.
         """
-        return b"".join(self._new(reply, done=False))
+        steps = self.steps(reply, done=False)
+        return b"".join(data for step in steps for data in self.write(step))
 
     def reply(self, reply: Reply) -> Iterator[bytes]:
         """Yield the rest of the complete reply, to the end of the stream."""
-        for self.index, choice in enumerate(reply.choices):
-            yield from self._new(choice, done=True)
+        for self.choice, one in enumerate(reply.choices):
+            for step in self.steps(one, done=True):
+                yield from self.write(step)
         yield from self.write(Step("done", reply))
 
     @abstractmethod
     def error(self, error: GatewayError) -> bytes:
         """Return the end of a stream that failed."""
-
-    def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
-        for step in self.steps(reply, done=done):
-            yield from self.write(step)
 
     def steps(self, reply: Reply, *, done: bool) -> Iterator[Step]:
         """Yield what is new in a choice since the last call.
@@ -110,24 +106,20 @@ class Events(ABC):
         The last block may grow, unless the reply is complete (``done``). The next choice
         begins then.
         """
-        if not self._begun:
-            self._begun = True
-            yield Step("open", reply)
-        found = self.blocks(reply, done=done)
-        for index in range(self._block, len(found)):
-            block = found[index]
-            if self._length is None:
-                self._length = 0
+        before, found = self._streamed, self.blocks(reply, done=done)
+        self._streamed = [] if done else found
+        for index in range(max(0, len(before) - 1), len(found)):
+            block, streamed = found[index], ""
+            if index < len(before):
+                streamed = _text(before[index])
+            else:
                 yield Step("begin", reply, index, block)
-            text = _text(block)[self._length :]
+            text = _text(block)[len(streamed) :]
             if text:
-                self._length += len(text)
                 yield Step("text", reply, index, block, text)
             if done or index < len(found) - 1:
-                self._block, self._length = index + 1, None
                 yield Step("end", reply, index, block)
         if done:
-            self._begun, self._block = False, 0
             yield Step("close", reply)
 
     def blocks(self, reply: Reply, *, done: bool) -> list[Block]:
@@ -143,3 +135,55 @@ def _text(block: Block) -> str:
     if isinstance(block, str):
         return block
     return block.text if isinstance(block, Thought) else block.arguments
+
+
+# the fields of messages, blocks and items that a stream fills
+_EMPTY: Json = {
+    "arguments": "",
+    "content": [],
+    "encrypted_content": None,
+    "input": {},
+    "logprobs": [],
+    "signature": "",
+    "status": "in_progress",
+    "stop_reason": None,
+    "stop_sequence": None,
+    "text": "",
+    "thinking": "",
+}
+
+
+def begun(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object before a stream fills it."""
+    return {name: _EMPTY.get(name, filled) for name, filled in value.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class RawJson:
+    """A JSON text to be sent unchanged as a value."""
+
+    text: str
+
+
+def encode(value: Json) -> bytes:
+    """Encode a value that may contain `RawJson` anywhere.
+
+    Half a surrogate pair, which a model can spell but UTF-8 cannot, is escaped.
+    """
+    raws: dict[str, str] = {}
+
+    def mark(raw: RawJson) -> str:
+        name = secrets.token_hex(12)
+        raws[f'"{name}"'] = raw.text
+        return name
+
+    text = json.dumps(value, ensure_ascii=False, default=mark, allow_nan=False)
+    for name, raw in raws.items():
+        text = text.replace(name, raw)
+    return text.encode(errors="backslashreplace")
+
+
+def event(value: Json) -> bytes:
+    """Encode one server-sent event, which is named if its JSON has a type."""
+    head = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{head}data: ".encode() + encode(value) + b"\n\n"
