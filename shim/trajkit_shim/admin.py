@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from trajkit_shim.call import Gateway
 from trajkit_shim.chat.sampling_params import parse_client_sampling, parse_pins
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
@@ -30,17 +31,14 @@ from trajkit_shim.json_input import (
     as_text,
     parse_object,
 )
-from trajkit_shim.pauses import Gate, Weights
-from trajkit_shim.responses import cancel_on_disconnect
-from trajkit_shim.sessions.quotas import Limits
+from trajkit_shim.responses import bearer, cancel_on_disconnect, read_body
 from trajkit_shim.sessions.sessions import (
     FILTERS,
     EndedBy,
+    Limits,
     Outcome,
-    SessionStore,
     Terms,
 )
-from trajkit_shim.timing import Timings
 
 TOKEN_HEADER = "x-admin-token"
 
@@ -52,8 +50,20 @@ _END = "reward error metadata wait_seconds"
 _PAUSE = "wait_seconds abort max_seconds"
 # from a directory or from memory
 _UPDATE = "weight_version model_path tensors load_format"
-# what is measured of a turn
-_PARTS = ("gateway", "busy", "engine")
+
+# in Prometheus' format
+_METRICS = """\
+# TYPE trajkit_sessions gauge
+trajkit_sessions{{state="open"}} {open}
+trajkit_sessions{{state="closed"}} {closed}
+# TYPE trajkit_calls_in_flight gauge
+trajkit_calls_in_flight {in_flight}
+# TYPE trajkit_turns_total counter
+trajkit_turns_total {turns}
+# TYPE trajkit_paused gauge
+trajkit_paused {paused}
+# TYPE trajkit_turn_milliseconds gauge
+"""
 
 # a duration; no request may make the gateway wait for more than a day
 _SECONDS = partial(as_number, minimum=0.0, maximum=24 * 3600.0)
@@ -64,23 +74,18 @@ _LISTED = 100
 
 Answer: TypeAlias = Response | Json
 Handler: TypeAlias = Callable[[Request, Fields], Answer | Awaitable[Answer]]
-ReadBody: TypeAlias = Callable[[Request], Awaitable[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
 class Admin:
     """The routes of the trainer."""
 
-    sessions: SessionStore
-    gate: Gate
-    weights: Weights
-    timings: Timings
-    read_body: ReadBody  # returns a request's body; rejects one that is too long
-    token: str | None  # required in every request
+    gateway: Gateway
 
     def routes(self) -> Iterator[Route]:
         """Yield all routes."""
-        session, store, weights = "/sessions/{session_id}", self.sessions, self.weights
+        session, gateway = "/sessions/{session_id}", self.gateway
+        store, weights = gateway.sessions, gateway.weights
         close, finish = partial(self._end, "close"), partial(self._end, "finish")
         table: Iterable[tuple[str, str, Handler, str | None]] = (
             ("/sessions", "POST", self._open, _OPEN),
@@ -94,7 +99,7 @@ class Admin:
             ("/admin/pause", "POST", self._pause, _PAUSE),
             ("/admin/resume", "POST", self._resume, ""),
             ("/admin/drain", "POST", self._drain, "wait_seconds"),
-            ("/admin/timings", "GET", lambda *_: self.timings.describe(), None),
+            ("/admin/timings", "GET", lambda *_: gateway.timings.describe(), None),
             ("/metrics", "GET", self._metrics, None),
             ("/engine", "GET", lambda *_: weights.describe(), None),
             ("/engine/pause", "POST", self._pause_engine, "timeout_s"),
@@ -109,11 +114,16 @@ class Admin:
         self, handler: Handler, fields: str | None, request: Request
     ) -> Response:
         """Check token and body of a request. ``fields``: None if it has no body."""
-        if self.token is not None:
-            check_token(request, self.token)
-        body = Fields({})
+        options, body = self.gateway.options, Fields({})
+        if options.admin_token is not None:
+            given = request.headers.get(TOKEN_HEADER) or bearer(request.headers)
+            # constant time: the duration does not reveal how much of it is right
+            if not hmac.compare_digest(given.encode(), options.admin_token.encode()):
+                message = "the admin token is missing: send it as bearer token or in "
+                message += TOKEN_HEADER
+                raise GatewayError(message, 401, code="invalid_admin_token")
         if fields is not None:
-            body = Fields(parse_object(await self.read_body(request) or b"{}"))
+            body = Fields(parse_object(await read_body(request, options) or b"{}"))
             body.only(fields.split())
         answer = handler(request, body)
         if not isinstance(answer, (Response, dict)):
@@ -130,7 +140,7 @@ class Admin:
             group_id=body.get("group_id", as_text),
         )
         session_id = body.get("session_id", as_text)
-        opened = self.sessions.open(session_id, terms, _outcome_fields(body))
+        opened = self.gateway.sessions.open(session_id, terms, _outcome_fields(body))
         return {"session_id": opened.session_id, "api_key": opened.api_key}
 
     def _list(self, request: Request, _: Fields) -> Json:
@@ -141,18 +151,18 @@ class Admin:
         wanted = {name: asked.text(name) for name in asked.json}
         if not str(limit).isdecimal():
             asked.refuse("limit", f"{limit!r}: not a number of sessions")
-        found = self.sessions.matching(wanted)
+        found = self.gateway.sessions.matching(wanted)
         return {"sessions": [*islice(found, int(str(limit)))]}
 
     async def _end(self, how: EndedBy, request: Request, body: Fields) -> Json:
         name, fields = _session_id(request), _outcome_fields(body)
-        return await self.sessions.finish(name, how, _wait(body), fields)
+        return await self.gateway.sessions.finish(name, how, _wait(body), fields)
 
     def _reopen(self, request: Request, _: Fields) -> Json:
-        return self.sessions.reopen(_session_id(request)).describe()
+        return self.gateway.sessions.reopen(_session_id(request)).describe()
 
     async def _pause(self, request: Request, body: Fields) -> Json:
-        pause = self.gate.pause(
+        pause = self.gateway.gate.pause(
             wait_seconds=_wait(body, default=60.0),
             abort=body.flag("abort"),
             max_seconds=body.get("max_seconds", _SECONDS),
@@ -161,70 +171,44 @@ class Admin:
         return {"paused": True}
 
     def _resume(self, _: Request, __: Fields) -> Json:
-        self.gate.resume()
+        self.gateway.gate.resume()
         return {"paused": False}
 
     async def _drain(self, _: Request, body: Fields) -> Json:
-        await self.sessions.drain(_wait(body, default=60.0))
-        return {**self.sessions.counts()}
+        await self.gateway.sessions.drain(_wait(body, default=60.0))
+        return {**self.gateway.sessions.counts()}
 
     def _metrics(self, _: Request, __: Fields) -> Response:
-        counts = self.sessions.counts()
-        times = self.timings.describe()
-        spans = {part: times.get(f"{part}_ms", {}) for part in _PARTS}
-        metrics: dict[str, dict[str, object]] = {
-            "sessions gauge": {
-                f'{{state="{state}"}}': counts[state] for state in ("open", "closed")
-            },
-            "calls_in_flight gauge": {"": counts["in_flight"]},
-            "turns_total counter": {"": counts["turns"]},
-            "paused gauge": {"": int(self.gate.paused)},
-            "turn_milliseconds gauge": {
-                f'{{part="{part}",statistic="{name}"}}': value
-                for part, span in spans.items()
-                for name, value in cast("Json", span).items()
-            },
-        }
-        lines = []
-        for metric, values in metrics.items():
-            name = f"trajkit_{metric.partition(' ')[0]}"
-            lines.append(f"# TYPE trajkit_{metric}")
-            lines += (f"{name}{labels} {value}" for labels, value in values.items())
+        counts, paused = self.gateway.sessions.counts(), int(self.gateway.gate.paused)
+        text = _METRICS.format(**counts, paused=paused)
+        for name, span in self.gateway.timings.spans().items():
+            part = name.removesuffix("_ms")
+            for statistic, value in span.items():
+                labels = f'{{part="{part}",statistic="{statistic}"}}'
+                text += f"trajkit_turn_milliseconds{labels} {value}\n"
         form = "text/plain; version=0.0.4; charset=utf-8"
-        return Response("\n".join([*lines, ""]), headers={"content-type": form})
+        return Response(text, headers={"content-type": form})
 
     async def _pause_engine(self, request: Request, body: Fields) -> Json:
         seconds = body.get("timeout_s", _SECONDS)
-        lease = self.weights.pause(600.0 if seconds is None else seconds)
+        lease = self.gateway.weights.pause(600.0 if seconds is None else seconds)
         await cancel_on_disconnect(request, lease)
-        return self.weights.describe()
+        return self.gateway.weights.describe()
 
     async def _update_engine(self, _: Request, body: Fields) -> Json:
         source = body.get("tensors", _names)
         unused = "load_format" if source is None else "model_path"
         body.only(_UPDATE.replace(unused, "").split())
-        await self.weights.update(
+        await self.gateway.weights.update(
             body.name("model_path") if source is None else source,
             body.name("weight_version"),
             body.get_text("load_format"),
         )
-        return self.weights.describe()
+        return self.gateway.weights.describe()
 
     async def _resume_engine(self, _: Request, __: Fields) -> Json:
-        await self.weights.resume()
-        return self.weights.describe()
-
-
-def check_token(request: Request, token: str) -> None:
-    """Raise a 401 `GatewayError` for a request without the admin token."""
-    given = request.headers.get(TOKEN_HEADER)
-    if given is None:
-        scheme, _, rest = request.headers.get("authorization", "").partition(" ")
-        given = rest.strip() if scheme.lower() == "bearer" else ""
-    # constant time: the duration does not reveal how much of it is right
-    if not hmac.compare_digest(given.encode(), token.encode()):
-        message = "the admin token is missing: send it as bearer token or in "
-        raise GatewayError(message + TOKEN_HEADER, 401, code="invalid_admin_token")
+        await self.gateway.weights.resume()
+        return self.gateway.weights.describe()
 
 
 def _session_id(request: Request) -> str:

@@ -7,18 +7,11 @@ and its turn is context only, as is a turn whose answer is lost on its way.
 """
 
 import asyncio
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Collection,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -29,28 +22,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from trajkit_shim import json_input, timing
+from trajkit_shim import timing
 from trajkit_shim.admin import Admin
-from trajkit_shim.answers import (
-    Amend,
-    Answered,
-    Delivery,
-    SharedCall,
-    is_retry,
-    request_digest,
-)
 from trajkit_shim.browsers import check_no_browser
 from trajkit_shim.call import (
     CallContext,
-    CallSettings,
+    Gateway,
     ModelCall,
     Options,
     count_tokens,
     prepare_call,
 )
-from trajkit_shim.chat.image_store import ImageStore
-from trajkit_shim.chat.images import Images
 from trajkit_shim.chat.reply import Reply
+from trajkit_shim.chat.sampling_params import ignored_params
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.errors import (
     EngineError,
@@ -58,27 +42,24 @@ from trajkit_shim.errors import (
     as_gateway_error,
     retry_header,
 )
-from trajkit_shim.pauses import Gate, Weights
-from trajkit_shim.prompting.image_places import ImageModel, ImagePlaces
 from trajkit_shim.prompting.known_requests import (
     ReadRequest,
     find_known,
     read_request,
 )
-from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.prompting.token_cache import CacheBudget
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.base import Verb, WireProtocol
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
-from trajkit_shim.replies.parse import FormParser
-from trajkit_shim.replies.parsers import form_of
-from trajkit_shim.responses import Client, json_response, watched
-from trajkit_shim.sessions.append_log import LogFullError
+from trajkit_shim.responses import Client, bearer, json_response, read_body, watched
+from trajkit_shim.sessions.answers import SharedCall, is_retry, request_digest
 from trajkit_shim.sessions.client_identity import identify
-from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error
+from trajkit_shim.sessions.sessions import (
+    Session,
+    closed_error,
+    writing,
+)
 from trajkit_shim.sessions.turn_log import TurnLog
-from trajkit_shim.timing import Timings
 
 KEY_HEADER = "x-session-key"
 # bytes of a request body that is parsed in well below a millisecond
@@ -114,7 +95,7 @@ def create_app(
     ValueError
         ``images`` is an `ImageModel`, and the engine or the log takes no images.
     """
-    gateway = _Gateway(engine, renderer, log, options or Options())
+    gateway = _App(engine, renderer, log, options or Options())
     return Starlette(
         routes=list(gateway.routes()),
         exception_handlers=dict.fromkeys(
@@ -164,57 +145,15 @@ def _protocol_of(path: str) -> WireProtocol:
     return next((p for p in PROTOCOLS if any(map(matches, p.paths))), OPENAI_CHAT)
 
 
-class _Gateway:
-    """The routes, and their shared state."""
-
-    def __init__(
-        self, engine: Engine, renderer: ChatRenderer, log: TurnLog, options: Options
-    ) -> None:
-        self.log, self.options = log, options
-        self.timings = Timings()
-        self.weights = Weights(engine)
-        self.cache_budget = CacheBudget(options.cache_bytes)
-        self.sessions = SessionStore(
-            log.write_session,
-            lambda session_id, turns: log.amend(session_id, turns, "dropped", False),
-            clock=options.clock,
-            max_ended=options.max_ended_sessions,
-        )
-        images, limits = options.images, options.image_limits
-        self.images = ImageStore(log.directory / "images", limits, fsync=log.fsync)
-        places = None
-        if not isinstance(images, ImageModel):
-            self.image_policy: Images = images
-        elif not getattr(engine, "takes_images", False) or not log.images:
-            what = f"{type(engine).__name__} or the log"
-            raise ValueError(f"{what} takes no images")
-        else:
-            places = ImagePlaces(images, self.images)
-            self.image_policy = self.images.limits
-        self.settings = CallSettings(
-            engine=engine,
-            gate=Gate(wait_seconds=options.pause_wait_seconds),
-            prompts=Prompts(
-                renderer, options.prompts, places, check=options.check_prompts
-            ),
-            reply_parser=options.reply_parser
-            or FormParser(form_of(renderer.chat_template)),
-            options=options,
-        )
+class _App(Gateway):
+    """The routes."""
 
     def routes(self) -> Iterator[Route]:
         """Yield all routes."""
         for path in ("/", "/healthz"):
             yield Route(path, self.health)
-        yield Route("/prompts", self.prompts)
-        yield from Admin(
-            self.sessions,
-            self.settings.gate,
-            self.weights,
-            self.timings,
-            self.read_body,
-            self.options.admin_token,
-        ).routes()
+        yield Route("/prompts", self.describe_prompts)
+        yield from Admin(self).routes()
         for prefix in ("", "/s/{session_key}"):
             yield Route(f"{prefix}/v1/models", self.models)
             for protocol in PROTOCOLS:
@@ -234,37 +173,27 @@ class _Gateway:
             await self.sessions.drain(0.0)
         finally:
             # cancels the timer of a pause
-            self.settings.gate.resume()
+            self.gate.resume()
             await self.weights.close()
-            await self.settings.engine.close()
-            await self.settings.reply_parser.close()
+            await self.engine.close()
+            await self.reply_parser.close()
             self.log.close()
 
     async def health(self, _: Request) -> Response:
         state = "draining" if self.sessions.draining else "ok"
-        if self.settings.gate.paused:
+        if self.gate.paused:
             state = "paused"
         return JSONResponse({"status": state, "sessions": self.sessions.counts()})
 
-    async def prompts(self, _: Request) -> Response:
-        described = await asyncio.to_thread(self.settings.prompts.describe)
+    async def describe_prompts(self, _: Request) -> Response:
+        described = await asyncio.to_thread(self.prompts.describe)
         return JSONResponse({**described, "cache_bytes": self.cache_budget.n_bytes})
 
     async def models(self, _: Request) -> Response:
-        info = await self.settings.engine.info()
+        info = await self.engine.info()
         model = {"id": info.model, "max_model_len": info.max_context_tokens}
         model |= {"object": "model", "created": 0, "owned_by": "trajkit"}
         return JSONResponse({"object": "list", "data": [model]})
-
-    async def read_body(self, request: Request) -> bytes:
-        """Return a request's body; reject too long headers or a too long body."""
-        size = sum(len(name) + len(value) for name, value in request.headers.raw)
-        if size > self.options.max_header_bytes:
-            message = (
-                f"the headers are longer than {self.options.max_header_bytes} bytes"
-            )
-            raise GatewayError(message, 431, code="headers_too_long")
-        return await json_input.read_body(request.stream(), self.options.max_body_bytes)
 
     async def read(
         self, protocol: WireProtocol, verb: Verb, session: Session, body: bytes
@@ -297,156 +226,126 @@ class _Gateway:
             found.chat = replace(found.chat, stream=True)
         return found
 
-    def find_call(
-        self, context: CallContext, headers: Headers
-    ) -> SharedCall | Answered:
-        """Return the call or reply that a retry asks for again, or begin a call."""
-        session, digest, call = context.session, context.digest, None
+    def find_call(self, context: CallContext, headers: Headers) -> SharedCall:
+        """Return the call that a retry asks for again, or begin one.
+
+        Raises `GatewayError`: the session has none left, or the log is full.
+        """
+        session, digest = context.session, context.digest
         if session.terms.replay or is_retry(headers):
             session.check_open()
-            call = session.retries.again(digest)
-            session.counts.replayed += call is not None
-        if call is None and self.log.full:
-            raise _log_full("it has reached its maximum size")
-        return call or self._begin(context)
-
-    def _begin(self, context: CallContext) -> SharedCall:
-        """Start a call; raises `GatewayError` if the session has none left."""
-        session, digest, chat = context.session, context.digest, context.request
-        retries, reservation = session.retries, session.admit(chat.n)
-
-        async def prepare(on_partial: Callable[[Reply], None]) -> list[ModelCall]:
-            # several replies are streamed once all are complete
-            streamed = on_partial if chat.stream and chat.n == 1 else None
-            prepared = await prepare_call(context, reservation, streamed)
-            await self.images.write(chat.images)
-            return prepared
-
-        @timing.step()
-        def record() -> Answered:
-            # closing the session cancelled the work
-            if session.closed:
-                raise closed_error(session.session_id)
-            calls: list[ModelCall] = call.work.result()
-            restored = calls[0].restored
-            last = next(restored.replies, None)
-            if last is not None:
-                retries.confirm(restored.positions[last])
-            start = session.agent_starts.find(restored, context.caller)
-            again = None if retried and retried.delivery.confirmed else retried
-            shared = {
-                "resend_of": retries.request_ids.get(digest),
-                "retry_of": again and again.request_id,
-                **(asdict(start) if start else {}),
-            }
-            answered = self._record(context, calls, shared)
-            if again is not None:
-                session.counts.retried += 1
-                if not self.options.train_retried:
-                    again.delivery.retry()
-            session.counts.tools_left_out.update(chat.left_out)
-            session.counts.sampling_overruled.update(calls[0].ignored_params())
-            retries.remember(digest, answered)
-            return answered
-
-        def over() -> None:
-            reservation.release()
-            session.calls.discard(call.work)
-            if retries.running.get(digest) is call:
-                del retries.running[digest]
-
-        call = SharedCall(prepare, record, over)
-        retried = retries.retried(digest, session.clock.time())
-        timing.current.get().sampled = True
-        session.calls.add(call.work)
-        retries.running[digest] = call
+            if call := session.again(digest):
+                session.counts.replayed += 1
+                return call
+        if self.log.full:
+            message = "the log is full: it has reached its maximum size"
+            raise GatewayError(message, 507, code="log_full")
+        reserved = session.admit(context.read.chat.n)
+        # the reply that may be asked for again is the one that the client has now
+        run = partial(self._run, context, session.retried(digest))
+        clock = session.clock.time
+        call = SharedCall(run, session.amend, clock, digest, reserved)
+        session.calls.add(call)
+        call.work.add_done_callback(lambda _: session.calls.discard(call))
         return call
 
+    async def _run(
+        self, context: CallContext, retried: SharedCall | None, call: SharedCall
+    ) -> Reply:
+        """Sample and record a call. ``retried``: `Session.retried` when it began."""
+        chat = context.read.chat
+        # several replies are streamed once all are complete
+        streamed = call.update if chat.stream and chat.n == 1 else None
+        prepared = await prepare_call(context, call.reserved, streamed)
+        await self.images.write(chat.images)
+        return self._record(context, call, prepared, retried)
+
+    @timing.step()
     def _record(
         self,
         context: CallContext,
-        calls: list[ModelCall],
-        shared: dict[str, Any],
-    ) -> Answered:
-        """Write and count the turns of one request, with the fields that they share.
+        call: SharedCall,
+        prepared: list[ModelCall],
+        retried: SharedCall | None,
+    ) -> Reply:
+        """Write and count the turns of a call, and return its reply.
 
         Does not await, so no other call interferes. If a turn cannot be written, or the
         engine aborted it, the others are context only.
         """
-        amends: list[Amend] = []
-
-        def amend(reason: str, trainable: bool | None) -> None:
-            for each in amends:
-                each(reason, trainable)
-
+        session, restored = context.session, prepared[0].restored
+        # closing the session cancelled the work
+        if session.closed:
+            raise closed_error(session.session_id)
+        last = next(restored.replies, None)
+        if last is not None:
+            session.confirm(restored.positions[last])
+        if retried is not None and retried.confirmed:
+            retried = None
+        shared = {
+            "resend_of": session.request_ids.get(call.digest),
+            "retry_of": retried and retried.request_id,
+            **session.agent_starts.find(restored, context.caller),
+        }
+        turns, replies = list[int](), list[Reply]()
         try:
-            for call in calls:
-                for name, value in shared.items():
-                    setattr(call.turn, name, value)
-                amends.append(self._record_turn(context, call))
-            for call in calls:
-                if call.reply is None:
-                    n_output = len(call.turn.output_ids)
+            for each in prepared:
+                vars(each.turn).update(shared)
+                turn_index = self._record_turn(context, each)
+                if each.reply is not None:
+                    turns.append(turn_index)
+                    replies.append(each.reply)
+            for each in prepared:
+                if each.reply is None:
+                    n_output = len(each.turn.output_ids)
                     message = f"the engine aborted the call after {n_output} tokens"
                     raise EngineError(message, 503)
-        except (EngineError, GatewayError):
-            amend("undelivered", False)
+        except GatewayError:
+            session.amend(turns, "undelivered", False)
             raise
-        first, *others = (call.reply for call in calls if call.reply)
-        return Answered(
-            calls[0].turn.request_id,
-            tuple(call.position for call in calls),
-            first.joined(others),
-            Delivery(amend, context.session.clock.time),
-        )
+        call.turns, call.request_id = turns, prepared[0].turn.request_id
+        call.positions = [each.position for each in prepared]
+        session.remember(call)
+        if retried is not None:
+            session.counts.retried += 1
+            if not self.options.train_retried:
+                retried.retry()
+        session.counts.tools_left_out.update(context.read.chat.left_out)
+        ignored = ignored_params(context.read.chat.sampling, prepared[0].sampling)
+        session.counts.sampling_overruled.update(ignored)
+        first, *others = replies
+        return first.joined(others)
 
-    def _record_turn(self, context: CallContext, call: ModelCall) -> Amend:
-        """Write and count one turn; return what amends it."""
+    def _record_turn(self, context: CallContext, call: ModelCall) -> int:
+        """Write and count one turn; return its index."""
         session, turn = context.session, call.turn
         counts = session.counts
         turn_index = counts.turns
-        try:
+        with writing("the turn"):
             self.log.append(turn, turn_index, session.written)
-        except LogFullError as error:
-            raise _log_full(str(error)) from error
-        except OSError as error:
-            message = f"the turn could not be written: {error}"
-            raise GatewayError(message, 500, code="log_failed") from error
-        answered, n_output = call.reply is not None, len(turn.output_ids)
+        answered = call.reply is not None
         counts.prompts[turn.render_reason or "append"] += 1
         counts.turns += 1
         counts.answered += answered
-        session.budget.spend(len(turn.prompt_ids), n_output, answered=answered)
+        counts.prompt_tokens += len(turn.prompt_ids)
+        counts.output_tokens += len(turn.output_ids)
         if self.options.attributed:
             counts.unattributed += turn.prompt_message_index is None
         session.replies.count(call.restored)
-        if not answered:
-            # it is context only by itself
-            return lambda reason, trainable: None
-        session.replies.remember(call.restored.position, call.message)
-        session.agent_starts.add(turn_index, turn.agent_id, call.message)
-        if call.path is not None:
-            known = context.read.answered(call.restored)
-            session.paths.remember(call.path, self.cache_budget, known)
-
-        def amend(reason: str, trainable: bool | None) -> None:
-            # a dropped turn stays dropped
-            if turn_index >= counts.dropped:
-                self.log.amend(session.session_id, [turn_index], reason, trainable)
-            counts.undelivered += {"undelivered": 1, "delivered": -1}.get(reason, 0)
-
-        return amend
-
-
-def _log_full(why: str) -> GatewayError:
-    return GatewayError(f"the log is full: {why}", 507, code="log_full")
+        if answered:
+            session.replies.remember(call.restored.position, call.message)
+            session.agent_starts.add(turn_index, turn.agent_id, call.message)
+            if call.path is not None:
+                known = context.read.answered(call.restored)
+                session.paths.remember(call.path, self.cache_budget, known)
+        return turn_index
 
 
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
     """A path of a protocol, as an ASGI app."""
 
-    gateway: _Gateway
+    gateway: _App
     protocol: WireProtocol
     verb: Verb
 
@@ -454,18 +353,19 @@ class _Endpoint:
         """Answer one request."""
         request = Request(scope, receive, send)
         session = self.gateway.sessions.authorise(_session_claims(request))
-        timed = timing.begin()
-        with session.request() as answered:
+        timed = timing.Timing()
+        # of this task and of those that it starts
+        timing.current.set(timed)
+        with session.request():
             await self._answer(request, session, send)
-            answered()
         self.gateway.timings.add(timed)
 
     async def _answer(self, request: Request, session: Session, send: Send) -> None:
         gateway, protocol, verb = self.gateway, self.protocol, self.verb
-        body = await gateway.read_body(request)
+        body = await read_body(request, gateway.options)
         read = await gateway.read(protocol, verb, session, body)
         context = CallContext(
-            settings=gateway.settings,
+            gateway=gateway,
             session=session,
             protocol=protocol,
             caller=identify(request.headers, read.chat),
@@ -480,23 +380,15 @@ class _Endpoint:
         seconds = gateway.options.ping_seconds
         async with watched(request.receive) as left:
             client = Client(left, send, protocol, read.chat, events, seconds)
-            found = gateway.find_call(context, request.headers)
-            if isinstance(found, Answered):
-                await client.send_reply(found)
-            else:
-                await client.answer(found)
+            await client.answer(gateway.find_call(context, request.headers))
 
 
-def _session_claims(request: Request) -> Iterator[str]:
-    """Yield what may be the key of a call's session, in order of precedence."""
-    named = request.path_params.get("session_key") or request.headers.get(KEY_HEADER)
+def _session_claims(request: Request) -> list[str]:
+    """Return what may be the key of a call's session, in order of precedence."""
+    headers = request.headers
+    named = request.path_params.get("session_key") or headers.get(KEY_HEADER)
     if named is not None:
-        yield named
-        return
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        yield token.strip()
-    for header in _KEY_HEADERS:
-        yield request.headers.get(header, "")
+        return [named]
+    keys = bearer(headers), *(headers.get(header) for header in _KEY_HEADERS)
     # older Gemini clients
-    yield request.query_params.get("key", "")
+    return [key for key in (*keys, request.query_params.get("key")) if key]

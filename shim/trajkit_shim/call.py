@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from functools import partial
 
 from trajkit_shim import timing
-from trajkit_shim.chat.image_store import ImageLimits
-from trajkit_shim.chat.images import NoImages, hashes_of, texts_of
+from trajkit_shim.chat.image_store import ImageLimits, ImageStore
+from trajkit_shim.chat.images import Images, NoImages, hashes_of, texts_of
 from trajkit_shim.chat.reply import (
     Identity,
     Parsed,
@@ -26,8 +26,8 @@ from trajkit_shim.chat.reply import (
     extends,
     make_reply,
 )
-from trajkit_shim.chat.request import ChatRequest, logged_message
-from trajkit_shim.chat.sampling_params import ignored_params, nth_seed, resolve
+from trajkit_shim.chat.request import logged_message
+from trajkit_shim.chat.sampling_params import nth_seed, resolve
 from trajkit_shim.engines import checks
 from trajkit_shim.engines.base import (
     Engine,
@@ -35,25 +35,33 @@ from trajkit_shim.engines.base import (
     EngineRequest,
     PromptImage,
     Sample,
-    Sampling,
 )
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json
-from trajkit_shim.pauses import Gate
+from trajkit_shim.pauses import Gate, Weights
 from trajkit_shim.prompting.attribution import Ids
-from trajkit_shim.prompting.image_places import ImageModel, PlacedImage
+from trajkit_shim.prompting.image_places import ImageModel, ImagePlaces, PlacedImage
 from trajkit_shim.prompting.known_requests import ReadRequest
 from trajkit_shim.prompting.prompts import Mode, Prompt, Prompts
+from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.reply_matching import RestoredRequest, next_position
-from trajkit_shim.prompting.token_cache import CachedPath
+from trajkit_shim.prompting.token_cache import CacheBudget, CachedPath
 from trajkit_shim.prompting.tokenize_cache import NO_LIMIT, TooManyTokensError
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.replies.grammar import grammar
-from trajkit_shim.replies.parse import THINK, Decoder, IncrementalParser, ReplyParser
+from trajkit_shim.replies.parse import (
+    THINK,
+    Decoder,
+    FormParser,
+    IncrementalParser,
+    ReplyParser,
+)
+from trajkit_shim.replies.parsers import form_of
+from trajkit_shim.sessions.answers import Amounts
 from trajkit_shim.sessions.client_identity import Caller
-from trajkit_shim.sessions.quotas import Reservation
-from trajkit_shim.sessions.sessions import Session
-from trajkit_shim.sessions.turn_log import LoggedTurn
+from trajkit_shim.sessions.sessions import Session, SessionStore
+from trajkit_shim.sessions.turn_log import LoggedTurn, TurnLog
+from trajkit_shim.timing import Timings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +87,8 @@ class Options:
     attributed: bool = True
     # train the harness's own calls too (`sessions.client_identity`)
     train_side_calls: bool = False
-    # train a turn whose delivered reply an unmarked retry asks for again (`answers`), also
-    # if no later request contains the reply
+    # train a turn whose delivered reply an unmarked retry asks for again, also if no later
+    # request contains the reply (`sessions.answers`)
     train_retried: bool = True
     # parses replies, and is closed with the app; default: the gateway's own parser, for
     # the form of tool calls that the chat template asks for
@@ -106,76 +114,76 @@ class Options:
     clock: timing.Clock | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallSettings:
-    """What the calls of a gateway share."""
+class Gateway:
+    """What the requests to a gateway share."""
 
-    engine: Engine
-    gate: Gate  # every call passes it on the way to the engine
-    prompts: Prompts
-    reply_parser: ReplyParser
-    options: Options
+    def __init__(
+        self, engine: Engine, renderer: ChatRenderer, log: TurnLog, options: Options
+    ) -> None:
+        self.engine, self.log, self.options = engine, log, options
+        self.timings, self.weights = Timings(), Weights(engine)
+        # every call passes it on the way to the engine
+        self.gate = Gate(wait_seconds=options.pause_wait_seconds)
+        self.cache_budget = CacheBudget(options.cache_bytes)
+        self.sessions = SessionStore(
+            log, clock=options.clock, max_ended=options.max_ended_sessions
+        )
+        images, limits = options.images, options.image_limits
+        self.images = ImageStore(log.directory / "images", limits, fsync=log.fsync)
+        places = None
+        if not isinstance(images, ImageModel):
+            self.image_policy: Images = images
+        elif not getattr(engine, "takes_images", False) or not log.images:
+            what = f"{type(engine).__name__} or the log"
+            raise ValueError(f"{what} takes no images")
+        else:
+            places = ImagePlaces(images, self.images)
+            self.image_policy = self.images.limits
+        self.prompts = Prompts(
+            renderer, options.prompts, places, check=options.check_prompts
+        )
+        form = form_of(renderer.chat_template)
+        self.reply_parser = options.reply_parser or FormParser(form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallContext:
     """One request for a reply, and what it belongs to."""
 
-    settings: CallSettings
+    gateway: Gateway
     session: Session
     protocol: WireProtocol
     caller: Caller
     read: ReadRequest
-    digest: bytes  # `answers.request_digest`
-
-    @property
-    def request(self) -> ChatRequest:
-        """The request that was read."""
-        return self.read.chat
+    digest: bytes  # `sessions.answers.request_digest`
 
 
 async def prepare_call(
     context: CallContext,
-    reservation: Reservation,
+    reserved: Amounts,
     on_partial: Callable[[Reply], None] | None,
 ) -> "list[ModelCall]":
     """Render, sample and parse one call; return one per reply that is asked for.
 
-    ``on_partial`` receives what is known of the reply while it is sampled, if the engine
-    streams. Raises `GatewayError`: an invalid request, or a session without tokens for it.
-    `EngineError`: the prompt is invalid, or the engine failed.
+    ``reserved``: gets the tokens that the call may use. ``on_partial`` receives what is
+    known of the reply while it is sampled, if the engine streams. Raises `GatewayError`:
+    an invalid request, or a session without tokens for it. `EngineError`: the prompt is
+    invalid, or the engine failed.
     """
-    info = reservation.narrow(await context.settings.engine.info())
-    call = ModelCall(context, info, on_partial)
-    await asyncio.to_thread(call.build_prompt)
-    call.resolve_sampling(reservation)
-    calls = [call, *(call.sibling(i) for i in range(1, context.request.n))]
-    if len(calls) == 1:
-        await call.sample()
-    else:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for each in calls:
-                    group.create_task(each.sample())
-        except ExceptionGroup as errors:
-            # the first cancelled the others
-            raise errors.exceptions[0] from None
-
-    def finish() -> list[ModelCall]:
-        index = None
-        if context.settings.options.attributed:
-            # replies to one prompt share it
-            index = context.settings.prompts.attribution(
-                call.prompt, call.restored.messages, context.request.tools
-            )
-        for each in calls:
-            each.finish(index)
-        return calls
-
-    # for short replies, a thread takes longer to start than this does
-    if call.prompt.base is None or context.request.logprobs or len(calls) > 1:
-        return await asyncio.to_thread(finish)
-    return finish()
+    info = await context.gateway.engine.info()
+    limit = context.session.terms.limits.max_context_tokens or info.max_context_tokens
+    info = replace(info, max_context_tokens=min(limit, info.max_context_tokens))
+    call = await asyncio.to_thread(ModelCall, context, info, on_partial)
+    call.resolve_sampling(reserved)
+    calls = [copy(call) for _ in range(context.read.chat.n)]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for choice, each in enumerate(calls):
+                group.create_task(each.run(choice))
+    except ExceptionGroup as errors:
+        # the first cancelled the others
+        raise errors.exceptions[0] from None
+    return calls
 
 
 async def count_tokens(context: CallContext) -> int:
@@ -184,12 +192,11 @@ async def count_tokens(context: CallContext) -> int:
     return len(prompt.ids)
 
 
-@timing.step()
 def _build_prompt(
     context: CallContext, max_tokens: int, attributed: bool
 ) -> tuple[RestoredRequest, Prompt]:
-    session, request = context.session, context.request
-    prompts, head = context.settings.prompts, context.read.restored
+    session, request = context.session, context.read.chat
+    prompts, head = context.gateway.prompts, context.read.restored
     # every template writes the last message; this spares a long one all other steps
     for last in texts_of(request.messages[-1]["content"]):
         prompts.renderer.check_length(last, max_tokens)
@@ -205,28 +212,13 @@ def _build_prompt(
     return restored, prompt
 
 
-def _fields(record: Sampling | Caller) -> dict[str, Any]:
-    """The fields of a record, not copied."""
-    return {name: getattr(record, name) for name in record.__slots__}
-
-
 class ModelCall:
-    """The steps of one call, in order. Each uses the results of those before it.
+    """One reply to a request, from its prompt to what is recorded and answered.
 
-    After the last one it can be recorded and answered.
+    A copy that is made before `run` is a call for another reply to the prompt.
     """
 
-    # the request's messages, with the session's replies restored
-    restored: RestoredRequest
-    prompt: Prompt
-    # the prompt as the engine consumes it, and its images, also with their bytes
-    _engine_ids: Ids
-    _images: list[PlacedImage]
-    _pixels: list[PromptImage]
-    _opened: bool  # the prompt ends within the reply's reasoning
-    _sample: Sample
-    _parsed: Parsed
-    _stop_sequence: str | None  # the stop string that ended the reply
+    # set by `run`
     turn: LoggedTurn
     # None: the engine aborted the call, and its turn is context only
     reply: Reply | None
@@ -235,122 +227,131 @@ class ModelCall:
     path: CachedPath | None
     position: bytes  # after the reply
 
+    @timing.step()
     def __init__(
         self,
         context: CallContext,
         info: EngineInfo,
         on_partial: Callable[[Reply], None] | None,
     ) -> None:
-        self._context = context
-        self._on_partial = on_partial
-        self._session = context.session
-        self._settings = context.settings
-        self._options = context.settings.options
-        self._request = context.request
-        self._renderer = context.settings.prompts.renderer
-        self._info = info
-        self._started_at = datetime.now(UTC)
-        self._request_id = uuid.uuid4().hex
-        self._identity = Identity(context.protocol.call_prefix)
-        # the latest partial reply that was streamed
-        self._streamed: Reply | None = None
-        self._choice = None if context.request.n == 1 else 0
-
-    def sibling(self, choice: int) -> "ModelCall":
-        """Return a call for another reply to this prompt, before any was sampled."""
-        other = copy(self)
-        other._choice, other._request_id = choice, uuid.uuid4().hex
-        other._identity = Identity(self._context.protocol.call_prefix)
-        if self._sampling.seed is not None:
-            # a pair of equal replies is of no use
-            seed = nth_seed(self._sampling.seed, choice)
-            other._sampling = replace(self._sampling, seed=seed)
-        return other
-
-    def build_prompt(self) -> None:
         """Render the request, or extend the prompt of an earlier turn."""
-        max_tokens = self._info.max_context_tokens
+        self._context, self._info, self._on_partial = context, info, on_partial
+        self._gateway, self._request = context.gateway, context.read.chat
+        self._options, prompts = self._gateway.options, self._gateway.prompts
+        self._renderer, self._started_at = prompts.renderer, datetime.now(UTC)
+        max_tokens, attributed = info.max_context_tokens, self._options.attributed
         try:
-            self.restored, self.prompt = _build_prompt(
-                self._context, max_tokens, self._options.attributed
-            )
+            # the request's messages, with the session's replies restored
+            self.restored, prompt = _build_prompt(context, max_tokens, attributed)
         except TooManyTokensError as error:
             length = f"at least {error.n_tokens}"
             raise checks.too_long(length, error.n_tokens, max_tokens) from error
-        self._opened = self._renderer.opens_reasoning(self.prompt.ids)
-        self._engine_ids, self._images, self._pixels = self.prompt.ids, [], []
-        places, messages = self._settings.prompts.places, self.restored.messages
-        if places is not None and hashes_of(messages):
-            self._images = places.items(self.prompt.ids, messages)
-            self._engine_ids = places.engine_ids(self.prompt.ids)
-            self._pixels = places.load(self._images)
+        messages, self._prompt = self.restored.messages, prompt
+        # the prompt as the engine consumes it, and its images, also with their bytes
+        self._ids, self._images = prompt.ids, list[PlacedImage]()
+        self._pixels: Sequence[PromptImage] = ()
+        if prompts.places is not None and hashes_of(messages):
+            self._images = prompts.places.items(prompt.ids, messages)
+            self._ids = prompts.places.engine_ids(prompt.ids)
+            self._pixels = prompts.places.load(self._images)
         # those of the earlier turn were checked then
-        n_checked = 0 if self._images else self.prompt.n_base
-        checks.check_prompt(self._engine_ids, self._info, n_checked)
+        n_checked = 0 if self._images else prompt.n_base
+        checks.check_prompt(self._ids, info, n_checked)
+        # it ends within the reply's reasoning
+        self._opened = self._renderer.opens_reasoning(prompt.ids)
+        self._message_index: Ids | None = None
+        if attributed:
+            tools = self._request.tools
+            self._message_index = prompts.attribution(prompt, messages, tools)
 
-    def resolve_sampling(self, reservation: Reservation) -> None:
+    def resolve_sampling(self, reserved: Amounts) -> None:
         """Decide the parameters, and reserve their tokens in the session's quota."""
-        n_prompt = len(self.prompt.ids)
-        terms = self._session.terms
-        limit = self._options.max_new_tokens
-        self._sampling = resolve(
+        session, n = self._context.session, self._request.n
+        n_prompt, limit = len(self._prompt.ids), self._options.max_new_tokens
+        session.left("prompt_tokens", n * n_prompt, reserved)
+        left = session.left("output_tokens", n, reserved)
+        self.sampling = resolve(
             self._request.sampling,
-            terms.pins,
-            max_tokens=reservation.max_new_tokens(n_prompt, limit),
+            session.terms.pins,
+            max_tokens=limit if left is None else min(limit, left // n),
             room=self._info.max_context_tokens - n_prompt,
             end_ids=self._renderer.end_ids,
-            client=terms.client_sampling,
+            client=session.terms.client_sampling,
             structural_tag=grammar(
                 self._request,
-                self._settings.reply_parser.form,
-                terms.pins.extra,
+                self._gateway.reply_parser.form,
+                session.terms.pins.extra,
                 opened=self._opened,
                 reasons=THINK in self._renderer.chat_template,
             ),
         )
-        reservation.reserve(n_prompt, self._sampling.max_new_tokens)
+        reserved.prompt_tokens = n * n_prompt
+        reserved.output_tokens = n * self.sampling.max_new_tokens
 
-    async def sample(self) -> None:
+    async def run(self, choice: int) -> None:
         """Sample and parse, again if a pause cut the call off before it streamed."""
-        self._sample = await self._settings.gate.sample(
+        self._choice = None if self._request.n == 1 else choice
+        if choice and self.sampling.seed is not None:
+            # a pair of equal replies is of no use
+            seed = nth_seed(self.sampling.seed, choice)
+            self.sampling = replace(self.sampling, seed=seed)
+        self._request_id = uuid.uuid4().hex
+        self._identity = Identity(self._context.protocol.call_prefix)
+        # the latest partial reply that was streamed
+        self._streamed: Reply | None = None
+        sample = await self._gateway.gate.sample(
             self._sample_once, again=lambda: self._streamed is None
         )
-        checks.check_sample(self._sample, self._info, self._sampling.max_new_tokens)
-        checks.check_consumed(self._engine_ids, self._sample)
-        text, self._stop_sequence = self._text()
-        self._parsed = await self._settings.reply_parser.parse(
-            text, self._request.tools, self._engine_ids, opened=self._opened
+        checks.check_sample(sample, self._info, self.sampling.max_new_tokens)
+        checks.check_consumed(self._ids, sample)
+        ended = sample.finish_reason == "stop"
+        text = self._renderer.decode(sample.output_ids, ended=ended)
+        stops = self.sampling.stop if ended else ()
+        found = [(i, stop) for stop in stops if (i := text.find(stop)) >= 0]
+        # clients never see the stop string
+        start, stop = min(found, default=(None, None))
+        text = text[:start]
+        parsed = await self._gateway.reply_parser.parse(
+            text, self._request.tools, self._ids, opened=self._opened
         )
-        self._ended_at = datetime.now(UTC)
+        finish = partial(self._finish, sample, parsed, start, stop, datetime.now(UTC))
+        if self._request.logprobs:
+            await asyncio.to_thread(finish)
+        else:
+            # this takes less time than a thread to start
+            finish()
 
     async def _sample_once(self) -> Sample:
         request = EngineRequest(
-            prompt_ids=self._engine_ids,
-            sampling=self._sampling,
+            prompt_ids=self._ids,
+            sampling=self.sampling,
             request_id=self._request_id,
-            session_id=self._session.session_id,
+            session_id=self._context.session.session_id,
             images=self._pixels,
         )
-        generate = self._settings.engine.generate
-        on_partial = self._on_partial
-        started = self._settings.reply_parser.start(
+        generate, on_partial = self._gateway.engine.generate, self._on_partial
+        started = self._gateway.reply_parser.start(
             self._request.tools, opened=self._opened
         )
         if on_partial is None or started is None:
             return await generate(request)
-        n_prompt = len(self.prompt.ids)
-        parser = IncrementalParser(self._renderer, started, self._sampling.stop)
+        parser = IncrementalParser(self._renderer, started, self.sampling.stop)
 
         def on_tokens(new_ids: Sequence[int]) -> None:
             checks.check_ids(new_ids, self._info, "the engine's new ids")
             known = parser.feed(new_ids)
             if known is not None:
-                n_output, model = len(parser.ids), self._info.model
                 usage = Usage(
-                    prompt_tokens=n_prompt, output_tokens=n_output, cached_tokens=None
+                    prompt_tokens=len(self._prompt.ids),
+                    output_tokens=len(parser.ids),
+                    cached_tokens=None,
                 )
                 self._streamed = make_reply(
-                    known, "", model=model, usage=usage, identity=self._identity
+                    known,
+                    "",
+                    model=self._info.model,
+                    usage=usage,
+                    identity=self._identity,
                 )
                 on_partial(self._streamed)
 
@@ -360,30 +361,38 @@ class ModelCall:
         return sample
 
     @timing.step()
-    def finish(self, message_index: Ids | None) -> None:
-        """Parse the reply and put the turn together; the prompt's attribution is given."""
-        parsed = self._parsed
-        sample, prompt = self._sample, self.prompt
-        aborted = sample.finish_reason == "abort"
-        n_reasoning = 0
+    def _finish(
+        self,
+        sample: Sample,
+        parsed: Parsed,
+        n_characters: int | None,
+        stop_sequence: str | None,
+        ended_at: datetime,
+    ) -> None:
+        """Put reply and turn together. ``n_characters``: before the stop string."""
+        prompt, n_output = self._prompt, len(sample.output_ids)
+        aborted, n_reasoning = sample.finish_reason == "abort", 0
         if parsed.reasoning is not None:
-            n_reasoning = len(sample.output_ids)
+            n_reasoning = n_output
             if parsed.sampled:
                 # None if the end of reasoning is spelled with other tokens
                 n_reasoning = self._renderer.end_of_reasoning(sample.output_ids) or 0
+        tokens = None
+        if self._request.logprobs:
+            tokens = self._tokens(sample, n_reasoning, n_characters)
         reply = make_reply(
             parsed,
             sample.finish_reason,
             model=self._info.model,
             usage=Usage(
                 prompt_tokens=len(prompt.ids),
-                output_tokens=len(sample.output_ids),
+                output_tokens=n_output,
                 cached_tokens=sample.cached_tokens,
                 reasoning_tokens=n_reasoning,
             ),
             identity=self._identity,
-            stop_sequence=self._stop_sequence,
-            tokens=self._tokens(n_reasoning) if self._request.logprobs else None,
+            stop_sequence=stop_sequence,
+            tokens=tokens,
         )
         if not aborted and self._streamed and not extends(reply, self._streamed):
             wrong = "the reply does not start with what was streamed of it"
@@ -396,13 +405,13 @@ class ModelCall:
             names = self.restored.tool_names[prompt.n_known :]
         self.position = next_position(self.restored.position, response.key)
         if not aborted:
-            self.path = self._settings.prompts.cacheable_path(
+            self.path = self._gateway.prompts.cacheable_path(
                 prompt, sample.output_ids, self.position
             )
         caller = self._context.caller
         untrained = caller.is_side_call and not self._options.train_side_calls
         self.turn = LoggedTurn(
-            session_id=self._session.session_id,
+            session_id=self._context.session.session_id,
             request_id=self._request_id,
             model=self._info.model,
             prompt_ids=prompt.ids,
@@ -417,15 +426,15 @@ class ModelCall:
             ill_formed=parsed.ill_formed,
             trainable=not aborted and not untrained,
             weight_versions=sample.weight_versions,
-            sampling=json.dumps(_fields(self._sampling), sort_keys=True),
+            sampling=json.dumps(asdict(self.sampling), sort_keys=True),
             cached_tokens=sample.cached_tokens,
             routed_experts=sample.routed_experts,
             started_at=self._started_at,
-            ended_at=self._ended_at,
+            ended_at=ended_at,
             choice=self._choice,
             protocol=self._context.protocol.name,
-            **_fields(caller),
-            prompt_message_index=message_index,
+            **asdict(caller),
+            prompt_message_index=self._message_index,
             message_tool_names=names,
             prompt_built=prompt.built,
             render_reason=prompt.reason,
@@ -433,21 +442,18 @@ class ModelCall:
             mm_items=[asdict(image) for image in self._images] or None,
         )
 
-    def ignored_params(self) -> list[str]:
-        """Return the client's sampling parameters that were not used."""
-        return ignored_params(self._request.sampling, self._sampling)
+    def _tokens(
+        self, sample: Sample, start: int, left: int | None
+    ) -> tuple[Token, ...]:
+        """The output's tokens from ``start`` on, without the end token.
 
-    def _tokens(self, start: int) -> tuple[Token, ...]:
-        """The output's tokens from ``start`` on, without stop string and end token."""
-        ids, logprobs = self._sample.output_ids, self._sample.output_logprobs
-        if logprobs is None:
+        ``left``: number of characters before a stop string that ended the reply.
+        """
+        if sample.output_logprobs is None:
             raise EngineError("the engine gives no logprobs", 400)
         decoder, tokens = Decoder(self._renderer), list[Token]()
-        text, matched = self._text()
-        left = None if matched is None else len(text)
-        for i, (token, logprob) in enumerate(
-            zip(ids.tolist(), logprobs.tolist(), strict=True)
-        ):
+        ids, logprobs = sample.output_ids.tolist(), sample.output_logprobs.tolist()
+        for i, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             if left == 0:
                 break
             shown = decoder.feed([token])[:left]
@@ -455,15 +461,3 @@ class ModelCall:
             if i >= start and token not in self._renderer.end_ids:
                 tokens.append(Token(shown, token, logprob))
         return tuple(tokens)
-
-    def _text(self) -> tuple[str, str | None]:
-        """The reply's text up to the first stop string, and that stop string."""
-        ended = self._sample.finish_reason == "stop"
-        text = self._renderer.decode(self._sample.output_ids, ended=ended)
-        stops = self._sampling.stop if ended else ()
-        found = [(i, stop) for stop in stops if (i := text.find(stop)) >= 0]
-        if not found:
-            return text, None
-        # clients never see the stop string
-        start, matched = min(found)
-        return text[:start], matched

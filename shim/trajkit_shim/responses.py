@@ -10,20 +10,22 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Send
 
-from trajkit_shim import timing
-from trajkit_shim.answers import Answered, SharedCall
+from trajkit_shim import json_input, timing
+from trajkit_shim.call import Options
 from trajkit_shim.chat.reply import Reply
 from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.errors import GatewayError, as_gateway_error
 from trajkit_shim.json_input import Json
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.protocols.stream import Events, encode
+from trajkit_shim.sessions.answers import SharedCall
 
 _STREAM_HEADERS = {
     "Cache-Control": "no-cache",
@@ -41,6 +43,21 @@ def json_response(
 ) -> Response:
     """Return a response with a JSON object."""
     return Response(encode(body), status, headers, "application/json")
+
+
+def bearer(headers: Headers) -> str:
+    """Return the bearer token of a request, or an empty string."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+async def read_body(request: Request, options: Options) -> bytes:
+    """Return a request's body; reject too long headers or a too long body."""
+    size = sum(len(name) + len(value) for name, value in request.headers.raw)
+    if size > options.max_header_bytes:
+        message = f"the headers are longer than {options.max_header_bytes} bytes"
+        raise GatewayError(message, 431, code="headers_too_long")
+    return await json_input.read_body(request.stream(), options.max_body_bytes)
 
 
 @asynccontextmanager
@@ -94,7 +111,7 @@ class Client:
     _begun: bool = False
 
     async def answer(self, call: SharedCall) -> None:
-        """Record a call once its work is done, and send its reply.
+        """Wait for a call, and send its reply.
 
         Raises `GatewayError`: the call failed before the answer began.
         `ClientDisconnect`: the client disconnected before that.
@@ -106,7 +123,7 @@ class Client:
                     raise ClientDisconnect
                 return
             try:
-                answered = call.finish()
+                reply = call.result()
             except Exception as error:
                 shown, codes = as_gateway_error(error), self.protocol.streamed_errors
                 if self.events is None or not (self._begun or shown.code in codes):
@@ -116,38 +133,46 @@ class Client:
                     # the server logs it with its traceback
                     raise
             else:
-                await self.send_reply(answered)
+                if await self._send_reply(reply):
+                    call.reached()
 
     async def _wait(self, call: SharedCall) -> None:
         """Return when the work is done or the client left; stream what is known."""
         seen: Reply | None = None
+        ends: set[asyncio.Future[Any]] = {call.work, self.left}
         # others get the complete reply only
         seconds = None if self.events is None else self.ping_seconds
-        while not await call.wait(self.left, seen, seconds):
-            before, seen = seen, call.partial
-            if self.events is not None:
-                if seen is None or seen is before:
-                    data = self.events.ping()
-                else:
-                    data = self.events.partial(seen)
-                await self._write(data)
-
-    async def send_reply(self, answered: Answered) -> None:
-        """Send the reply of a recorded turn, or what is not streamed yet of it."""
-        # no await between the record and here: a disconnect during it would be missed
-        with answered.delivery.attempt() as attempt:
-            with timing.step():
-                if self.events is None:
-                    data = [encode(self.protocol.write(answered.reply, self.request))]
-                else:
-                    data = [*self.events.reply(answered.reply)]
-            if self._begun:
-                *first, last = data
-                await self._write(b"".join(first))
-                await _look()
+        while True:
+            if call.partial is seen:
+                await asyncio.wait(
+                    {*ends, call.grown},
+                    timeout=seconds,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            if any(end.done() for end in ends):
+                return
+            assert self.events is not None
+            if call.partial is None or call.partial is seen:
+                data = self.events.ping()
             else:
-                last = b"".join(data)
-            attempt.reached = await self._write(last, more=False)
+                seen = call.partial
+                data = self.events.partial(seen)
+            await self._write(data)
+
+    async def _send_reply(self, reply: Reply) -> bool:
+        """Send a reply, or what is not streamed yet of it; return whether it arrived."""
+        with timing.step():
+            if self.events is None:
+                data = [encode(self.protocol.write(reply, self.request))]
+            else:
+                data = [*self.events.reply(reply)]
+        if self._begun:
+            *first, last = data
+            await self._write(b"".join(first))
+            await _look()
+        else:
+            last = b"".join(data)
+        return await self._write(last, more=False)
 
     async def _write(self, data: bytes, *, more: bool = True) -> bool:
         """Send data; return whether the client was connected until the last byte."""

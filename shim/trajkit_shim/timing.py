@@ -42,20 +42,12 @@ class Timing:
 
     began: float = field(default_factory=time.perf_counter)
     busy: float = 0.0  # processor seconds of the gateway's steps
-    engine: float = 0.0  # seconds at the engine
-    # it started a call, rather than joining one or getting an earlier reply
-    sampled: bool = False
+    # seconds at the engine; 0: it joined a call, or got an earlier reply
+    engine: float = 0.0
 
 
 # of the request that a task serves; the default is for tasks without one
 current: ContextVar[Timing] = ContextVar("timing", default=Timing())  # noqa: B039
-
-
-def begin() -> Timing:
-    """Time the request that this task serves, and the tasks it starts."""
-    timing = Timing()
-    current.set(timing)
-    return timing
 
 
 @contextmanager
@@ -81,19 +73,22 @@ class Timings:
         self._turns: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)
 
     def add(self, timing: Timing) -> None:
-        """Add a request whose last byte was sent."""
-        if timing.sampled:
+        """Add a request whose last byte was sent, if it was sampled."""
+        if timing.engine:
             total = time.perf_counter() - timing.began
             self._turns.append((total - timing.engine, timing.busy, timing.engine))
 
+    def spans(self) -> dict[str, dict[str, float]]:
+        """Return median and 99th percentile in milliseconds, if there is a turn."""
+        if not self._turns:
+            return {}
+        times = np.percentile(np.array(self._turns) * 1e3, [50, 99], axis=0)
+        names = "gateway_ms", "busy_ms", "engine_ms"
+        return {
+            name: dict(zip(("median", "p99"), column.round(3).tolist(), strict=True))
+            for name, column in zip(names, times.T, strict=True)
+        }
+
     def describe(self) -> dict[str, object]:
-        """Return median and 99th percentile in milliseconds, for the admin route."""
-        shown: dict[str, object] = {"turns": len(self._turns)}
-        if self._turns:
-            times = np.percentile(np.array(self._turns) * 1e3, [50, 99], axis=0)
-            for name, column in zip(
-                ("gateway", "busy", "engine"), times.T, strict=True
-            ):
-                median, late = column.round(3).tolist()
-                shown[f"{name}_ms"] = {"median": median, "p99": late}
-        return shown
+        """Return the number of turns, and their durations."""
+        return {"turns": len(self._turns), **self.spans()}

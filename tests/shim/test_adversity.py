@@ -31,7 +31,6 @@ from trajkit.errors import FormatError
 from trajkit_shim import json_input
 from trajkit_shim.agents.sandbox import Spec
 from trajkit_shim.agents.sandboxes.local import LocalSandbox, remove
-from trajkit_shim.answers import is_retry
 from trajkit_shim.app import create_app
 from trajkit_shim.engines import http, sglang, vllm
 from trajkit_shim.errors import EngineError, GatewayError
@@ -39,6 +38,7 @@ from trajkit_shim.rollout.run import Callback
 from trajkit_shim.rollout.tasks import Folder, Grade, Task, read_tasks
 from trajkit_shim.rollout.workspace import StageError, Workspace
 from trajkit_shim.serve import running
+from trajkit_shim.sessions.answers import is_retry
 from trajkit_shim.sessions.append_log import AppendLog
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -234,7 +234,7 @@ async def test_a_trainer_that_hangs_up_while_calls_end(tmp_path):
             key = (await http.post("/sessions", json={})).json()["api_key"]
             path, body = f"/s/{key}/v1/chat/completions", {"messages": [USER]}
             call = asyncio.create_task(http.post(path, json=body))
-            while (await http.get("/healthz")).json()["sessions"]["in_flight"] == 0:
+            while not held.entered.is_set():
                 await asyncio.sleep(0.01)
             with pytest.raises(httpx.ReadTimeout):
                 await http.post("/admin/pause", json={}, timeout=0.3)

@@ -13,11 +13,11 @@ import trajkit as tk
 from tests.shim.clients import http, in_process
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from tests.strategies import delivery_steps
-from trajkit_shim.answers import Delivery, SharedCall
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.responses import Client
 from trajkit_shim.serve import _Server
+from trajkit_shim.sessions.answers import Amounts, SharedCall
 from trajkit_shim.sessions.turn_log import TurnLog
 
 RETRY = (b"x-stainless-retry-count", b"1")
@@ -263,27 +263,40 @@ async def test_what_is_lost_is_not_trained_and_counted(gateway):
     assert len(tk.verify(rows, turns)) == 0
 
 
+def shared_call(run, amend=None):
+    """A call that is of no session."""
+    return SharedCall(run, amend, lambda: 0.0, b"", Amounts())
+
+
 @given(delivery_steps)
 @example([(0, True), (1, True), (0, False), (1, True)])
 def test_a_turn_trains_once_any_connection_was_reached(steps):
     lines = []
-    delivery = Delivery(lambda *line: lines.append(line))
-    under_way, reached = {}, False
-    for name, well in steps:
-        if name not in under_way:
-            under_way[name] = delivery.attempt()
-            under_way[name] = (under_way[name], under_way[name].__enter__())
-        else:
-            manager, attempt = under_way.pop(name)
-            attempt.reached = well
-            reached |= well
-            n_lines = len(lines)
-            manager.__exit__(None, None, None)
-            # another connection may still deliver it
-            assert not under_way or ("undelivered", False) not in lines[n_lines:]
-        if not under_way:
-            context_only = bool(lines) and lines[-1] == ("undelivered", False)
-            assert context_only == (not reached)
+
+    async def record(call):
+        call.turns = [0]
+
+    async def deliver():
+        call = shared_call(record, lambda _, *line: lines.append(line))
+        await call.work
+        under_way, reached = {}, False
+        for name, well in steps:
+            if name not in under_way:
+                under_way[name] = call.joined()
+                await under_way[name].__aenter__()
+            else:
+                if well:
+                    call.reached()
+                reached |= well
+                n_lines = len(lines)
+                await under_way.pop(name).__aexit__(None, None, None)
+                # another connection may still deliver it
+                assert not under_way or ("undelivered", False) not in lines[n_lines:]
+            if not under_way:
+                context_only = bool(lines) and lines[-1] == ("undelivered", False)
+                assert context_only == (not reached)
+
+    asyncio.run(deliver())
     assert len(lines) <= 2
 
 
@@ -363,9 +376,9 @@ async def test_what_is_sampled_while_a_piece_is_sent_is_sent_next():
     """Not after the next token, which may come late, or never while a pause lasts."""
     sent, more, ended = [], [], asyncio.Event()
 
-    async def sample(update):
-        more.append(update)
-        update("a")
+    async def sample(call):
+        more.append(call.update)
+        call.update("a")
         await ended.wait()
 
     async def send(message):
@@ -377,9 +390,9 @@ async def test_what_is_sampled_while_a_piece_is_sent_is_sent_next():
         else:
             ended.set()
 
-    call = SharedCall(sample, lambda: None, lambda: None)
-    async with asyncio.TaskGroup() as group:
+    call = shared_call(sample)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         left = group.create_task(asyncio.Event().wait())
-        await Client(left, send, None, None, Pieces(), 5.0)._wait(call)
+        await Client(left, send, None, None, Pieces(), None)._wait(call)
         left.cancel()
     assert sent == [b"a ", b"ab "]

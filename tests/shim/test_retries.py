@@ -9,13 +9,8 @@ import pytest
 import trajkit as tk
 from tests.shim.clients import http_of, in_process
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
-from trajkit_shim.answers import (
-    KEPT,
-    UNMARKED_SECONDS,
-    SharedCall,
-    is_retry,
-)
 from trajkit_shim.errors import EngineError
+from trajkit_shim.sessions.answers import KEPT, UNMARKED_SECONDS, is_retry
 
 pytestmark = pytest.mark.anyio
 
@@ -154,21 +149,22 @@ async def test_a_failure_is_no_answer_to_give_again(tmp_path, failed, turns):
     assert again.json()["choices"][0]["message"]["content"] == "b"
 
 
-async def test_a_call_is_recorded_once_however_that_fails():
+async def test_a_call_is_recorded_once_however_that_fails(tmp_path, monkeypatch):
     """Otherwise each connection would write the turns again."""
-    recorded = []
+    held, recorded = Held("a"), []
 
-    def record():
+    def append(*_):
         recorded.append(1)
         raise OSError("the disk is full")
 
-    async def prepare(_):
-        pass
-
-    call = SharedCall(prepare, record, lambda: None)
-    for _ in range(2):
-        with pytest.raises(OSError, match="disk"):
-            call.finish()
+    async with in_process(ScriptedEngine(held), RENDERER, tmp_path) as gateway:
+        session = await opened(gateway, replay=True)
+        monkeypatch.setattr(gateway.log, "append", append)
+        calls = [asyncio.create_task(session.ask()) for _ in range(2)]
+        await joined(session)
+        held.release.set()
+        replies = await asyncio.gather(*calls)
+    assert ["the disk is full" in reply.text for reply in replies] == [True, True]
     assert recorded == [1]
 
 

@@ -144,11 +144,6 @@ class ReplyIndex:
                 self._counted.add(position)
                 self.counts[known] += 1
 
-    def clear(self) -> None:
-        """Forget everything except the counts."""
-        self._replies.clear()
-        self._counted.clear()
-
     def _known(
         self, messages: list[Json], index: int, position: bytes
     ) -> tuple[Json, int, Known]:

@@ -13,7 +13,6 @@ agent, have the call of the first. A prompt that the client changes is not found
 
 import json
 from collections import deque
-from dataclasses import dataclass
 
 from trajkit_shim.chat.images import texts_of
 from trajkit_shim.json_input import Json
@@ -31,22 +30,14 @@ _LONGEST = 1 << 16
 _SHORTEST = 12
 
 
-@dataclass(frozen=True, slots=True)
-class AgentStart:
-    """The tool call that started a sub-agent."""
-
-    started_by_turn: int  # index of the turn that sampled it
-    started_by_call: str  # its id
-
-
 class AgentStarts:
     """The tool calls of one session, and the sub-agents that they started."""
 
     def __init__(self) -> None:
         # calls that started none: the agent that made it, its prompt, what is recorded
-        self._calls = deque[tuple[str | None, str, AgentStart]](maxlen=_KEPT)
+        self._calls = deque[tuple[str | None, str, Json]](maxlen=_KEPT)
         # by the agent's id, else by the position after its first request
-        self._found: dict[str | bytes, AgentStart] = {}
+        self._found: dict[str | bytes, Json] = {}
 
     def add(self, turn_index: int, agent_id: str | None, reply: Json) -> None:
         """Add the tool calls of a recorded reply, a canonical message."""
@@ -55,15 +46,18 @@ class AgentStarts:
         for call in calls:
             prompt = _prompt(call["function"]["arguments"])
             if len(prompt) >= _SHORTEST:
-                start = AgentStart(turn_index, call["id"])
+                start = {"started_by_turn": turn_index, "started_by_call": call["id"]}
                 self._calls.append((agent_id, prompt, start))
 
-    def find(self, restored: RestoredRequest, caller: Caller) -> AgentStart | None:
-        """Return what started the agent of a request that begins a conversation."""
+    def find(self, restored: RestoredRequest, caller: Caller) -> Json:
+        """Return the columns of what started the agent of a request.
+
+        They are empty if it does not begin a conversation of a sub-agent.
+        """
         if any(known in ("as_sent", "restored") for known in restored.known):
-            return None
+            return {}
         if caller.harness is not None and caller.agent_id is None:
-            return None
+            return {}
         agent = caller.agent_id or restored.position
         if agent in self._found and caller.agent_id:
             return self._found[agent]
@@ -84,12 +78,7 @@ class AgentStarts:
             call = max(fitting, key=lambda one: len(one[1]))
             self._calls.remove(call)
             self._found[agent] = call[2]
-        return self._found.get(agent)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._calls.clear()
-        self._found.clear()
+        return self._found.get(agent, {})
 
 
 def _prompt(arguments: str) -> str:

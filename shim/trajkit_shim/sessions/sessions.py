@@ -8,22 +8,23 @@ import asyncio
 import json
 import re
 import secrets
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
-from trajkit_shim.answers import RetryIndex
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import refuse
 from trajkit_shim.prompting.reply_matching import Known, ReplyIndex
 from trajkit_shim.prompting.token_cache import TokenCache
 from trajkit_shim.sessions.agent_starts import AgentStarts
-from trajkit_shim.sessions.quotas import Budget, Limits, Reservation
-from trajkit_shim.sessions.turn_log import WrittenTurns
+from trajkit_shim.sessions.answers import KEPT, UNMARKED_SECONDS, Amounts, SharedCall
+from trajkit_shim.sessions.append_log import LogFullError
+from trajkit_shim.sessions.turn_log import TurnLog, WrittenTurns
 from trajkit_shim.timing import Clock
 
 # allowed in an HTTP header and in paths, except . and .., which clients resolve
@@ -41,6 +42,16 @@ FILTERS = ("status", "ended_by", "group_id")
 """Fields by which sessions can be listed."""
 
 EndedBy: TypeAlias = Literal["finish", "close", "drop", "idle", "shutdown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of one session. ``None``: unlimited."""
+
+    max_turns: int | None = None  # answered calls
+    max_prompt_tokens: int | None = None  # prompt tokens, summed over all turns
+    max_output_tokens: int | None = None  # sampled tokens, summed over all turns
+    max_context_tokens: int | None = None  # prompt and output of one call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +90,11 @@ def _updated(outcome: Outcome, fields: Outcome) -> Outcome:
     return new
 
 
-@dataclass(kw_only=True)
-class Counts:
+@dataclass(kw_only=True, eq=False)
+class Counts(Amounts):
     """What happened in a session, as ``GET /sessions/{id}`` names it."""
 
     turns: int = 0  # recorded turns, including aborted ones; the next turn's index
-    answered: int = 0  # turns with an answer
     undelivered: int = 0  # answered turns whose answer was lost
     retried: int = 0  # unmarked retries
     replayed: int = 0  # requests that got an earlier reply or joined a running call
@@ -110,7 +120,6 @@ class Record:
     api_key: str  # secret; names the session in calls
     terms: Terms
     outcome: Outcome
-    budget: Budget
     counts: Counts = field(default_factory=Counts)
     ended_by: EndedBy | None = None
     written: bool = False  # the latest line in the log is up to date
@@ -123,8 +132,6 @@ class Record:
             "ended_by": self.ended_by,
             **vars(self.counts),
             "in_flight": 0,
-            "prompt_tokens": self.budget.prompt_tokens,
-            "output_tokens": self.budget.output_tokens,
             **asdict(self.terms.limits),
             "ttl_seconds": self.terms.ttl_seconds,
             "group_id": self.terms.group_id,
@@ -146,25 +153,27 @@ class Session:
     A running call is only in ``calls``. It changes the counts when it is recorded.
     """
 
-    def __init__(self, record: Record, clock: Clock) -> None:
+    def __init__(self, record: Record, clock: Clock, log: TurnLog) -> None:
         self.record = record
         self.session_id, self.terms = record.session_id, record.terms
-        self.api_key = record.api_key
-        self.counts, self.budget = record.counts, record.budget
+        self.api_key, self.counts = record.api_key, record.counts
+        self.clock, self.log = clock, log
         self.closing = False  # accepts no new calls
         self.closed = False  # records no more turns
-        self.calls: set[asyncio.Task[Any]] = set()
+        self.calls: set[SharedCall] = set()
+        # its latest recorded calls
+        self.answers: deque[SharedCall] = deque(maxlen=KEPT)
+        # of the first turn with each request
+        self.request_ids: dict[bytes, str] = {}
         self.written = WrittenTurns()
         # its replies, to recognize them
         self.replies = ReplyIndex(counts=record.counts.echo)
         # the token ids of its prompts and replies
         self.paths = TokenCache()
-        self.retries = RetryIndex()
         self.agent_starts = AgentStarts()
         # requests until their last byte was sent, and the tasks that serve them
         self.requests: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
         self.timer: asyncio.TimerHandle | None = None
-        self.clock = clock
         self.active_at = clock.time()
 
     def check_open(self) -> None:
@@ -172,29 +181,79 @@ class Session:
         if self.closing or self.closed:
             raise closed_error(self.session_id)
 
-    def admit(self, n: int) -> Reservation:
-        """Return what one more call may use (`Budget.admit`); raise if not open."""
+    def left(self, name: str, needed: int, call: Amounts | None = None) -> int | None:
+        """Return what the other calls leave of a limit, or None if there is no limit.
+
+        ``name``: of a field of `Amounts`. Raises a 403 `GatewayError` if less is left than
+        needed.
+        """
+        unit = "turns" if name == "answered" else name
+        limit = getattr(self.terms.limits, f"max_{unit}")
+        if limit is None:
+            return None
+        others = (each.reserved for each in self.calls if each.reserved is not call)
+        used = sum(getattr(each, name) for each in (self.counts, *others))
+        if used + needed > limit:
+            what = unit.replace("_", " ")
+            rule = f"{used} of the session's {limit} {what} are used or reserved"
+            message = f"{needed} more {what} are needed, but {rule}"
+            raise GatewayError(message, 403, code=f"max_{unit}_exceeded")
+        return int(limit - used)
+
+    def admit(self, n: int) -> Amounts:
+        """Return what one more call of ``n`` replies reserves; raise if it cannot begin."""
         self.check_open()
-        return self.budget.admit(n)
+        for name, needed in ("answered", n), ("prompt_tokens", 1), ("output_tokens", n):
+            self.left(name, needed)
+        return Amounts(answered=n)
+
+    def again(self, digest: bytes) -> SharedCall | None:
+        """Return the latest call with an equal request that was recorded, or that runs."""
+        calls = (*reversed(self.answers), *self.calls)
+        return next((call for call in calls if call.digest == digest), None)
+
+    def retried(self, digest: bytes) -> SharedCall | None:
+        """Return the recorded call that an unmarked retry asks for again, if it is one.
+
+        A request that contains the reply may still come (`SharedCall.confirmed`).
+        """
+        call = self.again(digest)
+        at = None if call is None else call.reached_at
+        late = at is None or self.clock.time() - at > UNMARKED_SECONDS
+        return None if late else call
+
+    def confirm(self, position: bytes) -> None:
+        """Note that a request contains the reply before a position as its last."""
+        for call in reversed(self.answers):
+            if position in call.positions:
+                call.confirm()
+                break
+
+    def remember(self, call: SharedCall) -> None:
+        """Keep a call that was recorded."""
+        self.calls.discard(call)
+        self.request_ids.setdefault(call.digest, call.request_id)
+        self.answers.append(call)
+
+    def amend(self, turns: Sequence[int], reason: str, trainable: bool | None) -> None:
+        """Write what became known of answered turns; dropped ones stay dropped."""
+        if kept := [turn for turn in turns if turn >= self.counts.dropped]:
+            self.log.amend(self.session_id, kept, reason, trainable)
+        change = {"undelivered": 1, "delivered": -1}.get(reason, 0)
+        self.counts.undelivered += change * len(turns)
 
     @contextmanager
-    def request(self) -> Iterator[Callable[[], None]]:
-        """Serve a request in this context; call the yielded function once answered."""
+    def request(self) -> Iterator[None]:
+        """Serve a request in this context."""
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.requests[answered] = asyncio.current_task()
         self.active_at = self.clock.time()
-
-        def end() -> None:
-            self.requests.pop(answered, None)
-            self.active_at = self.clock.time()
-            if not answered.done():
-                answered.set_result(None)
-
         try:
-            yield end
-        except BaseException:
-            end()
-            raise
+            yield
+        finally:
+            del self.requests[answered]
+            self.active_at = self.clock.time()
+            answered.set_result(None)
 
     def describe(self) -> dict[str, object]:
         """Return the session for ``GET /sessions/{id}``."""
@@ -205,21 +264,14 @@ class Session:
 class SessionStore:
     """All sessions of one gateway, by id.
 
-    ``write`` gets a line whenever a session is opened, ends, or is updated after that,
-    ``amend`` a session's id and the indices of its dropped turns. ``max_ended`` sessions
-    are remembered, so that their calls get a specific error.
+    The log gets a line whenever a session is opened, ends, or is updated after that.
+    ``max_ended`` sessions are remembered, so that their calls get a specific error.
     """
 
     def __init__(
-        self,
-        write: Callable[[Mapping[str, object]], None],
-        amend: Callable[[str, range], None],
-        *,
-        clock: Clock | None = None,
-        max_ended: int = 10_000,
+        self, log: TurnLog, *, clock: Clock | None = None, max_ended: int = 10_000
     ) -> None:
-        self._write = write
-        self._amend = amend
+        self._log = log
         self._clock = clock
         self._max_ended = max_ended
         self._open: dict[str, Session] = {}
@@ -248,14 +300,12 @@ class SessionStore:
         if known or hash(session_id) in self._forgotten:
             message = f"session {session_id!r} was opened before"
             raise GatewayError(message, 409, code="session_exists", param="session_id")
-        terms = terms or Terms()
         return self._begin(
             Record(
                 session_id=session_id,
                 api_key=f"tk-{secrets.token_hex(16)}",
-                terms=terms,
+                terms=terms or Terms(),
                 outcome=_updated(_NOTHING_KNOWN, outcome or {}),
-                budget=Budget(terms.limits),
             )
         )
 
@@ -266,50 +316,42 @@ class SessionStore:
         if session_id in self._open:
             message = f"session {session_id!r} is open"
             raise GatewayError(message, 409, code="session_open")
-        before, record.ended_by = record.ended_by, None
-        try:
-            session = self._begin(record)
-        except GatewayError:
-            record.ended_by = before
-            raise
+        session = self._begin(replace(record, ended_by=None, written=False))
         del self._ended[session_id]
         self._past_turns -= record.counts.turns
         return session
 
     def _begin(self, record: Record) -> Session:
-        self._write_line(record)
+        self._write(record)
         clock = self._clock or asyncio.get_running_loop()
-        session = Session(record, clock)
+        session = Session(record, clock, self._log)
         self._open[record.session_id] = session
         self._ids[record.api_key] = record.session_id
         ttl = record.terms.ttl_seconds
-        if ttl is None:
-            return session
-
-        def look() -> None:
-            """Close the session if it has been idle for that long, or look again."""
-            busy = session.requests or session.closing
-            left = ttl if busy else session.active_at + ttl - clock.time()
-            if left > 0:
-                session.timer = clock.call_later(left, look)
-            else:
-                self.end(session, "idle")
-
-        session.timer = clock.call_later(ttl, look)
+        if ttl is not None:
+            session.timer = clock.call_later(ttl, partial(self._look, session, ttl))
         return session
+
+    def _look(self, session: Session, ttl: float) -> None:
+        """Close a session that has been idle for that long, or look again later."""
+        busy = session.requests or session.closing
+        idle = 0.0 if busy else session.clock.time() - session.active_at
+        if idle < ttl:
+            look = partial(self._look, session, ttl)
+            session.timer = session.clock.call_later(ttl - idle, look)
+        else:
+            self.end(session, "idle")
 
     def _check_draining(self) -> None:
         if self.draining:
             raise GatewayError("the gateway is shutting down", 503, code="draining")
 
-    def _write_line(self, record: Record) -> None:
-        record.written = False
-        try:
-            self._write(record.line())
-        except OSError as error:
-            message = f"the session could not be written: {error}"
-            raise GatewayError(message, 500, code="log_failed") from error
-        record.written = True
+    def _write(self, record: Record) -> None:
+        """Write a session's line unless the latest one is up to date."""
+        if not record.written:
+            with writing("the session"):
+                self._log.write_session(record.line())
+            record.written = True
 
     def record(self, session_id: str) -> Record:
         """Return the record of a session, open or ended, or raise a 404."""
@@ -361,17 +403,12 @@ class SessionStore:
         if session.timer is not None:
             session.timer.cancel()
         record = session.record
-        record.ended_by = how
-        for memory in (
-            session.written,
-            session.replies,
-            session.paths,
-            session.retries,
-            session.agent_starts,
-        ):
-            memory.clear()
+        record.ended_by, record.written = how, False
+        session.paths.clear()
+        # they refer to the session, which is released with its last request
+        session.answers.clear()
         for call in session.calls:
-            call.cancel()
+            call.end(closed_error(session.session_id))
         del self._open[session.session_id]
         self._ended[session.session_id] = record
         self._past_turns += record.counts.turns
@@ -379,7 +416,16 @@ class SessionStore:
             name, oldest = self._ended.popitem(last=False)
             del self._ids[oldest.api_key]
             self._forgotten.add(hash(name))
-        self._write_line(record)
+        self._write(record)
+
+    async def _stop(self, session: Session, how: EndedBy) -> None:
+        """End a session; wait until its requests are answered, some seconds each."""
+        self.end(session, how)
+        await _over(session.requests, _GRACE_SECONDS)
+        for task in session.requests.values():
+            if task is not None:
+                task.cancel()
+        await _over(session.requests, _GRACE_SECONDS)
 
     async def finish(
         self,
@@ -393,57 +439,43 @@ class SessionStore:
         Running calls are cancelled after ``wait_seconds``; new ones are rejected meanwhile.
         ``how`` is ignored if the session has ended before.
         """
-        record = self.record(session_id)
-        _updated(record.outcome, fields or {})  # raises before the session closes
+        record, fields = self.record(session_id), fields or {}
+        _updated(record.outcome, fields)  # raises before the session closes
         session = self._open.get(session_id)
         if session is not None:
             session.closing = True
             await _over(session.requests, wait_seconds)
-        # if something else ended it meanwhile, that wrote the outcome known then
-        outcome_written = session is None or session.closed
-        record.outcome = _updated(record.outcome, fields or {})
+        record.outcome = _updated(record.outcome, fields)
+        record.written &= not fields
         if session is not None:
-            self.end(session, how)
-            await stop(session)
-        if (outcome_written and fields) or not record.written:
-            self._write_line(record)
+            await self._stop(session, how)
+        self._write(record)
         return record.describe()
 
     async def drop(self, session_id: str) -> dict[str, object]:
         """End a session and exclude all its turns so far from training."""
         record = self.record(session_id)
-        session = self._open.get(session_id)
-        if session is not None:
-            self.end(session, "drop")
-            await stop(session)
+        if session_id in self._open:
+            await self._stop(self._open[session_id], "drop")
         turns = range(record.counts.dropped, record.counts.turns)
         if turns:
-            try:
-                self._amend(session_id, turns)
-            except OSError as error:
-                message = f"the turns could not be dropped: {error}"
-                raise GatewayError(message, 500, code="log_failed") from error
+            with writing("the amendment of the dropped turns"):
+                self._log.amend(session_id, turns, "dropped", False)
             record.counts.dropped = turns.stop
-        if record.ended_by != "drop" or not record.written:
-            record.ended_by = "drop"
-            self._write_line(record)
+        if record.ended_by != "drop":
+            record.ended_by, record.written = "drop", False
+        self._write(record)
         return record.describe()
 
     async def drain(self, wait_seconds: float) -> None:
         """Accept no more sessions and calls; end all sessions after ``wait_seconds``."""
         self.draining = True
-        sessions = list(self._open.values())
-        await _over([each for one in sessions for each in one.requests], wait_seconds)
-        unwritten: list[GatewayError] = []
-        for session in sessions:
-            try:
-                self.end(session, "shutdown")
-            except GatewayError as error:
-                unwritten.append(error)
-        for session in sessions:
-            await stop(session)
-        if unwritten:
-            raise unwritten[0]
+        requests = [each for one in self._open.values() for each in one.requests]
+        await _over(requests, wait_seconds)
+        ends = [self.finish(session_id, "shutdown") for session_id in self._open]
+        for ended in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
 
     def counts(self) -> dict[str, int]:
         """Return counts of open, closed and forgotten sessions, calls and turns."""
@@ -457,15 +489,6 @@ class SessionStore:
         }
 
 
-async def stop(session: Session) -> None:
-    """Wait until the requests of an ended session are answered, for some seconds each."""
-    await _over(session.requests, _GRACE_SECONDS)
-    for task in session.requests.values():
-        if task is not None:
-            task.cancel()
-    await _over(session.requests, _GRACE_SECONDS)
-
-
 async def _over(waiting: Iterable[asyncio.Future[None]], seconds: float) -> None:
     """Return when all are done, or after ``seconds``."""
     waiting = list(waiting)
@@ -476,3 +499,16 @@ async def _over(waiting: Iterable[asyncio.Future[None]], seconds: float) -> None
 def closed_error(session_id: str) -> GatewayError:
     """Return the error of a call to a session that has ended."""
     return GatewayError(f"session {session_id!r} is closed", 410, code="session_closed")
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Write to the log in this context; an `OSError` becomes a `GatewayError`."""
+    try:
+        yield
+    except LogFullError as error:
+        message = f"the log is full: {error}"
+        raise GatewayError(message, 507, code="log_full") from error
+    except OSError as error:
+        message = f"{what} could not be written: {error}"
+        raise GatewayError(message, 500, code="log_failed") from error

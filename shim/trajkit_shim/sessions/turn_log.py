@@ -145,10 +145,6 @@ class WrittenTurns:
     """What the log has of one session."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything."""
         # keys of the messages whose body is in the log
         self.keys: set[bytes] = set()
         self.forget_turns()

@@ -9,7 +9,7 @@ from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, ScriptedEngine
 from trajkit_shim.chat.request import assistant_message, tool_call
 from trajkit_shim.prompting.reply_matching import RestoredRequest
-from trajkit_shim.sessions.agent_starts import AgentStart, AgentStarts
+from trajkit_shim.sessions.agent_starts import AgentStarts
 from trajkit_shim.sessions.client_identity import Caller
 
 pytestmark = pytest.mark.anyio
@@ -167,7 +167,10 @@ def test_a_prompt_of_several_lines_next_to_an_image():
     starts.add(3, None, assistant_message("", calls=[call]))
     parts = [{"type": "text", "text": prompt}, {"type": "image", "sha256": "0" * 64}]
     opening = RestoredRequest([{"role": "user", "content": parts}])
-    assert starts.find(opening, Caller()) == AgentStart(3, "c")
+    assert starts.find(opening, Caller()) == {
+        "started_by_turn": 3,
+        "started_by_call": "c",
+    }
 
 
 @pytest.mark.parametrize("arguments", ['["a text that is no prompt"]', "null", "7"])
@@ -177,4 +180,4 @@ def test_arguments_that_are_no_object(arguments):
     call = tool_call("c", "Agent", arguments)
     starts.add(0, None, assistant_message("", calls=[call]))
     opening = RestoredRequest([{"role": "user", "content": arguments}])
-    assert starts.find(opening, Caller()) is None
+    assert starts.find(opening, Caller()) == {}

@@ -5,8 +5,8 @@ import gc
 import json
 import logging
 import sys
-from collections import deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import anthropic
 import openai
@@ -19,8 +19,7 @@ from tests.shim.clients import in_process, on_socket
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.pauses import Gate
-from trajkit_shim.sessions.quotas import Budget, Limits
-from trajkit_shim.sessions.sessions import Session, SessionStore, Terms
+from trajkit_shim.sessions.sessions import Limits, Session, SessionStore, Terms
 
 USER = {"role": "user", "content": "hi"}
 
@@ -60,18 +59,13 @@ class Arranged:
 
 
 class Lines:
-    """What a store writes."""
+    """A log, and a store that writes to it."""
 
     def __init__(self, **options):
         self.sessions = []
-        self.dropped = []
+        self.write_session = self.sessions.append
         self.clock = Clock()
-        self.store = SessionStore(
-            self.sessions.append,
-            lambda session_id, turns: self.dropped.append((session_id, list(turns))),
-            clock=self.clock,
-            **options,
-        )
+        self.store = SessionStore(self, clock=self.clock, **options)
 
 
 async def ask(client, **fields):
@@ -170,7 +164,7 @@ async def test_a_prompt_that_fits_exactly_is_taken(tmp_path):
         n = len(engine.prompts[0])
         await ask(await gateway.open(max_prompt_tokens=n))
         with pytest.raises(
-            openai.PermissionDeniedError, match=f"prompt has {n} tokens"
+            openai.PermissionDeniedError, match=f"{n} more prompt tokens"
         ):
             await ask(await gateway.open(max_prompt_tokens=n - 1))
         # the context needs room for one token of a reply
@@ -191,32 +185,32 @@ async def test_a_prompt_that_fits_exactly_is_taken(tmp_path):
     st.integers(1, 20),
 )
 def test_a_budget_is_never_overdrawn(calls, prompts, outputs):
-    budget = Budget(Limits(max_prompt_tokens=prompts, max_output_tokens=outputs))
-    under_way = deque()
+    limits = Limits(max_prompt_tokens=prompts, max_output_tokens=outputs)
+    session = Lines().store.open("a", Terms(limits=limits))
+    session.calls, used = [], session.counts
+
+    def end():
+        ended = session.calls.pop(0).reserved
+        used.prompt_tokens += ended.prompt_tokens
+        used.output_tokens += ended.output_tokens
+
     for prompt, wish, ends in calls:
-        if ends and under_way:
-            reservation, prompt_used, output_used = under_way.popleft()
-            budget.spend(prompt_used, output_used, answered=True)
-            reservation.release()
+        if ends and session.calls:
+            end()
             continue
         try:
-            reservation = budget.admit()
+            reserved = session.admit(1)
+            session.left("prompt_tokens", prompt)
+            granted = min(wish, session.left("output_tokens", 1))
         except GatewayError:
-            continue
-        try:
-            granted = reservation.max_new_tokens(prompt, wish)
-        except GatewayError:
-            reservation.release()
             continue
         assert 1 <= granted <= wish
-        reservation.reserve(prompt, granted)
-        under_way.append((reservation, prompt, granted))
-    for reservation, prompt, granted in under_way:
-        budget.spend(prompt, granted, answered=True)
-        reservation.release()
-    assert budget.prompt_tokens <= prompts
-    assert budget.output_tokens <= outputs
-    assert not budget._reserved
+        reserved.prompt_tokens, reserved.output_tokens = prompt, granted
+        session.calls.append(SimpleNamespace(reserved=reserved))
+    while session.calls:
+        end()
+    assert used.prompt_tokens <= prompts
+    assert used.output_tokens <= outputs
 
 
 # How it ends
