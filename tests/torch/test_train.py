@@ -18,16 +18,17 @@ from trajkit.schema import SESSIONS
 from trajkit_shim.app import create_app
 from trajkit_shim.engines.base import UpdatableEngine
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
-from trajkit_shim.engines.torch_model import TorchEngine
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
-from trajkit_shim.train import Settings, run_train
-from trajkit_shim.train.agents import Gateway
-from trajkit_shim.train.loop import learn
-from trajkit_shim.train.model import END, make_model, make_tokenizer
-from trajkit_shim.train.task import NUMBERS, TOOLS, make_task
+from trajkit_train.agents import Gateway
+from trajkit_train.loop import learn
+from trajkit_train.model import END, make_model, make_tokenizer
+from trajkit_train.run import run_train
+from trajkit_train.settings import Settings
+from trajkit_train.task import NUMBERS, TOOLS, make_task
+from trajkit_train.torch_engine import TorchEngine
 
 TOKENIZER = make_tokenizer()
 (END_ID,) = TOKENIZER.encode(END)

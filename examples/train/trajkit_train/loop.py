@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +21,20 @@ from trajkit.training import advantages
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.engines.base import Engine
-from trajkit_shim.engines.torch_model import TorchEngine
-from trajkit_shim.prompting.prompts import Mode
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
-from trajkit_shim.train.agents import Demonstrator, Gateway
-from trajkit_shim.train.model import make_model, make_tokenizer
-from trajkit_shim.train.task import make_task
+from trajkit_train.agents import Demonstrator, Gateway
+from trajkit_train.model import make_model, make_tokenizer
+from trajkit_train.settings import Settings
+from trajkit_train.task import make_task
+from trajkit_train.torch_engine import TorchEngine
 
 # the longest reply is 14 tokens
 _MAX_NEW_TOKENS = 32
 _AGENTS = 50  # scripted runs at the same time
 _WARM_TOKENS = 2048  # of one optimizer step
 _WARM_RATE = 5e-3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How to train; the same for all seeds and policies of a run."""
-
-    warm_runs: int = 600  # scripted runs of the warm start, and its optimizer steps
-    warm_steps: int = 300
-    steps: int = 25
-    tasks: int = 8  # per step
-    samples: int = 8  # rollouts per task, which form a group
-    epochs: int = 2  # passes over the packs of a step, an update of the weights each
-    width: int = 64
-    layers: int = 2
-    learning_rate: float = 1e-3
-    clip: tuple[float, float] = (0.2, 0.2)
-    # a mask on the CPU costs the square of a pack's tokens
-    pack_tokens: int = 256
-    prompts: Mode = "render"
-    device: str = "cpu"
 
 
 def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from trajkit.schema import SESSIONS
 from trajkit_shim.engines import base
-from trajkit_shim.train.model import END
-from trajkit_shim.train.task import MAX_TURNS, TOOLS, Task, scripted_reply
+from trajkit_train.model import END
+from trajkit_train.task import MAX_TURNS, TOOLS, Task, scripted_reply
 
 # like most clients, the agent does not send the reasoning of a reply back
 _SENT_BACK = ("role", "content", "tool_calls")
