@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.feather
+import torch
+from transformers.utils import logging
 
 from trajkit.cli.progress import Progress
 from trajkit.policies import policy as named_policy
@@ -48,7 +50,9 @@ def run_train(
     with (
         Progress("training", "runs") as progress,
         # forked processes would share the state of torch's threads
-        ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool,
+        ProcessPoolExecutor(
+            jobs, multiprocessing.get_context("spawn"), _prepare_process
+        ) as pool,
     ):
 
         def ended(futures: list[Future[T]]) -> list[T]:
@@ -75,3 +79,9 @@ def run_train(
     (out / "summary.json").write_text(text, encoding="utf-8")
     sys.stdout.write((json_text.dumps(summary) if json else described(summary)) + "\n")
     return 0
+
+
+def _prepare_process() -> None:
+    # runs share the cores, and one thread keeps the order of sums
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
