@@ -194,9 +194,13 @@ def _gateway(
             max_new_tokens=_MAX_NEW_TOKENS, prompts=settings.prompts, attributed=False
         ),
     )
+    # httpx closes idle connections above a limit, even one that a thread is about to use
+    limits = httpx.Limits(max_connections=None)
     with (
         running(app) as url,
-        httpx.Client(base_url=url, timeout=None, trust_env=False) as client,
+        httpx.Client(
+            base_url=url, timeout=None, limits=limits, trust_env=False
+        ) as client,
     ):
         yield Gateway(client), log
 
