@@ -31,7 +31,12 @@ def pages() -> Iterator[tuple[Path, str]]:
 
 def docstrings() -> Iterator[tuple[Path, str]]:
     """Docstrings of Python and Cython sources, those of constants included."""
-    for folder in ("trajkit", "shim/trajkit_shim", "_native"):
+    for folder in (
+        "trajkit",
+        "shim/trajkit_shim",
+        "examples/train/trajkit_train",
+        "_native",
+    ):
         for path in sorted((ROOT / folder).rglob("*.p*")):
             if path.suffix in {".py", ".pyi"}:
                 for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -15,7 +15,11 @@ import trajkit
 from trajkit import _core
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = {"trajkit": ROOT / "trajkit", "trajkit_shim": ROOT / "shim/trajkit_shim"}
+PACKAGES = {
+    "trajkit": ROOT / "trajkit",
+    "trajkit_shim": ROOT / "shim/trajkit_shim",
+    "trajkit_train": ROOT / "examples/train/trajkit_train",
+}
 
 PUBLIC = [
     trajkit,
@@ -50,7 +54,15 @@ HEAVY = {
 
 def sources() -> Iterator[Path]:
     """Everything that people wrote here, data files aside."""
-    for name in (".ci", "_native", "benchmarks", "shim", "tests", "trajkit"):
+    for name in (
+        ".ci",
+        "_native",
+        "benchmarks",
+        "examples",
+        "shim",
+        "tests",
+        "trajkit",
+    ):
         for path in (ROOT / name).rglob("*"):
             if path.suffix in {
                 "",
@@ -91,7 +103,7 @@ def modules_after(statement: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'shim'}"},
+        env={"PYTHONPATH": ":".join(str(path.parent) for path in PACKAGES.values())},
         capture_output=True,
         text=True,
         check=True,
@@ -117,13 +129,14 @@ def test_importing_trajkit_leaves_the_compute_functions_alone():
     assert "pyarrow.compute" not in modules_after(EVERY_NAME)
 
 
-def test_the_shim_s_commands_load_nothing_heavy_before_they_run():
-    assert loaded_by("import trajkit_shim.cli").isdisjoint(HEAVY)
+@pytest.mark.parametrize("module", ["trajkit_shim.cli", "trajkit_train.command"])
+def test_commands_load_nothing_heavy_before_they_run(module):
+    assert loaded_by(f"import {module}").isdisjoint(HEAVY)
 
 
 @pytest.mark.parametrize("path", modules("trajkit"), ids=lambda path: path.name)
 def test_trajkit_imports_nothing_heavy_and_never_the_shim(path):
-    refused = HEAVY | {"trajkit_shim"}
+    refused = HEAVY | {"trajkit_shim", "trajkit_train"}
     if path == ROOT / "trajkit/cli/tokenizer.py":
         # when a command is given one, and nowhere else
         refused -= {"tokenizers", "transformers"}
@@ -145,17 +158,21 @@ def test_trajkit_imports_nothing_heavy_and_never_the_shim(path):
         assert name.partition(".")[0] not in refused
 
 
-@pytest.mark.parametrize("path", modules("trajkit_shim"), ids=lambda path: path.name)
-def test_the_shim_imports_public_names_of_trajkit_only(path):
-    folder = path.relative_to(PACKAGES["trajkit_shim"])
-    # the training demo is an extra that no other part imports
-    trains = folder.parts[0] == "train" or str(folder) == "engines/torch_model.py"
-    refused = {"sglang"} if trains else {"sglang", "torch"}
-    for name in imports(path):
-        top, *rest = name.split(".")
-        assert top not in refused
-        if top == "trajkit":
-            assert not any(part.startswith("_") for part in rest), name
+@pytest.mark.parametrize(
+    ("package", "refused"),
+    [
+        ("trajkit_shim", {"sglang", "torch", "trajkit_train"}),
+        ("trajkit_train", {"sglang"}),
+    ],
+)
+def test_the_shim_and_the_training_demo_import_public_names_only(package, refused):
+    for path in modules(package):
+        for name in imports(path):
+            top, *rest = name.split(".")
+            assert top not in refused, f"{path.relative_to(ROOT)} imports {name}"
+            if top in PACKAGES.keys() - {package}:
+                private = [part for part in rest if part.startswith("_")]
+                assert not private, f"{path.relative_to(ROOT)} imports {name}"
 
 
 def allowed_imports(package: str) -> dict[str, set[str]]:

@@ -101,9 +101,13 @@ def test_the_command_makes_rows(tmp_path):
     assert tk.read_rows(tmp_path / "rows.parquet") == tk.linearize(TURNS)
 
 
-def test_a_command_of_the_gateway_names_the_extra_that_it_needs():
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [(["serve", "--out", "run"], "shim"), (["train-demo"], "train")],
+)
+def test_a_command_names_the_extra_that_it_needs(command, extra):
     done = subprocess.run(
-        [COMMAND, "serve", "--out", "run"], capture_output=True, check=False, text=True
+        [COMMAND, *command], capture_output=True, check=False, text=True
     )
     assert done.returncode == 2
-    assert "trajkit[shim]" in done.stderr
+    assert f"trajkit[{extra}]" in done.stderr

@@ -1,4 +1,4 @@
-"""The shim's commands: ``trajkit serve``, ``trajkit demo`` and ``trajkit train-demo``.
+"""The shim's commands ``trajkit serve`` and ``trajkit demo``.
 
 Their dependencies come with an extra, and are imported when a command runs.
 """
@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from contextlib import ExitStack, suppress
-from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -89,66 +88,13 @@ def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
         if find_spec("minisweagent") is None:
             raise ModuleNotFoundError(name="minisweagent")
         from trajkit_shim.demo import run_demo
-    out = arguments.out or _free(Path("runs/demo"))
+    out = arguments.out or first_free(Path("runs/demo"))
     return run_demo(
         out, sessions=arguments.sessions, seed=arguments.seed, json=arguments.json
     )
 
 
-def add_train_demo(commands: Commands) -> None:
-    """Add ``train-demo`` to the command line."""
-    parser = commands.add_parser(
-        "train-demo",
-        help="watch a small model learn from what its agent did",
-        description="Train a small model in a loop: an agent with tools calls it "
-        "through the gateway, the recorded turns become rows and tree packs, and the "
-        "new weights go back through the gateway. The same seeds are trained under "
-        "several policies. Prints tables, and writes steps.arrow, summary.json and "
-        "reward.svg.",
-    )
-    add_options(
-        parser,
-        """
--o --out RUN  directory of the run (default: the first free one of runs/train, runs/train-2,
-    ...)
---steps N 25  optimizer steps, each on rollouts of its own (default: %(default)s)
---seeds N 3  number of seeds (default: %(default)s)
---seed SEED 0  the first seed (default: %(default)s)
---policy NAME...  a policy to train under; repeat it for several (default: faithful, slime,
-    trl and polar)
---tasks N 8  tasks per step (default: %(default)s)
---samples N 8  rollouts per task (default: %(default)s)
---prompts {render,append}  how the gateway builds prompts, as for serve: render (the default
-    here) or append
---width N 64  of the model (default: %(default)s)
---layers N 2  of the model (default: %(default)s)
---learning-rate RATE 0.001  of the loop (default: %(default)s)
---pack-tokens N 256  tokens of a pack (default: %(default)s; take more on a GPU)
---device NAME cpu  torch device of model and engine (default: %(default)s)
---jobs N  runs at the same time, a process each (default: one per core, or one on a GPU)
---json  print only one JSON object
-""",
-        out={"type": Path},
-    )
-    parser.set_defaults(run=lambda arguments: _train_demo(parser, arguments))
-
-
-def _train_demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    with options.needs_extra(parser, "train"):
-        from trajkit_shim.train import Settings, run_train
-
-    names, given = {field.name for field in fields(Settings)}, vars(arguments)
-    return run_train(
-        arguments.out or _free(Path("runs/train")),
-        Settings(**{key: given[key] for key in given.keys() & names}),
-        policies=arguments.policy or None,
-        seeds=range(arguments.seed, arguments.seed + arguments.seeds),
-        jobs=arguments.jobs,
-        json=arguments.json,
-    )
-
-
-def _free(path: Path) -> Path:
+def first_free(path: Path) -> Path:
     """The path, or the first free one with a number appended."""
     numbered = (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
     return next(each for each in itertools.chain([path], numbered) if not each.exists())

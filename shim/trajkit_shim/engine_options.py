@@ -306,7 +306,7 @@ def needs_extra(parser: argparse.ArgumentParser, extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         missing = (error.name or "trajkit").partition(".")[0]
-        if missing in {"trajkit", "trajkit_shim"}:
+        if missing.startswith("trajkit"):
             raise
         parser.exit(
             BAD_USAGE,

@@ -303,7 +303,7 @@ def test_from_outside_with_nobody_reading(turns):
     with os.fdopen(writer, "w") as closed:
         done = subprocess.run(
             [sys.executable, "-c", code, "drift", turns],
-            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'shim'}"},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=closed,
             stderr=subprocess.PIPE,
             text=True,

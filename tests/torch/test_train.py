@@ -18,16 +18,17 @@ from trajkit.schema import SESSIONS
 from trajkit_shim.app import create_app
 from trajkit_shim.engines.base import UpdatableEngine
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
-from trajkit_shim.engines.torch_model import TorchEngine
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
-from trajkit_shim.train import Settings, run_train
-from trajkit_shim.train.agents import Gateway
-from trajkit_shim.train.loop import learn
-from trajkit_shim.train.model import END, make_model, make_tokenizer
-from trajkit_shim.train.task import NUMBERS, TOOLS, make_task
+from trajkit_train.agents import Gateway
+from trajkit_train.loop import learn, warm_start
+from trajkit_train.model import END, make_model, make_tokenizer
+from trajkit_train.run import run_train
+from trajkit_train.settings import Settings
+from trajkit_train.task import NUMBERS, TOOLS, make_task
+from trajkit_train.torch_engine import TorchEngine
 
 TOKENIZER = make_tokenizer()
 (END_ID,) = TOKENIZER.encode(END)
@@ -102,7 +103,7 @@ def test_draws_follow_the_distribution():
         ]
         return await asyncio.gather(*calls)
 
-    samples = run(lambda: TorchEngine(model, max_batch=500), work)
+    samples = run(lambda: TorchEngine(model), work)
     share = np.mean([sample.output_ids[0] == likely for sample in samples])
     chance = float(chances[likely])
     assert abs(share - chance) < 4 * math.sqrt(chance * (1 - chance) / 2000)
@@ -223,7 +224,7 @@ def test_weights_that_do_not_fit_leave_the_old_ones(tmp_path):
 def test_the_gateway_updates_weights_in_the_middle_of_a_session(tmp_path):
     new = small_model(seed=1)
     new.save_pretrained(tmp_path / "new")
-    engine = TorchEngine(small_model(), version="old", seed=0)
+    engine = TorchEngine(small_model(), version="old")
     app = create_app(engine, ChatRenderer(TOKENIZER), TurnLog(tmp_path / "log"))
     update = {"model_path": str(tmp_path / "new"), "weight_version": "new"}
 
@@ -327,6 +328,12 @@ def test_a_chain_leads_to_the_answer():
     assert task.call("ask", "[1]") == task.call("ask", '{"name": "attic"}') == "error"
 
 
+def test_a_seed_gives_the_same_warm_start_each_time(tmp_path):
+    settings = Settings(warm_runs=30, warm_steps=3, width=32)
+    one, other = (warm_start(tmp_path / name, 4, settings) for name in ("a", "b"))
+    assert one["loss"] == other["loss"]
+
+
 def test_the_demo_trains_reports_and_keeps_its_run(tmp_path, capsys):
     settings = Settings(
         warm_runs=60, warm_steps=40, steps=3, tasks=2, samples=4, width=32
@@ -366,11 +373,12 @@ def test_an_error_of_the_gateway_is_a_connection_error_with_its_text(tmp_path):
         ChatRenderer(load_tokenizer()),
         TurnLog(tmp_path / "log"),
     )
-    with running(app, "127.0.0.1") as url:
-        gateway = Gateway(url)
+    with running(app, "127.0.0.1") as url, httpx.Client(base_url=url) as client:
+        gateway = Gateway(client)
         with pytest.raises(
             ConnectionError, match=r"^POST /sessions/no/finish: 404 .*session.*$"
         ):
             gateway.post("/sessions/no/finish", {})
-    with pytest.raises(ConnectionError, match=r"^POST /sessions: .*refused$"):
-        gateway.post("/sessions", {})
+    with httpx.Client(base_url=url) as client:
+        with pytest.raises(ConnectionError, match=r"^POST /sessions: .*refused$"):
+            Gateway(client).post("/sessions", {})

@@ -18,7 +18,8 @@ from trajkit_shim.engines import base
 from trajkit_shim.engines.checks import check_sampling
 from trajkit_shim.errors import EngineError
 
-# how long a batch waits for one more call
+# calls that are sampled together, and how long they wait for one more
+_MAX_BATCH = 64
 _GATHER_S = 0.003
 
 
@@ -47,16 +48,15 @@ class _Call:
             self.result.set_result(self._sample("length"))
 
     def _sample(self, finish_reason: str) -> base.Sample:
-        pairs = enumerate(itertools.pairwise(self.versions), 1)
-        starts = [0, *(i for i, (before, version) in pairs if version != before)]
+        spans, stop = [], 0
+        for version, tokens in itertools.groupby(self.versions):
+            start, stop = stop, stop + len(list(tokens))
+            spans.append(base.WeightSpan(version, start, stop))
         return base.Sample(
             output_ids=np.array(self.ids[self.n_prompt :], np.int32),
             output_logprobs=np.array(self.logprobs, np.float32),
             finish_reason=finish_reason,
-            weight_versions=tuple(
-                base.WeightSpan(self.versions[start], start, stop)
-                for start, stop in itertools.pairwise([*starts, len(self.versions)])
-            ),
+            weight_versions=tuple(spans),
             prompt_tokens=self.n_prompt,
         )
 
@@ -74,25 +74,12 @@ class TorchEngine:
         A causal language model, which the engine owns from now on.
     version : str
         The version of the weights until the first update.
-    seed : int, optional
-        For calls without a seed of their own. Default: random.
-    max_batch : int
-        The number of calls that are sampled together.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        version: str = "initial",
-        seed: int | None = None,
-        max_batch: int = 64,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, version: str = "initial") -> None:
         self._model = model
         model.train(False)
         self._version = version
-        self._random = random.Random(seed)
-        self._max_batch = max_batch
         config = model.config.get_text_config(decoder=True)
         self._info = base.EngineInfo(
             model="torch",
@@ -115,9 +102,8 @@ class TorchEngine:
         check_sampling(sampling, "torch")
         if sampling.temperature == 0:
             raise EngineError("temperature = 0 is not above 0", 400)
-        seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
         ids = request.prompt_ids.tolist()
-        call = _Call(ids, len(ids), sampling, random.Random(seed))
+        call = _Call(ids, len(ids), sampling, random.Random(sampling.seed))
         self._waiting.append(call)
         if self._sampler is None or self._sampler.done():
             self._sampler = asyncio.create_task(self._run())
@@ -166,11 +152,11 @@ class TorchEngine:
         """Sample batch after batch while calls wait."""
         while self._waiting:
             n_waiting = 0
-            while n_waiting < len(self._waiting) < self._max_batch:
+            while n_waiting < len(self._waiting) < _MAX_BATCH:
                 n_waiting = len(self._waiting)
                 await asyncio.sleep(_GATHER_S)
-            calls = self._waiting[: self._max_batch]
-            del self._waiting[: self._max_batch]
+            calls = self._waiting[:_MAX_BATCH]
+            del self._waiting[:_MAX_BATCH]
             try:
                 await self._sample(calls)
             # whatever failed, its callers must hear of it

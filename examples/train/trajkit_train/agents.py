@@ -4,6 +4,7 @@ import random
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -13,26 +14,25 @@ from transformers import PreTrainedTokenizerFast
 
 from trajkit.schema import SESSIONS
 from trajkit_shim.engines import base
-from trajkit_shim.train.model import END
-from trajkit_shim.train.task import MAX_TURNS, TOOLS, Task, scripted_reply
+from trajkit_train.model import END
+from trajkit_train.task import MAX_TURNS, TOOLS, Task, scripted_reply
 
+# rollouts at the same time: as many as the engine samples together
+_AGENTS = 64
 # like most clients, the agent does not send the reasoning of a reply back
 _SENT_BACK = ("role", "content", "tool_calls")
 
 
+@dataclass(frozen=True, slots=True)
 class Gateway:
-    """A client of one gateway, for agents and for the trainer."""
+    """A gateway, for agents and for the trainer. ``client``: of its address."""
 
-    def __init__(self, url: str) -> None:
-        limits = httpx.Limits(max_connections=None)
-        self._client = httpx.Client(
-            base_url=url, timeout=None, limits=limits, trust_env=False
-        )
+    client: httpx.Client
 
     def post(self, path: str, body: dict[str, Any], key: str = "") -> Any:
         """Return the JSON answer; raise `ConnectionError` if there is an error instead."""
         try:
-            answer = self._client.post(path, json=body, headers={"x-session-key": key})
+            answer = self.client.post(path, json=body, headers={"x-session-key": key})
         except httpx.HTTPError as error:
             raise ConnectionError(f"POST {path}: {error}") from error
         if answer.is_error:
@@ -40,13 +40,13 @@ class Gateway:
         return answer.json()
 
     def rollouts(self, tasks: Sequence[Task], samples: int) -> pa.Table:
-        """Have ``samples`` agents work on each task, all at the same time.
+        """Have ``samples`` agents work on each task, in parallel.
 
         The sessions of a task are a group of its name. Returns
         `trajkit.schema.SESSIONS` with their rewards, which the gateway logs, too.
         """
         jobs = [(task, sample) for task in tasks for sample in range(samples)]
-        with ThreadPoolExecutor(len(jobs), "agent") as pool:
+        with ThreadPoolExecutor(_AGENTS, "agent") as pool:
             ended = list(pool.map(lambda job: self._rollout(*job), jobs))
         return pa.Table.from_pylist(ended, SESSIONS)
 
@@ -68,7 +68,7 @@ class Gateway:
             }
             reply = self.post("/v1/chat/completions", request, key)
             message = reply["choices"][0]["message"]
-            messages.append({key: message.get(key) for key in _SENT_BACK})
+            messages.append({field: message.get(field) for field in _SENT_BACK})
             if not message.get("tool_calls"):
                 answer = message["content"]
                 break

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import trajkit.torch.attention  # noqa: F401  registers the attention
-from trajkit_shim.train.task import NUMBERS, PEOPLE, PLACES
+from trajkit_train.task import NUMBERS, PEOPLE, PLACES
 
 END = "<|im_end|>"
 _SPECIAL = ("<|pad|>", "<|im_start|>", END)

@@ -1,20 +1,19 @@
 """The two halves of the training demo: a warm start on scripted runs, and the loop."""
 
-import hashlib
 import math
 import random
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
-from transformers.utils import logging
 
 import trajkit as tk
 from trajkit.torch import PackDataset, edge_logprobs, nll_loss, policy_loss
@@ -22,40 +21,19 @@ from trajkit.training import advantages
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.engines.base import Engine
-from trajkit_shim.engines.torch_model import TorchEngine
-from trajkit_shim.prompting.prompts import Mode
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
-from trajkit_shim.train.agents import Demonstrator, Gateway
-from trajkit_shim.train.model import make_model, make_tokenizer
-from trajkit_shim.train.task import make_task
+from trajkit_train.agents import Demonstrator, Gateway
+from trajkit_train.model import make_model, make_tokenizer
+from trajkit_train.settings import Settings
+from trajkit_train.task import make_task
+from trajkit_train.torch_engine import TorchEngine
 
 # the longest reply is 14 tokens
 _MAX_NEW_TOKENS = 32
-_AGENTS = 50  # scripted runs at the same time
 _WARM_TOKENS = 2048  # of one optimizer step
 _WARM_RATE = 5e-3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How to train; the same for all seeds and policies of a run."""
-
-    warm_runs: int = 600  # scripted runs of the warm start, and its optimizer steps
-    warm_steps: int = 300
-    steps: int = 25
-    tasks: int = 8  # per step
-    samples: int = 8  # rollouts per task, which form a group
-    epochs: int = 2  # passes over the packs of a step, an update of the weights each
-    width: int = 64
-    layers: int = 2
-    learning_rate: float = 1e-3
-    clip: tuple[float, float] = (0.2, 0.2)
-    # a mask on the CPU costs the square of a pack's tokens
-    pack_tokens: int = 256
-    prompts: Mode = "render"
-    device: str = "cpu"
 
 
 def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
@@ -68,11 +46,8 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
     tasks = [make_task(f"{seed}.warm.{i}") for i in range(settings.warm_runs)]
     tokenizer = make_tokenizer()
     with _gateway(Demonstrator(tokenizer), out, settings) as (gateway, log):
-        sessions = pa.concat_tables(
-            gateway.rollouts(tasks[start : start + _AGENTS], 1)
-            for start in range(0, len(tasks), _AGENTS)
-        )
-    rows = tk.linearize(tk.read_turns(log), sessions=sessions)
+        sessions = gateway.rollouts(tasks, 1)
+    rows = tk.linearize(_turns_of(sessions, log), sessions=sessions)
     packs = PackDataset(tk.pack(rows, settings.pack_tokens))
     model: Any = make_model(
         len(tokenizer), seed=seed, width=settings.width, layers=settings.layers
@@ -84,7 +59,7 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
         rate = min((step + 1) / 20, 2 * (1 - step / settings.warm_steps), 1)
         optimizer.param_groups[0]["lr"] = _WARM_RATE * rate
         n_packs = max(_WARM_TOKENS // settings.pack_tokens, 1)
-        batch = [packs[draw.randrange(len(packs))] for _ in range(n_packs)]
+        batch = draw.choices(packs, k=n_packs)
         total = sum(float(pack.edge_weight.sum()) for pack in batch)
         loss = 0.0
         for pack in batch:
@@ -121,7 +96,7 @@ def train(
 
     model = load("trajkit")
     optimizer = _optimizer(model, settings.learning_rate)
-    engine = TorchEngine(load("sdpa"), version="warm-start", seed=seed)
+    engine = TorchEngine(load("sdpa"), version="warm-start")
     think = make_tokenizer().get_vocab()["<think>"]
     lines = []
     with _gateway(engine, out, settings) as (gateway, log):
@@ -130,12 +105,8 @@ def train(
             tasks = [make_task(f"{seed}.{step}.{i}") for i in range(settings.tasks)]
             sessions = gateway.rollouts(tasks, settings.samples)
             sampled = time.monotonic()
-            turns = tk.read_turns(log)
-            own = pc.is_in(turns["session_id"], sessions["session_id"].combine_chunks())
-            order = [("session_id", "ascending"), ("turn_index", "ascending")]
-            turns = turns.filter(own).sort_by(order)
+            turns = _turns_of(sessions, log)
             outputs = turns["output_ids"]
-            digest = hashlib.blake2b(repr(outputs.to_pylist()).encode(), digest_size=8)
             thinks = pc.equal(pc.list_element(outputs, 0), think)
             learned = learn(model, optimizer, turns, sessions, policy, settings)
             model.save_pretrained(weights)
@@ -149,7 +120,8 @@ def train(
                 "policy": policy,
                 "step": step,
                 "reward": pc.mean(sessions["reward"]).as_py(),
-                "digest": digest.hexdigest(),  # of what was sampled
+                # of what was sampled
+                "digest": f"{zlib.crc32(repr(outputs.to_pylist()).encode()):08x}",
                 # the share of replies that begin with reasoning
                 "thinking": pc.mean(thinks).as_py(),
                 **learned,
@@ -158,6 +130,14 @@ def train(
             }
             lines.append(line)
     return lines
+
+
+def _turns_of(sessions: pa.Table, log: Path) -> pa.Table:
+    """The turns of these sessions, in an order that does not depend on timing."""
+    turns = tk.read_turns(log)
+    own = pc.is_in(turns["session_id"], sessions["session_id"].combine_chunks())
+    order = [("session_id", "ascending"), ("turn_index", "ascending")]
+    return turns.filter(own).sort_by(order)
 
 
 def learn(
@@ -177,7 +157,8 @@ def learn(
     scored = advantages(report, "group_mean", scale="group_std")
     rows = tk.add_advantages(rows, scored)
     table = tk.pack(rows, settings.pack_tokens, columns=["advantage"])
-    packs = [PackDataset(table)[line] for line in range(len(table))]
+    dataset = PackDataset(table)
+    packs = [dataset[index] for index in range(len(dataset))]
     apart, loss = [], 0.0
     for epoch in range(settings.epochs):
         for pack in packs:
@@ -204,9 +185,6 @@ def _gateway(
     engine: Engine, out: Path, settings: Settings
 ) -> Iterator[tuple[Gateway, Path]]:
     """A gateway over an engine, and the directory of its log."""
-    # one thread per process: runs share the cores, and sums keep their order
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     log = out / "log"
     app = create_app(
         engine,
@@ -216,8 +194,15 @@ def _gateway(
             max_new_tokens=_MAX_NEW_TOKENS, prompts=settings.prompts, attributed=False
         ),
     )
-    with running(app) as url:
-        yield Gateway(url), log
+    # httpx closes idle connections above a limit, even one that a thread is about to use
+    limits = httpx.Limits(max_connections=None)
+    with (
+        running(app) as url,
+        httpx.Client(
+            base_url=url, timeout=None, limits=limits, trust_env=False
+        ) as client,
+    ):
+        yield Gateway(client), log
 
 
 def _optimizer(model: PreTrainedModel, rate: float) -> torch.optim.Optimizer:

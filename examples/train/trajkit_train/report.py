@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from matplotlib.figure import Figure
 
+from trajkit.cli.text import text_table
+
 # the mean over the last steps is less noisy than the last one
 LAST = 5
 
@@ -58,6 +60,22 @@ def draw(steps: pa.Table, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+def described(summary: dict[str, Any]) -> str:
+    """Return a run's summary for people."""
+    same = "the same" if summary["same_rollouts"] else "NOT the same"
+    warm = [line["scripted_reward"] for line in summary["warm_start"]]
+    lines = summary["policies"]
+    cells = [[_cell(value) for value in line.values()] for line in lines]
+    return (
+        f"{summary['seconds']:.0f} s. Reward of the scripted runs: "
+        f"{sum(warm) / len(warm):.2f}\nFirst step, on rollouts that are {same} for every "
+        "policy: rows, tokens, and mean mismatch\nbetween recorded and recomputed "
+        f"logprobs in nats. Reward: first step, middle and last {LAST} steps.\n"
+        "Share of replies with reasoning: first and last steps.\n\n"
+        + text_table([name.replace("_", " ") for name in lines[0]], cells)
+    )
+
+
 def _by_policy(steps: pa.Table) -> dict[str, pa.Table]:
     names = pc.unique(steps["policy"]).to_pylist()
     return {name: steps.filter(pc.equal(steps["policy"], name)) for name in names}
@@ -67,3 +85,9 @@ def _by_seed(own: pa.Table, name: str) -> npt.NDArray[np.float64]:
     """A column of one policy, of shape (seeds, steps)."""
     n_seeds = pc.count_distinct(own["seed"]).as_py()
     return np.asarray(own[name], np.float64).reshape(n_seeds, -1)
+
+
+def _cell(value: Any) -> str | int:
+    if isinstance(value, list):
+        return " ".join(map(str, map(_cell, value)))
+    return f"{value:.2g}" if isinstance(value, float) else value
