@@ -256,15 +256,13 @@ def processor_seconds(work: Callable[[], object], repeats: int = 3) -> float:
 def render(prompts: Prompts, body: bytes, *, attributed: bool) -> None:
     """Read and render a request completely; nothing is remembered."""
     asked = openai_chat.OPENAI_CHAT.read(parse_object(body))
-    prompt = prompts.build(
+    prompts.build(
         RestoredRequest(messages=asked.messages),
         asked.tools,
         ReplyIndex(),
         TokenCache(),
         attributed=attributed,
     )
-    if attributed:
-        prompts.attribution(prompt, asked.messages, asked.tools)
 
 
 def receive(body: bytes) -> None:

@@ -259,10 +259,6 @@ class ModelCall:
         checks.check_prompt(self._ids, info, n_checked)
         # it ends within the reply's reasoning
         self._opened = self._renderer.opens_reasoning(prompt.ids)
-        self._message_index: Ids | None = None
-        if attributed:
-            tools = self._request.tools
-            self._message_index = prompts.attribution(prompt, messages, tools)
 
     def resolve_sampling(self, reserved: Amounts) -> None:
         """Decide the parameters, and reserve their tokens in the session's quota."""
@@ -420,7 +416,6 @@ class ModelCall:
             finish_reason=sample.finish_reason,
             messages=self.restored.logged,
             positions=self.restored.positions,
-            n_logged=self.restored.n_seen,
             response=None if aborted else response,
             use_tool=bool(parsed.calls),
             ill_formed=parsed.ill_formed,
@@ -434,7 +429,7 @@ class ModelCall:
             choice=self._choice,
             protocol=self._context.protocol.name,
             **asdict(caller),
-            prompt_message_index=self._message_index,
+            prompt_message_index=prompt.message_index,
             message_tool_names=names,
             prompt_built=prompt.built,
             render_reason=prompt.reason,

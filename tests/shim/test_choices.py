@@ -86,13 +86,13 @@ async def test_choices_are_turns_of_one_prompt(tmp_path, stream):
 async def test_a_rendered_prompt_is_attributed_once_and_off_the_event_loop(
     tmp_path, monkeypatch
 ):
-    threads, attribution = [], Prompts.attribution
+    threads, attribute = [], Prompts._attribute
 
     def watched(prompts, *args):
         threads.append(threading.current_thread())
-        return attribution(prompts, *args)
+        return attribute(prompts, *args)
 
-    monkeypatch.setattr(Prompts, "attribution", watched)
+    monkeypatch.setattr(Prompts, "_attribute", watched)
     engine = ScriptedEngine("one", "two", "three")
     async with in_process(engine, RENDERER, tmp_path) as gateway:
         await chat(await gateway.open(), stream=False, n=3)

@@ -11,7 +11,7 @@ before the change are kept.
 
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from threading import Lock
 from typing import Literal, TypeAlias
@@ -65,12 +65,9 @@ class Prompt:
     base: CachedPath | None = None  # that turn
     n_known: int = 0  # how many of the messages have those tokens
     # of each appended id, the index of its message after the known ones; -1: no message.
-    # None: unknown
+    # None: unknown, or not requested
     message_index: Ids | None = None
-    text: str = ""  # of a prompt that was rendered
     rendered: RenderedPrefix | None = None  # None: no later prompt may extend this one
-    tools: bytes = b""  # digest of the offered tools
-    reasons: bool = False  # a message has reasoning
 
     @property
     def built(self) -> Mode:
@@ -107,20 +104,13 @@ class Prompts:
         self.places = places  # None: no message has an image
         self._check = check
         self._probes: dict[bool, TemplateProbe] = {}
-        # the text of the stand-in, with and without tools
-        self._stand_ins: dict[bool, RenderedPrefix] = {}
         self._lock = Lock()
 
     def probe(self, *, tools: bool) -> TemplateProbe:
         """Return what the template does, with or without tools; computed once."""
         with self._lock:
             if tools not in self._probes:
-                probe = probe_template(self.renderer, tools=tools)
-                if probe.tail:
-                    few = [STAND_IN_TOOL] if tools else None
-                    text = self.renderer.text(STAND_IN, few)
-                    self._stand_ins[tools] = RenderedPrefix.of(text, probe.leaves)
-                self._probes[tools] = probe
+                self._probes[tools] = probe_template(self.renderer, tools=tools)
             return self._probes[tools]
 
     def describe(self) -> Json:
@@ -166,7 +156,8 @@ class Prompts:
         `TooManyTokensError` if there are surely more than ``max_tokens``.
         """
         messages = restored.messages
-        offered, text = _tools_digest(tools), None
+        text: str | None = None
+        offered = _tools_digest(tools)
         probe = self.probe(tools=tools is not None)
         safe = probe.safe and self.mode == "append"
         base: CachedPath | None = None
@@ -175,15 +166,15 @@ class Prompts:
             last, base, reason = _find_base(restored, offered, replies, cache)
         if base is not None:
             reply, *new = messages[last:]
-            reasons = base.reasons or _reasons(messages[last:])
+            reasons = base.rendered.reasons or _reasons(messages[last:])
             failed: Departure | None = None
-            tail_only = self._tail_only(probe, base, new, reasons)
+            tail_only = self._tail_only(probe, new, reasons=reasons)
             views = [(messages[:last], tools, base.rendered)]
             # the last complete comparison counts until the text has twice its length
             is_recent = base.rendered.length < 2 * base.rendered.checked
             if tail_only and is_recent and not self._check:
                 few = None if tools is None else [STAND_IN_TOOL]
-                views.insert(0, (STAND_IN, few, self._stand_ins[tools is not None]))
+                views.insert(0, (STAND_IN, few, RenderedPrefix.of(probe.stand_in)))
             for head, shown_tools, before in views:
                 shown, text = [*head, reply, *new], None
                 # the template may reject the stand-in
@@ -196,13 +187,6 @@ class Prompts:
                     failed = end
                     continue
                 encoded = self._encode(text[end:], new, max_tokens)
-                index = None
-                if attributed:
-                    first = len(head) + 1
-                    index = self._attribute(
-                        text, shown, shown_tools, encoded, first, end
-                    )
-                more, full = text[before.length :], before is base.rendered
                 ids, branch = base.branch.extend(base.ids, encoded.ids)
                 return Prompt(
                     ids=ids,
@@ -211,29 +195,35 @@ class Prompts:
                     hasher=_hashed(encoded.ids, base.hasher),
                     base=base,
                     n_known=last + 1,
-                    message_index=index,
-                    rendered=base.rendered.extend(more, probe.leaves, checked=full),
-                    tools=offered,
-                    reasons=reasons,
+                    message_index=self._attribute(
+                        text, shown, shown_tools, encoded, len(head) + 1, end
+                    )
+                    if attributed
+                    else None,
+                    rendered=base.rendered.extend(
+                        text[before.length :],
+                        probe.leaves,
+                        checked=before is base.rendered,
+                        reasons=reasons,
+                    ),
                 )
             if failed == "rewritten" and tail_only:
                 # what was proven of short conversations is not true of this one
-                with self._lock:
-                    self._probes[tools is not None] = replace(probe, tail=False)
+                probe.tail = False
             if failed == "rewritten" and probe.drops_reasoning and reasons:
                 failed = "reasoning"
             reason = reason or failed
         if text is None:
             text = self.renderer.text(messages, tools)
-        ids = self._encode(text, messages, max_tokens).ids
+        encoded, reasons = self._encode(text, messages, max_tokens), _reasons(messages)
+        stays = RenderedPrefix.of(text, probe.leaves, offered, reasons=reasons)
+        index = self._attribute(text, messages, tools, encoded) if attributed else None
         return Prompt(
-            ids=ids,
+            ids=encoded.ids,
             reason=reason,
-            hasher=_hashed(ids),
-            text=text,
-            rendered=RenderedPrefix.of(text, probe.leaves) if safe else None,
-            tools=offered,
-            reasons=_reasons(messages),
+            hasher=_hashed(encoded.ids),
+            message_index=index,
+            rendered=stays if safe else None,
         )
 
     def _encode(self, text: str, messages: list[Json], max_tokens: int) -> Encoded:
@@ -241,7 +231,7 @@ class Prompts:
         return self.places.expand(encoded, messages) if self.places else encoded
 
     def _tail_only(
-        self, probe: TemplateProbe, base: CachedPath, new: list[Json], reasons: bool
+        self, probe: TemplateProbe, new: list[Json], *, reasons: bool
     ) -> bool:
         """Whether the text of new messages does not depend on the head, nor it on them."""
         roles = {message["role"] for message in new}
@@ -250,28 +240,15 @@ class Prompts:
         drops = reasons and not roles.isdisjoint(probe.drops_reasoning)
         return probe.tail and known and not drops
 
-    def attribution(
-        self, prompt: Prompt, messages: list[Json], tools: list[Json] | None
-    ) -> Ids | None:
-        """Return the message that each token renders (-1: none), or None if unknown.
-
-        In a prompt that extends a turn only appended tokens and new messages count.
-        """
-        if prompt.base is not None:
-            return prompt.message_index
-        encoded = self._encode(prompt.text, messages, NO_LIMIT)
-        return self._attribute(prompt.text, messages, tools, encoded)
-
     def cacheable_path(
         self, prompt: Prompt, output_ids: Ids, position: bytes
     ) -> CachedPath | None:
         """Return prompt and output for later prompts to extend, or None if they cannot."""
         if prompt.rendered is None:
             return None
-        closed = bool(len(output_ids)) and int(output_ids[-1]) in self.renderer.end_ids
         # one that is not closed is recognized later, but not extended
         branch, n_ids = Branch(), 0
-        if closed:
+        if len(output_ids) and int(output_ids[-1]) in self.renderer.end_ids:
             ids, branch = prompt.branch.extend(prompt.ids, output_ids)
             n_ids = len(ids)
         return CachedPath(
@@ -279,10 +256,7 @@ class Prompts:
             base=prompt.base,
             branch=branch,
             n_ids=n_ids,
-            closed=closed,
             rendered=prompt.rendered,
-            tools=prompt.tools,
-            reasons=prompt.reasons,
             hasher=_hashed(output_ids, prompt.hasher),
         )
 
@@ -327,13 +301,13 @@ def _find_base(
             return last, None, "released"
         # messages before it changed: extend the last reply before the change
         reason = "moved"
-        last = next((i for i in indices if cache.get(positions[i])), -1)
-        path = cache.get(positions[last]) if last >= 0 else None
+        last = next((i for i in indices if cache.get(positions[i])), last)
+        path = cache.get(positions[last])
         if path is None:
-            return -1, None, reason
-    if not path.closed:
+            return last, None, reason
+    if not path.n_ids:
         return last, None, reason or "unclosed"
-    if path.tools != offered:
+    if path.rendered.tools != offered:
         return last, None, reason or "tools"
     return last, path, reason
 

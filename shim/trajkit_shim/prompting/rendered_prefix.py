@@ -30,22 +30,29 @@ class RenderedPrefix:
     hasher: blake2b
     # its length when it was last compared with the text of a complete rendering
     checked: int
+    tools: bytes = b""  # digest of the offered tools
+    reasons: bool = False  # a message has reasoning
 
     @classmethod
-    def of(cls, text: str, leaves: str) -> "RenderedPrefix":
+    def of(
+        cls, text: str, leaves: str = "", tools: bytes = b"", *, reasons: bool = False
+    ) -> "RenderedPrefix":
         """Return the prefix for a text without ``leaves`` (`TemplateProbe`) at its end."""
         stays = text.removesuffix(leaves)
-        return cls(len(stays), _hashed(stays), len(stays))
+        return cls(len(stays), _hashed(stays), len(stays), tools, reasons)
 
     def begins(self, text: str) -> bool:
         """Return whether a text starts with it."""
         return _hashed(text[: self.length]).digest() == self.hasher.digest()
 
-    def extend(self, more: str, leaves: str, *, checked: bool) -> "RenderedPrefix":
+    def extend(
+        self, more: str, leaves: str, *, checked: bool, reasons: bool
+    ) -> "RenderedPrefix":
         """Return the prefix of a text with ``more``, rendered completely if ``checked``."""
         more = more.removesuffix(leaves)
         length, hasher = self.length + len(more), _hashed(more, self.hasher.copy())
-        return RenderedPrefix(length, hasher, length if checked else self.checked)
+        n_checked = length if checked else self.checked
+        return RenderedPrefix(length, hasher, n_checked, self.tools, reasons)
 
 
 def end_of_reply(

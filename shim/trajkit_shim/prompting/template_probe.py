@@ -36,13 +36,12 @@ _TROUBLE: dict[Departure, str] = {
 STAND_IN_TOOL = function_tool("probe", "probe", {"type": "object", "properties": {}})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TemplateProbe:
     """What one template does, with or without tools."""
 
     safe: bool  # prompts may be extended
     why: str | None = None  # why not
-    close: str = ""  # white space after the token that ends a reply
     # End of the generation prompt that disappears once the reply is rendered. An
     # extended prompt keeps it.
     leaves: str = ""
@@ -52,6 +51,8 @@ class TemplateProbe:
     # The text of a reply and of the user and tool messages after it does not depend on
     # the messages and tools before it, so a prompt may be extended by it alone.
     tail: bool = False
+    # the part of the text of `STAND_IN` that does not disappear
+    stand_in: str = ""
 
 
 class _UnsafeError(Exception):
@@ -77,7 +78,7 @@ class _Probe:
     _tools: list[Json] | None
 
     def result(self) -> TemplateProbe:
-        opening = [_user()]
+        opening = STAND_IN
         before = self._renderer.text(opening, self._tools, generation_prompt=False)
         opening_text = self._text(opening)
         later = self._text([*opening, _reply(_WORDS[0]), _user()])
@@ -86,10 +87,10 @@ class _Probe:
         prompt = opening_text.removeprefix(before)
         if not opening_text.startswith(before) or not prompt.endswith(leaves):
             raise _UnsafeError("a later message changes the text before it")
-        closes = self._closes(opening, _TALK, leaves, "in plain talk")
+        self._check(_TALK, leaves, "in plain talk")
         with suppress(TemplateError):
             # a template without tool support rejects requests with tools
-            closes += self._closes(opening, _WORK, leaves, "where tools are called")
+            self._check(_WORK, leaves, "where tools are called")
         thought: dict[Role, Step] = {
             "user": (_reply(_WORDS[0], thought=True), [_user()]),
             "tool": (_calling(_WORDS[0], thought=True), [_result()]),
@@ -101,10 +102,10 @@ class _Probe:
                     drops.append(role)
         return TemplateProbe(
             safe=True,
-            close=min(closes, key=len),
             leaves=leaves,
             drops_reasoning=tuple(drops),
             tail=self._looks_at_the_tail(leaves),
+            stand_in=stays,
         )
 
     def _looks_at_the_tail(self, leaves: str) -> bool:
@@ -147,21 +148,16 @@ class _Probe:
         text = self._text([*messages, reply, *new])
         return text, end_of_reply(self._renderer, rendered, text, reply, new)
 
-    def _closes(
-        self, messages: list[Json], steps: "list[Step]", leaves: str, where: str
-    ) -> list[str]:
-        """The white space after each reply of a conversation."""
-        closes = []
+    def _check(self, steps: "list[Step]", leaves: str, where: str) -> None:
+        """Raise if a conversation of these steps has a reply without one clear end."""
+        messages = STAND_IN
         for step in steps:
             text, end = self._end(messages, step, leaves)
             if not isinstance(end, int):
                 raise _UnsafeError(f"{_TROUBLE[end]}, {where}")
-            rest = text[end:]
-            if any(word in rest for word in _WORDS):
+            if any(word in text[end:] for word in _WORDS):
                 raise _UnsafeError(f"a reply has more than one end, {where}")
-            closes.append(rest[: len(rest) - len(rest.lstrip())])
             messages = [*messages, step[0], *step[1]]
-        return closes
 
 
 Step: TypeAlias = tuple[Json, list[Json]]

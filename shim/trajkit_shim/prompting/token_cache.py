@@ -35,15 +35,8 @@ class Branch:
         self.ids: Ids = np.empty(n_ids + room, np.int32)
         self.paths: dict[bytes, CachedPath] = {}  # by position, the longest last
         self.request: ReadRequest | None = None  # its latest
-        self.n_counted = 0  # bytes that its `CacheBudget` has counted
         self._n_used = n_ids
         self._lock = Lock()
-
-    @property
-    def n_bytes(self) -> int:
-        """Memory of the branch."""
-        n_request = 0 if self.request is None else self.request.n_bytes
-        return self.ids.nbytes + n_request + _OVERHEAD * len(self.paths)
 
     def extend(self, ids: Ids, new: Ids) -> "tuple[Ids, Branch]":
         """Return ids with new ones after them, and their branch.
@@ -70,11 +63,9 @@ class CachedPath:
     position: bytes  # after its reply (`RestoredRequest.positions`)
     base: "CachedPath | None"  # the path that it extends
     branch: Branch
+    # 0: the output has no end-of-message token, so no prompt may extend it
     n_ids: int
-    closed: bool  # the output ends with an end-of-message token
     rendered: RenderedPrefix  # of the prompt
-    tools: bytes  # digest of the offered tools
-    reasons: bool  # a message of its prompt has reasoning
     hasher: blake2b  # BLAKE2b of its ids
 
     @property
@@ -120,7 +111,7 @@ class TokenCache:
         longest = next(reversed(before.paths.values()), None)
         # other ids may follow the longest path of its base, of calls that were not
         # answered; the branch continues in the copy
-        if path.closed and before is not branch and longest is path.base:
+        if path.n_ids and before is not branch and longest is path.base:
             branch.paths, before.paths = before.paths | branch.paths, {}
             for each in branch.paths.values():
                 each.branch = branch
@@ -156,33 +147,28 @@ class CacheBudget:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.n_bytes = 0
-        # the session of each branch, and branches with a request; most recently used last
-        self._sessions: OrderedDict[Branch, TokenCache] = OrderedDict()
-        self._requests: OrderedDict[Branch, None] = OrderedDict()
+        # the session and bytes of each branch, and the bytes of its request; most recently
+        # used last
+        self._branches: OrderedDict[Branch, tuple[TokenCache, int]] = OrderedDict()
+        self._requests: OrderedDict[Branch, int] = OrderedDict()
 
     def count(self, session: TokenCache, branch: Branch) -> None:
         """Count a branch that has changed; drop the oldest if the limit is exceeded."""
         self.uncount(branch)
-        self._sessions[branch] = session
+        n_bytes = branch.ids.nbytes + _OVERHEAD * len(branch.paths)
+        self._branches[branch] = session, n_bytes
         if branch.request is not None:
-            self._requests[branch] = None
-        self._measure(branch)
+            self._requests[branch] = branch.request.n_bytes
+        self.n_bytes += n_bytes + self._requests.get(branch, 0)
         while self.n_bytes > self.max_bytes and self._requests:
-            oldest, _ = self._requests.popitem(last=False)
+            oldest, n_bytes = self._requests.popitem(last=False)
             oldest.request = None
-            self._measure(oldest)
+            self.n_bytes -= n_bytes
         while self.n_bytes > self.max_bytes:
-            oldest, session = next(iter(self._sessions.items()))
+            oldest, (session, _) = next(iter(self._branches.items()))
             session.release(oldest)
 
-    def _measure(self, branch: Branch) -> None:
-        n_bytes = branch.n_bytes
-        self.n_bytes += n_bytes - branch.n_counted
-        branch.n_counted = n_bytes
-
     def uncount(self, branch: Branch) -> None:
-        """Forget a branch."""
-        self.n_bytes -= branch.n_counted
-        branch.n_counted = 0
-        self._sessions.pop(branch, None)
-        self._requests.pop(branch, None)
+        """Forget a branch, if it was counted."""
+        _, n_bytes = self._branches.pop(branch, (None, 0))
+        self.n_bytes -= n_bytes + self._requests.pop(branch, 0)

@@ -52,7 +52,7 @@ def shown(renderer, messages, tools=None):
     built = prompts.build(
         replies.restore(messages), tools, replies, TokenCache(), attributed=True
     )
-    prompt, found = built.ids, prompts.attribution(built, messages, tools)
+    prompt, found = built.ids, built.message_index
     if found is None:
         return None
     assert len(found) == len(prompt)

@@ -103,7 +103,6 @@ def probed(template, *, tools=True):
 def test_templates_whose_prompts_may_be_extended(template, found):
     probe = probed(template)
     assert probe.safe, probe.why
-    assert probe.close == "\n"
     expected = {"leaves": "", "drops_reasoning": ("user", "tool")}
     assert {name: getattr(probe, name) for name in expected} == expected | found
 
@@ -204,9 +203,6 @@ class Conversation:
         )
         return self.prompt
 
-    def shown(self):
-        return self.prompts.attribution(self.prompt, self.restored.messages, self.tools)
-
     def reply(self, ids):
         """Sample these ids; the message that the client sees."""
         ended = bool(len(ids)) and ids[-1] in self.renderer.end_ids
@@ -299,7 +295,7 @@ def test_attribution_tells_of_a_built_prompt_what_it_tells_of_a_rendered_one(tur
     for text, new in turns:
         for each in (appending, rendering):
             each.ask(messages)
-        shown, whole = appending.shown(), rendering.shown()
+        shown, whole = (each.prompt.message_index for each in (appending, rendering))
         n_base, n_known = appending.prompt.n_base, appending.prompt.n_known
         # what comes after the latest reply
         assert (n_known > 0) == (n_base > 0)
@@ -334,7 +330,7 @@ def test_what_stands_there_once_is_told_without_another_rendering(
     reply = appending.reply(canonical(renderer, "Yes."))
     messages += [reply, said("tool", text, tool_call_id="call_0"), said("user", "&?")]
     rendering.ask(messages)
-    whole, rendered = rendering.shown(), []
+    whole, rendered = rendering.prompt.message_index, []
     apply = renderer._apply
 
     def counted(*given):
@@ -343,7 +339,7 @@ def test_what_stands_there_once_is_told_without_another_rendering(
 
     monkeypatch.setattr(renderer, "_apply", counted)
     prompt = appending.ask(messages)
-    shown = appending.shown()
+    shown = prompt.message_index
     assert (prompt.built, len(rendered)) == ("append", renderings)
     assert shown.tolist() == np.maximum(whole - 2, -1)[prompt.n_base :].tolist()
     assert (0 in shown) == bool(text.strip())
@@ -356,12 +352,12 @@ def test_a_prompt_behind_one_that_nobody_can_tell_of():
     )
     conversation = Conversation(byte_renderer(template))
     conversation.ask([said("user", "u")])
-    assert conversation.shown() is None
+    assert conversation.prompt.message_index is None
     reply = conversation.reply(canonical(RENDERER, "Yes, indeed."))
     prompt = conversation.ask([said("user", "u"), reply, said("user", "")])
     # what is new of it holds no content, and what was before is taken for structure
     assert prompt.built == "append"
-    assert set(conversation.shown().tolist()) == {-1}
+    assert set(prompt.message_index.tolist()) == {-1}
 
 
 def start(conversation, text="Yes.", *, tools=None, opening=None):
@@ -693,10 +689,7 @@ def path(position, base=None, n=100):
         base=base,
         branch=branch,
         n_ids=len(ids),
-        closed=True,
         rendered=RenderedPrefix.of("", ""),
-        tools=b"",
-        reasons=False,
         hasher=blake2b(),
     )
 
