@@ -31,8 +31,10 @@ Read: TypeAlias = Callable[[Json], ChatRequest]
 _SPACE = b" \t\n\r"
 # bytes of a message besides its text
 _OVERHEAD = 1024
-# in the place of a history's known messages; unpredictable for clients
-_KNOWN = secrets.token_hex(16)
+# a name that no client's field has
+_OTHER = secrets.token_hex(16)
+# what follows a message if there is another one after it
+_MORE = re.compile(rb"[ \t\n\r]*,")
 
 
 class Mark(NamedTuple):
@@ -81,17 +83,24 @@ class ReadRequest:
 def find_known(
     body: bytes, protocol: str, known: Iterable[ReadRequest]
 ) -> ReadRequest | None:
-    """Return a protocol's request that shares the most with a body, with shared marks."""
+    """Return a protocol's request that shares the most with a body, with shared marks.
+
+    In the body, new messages follow the last of them.
+    """
     best, longest = None, 0
     for request in known:
         if request.protocol != protocol:
             continue
         n_bytes = _n_shared(body, request.body)
         n_marks = bisect_right(request.marks, n_bytes, key=lambda mark: mark.offset)
+        is_last = n_marks == len(request.marks)
+        # a request that is sent again has nothing after its last one
+        if n_marks and not _MORE.match(body, request.marks[n_marks - 1].offset):
+            n_marks -= 1
         if n_marks and request.marks[n_marks - 1].offset > longest:
             best, longest = copy(request), request.marks[n_marks - 1].offset
             best.marks = request.marks[:n_marks]
-        if n_marks == len(request.marks):
+        if is_last:
             break
     return best
 
@@ -118,14 +127,9 @@ def read_request(
     ``known``: from `find_known`. Raises `GatewayError` as `parse_object` and ``read``.
     """
     request = ReadRequest(protocol=protocol, history=history, body=body)
-    marks = known.marks if known else []
-    # a request that is sent again has nothing after the last one
-    for n_used in range(len(marks), max(0, len(marks) - 2), -1):
-        if len(body) - marks[n_used - 1].offset > most:
-            return None
-        if known and _continue(request, known, marks[:n_used], read):
-            break
-    else:
+    if known and len(body) - known.marks[-1].offset > most:
+        return None
+    if known is None or not _continue(request, known, read):
         if len(body) > most:
             return None
         fields, request.fields, request.end = _parse(body, history)
@@ -143,20 +147,17 @@ def read_request(
 
 
 def _continue(
-    request: ReadRequest,
-    known: ReadRequest,
-    marks: list[Mark],
-    read: Read,
+    request: ReadRequest, known: ReadRequest, read: Read
 ) -> bool:
     """Read a request that begins like a known one up to the last mark, if it goes."""
-    mark, name = marks[-1], known.history
-    start = f'{{"{name}":["{_KNOWN}"'.encode()
-    tail = start + request.body[mark.offset :]
+    mark, name = known.marks[-1], known.history
+    # with a number in the place of the known messages
+    start = f'{{"{name}":[0'.encode()
     try:
-        fields, _, end = _parse(tail, name)
+        fields, _, end = _parse(start + request.body[mark.offset :], name)
         history = fields[name]
         # the field may be there twice
-        if not isinstance(history, list) or history[0] != _KNOWN or len(history) < 2:
+        if end < 0 or not isinstance(history, list):
             return False
         chat = read({**known.fields, **fields, name: history[1:]})
     except GatewayError:
@@ -167,7 +168,7 @@ def _continue(
     if chat.n_front != n_front or chat.messages[:n_front] != head.messages[:n_front]:
         return False
     request.chat = replace(chat, messages=head.messages + chat.messages[n_front:])
-    request.restored, request.marks, request.fields = head, marks, known.fields
+    request.restored, request.marks, request.fields = head, known.marks, known.fields
     request.end = mark.offset + end - len(start)
     return True
 
@@ -180,14 +181,14 @@ def _parse(body: bytes, name: str) -> tuple[Json, Json, int]:
     """
     found = re.search(rb'"%s"[ \t\n\r]*:[ \t\n\r]*\[' % name.encode(), body)
     if found is not None:
-        other = f'"{_KNOWN}":0'
+        other = f'"{_OTHER}":0'
         # another field may have that name, and errors name a place in the complete body
         with suppress(GatewayError, ValueError, RecursionError):
             before = parse_object(body[: found.start()] + f"{other}}}".encode())
             text = body[found.end() - 1 :].decode()
             history, end = DECODER.raw_decode(text)
             after = parse_object(f"{{{other}{text[end:]}".encode())
-            del before[_KNOWN], after[_KNOWN]
+            del before[_OTHER], after[_OTHER]
             items = text[: end - 1].encode()
             check_value({name: history}, items)
             stop = found.end() - 1 + len(items.rstrip(_SPACE))
