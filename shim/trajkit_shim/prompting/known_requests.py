@@ -12,7 +12,6 @@ import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from os.path import commonprefix
@@ -50,17 +49,16 @@ class ReadRequest:
     """A request, and what is known of its start."""
 
     protocol: str  # its name
-    history: str  # the field with the conversation (`WireProtocol.history`)
     body: bytes
-    chat: ChatRequest = field(init=False)
-    identity: bytes = field(init=False)  # a digest of the body
+    chat: ChatRequest
+    # the end of the history, and the fields before it; -1: not found
+    end: int
+    fields: Json
     # the messages that are known; `ReplyIndex.restore` adds the others
     restored: RestoredRequest = field(default_factory=RestoredRequest)
     marks: list[Mark] = field(default_factory=list)  # in the known part
-    # the end of the history, and the fields before it; -1: not found
-    end: int = -1
-    fields: Json = field(default_factory=dict)
-    hasher: blake2b = field(init=False)  # of the body up to the end
+    hasher: blake2b = field(default_factory=blake2b)  # of the body up to the end
+    identity: bytes = b""  # a digest of the body
 
     @property
     def n_bytes(self) -> int:
@@ -69,15 +67,15 @@ class ReadRequest:
 
     def answered(self, restored: RestoredRequest) -> "ReadRequest | None":
         """Return what to keep once it was answered; None: nothing of it."""
-        kept = copy(self)
-        kept.restored = restored
-        # images are in the store
-        kept.chat = replace(self.chat, messages=[], images=())
+        marks = self.marks
         # the next message may belong to an assistant's last one
         if self.end >= 0 and restored.messages[-1]["role"] != "assistant":
             mark = Mark(self.end, len(restored.messages), self.hasher)
-            kept.marks = [*self.marks, mark]
-        return kept if kept.marks else None
+            marks = [*marks, mark]
+        # images are in the store
+        chat = replace(self.chat, messages=[], images=())
+        kept = replace(self, chat=chat, restored=restored, marks=marks)
+        return kept if marks else None
 
 
 def find_known(
@@ -87,20 +85,20 @@ def find_known(
 
     In the body, new messages follow the last of them.
     """
-    best, longest = None, 0
+    best: ReadRequest | None = None
     for request in known:
         if request.protocol != protocol:
             continue
         n_bytes = _n_shared(body, request.body)
         n_marks = bisect_right(request.marks, n_bytes, key=lambda mark: mark.offset)
-        is_last = n_marks == len(request.marks)
+        shares_all = n_marks == len(request.marks)
         # a request that is sent again has nothing after its last one
         if n_marks and not _MORE.match(body, request.marks[n_marks - 1].offset):
             n_marks -= 1
-        if n_marks and request.marks[n_marks - 1].offset > longest:
-            best, longest = copy(request), request.marks[n_marks - 1].offset
-            best.marks = request.marks[:n_marks]
-        if is_last:
+        marks = request.marks[:n_marks]
+        if marks and (best is None or marks[-1].offset > best.marks[-1].offset):
+            best = replace(request, marks=marks)
+        if shares_all:
             break
     return best
 
@@ -126,51 +124,52 @@ def read_request(
 
     ``known``: from `find_known`. Raises `GatewayError` as `parse_object` and ``read``.
     """
-    request = ReadRequest(protocol=protocol, history=history, body=body)
     if known and len(body) - known.marks[-1].offset > most:
         return None
-    if known is None or not _continue(request, known, read):
-        if len(body) > most:
-            return None
-        fields, request.fields, request.end = _parse(body, history)
-        request.chat = read(fields)
-    # what follows the last mark, up to the end of the history and of the body
-    offset, hasher = 0, blake2b(digest_size=16)
-    if request.marks:
-        offset, hasher = request.marks[-1].offset, request.marks[-1].hasher.copy()
-    stop, view = max(offset, request.end), memoryview(body)
-    hasher.update(view[offset:stop])
-    request.hasher = hasher.copy()
-    hasher.update(view[stop:])
-    request.identity = hasher.digest()
+    request = _continue(known, body, history, read) if known else None
+    if request is None and len(body) <= most:
+        fields, before, end = _parse(body, history)
+        chat = read(fields)
+        request = ReadRequest(
+            protocol=protocol, body=body, chat=chat, end=end, fields=before
+        )
+    if request is not None:
+        # what follows the last mark, up to the end of the history and of the body
+        start, hasher = 0, blake2b(digest_size=16)
+        if request.marks:
+            start, hasher = request.marks[-1].offset, request.marks[-1].hasher.copy()
+        stop, view = max(start, request.end), memoryview(body)
+        hasher.update(view[start:stop])
+        request.hasher = hasher.copy()
+        hasher.update(view[stop:])
+        request.identity = hasher.digest()
     return request
 
 
 def _continue(
-    request: ReadRequest, known: ReadRequest, read: Read
-) -> bool:
+    known: ReadRequest, body: bytes, name: str, read: Read
+) -> ReadRequest | None:
     """Read a request that begins like a known one up to the last mark, if it goes."""
-    mark, name = known.marks[-1], known.history
+    mark = known.marks[-1]
     # with a number in the place of the known messages
     start = f'{{"{name}":[0'.encode()
     try:
-        fields, _, end = _parse(start + request.body[mark.offset :], name)
+        fields, _, end = _parse(start + body[mark.offset :], name)
         history = fields[name]
         # the field may be there twice
         if end < 0 or not isinstance(history, list):
-            return False
+            return None
         chat = read({**known.fields, **fields, name: history[1:]})
     except GatewayError:
         # the error of the complete body names the right place
-        return False
+        return None
     head = known.restored.head(mark.n_messages)
     n_front = known.chat.n_front
     if chat.n_front != n_front or chat.messages[:n_front] != head.messages[:n_front]:
-        return False
-    request.chat = replace(chat, messages=head.messages + chat.messages[n_front:])
-    request.restored, request.marks, request.fields = head, known.marks, known.fields
-    request.end = mark.offset + end - len(start)
-    return True
+        return None
+    chat = replace(chat, messages=head.messages + chat.messages[n_front:])
+    end += mark.offset - len(start)
+    return replace(known, body=body, chat=chat, restored=head, end=end)
 
 
 def _parse(body: bytes, name: str) -> tuple[Json, Json, int]:

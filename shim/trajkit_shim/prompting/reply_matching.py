@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
+from itertools import islice, takewhile
 from typing import Literal, TypeAlias
 
 from trajkit_shim.chat.request import (
@@ -148,20 +149,20 @@ class ReplyIndex:
         self, messages: list[Json], index: int, position: bytes
     ) -> tuple[Json, int, Known]:
         """The reply or message at an index, how many messages it takes, and which."""
-        for stop in _ends_of_run(messages, index):
+        run = takewhile(_is_assistant, islice(messages, index, None))
+        stops = range(index + len([*run]), index, -1)
+        # earlier messages may have changed
+        anywhere = _keys(messages[index])[0]
+        for stop, key in [*((i, position) for i in stops), (index + 1, anywhere)]:
             sent = _joined(messages[index:stop])
-            if alike := self._alike(sent, position):
+            alike = self._alike(sent, key)
+            if alike and (key is position or len(alike) == 1):
                 as_sent = stop == index + 1 and alike[0] == sent
                 return alike[0], stop - index, "as_sent" if as_sent else "restored"
-        # earlier messages may have changed; the match must be unique then
-        sent = messages[index]
-        alike = self._alike(sent, _keys(sent)[0])
-        if alike and (alike[0] == sent or len(alike) == 1):
-            return alike[0], 1, "as_sent" if alike[0] == sent else "restored"
-        return sent, 1, "new"
+        return messages[index], 1, "new"
 
     def _alike(self, sent: Json, key: bytes | str) -> list[Json]:
-        """The replies with a key that a message may be, an equal one first."""
+        """The replies with a key that a message may be; only the equal one if there is."""
         replies = self._replies.get(key, [])
         if sent in replies:
             return [replies[replies.index(sent)]]
@@ -193,12 +194,8 @@ def next_position(position: bytes, key: bytes) -> bytes:
     return blake2b(position + key, digest_size=16).digest()
 
 
-def _ends_of_run(messages: list[Json], index: int) -> Iterator[int]:
-    """Yield possible ends of a reply that was split into messages from ``index`` on."""
-    stop = index + 1
-    while stop < len(messages) and messages[stop]["role"] == "assistant":
-        stop += 1
-    yield from range(stop, index, -1)
+def _is_assistant(message: Json) -> bool:
+    return message["role"] == "assistant"
 
 
 def _joined(messages: list[Json]) -> Json:

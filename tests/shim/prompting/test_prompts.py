@@ -29,7 +29,7 @@ from tests.shim.fakes import (
 from tests.strategies import good_calls, plain_texts, spoken_texts
 from tests.tables import link_by
 from trajkit_shim.chat.reply import Usage, canonical_reply, make_reply
-from trajkit_shim.chat.request import logged_message
+from trajkit_shim.chat.request import ChatRequest, logged_message
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.known_requests import Mark, ReadRequest
@@ -786,8 +786,10 @@ def test_requests_are_released_before_tokens():
     def known(n_bytes):
         return ReadRequest(
             protocol="p",
-            history="messages",
             body=bytes(n_bytes),
+            chat=ChatRequest(messages=[], tools=None, sampling=None, stream=False),
+            end=0,
+            fields={},
             marks=[Mark(0, 0, 0, blake2b())],
         )
 
