@@ -80,10 +80,6 @@ class ChatRenderer:
         # the empty alternation would match everywhere
         spelled = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._spelled = re.compile(f"({spelled})")
-        in_json = (
-            json.dumps(token, ensure_ascii=False)[1:-1] for token in longest_first
-        )
-        self._in_json = re.compile("|".join(map(re.escape, in_json)) or "(?!)")
         # breaks up special tokens within text; unpredictable for clients
         self._mark = f"x{secrets.token_hex(12)}x"
         self._longest = _longest_token(self._backend)
@@ -155,16 +151,12 @@ class ChatRenderer:
     ) -> str:
         from jinja2.exceptions import TemplateError as JinjaError
 
-        context: dict[str, Any] = {"messages": messages, "tools": tools}
         # a template is a program that runs on untrusted values; these are its failures
         try:
-            values = json.dumps(context, ensure_ascii=False)
-            if self._in_json.search(values):
-                context = json.loads(self._break(values))
             return str(
                 self.tokenizer.apply_chat_template(
-                    context["messages"],
-                    tools=context["tools"],
+                    self._break(messages),
+                    tools=self._break(tools),
                     chat_template=self.chat_template,
                     add_generation_prompt=generation_prompt,
                     tokenize=False,
@@ -180,23 +172,23 @@ class ChatRenderer:
             message = f"the chat template rejects the messages: {error}"
             raise TemplateError(message, code="chat_template") from error
 
-    def _break(self, text: str) -> str:
-        """A text with the mark inside each spelled-out special token."""
-        if not self.keeps_apart:
-            raise GatewayError(
-                "a message or tool spells out a special token, which this model's "
-                "tokenizer cannot encode as text",
-                code="special_token_in_text",
+    def _break(self, value: Any) -> Any:
+        """A JSON value with the mark inside each special token that it spells out."""
+        if isinstance(value, dict):
+            return {self._break(key): self._break(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._break(item) for item in value]
+        while isinstance(value, str) and self._spelled.search(value):
+            if not self.keeps_apart:
+                raise GatewayError(
+                    "a message or tool spells out a special token, which this model's "
+                    "tokenizer cannot encode as text",
+                    code="special_token_in_text",
+                )
+            value = self._spelled.sub(
+                lambda token: token[0][0] + self._mark + token[0][1:], value
             )
-
-        def broken(match: re.Match[str]) -> str:
-            token = str(json.loads(f'"{match[0]}"'))
-            marked = token[0] + self._mark + token[1:]
-            return json.dumps(marked, ensure_ascii=False)[1:-1]
-
-        while self._in_json.search(text):
-            text = self._in_json.sub(broken, text)
-        return text
+        return value
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Raise `TooManyTokensError` for a text that is too long whatever its tokens."""

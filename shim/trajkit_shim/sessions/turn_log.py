@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -115,10 +115,8 @@ class LoggedTurn(Provenance):
     finish_reason: str
     messages: list[LoggedMessage]
     response: LoggedMessage | None  # None: no client will send it back
-    # for the delta form: the position after each message (`reply_matching`), and how many
-    # messages the session's log has with their bodies
+    # for the delta form: the position after each message (`reply_matching`)
     positions: list[bytes]
-    n_logged: int = 0
     use_tool: bool
     ill_formed: bool
     trainable: bool
@@ -132,8 +130,7 @@ class LoggedTurn(Provenance):
     mm_items: list[Json] | None = None  # the images of the prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What a turn shares with an earlier one: see `trajkit.schema.DELTA_FIELDS`."""
 
     base_turn: int | None = None  # None: nothing is shared
@@ -159,10 +156,7 @@ class WrittenTurns:
         self._nodes = {START: (START, 0)}
 
     def add(self, turn: LoggedTurn, turn_index: int) -> Delta:
-        """Add a turn, and return what it shares with an earlier one (`trajkit.compact`).
-
-        Only messages that are written without their bodies can be shared.
-        """
+        """Add a turn, and return what it shares with an earlier one (`trajkit.compact`)."""
         recorded = self._recorder.record(
             "", prompt_ids=turn.prompt_ids, output_ids=turn.output_ids
         )
@@ -173,15 +167,10 @@ class WrittenTurns:
         if recorded.base_turn is not None:
             base, position = self._turns[recorded.base_turn]
             before, depth = self._nodes[position]
-            while depth >= len(path) or path[depth] != position:
+            while depth > len(turn.messages) or path[depth] != position:
                 position = before
                 before, depth = self._nodes[position]
-            n_bare = turn.n_logged
-            while (
-                n_bare < len(turn.messages) and turn.messages[n_bare].key in self.keys
-            ):
-                n_bare += 1
-            delta = Delta(base, recorded.shared_length, min(depth, n_bare))
+            delta = Delta(base, recorded.shared_length, depth)
         for depth in range(len(path) - 1, 0, -1):
             if path[depth] in self._nodes:
                 # so are all before it
@@ -287,7 +276,7 @@ class TurnLog:
         # with columns of both forms, of which the log has one
         row = {
             **vars(turn),
-            **asdict(delta),
+            **delta._asdict(),
             **_attribution(turn, delta.shared_length),
             "turn_index": turn_index,
             "prompt_ids": ids,

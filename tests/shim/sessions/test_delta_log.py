@@ -183,16 +183,3 @@ def test_the_log_takes_little_more_than_the_table_that_it_is(tmp_path):
     [whole] = turns.combine_chunks().to_batches()
     written = log.path.stat().st_size - turns.schema.serialize().size
     assert written < 4 / 3 * whole.serialize().size
-
-
-def test_a_message_that_is_written_with_its_body_is_not_shared():
-    written = WrittenTurns()
-    first, longer = (np.array(ids, np.int32) for ids in ([1], [1, 2, 3]))
-    output = np.array([2], np.int32)
-    written.add(turn(prompt_ids=first, output_ids=output, response=None), 0)
-    later = turn(prompt_ids=longer, output_ids=output, response=None)
-    for turn_index in (1, 2):
-        delta = written.add(later, turn_index)
-        assert delta.base_turn == turn_index - 1
-        assert delta.shared_messages == len(written.keys)
-        written.keys.add(later.messages[0].key)
