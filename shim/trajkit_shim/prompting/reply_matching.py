@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from itertools import islice, takewhile
 from typing import Literal, TypeAlias
@@ -49,8 +49,6 @@ class RestoredRequest:
     known: list[Known | None] = field(default_factory=list)  # None: not an assistant's
     # id and tool of its calls, by the client's id
     calls: list[Mapping[str, tuple[str, str]]] = field(default_factory=list)
-    # how many messages were restored for an earlier request, which was answered
-    n_seen: int = 0
 
     @property
     def position(self) -> bytes:
@@ -64,10 +62,7 @@ class RestoredRequest:
 
     def head(self, n: int) -> "RestoredRequest":
         """Return a copy of the first messages, for a later request to start with."""
-        lists = (each.name for each in fields(self) if each.name != "n_seen")
-        return replace(
-            self, **{name: getattr(self, name)[:n] for name in lists}, n_seen=n
-        )
+        return RestoredRequest(*(getattr(self, each.name)[:n] for each in fields(self)))
 
 
 @dataclass(slots=True)
@@ -138,12 +133,13 @@ class ReplyIndex:
 
     def count(self, restored: RestoredRequest) -> None:
         """Count the assistant messages of a request, each position once."""
-        n = restored.n_seen
-        for i, known in enumerate(restored.known[n:], n):
-            position = restored.positions[i]
-            if known and position not in self._counted:
-                self._counted.add(position)
-                self.counts[known] += 1
+        for i in restored.replies:
+            known, position = restored.known[i], restored.positions[i]
+            if known is None or position in self._counted:
+                # so are all before it
+                break
+            self._counted.add(position)
+            self.counts[known] += 1
 
     def _known(
         self, messages: list[Json], index: int, position: bytes

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from trajkit_shim.chat.request import function_tool, tool_call
+from trajkit_shim.chat.request import (
+    assistant_message,
+    function_tool,
+    tool_call,
+    tool_message,
+)
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.rendered_prefix import (
@@ -78,27 +83,23 @@ class _Probe:
     _tools: list[Json] | None
 
     def result(self) -> TemplateProbe:
-        opening = STAND_IN
-        before = self._renderer.text(opening, self._tools, generation_prompt=False)
-        opening_text = self._text(opening)
-        later = self._text([*opening, _reply(_WORDS[0]), _user()])
-        stays = commonprefix([opening_text, later])  # noqa: RUF071
-        leaves = opening_text.removeprefix(stays)
-        prompt = opening_text.removeprefix(before)
-        if not opening_text.startswith(before) or not prompt.endswith(leaves):
+        before = self._renderer.text(STAND_IN, self._tools, generation_prompt=False)
+        opening = self._text(STAND_IN)
+        reply, new = _TALK[0]
+        later = self._text([*STAND_IN, reply, *new])
+        stays = commonprefix([opening, later])  # noqa: RUF071
+        leaves = opening.removeprefix(stays)
+        # only the generation prompt may disappear
+        if not stays.startswith(before):
             raise _UnsafeError("a later message changes the text before it")
         self._check(_TALK, leaves, "in plain talk")
         with suppress(TemplateError):
             # a template without tool support rejects requests with tools
             self._check(_WORK, leaves, "where tools are called")
-        thought: dict[Role, Step] = {
-            "user": (_reply(_WORDS[0], thought=True), [_user()]),
-            "tool": (_calling(_WORDS[0], thought=True), [_result()]),
-        }
         drops: list[Role] = []
-        for role, step in thought.items():
+        for role, step in _THOUGHTFUL.items():
             with suppress(TemplateError):
-                if not isinstance(self._end(opening, step, leaves)[1], int):
+                if not isinstance(self._end(STAND_IN, step, leaves)[1], int):
                     drops.append(role)
         return TemplateProbe(
             safe=True,
@@ -111,14 +112,20 @@ class _Probe:
     def _looks_at_the_tail(self, leaves: str) -> bool:
         """Whether a step has the same text after a longer head, with other tools."""
         system: list[Json] = [{"role": "system", "content": "system"}]
-        head = [_user(), _calling(_WORDS[2]), _result(), _reply(_WORDS[1]), _user()]
+        head = [
+            _USER,
+            _calling(_WORDS[2]),
+            _RESULT,
+            assistant_message(_WORDS[1]),
+            _USER,
+        ]
         with suppress(TemplateError):
             self._text([*system, *head])
             head = [*system, *head]
         offers = [self._tools]
         if self._tools is not None:
             offers.append([function_tool("other", None, {}), *self._tools])
-        both: Step = (_calling(_WORDS[0]), [_result(), _user()])
+        both: Step = (_calling(_WORDS[0]), [_RESULT, _USER])
         for reply, new in (*_TALK, *_WORK, both):
             found: set[str | None] = set()
             for before in (STAND_IN, head):
@@ -164,34 +171,27 @@ Step: TypeAlias = tuple[Json, list[Json]]
 """A reply, and the messages after it."""
 
 
-def _user() -> Json:
-    return {"role": "user", "content": "question"}
-
-
-def _result(call: int = 0) -> Json:
-    return {"role": "tool", "content": "outcome", "tool_call_id": f"call_{call}"}
-
-
-def _reply(content: str, *, thought: bool = False) -> Json:
-    reasoning: Json = {"reasoning_content": _THOUGHT} if thought else {}
-    return {"role": "assistant", "content": content, **reasoning}
-
-
-def _calling(content: str, n_calls: int = 1, *, thought: bool = False) -> Json:
+def _calling(content: str, n_calls: int = 1, thought: str = "") -> Json:
     calls = [
         tool_call(f"call_{i}", "probe", json.dumps({"argument": _WORDS[1 + i]}))
         for i in range(n_calls)
     ]
-    return {**_reply(content, thought=thought), "tool_calls": calls}
+    return assistant_message(content, thought, calls)
 
 
-STAND_IN: list[Json] = [_user()]
+_USER: Json = {"role": "user", "content": "question"}
+_RESULT = tool_message("call_0", ["outcome"])
+STAND_IN = [_USER]
 """Stands for the messages before a reply where only the text after it is needed."""
 
-_TALK: list[Step] = [(_reply(_WORDS[0]), [_user()]), (_reply(_WORDS[1]), [_user()])]
+_TALK: list[Step] = [(assistant_message(word), [_USER]) for word in _WORDS[:2]]
 _WORK: list[Step] = [
-    (_calling(_WORDS[0], 2), [_result(0), _result(1)]),
-    (_calling(""), [_result()]),
-    (_reply(_WORDS[0]), [_user()]),
-    (_calling(_WORDS[0]), [_result()]),
+    (_calling(_WORDS[0], 2), [_RESULT, tool_message("call_1", ["outcome"])]),
+    (_calling(""), [_RESULT]),
+    _TALK[0],
+    (_calling(_WORDS[0]), [_RESULT]),
 ]
+_THOUGHTFUL: dict[Role, Step] = {
+    "user": (assistant_message(_WORDS[0], _THOUGHT), [_USER]),
+    "tool": (_calling(_WORDS[0], thought=_THOUGHT), [_RESULT]),
+}

@@ -142,12 +142,13 @@ class WrittenTurns:
     """What the log has of one session."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, so that the next turn is written in full."""
         # keys of the messages whose body is in the log
         self.keys: set[bytes] = set()
-        self.forget_turns()
-
-    def forget_turns(self) -> None:
-        """Have the next turn written in full; only the delta form has turns."""
+        # turns, in delta form
         self._recorder = Recorder()
         # for each turn in the recorder its turn index, and the position after its
         # messages and its reply
@@ -295,7 +296,7 @@ class TurnLog:
             self._turns.append(self._serialize(batch))
         except (OSError, pa.ArrowException):
             # no later turn may use this one as its base
-            written.forget_turns()
+            written.clear()
             raise
         written.keys |= added
 
@@ -304,10 +305,8 @@ class TurnLog:
     ) -> None:
         """Write what became known of turns: `trajkit.schema.AMENDMENTS`."""
         names = schema.AMENDMENTS.names
-        lines = [
-            dict(zip(names, (session_id, turn, reason, trainable), strict=True))
-            for turn in turns
-        ]
+        rows = ((session_id, turn, reason, trainable) for turn in turns)
+        lines = [dict(zip(names, row, strict=True)) for row in rows]
         batch = pa.RecordBatch.from_pylist(lines, schema.AMENDMENTS)
         self._amendments.append(batch.serialize())
 
