@@ -11,10 +11,10 @@ before the change are kept.
 
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from threading import Lock
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from trajkit_shim.chat.images import hashes_of
 from trajkit_shim.errors import TemplateError
@@ -59,15 +59,15 @@ class Prompt:
     """The ids for one request, and how they were built."""
 
     ids: Ids
-    reason: Reason | None  # why it does not extend the last reply; None: it does
+    branch: Branch  # that the ids are in
     hasher: blake2b  # BLAKE2b of the ids as little-endian int32
-    branch: Branch = field(default_factory=Branch)  # that the ids are in, if any
-    base: CachedPath | None = None  # that turn
-    n_known: int = 0  # how many of the messages have those tokens
+    reason: Reason | None  # why it does not extend the last reply; None: it does
+    base: CachedPath  # that turn; without ids if it extends none
+    n_known: int  # how many of the messages have those tokens
     # of each appended id, the index of its message after the known ones; -1: no message.
     # None: unknown, or not requested
-    message_index: Ids | None = None
-    rendered: RenderedPrefix | None = None  # None: no later prompt may extend this one
+    message_index: Ids | None
+    rendered: RenderedPrefix | None  # None: no later prompt may extend this one
 
     @property
     def built(self) -> Mode:
@@ -77,12 +77,23 @@ class Prompt:
     @property
     def n_base(self) -> int:
         """How many of the ids are those of the earlier turn."""
-        return 0 if self.base is None else self.base.n_ids
+        return self.base.n_ids
 
     @property
     def digest(self) -> bytes:
         """A 16-byte digest of the ids."""
         return self.hasher.digest()
+
+
+class _Rendering(NamedTuple):
+    """The template's text for messages of which the last ones are new."""
+
+    text: str
+    messages: list[Json]
+    tools: list[Json] | None
+    before: RenderedPrefix  # of the prompt that the last known message replies to
+    n_known: int
+    end: int | Departure  # of the known messages, in the text
 
 
 class Prompts:
@@ -156,75 +167,72 @@ class Prompts:
         `TooManyTokensError` if there are surely more than ``max_tokens``.
         """
         messages = restored.messages
-        text: str | None = None
-        offered = _tools_digest(tools)
         probe = self.probe(tools=tools is not None)
         safe = probe.safe and self.mode == "append"
-        base: CachedPath | None = None
+        digest = _tools_digest(tools)
+        nothing = CachedPath(
+            position=START, rendered=RenderedPrefix.of("", tools=digest)
+        )
+        n_known, base = 0, nothing
         reason: Reason | None = "template" if self.mode == "append" else "chosen"
         if safe:
-            last, base, reason = _find_base(restored, offered, replies, cache)
-        if base is not None:
-            reply, *new = messages[last:]
-            reasons = base.rendered.reasons or _reasons(messages[last:])
-            failed: Departure | None = None
-            tail_only = self._tail_only(probe, new, reasons=reasons)
-            views = [(messages[:last], tools, base.rendered)]
-            # the last complete comparison counts until the text has twice its length
-            is_recent = base.rendered.length < 2 * base.rendered.checked
-            if tail_only and is_recent and not self._check:
-                few = None if tools is None else [STAND_IN_TOOL]
-                views.insert(0, (STAND_IN, few, RenderedPrefix.of(probe.stand_in)))
-            for head, shown_tools, before in views:
-                shown, text = [*head, reply, *new], None
-                # the template may reject the stand-in
-                with suppress(TemplateError):
-                    text = self.renderer.text(shown, shown_tools)
-                if text is None:
-                    continue
-                end = end_of_reply(self.renderer, before, text, reply, new)
-                if not isinstance(end, int):
-                    failed = end
-                    continue
-                encoded = self._encode(text[end:], new, max_tokens)
-                ids, branch = base.branch.extend(base.ids, encoded.ids)
-                return Prompt(
-                    ids=ids,
-                    branch=branch,
-                    reason=reason,
-                    hasher=_hashed(encoded.ids, base.hasher),
-                    base=base,
-                    n_known=last + 1,
-                    message_index=self._attribute(
-                        text, shown, shown_tools, encoded, len(head) + 1, end
-                    )
-                    if attributed
-                    else None,
-                    rendered=base.rendered.extend(
-                        text[before.length :],
-                        probe.leaves,
-                        checked=before is base.rendered,
-                        reasons=reasons,
-                    ),
-                )
-            if failed == "rewritten" and tail_only:
+            n_known, base, reason = _find_base(restored, nothing, replies, cache)
+        new = messages[max(0, n_known - 1) :]
+        reasons = base.rendered.reasons or any(map(_reasons, new))
+        tail_only = n_known > 0 and self._tail_only(probe, new[1:], reasons=reasons)
+        # the last complete comparison counts until the text has twice its length
+        is_recent = base.rendered.length < 2 * base.rendered.checked
+        found: _Rendering | None = None
+        if tail_only and is_recent and not self._check:
+            few = None if tools is None else [STAND_IN_TOOL]
+            stand_in = RenderedPrefix.of(probe.stand_in)
+            # the template may reject the stand-in
+            with suppress(TemplateError):
+                n_shown = len(STAND_IN) + 1
+                found = self._render([*STAND_IN, *new], few, stand_in, n_shown)
+        if found is None or not isinstance(found.end, int):
+            found = self._render(messages, tools, base.rendered, n_known)
+        end = found.end
+        if not isinstance(end, int):
+            if end == "rewritten" and tail_only:
                 # what was proven of short conversations is not true of this one
                 probe.tail = False
-            if failed == "rewritten" and probe.drops_reasoning and reasons:
-                failed = "reasoning"
-            reason = reason or failed
-        if text is None:
-            text = self.renderer.text(messages, tools)
-        encoded, reasons = self._encode(text, messages, max_tokens), _reasons(messages)
-        stays = RenderedPrefix.of(text, probe.leaves, offered, reasons=reasons)
-        index = self._attribute(text, messages, tools, encoded) if attributed else None
-        return Prompt(
-            ids=encoded.ids,
-            reason=reason,
-            hasher=_hashed(encoded.ids),
-            message_index=index,
-            rendered=stays if safe else None,
+            if end == "rewritten" and probe.drops_reasoning and reasons:
+                end = "reasoning"
+            reason, base, n_known, end = reason or end, nothing, 0, 0
+            found = found._replace(before=nothing.rendered, n_known=0, end=0)
+        encoded = self._encode(found.text[end:], messages[n_known:], max_tokens)
+        ids, branch = base.branch.extend(base.ids, encoded.ids)
+        rendered = base.rendered.extend(
+            found.text[found.before.length :],
+            probe.leaves,
+            checked=found.before is base.rendered,
+            reasons=reasons,
         )
+        return Prompt(
+            ids=ids,
+            branch=branch,
+            hasher=_hashed(base.hasher, encoded.ids),
+            reason=reason,
+            base=base,
+            n_known=n_known,
+            message_index=self._attribute(found, end, encoded) if attributed else None,
+            rendered=rendered if safe else None,
+        )
+
+    def _render(
+        self,
+        messages: list[Json],
+        tools: list[Json] | None,
+        before: RenderedPrefix,
+        n_known: int,
+    ) -> _Rendering:
+        text = self.renderer.text(messages, tools)
+        end: int | Departure = 0
+        if n_known:
+            reply, *new = messages[n_known - 1 :]
+            end = end_of_reply(self.renderer, before, text, reply, new)
+        return _Rendering(text, messages, tools, before, n_known, end)
 
     def _encode(self, text: str, messages: list[Json], max_tokens: int) -> Encoded:
         encoded = self.renderer.encode(text, max_tokens)
@@ -246,74 +254,67 @@ class Prompts:
         """Return prompt and output for later prompts to extend, or None if they cannot."""
         if prompt.rendered is None:
             return None
-        # one that is not closed is recognized later, but not extended
-        branch, n_ids = Branch(), 0
-        if len(output_ids) and int(output_ids[-1]) in self.renderer.end_ids:
-            ids, branch = prompt.branch.extend(prompt.ids, output_ids)
-            n_ids = len(ids)
-        return CachedPath(
+        path = CachedPath(
             position=position,
             base=prompt.base,
-            branch=branch,
-            n_ids=n_ids,
             rendered=prompt.rendered,
-            hasher=_hashed(output_ids, prompt.hasher),
+            hasher=_hashed(prompt.hasher, output_ids),
         )
+        # one that is not closed is recognized later, but not extended
+        if len(output_ids) and int(output_ids[-1]) in self.renderer.end_ids:
+            ids, path.branch = prompt.branch.extend(prompt.ids, output_ids)
+            path.n_ids = len(ids)
+        return path
 
-    def _attribute(
-        self,
-        text: str,
-        messages: list[Json],
-        tools: list[Json] | None,
-        encoded: Encoded,
-        first: int = 0,
-        end: int = 0,
-    ) -> Ids | None:
-        """The message from ``first`` on that each token of a text after ``end`` renders."""
-        plain = self.renderer.without_mark
-        whole, tail = plain(text), plain(text[end:])
+    def _attribute(self, found: _Rendering, end: int, encoded: Encoded) -> Ids | None:
+        """The new message that each token of a text after ``end`` renders."""
+        plain, first = self.renderer.without_mark, found.n_known
+        whole, tail = plain(found.text), plain(found.text[end:])
         # spares a rendering where there are few messages
-        spans = find_verbatim(messages[first:], tail) if first else None
+        spans = find_verbatim(found.messages[first:], tail) if first else None
         if spans is None:
             # the template may reject the marks
             with suppress(TemplateError):
                 spans = locate_contents(
-                    *(messages, first, whole, len(whole) - len(tail)),
-                    lambda named: plain(self.renderer.text(named, tools)),
+                    *(found.messages, first, whole, len(whole) - len(tail)),
+                    lambda marked: plain(self.renderer.text(marked, found.tools)),
                 )
         return None if spans is None else message_index(encoded, spans)
 
 
 def _find_base(
-    restored: RestoredRequest, offered: bytes, replies: ReplyIndex, cache: TokenCache
-) -> tuple[int, CachedPath | None, Reason | None]:
-    """The index and path of the reply to extend, and why that is not the last one."""
+    restored: RestoredRequest,
+    nothing: CachedPath,
+    replies: ReplyIndex,
+    cache: TokenCache,
+) -> tuple[int, CachedPath, Reason | None]:
+    """How many messages the path to extend has, the path, and why not all replies."""
     positions, indices = restored.positions, restored.replies
-    last = next(indices, -1)
-    if last < 0:
-        return -1, None, "opening"
+    last = next(indices, None)
+    if last is None:
+        return 0, nothing, "opening"
     reason: Reason | None = None
     path = cache.get(positions[last])
     if path is None:
         if restored.known[last] == "new":
-            return last, None, "unknown_reply"
+            return 0, nothing, "unknown_reply"
         if replies.has_reply_at(positions[last - 1] if last else START):
-            return last, None, "released"
+            return 0, nothing, "released"
         # messages before it changed: extend the last reply before the change
         reason = "moved"
         last = next((i for i in indices if cache.get(positions[i])), last)
-        path = cache.get(positions[last])
-        if path is None:
-            return last, None, reason
-    if not path.n_ids:
-        return last, None, reason or "unclosed"
-    if path.rendered.tools != offered:
-        return last, None, reason or "tools"
-    return last, path, reason
+        path = cache.get(positions[last]) or nothing
+    if path is not nothing and not path.n_ids:
+        reason = reason or "unclosed"
+    elif path.rendered.tools != nothing.rendered.tools:
+        reason = reason or "tools"
+    elif path.n_ids:
+        return last + 1, path, reason
+    return 0, nothing, reason
 
 
-def _reasons(messages: list[Json]) -> bool:
-    return any(message.get("reasoning_content") for message in messages)
+def _reasons(message: Json) -> bool:
+    return bool(message.get("reasoning_content"))
 
 
 def _tools_digest(tools: list[Json] | None) -> bytes:
@@ -321,8 +322,8 @@ def _tools_digest(tools: list[Json] | None) -> bytes:
     return blake2b(json.dumps(tools).encode(), digest_size=16).digest()
 
 
-def _hashed(ids: Ids, before: blake2b | None = None) -> blake2b:
+def _hashed(before: blake2b, ids: Ids) -> blake2b:
     """The digest of ids, after those that were hashed before."""
-    hasher = blake2b(digest_size=16) if before is None else before.copy()
+    hasher = before.copy()
     hasher.update(ids.astype("<i4", copy=False).tobytes())
     return hasher

@@ -6,7 +6,8 @@ Beyond a limit for all sessions together, the branches that were idle longest ar
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from threading import Lock
@@ -61,12 +62,13 @@ class CachedPath:
     """One prompt and its output."""
 
     position: bytes  # after its reply (`RestoredRequest.positions`)
-    base: "CachedPath | None"  # the path that it extends
-    branch: Branch
-    # 0: the output has no end-of-message token, so no prompt may extend it
-    n_ids: int
     rendered: RenderedPrefix  # of the prompt
-    hasher: blake2b  # BLAKE2b of its ids
+    base: "CachedPath | None" = None  # the path that it extends
+    branch: Branch = field(default_factory=Branch)
+    # 0: the output has no end-of-message token, so no prompt may extend it
+    n_ids: int = 0
+    # BLAKE2b of its ids
+    hasher: blake2b = field(default_factory=partial(blake2b, digest_size=16))
 
     @property
     def ids(self) -> Ids:
