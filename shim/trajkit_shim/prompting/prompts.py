@@ -85,15 +85,13 @@ class Prompt:
         return self.hasher.digest()
 
 
-class _Rendering(NamedTuple):
-    """The template's text for messages of which the last ones are new."""
+class _View(NamedTuple):
+    """Messages to render, of which the last ones are new."""
 
-    text: str
     messages: list[Json]
     tools: list[Json] | None
-    before: RenderedPrefix  # of the prompt that the last known message replies to
     n_known: int
-    end: int | Departure  # of the known messages, in the text
+    before: RenderedPrefix  # of the known messages without the last, a reply
 
 
 class Prompts:
@@ -169,46 +167,49 @@ class Prompts:
         messages = restored.messages
         probe = self.probe(tools=tools is not None)
         safe = probe.safe and self.mode == "append"
-        digest = _tools_digest(tools)
-        nothing = CachedPath(
-            position=START, rendered=RenderedPrefix.of("", tools=digest)
-        )
-        n_known, base = 0, nothing
+        empty = RenderedPrefix.of("", tools=_tools_digest(tools))
+        n_known, base = 0, CachedPath(position=START, rendered=empty)
         reason: Reason | None = "template" if self.mode == "append" else "chosen"
         if safe:
-            n_known, base, reason = _find_base(restored, nothing, replies, cache)
-        new = messages[max(0, n_known - 1) :]
-        reasons = base.rendered.reasons or any(map(_reasons, new))
-        tail_only = n_known > 0 and self._tail_only(probe, new[1:], reasons=reasons)
+            n_known, base, reason = _find_base(restored, base, replies, cache)
+        # the reply that is known, and what is new
+        tail = messages[max(0, n_known - 1) :]
+        reasons = base.rendered.reasons or _reasons(tail)
+        tail_only = n_known > 0 and self._tail_only(probe, tail[1:], reasons=reasons)
+
+        def render(view: _View) -> tuple[str, int | Departure]:
+            text = self.renderer.text(view.messages, view.tools)
+            return text, end_of_reply(self.renderer, view.before, text, tail)
+
+        end: int | Departure = "unended"
         # the last complete comparison counts until the text has twice its length
         is_recent = base.rendered.length < 2 * base.rendered.checked
-        found: _Rendering | None = None
         if tail_only and is_recent and not self._check:
             few = None if tools is None else [STAND_IN_TOOL]
-            stand_in = RenderedPrefix.of(probe.stand_in)
+            before = RenderedPrefix.of(probe.stand_in)
+            view = _View([*STAND_IN, *tail], few, len(STAND_IN) + 1, before)
             # the template may reject the stand-in
             with suppress(TemplateError):
-                n_shown = len(STAND_IN) + 1
-                found = self._render([*STAND_IN, *new], few, stand_in, n_shown)
-        if found is None or not isinstance(found.end, int):
-            found = self._render(messages, tools, base.rendered, n_known)
-        end = found.end
+                text, end = render(view)
+        if not isinstance(end, int):
+            view = _View(messages, tools, n_known, base.rendered)
+            text, end = render(view)
         if not isinstance(end, int):
             if end == "rewritten" and tail_only:
                 # what was proven of short conversations is not true of this one
                 probe.tail = False
             if end == "rewritten" and probe.drops_reasoning and reasons:
                 end = "reasoning"
-            reason, base, n_known, end = reason or end, nothing, 0, 0
-            found = found._replace(before=nothing.rendered, n_known=0, end=0)
-        encoded = self._encode(found.text[end:], messages[n_known:], max_tokens)
+            reason, end, n_known = reason or end, 0, 0
+            base = CachedPath(position=START, rendered=empty)
+            view = _View(messages, tools, 0, empty)
+        encoded = self._encode(text[end:], messages[n_known:], max_tokens)
         ids, branch = base.branch.extend(base.ids, encoded.ids)
+        more, full = text[view.before.length :], view.before is base.rendered
         rendered = base.rendered.extend(
-            found.text[found.before.length :],
-            probe.leaves,
-            checked=found.before is base.rendered,
-            reasons=reasons,
+            more, probe.leaves, checked=full, reasons=reasons
         )
+        index = self._attribute(view, text, end, encoded) if attributed else None
         return Prompt(
             ids=ids,
             branch=branch,
@@ -216,23 +217,9 @@ class Prompts:
             reason=reason,
             base=base,
             n_known=n_known,
-            message_index=self._attribute(found, end, encoded) if attributed else None,
+            message_index=index,
             rendered=rendered if safe else None,
         )
-
-    def _render(
-        self,
-        messages: list[Json],
-        tools: list[Json] | None,
-        before: RenderedPrefix,
-        n_known: int,
-    ) -> _Rendering:
-        text = self.renderer.text(messages, tools)
-        end: int | Departure = 0
-        if n_known:
-            reply, *new = messages[n_known - 1 :]
-            end = end_of_reply(self.renderer, before, text, reply, new)
-        return _Rendering(text, messages, tools, before, n_known, end)
 
     def _encode(self, text: str, messages: list[Json], max_tokens: int) -> Encoded:
         encoded = self.renderer.encode(text, max_tokens)
@@ -266,18 +253,21 @@ class Prompts:
             path.n_ids = len(ids)
         return path
 
-    def _attribute(self, found: _Rendering, end: int, encoded: Encoded) -> Ids | None:
+    def _attribute(
+        self, view: _View, text: str, end: int, encoded: Encoded
+    ) -> Ids | None:
         """The new message that each token of a text after ``end`` renders."""
-        plain, first = self.renderer.without_mark, found.n_known
-        whole, tail = plain(found.text), plain(found.text[end:])
+        messages, tools, first, _ = view
+        plain = self.renderer.without_mark
+        whole, tail = plain(text), plain(text[end:])
         # spares a rendering where there are few messages
-        spans = find_verbatim(found.messages[first:], tail) if first else None
+        spans = find_verbatim(messages[first:], tail) if first else None
         if spans is None:
             # the template may reject the marks
             with suppress(TemplateError):
                 spans = locate_contents(
-                    *(found.messages, first, whole, len(whole) - len(tail)),
-                    lambda marked: plain(self.renderer.text(marked, found.tools)),
+                    *(messages, first, whole, len(whole) - len(tail)),
+                    lambda marked: plain(self.renderer.text(marked, tools)),
                 )
         return None if spans is None else message_index(encoded, spans)
 
@@ -288,7 +278,10 @@ def _find_base(
     replies: ReplyIndex,
     cache: TokenCache,
 ) -> tuple[int, CachedPath, Reason | None]:
-    """How many messages the path to extend has, the path, and why not all replies."""
+    """How many messages are extended, their path, and why not all up to the last reply.
+
+    ``nothing`` is a path without ids.
+    """
     positions, indices = restored.positions, restored.replies
     last = next(indices, None)
     if last is None:
@@ -304,17 +297,15 @@ def _find_base(
         reason = "moved"
         last = next((i for i in indices if cache.get(positions[i])), last)
         path = cache.get(positions[last]) or nothing
-    if path is not nothing and not path.n_ids:
-        reason = reason or "unclosed"
-    elif path.rendered.tools != nothing.rendered.tools:
-        reason = reason or "tools"
-    elif path.n_ids:
-        return last + 1, path, reason
-    return 0, nothing, reason
+    if path.rendered.tools != nothing.rendered.tools:
+        return 0, nothing, reason or "tools"
+    return (
+        (last + 1, path, reason) if path.n_ids else (0, nothing, reason or "unclosed")
+    )
 
 
-def _reasons(message: Json) -> bool:
-    return bool(message.get("reasoning_content"))
+def _reasons(messages: list[Json]) -> bool:
+    return any(message.get("reasoning_content") for message in messages)
 
 
 def _tools_digest(tools: list[Json] | None) -> bytes:

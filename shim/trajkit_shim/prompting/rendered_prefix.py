@@ -56,25 +56,27 @@ class RenderedPrefix:
 
 
 def end_of_reply(
-    renderer: "ChatRenderer",
-    rendered: RenderedPrefix,
-    text: str,
-    reply: Json,
-    new: list[Json],
+    renderer: "ChatRenderer", rendered: RenderedPrefix, text: str, after: list[Json]
 ) -> int | Departure:
-    """Return where the reply to a ``rendered`` prompt ends in a later prompt's text."""
+    """Return where the reply to a ``rendered`` prompt ends in a later prompt's text.
+
+    ``after`` are the messages after the rendered ones: the reply and new ones.
+    """
+    if not rendered.length:
+        # there is no reply
+        return 0
     if not rendered.begins(text):
         return "rewritten"
     end = renderer.end_of_message(text, rendered.length)
     if end is None:
         return "unended"
-    reasoning = squeezed(reply.get("reasoning_content") or "")
+    reasoning = squeezed(after[0].get("reasoning_content") or "")
     shown = renderer.without_mark(text[rendered.length : end[0]])
     if reasoning not in squeezed(shown):
         return "reasoning"
     rest = renderer.without_mark(text[end[1] :])
     # if the reply has no end, this may be the end of a later message
-    texts = (text for message in new for text in texts_of(message["content"]))
+    texts = (text for message in after[1:] for text in texts_of(message["content"]))
     if not all(text.strip() in rest for text in texts):
         return "hidden"
     return end[1]

@@ -153,7 +153,7 @@ class _Probe:
         reply, new = step
         rendered = RenderedPrefix.of(self._text(messages), leaves)
         text = self._text([*messages, reply, *new])
-        return text, end_of_reply(self._renderer, rendered, text, reply, new)
+        return text, end_of_reply(self._renderer, rendered, text, [reply, *new])
 
     def _check(self, steps: "list[Step]", leaves: str, where: str) -> None:
         """Raise if a conversation of these steps has a reply without one clear end."""
