@@ -433,7 +433,7 @@ class ModelCall:
             message_tool_names=names,
             prompt_built=prompt.built,
             render_reason=prompt.reason,
-            prompt_digest=prompt.digest,
+            prompt_digest=prompt.hasher.digest(),
             mm_items=[asdict(image) for image in self._images] or None,
         )
 

@@ -60,7 +60,7 @@ class Prompt:
 
     ids: Ids
     branch: Branch  # that the ids are in
-    hasher: blake2b  # BLAKE2b of the ids as little-endian int32
+    hasher: blake2b  # BLAKE2b (16 bytes) of the ids as little-endian int32
     reason: Reason | None  # why it does not extend the last reply; None: it does
     base: CachedPath  # that turn; without ids if it extends none
     n_known: int  # how many of the messages have those tokens
@@ -78,11 +78,6 @@ class Prompt:
     def n_base(self) -> int:
         """How many of the ids are those of the earlier turn."""
         return self.base.n_ids
-
-    @property
-    def digest(self) -> bytes:
-        """A 16-byte digest of the ids."""
-        return self.hasher.digest()
 
 
 class _View(NamedTuple):
@@ -297,11 +292,11 @@ def _find_base(
         reason = "moved"
         last = next((i for i in indices if cache.get(positions[i])), last)
         path = cache.get(positions[last]) or nothing
+    if not path.n_ids:
+        return 0, nothing, reason or "unclosed"
     if path.rendered.tools != nothing.rendered.tools:
         return 0, nothing, reason or "tools"
-    return (
-        (last + 1, path, reason) if path.n_ids else (0, nothing, reason or "unclosed")
-    )
+    return last + 1, path, reason
 
 
 def _reasons(messages: list[Json]) -> bool:

@@ -100,11 +100,8 @@ class ReplyIndex:
             elif message["role"] == "tool":
                 sent_id = str(message.get("tool_call_id"))
                 # the latest call with that id, which is near the end
-                own = (
-                    each[sent_id]
-                    for each in reversed(restored.calls)
-                    if sent_id in each
-                )
+                calls = reversed(restored.calls)
+                own = (each[sent_id] for each in calls if sent_id in each)
                 call_id, tool = next(own, (sent_id, None))
                 tool = str(message.get("name") or "") or tool
                 if call_id != sent_id:

@@ -8,6 +8,7 @@ was never acknowledged. Whether an answer arrived is written to a second stream.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -228,23 +229,12 @@ class TurnLog:
         self._serialize: Callable[[pa.RecordBatch], pa.Buffer] = (
             pa.RecordBatch.serialize if form == "full" else IpcCompressor(self._schema)
         )
-        self._turns = AppendLog(
-            self.directory,
-            "turns",
-            self._schema,
-            fsync=fsync,
-            max_file_bytes=max_file_bytes,
-            max_total_bytes=max_total_bytes,
+        new_log = partial(
+            AppendLog, self.directory, fsync=fsync, max_file_bytes=max_file_bytes
         )
-        self._amendments, self._sessions = (
-            AppendLog(
-                self.directory, stem, of, fsync=fsync, max_file_bytes=max_file_bytes
-            )
-            for stem, of in (
-                ("amendments", schema.AMENDMENTS),
-                ("sessions", SESSION_LINES),
-            )
-        )
+        self._turns = new_log("turns", self._schema, max_total_bytes=max_total_bytes)
+        self._amendments = new_log("amendments", schema.AMENDMENTS)
+        self._sessions = new_log("sessions", SESSION_LINES)
         self._turns.start()
         self.path = self._turns.path_of(0)
 
