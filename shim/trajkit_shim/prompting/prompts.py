@@ -162,7 +162,7 @@ class Prompts:
         messages = restored.messages
         probe = self.probe(tools=tools is not None)
         safe = probe.safe and self.mode == "append"
-        empty = RenderedPrefix.of("", tools=_tools_digest(tools))
+        empty = RenderedPrefix(tools=_tools_digest(tools))
         n_known, base = 0, CachedPath(position=START, rendered=empty)
         reason: Reason | None = "template" if self.mode == "append" else "chosen"
         if safe:
@@ -181,7 +181,7 @@ class Prompts:
         is_recent = base.rendered.length < 2 * base.rendered.checked
         if tail_only and is_recent and not self._check:
             few = None if tools is None else [STAND_IN_TOOL]
-            before = RenderedPrefix.of(probe.stand_in)
+            before = RenderedPrefix().extend(probe.stand_in, "")
             view = _View([*STAND_IN, *tail], few, len(STAND_IN) + 1, before)
             # the template may reject the stand-in
             with suppress(TemplateError):

@@ -6,7 +6,8 @@ messages. Only the last part is taken from the new text. Where the template was 
 to look back (`TemplateProbe.tail`), it is rendered after a short stand-in for the rest.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -26,29 +27,24 @@ reasoning is missing, no token ends the reply, or a new message is missing after
 class RenderedPrefix:
     """The part of a prompt's text that every later prompt must start with."""
 
-    length: int  # in characters
-    hasher: blake2b
+    length: int = 0  # in characters
+    hasher: blake2b = field(default_factory=partial(blake2b, digest_size=16))
     # its length when it was last compared with the text of a complete rendering
-    checked: int
+    checked: int = 0
     tools: bytes = b""  # digest of the offered tools
     reasons: bool = False  # a message has reasoning
-
-    @classmethod
-    def of(
-        cls, text: str, leaves: str = "", tools: bytes = b"", *, reasons: bool = False
-    ) -> "RenderedPrefix":
-        """Return the prefix for a text without ``leaves`` (`TemplateProbe`) at its end."""
-        stays = text.removesuffix(leaves)
-        return cls(len(stays), _hashed(stays), len(stays), tools, reasons)
 
     def begins(self, text: str) -> bool:
         """Return whether a text starts with it."""
         return _hashed(text[: self.length]).digest() == self.hasher.digest()
 
     def extend(
-        self, more: str, leaves: str, *, checked: bool, reasons: bool
+        self, more: str, leaves: str, *, checked: bool = True, reasons: bool = False
     ) -> "RenderedPrefix":
-        """Return the prefix of a text with ``more``, rendered completely if ``checked``."""
+        """Return the prefix with ``more`` text, rendered completely if ``checked``.
+
+        It ends before ``leaves`` (`TemplateProbe`) at the end of that text.
+        """
         more = more.removesuffix(leaves)
         length, hasher = self.length + len(more), _hashed(more, self.hasher.copy())
         n_checked = length if checked else self.checked

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from trajkit_shim.chat.request import (
     assistant_message,
     function_tool,
+    system_message,
     tool_call,
     tool_message,
 )
@@ -111,37 +112,31 @@ class _Probe:
 
     def _looks_at_the_tail(self, leaves: str) -> bool:
         """Whether a step has the same text after a longer head, with other tools."""
-        system: list[Json] = [{"role": "system", "content": "system"}]
-        head = [
-            _USER,
-            _calling(_WORDS[2]),
-            _RESULT,
-            assistant_message(_WORDS[1]),
-            _USER,
-        ]
+        reply, new = _TALK[1]
+        heads = [STAND_IN, [_USER, _calling(_WORDS[2]), _RESULT, reply, *new]]
         with suppress(TemplateError):
-            self._text([*system, *head])
-            head = [*system, *head]
+            head = [*system_message("system"), *heads[1]]
+            self._text(head)
+            heads[1] = head
         offers = [self._tools]
         if self._tools is not None:
             offers.append([function_tool("other", None, {}), *self._tools])
         both: Step = (_calling(_WORDS[0]), [_RESULT, _USER])
-        for reply, new in (*_TALK, *_WORK, both):
-            found: set[str | None] = set()
-            for before in (STAND_IN, head):
-                for tools in offers:
-                    try:
-                        text = self._renderer.text([*before, reply, *new], tools)
-                        stays = self._renderer.text(before, tools).removesuffix(leaves)
-                    except TemplateError:
-                        found.add(None)
-                        continue
-                    if not text.startswith(stays):
-                        return False
-                    found.add(text.removeprefix(stays))
-            if len(found) > 1:
-                return False
-        return True
+
+        def tail(
+            before: list[Json], tools: list[Json] | None, step: Step
+        ) -> str | None:
+            with suppress(TemplateError):
+                stays = self._renderer.text(before, tools).removesuffix(leaves)
+                text = self._renderer.text([*before, step[0], *step[1]], tools)
+                return text.removeprefix(stays)
+            return None
+
+        return all(
+            len({tail(before, tools, step) for before in heads for tools in offers})
+            == 1
+            for step in (*_TALK, *_WORK, both)
+        )
 
     def _text(self, messages: list[Json]) -> str:
         return self._renderer.text(messages, self._tools)
@@ -151,7 +146,7 @@ class _Probe:
     ) -> tuple[str, int | Departure]:
         """The text of a request after one more step, and where its reply ends."""
         reply, new = step
-        rendered = RenderedPrefix.of(self._text(messages), leaves)
+        rendered = RenderedPrefix().extend(self._text(messages), leaves)
         text = self._text([*messages, reply, *new])
         return text, end_of_reply(self._renderer, rendered, text, [reply, *new])
 

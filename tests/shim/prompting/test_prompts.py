@@ -690,7 +690,7 @@ def path(position, base=None, n=100):
         base=base,
         branch=branch,
         n_ids=len(ids),
-        rendered=RenderedPrefix.of("", ""),
+        rendered=RenderedPrefix(),
         hasher=blake2b(),
     )
 
