@@ -110,10 +110,31 @@ class ChatRenderer:
         Raises `TemplateError`: the template rejects the messages. `GatewayError`: a
         text spells out a special token that this tokenizer cannot encode as text.
         """
+        from jinja2.exceptions import TemplateError as JinjaError
+
         if not self._takes_late_system:
             messages = _one_system(messages)
-        shaped = [self._for_template(message) for message in messages]
-        return self._apply(shaped, tools, generation_prompt)
+        shaped = [*map(self._for_template, messages)]
+        # a template is a program that runs on untrusted values; these are its failures
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    self._break(shaped),
+                    tools=self._break(tools),
+                    chat_template=self.chat_template,
+                    add_generation_prompt=generation_prompt,
+                    tokenize=False,
+                )
+            )
+        except (
+            JinjaError,
+            TypeError,
+            ValueError,
+            LookupError,
+            RecursionError,
+        ) as error:
+            message = f"the chat template rejects the messages: {error}"
+            raise TemplateError(message, code="chat_template") from error
 
     def without_mark(self, text: str) -> str:
         """Return a part of `text` with the marks removed."""
@@ -142,35 +163,6 @@ class ChatRenderer:
         """Return how many sampled ids the reasoning has with its end token, if any."""
         ends = np.flatnonzero(output_ids == self._end_of_reasoning)
         return int(ends[0]) + 1 if len(ends) else None
-
-    def _apply(
-        self,
-        messages: list[Json],
-        tools: list[Json] | None,
-        generation_prompt: bool = True,
-    ) -> str:
-        from jinja2.exceptions import TemplateError as JinjaError
-
-        # a template is a program that runs on untrusted values; these are its failures
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    self._break(messages),
-                    tools=self._break(tools),
-                    chat_template=self.chat_template,
-                    add_generation_prompt=generation_prompt,
-                    tokenize=False,
-                )
-            )
-        except (
-            JinjaError,
-            TypeError,
-            ValueError,
-            LookupError,
-            RecursionError,
-        ) as error:
-            message = f"the chat template rejects the messages: {error}"
-            raise TemplateError(message, code="chat_template") from error
 
     def _break(self, value: Any) -> Any:
         """A JSON value with the mark inside each special token that it spells out."""
@@ -248,12 +240,15 @@ class ChatRenderer:
 
     def _probe_template(self) -> None:
         """Find out what the template does with calls and late system messages."""
+        # until this is known, messages are rendered as they are
+        self._takes_string = self._takes_late_system = True
+        self._keeps_markup, self._call_separator = False, ""
         user: Json = {"role": "user", "content": "user"}
 
         def shown(*messages: Json) -> str:
             # the template rejects it, or the tokenizer a special token within text
             with suppress(GatewayError):
-                return self._apply([user, *messages], None)
+                return self.text([user, *messages], None)
             return ""
 
         call = tool_call("call_0", "probe", _PROBE_ARGUMENTS)

@@ -6,10 +6,10 @@ Beyond a limit for all sessions together, the branches that were idle longest ar
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from itertools import islice
 from threading import Lock
 
 import numpy as np
@@ -83,19 +83,23 @@ class TokenCache:
     """
 
     def __init__(self) -> None:
+        # most recent last
         self._paths: dict[bytes, CachedPath] = {}
-        # most recently used last
-        self._branches: OrderedDict[Branch, None] = OrderedDict()
         self._budget: CacheBudget | None = None
 
     def get(self, position: bytes) -> CachedPath | None:
         """Return the path whose reply ends at a position."""
         return self._paths.get(position)
 
-    def requests(self) -> list[ReadRequest]:
-        """Return the latest request of each branch used lately, latest first."""
-        latest = islice(reversed(self._branches), _COMPARED)
-        return [each.request for each in latest if each.request is not None]
+    def requests(self) -> Iterator[ReadRequest]:
+        """Yield the latest request of each branch used lately, latest first."""
+        seen: set[Branch] = set()
+        for path in reversed(self._paths.values()):
+            if path.branch not in seen and path.branch.request is not None:
+                yield path.branch.request
+            seen.add(path.branch)
+            if len(seen) == _COMPARED:
+                break
 
     def remember(
         self,
@@ -105,7 +109,7 @@ class TokenCache:
     ) -> None:
         """Store the path of a reply; of equal replies the last one is kept."""
         self._budget = budget
-        if (replaced := self._paths.get(path.position)) is not None:
+        if (replaced := self._paths.pop(path.position, None)) is not None:
             del replaced.branch.paths[path.position]
             if not replaced.branch.paths:
                 self.release(replaced.branch)
@@ -121,13 +125,10 @@ class TokenCache:
         self._paths[path.position] = branch.paths[path.position] = path
         path.base = None
         branch.request = request
-        self._branches[branch] = None
-        self._branches.move_to_end(branch)
         budget.count(self, branch)
 
     def release(self, branch: Branch) -> None:
         """Drop a branch and its paths."""
-        del self._branches[branch]
         while branch.paths:
             del self._paths[branch.paths.popitem()[0]]
         assert self._budget is not None
@@ -135,8 +136,8 @@ class TokenCache:
 
     def clear(self) -> None:
         """Drop all paths."""
-        for branch in [*self._branches]:
-            self.release(branch)
+        while self._paths:
+            self.release(next(iter(self._paths.values())).branch)
 
 
 class CacheBudget:

@@ -331,13 +331,13 @@ def test_what_stands_there_once_is_told_without_another_rendering(
     messages += [reply, said("tool", text, tool_call_id="call_0"), said("user", "&?")]
     rendering.ask(messages)
     whole, rendered = rendering.prompt.message_index, []
-    apply = renderer._apply
+    text_of = renderer.text
 
     def counted(*given):
         rendered.append(given)
-        return apply(*given)
+        return text_of(*given)
 
-    monkeypatch.setattr(renderer, "_apply", counted)
+    monkeypatch.setattr(renderer, "text", counted)
     prompt = appending.ask(messages)
     shown = prompt.message_index
     assert (prompt.built, len(rendered)) == ("append", renderings)
@@ -802,7 +802,7 @@ def test_requests_are_released_before_tokens():
     budget.max_bytes = n_bytes + 500
     sessions[0].remember(path(b"two", sessions[0].get(b"one")), budget, known(1000))
     # the two that were idle longest
-    assert [len(session.requests()) for session in sessions] == [1, 0, 0]
+    assert [len([*session.requests()]) for session in sessions] == [1, 0, 0]
     assert [len(session._paths) for session in sessions] == [2, 1, 1]
     for session in sessions:
         session.clear()
