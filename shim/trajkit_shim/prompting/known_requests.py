@@ -127,22 +127,23 @@ def read_request(
     if known and len(body) - known.marks[-1].offset > most:
         return None
     request = _continue(known, body, history, read) if known else None
-    if request is None and len(body) <= most:
+    if request is None:
+        if len(body) > most:
+            return None
         fields, before, end = _parse(body, history)
         chat = read(fields)
         request = ReadRequest(
             protocol=protocol, body=body, chat=chat, end=end, fields=before
         )
-    if request is not None:
-        # what follows the last mark, up to the end of the history and of the body
-        start, hasher = 0, blake2b(digest_size=16)
-        if request.marks:
-            start, hasher = request.marks[-1].offset, request.marks[-1].hasher.copy()
-        stop, view = max(start, request.end), memoryview(body)
-        hasher.update(view[start:stop])
-        request.hasher = hasher.copy()
-        hasher.update(view[stop:])
-        request.identity = hasher.digest()
+    # what follows the last mark, up to the end of the history and of the body
+    start, hasher = 0, blake2b(digest_size=16)
+    if request.marks:
+        start, hasher = request.marks[-1].offset, request.marks[-1].hasher.copy()
+    stop, view = max(start, request.end), memoryview(body)
+    hasher.update(view[start:stop])
+    request.hasher = hasher.copy()
+    hasher.update(view[stop:])
+    request.identity = hasher.digest()
     return request
 
 

@@ -193,10 +193,9 @@ class ChatRenderer:
         self.check_length(self.without_mark(text), max_tokens)
         ids, offsets, length = list[Ids](), list[npt.NDArray[np.int32]](), 0
         parts = self._spelled.split(text) if self.keeps_apart else [text]
-        for i, part in enumerate(parts):
-            # special tokens are at odd indices
-            plain = part if i % 2 else self.without_mark(part)
-            piece = self._special[part] if i % 2 else self._piece(plain, max_tokens)
+        for part in parts:
+            plain = self.without_mark(part)
+            piece = self._special.get(part) or self._piece(plain, max_tokens)
             ids.append(piece.ids)
             offsets.append(piece.offsets + length)
             length += len(plain)

@@ -47,9 +47,7 @@ class AppendLog:
             for limit in (max_file_bytes, max_total_bytes)
         )
         self._file: int | None = None
-        # bytes of the last file, and of those before it
-        self._end = self._full_bytes = 0
-        self._files = 0
+        self._sizes: list[int] = []  # bytes of each file
         self._closed = False
         directory.mkdir(parents=True, exist_ok=True)
         first = self.path_of(0)
@@ -63,7 +61,7 @@ class AppendLog:
     @property
     def total_bytes(self) -> int:
         """Bytes of all files."""
-        return self._full_bytes + self._end
+        return sum(self._sizes)
 
     def append(self, batch: pa.Buffer) -> None:
         """Write a serialized batch; on return the operating system has it.
@@ -75,8 +73,8 @@ class AppendLog:
             raise OSError(errno.EBADF, f"the {self._stem} are closed")
         total = self.total_bytes + batch.size
         starts = self._file is None or (
-            self._end > self._head.size
-            and self._end + batch.size > self._max_file_bytes
+            self._sizes[-1] > self._head.size
+            and self._sizes[-1] + batch.size > self._max_file_bytes
         )
         if starts:
             total += self._head.size
@@ -88,14 +86,14 @@ class AppendLog:
         if starts:
             self.start()
         assert self._file is not None
-        self._end = self._write(self._file, batch, self._end)
+        self._sizes[-1] = self._write(self._file, batch, self._sizes[-1])
 
     def start(self) -> None:
         """Create the next file, then end the one before; done by `append` if needed."""
-        path = self.path_of(self._files)
+        path = self.path_of(len(self._sizes))
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            end = self._write(file, self._head, 0)
+            size = self._write(file, self._head, 0)
             if self._fsync:
                 # the file's name must survive a crash as well
                 folder = os.open(self._directory, os.O_RDONLY)
@@ -108,8 +106,8 @@ class AppendLog:
             path.unlink()
             raise
         self._finish()
-        self._file, self._end = file, end
-        self._files += 1
+        self._file = file
+        self._sizes.append(size)
 
     def close(self) -> None:
         """End the stream and close the file."""
@@ -120,10 +118,9 @@ class AppendLog:
         if self._file is not None:
             # a stream without an end marker is complete too
             with suppress(OSError):
-                self._end = self._write(self._file, END_OF_STREAM, self._end)
+                size = self._write(self._file, END_OF_STREAM, self._sizes[-1])
+                self._sizes[-1] = size
             file, self._file = self._file, None
-            self._full_bytes += self._end
-            self._end = 0
             # its batches were written before; some file systems fail here
             with suppress(OSError):
                 os.close(file)
