@@ -255,7 +255,7 @@ class ModelCall:
             self._ids = prompts.places.engine_ids(prompt.ids)
             self._pixels = prompts.places.load(self._images)
         # those of the earlier turn were checked then
-        n_checked = 0 if self._images else prompt.n_base
+        n_checked = 0 if self._images else prompt.base.n_ids
         checks.check_prompt(self._ids, info, n_checked)
         # it ends within the reply's reasoning
         self._opened = self._renderer.opens_reasoning(prompt.ids)

@@ -74,11 +74,6 @@ class Prompt:
         """How."""
         return "append" if self.reason is None else "render"
 
-    @property
-    def n_base(self) -> int:
-        """How many of the ids are those of the earlier turn."""
-        return self.base.n_ids
-
 
 class _View(NamedTuple):
     """Messages to render, of which the last ones are new."""

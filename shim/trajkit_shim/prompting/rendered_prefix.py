@@ -34,10 +34,6 @@ class RenderedPrefix:
     tools: bytes = b""  # digest of the offered tools
     reasons: bool = False  # a message has reasoning
 
-    def begins(self, text: str) -> bool:
-        """Return whether a text starts with it."""
-        return _hashed(text[: self.length]).digest() == self.hasher.digest()
-
     def extend(
         self, more: str, leaves: str, *, checked: bool = True, reasons: bool = False
     ) -> "RenderedPrefix":
@@ -61,7 +57,7 @@ def end_of_reply(
     if not rendered.length:
         # there is no reply
         return 0
-    if not rendered.begins(text):
+    if _hashed(text[: rendered.length]).digest() != rendered.hasher.digest():
         return "rewritten"
     end = renderer.end_of_message(text, rendered.length)
     if end is None:

@@ -251,12 +251,10 @@ class TurnLog:
         for name, option in self._left_out.items():
             if getattr(turn, name, None) is not None:
                 raise ValueError(f"the log was opened with {option}: it has no {name}")
-        added: set[bytes] = set()
 
         def fields_of(message: LoggedMessage) -> dict[str, object]:
-            known = message.key in written.keys or message.key in added
-            added.add(message.key)
-            body = None if known else message.body
+            body = None if message.key in written.keys else message.body
+            written.keys.add(message.key)
             return {"key": message.key, "role": message.role, "body": body}
 
         delta = Delta()
@@ -284,11 +282,10 @@ class TurnLog:
                 columns.append(experts_cell(turn.routed_experts))
             batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
             self._turns.append(self._serialize(batch))
-        except (OSError, pa.ArrowException):
-            # no later turn may use this one as its base
+        except Exception:
+            # no later turn may use this one as its base, or lack bodies because of it
             written.clear()
             raise
-        written.keys |= added
 
     def amend(
         self, session_id: str, turns: Sequence[int], reason: str, trainable: bool | None

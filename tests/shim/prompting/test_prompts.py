@@ -296,7 +296,7 @@ def test_attribution_tells_of_a_built_prompt_what_it_tells_of_a_rendered_one(tur
         for each in (appending, rendering):
             each.ask(messages)
         shown, whole = (each.prompt.message_index for each in (appending, rendering))
-        n_base, n_known = appending.prompt.n_base, appending.prompt.n_known
+        n_base, n_known = appending.prompt.base.n_ids, appending.prompt.n_known
         # what comes after the latest reply
         assert (n_known > 0) == (n_base > 0)
         assert not n_known or messages[n_known - 1]["role"] == "assistant"
@@ -341,7 +341,7 @@ def test_what_stands_there_once_is_told_without_another_rendering(
     prompt = appending.ask(messages)
     shown = prompt.message_index
     assert (prompt.built, len(rendered)) == ("append", renderings)
-    assert shown.tolist() == np.maximum(whole - 2, -1)[prompt.n_base :].tolist()
+    assert shown.tolist() == np.maximum(whole - 2, -1)[prompt.base.n_ids :].tolist()
     assert (0 in shown) == bool(text.strip())
 
 
@@ -409,7 +409,7 @@ def test_the_last_turn_before_an_edit_is_extended():
     assert reason(conversation, edited) == "moved"
     prompt = conversation.prompt
     assert prompt.built == "render"
-    assert (prompt.n_base > n_first, prompt.n_known) == (True, 3)
+    assert (prompt.base.n_ids > n_first, prompt.n_known) == (True, 3)
     conversation.reply(canonical(RENDERER, "last"))
     branches = {path.branch for path in conversation.held._paths.values()}
     assert len(branches) == 2
@@ -612,7 +612,7 @@ def test_a_prompt_that_opens_the_reasoning_stays_as_it_was():
     messages = start(conversation, "\n</think>\n\nYes.")
     assert "reasoning_content" not in messages[-1]
     assert reason(conversation, [*messages, NEXT]) is None
-    assert conversation.prompt.ids[conversation.prompt.n_base - 1] == 257
+    assert conversation.prompt.ids[conversation.prompt.base.n_ids - 1] == 257
 
 
 def test_a_special_token_that_the_model_wrote_is_kept():
@@ -624,8 +624,10 @@ def test_a_special_token_that_the_model_wrote_is_kept():
     reply = conversation.reply(ids)
     prompt = conversation.ask([*opening, reply, said("user", "<|im_start|>")])
     assert prompt.built == "append"
-    assert prompt.ids[prompt.n_base - 4 : prompt.n_base].tolist() == ids.tolist()
-    tail = prompt.ids[prompt.n_base :].tolist()
+    assert (
+        prompt.ids[prompt.base.n_ids - 4 : prompt.base.n_ids].tolist() == ids.tolist()
+    )
+    tail = prompt.ids[prompt.base.n_ids :].tolist()
     assert [i for i in tail if i >= 256] == [256, 257, 256]
 
 
@@ -643,8 +645,8 @@ def test_a_fork_goes_on_from_its_own_path():
     other = start(conversation, "other", opening=[said("system", "s"), *opening])
     for messages, ids, output in ways:
         prompt = conversation.ask([*messages, NEXT])
-        assert prompt.n_base == len(ids) + len(output)
-        held = prompt.ids[: prompt.n_base].tolist()
+        assert prompt.base.n_ids == len(ids) + len(output)
+        held = prompt.ids[: prompt.base.n_ids].tolist()
         assert held == [*ids.tolist(), *output.tolist()]
     assert reason(conversation, [*other, NEXT]) is None
     assert len(conversation.held._paths) == 4
@@ -675,7 +677,10 @@ def test_of_equal_replies_the_last_one_is_gone_on_from():
         ids = spell(EMBEDDED, "the same")
         reply = conversation.reply(ids)
     prompt = conversation.ask([*opening, reply, NEXT])
-    assert prompt.ids[prompt.n_base - len(ids) : prompt.n_base].tolist() == ids.tolist()
+    assert (
+        prompt.ids[prompt.base.n_ids - len(ids) : prompt.base.n_ids].tolist()
+        == ids.tolist()
+    )
     assert len(conversation.held._paths) == 1
 
 
