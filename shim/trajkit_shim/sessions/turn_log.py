@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -131,14 +131,6 @@ class LoggedTurn(Provenance):
     mm_items: list[Json] | None = None  # the images of the prompt
 
 
-class Delta(NamedTuple):
-    """What a turn shares with an earlier one: see `trajkit.schema.DELTA_FIELDS`."""
-
-    base_turn: int | None = None  # None: nothing is shared
-    shared_length: int = 0
-    shared_messages: int = 0
-
-
 class WrittenTurns:
     """What the log has of one session."""
 
@@ -157,22 +149,25 @@ class WrittenTurns:
         # a tree of message lists: by position the one before it, and its length
         self._nodes = {START: (START, 0)}
 
-    def add(self, turn: LoggedTurn, turn_index: int) -> Delta:
-        """Add a turn, and return what it shares with an earlier one (`trajkit.compact`)."""
+    def add(self, turn: LoggedTurn, turn_index: int) -> tuple[int | None, int, int]:
+        """Add a turn; return its base, and how many ids and messages it shares with it.
+
+        The base is an earlier turn (`trajkit.schema.DELTA_FIELDS`); None: nothing is shared.
+        """
         recorded = self._recorder.record(
             "", prompt_ids=turn.prompt_ids, output_ids=turn.output_ids
         )
         path = [START, *turn.positions]
         if turn.response is not None:
             path.append(next_position(path[-1], turn.response.key))
-        delta = Delta()
+        delta: tuple[int | None, int, int] = None, 0, 0
         if recorded.base_turn is not None:
             base, position = self._turns[recorded.base_turn]
             before, depth = self._nodes[position]
             while depth > len(turn.messages) or path[depth] != position:
                 position = before
                 before, depth = self._nodes[position]
-            delta = Delta(base, recorded.shared_length, depth)
+            delta = base, recorded.shared_length, depth
         for depth in range(len(path) - 1, 0, -1):
             if path[depth] in self._nodes:
                 # so are all before it
@@ -257,17 +252,19 @@ class TurnLog:
             written.keys.add(message.key)
             return {"key": message.key, "role": message.role, "body": body}
 
-        delta = Delta()
+        base_turn, n_ids, n_messages = None, 0, 0
         if self._form == "delta":
-            delta = written.add(turn, turn_index)
-        ids = turn.prompt_ids[delta.shared_length :]
-        messages = [*map(fields_of, turn.messages[delta.shared_messages :])]
+            base_turn, n_ids, n_messages = written.add(turn, turn_index)
+        ids = turn.prompt_ids[n_ids:]
+        messages = [*map(fields_of, turn.messages[n_messages:])]
         # with columns of both forms, of which the log has one
         row = {
             **vars(turn),
-            **delta._asdict(),
-            **_attribution(turn, delta.shared_length),
+            **_attribution(turn, n_ids),
             "turn_index": turn_index,
+            "base_turn": base_turn,
+            "shared_length": n_ids,
+            "shared_messages": n_messages,
             "prompt_ids": ids,
             "suffix_ids": ids,
             "messages": messages,
