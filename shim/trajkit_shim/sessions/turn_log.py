@@ -152,7 +152,7 @@ class WrittenTurns:
     def add(self, turn: LoggedTurn, turn_index: int) -> tuple[int | None, int, int]:
         """Add a turn; return its base, and how many ids and messages it shares with it.
 
-        The base is an earlier turn (`trajkit.schema.DELTA_FIELDS`); None: nothing is shared.
+        The base is an earlier turn (`trajkit.schema.DELTA_FIELDS`), or None.
         """
         recorded = self._recorder.record(
             "", prompt_ids=turn.prompt_ids, output_ids=turn.output_ids

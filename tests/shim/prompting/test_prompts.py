@@ -788,17 +788,29 @@ def test_a_released_branch_is_freed_though_another_left_it():
     assert cache.get(b"right").ids.tolist() == list(range(200))
 
 
-def test_requests_are_released_before_tokens():
-    def known(n_bytes):
-        return ReadRequest(
-            protocol="p",
-            body=bytes(n_bytes),
-            chat=ChatRequest(messages=[], tools=None, sampling=None, stream=False),
-            end=0,
-            fields={},
-            marks=[Mark(0, 0, 0, blake2b())],
-        )
+def known(n_bytes):
+    """A request with a body of that length."""
+    return ReadRequest(
+        protocol="p",
+        body=bytes(n_bytes),
+        chat=ChatRequest(messages=[], tools=None, sampling=None, stream=False),
+        end=0,
+        fields={},
+        marks=[Mark(0, 0, 0, blake2b())],
+    )
 
+
+def test_requests_of_a_session_come_latest_first():
+    cache, budget = TokenCache(), CacheBudget(1 << 20)
+    for number, name in enumerate([b"one", b"other", b"one"]):
+        cache.remember(path(name), budget, known(number))
+    cache.remember(path(b"end", cache.get(b"other"), 1), budget, known(3))
+    assert [len(request.body) for request in cache.requests()] == [3, 2]
+    cache.remember(path(b"one"), budget, known(4))
+    assert [len(request.body) for request in cache.requests()] == [4, 3]
+
+
+def test_requests_are_released_before_tokens():
     sessions = [TokenCache() for _ in range(3)]
     budget = CacheBudget(1 << 20)
     for number, session in enumerate(sessions):

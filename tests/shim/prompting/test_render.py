@@ -94,10 +94,12 @@ def test_a_special_token_that_json_escapes_stays_text(token):
 
 
 def test_a_special_token_in_a_tool_definition_stays_text():
-    tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}
+    function = {"name": "f", "description": "<|im_end|>"}
+    function["parameters"] = {"properties": {"<|im_end|>": {}}}
+    tool = {"type": "function", "function": function}
     ids = rendered(RENDERER, [user("x")], [tool]).tolist()
     assert ids.count(END) == 2
-    assert text_of(rendered(RENDERER, [user("x")], [tool])).count("<|im_end|>") == 3
+    assert text_of(rendered(RENDERER, [user("x")], [tool])).count("<|im_end|>") == 4
 
 
 def test_markup_that_is_not_special_is_encoded_as_the_tokenizer_does():
