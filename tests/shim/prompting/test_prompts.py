@@ -796,7 +796,7 @@ def known(n_bytes):
         chat=ChatRequest(messages=[], tools=None, sampling=None, stream=False),
         end=0,
         fields={},
-        marks=[Mark(0, 0, 0, blake2b())],
+        marks=[Mark(0, 0, blake2b())],
     )
 
 
