@@ -158,10 +158,11 @@ class Prompts:
         probe = self.probe(tools=tools is not None)
         safe = probe.safe and self.mode == "append"
         empty = RenderedPrefix(tools=_tools_digest(tools))
-        n_known, base = 0, CachedPath(position=START, rendered=empty)
+        nothing = base = CachedPath(position=START, rendered=empty)
+        n_known = 0
         reason: Reason | None = "template" if self.mode == "append" else "chosen"
         if safe:
-            n_known, base, reason = _find_base(restored, base, replies, cache)
+            n_known, base, reason = _find_base(restored, nothing, replies, cache)
         # the reply that is known, and what is new
         tail = messages[max(0, n_known - 1) :]
         reasons = base.rendered.reasons or _reasons(tail)
@@ -190,8 +191,7 @@ class Prompts:
                 probe.tail = False
             if end == "rewritten" and probe.drops_reasoning and reasons:
                 end = "reasoning"
-            reason, end, n_known = reason or end, 0, 0
-            base = CachedPath(position=START, rendered=empty)
+            reason, base, n_known, end = reason or end, nothing, 0, 0
             view = _View(messages, tools, 0, empty)
         encoded = self._encode(text[end:], messages[n_known:], max_tokens)
         ids, branch = base.branch.extend(base.ids, encoded.ids)

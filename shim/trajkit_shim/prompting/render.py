@@ -226,16 +226,13 @@ class ChatRenderer:
             content = content.removesuffix(separator)
         shaped = []
         for call in calls:
-            function = call["function"]
-            arguments = self._arguments(function["arguments"])
-            shaped.append({**call, "function": {**function, "arguments": arguments}})
+            function = {**call["function"]}
+            # invalid JSON stays text
+            with suppress(ValueError, RecursionError):
+                if not self._takes_string:
+                    function["arguments"] = json.loads(function["arguments"] or "{}")
+            shaped.append({**call, "function": function})
         return {**message, "content": content, "tool_calls": shaped}
-
-    def _arguments(self, text: str) -> object:
-        with suppress(ValueError, RecursionError):
-            if not self._takes_string:
-                return json.loads(text) if text else {}
-        return text
 
     def _probe_template(self) -> None:
         """Find out what the template does with calls and late system messages."""
