@@ -39,7 +39,6 @@ from trajkit_shim.engines.base import (
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json
 from trajkit_shim.pauses import Gate, Weights
-from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.prompting.image_places import ImageModel, ImagePlaces, PlacedImage
 from trajkit_shim.prompting.known_requests import ReadRequest
 from trajkit_shim.prompting.prompts import Mode, Prompt, Prompts
