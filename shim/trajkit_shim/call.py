@@ -109,8 +109,8 @@ class Options:
     pause_wait_seconds: float = 300.0
     # ended sessions to remember: their calls are answered with 410, later with 401
     max_ended_sessions: int = 10_000
-    # measures idle sessions and pauses; default: the event loop
-    clock: timing.Clock | None = None
+    # measures how long sessions are idle; default: the event loop that serves
+    clock: asyncio.AbstractEventLoop | None = None
 
 
 class Gateway:

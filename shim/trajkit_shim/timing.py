@@ -5,7 +5,6 @@ its answer without the engine, and the processor time of the gateway's own steps
 waiting for other calls does not increase.
 """
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,24 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
-
-
-class Clock(Protocol):
-    """Measures idle sessions and pauses, such as an event loop."""
-
-    def time(self) -> float:
-        """Seconds since an arbitrary moment."""
-        ...
-
-    def call_later(
-        self, delay: float, callback: Callable[[], object], /
-    ) -> asyncio.TimerHandle:
-        """Schedule a call in ``delay`` seconds."""
-        ...
-
 
 # number of turns to keep
 _KEPT = 100_000

@@ -110,7 +110,6 @@ class Engine(Protocol):
         Cancelling the awaiting task aborts the call at the engine. Raises `EngineError`:
         400 if the prompt or a parameter is invalid, 5xx if the engine failed.
         """
-        ...
 
     async def close(self) -> None: ...
 
@@ -124,15 +123,12 @@ class UpdatableEngine(Engine, Protocol):
 
     async def pause(self) -> None:
         """Stop sampling; running calls wait. Idempotent."""
-        ...
 
     async def update_weights(self, path: str, version: str) -> None:
         """Load a model directory's weights, while paused, and name them ``version``."""
-        ...
 
     async def resume(self) -> None:
         """Continue sampling. Idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -147,4 +143,3 @@ class TensorEngine(UpdatableEngine, Protocol):
         ``tensors``: serialized as the engine's server requires it, a text per process of
         the server. ``load_format``: how it reads them.
         """
-        ...

@@ -131,7 +131,6 @@ class SGLangEngine(HttpEngine):
             raise
 
     async def info(self) -> EngineInfo:
-        """See `HttpEngine`."""
         if self._info is None:
             server = (await self._members())[0]
             model = await server.get("/model_info")
@@ -162,7 +161,6 @@ class SGLangEngine(HttpEngine):
         return [EngineServer("SGLang", url, client) for url in dict.fromkeys(urls)]
 
     async def generate(self, request: EngineRequest) -> Sample:
-        """See `Engine`."""
         # reads the server's own sampling parameters
         await self.info()
         sampling, images = request.sampling, request.images

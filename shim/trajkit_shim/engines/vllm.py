@@ -54,7 +54,6 @@ class VLLMEngine(HttpEngine):
     _processed: bool | None = None
 
     async def generate(self, request: EngineRequest) -> Sample:
-        """See `Engine`."""
         params = _sampling_params(request.sampling)
         shapes = [
             name

@@ -25,7 +25,6 @@ from trajkit_shim.sessions.agent_starts import AgentStarts
 from trajkit_shim.sessions.answers import KEPT, UNMARKED_SECONDS, Amounts, SharedCall
 from trajkit_shim.sessions.append_log import LogFullError
 from trajkit_shim.sessions.turn_log import TurnLog, WrittenTurns
-from trajkit_shim.timing import Clock
 
 # allowed in an HTTP header and in paths, except . and .., which clients resolve
 _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")
@@ -153,7 +152,9 @@ class Session:
     A running call is only in ``calls``. It changes the counts when it is recorded.
     """
 
-    def __init__(self, record: Record, clock: Clock, log: TurnLog) -> None:
+    def __init__(
+        self, record: Record, clock: asyncio.AbstractEventLoop, log: TurnLog
+    ) -> None:
         self.record = record
         self.session_id, self.terms = record.session_id, record.terms
         self.api_key, self.counts = record.api_key, record.counts
@@ -269,7 +270,11 @@ class SessionStore:
     """
 
     def __init__(
-        self, log: TurnLog, *, clock: Clock | None = None, max_ended: int = 10_000
+        self,
+        log: TurnLog,
+        *,
+        clock: asyncio.AbstractEventLoop | None = None,
+        max_ended: int = 10_000,
     ) -> None:
         self._log = log
         self._clock = clock

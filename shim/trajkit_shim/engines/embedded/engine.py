@@ -64,11 +64,9 @@ class EmbeddedEngine:
         self._lattice = lru_cache(256)(partial(lattice, self.vocabulary, drift=drift))
 
     async def info(self) -> base.EngineInfo:
-        """See `Engine`."""
         return self._info
 
     async def generate(self, request: base.EngineRequest) -> base.Sample:
-        """See `Engine`."""
         prompt_ids, sampling = request.prompt_ids, request.sampling
         check_sampling(sampling, "embedded", ("top_p", "top_k", "stop"))
         state = self._start(prompt_ids)
