@@ -24,11 +24,11 @@ from trajkit_shim.json_input import (
     Json,
     Reader,
     as_integer,
-    as_list,
     as_name,
     as_number,
     as_object,
     as_text,
+    list_of,
     parse_object,
 )
 from trajkit_shim.responses import bearer, cancel_on_disconnect, read_body
@@ -196,7 +196,7 @@ class Admin:
         return self.gateway.weights.describe()
 
     async def _update_engine(self, _: Request, body: Fields) -> Json:
-        source = body.get("tensors", _names)
+        source = body.get("tensors", list_of(as_name))
         unused = "load_format" if source is None else "model_path"
         body.only(_UPDATE.replace(unused, "").split())
         await self.gateway.weights.update(
@@ -213,12 +213,6 @@ class Admin:
 
 def _session_id(request: Request) -> str:
     return str(request.path_params["session_id"])
-
-
-def _names(value: object, where: str) -> list[str]:
-    return [
-        as_name(text, f"{where}[{i}]") for i, text in enumerate(as_list(value, where))
-    ]
 
 
 def _wait(body: Fields, default: float = 0.0) -> float:

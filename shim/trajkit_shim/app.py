@@ -7,11 +7,13 @@ and its turn is context only, as is a turn whose answer is lost on its way.
 """
 
 import asyncio
+import ipaddress
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -24,7 +26,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trajkit_shim import timing
 from trajkit_shim.admin import Admin
-from trajkit_shim.browsers import check_no_browser
 from trajkit_shim.call import (
     CallContext,
     Gateway,
@@ -66,6 +67,8 @@ KEY_HEADER = "x-session-key"
 _SHORT_BODY = 16 << 10
 # where the clients of the protocols put their API key
 _KEY_HEADERS = ("x-api-key", "x-goog-api-key")
+# no site has such a name
+_PRIVATE = (".localhost", ".local", ".internal")
 
 
 def create_app(
@@ -107,18 +110,42 @@ def create_app(
 
 
 def _no_browsers(app: ASGIApp, hosts: Collection[str]) -> ASGIApp:
-    """Middleware that answers requests of web pages with an error."""
+    """Middleware that answers requests of web pages with an error.
+
+    A page of any site can send requests to this machine, which have an ``Origin``. It can
+    also let its own name point to this machine's address, which is then the ``Host``.
+    """
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         answer = app
         if scope["type"] == "http":
             try:
-                check_no_browser(Headers(scope=scope), hosts)
+                _check_no_browser(Headers(scope=scope), hosts)
             except GatewayError as error:
                 answer = await _answer_error(Request(scope), error)
         await answer(scope, receive, send)
 
     return checked
+
+
+def _check_no_browser(headers: Headers, hosts: Collection[str]) -> None:
+    """Raise a 403 for a web page's request, or for a ``Host`` that a page may have.
+
+    Addresses, names without a dot, those of private networks and ``hosts`` are no page's.
+    """
+    if "origin" in headers:
+        message = f"origin: {headers['origin']!r}: requests of web pages are refused"
+        raise GatewayError(message, 403, code="browser_refused")
+    host = headers.get("host", "")
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if "." not in name or name.endswith(_PRIVATE) or name in hosts:
+            return
+        ipaddress.ip_address(name)
+    except ValueError:
+        rule = "not an address or name of this gateway (trajkit serve --allow-host)"
+        message = f"host: {host!r}: {rule}"
+        raise GatewayError(message, 403, code="unknown_host") from None
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -103,7 +103,7 @@ class Options:
     # token required for the trainer's routes; default: none
     admin_token: str | None = None
     # names that clients use for this machine, besides addresses and names of private
-    # networks (`browsers`)
+    # networks
     hosts: Collection[str] = ()
     # how long a call waits for the end of a pause before it is rejected with 503
     pause_wait_seconds: float = 300.0

@@ -122,6 +122,13 @@ as_text: Reader[str] = _typed(str, "a string")
 as_flag: Reader[bool] = _typed(bool, "a boolean")
 
 
+def list_of(read: Reader[T]) -> Reader[list[T]]:
+    """Return a reader of lists, whose items ``read`` returns."""
+    return lambda value, where: [
+        read(item, f"{where}[{i}]") for i, item in enumerate(as_list(value, where))
+    ]
+
+
 def as_name(value: object, where: str) -> str:
     """Return ``value`` if it is a non-empty string."""
     text = as_text(value, where)

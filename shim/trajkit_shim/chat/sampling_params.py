@@ -51,10 +51,7 @@ def _not_zero(read: Reader[T], rule: str) -> Reader[T]:
 def _stop(value: object, where: str) -> tuple[str, ...]:
     if isinstance(value, str):
         return (json_input.as_name(value, where),)
-    return tuple(
-        json_input.as_name(item, f"{where}[{i}]")
-        for i, item in enumerate(json_input.as_list(value, where))
-    )
+    return (*json_input.list_of(json_input.as_name)(value, where),)
 
 
 _READERS: Mapping[str, Reader[Any]] = {

@@ -157,7 +157,9 @@ class Prompts:
         messages = restored.messages
         probe = self.probe(tools=tools is not None)
         safe = probe.safe and self.mode == "append"
-        empty = RenderedPrefix(tools=_tools_digest(tools))
+        # not sorted, because a template may render the fields in order
+        offered = blake2b(json.dumps(tools).encode(), digest_size=16).digest()
+        empty = RenderedPrefix(tools=offered)
         nothing = base = CachedPath(position=START, rendered=empty)
         n_known = 0
         reason: Reason | None = "template" if self.mode == "append" else "chosen"
@@ -165,7 +167,8 @@ class Prompts:
             n_known, base, reason = _find_base(restored, nothing, replies, cache)
         # the reply that is known, and what is new
         tail = messages[max(0, n_known - 1) :]
-        reasons = base.rendered.reasons or _reasons(tail)
+        thinks = any(message.get("reasoning_content") for message in tail)
+        reasons = base.rendered.reasons or thinks
         tail_only = n_known > 0 and self._tail_only(probe, tail[1:], reasons=reasons)
 
         def render(view: _View) -> tuple[str, int | Departure]:
@@ -193,7 +196,9 @@ class Prompts:
                 end = "reasoning"
             reason, base, n_known, end = reason or end, nothing, 0, 0
             view = _View(messages, tools, 0, empty)
-        encoded = self._encode(text[end:], messages[n_known:], max_tokens)
+        encoded = self.renderer.encode(text[end:], max_tokens)
+        if self.places is not None:
+            encoded = self.places.expand(encoded, messages[n_known:])
         ids, branch = base.branch.extend(base.ids, encoded.ids)
         more, full = text[view.before.length :], view.before is base.rendered
         rendered = base.rendered.extend(
@@ -210,10 +215,6 @@ class Prompts:
             message_index=index,
             rendered=rendered if safe else None,
         )
-
-    def _encode(self, text: str, messages: list[Json], max_tokens: int) -> Encoded:
-        encoded = self.renderer.encode(text, max_tokens)
-        return self.places.expand(encoded, messages) if self.places else encoded
 
     def _tail_only(
         self, probe: TemplateProbe, new: list[Json], *, reasons: bool
@@ -292,15 +293,6 @@ def _find_base(
     if path.rendered.tools != nothing.rendered.tools:
         return 0, nothing, reason or "tools"
     return last + 1, path, reason
-
-
-def _reasons(messages: list[Json]) -> bool:
-    return any(message.get("reasoning_content") for message in messages)
-
-
-def _tools_digest(tools: list[Json] | None) -> bytes:
-    # not sorted, because a template may render the fields in order
-    return blake2b(json.dumps(tools).encode(), digest_size=16).digest()
 
 
 def _hashed(before: blake2b, ids: Ids) -> blake2b:

@@ -142,8 +142,9 @@ class ReplyIndex:
         self, messages: list[Json], index: int, position: bytes
     ) -> tuple[Json, int, Known]:
         """The reply or message at an index, how many messages it takes, and which."""
-        run = takewhile(_is_assistant, islice(messages, index, None))
-        stops = range(index + len([*run]), index, -1)
+        roles = (message["role"] for message in islice(messages, index, None))
+        n_run = len([*takewhile("assistant".__eq__, roles)])
+        stops = range(index + n_run, index, -1)
         # earlier messages may have changed
         anywhere = _keys(messages[index])[0]
         for stop, key in [*((i, position) for i in stops), (index + 1, anywhere)]:
@@ -185,10 +186,6 @@ class ReplyIndex:
 def next_position(position: bytes, key: bytes) -> bytes:
     """Return the position after a message with a key."""
     return blake2b(position + key, digest_size=16).digest()
-
-
-def _is_assistant(message: Json) -> bool:
-    return message["role"] == "assistant"
 
 
 def _joined(messages: list[Json]) -> Json:

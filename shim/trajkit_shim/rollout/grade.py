@@ -56,11 +56,6 @@ def grade(work: Work) -> float:
     return reward
 
 
-def _by_command(work: Work, rules: Grade) -> float:
-    """1 if the command's exit code is 0."""
-    return float(_run(work, rules.command).code == 0)
-
-
 def _by_tests(work: Work, rules: Grade) -> float:
     """All, or the share, of the named tests pass. A test that did not run failed."""
     done = _run(work, rules.command)
@@ -149,7 +144,8 @@ def _by_swebench(work: Work, rules: Grade) -> float:
 
 
 GRADERS: Mapping[str, Callable[[Work, Grade], float]] = {
-    "command": _by_command,
+    # whether its exit code is 0
+    "command": lambda work, rules: float(_run(work, rules.command).code == 0),
     "tests": _by_tests,
     "script": _by_script,
     "reward_file": _by_reward_file,

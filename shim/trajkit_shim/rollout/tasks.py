@@ -27,11 +27,11 @@ from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     as_flag,
     as_integer,
-    as_list,
     as_name,
     as_number,
     as_object,
     as_text,
+    list_of,
     refuse,
 )
 
@@ -310,11 +310,6 @@ def _texts(value: object, where: str) -> Texts:
     return Texts({name: as_text(text, f"{where}.{name}") for name, text in texts})
 
 
-def _names(value: object, where: str) -> tuple[str, ...]:
-    texts = enumerate(as_list(value, where))
-    return tuple(as_text(text, f"{where}[{i}]") for i, text in texts)
-
-
 _positive = partial(as_number, minimum=1e-3, maximum=1e9)
 _READERS: Mapping[Any, Callable[[object, str], object]] = {
     str: as_text,
@@ -323,7 +318,7 @@ _READERS: Mapping[Any, Callable[[object, str], object]] = {
     int | None: partial(as_integer, minimum=1),
     float: _positive,
     float | None: _positive,
-    tuple[str, ...]: _names,
+    tuple[str, ...]: lambda value, where: (*list_of(as_text)(value, where),),
     Mapping[str, object]: as_object,
     Files | None: _texts,
 }
