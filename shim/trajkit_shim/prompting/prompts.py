@@ -4,7 +4,7 @@
 template writes for the new messages. It is used only if it provably yields what the
 template writes: the request's messages up to its last reply are those of a cached turn,
 with the same tools, the reply ended by itself, and the template's text for the request
-starts with its text for that turn (`prompting.rendered_prefix`). Other requests are
+starts with its text for that turn (`prompting.template_probe`). Other requests are
 rendered, for a reason that is counted; of a changed history, the ids of the last turn
 before the change are kept.
 """
@@ -28,16 +28,14 @@ from trajkit_shim.prompting.attribution import (
 )
 from trajkit_shim.prompting.image_places import ImagePlaces
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.prompting.rendered_prefix import (
-    Departure,
-    RenderedPrefix,
-    end_of_reply,
-)
 from trajkit_shim.prompting.reply_matching import START, ReplyIndex, RestoredRequest
 from trajkit_shim.prompting.template_probe import (
     STAND_IN,
     STAND_IN_TOOL,
+    Departure,
+    RenderedPrefix,
     TemplateProbe,
+    end_of_reply,
     probe_template,
 )
 from trajkit_shim.prompting.token_cache import Branch, CachedPath, TokenCache

@@ -3,33 +3,34 @@
 A template is a program. It may drop the reasoning of earlier turns, or render the last
 turn differently. Appending to a prompt is only possible if the existing text never
 changes, so each template renders short conversations that grow message by message.
+
+The text of each prompt is kept as its length and digest. The next prompt's text must
+start with it, followed by the rendered reply, the token that ends it, and the new
+messages. Only the last part is taken from the new text. Where the template was proven not
+to look back (`TemplateProbe.tail`), it is rendered after a short stand-in for the rest.
 """
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from trajkit_shim.chat.request import (
-    assistant_message,
-    function_tool,
-    system_message,
-    tool_call,
-    tool_message,
-)
+from trajkit_shim.chat import request as chat
+from trajkit_shim.chat.images import texts_of
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.rendered_prefix import (
-    Departure,
-    RenderedPrefix,
-    end_of_reply,
-)
 
 if TYPE_CHECKING:
     from trajkit_shim.prompting.render import ChatRenderer
 
 Role: TypeAlias = Literal["user", "tool"]
+
+Departure: TypeAlias = Literal["rewritten", "reasoning", "unended", "hidden"]
+"""Why a text does not extend another: an earlier part was rewritten, the reply's
+reasoning is missing, no token ends the reply, or a new message is missing after it."""
 
 _THOUGHT = "pondering"
 # words that no template contains
@@ -39,7 +40,9 @@ _TROUBLE: dict[Departure, str] = {
     "unended": "no token ends a reply",
     "hidden": "the content of a new message is missing after the reply",
 }
-STAND_IN_TOOL = function_tool("probe", "probe", {"type": "object", "properties": {}})
+STAND_IN_TOOL = chat.function_tool(
+    "probe", "probe", {"type": "object", "properties": {}}
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +62,64 @@ class TemplateProbe:
     tail: bool = False
     # the part of the text of `STAND_IN` that does not disappear
     stand_in: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrefix:
+    """The part of a prompt's text that every later prompt must start with."""
+
+    length: int = 0  # in characters
+    hasher: blake2b = field(default_factory=partial(blake2b, digest_size=16))
+    # its length when it was last compared with the text of a complete rendering
+    checked: int = 0
+    tools: bytes = b""  # digest of the offered tools
+    reasons: bool = False  # a message has reasoning
+
+    def extend(
+        self, more: str, leaves: str, *, checked: bool = True, reasons: bool = False
+    ) -> "RenderedPrefix":
+        """Return the prefix with ``more`` text, rendered completely if ``checked``.
+
+        It ends before ``leaves`` (`TemplateProbe`) at the end of that text.
+        """
+        more = more.removesuffix(leaves)
+        length, hasher = self.length + len(more), _hashed(more, self.hasher.copy())
+        n_checked = length if checked else self.checked
+        return RenderedPrefix(length, hasher, n_checked, self.tools, reasons)
+
+
+def end_of_reply(
+    renderer: "ChatRenderer", rendered: RenderedPrefix, text: str, after: list[Json]
+) -> int | Departure:
+    """Return where the reply to a ``rendered`` prompt ends in a later prompt's text.
+
+    ``after`` are the messages after the rendered ones: the reply and new ones.
+    """
+    if not rendered.length:
+        # there is no reply
+        return 0
+    if _hashed(text[: rendered.length]).digest() != rendered.hasher.digest():
+        return "rewritten"
+    end = renderer.end_of_message(text, rendered.length)
+    if end is None:
+        return "unended"
+    reasoning = chat.squeezed(after[0].get("reasoning_content") or "")
+    shown = renderer.without_mark(text[rendered.length : end[0]])
+    if reasoning not in chat.squeezed(shown):
+        return "reasoning"
+    rest = renderer.without_mark(text[end[1] :])
+    # if the reply has no end, this may be the end of a later message
+    texts = (text for message in after[1:] for text in texts_of(message["content"]))
+    if not all(text.strip() in rest for text in texts):
+        return "hidden"
+    return end[1]
+
+
+def _hashed(text: str, hasher: blake2b | None = None) -> blake2b:
+    hasher = hasher or blake2b(digest_size=16)
+    # a client's JSON may contain half a surrogate pair
+    hasher.update(text.encode("utf-8", "surrogatepass"))
+    return hasher
 
 
 class _UnsafeError(Exception):
@@ -115,12 +176,12 @@ class _Probe:
         reply, new = _TALK[1]
         heads = [STAND_IN, [_USER, _calling(_WORDS[2]), _RESULT, reply, *new]]
         with suppress(TemplateError):
-            head = [*system_message("system"), *heads[1]]
+            head = [*chat.system_message("system"), *heads[1]]
             self._text(head)
             heads[1] = head
         offers = [self._tools]
         if self._tools is not None:
-            offers.append([function_tool("other", None, {}), *self._tools])
+            offers.append([chat.function_tool("other", None, {}), *self._tools])
         both: Step = (_calling(_WORDS[0]), [_RESULT, _USER])
 
         def tail(
@@ -168,25 +229,25 @@ Step: TypeAlias = tuple[Json, list[Json]]
 
 def _calling(content: str, n_calls: int = 1, thought: str = "") -> Json:
     calls = [
-        tool_call(f"call_{i}", "probe", json.dumps({"argument": _WORDS[1 + i]}))
+        chat.tool_call(f"call_{i}", "probe", json.dumps({"argument": _WORDS[1 + i]}))
         for i in range(n_calls)
     ]
-    return assistant_message(content, thought, calls)
+    return chat.assistant_message(content, thought, calls)
 
 
 _USER: Json = {"role": "user", "content": "question"}
-_RESULT = tool_message("call_0", ["outcome"])
+_RESULT = chat.tool_message("call_0", ["outcome"])
 STAND_IN = [_USER]
 """Stands for the messages before a reply where only the text after it is needed."""
 
-_TALK: list[Step] = [(assistant_message(word), [_USER]) for word in _WORDS[:2]]
+_TALK: list[Step] = [(chat.assistant_message(word), [_USER]) for word in _WORDS[:2]]
 _WORK: list[Step] = [
-    (_calling(_WORDS[0], 2), [_RESULT, tool_message("call_1", ["outcome"])]),
+    (_calling(_WORDS[0], 2), [_RESULT, chat.tool_message("call_1", ["outcome"])]),
     (_calling(""), [_RESULT]),
     _TALK[0],
     (_calling(_WORDS[0]), [_RESULT]),
 ]
 _THOUGHTFUL: dict[Role, Step] = {
-    "user": (assistant_message(_WORDS[0], _THOUGHT), [_USER]),
+    "user": (chat.assistant_message(_WORDS[0], _THOUGHT), [_USER]),
     "tool": (_calling(_WORDS[0], thought=_THOUGHT), [_RESULT]),
 }

@@ -16,7 +16,7 @@ import numpy as np
 
 from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.prompting.known_requests import ReadRequest
-from trajkit_shim.prompting.rendered_prefix import RenderedPrefix
+from trajkit_shim.prompting.template_probe import RenderedPrefix
 
 # bytes of a path besides its tokens: the object, its position and two digests
 _OVERHEAD = 1536

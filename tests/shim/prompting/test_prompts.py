@@ -35,11 +35,11 @@ from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.known_requests import Mark, ReadRequest
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.prompting.rendered_prefix import RenderedPrefix
 from trajkit_shim.prompting.reply_matching import (
     ReplyIndex,
     next_position,
 )
+from trajkit_shim.prompting.template_probe import RenderedPrefix
 from trajkit_shim.prompting.token_cache import (
     Branch,
     CacheBudget,
