@@ -86,8 +86,8 @@ class PromptImage:
 class EngineRequest:
     """One call of an engine."""
 
-    # shape (n_prompt,); the gateway checked them against the vocabulary and the context,
-    # which have room for max_new_tokens
+    # shape (n_prompt,); the gateway checked that they are in the vocabulary, and that the
+    # context has room for them and max_new_tokens
     prompt_ids: npt.NDArray[np.int32]
     sampling: Sampling
     request_id: str

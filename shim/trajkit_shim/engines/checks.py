@@ -1,4 +1,4 @@
-"""Validates the prompts sent to an engine, its samples, and at startup itself."""
+"""Validates the prompts sent to an engine, its samples, and the engine at startup."""
 
 import uuid
 from collections.abc import Collection, Sequence
@@ -26,7 +26,7 @@ def check_ids(
     n_checked: int = 0,
     **error: Any,
 ) -> None:
-    """Raise an `EngineError` for an id outside the vocabulary, after ``n_checked``."""
+    """Raise `EngineError` for an id outside the vocabulary; ``n_checked`` are skipped."""
     new = np.asarray(ids[n_checked:])
     wrong = _first((new < 0) | (new >= info.vocab_size))
     if wrong is not None:

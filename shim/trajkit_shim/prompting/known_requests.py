@@ -150,7 +150,7 @@ def read_request(
 def _continue(
     known: ReadRequest, body: bytes, name: str, read: Read
 ) -> ReadRequest | None:
-    """Read a request that begins like a known one up to the last mark, if it goes."""
+    """Read what follows a known request's last mark; None: the body must be parsed."""
     mark = known.marks[-1]
     # with a number in the place of the known messages
     start = f'{{"{name}":[0'.encode()

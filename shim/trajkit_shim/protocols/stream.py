@@ -160,7 +160,7 @@ def begun(value: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RawJson:
-    """A JSON text to be sent unchanged as a value."""
+    """A JSON text to be sent as a value, unchanged except for its line breaks."""
 
     text: str
 
@@ -174,7 +174,8 @@ def encode(value: Json) -> bytes:
 
     def mark(raw: RawJson) -> str:
         name = secrets.token_hex(12)
-        raws[f'"{name}"'] = raw.text
+        # JSON has line breaks only between tokens, and in an event they end its line
+        raws[f'"{name}"'] = raw.text.replace("\n", " ").replace("\r", " ")
         return name
 
     text = json.dumps(value, ensure_ascii=False, default=mark, allow_nan=False)

@@ -20,6 +20,7 @@ from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.replies.parse import THINK, CallForm, ReplyParser, Tools, parse
+from trajkit_shim.replies.parsers import DECODER
 
 if TYPE_CHECKING:
     from trajkit_shim.prompting.render import ChatRenderer
@@ -180,26 +181,29 @@ def _parsed(
     for name, arguments in calls:
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        sampled, offset = as_sampled(arguments, text, offset)
+        try:
+            sampled, offset = as_sampled(arguments, text, offset)
+        except (ValueError, RecursionError):
+            # no protocol can send such a call
+            return _unread(text)
         parts.append(Call(name, sampled))
     thought = str(reasoning) if reasoning else None
     return Parsed(parts=tuple(parts), sampled=text, reasoning=thought)
 
 
 def as_sampled(arguments: str, text: str, start: int) -> tuple[str, int]:
-    """Return the JSON in a text, from ``start`` on, with the value of ``arguments``.
+    """Return the object in a text, from ``start`` on, with the value of ``arguments``.
 
-    It is returned with its end; ``arguments`` and ``start`` if the text has no such JSON.
+    It is returned with its end; ``arguments`` and ``start`` if the text has no such object.
+    Raises `ValueError` or `RecursionError`: ``arguments`` are not a JSON object.
     """
-    decoder = json.JSONDecoder()
-    try:
-        wanted = decoder.decode(arguments)
-    except (ValueError, RecursionError):
-        return arguments, start
+    wanted = DECODER.decode(arguments)
+    if not isinstance(wanted, dict):
+        raise ValueError("arguments that are not an object")
     offset = text.find("{", start)
-    while offset >= 0 and isinstance(wanted, dict):
+    while offset >= 0:
         with suppress(ValueError, RecursionError):
-            value, stop = decoder.raw_decode(text, offset)
+            value, stop = DECODER.raw_decode(text, offset)
             if value == wanted:
                 return text[offset:stop], stop
         offset = text.find("{", offset + 1)

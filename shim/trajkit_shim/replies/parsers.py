@@ -52,7 +52,8 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+"""Decodes JSON; raises `ValueError` also for NaN and infinities."""
 
 
 @cache
@@ -78,11 +79,11 @@ def _fields_at(text: str, offset: int) -> tuple[dict[str, str], int]:
     fields: dict[str, str] = {}
     mark = r" \{ "
     while begun := _pattern(mark).match(text, offset):
-        key, offset = _DECODER.raw_decode(text, begun.end())
+        key, offset = DECODER.raw_decode(text, begun.end())
         if not isinstance(key, str) or key in fields:
             raise ValueError(f"{key!r} is not a string, or a repeated field name")
         start = _after(" : ", text, offset)
-        _, offset = _DECODER.raw_decode(text, start)
+        _, offset = DECODER.raw_decode(text, start)
         fields[key] = text[start:offset]
         mark = " , "
     return fields, _after(r" \}", text, offset)

@@ -110,6 +110,15 @@ async def test_a_conversation_with_tools_and_thoughts(tmp_path, send):
 
 
 @SENDS
+@pytest.mark.parametrize("space", ["\n", "\n\n", "\r\n", "\r\r"])
+async def test_arguments_with_line_breaks(tmp_path, send, space):
+    text = CALL.replace("  ", space)
+    async with in_process(ScriptedEngine(text), RENDERER, tmp_path) as gateway:
+        reply = await send(gateway.gemini(await gateway.open_key()), tools=[BASH])
+    assert reply.function_calls[0].args == {"n": 15.0}
+
+
+@SENDS
 async def test_a_reply_cut_by_the_token_limit(tmp_path, send):
     cut = sampled("hel", finish_reason="length")
     async with in_process(ScriptedEngine(cut), RENDERER, tmp_path) as gateway:
