@@ -2,7 +2,6 @@
 
 import logging
 import math
-import shutil
 import threading
 import time
 from argparse import Namespace
@@ -21,7 +20,7 @@ from trajkit.io.tables import write_table
 from trajkit_shim.admin import TOKEN_HEADER
 from trajkit_shim.agents.harness import Harness, Job
 from trajkit_shim.agents.harnesses import HARNESSES
-from trajkit_shim.agents.sandbox import Sandbox, SandboxError, Spec
+from trajkit_shim.agents.sandbox import Sandbox, SandboxError, Spec, remove
 from trajkit_shim.agents.sandboxes import SANDBOXES
 from trajkit_shim.agents.sandboxes.local import clear
 from trajkit_shim.rollout.grade import Work, grade
@@ -219,7 +218,8 @@ class Rollouts:
 
     def __exit__(self, *_: object) -> None:
         self._journal.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        with suppress(OSError):
+            remove(self._scratch)
 
     def _one(self, task: Task, sample: int) -> Rollout:
         """Run one rollout, from its line in the log to its result."""
