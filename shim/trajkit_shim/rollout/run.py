@@ -162,6 +162,9 @@ class Rollouts:
             if not self._journal.done(task.id, sample, settings.retry_failed)
         ]
         self.before = len(wanted) - len(self.todo)  # finished in earlier calls
+        if not self.todo:
+            # the last call may have been killed before it did so
+            self._write_table()
 
     def try_out(self) -> str | None:
         """Check that a sandbox can be created and has the harness.
@@ -197,8 +200,7 @@ class Rollouts:
             progress = stack.enter_context(Progress("rollouts", "rollouts"))
             progress.begin(len(self.todo))
             # each of these runs at the end, in reverse order, also if another one fails
-            sessions = self._out / "sessions.parquet"
-            stack.callback(lambda: write_table(self._journal.table(), sessions))
+            stack.callback(self._write_table)
             stack.callback(pool.shutdown, cancel_futures=True)
             stack.callback(self._stop)
             futures = [pool.submit(self._one, *one) for one in self.todo]
@@ -206,6 +208,9 @@ class Rollouts:
                 ended.append(future.result())
                 progress.advance(1)
         return ended
+
+    def _write_table(self) -> None:
+        write_table(self._journal.table(), self._out / "sessions.parquet")
 
     def _stop(self) -> None:
         """End running rollouts."""
