@@ -118,8 +118,8 @@ class Engine(Protocol):
 class CheckedEngine(Engine, Protocol):
     """An engine whose server may have been started with unsuitable settings."""
 
-    async def check(self) -> None:
-        """Raise `EngineError` if what it samples cannot be trained."""
+    async def check(self, request: EngineRequest) -> None:
+        """Raise `EngineError` if samples cannot be trained; sends the request's prompt."""
         ...
 
 

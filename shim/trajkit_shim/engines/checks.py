@@ -152,7 +152,7 @@ async def check_engine(engine: Engine) -> EngineInfo:
         sample = await engine.generate(request)
         check_sample(sample, info, sampling.max_new_tokens)
         if isinstance(engine, CheckedEngine):
-            await engine.check()
+            await engine.check(request)
     except EngineError as error:
         raise ConnectionError(f"the engine does not work: {error}") from error
     finally:

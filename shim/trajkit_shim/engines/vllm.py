@@ -7,11 +7,9 @@ which is not what was sampled from; `VLLMEngine.check` refuses such a server. Fi
 and behaviour as of vLLM 0.33.
 """
 
-import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from trajkit_shim.engines.base import EngineRequest, Sample, Sampling, WeightSpan
 from trajkit_shim.engines.http import (
@@ -48,16 +46,10 @@ class VLLMEngine(HttpEngine):
     server_name = "vLLM"
     generate_path = _GENERATE
 
-    async def check(self) -> None:
+    async def check(self, request: EngineRequest) -> None:
         """See `CheckedEngine`. With ``top_k`` 1 each sampled token has the logprob 0."""
         sampling = Sampling(max_new_tokens=8, temperature=1.0, top_k=1)
-        request = EngineRequest(
-            prompt_ids=np.zeros(1, np.int32),
-            sampling=sampling,
-            request_id=uuid.uuid4().hex,
-            session_id="probe",
-        )
-        sample = await self.generate(request)
+        sample = await self.generate(replace(request, sampling=sampling))
         if sample.output_logprobs is not None and sample.output_logprobs.any():
             raise EngineError(
                 "the vLLM server returns the logprobs from before temperature, top_p and "
