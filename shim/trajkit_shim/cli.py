@@ -102,11 +102,8 @@ def first_free(path: Path) -> Path:
 
 def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with options.needs_extra(parser, "shim"):
-        from trajkit_shim.app import create_app
-        from trajkit_shim.call import Options
         from trajkit_shim.prompting.prompts import Prompts
         from trajkit_shim.serve import is_loopback, serve
-        from trajkit_shim.sessions.turn_log import TurnLog
 
         if not is_loopback(arguments.host) and not arguments.admin_token:
             parser.error(
@@ -119,26 +116,31 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(log))
     with ExitStack() as stack:
         stack.enter_context(options.terminable())
-        with options.needs_extra(parser, "shim"):
-            engine, renderer, chosen = stack.enter_context(
-                options.running_engine(parser, arguments)
-            )
-        log = TurnLog(
+        log = {
+            "form": arguments.log,
+            "fsync": arguments.fsync,
+            "max_file_bytes": arguments.file_bytes,
+            "max_total_bytes": arguments.log_bytes,
+            "attributed": attributed,
+        }
+        gateway = options.engine_app(
+            parser,
+            arguments,
             arguments.out,
-            form=arguments.log,
-            fsync=arguments.fsync,
-            max_file_bytes=arguments.file_bytes,
-            max_total_bytes=arguments.log_bytes,
-            routed_experts=arguments.routed_experts,
+            log,
             attributed=attributed,
-            images="image_limits" in chosen,
+            prompts=arguments.prompts,
+            admin_token=arguments.admin_token or None,
+            hosts=arguments.allow_host,
         )
+        with options.needs_extra(parser, "shim"):
+            app, renderer = stack.enter_context(gateway)
 
         def say_where(url: str) -> None:
             where = {
                 "url": url,
                 "openai_base_url": f"{url}/v1",
-                "turns": str(log.directory),
+                "turns": str(arguments.out),
             }
             built = Prompts(renderer, arguments.prompts)
             if arguments.json:
@@ -149,18 +151,6 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
 
-        app = create_app(
-            engine,
-            renderer,
-            log,
-            Options(
-                attributed=attributed,
-                prompts=arguments.prompts,
-                admin_token=arguments.admin_token or None,
-                hosts=arguments.allow_host,
-                **chosen,
-            ),
-        )
         drain = {"on_listening": say_where, "drain_seconds": arguments.drain_seconds}
         # a stop signal ends the server, which has answered all running calls by then
         with suppress(KeyboardInterrupt):

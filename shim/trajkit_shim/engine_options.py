@@ -8,10 +8,11 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from trajkit.cli.options import add_options
 from trajkit.errors import FormatError
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from trajkit_shim.engines.base import Engine
     from trajkit_shim.engines.embedded import Policy
     from trajkit_shim.prompting.render import ChatRenderer
@@ -36,7 +39,7 @@ _INSTALLED = "sglang:"
 
 
 def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> None:
-    """Add the options that choose an engine; `running_engine` reads them.
+    """Add the options that choose an engine; `engine_app` reads them.
 
     ``launches``: the command always launches an SGLang server.
     """
@@ -97,26 +100,29 @@ def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> No
 
 
 @contextmanager
-def running_engine(
+def engine_app(
     parser: argparse.ArgumentParser,
     arguments: argparse.Namespace,
+    out: Path,
+    log: Mapping[str, Any],
     *,
     policy: "Policy | None" = None,
     seed: int | None = None,
-) -> "Iterator[tuple[Engine, ChatRenderer, dict[str, Any]]]":
-    """Yield the chosen engine, its model's renderer, and further options of the app.
+    **options: Any,
+) -> "Iterator[tuple[ASGIApp, ChatRenderer]]":
+    """Yield a gateway's app with the chosen engine, and its model's renderer.
 
-    A server that the options launch runs while the ``with`` block runs. ``policy`` and
-    ``seed`` are for the embedded engine. Raises `FormatError`: the model cannot be read.
-    `ConnectionError`: the engine does not work.
+    ``out``: directory of the turn log. ``log``, ``options``: further arguments of
+    `TurnLog` and `Options`. A server that ``arguments`` launch runs while the ``with``
+    block runs. ``policy`` and ``seed`` are for the embedded engine. Raises
+    `FormatError`: the model cannot be read. `ConnectionError`: the engine does not work.
     """
+    from trajkit_shim.app import create_app
+    from trajkit_shim.call import Options
+    from trajkit_shim.sessions.turn_log import TurnLog
+
     _check(parser, arguments)
-    options = {
-        "check_prompts": arguments.check_prompts,
-        "train_side_calls": arguments.train_side_calls,
-        "train_retried": not arguments.skip_retried,
-        **_image_options(arguments),
-    }
+    images = _image_options(arguments)
     with ExitStack() as stack:
         if arguments.engine != "embedded":
             engine, renderer = _served(arguments, stack)
@@ -126,8 +132,22 @@ def running_engine(
 
             engine = embedded.EmbeddedEngine(policy or embedded.converse, seed=seed)
             renderer = ChatRenderer(embedded.load_tokenizer())
-        options["reply_parser"] = _reply_parser(arguments, renderer)
-        yield engine, renderer, options
+        reply_parser = _reply_parser(arguments, renderer)
+        experts, logs_images = arguments.routed_experts, "image_limits" in images
+        app = create_app(
+            engine,
+            renderer,
+            TurnLog(out, routed_experts=experts, images=logs_images, **log),
+            Options(
+                check_prompts=arguments.check_prompts,
+                train_side_calls=arguments.train_side_calls,
+                train_retried=not arguments.skip_retried,
+                reply_parser=reply_parser,
+                **images,
+                **options,
+            ),
+        )
+        yield app, renderer
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

@@ -16,13 +16,12 @@ import pytest
 
 import trajkit as tk
 from tests.shim.clients import in_process
-from tests.shim.engines.test_vllm import IDS, reply
+from tests.shim.engines.test_vllm import reply
 from tests.shim.fakes import (
     RENDERER,
     Held,
     PiecewiseEngine,
     ScriptedEngine,
-    engine_request,
     sampled,
 )
 from tests.shim.rollout.test_grade import graded, results_of, task_of
@@ -139,21 +138,6 @@ def test_numbers_that_fit_nowhere_are_the_sglang_server_s_fault(broken):
 def test_replies_that_make_no_sense_are_the_vllm_server_s_fault(broken):
     with pytest.raises(EngineError, match="cannot be read"):
         read(vllm.VLLMReply(), broken)
-
-
-@pytest.mark.parametrize("best", [None, [{}], [{"token": "x", "logprob": None}]])
-async def test_a_probe_of_vllm_that_cannot_be_read(best):
-    made = reply(IDS[:1])
-    made["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = best
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=made))
-    engine = vllm.VLLMEngine(
-        "http://127.0.0.1",
-        vocab_size=9000,
-        client=httpx.AsyncClient(transport=transport),
-    )
-    with pytest.raises(EngineError, match="cannot be read"):
-        await engine._gives_processed(engine_request([1]))
-    await engine.close()
 
 
 @pytest.mark.parametrize("wrong", [-1, 260, 2**31 - 1])

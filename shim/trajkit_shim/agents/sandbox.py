@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import ClassVar, Self, TypeAlias
+from typing import IO, ClassVar, Self, TypeAlias
 
 _LOOK_SECONDS = 0.5
 _MAX_OUTPUT = 1 << 30
@@ -303,23 +303,45 @@ def run_here(command: Command, check: Check = lambda _: None) -> CommandResult:
                         code = process.wait(min(left, _LOOK_SECONDS))
                     except subprocess.TimeoutExpired:
                         check(process.pid)
-                        if os.fstat(out.fileno()).st_size > _MAX_OUTPUT:
-                            rule = f"its output is longer than {_MAX_OUTPUT} bytes"
-                            raise SandboxError(rule) from None
+                        _check_length(out, err)
             finally:
                 # also what it started and left running
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            # between two checks a sparse file becomes longer than the memory
+            _check_length(out, err)
             length = out.seek(0, os.SEEK_END)
             out.seek(0 if log is None else max(0, length - TAIL_BYTES))
             err.seek(0)
-            return CommandResult(code, out.read(), err.read())
+            return CommandResult(code, out.read(_MAX_OUTPUT), err.read(_MAX_OUTPUT))
     except SandboxError:
         raise
     # an argument may be too long, or contain a null character
     except (OSError, ValueError) as error:
         raise SandboxError(f"{command.arguments[0]} cannot be run: {error}") from error
+
+
+def _check_length(*files: IO[bytes]) -> None:
+    if any(os.fstat(file.fileno()).st_size > _MAX_OUTPUT for file in files):
+        raise SandboxError(f"its output is longer than {_MAX_OUTPUT} bytes")
+
+
+def remove(root: Path) -> None:
+    """Remove a directory, if it exists, whatever permissions and depth an agent gave it.
+
+    Raises `OSError`.
+    """
+    # shutil.rmtree fails at Python's recursion limit. The content of a directory without
+    # permissions cannot be removed.
+    script = (
+        'rm -rf "$0" 2> /dev/null || { find "$0" -type d ! -perm -700 '
+        "-exec chmod 700 {} ';'; rm -rf \"$0\"; }"
+    )
+    done = subprocess.run(("sh", "-c", script, root), capture_output=True, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.decode(errors="replace").splitlines()
+        raise OSError(lines[-1][-300:])
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:

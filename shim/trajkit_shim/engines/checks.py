@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from trajkit.turns.turn_rules import MAX_LOGPROB, not_logprobs
 from trajkit_shim.engines.base import (
+    CheckedEngine,
     Engine,
     EngineInfo,
     EngineRequest,
@@ -150,6 +151,8 @@ async def check_engine(engine: Engine) -> EngineInfo:
         info = await engine.info()
         sample = await engine.generate(request)
         check_sample(sample, info, sampling.max_new_tokens)
+        if isinstance(engine, CheckedEngine):
+            await engine.check(request)
     except EngineError as error:
         raise ConnectionError(f"the engine does not work: {error}") from error
     finally:

@@ -3,11 +3,10 @@
 Start the server with ``--enable-scale-out`` or ``--tokens-only``, which add the
 endpoint, and with ``--logprobs-mode processed_logprobs``. Without the latter the
 logprobs are those of the model's distribution before temperature, ``top_p`` and so on,
-which is not what was sampled from. The engine samples once to find out which of the two
-the server returns. Field names and behaviour as of vLLM 0.33.
+which is not what was sampled from; `VLLMEngine.check` refuses such a server. Field names
+and behaviour as of vLLM 0.33.
 """
 
-import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -33,60 +32,36 @@ _AS_SAMPLED: Json = {
     "spaces_between_special_tokens": False,
     "include_stop_str_in_output": True,
 }
-# what vLLM writes for a logprob of minus infinity, and for a missing one
-_NO_LOGPROB = -9999.0
 # explicit, so that none of these comes from the model's generation config
 _UNSHAPED: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-# parameters that do not change the distribution
-_NEUTRAL = frozenset({*_AS_SAMPLED, "max_tokens", "seed", "stop", "stop_token_ids"})
 
 
 class VLLMEngine(HttpEngine):
     """vLLM servers of one model, or a router; for the parameters see `HttpEngine`.
 
     Logprobs are those of the distribution that was sampled from. A greedy call is sent
-    with ``top_k`` 1, for which vLLM returns them. A call that shapes the distribution is
-    rejected with status 400 if the server returns the logprobs from before shaping.
+    with ``top_k`` 1, for which vLLM returns them.
     """
 
     server_name = "vLLM"
     generate_path = _GENERATE
-    _processed: bool | None = None
+
+    async def check(self, request: EngineRequest) -> None:
+        """See `CheckedEngine`. With ``top_k`` 1 each sampled token has the logprob 0."""
+        sampling = Sampling(max_new_tokens=8, temperature=1.0, top_k=1)
+        sample = await self.generate(replace(request, sampling=sampling))
+        if sample.output_logprobs is not None and sample.output_logprobs.any():
+            raise EngineError(
+                "the vLLM server returns the logprobs from before temperature, top_p and "
+                "so on: start it with --logprobs-mode processed_logprobs"
+            )
 
     async def generate(self, request: EngineRequest) -> Sample:
-        params = _sampling_params(request.sampling)
-        shapes = [
-            name
-            for name, value in params.items()
-            if name not in _NEUTRAL and value != _UNSHAPED.get(name)
-        ]
-        if shapes and not await self._gives_processed(request):
-            message = (
-                f"{', '.join(shapes)} change the distribution, and the vLLM server "
-            )
-            message += "returns the logprobs from before that: start it with "
-            raise EngineError(message + "--logprobs-mode processed_logprobs", 400)
-        reply = await self._call(request, params)
-        return reply.sample()
-
-    async def _gives_processed(self, request: EngineRequest) -> bool:
-        """Whether the logprobs are those after ``top_k`` and so on; found out once.
-
-        With ``top_k`` 1 the second best token then has no logprob.
-        """
-        if self._processed is None:
-            only = {**_AS_SAMPLED, **_UNSHAPED, "top_k": 1, "max_tokens": 1}
-            probe = replace(request, request_id=uuid.uuid4().hex, on_tokens=None)
-            reply = await self._call(probe, {**only, "logprobs": 2})
-            self._processed = reply.has_one_logprob()
-        return self._processed
-
-    async def _call(self, request: EngineRequest, params: Json) -> "VLLMReply":
         request_id, session_id = request.request_id, request.session_id
         body: Json = {
             "request_id": request_id,
             "token_ids": request.prompt_ids.tolist(),
-            "sampling_params": params,
+            "sampling_params": _sampling_params(request.sampling),
         }
         if request.on_tokens is not None:
             body["stream_options"] = {"include_usage": True}
@@ -100,7 +75,7 @@ class VLLMEngine(HttpEngine):
             # needed if a proxy keeps the connection to the server open
             ("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]}),
         )
-        return reply
+        return reply.sample()
 
 
 class VLLMReply:
@@ -152,18 +127,6 @@ class VLLMReply:
                 cached_tokens=as_count(details.get("cached_tokens")),
                 prompt_tokens=as_count(usage.get("prompt_tokens")),
             )
-
-    def has_one_logprob(self) -> bool:
-        """Whether only the sampled one of the two best tokens has a logprob."""
-        with reading("vLLM", f"two best tokens of {_GENERATE}"):
-            (token,) = self._ids
-            (scored,) = self._scored
-            others = [
-                float(best["logprob"])
-                for best in scored["top_logprobs"]
-                if best["token"] != f"token_id:{token}"
-            ]
-        return bool(others) and all(logprob <= _NO_LOGPROB for logprob in others)
 
 
 def _sampling_params(sampling: Sampling) -> Json:

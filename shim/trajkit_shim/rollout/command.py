@@ -92,13 +92,10 @@ tasks TASKS  a JSONL file, a directory with a task.toml, or a directory of those
 
 def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with options.needs_extra(parser, "shim"):
-        from trajkit_shim.app import create_app
-        from trajkit_shim.call import Options
         from trajkit_shim.rollout.run import Callback, Rollouts, Settings
         from trajkit_shim.rollout.solver import solve
         from trajkit_shim.rollout.tasks import read_tasks
         from trajkit_shim.serve import running
-        from trajkit_shim.sessions.turn_log import TurnLog
     try:
         settings = Settings.chosen(arguments)
         callback = None if arguments.callback is None else Callback(arguments.callback)
@@ -127,22 +124,17 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
                 logs = arguments.out / "turns"
                 logs.mkdir(exist_ok=True)
                 log = logs / f"{len(list(logs.iterdir())):03d}"
-                engine, renderer, chosen = stack.enter_context(
-                    options.running_engine(
-                        parser, arguments, policy=solve(tasks), seed=arguments.seed
-                    )
+                gateway = options.engine_app(
+                    parser,
+                    arguments,
+                    log,
+                    {},
+                    policy=solve(tasks),
+                    seed=arguments.seed,
+                    admin_token=token,
+                    hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
                 )
-                experts, images = arguments.routed_experts, "image_limits" in chosen
-                app = create_app(
-                    engine,
-                    renderer,
-                    TurnLog(log, routed_experts=experts, images=images),
-                    Options(
-                        admin_token=token,
-                        hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
-                        **chosen,
-                    ),
-                )
+                app, _ = stack.enter_context(gateway)
                 url = stack.enter_context(running(app, arguments.host))
             began = time.monotonic()
             ended = rollouts.run(url, token)

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import shutil
 import threading
 import time
 from argparse import Namespace
@@ -21,7 +20,7 @@ from trajkit.io.tables import write_table
 from trajkit_shim.admin import TOKEN_HEADER
 from trajkit_shim.agents.harness import Harness, Job
 from trajkit_shim.agents.harnesses import HARNESSES
-from trajkit_shim.agents.sandbox import Sandbox, SandboxError, Spec
+from trajkit_shim.agents.sandbox import Sandbox, SandboxError, Spec, remove
 from trajkit_shim.agents.sandboxes import SANDBOXES
 from trajkit_shim.agents.sandboxes.local import clear
 from trajkit_shim.rollout.grade import Work, grade
@@ -163,6 +162,9 @@ class Rollouts:
             if not self._journal.done(task.id, sample, settings.retry_failed)
         ]
         self.before = len(wanted) - len(self.todo)  # finished in earlier calls
+        if not self.todo:
+            # the last call may have been killed before it did so
+            self._write_table()
 
     def try_out(self) -> str | None:
         """Check that a sandbox can be created and has the harness.
@@ -198,8 +200,7 @@ class Rollouts:
             progress = stack.enter_context(Progress("rollouts", "rollouts"))
             progress.begin(len(self.todo))
             # each of these runs at the end, in reverse order, also if another one fails
-            sessions = self._out / "sessions.parquet"
-            stack.callback(lambda: write_table(self._journal.table(), sessions))
+            stack.callback(self._write_table)
             stack.callback(pool.shutdown, cancel_futures=True)
             stack.callback(self._stop)
             futures = [pool.submit(self._one, *one) for one in self.todo]
@@ -207,6 +208,9 @@ class Rollouts:
                 ended.append(future.result())
                 progress.advance(1)
         return ended
+
+    def _write_table(self) -> None:
+        write_table(self._journal.table(), self._out / "sessions.parquet")
 
     def _stop(self) -> None:
         """End running rollouts."""
@@ -219,7 +223,8 @@ class Rollouts:
 
     def __exit__(self, *_: object) -> None:
         self._journal.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        with suppress(OSError):
+            remove(self._scratch)
 
     def _one(self, task: Task, sample: int) -> Rollout:
         """Run one rollout, from its line in the log to its result."""

@@ -5,10 +5,12 @@ that the script really tries.
 """
 
 import os
+import platform
+import shlex
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,23 +167,107 @@ def test_a_daemon_ends_with_the_command_that_left_it(tmp_path, kind):
     assert marked(box.spec.name) == set()
 
 
+# changes the namespace's first process: it does not die with its parent, and has no mark
+HIJACK = """\
+import ctypes, os
+ptrace = ctypes.CDLL(None).ptrace
+ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+was = (ctypes.c_ulong * 27)()
+assert ptrace(16, 1, None, None) == 0  # PTRACE_ATTACH
+os.waitpid(1, 1 << 30)
+ptrace(12, 1, None, ctypes.byref(was))  # PTRACE_GETREGS
+now = type(was)(*was)
+# rax, rdi, rsi, orig_rax, rip: prctl(PR_SET_PDEATHSIG, 0)
+now[10], now[14], now[13], now[15], now[16] = 157, 1, 0, 2**64 - 1, was[16] - 2
+ptrace(13, 1, None, ctypes.byref(now))  # PTRACE_SETREGS
+ptrace(9, 1, None, None)  # PTRACE_SINGLESTEP
+os.waitpid(1, 1 << 30)
+fields = open("/proc/1/stat").read().rpartition(")")[2].split()
+begin, end = int(fields[47]), int(fields[48])
+os.pwrite(os.open("/proc/1/mem", os.O_RDWR), bytes(end - begin), begin)
+was[10], was[15], was[16] = was[15], 2**64 - 1, was[16] - 2
+ptrace(13, 1, None, ctypes.byref(was))
+ptrace(17, 1, None, None)  # PTRACE_DETACH
+print("done")
+"""
+
+
+@pytest.mark.skipif(
+    not ISOLATED or platform.machine() != "x86_64", reason="needs bubblewrap, x86_64"
+)
+def test_a_process_that_outlives_its_command_ends_with_the_sandbox(tmp_path):
+    daemon = "(setsid env -i sh -c 'echo on > pipe; sleep 600' &); cat pipe"
+    with sandbox("local apart", tmp_path) as box:
+        hijack = [sys.executable, "-c", HIJACK]
+        script = f"{shlex.join(hijack)} && mkfifo pipe && {daemon}"
+        done = box.exec(["sh", "-c", script], timeout_s=60)
+        if done.stdout != b"done\non\n":
+            pytest.skip("this system lets no process trace the first one")
+        assert inhabitants(box)
+    assert inhabitants(box) == set()
+
+
+def inhabitants(box):
+    """The processes that have a sandbox's directory among their mounts."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"/{box.spec.name}" in (process / "mountinfo").read_text():
+                found.add(process.name)
+    return found
+
+
+FILES = "i=0; while :; do head -c 100000 /dev/zero > $i; i=$((i+1)); done"
+DEEP = "n=$(head -c 240 /dev/zero | tr '\\0' a); for i in $(seq 20)"
+# what ends at disk_mb
 FILLS = {
+    "many files": FILES,
+    "files below long names": f"{DEEP}; do mkdir $n; cd $n; done; {FILES}",
+    "a file without a name": "exec 3> big; rm big; cat /dev/zero >&3",
+    "its input": "cat /dev/zero >&0",
+}
+# what ends at file_mb, or at the size of a file system
+CANNOT_FILL = {
     "one file": "head -c 100000000 /dev/zero > big",
-    "many files": "i=0; while :; do head -c 100000 /dev/zero > $i; i=$((i+1)); done",
     "memory files": "cat /dev/zero > /dev/shm/big",
+    "files among devices": "echo > /dev/big",
 }
 
 
 @pytest.mark.skipif(not ISOLATED, reason="bubblewrap does not work here")
 @pytest.mark.parametrize("what", FILLS)
 def test_filling_the_disk_ends_the_command(tmp_path, what):
-    limits = Limits(disk_mb=20, file_mb=30)
+    limits = Limits(disk_mb=20)
     with sandbox("local apart", tmp_path, limits=limits) as box:
-        # one file ends at file_mb, and memory files at the size of their file system
-        several = what == "many files"
-        rule = pytest.raises(SandboxError, match="more than disk_mb = 20")
-        with rule if several else nullcontext():
-            assert sh(box, FILLS[what]).code != 0
+        with pytest.raises(SandboxError, match="more than disk_mb = 20"):
+            sh(box, FILLS[what])
+
+
+@pytest.mark.skipif(not ISOLATED, reason="bubblewrap does not work here")
+@pytest.mark.parametrize("what", CANNOT_FILL)
+def test_a_disk_cannot_be_filled_by(tmp_path, what):
+    limits = Limits(disk_mb=200, file_mb=30)
+    with sandbox("local apart", tmp_path, limits=limits) as box:
+        assert sh(box, CANNOT_FILL[what]).code != 0
+
+
+def test_output_that_is_longer_than_the_memory_is_not_read(tmp_path, monkeypatch):
+    """It takes no time and no disk."""
+    monkeypatch.setattr("trajkit_shim.agents.sandbox._MAX_OUTPUT", 1 << 20)
+    with sandbox("local", tmp_path) as box:
+        for stream in (1, 2):
+            script = f"truncate -s 2M /proc/self/fd/{stream}"
+            with pytest.raises(SandboxError, match="output is longer than 1048576"):
+                sh(box, script)
+
+
+@pytest.mark.parametrize("name", ["d", "d" * 240])
+def test_a_deep_directory_is_removed(tmp_path, name):
+    with sandbox("local", tmp_path) as box:
+        deep = f"for i in $(seq 1200); do mkdir {name}; cd -P ./{name} || exit; done"
+        # the last ones may not be created: their path is too long for this shell
+        sh(box, f"({deep}); chmod 0 {name}")
+    assert not list((tmp_path / "scratch").iterdir())
 
 
 @pytest.mark.skipif(not ISOLATED, reason="bubblewrap does not work here")

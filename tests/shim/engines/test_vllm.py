@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from tests.shim.fakes import engine_request
 from trajkit_shim.engines.base import WeightSpan
-from trajkit_shim.engines.checks import check_sample
+from trajkit_shim.engines.checks import check_engine, check_sample
 from trajkit_shim.engines.vllm import VLLMEngine, VLLMReply
 from trajkit_shim.errors import EngineError
 
@@ -65,15 +65,6 @@ def reply(ids=IDS, logprob=-1.5, **changes):
         "prompt_logprobs": None,
         "kv_transfer_params": None,
     }
-
-
-def probed(next_best):
-    """The reply to a call that can sample one token, with its next best."""
-    content = scored([5], 0.0)
-    content["content"][0]["top_logprobs"].append(
-        {"token": "token_id:6", "logprob": next_best}
-    )
-    return reply([5], logprobs=content)
 
 
 def streamed(*pieces, last=b"data: [DONE]\n\n"):
@@ -152,7 +143,7 @@ async def sample(engine, prompt=PROMPT, told=None, **sampling):
 
 
 async def test_what_is_sent():
-    double = Double(reply(), probed(-9999.0), reply())
+    double = Double(reply(), reply())
     async with engine_of(double) as engine:
         await sample(engine)
         await sample(
@@ -172,14 +163,12 @@ async def test_what_is_sent():
         "include_stop_str_in_output": True,
     }
     unshaped = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    plain, probe, shaped = double.requests
+    plain, shaped = double.requests
     assert plain == {
         "request_id": "r1",
         "token_ids": PROMPT.tolist(),
         "sampling_params": {"max_tokens": 6, **unshaped, **as_sampled},
     }
-    assert probe["sampling_params"]["top_k"] == 1
-    assert probe["sampling_params"]["max_tokens"] == 1
     assert shaped["sampling_params"] == {
         "max_tokens": 6,
         **unshaped,
@@ -191,7 +180,7 @@ async def test_what_is_sent():
         "min_tokens": 1,
         **as_sampled,
     }
-    assert [headers["x-session-id"] for headers in double.headers] == ["s1"] * 3
+    assert [headers["x-session-id"] for headers in double.headers] == ["s1"] * 2
     assert double.aborted == []
 
 
@@ -218,42 +207,27 @@ async def test_what_is_read():
     assert second.weight_versions == (WeightSpan("step-3", 0, 4),)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        pytest.param({"temperature": 0.7}, id="temperature"),
-        pytest.param({"top_p": 0.9}, id="top_p"),
-        pytest.param({"top_k": 50}, id="top_k"),
-        pytest.param({"temperature": 0.0}, id="greedy"),
-        pytest.param({"extra": {"min_p": 0.1}}, id="min_p"),
-        pytest.param({"extra": {"repetition_penalty": 1.1}}, id="penalty"),
-        pytest.param({"extra": {"structured_outputs": {"regex": "a"}}}, id="regex"),
-        pytest.param({"structural_tag": {"type": "structural_tag"}}, id="grammar"),
-    ],
-)
-async def test_logprobs_are_those_of_what_was_sampled_from(sampling):
-    """A call with ``top_k`` 1 tells which logprobs a server gives; it is asked once."""
-    raw = Double(probed(-30.5))
-    async with engine_of(raw) as engine:
-        for _ in range(2):
-            with pytest.raises(EngineError, match="processed_logprobs") as caught:
-                await sample(engine, **sampling)
-    assert caught.value.status == 400
-    assert len(raw.requests) == 1
-    processed = Double(probed(-9999.0), reply(), reply())
-    async with engine_of(processed) as engine:
-        for _ in range(2):
-            await sample(engine, **sampling)
-    assert len(processed.requests) == 3
-    # vLLM gives a greedy call's logprobs from before it became one
-    assert all(one["sampling_params"]["temperature"] for one in processed.requests)
+async def test_a_server_with_logprobs_from_before_shaping_is_refused():
+    """The only token that can be sampled has a logprob of 0 after shaping."""
+    double = Double(reply(IDS[:2]), reply(logprob=0.0))
+    async with engine_of(double) as engine:
+        assert (await check_engine(engine)).model == "tiny"
+    probe = double.requests[1]["sampling_params"]
+    assert (probe["top_k"], probe["temperature"]) == (1, 1.0)
+    double = Double(reply(IDS[:2]), reply(logprob=-1e-6))
+    async with engine_of(double) as engine:
+        with pytest.raises(ConnectionError, match="--logprobs-mode processed_logprobs"):
+            await check_engine(engine)
 
 
-async def test_a_call_that_shapes_nothing_needs_no_probe():
+async def test_a_greedy_call_has_the_logprobs_of_its_only_token():
+    """vLLM gives those from before a call became greedy."""
     double = Double(reply())
     async with engine_of(double) as engine:
-        await sample(engine, temperature=1.0, top_p=1.0, top_k=-1)
-    assert len(double.requests) == 1
+        await sample(engine, temperature=0.0, top_p=0.5)
+    (sent,) = double.requests
+    named = ("temperature", "top_p", "top_k")
+    assert [sent["sampling_params"][name] for name in named] == [1.0, 1.0, 1]
 
 
 async def test_a_stream():

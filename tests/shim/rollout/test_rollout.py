@@ -325,6 +325,8 @@ def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path, do, sure):
         assert line["lost_untrainable"] == lost
     assert not (out / "sandboxes").exists()
 
+    # as if it had been killed after the last rollout
+    (out / "sessions.parquet").unlink()
     code, said = do(command(tasks, out))
     assert (code, said["over_before"], said["over"]) == (DONE, 6, 0)
     assert sessions(out) == lines

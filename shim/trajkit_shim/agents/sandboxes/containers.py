@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from trajkit_shim.agents.sandbox import (
     Command,
     CommandResult,
     SandboxError,
+    remove,
     run_here,
 )
 
@@ -54,7 +56,7 @@ class ContainerSandbox(sandbox.ForeignSandbox):
     def start(self) -> None:
         # one that a killed run left
         self._client(self.removing, _STOP)
-        shutil.rmtree(self._overlay, ignore_errors=True)
+        remove(self._overlay)
         self._overlay.mkdir(parents=True)
         done = self._client(self.starting, _START, self._check)
         if done.code != 0:
@@ -73,7 +75,8 @@ class ContainerSandbox(sandbox.ForeignSandbox):
         try:
             done = self._client(self.removing, _STOP)
         finally:
-            shutil.rmtree(self._overlay, ignore_errors=True)
+            with suppress(OSError):
+                remove(self._overlay)
         # a container that was not started may be missing
         if done.code != 0 and self._started:
             message = f"{self.spec.name}: cannot be removed: {done.summary}"

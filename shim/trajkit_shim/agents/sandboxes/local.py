@@ -8,13 +8,11 @@ docs/sandboxes.md lists what that means.
 """
 
 import os
-import shutil
 import signal
-import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
@@ -25,7 +23,7 @@ from urllib.parse import urlsplit
 
 from trajkit_shim.agents import sandbox
 from trajkit_shim.agents.bridge import OPEN, PORT, bridge
-from trajkit_shim.agents.sandbox import Command, CommandResult, SandboxError
+from trajkit_shim.agents.sandbox import Command, CommandResult, SandboxError, remove
 
 # variables passed on from this process; keys and proxies are not
 _KEPT = ("LD_LIBRARY_PATH", "LC_ALL")
@@ -46,15 +44,14 @@ _ISOLATED = (
     *("--uid", "0", "--gid", "0", "--cap-drop", "ALL", "--hostname", "sandbox"),
     # a process dies with the thread that started it
     *("--new-session", "--die-with-parent", "--proc", "/proc", "--dev", "/dev"),
-    *("--size", str(64 << 20), "--tmpfs", "/dev/shm"),
+    # otherwise files in /dev could fill half of the memory
+    *("--size", str(64 << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
 )
 
 # limits of an isolated sandbox whose task sets none
 _DISK_MB = 8192
 _PROCESSES = 1024
 
-# what an empty file takes too
-_INODE_BYTES = 512
 # a killed process that still exists after this waits for a disk and does nothing more
 _DYING_SECONDS = 5.0
 _LOOK_SECONDS = 0.01
@@ -126,7 +123,7 @@ class LocalSandbox(sandbox.Sandbox):
         return done
 
     def _remove(self) -> None:
-        _kill(f"{self.spec.name}/")
+        _kill(f"{self.spec.name}/", self._root)
         until = time.monotonic() + _DYING_SECONDS
         while self._root.exists():
             try:
@@ -182,11 +179,13 @@ class LocalSandbox(sandbox.Sandbox):
         super()._check(pid)
         limits, isolated = self.spec.limits, not self._missing
         disk_mb = limits.disk_mb or (_DISK_MB if isolated else None)
-        if disk_mb is not None and _disk_bytes(self._root) > disk_mb << 20:
-            raise SandboxError(f"its files take more than disk_mb = {disk_mb}")
         processes = limits.processes or (_PROCESSES if isolated else None)
+        if disk_mb is None and processes is None:
+            return
+        found = _inside(pid) if isolated else _marked(f"{self.spec.name}/")
+        if disk_mb is not None and _disk_bytes(self._root, found) > disk_mb << 20:
+            raise SandboxError(f"its files take more than disk_mb = {disk_mb}")
         if processes is not None:
-            found = _inside(pid) if isolated else _marked(f"{self.spec.name}/")
             if sum(len(glob(f"{one}/task/[0-9]*")) for one in found) > processes:
                 raise SandboxError(f"it runs more than processes = {processes}")
 
@@ -206,33 +205,29 @@ class LocalSandbox(sandbox.Sandbox):
 
 def clear(scratch: Path) -> None:
     """Kill the processes of sandboxes that a killed run left, and remove their files."""
-    for name in os.listdir(scratch):
-        _kill(f"{name}/")
+    for root in scratch.iterdir():
+        _kill(f"{root.name}/", root)
     remove(scratch)
 
 
-def remove(root: Path) -> None:
-    """Remove a directory with its content, whatever permissions the agent set."""
-    os.chmod(root, stat.S_IRWXU)
-    for folder, names, _ in os.walk(root):
-        # the content of a directory without permissions cannot be removed
-        for name in names:
-            inner = os.path.join(folder, name)
-            if not os.path.islink(inner):
-                os.chmod(inner, stat.S_IRWXU)
-    shutil.rmtree(root)
-
-
-def _disk_bytes(root: Path) -> int:
-    """What the files below a directory take on the disk."""
-    found = 0
-    for folder, folders, names in os.walk(root):
-        for name in (*folders, *names):
-            # a process may remove it at any time
+def _disk_bytes(root: Path, processes: Iterable[str]) -> int:
+    """What the files below a directory, and open ones without a name, take on the disk."""
+    # `find` sees paths of any length; an empty file takes a block of 512 bytes too
+    done = subprocess.run(
+        ("find", root, "-printf", r"%b\n"), capture_output=True, check=False
+    )
+    if not done.stdout:
+        raise OSError(done.stderr.decode(errors="replace").strip())
+    blocks = sum(int(each) + 1 for each in done.stdout.split())
+    unnamed = {}
+    for process in processes:
+        for path in glob(f"{process}/fd/*"):
+            # a process may close it at any time
             with suppress(OSError):
-                size = os.lstat(os.path.join(folder, name)).st_blocks * 512
-                found += size + _INODE_BYTES
-    return found
+                facts = os.stat(path)
+                if facts.st_nlink == 0:
+                    unnamed[facts.st_dev, facts.st_ino] = facts.st_blocks
+    return 512 * (blocks + sum(unnamed.values()))
 
 
 def _inside(pid: int) -> list[str]:
@@ -247,21 +242,28 @@ def _inside(pid: int) -> list[str]:
     return [] if os.path.exists(f"{root}/proc/self") else glob(f"{root}/proc/[0-9]*")
 
 
-def _marked(start: str) -> list[str]:
-    """The directories in /proc of all processes whose mark starts with a text."""
+def _marked(start: str, root: Path | None = None) -> list[str]:
+    """The directories in /proc of all processes whose mark starts with a text.
+
+    Also of those in the namespaces of the sandbox with a directory.
+    """
     found, mark = [], f"\0{sandbox.MARK}={start}".encode()
     for process in glob("/proc/[0-9]*"):
         # it has ended, or belongs to another user
         with suppress(OSError):
-            if mark in b"\0" + Path(process, "environ").read_bytes():
+            if (
+                mark in b"\0" + Path(process, "environ").read_bytes()
+                # a process can change its environment, but not this
+                or (root and os.path.samefile(f"{process}/root{_INSIDE}", root))
+            ):
                 found.append(process)
     return found
 
 
-def _kill(start: str) -> None:
-    """Kill all processes whose mark starts with a text, and wait for their end."""
+def _kill(start: str, root: Path | None = None) -> None:
+    """Kill all processes that `_marked` finds, and wait for their end."""
     until = time.monotonic() + _DYING_SECONDS
-    while (found := _marked(start)) and time.monotonic() < until:
+    while (found := _marked(start, root)) and time.monotonic() < until:
         for process in found:
             with suppress(ProcessLookupError):
                 os.kill(int(Path(process).name), signal.SIGKILL)
