@@ -128,15 +128,11 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(tmp_path, stream, ping_sec
     assert turn["response"]["body"] == '{"content":"b","role":"assistant"}'
 
 
-def release_once_closed(url: str, held: Threaded) -> None:
-    """Let a reply go once the gateway takes no more connections."""
-    host, port = url.removeprefix("http://").split(":")
-    while True:
-        try:
-            socket.create_connection((host, int(port))).close()
-        except ConnectionRefusedError:
-            held.release.set()
-            return
+def release_once_closed(idle: socket.socket, held: Threaded) -> None:
+    """Let a reply go once the gateway closes the connections without a request."""
+    with idle:
+        assert idle.recv(1) == b""
+    held.release.set()
 
 
 def test_stopping_answers_the_calls_under_way(tmp_path):
@@ -144,12 +140,15 @@ def test_stopping_answers_the_calls_under_way(tmp_path):
     log = TurnLog(tmp_path)
     with ThreadPoolExecutor(2) as pool:
         with running(create_app(ScriptedEngine(held), RENDERER, log)) as url:
+            host, port = url.removeprefix("http://").split(":")
+            # the gateway accepts it before those that come later
+            idle = socket.create_connection((host, int(port)))
             client = client_of(url)
             call = pool.submit(
                 client.chat.completions.create, model="x", messages=messages()
             )
             assert held.entered.wait(30)
-            released = pool.submit(release_once_closed, url, held)
+            released = pool.submit(release_once_closed, idle, held)
         assert call.result().choices[0].message.content == "late"
         client.close()
         released.result()
