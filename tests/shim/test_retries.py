@@ -114,6 +114,32 @@ async def test_a_retry_joins_the_call_that_is_under_way(tmp_path):
     assert not held.cancelled
 
 
+async def test_a_retry_does_not_join_a_call_that_is_being_cancelled(tmp_path):
+    cancelled, release = asyncio.Event(), asyncio.Event()
+
+    async def slow_to_end():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+            await release.wait()
+
+    engine = ScriptedEngine(slow_to_end, "b")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        session = await opened(gateway)
+        first = asyncio.create_task(session.ask())
+        while not engine.prompts:
+            await asyncio.sleep(0)
+        first.cancel()
+        await cancelled.wait()
+        second = asyncio.create_task(session.ask(**RETRY))
+        while len(engine.prompts) == 1 and not (await session.shown())["replayed"]:
+            await asyncio.sleep(0)
+        release.set()
+        assert (await second).json()["choices"][0]["message"]["content"] == "b"
+        assert len(gateway.turns()) == 1
+
+
 async def test_both_connections_get_the_one_turn(tmp_path):
     held = Held("a")
     async with in_process(ScriptedEngine(held), RENDERER, tmp_path) as gateway:

@@ -209,8 +209,12 @@ class Session:
         return Amounts(answered=n)
 
     def again(self, digest: bytes) -> SharedCall | None:
-        """Return the latest call with an equal request that was recorded, or that runs."""
-        calls = (*reversed(self.answers), *self.calls)
+        """Return the latest call with an equal request that was recorded, or that runs.
+
+        A call that is being cancelled is neither.
+        """
+        running = (call for call in self.calls if not call.work.cancelling())
+        calls = (*reversed(self.answers), *running)
         return next((call for call in calls if call.digest == digest), None)
 
     def retried(self, digest: bytes) -> SharedCall | None:
