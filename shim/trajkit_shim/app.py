@@ -272,8 +272,8 @@ class _App(Gateway):
         run = partial(self._run, context, session.retried(digest))
         clock = session.clock.time
         call = SharedCall(run, session.amend, clock, digest, reserved)
-        session.calls.add(call)
-        call.work.add_done_callback(lambda _: session.calls.discard(call))
+        session.calls[call] = None
+        call.work.add_done_callback(lambda _: session.calls.pop(call, None))
         return call
 
     async def _run(

@@ -109,7 +109,7 @@ class Options:
     pause_wait_seconds: float = 300.0
     # ended sessions to remember: their calls are answered with 410, later with 401
     max_ended_sessions: int = 10_000
-    # measures how long sessions are idle; default: the event loop that serves
+    # measures idle sessions and how old answers are; default: the event loop
     clock: asyncio.AbstractEventLoop | None = None
 
 

@@ -140,6 +140,22 @@ async def test_a_retry_does_not_join_a_call_that_is_being_cancelled(tmp_path):
         assert len(gateway.turns()) == 1
 
 
+async def test_a_retry_joins_the_latest_of_several_calls(tmp_path):
+    held = [Held(str(k)) for k in range(8)]
+    async with in_process(ScriptedEngine(*held), RENDERER, tmp_path) as gateway:
+        session = await opened(gateway)
+        calls = []
+        for each in held:
+            calls.append(asyncio.create_task(session.ask()))
+            await each.entered.wait()
+        retry = asyncio.create_task(session.ask(**RETRY))
+        await joined(session)
+        for each in held:
+            each.release.set()
+        await asyncio.gather(*calls)
+        assert (await retry).json()["choices"][0]["message"]["content"] == "7"
+
+
 async def test_both_connections_get_the_one_turn(tmp_path):
     held = Held("a")
     async with in_process(ScriptedEngine(held), RENDERER, tmp_path) as gateway:

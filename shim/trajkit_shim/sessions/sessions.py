@@ -161,7 +161,8 @@ class Session:
         self.clock, self.log = clock, log
         self.closing = False  # accepts no new calls
         self.closed = False  # records no more turns
-        self.calls: set[SharedCall] = set()
+        # that run, the latest last; a set has no order
+        self.calls: dict[SharedCall, None] = {}
         # its latest recorded calls
         self.answers: deque[SharedCall] = deque(maxlen=KEPT)
         # of the first turn with each request
@@ -213,7 +214,7 @@ class Session:
 
         A call that is being cancelled is neither.
         """
-        running = (call for call in self.calls if not call.work.cancelling())
+        running = (c for c in reversed(self.calls) if not c.work.cancelling())
         calls = (*reversed(self.answers), *running)
         return next((call for call in calls if call.digest == digest), None)
 
@@ -236,7 +237,7 @@ class Session:
 
     def remember(self, call: SharedCall) -> None:
         """Keep a call that was recorded."""
-        self.calls.discard(call)
+        self.calls.pop(call, None)
         self.request_ids.setdefault(call.digest, call.request_id)
         self.answers.append(call)
 
