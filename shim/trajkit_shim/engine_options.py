@@ -1,4 +1,4 @@
-"""Command-line options that choose an engine, and the objects built from them.
+"""Command-line options that choose an engine, and the gateway's app with it.
 
 The dependencies of an engine come with an extra, and are imported when a command runs.
 """

@@ -47,7 +47,7 @@ class VLLMEngine(HttpEngine):
     generate_path = _GENERATE
 
     async def check(self, request: EngineRequest) -> None:
-        """See `CheckedEngine`. With ``top_k`` 1 each sampled token has the logprob 0."""
+        """With ``top_k`` 1 each sampled token has the logprob 0."""
         sampling = Sampling(max_new_tokens=8, temperature=1.0, top_k=1)
         sample = await self.generate(replace(request, sampling=sampling))
         if sample.output_logprobs is not None and sample.output_logprobs.any():
