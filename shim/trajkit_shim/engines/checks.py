@@ -9,20 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trajkit.turns.turn_rules import MAX_LOGPROB, not_logprobs
-from trajkit_shim.engines.base import (
-    CheckedEngine,
-    Engine,
-    EngineInfo,
-    EngineRequest,
-    Sample,
-    Sampling,
-)
+from trajkit_shim.engines import base
 from trajkit_shim.errors import EngineError
 
 
 def check_ids(
     ids: Sequence[int] | npt.NDArray[np.int32],
-    info: EngineInfo,
+    info: base.EngineInfo,
     name: str = "the engine's output_ids",
     n_checked: int = 0,
     **error: Any,
@@ -44,7 +37,7 @@ def _first(wrong: npt.NDArray[np.bool_]) -> int | None:
 
 
 def check_prompt(
-    prompt_ids: npt.NDArray[np.int32], info: EngineInfo, n_checked: int = 0
+    prompt_ids: npt.NDArray[np.int32], info: base.EngineInfo, n_checked: int = 0
 ) -> None:
     """Reject a prompt that the engine cannot take; its first ids were checked before.
 
@@ -62,7 +55,7 @@ def check_prompt(
 
 
 def check_sampling(
-    sampling: Sampling, engine: str, takes: Collection[str] = ()
+    sampling: base.Sampling, engine: str, takes: Collection[str] = ()
 ) -> None:
     """Reject parameters that an engine of this process lacks.
 
@@ -90,7 +83,7 @@ def too_long(length: str, n_prompt: int, max_tokens: int) -> EngineError:
     )
 
 
-def check_consumed(prompt_ids: npt.NDArray[np.int32], sample: Sample) -> None:
+def check_consumed(prompt_ids: npt.NDArray[np.int32], sample: base.Sample) -> None:
     """Raise `EngineError` if the engine reports a prompt other than the one sent."""
     ids = sample.prompt_ids
     n_consumed = sample.prompt_tokens if ids is None else len(ids)
@@ -104,7 +97,9 @@ def check_consumed(prompt_ids: npt.NDArray[np.int32], sample: Sample) -> None:
         raise EngineError(f"the engine consumed {consumed} but {given}")
 
 
-def check_sample(sample: Sample, info: EngineInfo, max_new_tokens: int) -> None:
+def check_sample(
+    sample: base.Sample, info: base.EngineInfo, max_new_tokens: int
+) -> None:
     """Raise `EngineError` for a sample that cannot be correct.
 
     A logprob is wrong if it is above 0 by more than rounding, or the -9999 that some
@@ -135,13 +130,13 @@ def check_sample(sample: Sample, info: EngineInfo, max_new_tokens: int) -> None:
         )
 
 
-async def check_engine(engine: Engine) -> EngineInfo:
+async def check_engine(engine: base.Engine) -> base.EngineInfo:
     """Sample two tokens, close the engine, and return what it serves.
 
     Raises `ConnectionError` if its samples cannot be trained.
     """
-    sampling = Sampling(max_new_tokens=2, temperature=1.0)
-    request = EngineRequest(
+    sampling = base.Sampling(max_new_tokens=2, temperature=1.0)
+    request = base.EngineRequest(
         prompt_ids=np.zeros(1, np.int32),
         sampling=sampling,
         request_id=uuid.uuid4().hex,
@@ -151,7 +146,7 @@ async def check_engine(engine: Engine) -> EngineInfo:
         info = await engine.info()
         sample = await engine.generate(request)
         check_sample(sample, info, sampling.max_new_tokens)
-        if isinstance(engine, CheckedEngine):
+        if isinstance(engine, base.CheckedEngine):
             await engine.check(request)
     except EngineError as error:
         raise ConnectionError(f"the engine does not work: {error}") from error

@@ -13,22 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from trajkit_shim.engines.base import (
-    EngineInfo,
-    EngineRequest,
-    PromptImage,
-    Sample,
-    WeightSpan,
-)
-from trajkit_shim.engines.http import (
-    EngineServer,
-    HttpEngine,
-    as_count,
-    logprobs_of,
-    reading,
-    sampling_fields,
-    token_ids,
-)
+from trajkit_shim.engines import base, http
 from trajkit_shim.engines.routed_experts import read_experts
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
@@ -45,7 +30,7 @@ _TOKENS_PER_EVENT = 8
 _REPEATING_EVENTS = 128
 
 
-class SGLangEngine(HttpEngine):
+class SGLangEngine(http.HttpEngine):
     """SGLang servers of one model, or a router; for most parameters see `HttpEngine`.
 
     Logprobs are those of the distribution that was sampled from. If the sampling
@@ -130,7 +115,7 @@ class SGLangEngine(HttpEngine):
             error.message += f". Weight versions: {', '.join(versions)}"
             raise
 
-    async def info(self) -> EngineInfo:
+    async def info(self) -> base.EngineInfo:
         if self._info is None:
             server = (await self._members())[0]
             model = await server.get("/model_info")
@@ -141,7 +126,7 @@ class SGLangEngine(HttpEngine):
                 self._incremental = options.get("incremental_streaming_output") is True
         return await super().info()
 
-    async def _members(self) -> Sequence[EngineServer]:
+    async def _members(self) -> Sequence[http.EngineServer]:
         """See `HttpEngine`. A router passes on only calls, but lists its servers."""
         urls: list[str] = []
         for server in self._servers:
@@ -153,18 +138,18 @@ class SGLangEngine(HttpEngine):
                     raise
                 urls.append(server.base_url)
                 continue
-            with reading("SGLang", "/workers"):
+            with http.reading("SGLang", "/workers"):
                 urls += [_server_url(worker["url"]) for worker in listed["workers"]]
         if not urls:
             raise EngineError("the SGLang router has no server", 503)
         client = self._servers[0].client
-        return [EngineServer("SGLang", url, client) for url in dict.fromkeys(urls)]
+        return [http.EngineServer("SGLang", url, client) for url in dict.fromkeys(urls)]
 
-    async def generate(self, request: EngineRequest) -> Sample:
+    async def generate(self, request: base.EngineRequest) -> base.Sample:
         # reads the server's own sampling parameters
         await self.info()
         sampling, images = request.sampling, request.images
-        named = sampling_fields(sampling, {"seed": "sampling_seed"})
+        named = http.sampling_fields(sampling, {"seed": "sampling_seed"})
         params = {**sampling.extra, **named, **_AS_SAMPLED}
         cut = _cuts_the_tail({**self._preferred, **params})
         # the server expands one id per image
@@ -223,7 +208,7 @@ def _server_url(worker: str) -> str:
     return url
 
 
-def _data_urls(images: Sequence[PromptImage]) -> list[str]:
+def _data_urls(images: Sequence[base.PromptImage]) -> list[str]:
     return [
         f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
         for image in images
@@ -248,10 +233,10 @@ class SGLangReply:
 
     def add(self, event: Mapping[str, Any]) -> list[int]:
         """Add an event and return its new output ids."""
-        with reading("SGLang", "reply to /generate"):
+        with http.reading("SGLang", "reply to /generate"):
             self.meta = event["meta_info"]
             self._consumed = event.get("prompt_token_ids")
-            ids = token_ids(event["output_ids"]).tolist()
+            ids = http.token_ids(event["output_ids"]).tolist()
             total = int(self.meta["completion_tokens"])
             known = len(self._ids)
             repeats = len(ids) == total
@@ -266,27 +251,29 @@ class SGLangReply:
         self._ids = ids if repeats else self._ids + ids
         return self._ids[known:]
 
-    def sample(self, *, sampling_logprobs: bool) -> Sample:
+    def sample(self, *, sampling_logprobs: bool) -> base.Sample:
         """Return the sample, with the logprobs before or after the tail was cut off."""
         meta, consumed = self.meta, self._consumed
-        with reading("SGLang", "reply to /generate"):
+        with http.reading("SGLang", "reply to /generate"):
             plain = self._per_token["output_token_logprobs"]
             scored = [(float(one[0]), int(one[1])) for one in plain]
-            logprobs = logprobs_of(scored, self._ids)
+            logprobs = http.logprobs_of(scored, self._ids)
             if sampling_logprobs:
                 cut = map(float, self._per_token["output_token_sampling_logprobs"])
                 logprobs = np.array([*cut], np.float32)
-            return Sample(
-                output_ids=token_ids(self._ids),
+            return base.Sample(
+                output_ids=http.token_ids(self._ids),
                 output_logprobs=logprobs,
                 finish_reason=str(meta["finish_reason"]["type"]),
                 weight_versions=tuple(
-                    WeightSpan(str(one["version"]), int(one["start"]), int(one["end"]))
+                    base.WeightSpan(
+                        str(one["version"]), int(one["start"]), int(one["end"])
+                    )
                     for one in meta.get("weight_versions") or ()
                 ),
-                cached_tokens=as_count(meta.get("cached_tokens")),
-                prompt_tokens=as_count(meta.get("prompt_tokens")),
-                prompt_ids=None if consumed is None else token_ids(consumed),
+                cached_tokens=http.as_count(meta.get("cached_tokens")),
+                prompt_tokens=http.as_count(meta.get("prompt_tokens")),
+                prompt_ids=None if consumed is None else http.token_ids(consumed),
             )
 
 

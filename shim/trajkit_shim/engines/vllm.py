@@ -11,15 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from trajkit_shim.engines import http
 from trajkit_shim.engines.base import EngineRequest, Sample, Sampling, WeightSpan
-from trajkit_shim.engines.http import (
-    HttpEngine,
-    as_count,
-    logprobs_of,
-    reading,
-    sampling_fields,
-    token_ids,
-)
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 
@@ -36,7 +29,7 @@ _AS_SAMPLED: Json = {
 _UNSHAPED: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
 
-class VLLMEngine(HttpEngine):
+class VLLMEngine(http.HttpEngine):
     """vLLM servers of one model, or a router; for the parameters see `HttpEngine`.
 
     Logprobs are those of the distribution that was sampled from. A greedy call is sent
@@ -90,13 +83,13 @@ class VLLMReply:
     def add(self, event: Mapping[str, Any]) -> list[int]:
         """Add an event and return its new output ids."""
         new: list[int] = []
-        with reading("vLLM", f"reply to {_GENERATE}"):
+        with http.reading("vLLM", f"reply to {_GENERATE}"):
             # the last event may have none
             indices = [choice.get("index", 0) for choice in event["choices"]]
             if indices not in ([], [0]):
                 raise ValueError(f"choices {indices}, but one was asked for")
             for choice in event["choices"]:
-                new += token_ids(choice["token_ids"] or ()).tolist()
+                new += http.token_ids(choice["token_ids"] or ()).tolist()
                 self._scored += (choice.get("logprobs") or {}).get("content") or ()
                 self._finish = choice.get("finish_reason") or self._finish
         self._ids += new
@@ -107,11 +100,12 @@ class VLLMReply:
 
     def sample(self) -> Sample:
         """Return the sample of all events."""
-        with reading("vLLM", f"reply to {_GENERATE}"):
+        with http.reading("vLLM", f"reply to {_GENERATE}"):
             scored = [
                 (float(one["logprob"]), str(one["token"])) for one in self._scored
             ]
-            logprobs = logprobs_of(scored, [f"token_id:{token}" for token in self._ids])
+            labels = [f"token_id:{token}" for token in self._ids]
+            logprobs = http.logprobs_of(scored, labels)
             if not isinstance(self._finish, str):
                 # a stream ended before the reply did
                 raise TypeError(f"finish_reason is {self._finish!r}")
@@ -120,17 +114,17 @@ class VLLMReply:
             version = self._last.get("weight_version")
             span = WeightSpan(str(version), 0, len(self._ids))
             return Sample(
-                output_ids=token_ids(self._ids),
+                output_ids=http.token_ids(self._ids),
                 output_logprobs=logprobs,
                 finish_reason=self._finish,
                 weight_versions=() if version is None else (span,),
-                cached_tokens=as_count(details.get("cached_tokens")),
-                prompt_tokens=as_count(usage.get("prompt_tokens")),
+                cached_tokens=http.as_count(details.get("cached_tokens")),
+                prompt_tokens=http.as_count(usage.get("prompt_tokens")),
             )
 
 
 def _sampling_params(sampling: Sampling) -> Json:
-    named = sampling_fields(sampling, {"max_new_tokens": "max_tokens"})
+    named = http.sampling_fields(sampling, {"max_new_tokens": "max_tokens"})
     if "structural_tag" in named:
         named["structured_outputs"] = {"structural_tag": named.pop("structural_tag")}
     params = {**_UNSHAPED, **sampling.extra, **named, **_AS_SAMPLED}
