@@ -369,29 +369,6 @@ class Pieces:
 
 
 @pytest.mark.anyio
-async def test_what_is_sampled_while_a_client_waits_is_sent_at_once():
-    """Not with the next keep-alive event."""
-    sent, ended = [], asyncio.Event()
-
-    async def sample(call):
-        # the client waits by now
-        await asyncio.sleep(0)
-        call.update("a")
-        await ended.wait()
-
-    async def send(message):
-        sent.append(message.get("body"))
-        ended.set()
-
-    call = shared_call(sample)
-    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-        left = group.create_task(asyncio.Event().wait())
-        await Client(left, send, None, None, Pieces(), None)._wait(call)
-        left.cancel()
-    assert sent == [None, b"a "]
-
-
-@pytest.mark.anyio
 async def test_what_is_sampled_while_a_piece_is_sent_is_sent_next():
     """Not after the next token, which may come late, or never while a pause lasts."""
     sent, more, ended = [], [], asyncio.Event()
