@@ -285,7 +285,10 @@ class _App(Gateway):
         streamed = call.update if chat.stream and chat.n == 1 else None
         prepared = await prepare_call(context, call.reserved, streamed)
         await self.images.write(chat.images)
-        return self._record(context, call, prepared, retried)
+        reply = self._record(context, call, prepared, retried)
+        # it stays in memory with the call
+        call.partial = None
+        return reply
 
     @timing.step()
     def _record(

@@ -117,6 +117,11 @@ class _Protocol(H11Protocol):
         super().on_response_complete()
         self._look()
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        super().connection_lost(exc)
+
     def _look(self) -> None:
         """Start or stop waiting for a request, or for the rest of it."""
         waits = self.conn.their_state is h11.SEND_BODY

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from trajkit_shim.chat.reply import Reply
 from trajkit_shim.errors import GatewayError
 
-KEPT = 64
+KEPT = 32
 """Number of a session's latest answers that can be sent again or amended."""
 
 UNMARKED_SECONDS = 60.0

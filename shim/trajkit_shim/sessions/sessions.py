@@ -430,12 +430,14 @@ class SessionStore:
 
     async def _stop(self, session: Session, how: EndedBy) -> None:
         """End a session; wait until its requests are answered, some seconds each."""
-        self.end(session, how)
-        await _over(session.requests, _GRACE_SECONDS)
-        for task in session.requests.values():
-            if task is not None:
-                task.cancel()
-        await _over(session.requests, _GRACE_SECONDS)
+        try:
+            self.end(session, how)
+        finally:
+            await _over(session.requests, _GRACE_SECONDS)
+            for task in session.requests.values():
+                if task is not None:
+                    task.cancel()
+            await _over(session.requests, _GRACE_SECONDS)
 
     async def finish(
         self,
