@@ -28,14 +28,7 @@ from trajkit_shim.chat.reply import (
 )
 from trajkit_shim.chat.request import logged_message
 from trajkit_shim.chat.sampling_params import nth_seed, resolve
-from trajkit_shim.engines import checks
-from trajkit_shim.engines.base import (
-    Engine,
-    EngineInfo,
-    EngineRequest,
-    PromptImage,
-    Sample,
-)
+from trajkit_shim.engines import base, checks
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json
 from trajkit_shim.pauses import Gate, Weights
@@ -45,7 +38,7 @@ from trajkit_shim.prompting.prompts import Mode, Prompt, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.reply_matching import RestoredRequest, next_position
 from trajkit_shim.prompting.token_cache import CacheBudget, CachedPath
-from trajkit_shim.prompting.tokenize_cache import NO_LIMIT, TooManyTokensError
+from trajkit_shim.prompting.tokenize_cache import NO_LIMIT
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.replies.grammar import grammar
 from trajkit_shim.replies.parse import (
@@ -117,7 +110,11 @@ class Gateway:
     """What the requests to a gateway share."""
 
     def __init__(
-        self, engine: Engine, renderer: ChatRenderer, log: TurnLog, options: Options
+        self,
+        engine: base.Engine,
+        renderer: ChatRenderer,
+        log: TurnLog,
+        options: Options,
     ) -> None:
         self.engine, self.log, self.options = engine, log, options
         self.timings, self.weights = Timings(), Weights(engine)
@@ -230,7 +227,7 @@ class ModelCall:
     def __init__(
         self,
         context: CallContext,
-        info: EngineInfo,
+        info: base.EngineInfo,
         on_partial: Callable[[Reply], None] | None,
     ) -> None:
         """Render the request, or extend the prompt of an earlier turn."""
@@ -239,16 +236,12 @@ class ModelCall:
         self._options, prompts = self._gateway.options, self._gateway.prompts
         self._renderer, self._started_at = prompts.renderer, datetime.now(UTC)
         max_tokens, attributed = info.max_context_tokens, self._options.attributed
-        try:
-            # the request's messages, with the session's replies restored
-            self.restored, prompt = _build_prompt(context, max_tokens, attributed)
-        except TooManyTokensError as error:
-            length = f"at least {error.n_tokens}"
-            raise checks.too_long(length, error.n_tokens, max_tokens) from error
+        # the request's messages, with the session's replies restored
+        self.restored, prompt = _build_prompt(context, max_tokens, attributed)
         messages, self._prompt = self.restored.messages, prompt
         # the prompt as the engine consumes it, and its images, also with their bytes
         self._ids, self._images = prompt.ids, list[PlacedImage]()
-        self._pixels: Sequence[PromptImage] = ()
+        self._pixels: Sequence[base.PromptImage] = ()
         if prompts.places is not None and hashes_of(messages):
             self._images = prompts.places.items(prompt.ids, messages)
             self._ids = prompts.places.engine_ids(prompt.ids)
@@ -316,8 +309,8 @@ class ModelCall:
             # this takes less time than a thread to start
             finish()
 
-    async def _sample_once(self) -> Sample:
-        request = EngineRequest(
+    async def _sample_once(self) -> base.Sample:
+        request = base.EngineRequest(
             prompt_ids=self._ids,
             sampling=self.sampling,
             request_id=self._request_id,
@@ -358,7 +351,7 @@ class ModelCall:
     @timing.step()
     def _finish(
         self,
-        sample: Sample,
+        sample: base.Sample,
         parsed: Parsed,
         n_characters: int | None,
         stop_sequence: str | None,
@@ -437,7 +430,7 @@ class ModelCall:
         )
 
     def _tokens(
-        self, sample: Sample, start: int, left: int | None
+        self, sample: base.Sample, start: int, left: int | None
     ) -> tuple[Token, ...]:
         """The output's tokens from ``start`` on, without the end token.
 

@@ -51,7 +51,7 @@ def check_prompt(
     error = {"status": 400, "code": "token_out_of_vocabulary"}
     check_ids(prompt_ids, info, "prompt_ids", n_checked, **error)
     if n_prompt >= info.max_context_tokens:
-        raise too_long(str(n_prompt), n_prompt, info.max_context_tokens)
+        raise too_long(n_prompt, info.max_context_tokens)
 
 
 def check_sampling(
@@ -72,11 +72,11 @@ def check_sampling(
         raise EngineError(f"the {engine} engine has no parameter {name!r}", 400)
 
 
-def too_long(length: str, n_prompt: int, max_tokens: int) -> EngineError:
+def too_long(n_prompt: int, max_tokens: int, least: str = "") -> EngineError:
     """Return the error of a prompt that leaves no room for a reply."""
     return EngineError(
         f"this model's maximum context length is {max_tokens} tokens; the messages and "
-        f"tools are {length} tokens and leave no room for a reply",
+        f"tools are {least}{n_prompt} tokens and leave no room for a reply",
         400,
         code="context_length_exceeded",
         overflow=(n_prompt, max_tokens),

@@ -19,13 +19,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from trajkit_shim.chat.images import hashes_of
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.attribution import (
-    Encoded,
-    Ids,
-    find_verbatim,
-    locate_contents,
-    message_index,
-)
+from trajkit_shim.prompting import attribution
 from trajkit_shim.prompting.image_places import ImagePlaces
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.reply_matching import START, ReplyIndex, RestoredRequest
@@ -56,7 +50,7 @@ Reason: TypeAlias = (
 class Prompt:
     """The ids for one request, and how they were built."""
 
-    ids: Ids
+    ids: attribution.Ids
     branch: Branch  # that the ids are in
     hasher: blake2b  # BLAKE2b (16 bytes) of the ids as little-endian int32
     reason: Reason | None  # why it does not extend the last reply; None: it does
@@ -64,7 +58,7 @@ class Prompt:
     n_known: int  # how many of the messages have those tokens
     # of each appended id, the index of its message after the known ones; -1: no message.
     # None: unknown, or not requested
-    message_index: Ids | None
+    message_index: attribution.Ids | None
     rendered: RenderedPrefix | None  # None: no later prompt may extend this one
 
     @property
@@ -150,7 +144,7 @@ class Prompts:
 
         ``replies`` and ``cache`` are the session's. ``attributed``: also determine which
         message each appended token belongs to. Raises as `ChatRenderer.text`, and
-        `TooManyTokensError` if there are surely more than ``max_tokens``.
+        `EngineError` if there are surely more than ``max_tokens``.
         """
         messages = restored.messages
         probe = self.probe(tools=tools is not None)
@@ -225,7 +219,7 @@ class Prompts:
         return probe.tail and known and not drops
 
     def cacheable_path(
-        self, prompt: Prompt, output_ids: Ids, position: bytes
+        self, prompt: Prompt, output_ids: attribution.Ids, position: bytes
     ) -> CachedPath | None:
         """Return prompt and output for later prompts to extend, or None if they cannot."""
         if prompt.rendered is None:
@@ -243,22 +237,22 @@ class Prompts:
         return path
 
     def _attribute(
-        self, view: _View, text: str, end: int, encoded: Encoded
-    ) -> Ids | None:
+        self, view: _View, text: str, end: int, encoded: attribution.Encoded
+    ) -> attribution.Ids | None:
         """The new message that each token of a text after ``end`` renders."""
         messages, tools, first, _ = view
         plain = self.renderer.without_mark
         whole, tail = plain(text), plain(text[end:])
         # spares a rendering where there are few messages
-        spans = find_verbatim(messages[first:], tail) if first else None
+        spans = attribution.find_verbatim(messages[first:], tail) if first else None
         if spans is None:
             # the template may reject the marks
             with suppress(TemplateError):
-                spans = locate_contents(
+                spans = attribution.locate_contents(
                     *(messages, first, whole, len(whole) - len(tail)),
                     lambda marked: plain(self.renderer.text(marked, tools)),
                 )
-        return None if spans is None else message_index(encoded, spans)
+        return None if spans is None else attribution.message_index(encoded, spans)
 
 
 def _find_base(
@@ -293,7 +287,7 @@ def _find_base(
     return last + 1, path, reason
 
 
-def _hashed(before: blake2b, ids: Ids) -> blake2b:
+def _hashed(before: blake2b, ids: attribution.Ids) -> blake2b:
     """The digest of ids, after those that were hashed before."""
     hasher = before.copy()
     hasher.update(ids.astype("<i4", copy=False).tobytes())

@@ -18,15 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trajkit_shim.chat.request import tool_call
+from trajkit_shim.engines.checks import too_long
 from trajkit_shim.errors import GatewayError, TemplateError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Encoded, Ids
-from trajkit_shim.prompting.tokenize_cache import (
-    NO_LIMIT,
-    TokenizeCache,
-    TooManyTokensError,
-    encode,
-)
+from trajkit_shim.prompting.tokenize_cache import NO_LIMIT, TokenizeCache, encode
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -183,10 +179,10 @@ class ChatRenderer:
         return value
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Raise `TooManyTokensError` for a text that is too long whatever its tokens."""
+        """Raise `EngineError` for a text that is too long whatever its tokens."""
         n_tokens = len(text) // self._longest
         if n_tokens > max_tokens:
-            raise TooManyTokensError(n_tokens)
+            raise too_long(n_tokens, max_tokens, "at least ")
 
     def encode(self, text: str, max_tokens: int = NO_LIMIT) -> Encoded:
         """Tokenize a `text`, with the characters of each id after `without_mark`."""

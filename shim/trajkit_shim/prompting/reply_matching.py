@@ -17,13 +17,7 @@ from hashlib import blake2b
 from itertools import islice, takewhile
 from typing import Literal, TypeAlias
 
-from trajkit_shim.chat.request import (
-    LoggedMessage,
-    assistant_message,
-    function_of,
-    logged_message,
-    squeezed,
-)
+from trajkit_shim.chat import request as chat
 from trajkit_shim.json_input import Json
 
 Known: TypeAlias = Literal["as_sent", "restored", "new"]
@@ -42,7 +36,7 @@ class RestoredRequest:
     """
 
     messages: list[Json] = field(default_factory=list)
-    logged: list[LoggedMessage] = field(default_factory=list)
+    logged: list[chat.LoggedMessage] = field(default_factory=list)
     positions: list[bytes] = field(default_factory=list)  # after each message
     # the tool whose output it is; None: not a tool's, or unknown
     tool_names: list[str | None] = field(default_factory=list)
@@ -107,7 +101,7 @@ class ReplyIndex:
                 if call_id != sent_id:
                     message = {**message, "tool_call_id": call_id}
             index += step
-            record = logged_message(message)
+            record = chat.logged_message(message)
             position = next_position(position, record.key)
             restored.messages.append(message)
             restored.logged.append(record)
@@ -164,10 +158,10 @@ class ReplyIndex:
 
     def _same(self, sent: Json, reply: Json) -> bool:
         """Whether a message has the content of a reply, maybe without its reasoning."""
-        if squeezed(sent["content"]) != squeezed(reply["content"]):
+        if chat.squeezed(sent["content"]) != chat.squeezed(reply["content"]):
             return False
-        thought = squeezed(sent.get("reasoning_content") or "")
-        if thought and thought != squeezed(reply.get("reasoning_content") or ""):
+        thought = chat.squeezed(sent.get("reasoning_content") or "")
+        if thought and thought != chat.squeezed(reply.get("reasoning_content") or ""):
             return False
         sent_calls, calls = _calls(sent), _calls(reply)
         return len(sent_calls) == len(calls) and all(
@@ -178,7 +172,7 @@ class ReplyIndex:
     def _same_call(self, sent: Json, call: Json) -> bool:
         if sent["id"] != call["id"] and str(sent["id"]) in self._replies:
             return False
-        one, other = function_of(sent), function_of(call)
+        one, other = chat.function_of(sent), chat.function_of(call)
         same = _same_json(str(one["arguments"]), str(other["arguments"]))
         return same and one["name"] == other["name"]
 
@@ -193,7 +187,7 @@ def _joined(messages: list[Json]) -> Json:
     if len(messages) == 1:
         return messages[0]
     thoughts = (str(message.get("reasoning_content") or "") for message in messages)
-    return assistant_message(
+    return chat.assistant_message(
         "".join(str(message["content"]) for message in messages),
         "".join(thoughts),
         [call for message in messages for call in _calls(message)],
@@ -204,7 +198,8 @@ def _called(sent: list[Json], message: Json) -> dict[str, tuple[str, str]]:
     """Map the ids of calls in the client's messages to the calls' own ids and tools."""
     ids = (str(call["id"]) for each in sent for call in _calls(each))
     own = (
-        (str(call["id"]), str(function_of(call)["name"])) for call in _calls(message)
+        (str(call["id"]), str(chat.function_of(call)["name"]))
+        for call in _calls(message)
     )
     return dict(zip(ids, own, strict=True))
 
@@ -212,7 +207,7 @@ def _called(sent: list[Json], message: Json) -> dict[str, tuple[str, str]]:
 def _keys(message: Json) -> list[bytes | str]:
     """What finds a reply whose position is unknown."""
     calls = [str(call["id"]) for call in _calls(message)]
-    text = squeezed(message["content"]).encode()
+    text = chat.squeezed(message["content"]).encode()
     return [*calls] or [blake2b(text, digest_size=16).digest()]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trajkit_shim.engines.checks import too_long
 from trajkit_shim.prompting.attribution import Encoded
 
 if TYPE_CHECKING:
@@ -31,14 +32,6 @@ _LONG = 1 << 17  # characters of a text that takes tens of milliseconds
 _long_texts = BoundedSemaphore(max(1, (os.cpu_count() or 1) // 2))
 
 
-class TooManyTokensError(Exception):
-    """A text has more tokens than the context; ``n_tokens`` is how many at least."""
-
-    def __init__(self, n_tokens: int) -> None:
-        super().__init__(f"at least {n_tokens} tokens")
-        self.n_tokens = n_tokens
-
-
 def encode(tokenizer: "Tokenizer", text: str, max_tokens: int = NO_LIMIT) -> Encoded:
     """Tokenize a text without special tokens; other threads run meanwhile."""
     if len(text) <= _SHORT:
@@ -53,7 +46,7 @@ def encode(tokenizer: "Tokenizer", text: str, max_tokens: int = NO_LIMIT) -> Enc
         # the error's traceback would keep it until a garbage collection, in which freeing
         # it would halt all threads
         del encoded
-        raise TooManyTokensError(n_tokens)
+        raise too_long(n_tokens, max_tokens, "at least ")
     sides = chain.from_iterable(
         encoded.offsets
         if len(text) <= _LONG
