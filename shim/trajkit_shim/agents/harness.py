@@ -1,14 +1,16 @@
 """What a harness is: how it is installed and started, and how its result is read.
 
-A harness is a record (`agents.harnesses` has ours). It gets the gateway's URL and a key.
+A harness is a record (`harnesses.toml` has ours). It gets the gateway's URL and a key.
 The key is the session's, so its unmodified calls find their session.
 """
 
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.resources import files
 from pathlib import Path
 
 from trajkit_shim.agents.sandbox import CommandResult, Sandbox, SandboxError, pack
@@ -135,3 +137,24 @@ class Harness:
 
 def _fill(text: str, values: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda found: values[found[1]], text)
+
+
+def _claude_failed(done: CommandResult) -> str | None:
+    """Return the error in its last line, a JSON object, or by its exit code."""
+    try:
+        result = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return failed_by_code(done)
+    if isinstance(result, dict) and result.get("is_error"):
+        return f"{result.get('subtype')}: {result.get('result')}"[:300]
+    return failed_by_code(done)
+
+
+_FAILED = {"claude-code": _claude_failed}
+_RECORDS = files("trajkit_shim.agents").joinpath("harnesses.toml").read_text("utf-8")
+
+HARNESSES: Mapping[str, Harness] = {
+    name: Harness(name=name, failed=_FAILED.get(name, failed_by_code), **record)
+    for name, record in tomllib.loads(_RECORDS).items()
+}
+"""Our harnesses by name."""

@@ -26,8 +26,7 @@ from trajkit.cli import main
 from trajkit.cli.text import text_table
 from trajkit.policies import PRESETS
 from trajkit.schema import LABELS
-from trajkit_shim.agents.harness import Job
-from trajkit_shim.agents.harnesses import MINI_SWE_AGENT
+from trajkit_shim.agents.harness import HARNESSES, Job
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
@@ -58,6 +57,8 @@ code=$?
 tail -n 20 "$TMPDIR/log"
 exit $code
 """
+
+MINI_SWE_AGENT = HARNESSES["mini-swe-agent"]
 
 REVIEWER = "You review a change that another agent made."
 """The system prompt of the reviewing agent."""

@@ -18,8 +18,7 @@ import httpx
 from trajkit.cli.progress import Progress
 from trajkit.io.tables import write_table
 from trajkit_shim.admin import TOKEN_HEADER
-from trajkit_shim.agents.harness import Harness, Job
-from trajkit_shim.agents.harnesses import HARNESSES
+from trajkit_shim.agents.harness import HARNESSES, Harness, Job
 from trajkit_shim.agents.sandbox import Sandbox, SandboxError, Spec, remove
 from trajkit_shim.agents.sandboxes import SANDBOXES
 from trajkit_shim.agents.sandboxes.local import clear

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trajkit_shim.agents.harness import Harness, Job
-from trajkit_shim.agents.harnesses import HARNESSES
+from trajkit_shim.agents.harness import HARNESSES, Harness, Job
 from trajkit_shim.agents.sandbox import CommandResult, SandboxError, Spec
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.protocols import PROTOCOLS

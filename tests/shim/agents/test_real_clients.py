@@ -23,8 +23,7 @@ import trajkit as tk
 from tests.shim.clients import http
 from tests.shim.rollout.test_rollout import EXAMPLES
 from tests.shim.rollout.test_rollout import run as run_command
-from trajkit_shim.agents.harness import Job, Launch
-from trajkit_shim.agents.harnesses import HARNESSES
+from trajkit_shim.agents.harness import HARNESSES, Job, Launch
 from trajkit_shim.app import create_app
 from trajkit_shim.engines.embedded import (
     EmbeddedEngine,

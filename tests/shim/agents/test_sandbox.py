@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from tests.shim import fake_e2b
-from trajkit_shim.agents.harnesses import HARNESSES
+from trajkit_shim.agents.harness import HARNESSES
 from trajkit_shim.agents.sandbox import (
     MARK,
     Limits,
