@@ -306,7 +306,11 @@ async def test_weights_that_change_in_the_middle_of_a_turn(
     tmp_path, renderer, engine, tiny_model, form
 ):
     before = await greedy(engine)
-    async with in_process(engine, renderer, tmp_path, max_new_tokens=200) as gateway:
+    # so many that it still runs when a busy server says so
+    n_tokens = 1000
+    async with in_process(
+        engine, renderer, tmp_path, max_new_tokens=n_tokens
+    ) as gateway:
         client = await gateway.open(sampling={"extra": {"ignore_eos": True}})
         call = asyncio.create_task(ask(client, [USER]))
         await until_running(engine, 1)
@@ -332,7 +336,7 @@ async def test_weights_that_change_in_the_middle_of_a_turn(
     assert [span["version"] for span in spans] == ["default", "step-1"]
     assert spans[0]["start"] == 0
     assert spans[0]["stop"] == spans[1]["start"]
-    assert spans[1]["stop"] == len(turn["output_ids"]) == 200
+    assert spans[1]["stop"] == len(turn["output_ids"]) == n_tokens
 
 
 async def test_the_servers_own_parsers(tmp_path, renderer, engine, url):
