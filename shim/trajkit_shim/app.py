@@ -256,7 +256,7 @@ class _App(Gateway):
     def find_call(self, context: CallContext, headers: Headers) -> SharedCall:
         """Return the call that a retry asks for again, or begin one.
 
-        Raises `GatewayError`: the session has none left, or the log is full.
+        Raises `GatewayError`: the session may make no more calls, or the log is full.
         """
         session, digest = context.session, context.digest
         if session.terms.replay or is_retry(headers):

@@ -29,7 +29,7 @@ _STOP_SECONDS = 60.0
 _SCRIPT = (
     'PATH="$1$PATH" HOME=/home TMPDIR=/tmp; export PATH HOME TMPDIR; shift; exec "$@"'
 )
-# kills all processes with a mark, until there is none
+# kills the processes with a mark again and again, until it finds no more
 _KILL = (
     "found=1; while test $found; do found=; for each in /proc/[0-9]*; do "
     "tr '\\0' '\\n' < $each/environ 2> /dev/null | "

@@ -87,7 +87,8 @@ def run_demo(
     rollout` writes; it must not contain a run. ``seed`` is that of the engine; with
     several ``sessions``, concurrent agents, the order of their calls matters too.
     ``json`` prints one JSON object, how the agents ended, instead of tables. Returns 0; 1
-    if an agent failed or did not solve its task. Raises `SandboxError` if none can run.
+    if an agent failed or did not solve its task. Raises `SandboxError` if no agent can run
+    here.
     """
     if sessions < 1:
         raise ValueError(f"sessions = {sessions}: at least 1 is needed")

@@ -89,7 +89,7 @@ class SGLangEngine(http.HttpEngine):
         await asyncio.shield(self._update("end_weight_update", {}))
 
     async def _order(self, name: str, body: Json) -> list[Json]:
-        """Send a request to all servers; return once none is under way."""
+        """Send a request to all servers; return once each has answered or failed."""
         orders = [server.post(f"/{name}", body) for server in await self._members()]
         answers = await asyncio.gather(*orders, return_exceptions=True)
         for answer in answers:

@@ -54,7 +54,7 @@ class Prompt:
     branch: Branch  # that the ids are in
     hasher: blake2b  # BLAKE2b (16 bytes) of the ids as little-endian int32
     reason: Reason | None  # why it does not extend the last reply; None: it does
-    base: CachedPath  # that turn; without ids if it extends none
+    base: CachedPath  # that turn; it has no ids if the prompt extends no turn
     n_known: int  # how many of the messages have those tokens
     # of each appended id, the index of its message after the known ones; -1: no message.
     # None: unknown, or not requested

@@ -19,6 +19,7 @@ from tests.shim.clients import in_process, on_socket
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.pauses import Gate
+from trajkit_shim.sessions import sessions as sessions_module
 from trajkit_shim.sessions.sessions import Limits, Session, SessionStore, Terms
 
 USER = {"role": "user", "content": "hi"}
@@ -470,6 +471,32 @@ async def test_draining_ends_every_session(tmp_path, wait):
         lines = sessions(gateway)
     assert (counts["open"], counts["turns"]) == (0, 1 if wait else 0)
     assert [line["ended_by"] for line in lines] == ["shutdown"] * 2
+
+
+@pytest.mark.anyio
+async def test_requests_end_also_if_the_line_of_their_session_cannot_be_written(
+    monkeypatch,
+):
+    monkeypatch.setattr(sessions_module, "_GRACE_SECONDS", 0.0)
+    lines = Lines()
+    session = lines.store.open("s")
+
+    async def serve():
+        with session.request():
+            await asyncio.Event().wait()
+
+    def write(_):
+        raise OSError(28, "No space left on device")
+
+    request = asyncio.create_task(serve())
+    await asyncio.sleep(0)
+    lines.write_session = write
+    with pytest.raises(GatewayError, match="could not be written"):
+        await lines.store.finish("s", "close")
+    assert request.cancelling()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert session.requests == {}
 
 
 @pytest.mark.anyio
