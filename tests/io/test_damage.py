@@ -378,6 +378,35 @@ def test_a_damaged_parquet_page_is_found(tmp_path):
         tk.read_turns(path)
 
 
+def with_footer(content, change):
+    """A Parquet file with its footer changed."""
+    size = int.from_bytes(content[-8:-4], "little")
+    footer = change(content[-8 - size : -8])
+    return content[: -8 - size] + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+
+
+def longer_histogram(footer):
+    """Five definition levels of token ids, which have four."""
+    at = footer.index(b"\x19\x46")  # field 3 of SizeStatistics, a list of four i64
+    return footer[:at] + b"\x19\x56\x00" + footer[at + 2 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (longer_histogram, "histogram size mismatch, size: 5, expected: 4"),
+        (lambda footer: b"\xa6\x00" + footer[:1], "Couldn't deserialize thrift"),
+    ],
+)
+def test_a_damaged_parquet_footer_is_found(tmp_path, change, said):
+    path = tmp_path / "turns.parquet"
+    tk.write_turns(TURNS, path)
+    path.write_bytes(with_footer(path.read_bytes(), change))
+    for read in (tk.read_turns, lambda path: list(tk.scan_turns(path))):
+        with pytest.raises(tk.errors.FormatError, match=rf"is damaged.*{said}"):
+            read(path)
+
+
 @pytest.mark.parametrize("columns", [(2,), (0, 1)])
 def test_a_page_that_arrow_passes_over_is_found(tmp_path, columns):
     path = tmp_path / "turns.parquet"

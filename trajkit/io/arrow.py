@@ -84,7 +84,7 @@ def key_batches(
             columns = [leaf for column in found for leaf in leaves[column]]
             bound = MemoryBound(source, name)
             for group in range(file.num_row_groups):
-                bound.check_row_group(file.metadata, group, columns)
+                bound.check_row_group(file.schema, group, columns)
                 n_bytes = file.metadata.row_group(group).total_byte_size
                 keys = file.read_row_group(group, columns=found)
                 _check_rows(file, group, keys.num_rows if found else None)
@@ -166,7 +166,7 @@ def _read_parquet(
     if file.metadata.num_rows == 0:
         yield empty_batch(file.schema_arrow)
     for k in range(file.num_row_groups):
-        bound.check_row_group(file.metadata, k, range(file.metadata.num_columns))
+        bound.check_row_group(file.schema, k, range(file.metadata.num_columns))
         group = file.metadata.row_group(k)
         n_rows = 0
         n_values: dict[str, npt.NDArray[np.int64]] = {}

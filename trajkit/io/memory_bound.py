@@ -8,6 +8,7 @@ the headers of pages (PageHeader in parquet.thrift, compact protocol).
 
 import struct
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pyarrow as pa
 from trajkit.errors import FormatError
 from trajkit.io import flatbuffers as fb
 from trajkit.io.formats import bytes_limit
+from trajkit.io.thrift import ThriftStruct
 
 MAX_BATCH_BYTES = "TRAJKIT_MAX_BATCH_BYTES"
 """The environment variable with the bound."""
@@ -25,10 +27,13 @@ _SMALL_BODY = 1 << 20
 # field numbers of PageHeader, and of the headers of data pages (5, 8)
 _UNCOMPRESSED, _COMPRESSED, _N_VALUES = 2, 3, 1
 _DATA_PAGES = (5, 8)
+# field numbers of FileMetaData, RowGroup, ColumnChunk and ColumnMetaData
+_GROUPS, _COLUMNS, _METADATA = 4, 1, 3
+_ALL_COMPRESSED, _FIRST_DATA_PAGE, _DICTIONARY_PAGE = 7, 9, 11
 # bytes of a value in memory; a text has an offset
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT96": 12}
 _LEVELS = 4
-_MAX_PAGE_HEADER, _MAX_DEPTH = 16 << 20, 4
+_MAX_PAGE_HEADER = 16 << 20
 
 
 class MemoryBound:
@@ -66,9 +71,7 @@ class MemoryBound:
         """Check the batch of an IPC file that starts at this byte."""
         self._check(self._size_at(start), f"the batch at byte {start}")
 
-    def check_row_group(
-        self, metadata: Any, group: int, columns: Iterable[int]
-    ) -> None:
+    def check_row_group(self, schema: Any, group: int, columns: Iterable[int]) -> None:
         """Check the columns of a Parquet row group.
 
         A value that a page repeats counts with its width and its levels; a text that it
@@ -76,20 +79,33 @@ class MemoryBound:
         """
         n_bytes = 0
         for k in columns:
-            column = metadata.row_group(group).column(k)
-            width = _WIDTHS.get(column.physical_type, 8)
-            if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
-                width = metadata.schema.column(k).length
-            at, first = column.data_page_offset, column.dictionary_page_offset
-            # a column without values has no data page
-            if column.has_dictionary_page and not 0 < at < first:
+            type_ = schema.column(k)
+            width = _WIDTHS.get(type_.physical_type, 8)
+            if type_.physical_type == "FIXED_LEN_BYTE_ARRAY":
+                width = type_.length
+            size, at, first = (
+                self._footer.i64(_GROUPS, group, _COLUMNS, k, _METADATA, field)
+                for field in (_ALL_COMPRESSED, _FIRST_DATA_PAGE, _DICTIONARY_PAGE)
+            )
+            # a column without values has no data page, one without a dictionary no other
+            if first and not 0 < at < first:
                 at = first
-            stop = at + column.total_compressed_size
+            stop = at + size
             while at < stop and (page := self._page(at, stop)):
-                n_values = sum(page.count(k, _N_VALUES) for k in _DATA_PAGES)
-                n_bytes += page.count(_UNCOMPRESSED) + n_values * (width + _LEVELS)
-                at += page.n_bytes + page.count(_COMPRESSED)
+                n_values = sum(page.i32(k, _N_VALUES) for k in _DATA_PAGES)
+                n_bytes += page.i32(_UNCOMPRESSED) + n_values * (width + _LEVELS)
+                at += page.n_bytes + page.i32(_COMPRESSED)
         self._check(n_bytes, f"row group {group}")
+
+    @cached_property
+    def _footer(self) -> ThriftStruct:
+        """FileMetaData of a Parquet file that Arrow could open."""
+        end = self._source.size() - 8
+        (size,) = struct.unpack("<I", self._read(end, 4))
+        try:
+            return ThriftStruct(self._read(end - size, size))
+        except IndexError:
+            raise pa.ArrowInvalid("the footer is cut off") from None
 
     def _check(self, n_bytes: int, what: str) -> None:
         if n_bytes > self._most:
@@ -152,64 +168,15 @@ class MemoryBound:
             stated = np.frombuffer(b"".join(p.ljust(8) for p in prefixes), "<i8")
         return sum(np.where(stated < 0, buffers["size"], stated).tolist())
 
-    def _page(self, at: int, stop: int) -> "_PageHeader | None":
+    def _page(self, at: int, stop: int) -> ThriftStruct | None:
         """The header of a page; None if it is cut off."""
         size = 256
         while size <= _MAX_PAGE_HEADER:
             data = self._read(at, min(size, stop - at))
             try:
-                return _PageHeader(data)
+                return ThriftStruct(data)
             except IndexError:
                 if len(data) < size:
                     return None
                 size *= 16
         return None
-
-
-class _PageHeader:
-    """The counts in a struct of thrift's compact protocol.
-
-    An IndexError means that the data end before the struct does.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self.n_bytes = 0
-        self._counts: dict[tuple[int, ...], int] = {}
-        self._read_struct(())
-
-    def count(self, *path: int) -> int:
-        """The count under these field numbers; 0 if it is missing or negative."""
-        return max(self._counts.get(path, 0), 0)
-
-    def _byte(self) -> int:
-        self.n_bytes += 1
-        return self._data[self.n_bytes - 1]
-
-    def _read_struct(self, path: tuple[int, ...]) -> None:
-        number = 0
-        while kind := self._byte():
-            number = number + (kind >> 4) if kind >> 4 else self._signed()
-            self._read_value(kind & 15, (*path, number))
-
-    def _read_value(self, kind: int, path: tuple[int, ...]) -> None:
-        if kind in (4, 5, 6):
-            self._counts[path] = self._signed()
-        elif kind == 8:  # text
-            size = self._unsigned()
-            self.n_bytes += size
-        elif kind == 12 and len(path) < _MAX_DEPTH:
-            self._read_struct(path)
-        elif kind not in (1, 2):  # true, false
-            raise pa.ArrowInvalid(f"a page header has a field of the kind {kind}")
-
-    def _signed(self) -> int:
-        number = self._unsigned()
-        return number >> 1 ^ -(number & 1)
-
-    def _unsigned(self) -> int:
-        number = shift = 0
-        while (byte := self._byte()) & 128 and shift < 63:
-            number |= (byte & 127) << shift
-            shift += 7
-        return number | (byte & 127) << shift

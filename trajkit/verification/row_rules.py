@@ -15,7 +15,6 @@ from trajkit._arrow.canonical import Rows
 from trajkit.turns.calls import Ints, Longs
 from trajkit.turns.flat_buffers import Index, Ragged, Spans
 from trajkit.turns.mm_items import Image, has_items, image_faults, same_image
-from trajkit.turns.turn_rules import Bools
 from trajkit.verification.context import Case
 
 WeighBy: TypeAlias = Literal["token", "row", "rollout"]
@@ -389,25 +388,21 @@ def flags(case: Case, pieces: Spans) -> None:
         if flag is not (reason == "length"):
             detail = f"truncated is {_null(flag)}, finish_reason is {reason!r}"
             case.report("flags", detail, row)
-    starts, may_train = case.turns.outputs.offsets, case.may_train
-    # calls that may leave no span in a row that absorbed them: without an output token that
-    # may train, or reported as lost by another row
-    silent = np.diff(np.append(0, np.cumsum(may_train))[starts]) == 0
-    silent[pieces.call[pieces.kind == "absorbed"]] = True
     for name in ("use_tool", "ill_formed"):
         due = np.zeros(len(truncated), np.bool_)
         due[pieces.row[calls[name][pieces.call] == 1]] = True
         for row, flag in enumerate(table.column(name).to_pylist()):
-            if flag is bool(due[row]) or (flag and _unseen(case, row, name, silent)):
+            if flag is bool(due[row]) or (flag and _unseen(case, row, name)):
                 continue
             detail = f"{name} is {_null(flag)}, the row's turns give {bool(due[row])}"
             case.report("flags", detail, row)
 
 
-def _unseen(case: Case, row: Index, name: str, silent: Bools) -> bool:
+def _unseen(case: Case, row: Index, name: str) -> bool:
     """Whether a call that may have no span in the row has the flag.
 
-    ``silent`` marks calls that leave no span where they are absorbed.
+    A row that absorbs a reply says nothing of it where another row trains the reply or
+    reports it as lost, and where none of its tokens may train.
     """
     calls, ids = case.turns.calls.calls, case.rows.ids[row]
     policy = case.policy
@@ -419,11 +414,7 @@ def _unseen(case: Case, row: Index, name: str, silent: Bools) -> bool:
     )
     return any(
         calls[name][call]
-        and (
-            calls["out_len"][call] == 0
-            or case.cap is not None
-            or (absorbs and silent[call])
-        )
+        and (calls["out_len"][call] == 0 or case.cap is not None or absorbs)
         and _core.lcp(ids, case.turns.prompts[call])
         >= min(len(ids), least, calls["prompt_len"][call])
         and calls["prompt_len"][call] >= min(opened, len(ids))
