@@ -8,6 +8,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -34,7 +35,13 @@ from trajkit_shim.json_input import Json
 from trajkit_shim.pauses import Gate, Weights
 from trajkit_shim.prompting.image_places import ImageModel, ImagePlaces, PlacedImage
 from trajkit_shim.prompting.known_requests import ReadRequest
-from trajkit_shim.prompting.prompts import Mode, Prompt, Prompts
+from trajkit_shim.prompting.prompts import (
+    SHORT_TAIL,
+    CompleteTextError,
+    Mode,
+    Prompt,
+    Prompts,
+)
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.reply_matching import RestoredRequest, next_position
 from trajkit_shim.prompting.token_cache import CacheBudget, CachedPath
@@ -169,9 +176,20 @@ async def prepare_call(
     info = await context.gateway.engine.info()
     limit = context.session.terms.limits.max_context_tokens or info.max_context_tokens
     info = replace(info, max_context_tokens=min(limit, info.max_context_tokens))
-    call = await asyncio.to_thread(ModelCall, context, info, on_partial)
+    new_call, call = partial(ModelCall, context, info, on_partial), None
+    n_new, takes_images = context.read.n_new, context.gateway.prompts.places is not None
+    if n_new is not None and n_new <= SHORT_TAIL and not takes_images:
+        # most turns: a thread would take longer to start
+        with suppress(CompleteTextError):
+            call = new_call(complete=False)
+    if call is None:
+        call = await asyncio.to_thread(new_call)
     call.resolve_sampling(reserved)
-    calls = [copy(call) for _ in range(context.read.chat.n)]
+    n = context.read.chat.n
+    if n == 1:
+        await call.run(0)
+        return [call]
+    calls = [copy(call) for _ in range(n)]
     try:
         async with asyncio.TaskGroup() as group:
             for choice, each in enumerate(calls):
@@ -184,12 +202,16 @@ async def prepare_call(
 
 async def count_tokens(context: CallContext) -> int:
     """Return the length of a call's prompt. Nothing is sampled or recorded."""
-    _, prompt = await asyncio.to_thread(_build_prompt, context, NO_LIMIT, False)
+    _, prompt = await asyncio.to_thread(_build_prompt, context, NO_LIMIT)
     return len(prompt.ids)
 
 
 def _build_prompt(
-    context: CallContext, max_tokens: int, attributed: bool
+    context: CallContext,
+    max_tokens: int,
+    *,
+    attributed: bool = False,
+    complete: bool = True,
 ) -> tuple[RestoredRequest, Prompt]:
     session, request = context.session, context.read.chat
     prompts, head = context.gateway.prompts, context.read.restored
@@ -204,6 +226,7 @@ def _build_prompt(
         session.paths,
         attributed=attributed,
         max_tokens=max_tokens,
+        complete=complete,
     )
     return restored, prompt
 
@@ -229,15 +252,22 @@ class ModelCall:
         context: CallContext,
         info: base.EngineInfo,
         on_partial: Callable[[Reply], None] | None,
+        *,
+        complete: bool = True,
     ) -> None:
-        """Render the request, or extend the prompt of an earlier turn."""
+        """Render the request, or extend the prompt of an earlier turn.
+
+        ``complete``: as in `Prompts.build`.
+        """
         self._context, self._info, self._on_partial = context, info, on_partial
         self._gateway, self._request = context.gateway, context.read.chat
         self._options, prompts = self._gateway.options, self._gateway.prompts
         self._renderer, self._started_at = prompts.renderer, datetime.now(UTC)
         max_tokens, attributed = info.max_context_tokens, self._options.attributed
         # the request's messages, with the session's replies restored
-        self.restored, prompt = _build_prompt(context, max_tokens, attributed)
+        self.restored, prompt = _build_prompt(
+            context, max_tokens, attributed=attributed, complete=complete
+        )
         messages, self._prompt = self.restored.messages, prompt
         # the prompt as the engine consumes it, and its images, also with their bytes
         self._ids, self._images = prompt.ids, list[PlacedImage]()

@@ -12,7 +12,9 @@ import trajkit as tk
 from tests.shim.clients import in_process
 from tests.shim.conformance import DRIVERS
 from tests.shim.fakes import RENDERER, Held, PiecewiseEngine, ScriptedEngine, sampled
+from trajkit_shim import call
 from trajkit_shim.errors import EngineError
+from trajkit_shim.prompting import prompts
 from trajkit_shim.prompting.prompts import Prompts
 
 pytestmark = pytest.mark.anyio
@@ -81,6 +83,32 @@ async def test_choices_are_turns_of_one_prompt(tmp_path, stream):
     assert sum(map(sum, rows["loss_mask"].to_pylist())) == outputs + len(
         last["output_ids"]
     )
+
+
+async def test_only_a_few_new_messages_are_rendered_on_the_event_loop(
+    tmp_path, monkeypatch
+):
+    on_loop, text = [], RENDERER.text
+
+    def watched(*args, **options):
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return text(*args, **options)
+
+    for module in (call, prompts):
+        monkeypatch.setattr(module, "SHORT_TAIL", 400)
+    engine = ScriptedEngine("one", "two", "three", "four")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client, messages = await gateway.open(), [{"role": "user", "content": "u" * 99}]
+        monkeypatch.setattr(RENDERER, "text", watched)
+        rendered = []
+        for said in ("hi", "x" * 400, "bye", "end"):
+            on_loop.clear()
+            reply = (await chat(client, stream=False, messages=messages))[0][0].message
+            rendered.append({*on_loop})
+            messages += [{"role": "assistant", "content": reply.content}]
+            messages += [{"role": "user", "content": said}]
+    # the opening, a short message, a long one, and a comparison with the complete text
+    assert rendered == [{False}, {True}, {False}, {False}]
 
 
 async def test_a_rendered_prompt_is_attributed_once_and_off_the_event_loop(

@@ -61,6 +61,11 @@ class ReadRequest:
     identity: bytes = b""  # a digest of the body
 
     @property
+    def n_new(self) -> int | None:
+        """Bytes of the body after the messages that are known; None: none are."""
+        return len(self.body) - self.marks[-1].offset if self.marks else None
+
+    @property
     def n_bytes(self) -> int:
         """Memory, about: the body, and each message as text and as JSON."""
         return 3 * len(self.body) + _OVERHEAD * self.marks[-1].n_messages

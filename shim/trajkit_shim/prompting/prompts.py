@@ -16,7 +16,7 @@ from hashlib import blake2b
 from threading import Lock
 from typing import Literal, NamedTuple, TypeAlias
 
-from trajkit_shim.chat.images import hashes_of
+from trajkit_shim.chat.images import hashes_of, texts_of
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting import attribution
@@ -74,6 +74,14 @@ class _View(NamedTuple):
     tools: list[Json] | None
     n_known: int
     before: RenderedPrefix  # of the known messages without the last, a reply
+
+
+SHORT_TAIL = 4 << 10
+"""Characters of messages that take about a millisecond to render and tokenize."""
+
+
+class CompleteTextError(Exception):
+    """More must be rendered than a few new messages, which may take long."""
 
 
 class Prompts:
@@ -139,12 +147,15 @@ class Prompts:
         *,
         attributed: bool,
         max_tokens: int = NO_LIMIT,
+        complete: bool = True,
     ) -> Prompt:
         """Return the prompt for a request.
 
         ``replies`` and ``cache`` are the session's. ``attributed``: also determine which
-        message each appended token belongs to. Raises as `ChatRenderer.text`, and
-        `EngineError` if there are surely more than ``max_tokens``.
+        message each appended token belongs to. Raises as `ChatRenderer.text`,
+        `EngineError` if there are surely more than ``max_tokens``, and without
+        ``complete`` a `CompleteTextError` if more must be rendered than the last reply and
+        new messages, `SHORT_TAIL` together.
         """
         messages = restored.messages
         probe = self.probe(tools=tools is not None)
@@ -162,6 +173,8 @@ class Prompts:
         thinks = any(message.get("reasoning_content") for message in tail)
         reasons = base.rendered.reasons or thinks
         tail_only = n_known > 0 and self._tail_only(probe, tail[1:], reasons=reasons)
+        if not complete and _n_characters(tail) > SHORT_TAIL:
+            raise CompleteTextError
 
         def render(view: _View) -> tuple[str, int | Departure]:
             text = self.renderer.text(view.messages, view.tools)
@@ -178,6 +191,8 @@ class Prompts:
             with suppress(TemplateError):
                 text, end = render(view)
         if not isinstance(end, int):
+            if not complete:
+                raise CompleteTextError
             view = _View(messages, tools, n_known, base.rendered)
             text, end = render(view)
         if not isinstance(end, int):
@@ -285,6 +300,10 @@ def _find_base(
     if path.rendered.tools != nothing.rendered.tools:
         return 0, nothing, reason or "tools"
     return last + 1, path, reason
+
+
+def _n_characters(messages: list[Json]) -> int:
+    return sum(len(text) for one in messages for text in texts_of(one["content"]))
 
 
 def _hashed(before: blake2b, ids: attribution.Ids) -> blake2b:

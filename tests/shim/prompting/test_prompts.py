@@ -33,7 +33,7 @@ from trajkit_shim.chat.request import ChatRequest, logged_message
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.known_requests import Mark, ReadRequest
-from trajkit_shim.prompting.prompts import Prompts
+from trajkit_shim.prompting.prompts import SHORT_TAIL, CompleteTextError, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.reply_matching import (
     ReplyIndex,
@@ -553,6 +553,47 @@ def test_only_the_tail_is_rendered_where_that_was_proven(monkeypatch):
         messages = [*messages, replies[0], said("user", "next")]
     # the opening, the first one (which has three messages), and each doubling
     assert 4 <= n_whole <= 7
+
+
+def test_without_complete_no_more_than_a_short_tail_is_rendered(monkeypatch):
+    renderer, lengths = byte_renderer(), []
+    conversation = Conversation(renderer)
+    conversation.prompts.probe(tools=False)
+    text = renderer.text
+    monkeypatch.setattr(
+        renderer, "text", lambda said, *a: lengths.append(len(said)) or text(said, *a)
+    )
+    messages, short = [said("user", "u" * 100)], []
+    for i in range(20):
+        restored = conversation.echo.restore(messages)
+        books = None, conversation.echo, conversation.held
+        lengths.clear()
+        try:
+            ids = conversation.prompts.build(
+                restored, *books, attributed=True, complete=False
+            ).ids.tolist()
+        except CompleteTextError:
+            assert lengths == []
+            ids = None
+        else:
+            assert lengths == [3]
+            short.append(i)
+        assert ids in (None, conversation.ask(messages).ids.tolist())
+        reply = conversation.reply(canonical(RENDERER, f"reply {i}"))
+        long = "x" * SHORT_TAIL
+        messages = [*messages, reply, said("user", long if i == 16 else "next")]
+    # not the opening, the turns that compare all, and the long message
+    assert not {0, 17} & {*short}
+    assert {16, 19} <= {*short}
+    assert 12 <= len(short) <= 16
+    # a history that changed
+    with pytest.raises(CompleteTextError):
+        conversation.prompts.build(
+            conversation.echo.restore([*messages[:-4], NEXT, *messages[-2:]]),
+            *books,
+            attributed=False,
+            complete=False,
+        )
 
 
 def test_a_template_that_looks_back_late_is_found_and_rendered():
