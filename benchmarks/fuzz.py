@@ -472,9 +472,7 @@ def main() -> int:
     parser.add_argument("mode", choices=["twins", "forms"])
     parser.add_argument("--sessions", type=int, default=1_000_000_000, help="at least")
     parser.add_argument("--seed", type=int, help="of the first case")
-    parser.add_argument(
-        "--seconds", type=float, default=60, help="at most"
-    )
+    parser.add_argument("--seconds", type=float, default=60, help="at most")
     given = parser.parse_args()
     seed = SystemRandom().randrange(1 << 30) if given.seed is None else given.seed
     return 1 if run(given.mode, seed, given.sessions, given.seconds) else 0

@@ -87,7 +87,7 @@ class MemoryBound:
                 self._footer.i64(_GROUPS, group, _COLUMNS, k, _METADATA, field)
                 for field in (_ALL_COMPRESSED, _FIRST_DATA_PAGE, _DICTIONARY_PAGE)
             )
-            # a column without values has no data page, one without a dictionary no other
+            # a column may lack a data page (it has no values) or a dictionary
             if first and not 0 < at < first:
                 at = first
             stop = at + size
