@@ -218,10 +218,6 @@ def module_name(package: str, path: Path) -> str:
     return ".".join([package, *(part for part in parts if part != "__init__")])
 
 
-def test_few_modules_lie_at_the_top():
-    assert len(list((ROOT / "trajkit").glob("*.py"))) <= 12
-
-
 def test_every_package_is_listed_for_the_wheel():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())
     found = {
@@ -243,8 +239,7 @@ def test_every_kernel_has_a_stub():
     assert kernels == stubbed
 
 
-def test_public_names_are_few_and_typed():
-    assert len(dir(trajkit)) <= 30
+def test_public_names_are_typed():
     for package in PUBLIC:
         lines = Path(package.__file__).read_text().splitlines()
         typed = [

@@ -45,19 +45,6 @@ def test_the_table_of_stages_lists_those_of_ci():
     assert run == set(re.findall(r"^\| `([a-z]+)` \| ", CONTRIBUTING, re.M))
 
 
-def test_the_changelog_has_one_form():
-    """Keep a Changelog: versions, kinds of changes, and a list under each."""
-    lines = (ROOT / "CHANGELOG.md").read_text("utf-8").splitlines()
-    kinds = "Added|Changed|Deprecated|Removed|Fixed|Security"
-    version = r"\[Unreleased\]|\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d"
-    form = re.compile(rf"## ({version})|### ({kinds})|- [A-Z`].*|  \S.*|")
-    first = next(i for i, line in enumerate(lines) if line.startswith("## "))
-    assert [line for line in lines[first:] if not form.fullmatch(line)] == []
-    assert lines[first] == "## [Unreleased]"
-    titles = [line for line in lines if line.startswith("## ")]
-    assert len(set(titles)) == len(titles)
-
-
 def test_wheels_classifiers_and_workflow_name_the_same_pythons():
     prefix = "Programming Language :: Python :: 3."
     classifiers = PYPROJECT["project"]["classifiers"]

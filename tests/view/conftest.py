@@ -35,7 +35,6 @@ def tab(_browser):
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory):
     """The folder of a run of the demo."""
-    return Path("/tmp/view/d1")  # TMP
     folder = tmp_path_factory.mktemp("demo") / "demo"
     command = [Path(sys.executable).with_name("trajkit"), "demo", "--out", folder]
     options = ["--seed", "7", "--sessions", "1"]
