@@ -39,6 +39,7 @@ KEPT = (
     "not_sampled",
     "no_end_token",
     "recorded_parents",
+    "no_reply",
     "reward_unread",
     "reward_varies",
     "unread",

@@ -172,10 +172,12 @@ def _numbers(value: object) -> np.ndarray | None:
     return array if array.dtype.kind in "biuf" else None
 
 
-def _atif(record: Value, root: Value) -> Value:
+def _atif(record: Value, root: Value) -> Value | None:
     if record.get("is_copied_context") is True:
         raise Refused("copied", "it was copied from an earlier trajectory")
     calls = record.get("llm_call_count")
+    if type(calls) is int and calls == 0:
+        return None
     if type(calls) is int and calls > 1:
         raise Refused("unreadable", f"it sums up {calls} calls (llm_call_count)")
     return record
@@ -285,7 +287,7 @@ def _span(record: Value, root: Value) -> Value | None:
     """A span of a model's call; None for any other."""
     named = record.get("attributes")
     if isinstance(named, list):
-        named = {object_of(one).get("key"): one for one in named}
+        named = {str(object_of(one).get("key")): one for one in named}
     names = [str(name) for name in object_of(named)]
     is_call = any(name.startswith("gen_ai.") or "token_ids" in name for name in names)
     operation = route("attributes.gen_ai.operation.name").find(record)
@@ -568,6 +570,7 @@ _ALL = (
         "records with token ids at their top",
         test=lambda value: _has_ids(value),
         generic=True,
+        needs_reply=True,
         fields={
             "session_id": "session_id|metadata.session_id|extra.session_id",
             "prompt_ids": _PROMPT,

@@ -129,6 +129,8 @@ class Format:
     beside: Callable[[Path, str | None, set[str]], Iterator[Finding]] | None = None
     # how the name of a file without records ends
     file_suffix: str = ""
+    # messages without a reply would part the calls of a run
+    needs_reply: bool = False
     # only the first choice of a response is a call
     first_choice: bool = False
     # keys that are known and need no line
@@ -358,6 +360,15 @@ class Table:
         for name in own & direct.fields.keys():
             one.fields[name] = direct.fields[name]
 
+    def _drop_messages(self, found: Finding) -> None:
+        """Leave out messages that would make every later call a conversation of its own."""
+        if found.fields.pop("prompt_messages", None) and self.encoder is None:
+            text = (
+                "messages without a reply are left out, so that calls are matched by "
+                "tokens: --map response_message=PATH names the reply"
+            )
+            found.remarks.append(("no_reply", text))
+
     def _text(self, name: str) -> str:
         return self.routes[name].text if name in self.routes else name
 
@@ -387,6 +398,8 @@ class Table:
             and "response_message" in self.routes
         ):
             found.unread[self._text("response_message")] = reply
+        if self.format.needs_reply and fields["response_message"] is None:
+            self._drop_messages(found)
         fields["finish_reason"] = finish_of(values.get("finish_reason"))
         n = len(output) if isinstance(output, list | np.ndarray) else 0
         _set_versions(found, values, n)

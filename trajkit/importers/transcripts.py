@@ -128,12 +128,13 @@ class Encoder:
         if following is None:
             calls = bool(reply.get("tool_calls"))
             following = {"role": "tool" if calls else "user", "content": "x"}
-        plain: _Message = {"role": "assistant", "content": "x"}
-        for said in (reply, plain):
-            # what a later message makes of a reply may differ: of reasoning, above all
+        # what a later message makes of a reply may differ: of its reasoning, above all
+        short: list[_Message] = [{"role": "user", "content": "x"}]
+        short.append({"role": "assistant", "content": "x"})
+        for messages in ([*before, reply], short):
             try:
-                text = self._text([*before, said], tools)
-                longer = self._text([*before, said, following], tools)
+                text = self._text(messages, tools)
+                longer = self._text([*messages, following], tools)
             except Refused:
                 continue
             if longer.startswith(text):
