@@ -294,3 +294,131 @@ def test_rows_of_parquet_and_arrow(tmp_path, suffix):
         turns, _ = tk.import_turns(source, map="session_id=trajectory_id,group_id=uid")
         assert turns.num_rows == 10
         assert turns["reward"].to_pylist() == [1.0] * 5 + [0.0] * 5
+
+
+# --- logs as people write them
+
+
+def answer():
+    return foreign.chat_response(RECORD) | {"id": "c"}
+
+
+ASKED = [{"role": "user", "content": "q"}]
+LOGS = {
+    # OpenHands' completion logs, and those of LiteLLM
+    "messages and response": {"messages": ASKED, "response": answer(), "args": []},
+    "input of messages": {"input": ASKED, "output": answer()},
+    "input of a request": {"input": {"messages": ASKED}, "output": answer()},
+    "texts of JSON": {
+        "request": json.dumps({"messages": ASKED}),
+        "response": json.dumps(answer()),
+    },
+    "areal": {
+        "input_tokens": [1, 2],
+        "output_tokens": [3, 4],
+        "output_logprobs": [-0.5, -0.25],
+        "messages": ASKED,
+        "response_message": RECORD["response_message"],
+    },
+    "observations": {
+        "observations": [
+            {"traceId": "t", "type": "GENERATION"}
+            | {"input": {"messages": ASKED}, "output": answer()}
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_logs_as_people_write_them(tmp_path, name):
+    key = "sessionId" if name == "observations" else "session_id"
+    foreign.write_lines(tmp_path / "log.jsonl", [{key: 3, **LOGS[name]}])
+    turns, report = tk.import_turns(tmp_path)
+    (turn,) = turns.to_pylist()
+    assert turn["session_id"] == "3"
+    assert (turn["prompt_ids"], turn["output_ids"]) == ([1, 2], [3, 4])
+    assert turn["output_logprobs"] == [-0.5, -0.25]
+    assert len(turn["messages"]) == 1
+    assert report.num_rows == 0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "data: {}\n\n",
+        [{"choices": [{"index": 0, "delta": {"content": "a"}, "token_ids": [3]}]}] * 2,
+        {"choices": [{"delta": {}, "token_ids": [3]}], "prompt_token_ids": [1]},
+        [
+            {"output_ids": [3], "meta_info": {"finish_reason": None}},
+            {"output_ids": [3, 4]},
+        ],
+    ],
+)
+def test_a_part_of_a_stream_is_no_reply(tmp_path, response):
+    line = {"session_id": "s", "request": {"input_ids": [1]}, "response": response}
+    foreign.write_lines(tmp_path / "log.jsonl", [line])
+    turns, report = tk.import_turns(tmp_path / "log.jsonl")
+    assert turns.num_rows == 0
+    assert report["detail"].to_pylist() == [
+        "a part of a stream: log the complete response"
+    ]
+
+
+def test_facts_around_a_list_of_records(tmp_path):
+    step = {"prompt_ids": [1], "completion_ids": [2], "logprobs": [-0.5]}
+    run = {"trajectory_id": "t", "reward": 1.0, "uid": "u", "steps": [step, step]}
+    foreign.write_lines(tmp_path / "log.jsonl", [run])
+    with pytest.raises(FormatError, match="each=PATH"):
+        tk.import_turns(tmp_path / "log.jsonl")
+    turns, report = tk.import_turns(tmp_path / "log.jsonl", map="each=steps")
+    assert turns.num_rows == 0
+    assert "--map session_id=/trajectory_id" in report["detail"][0].as_py()
+    fields = "each=steps,session_id=/trajectory_id"
+    turns, report = tk.import_turns(tmp_path / "log.jsonl", map=fields)
+    assert turns["reward"].to_pylist() == [1.0, 1.0]
+    assert report["detail"].to_pylist() == [
+        "/uid of 2 records was not read: --map group_id=/uid takes it"
+    ]
+
+
+def test_versions_of_each_token(tmp_path):
+    line = {
+        "session_id": "s",
+        "prompt_ids": [1],
+        "output_ids": [2, 3, 4],
+        "v": [7, 7, 8],
+    }
+    foreign.write_lines(tmp_path / "log.jsonl", [line])
+    options = {"format": "records", "map": "weight_version=v"}
+    turns, _ = tk.import_turns(tmp_path / "log.jsonl", **options)
+    assert turns["weight_versions"].to_pylist() == [
+        [
+            {"version": "7", "start": 0, "stop": 2},
+            {"version": "8", "start": 2, "stop": 3},
+        ]
+    ]
+
+
+def test_a_mask_that_no_field_reads_untrains(tmp_path):
+    line = {"session_id": "s", "prompt_token_ids": [1], "token_ids": [2, 3, 4]}
+    for mask, trains in (([1, 0, 1], False), ([1, 1, 1], None)):
+        value = {**line, "my_mask": mask, "logprobs": [-0.5] * 3}
+        foreign.write_lines(tmp_path / "log.jsonl", [value])
+        turns, report = tk.import_turns(tmp_path / "log.jsonl")
+        assert turns["trainable"].to_pylist() == [trains]
+        problems = report["problem"].to_pylist()
+        assert problems == ["mask_unread"] * (trains is False) + ["unread"]
+    turns, report = tk.import_turns(tmp_path / "log.jsonl", map="output_mask=my_mask")
+    assert report.num_rows == 0
+
+
+def test_the_closest_format_is_named(tmp_path):
+    for line, lacks in (
+        ({"session_id": 1, "prompt": "a"}, "records .*lacks prompt_ids .*output_ids"),
+        ({"prompt_token_ids": [1]}, r"records .*lacks output_ids \(output_token_ids"),
+        ({"schema_version": 1, "steps": []}, "atif .*its values are of other kinds"),
+        ({"nodes": []}, "verifiers .*lacks task"),
+    ):
+        foreign.write_lines(tmp_path / "log.jsonl", [line])
+        with pytest.raises(FormatError, match=f"most like {lacks}"):
+            tk.import_turns(tmp_path / "log.jsonl")

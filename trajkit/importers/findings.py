@@ -40,6 +40,7 @@ KEPT = (
     "no_end_token",
     "recorded_parents",
     "no_reply",
+    "mask_unread",
     "reward_unread",
     "reward_varies",
     "unread",

@@ -36,7 +36,9 @@ _LOGPROBS = (
     "output_token_logprobs|rollout_log_probs|token_logprobs|logprobs|log_probs|"
     "old_log_probs|logprob"
 )
-_MASK = "output_mask|response_mask|completion_mask|action_mask|loss_mask"
+_MASK = (
+    "output_mask|response_mask|completion_mask|action_mask|loss_mask|env_mask|tool_mask"
+)
 _NOT_CHAT = ("response", "nodes", "trajectory", "trace_id", "choices", "steps")
 _ROLES = {
     "system": "system",
@@ -442,7 +444,7 @@ _ALL = (
         },
         prepare=_atif,
         talk=_atif_talk,
-        knows=("step_id",),
+        knows=("step_id", "schema_version"),
         ids=(
             "Harbor's agents write them with collect_rollout_details, from an engine that "
             "returns token ids"
@@ -508,10 +510,16 @@ _ALL = (
     Format(
         "langfuse",
         "observations of Langfuse",
-        keys=(("traceId", "type", "input"), ("traceId", "type", "output")),
+        keys=(
+            ("traceId", "type", "input"),
+            ("traceId", "type", "output"),
+            ("observations",),
+        ),
+        each="observations",
+        item="observation",
         only="type=GENERATION",
         fields={
-            "session_id": "sessionId|traceId",
+            "session_id": "sessionId|/sessionId|traceId",
             "prompt_ids": _within("metadata", _PROMPT),
             "output_ids": _within("metadata", _OUTPUT),
             "output_logprobs": _within("metadata", _LOGPROBS),
@@ -543,7 +551,8 @@ _ALL = (
         unfold="resourceSpans.*.scopeSpans.*.spans",
         fields={
             "session_id": "attributes.session.id|attributes.gen_ai.conversation.id|"
-            "attributes.langfuse.session.id|traceId|trace_id|context.trace_id",
+            "attributes.langfuse.session.id|rollout_id|traceId|trace_id|"
+            "context.trace_id",
             "agent_id": "attributes.gen_ai.agent.id|attributes.gen_ai.agent.name",
             "prompt_ids": _within("attributes", f"{_PROMPT}|gen_ai.prompt_token_ids"),
             "output_ids": _within(
@@ -592,12 +601,18 @@ _ALL = (
     Format(
         "responses",
         "responses of vLLM or SGLang",
-        keys=(("choices",), ("output_ids", "meta_info"), ("input", "output")),
-        test=lambda value: is_answer(value.get("output", value)),
+        keys=(
+            ("choices",),
+            ("output_ids", "meta_info"),
+            ("input", "output"),
+            ("messages", "response"),
+        ),
+        test=lambda value: is_answer(value.get("output", value.get("response", value))),
         generic=True,
         fields={
             "request": "input|@self",
-            "response": "output|@self",
+            "response": "output|response|@self",
+            "prompt_messages": "input.messages|input|messages",
             "session_id": "session_id|metadata.session_id|input.session_id|"
             "input.metadata.session_id",
             "started_at": "started_at|timestamp|created",
