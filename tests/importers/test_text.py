@@ -51,7 +51,7 @@ PLAIN = (
 )
 
 
-def tokenizer(template):
+def tokenizer(template, *, special=True):
     """A tokenizer of a few words, as transformers loads them."""
     names = [*SPECIAL, *WORDS]
     vocab = {name: number for number, name in enumerate(names)}
@@ -59,7 +59,8 @@ def tokenizer(template):
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split(
         tokenizers.Regex("|".join(WORDS)), "isolated"
     )
-    made.add_special_tokens([*SPECIAL])
+    marks = [tokenizers.AddedToken(one, special=special) for one in SPECIAL]
+    made.add_special_tokens(marks) if special else made.add_tokens(marks)
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, eos_token="<|endoftext|>"
     )
@@ -76,8 +77,8 @@ SAID = (
 )
 
 
-def outputs(tmp_path, template, said=SAID, **extra):
-    made, names = tokenizer(template)
+def outputs(tmp_path, template, said=SAID, special=True, **extra):
+    made, names = tokenizer(template, special=special)
     messages = [{"role": role, "content": text, **extra} for role, text in said]
     foreign.write_chats(tmp_path, [messages])
     turns, report = tk.import_turns(tmp_path, tokenizer=made)
@@ -104,6 +105,27 @@ def test_the_next_role_ends_a_reply_of_glm(tmp_path, count):
     first = "call<|observation|>" if count > 2 else "call<|user|>"
     assert replies == [first, "done<|user|>"][: 1 if count < 4 else 2]
     assert found == []
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, ["call<|im_end|>", "done<|im_end|>"]),
+        (GLM, ["call<|observation|>", "done<|user|>"]),
+    ],
+)
+def test_markers_need_not_be_special(tmp_path, template, expected):
+    _, replies, found, _ = outputs(tmp_path, template, special=False)
+    assert replies == expected
+    assert found == []
+
+
+def test_an_added_token_within_a_reply_is_not_its_end(tmp_path):
+    said = (("user", "ask"), ("assistant", "call<|endoftext|>"), ("tool", "result"))
+    for special in (True, False):
+        _, replies, _, _ = outputs(tmp_path, GLM, said, special=special)
+        ended = "" if special else "<|observation|>"
+        assert replies == [f"call<|endoftext|>{ended}"]
 
 
 def test_the_last_reply_with_a_tool_call_ends_with_the_tool_s_marker(tmp_path):

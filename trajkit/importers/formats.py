@@ -625,7 +625,7 @@ _ALL = (
         keys=(("messages",), ("conversations",)),
         test=lambda value: not any(name in value for name in _NOT_CHAT),
         generic=True,
-        fields={"session_id": "session_id|id"},
+        fields={"session_id": "session_id|id|conversation_id|uuid|uid"},
         talk=chat_talk,
         ids="",
     ),
