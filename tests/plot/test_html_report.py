@@ -11,8 +11,8 @@ import trajkit as tk
 from tests.generated import generated_runs
 from tests.tables import turns_table
 from trajkit.analysis.colors import COLORS
+from trajkit.analysis.words import LOSS_WORDS, MENDS
 from trajkit.cli import main
-from trajkit.plot.words import LOSS_WORDS, MENDS
 from trajkit.schema import CAUSES, LOSSES, OUTPUT_KINDS, SPAN_KINDS, TEXT_CAUSES
 
 RUN = turns_table(generated_runs(12, 5))
@@ -88,7 +88,7 @@ def test_policies_have_the_counts_of_simulate(policy):
     reasons = [t[1:] for t in page.tables if t[0][0] == "reason"]
     expected = [
         [
-            [loss.replace("_", " "), number(line[f"lost_{loss}"]), LOSS_WORDS[loss]]
+            [loss.replace("_", " "), number(line[f"lost_{loss}"]), LOSS_WORDS[loss][1]]
             for loss in LOSSES
             if line[f"lost_{loss}"]
         ]

@@ -24,6 +24,7 @@ from trajkit.analysis.run_metrics import (
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.simulation import cheapest_lossless, label, simulate
 from trajkit.analysis.tokenizer import Tokenizer
+from trajkit.analysis.words import LOSS_WORDS, MENDS
 from trajkit.errors import SchemaError
 from trajkit.pipeline.links import link
 from trajkit.pipeline.rows import linearize
@@ -31,7 +32,6 @@ from trajkit.plot.markup import escaped, words
 from trajkit.plot.run_values import Values, run_values, tokens_by_fate
 from trajkit.plot.session_svg import forest
 from trajkit.plot.timeline import slices_of
-from trajkit.plot.words import LOSS_WORDS, MENDS
 from trajkit.policies import PRESETS, Policy
 from trajkit.policies import policy as named_policy
 from trajkit.turns.records import as_turns
@@ -260,7 +260,7 @@ def _lost(run: _Run, line: dict[str, Any], policy: str | Policy) -> Iterable[str
     reasons = [kind for kind in LOSS_WORDS if line[f"lost_{kind}"]]
     yield _table(
         "reason|tokens|what happens",
-        [[words(r), line[f"lost_{r}"], LOSS_WORDS[r]] for r in reasons],
+        [[words(r), line[f"lost_{r}"], LOSS_WORDS[r][1]] for r in reasons],
     )
     turns: Counter[tuple[str, int, str, int | None]] = Counter()
     names = ("session_id", "turn_index", "kind", "drift_turn")

@@ -26,6 +26,7 @@ SCRIPTS = (
     "drift.js",
     "forest.js",
     "tokens.js",
+    "conversation.js",
     "compare.js",
     "run.js",
     "app.js",
@@ -199,6 +200,8 @@ def document(
         "default-src": "'none'",
         "script-src": hashes,
         "style-src": _hash(style),
+        # thumbnails of images that messages contain
+        "img-src": "data:",
         "connect-src": "'self'" if mode == "live" else "'none'",
         "base-uri": "'none'",
         "form-action": "'none'",

@@ -3,14 +3,14 @@
 
 (() => {
   const { h, n } = TK;
-  const TABS = { losses: "Not trained", drift: "Drift", forest: "Calls", tokens: "Tokens", verify: "Verify" };
+  const TABS = { conversation: "Conversation", losses: "Not trained", drift: "Drift", forest: "Calls", tokens: "Tokens", verify: "Verify" };
   const KEYS = [
     ["j k", "next and previous turn"],
     ["n p", "next and previous drift"],
     ["l", "next loss of the policy"],
     ["\u2190 \u2192", "previous and next token"],
     ["[ ]", "previous and next session"],
-    ["1 2 3 4 5", Object.values(TABS).join(", ")],
+    ["1 2 3 4 5 6", Object.values(TABS).join(", ")],
     ["r", "the run"],
     ["o", "the other of two runs"],
     ["?", "this help"],
@@ -88,7 +88,7 @@
     const state = { r: null, s: null, p: null, tab: null, t: null, k: null, b: null, f: null };
     for (const name of Object.keys(state)) if (given.get(name)) state[name] = given.get(name);
     for (const name of NUMBERS) state[name] = /^\d+$/.test(state[name] || "") ? Number(state[name]) : null;
-    if (!(state.tab in TABS)) state.tab = "losses";
+    if (!(state.tab in TABS)) state.tab = null;
     return state;
   };
 
@@ -135,6 +135,7 @@
   function renderSession(number, before) {
     const { session, state } = app;
     const view = app.view();
+    state.tab ??= firstTab(session, view);
     const scroll = before && before.s === state.s ? main.scrollTop : 0;
     const choose = (turn, offset, span) => {
       const place = { t: turn, k: session.promptLength[turn] + offset };
@@ -142,7 +143,7 @@
         return app.go({ ...place, tab: state.tab === "drift" ? "losses" : state.tab });
       return app.go({ tab: "drift", t: span.drift });
     };
-    const lines = session.policies.map((one) => ({
+    const line = (one) => ({
       label: one.label,
       counts: one.report,
       title: `${TK.n(session.sampled)} sampled tokens of ${TK.plural(session.count, "turn")}`,
@@ -154,7 +155,7 @@
           return choose(turn, offset, span);
         },
       }),
-    }));
+    });
     const sessions = app.index.sessions;
     const facts = [
       sessions.reward[number] !== null && `reward ${sessions.reward[number]}`,
@@ -171,9 +172,19 @@
         h("h2", {}, h("bdi", {}, state.s)),
         h("p", { class: "note" }, facts.filter(Boolean).join(" \u00b7 ")),
       ),
-      TK.policyTable(lines, view.label, (label) => app.go({ p: label })),
+      TK.policyTable(
+        [line(view)],
+        view.label,
+        (label) => app.go({ p: label }),
+      ),
+      h(
+        "details",
+        { class: "all-policies", open: app.unfolded, ontoggle: (event) => (app.unfolded = event.target.open) },
+        h("summary", {}, `${TK.plural(session.policies.length, "policy", "policies")} to choose from`),
+        TK.policyTable(session.policies.map(line), view.label, (label) => app.go({ p: label })),
+        TK.morePolicies(),
+      ),
       TK.legend(),
-      TK.morePolicies(),
       h(
         "div",
         { class: "tabs", role: "tablist", "aria-label": "Parts of the session" },
@@ -205,6 +216,12 @@
     TK.afterPanel = null;
   }
 
+  // What a session opens with: its text, else what the policy loses, else its tokens.
+  const firstTab = (session, view) => {
+    if (app.index.text && session.messages.some(([, body]) => body !== null)) return "conversation";
+    return view.lost.length ? "losses" : "tokens";
+  };
+
   const tabCount = (tab, view) => {
     const counts = {
       losses: view.lost.length,
@@ -216,6 +233,7 @@
   };
 
   const panels = {
+    conversation: (view) => TK.conversation(app.session, view, app),
     losses: (view) => TK.losses(app.session, view, app),
     drift: (view) => TK.driftPanel(app.session, view, app),
     forest: (view) => TK.forest(app.session, view, app),
@@ -289,6 +307,7 @@
     app.session = null;
     TK.sidebar();
     await app.show();
+    if (app.state.f) await (app.shown = TK.searchTexts());
   };
 
   async function start() {
