@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 import trajkit as tk
+from trajkit.cli import main
 from trajkit.view import page
 
 pytestmark = pytest.mark.browser
@@ -243,3 +244,23 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(show):
         wide = tab.run("document.documentElement.scrollWidth")
         assert wide <= 390
         assert tab.run("document.querySelector('table.policies').clientHeight") > 30
+
+
+def test_the_page_for_paper_shows_one_session_after_the_other(tab, tmp_path):
+    names = [f"s{k:02}" for k in range(21)]
+    log, path = tmp_path / "log.jsonl", tmp_path / "page.html"
+    tk.write_turns(tk.from_records([c for n in names for c in session(n)]), log)
+    arguments = ["view", str(log), "--print", "--policy", "trl"]
+    assert main([*arguments, "-o", str(path)]) == 0
+    tab.open(path.as_uri())
+    tab.run("TK.app.shown")
+    assert tab.texts("header.session h2") == names[:20]
+    assert "The first 20 of 21 sessions follow" in tab.text("main")
+    # what the policy loses of each, with the reason
+    assert len(tab.texts("table.losses")) == 20
+    assert "what to change" in tab.text("main")
+    assert (
+        tab.run("getComputedStyle(document.getElementById('side')).display") == "none"
+    )
+    # the same without a file to write is refused
+    assert main(arguments) == 2

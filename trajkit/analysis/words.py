@@ -44,7 +44,7 @@ MENDS = {
     ),
     "other_text": (
         "The text differs, and there are no messages that show who changed it.",
-        "Record the messages of each request, and run this report again.",
+        "Record the messages of each request.",
     ),
     # causes that ids show (trajkit.schema.CAUSES)
     "truncated": (
@@ -57,11 +57,11 @@ MENDS = {
     ),
     "middle_edited": (
         "Some tokens changed, and later ones are the same again.",
-        "Give the report a tokenizer: it then names the change in the text.",
+        "Give the model's tokenizer: the change is then named in the text.",
     ),
     "tail_changed": (
         "The last reply came back changed.",
-        "Give the report a tokenizer: it then names the change in the text.",
+        "Give the model's tokenizer: the change is then named in the text.",
     ),
     "diverged": (
         "Prompt and path do not agree again.",

@@ -26,7 +26,7 @@ from trajkit.analysis.row_reasons import why
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.simulation import Simulation, label
 from trajkit.analysis.tokenizer import Tokenizer
-from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS
+from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, MENDS
 from trajkit.packs.packing import pack
 from trajkit.pipeline.links import link
 from trajkit.pipeline.rows import linearize
@@ -237,6 +237,7 @@ class ViewTables:
             "runs": n_runs,
             "losses": {name: LOSS_WORDS[name] for name in LOSSES},
             "groups": LOSS_GROUPS,
+            "causes": MENDS,
             "text": self._text,
             "tokenizer": self._tokenizer is not None,
             "policies": simulation.table().to_pylist(),

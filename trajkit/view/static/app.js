@@ -114,6 +114,10 @@
   async function render(before) {
     if (app.state.p === null && app.index.policies.length) app.state.p = app.index.policies[0].policy;
     const number = sessionNumber();
+    if (document.documentElement.dataset.mode === "paper") {
+      TK.runHead();
+      return renderPaper();
+    }
     document.title = (number < 0 ? "" : TK.visible(app.state.s) + " \u00b7 ") + TK.visible(app.index.title);
     TK.runHead();
     if (number < 0) {
@@ -137,6 +141,15 @@
     const view = app.view();
     state.tab ??= firstTab(session, view);
     const scroll = before && before.s === state.s ? main.scrollTop : 0;
+    TK.replace(main, sessionHead(number, view), sessionTabs(number, view));
+    main.scrollTop = scroll;
+    TK.afterPanel?.();
+    TK.afterPanel = null;
+  }
+
+  // Facts of the session, and what policies do with its sampled tokens.
+  function sessionHead(number, view) {
+    const { session, state } = app;
     const choose = (turn, offset, span) => {
       const place = { t: turn, k: session.promptLength[turn] + offset };
       if (!span || span.kind === "trained" || span.drift === null)
@@ -164,12 +177,11 @@
       `${TK.plural(session.count, "turn")}, ${n(sessions.context[number])} tokens of context`,
       sessions.logprob[number] !== null && `mean logprob ${sessions.logprob[number].toFixed(3)}`,
     ];
-    TK.replace(
-      main,
+    return [
       h(
         "header",
         { class: "session" },
-        h("h2", {}, h("bdi", {}, state.s)),
+        h("h2", {}, h("bdi", {}, session.id)),
         h("p", { class: "note" }, facts.filter(Boolean).join(" \u00b7 ")),
       ),
       TK.policyTable(
@@ -185,6 +197,12 @@
         TK.morePolicies(),
       ),
       TK.legend(),
+    ];
+  }
+
+  function sessionTabs(number, view) {
+    const { session, state } = app;
+    return [
       h(
         "div",
         { class: "tabs", role: "tablist", "aria-label": "Parts of the session" },
@@ -210,10 +228,24 @@
         { id: "panel", role: "tabpanel", "aria-labelledby": "tab-" + state.tab, class: "panel-" + state.tab },
         panels[state.tab](view),
       ),
-    );
-    main.scrollTop = scroll;
-    TK.afterPanel?.();
-    TK.afterPanel = null;
+    ];
+  }
+
+  // On paper: the run, then one session after the other.
+  const SESSIONS_ON_PAPER = 20;
+  async function renderPaper() {
+    const { id } = app.index.sessions;
+    const shown = id.slice(0, SESSIONS_ON_PAPER);
+    const parts = [TK.runPage()];
+    if (shown.length < id.length)
+      parts.push(h("p", { class: "note" }, `The first ${shown.length} of ${n(id.length)} sessions follow; --sessions, --sample and --worst choose others.`));
+    for (const number of shown.keys()) {
+      app.session = await open(number);
+      const view = app.view();
+      parts.push(sessionHead(number, view), h("h3", {}, TABS.losses), panels.losses(view));
+    }
+    app.session = null;
+    TK.replace(main, parts);
   }
 
   // What a session opens with: its text, else what the policy loses, else its tokens.

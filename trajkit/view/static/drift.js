@@ -191,7 +191,7 @@
       "table",
       { class: "groups" },
       h("caption", { class: "hidden" }, "Drift by cause"),
-      TK.head(["cause", byText ? null : "in", "differences", "turns", "sampled tokens after it", "examples"], (k) => k > 1 && k < 5),
+      TK.head(["cause", byText ? null : "in", "differences", "turns", "sampled tokens after it", "what it means, and what to change"], (k) => k > 1 && k < 5),
       h(
         "tbody",
         {},
@@ -207,6 +207,7 @@
             h(
               "td",
               { class: "examples" },
+              (app.index.causes[group.cause] || []).map((text) => h("div", {}, text.replaceAll("`", ""))),
               group.examples
                 .slice(0, 6)
                 .map(([session, turn]) =>
