@@ -2,6 +2,7 @@
 
     python -m tests.faults                  all of them (about an hour of one core)
     python -m tests.faults --missed         those that the stored result does not call caught
+    python -m tests.faults --untried        those that it does not have
     python -m tests.faults --only TEXT      those whose file or idea contains the text
     python -m tests.faults --check          only whether every text still occurs once
 
@@ -144,6 +145,7 @@ def stored() -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--missed", action="store_true")
+    parser.add_argument("--untried", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()

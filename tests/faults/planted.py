@@ -924,8 +924,8 @@ NATIVE = (
         (
             "a chain below a quarantined call is sound",
             "if links[i].parent < 0 or state[links[i].parent] & STATE_SOUND:",
-            "True",
-            "links[i].parent < 0 or state[links[i].parent] & STATE_SOUND",
+            "1",
+            "state[links[i].parent] & STATE_SOUND",
         ),
     ),
     _place(
@@ -1038,8 +1038,8 @@ NATIVE = (
         (
             "of calls with one prompt the first is the base, whatever its output",
             "if position == n and n_output:",
-            "False",
-            "position == n and n_output",
+            "0",
+            "n_output",
         ),
     ),
 )
