@@ -15,7 +15,7 @@ cdef enum:  # trajkit.turns.structs.STOPS
 
 cdef struct Call:             # one model call; addresses are of buffers that Python holds
     int64_t own               # the call's own prompt ids
-    pos_t own_start           # where they start in its prompt: 0, or what its base supplies
+    pos_t own_start           # what its base supplies: own is prompt[own_start:]
     pos_t prompt_len
     int64_t out               # the output ids
     pos_t out_len

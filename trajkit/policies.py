@@ -268,7 +268,7 @@ class Policy:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every claim that may be trained is trained in some row."""
+        """Whether every trainable token is trained in some row."""
         if self.on_drift != "fork" or self.max_rows is not None:
             return False
         return self.places_all and self.row_selection == "all"
@@ -377,8 +377,7 @@ IN_OTHER_WORDS: dict[str, dict[str, dict[str, dict[str, object]]]] = {
         }
     }
 }
-"""Of a preset: options under the name that its system gives them, and the choices that
-each value stands for."""
+"""Option names of the original systems, by preset, and the choices that each value sets."""
 
 
 def policy(name: str | Policy, **choices: object) -> Policy:

@@ -320,8 +320,8 @@ def read_columns(
     turn brings itself, output_ids, output_logprobs, finish_reason, the messages that it brings
     itself, response, use_tool, ill_formed, trainable, output_mask, and in delta form base_turn,
     shared_length, shared_messages, of the types of `trajkit.schema`. Its buffers must outlive
-    the records, which must come as zeros. ``most`` is what the base has of which a turn claims
-    to share more.
+    the records, which must come as zeros. ``most`` is the largest valid value, for the error's
+    text.
     """
     cdef:
         int64_t row = 0, most = 0, n = calls.shape[0]

@@ -11,7 +11,7 @@ decides token by token, O(output tokens).
 cdef enum:  # how a call meets the row that its parent ended
     MEET_CLEAN, MEET_ABSORB
     MEET_FORK
-    MEET_RESTART              # a fork after which nothing of that row remains
+    MEET_RESTART              # the row starts over; its earlier outputs are lost
 
 cdef enum:  # trajkit.policies.OnDrift
     ON_DRIFT_FORK, ON_DRIFT_ABSORB_SHORT_REPLY, ON_DRIFT_ABSORB_SHORT_DRIFT
@@ -87,7 +87,7 @@ cdef struct Span:             # a range of a row that comes from one output
 cdef inline int _meet(
     const Call* calls, const Link* links, int32_t call, pos_t opened, const Choices* choices
 ) noexcept nogil:
-    """How a call meets the row that contains its parent (MEET_*): here drift forks or absorbs.
+    """Decide what drift does to the row (MEET_*): continue, absorb, fork or restart.
 
     ``opened`` is the length of the prompt that opened the row.
     """
@@ -183,9 +183,10 @@ cdef bint _next_span(
 ) noexcept nogil:
     """Write the part of a span that begins at ``at[0]`` of the output or later; 0: none left.
 
-    A span has one part, unless each token decides by itself whether it may be trained. Then a
-    span inside the row is split wherever that changes; of a span outside the row, only the
-    parts that might have been trained are returned, all at the span's own position.
+    A span has one part, unless output_mask or missing logprobs decide token by token whether
+    it may be trained. Then a span inside the row is split wherever that changes; of a span outside
+    the row, only the parts that might have been trained are returned, all at the span's own
+    position.
     """
     cdef pos_t start, stop
     cdef bint given, empty = span.start == span.stop
@@ -337,7 +338,7 @@ cdef int _loss(const Link* link) noexcept nogil:
 cdef void _count_call(
     const Call* call, const Link* link, bint need_logprob, int64_t* report
 ) noexcept nogil:
-    """Count a call, and its output as far as no row can train it."""
+    """Count the call, its sampled tokens, and those that no row may train."""
     cdef int64_t due = call.out_len, masked
     report[REPORT_TURNS] += 1
     report[REPORT_TOKENS_SAMPLED] += due
@@ -369,8 +370,8 @@ cdef bint _keep_row(
 ) noexcept nogil:
     """Whether the policy keeps a measured row; its tokens are counted either way.
 
-    ``full`` is its length without max_tokens; ``below`` is how the next call of the chain
-    meets the row.
+    ``full`` is its length without max_tokens; ``below`` is what drift does to the row
+    at the next call of the chain.
     """
     report[REPORT_LOST_ABSORBED] += totals[SPAN_ABSORBED]
     report[REPORT_LOST_NO_SPLICE_POINT] += totals[SPAN_NO_SPLICE_POINT]
@@ -416,7 +417,7 @@ cdef void _apply_max_rows(Plan* plan, int64_t first, int64_t* report) noexcept n
 cdef bint _has_late_parent(const Link* links, int64_t lo, int64_t hi) noexcept nogil:
     """Whether a call of the session was recorded before its parent.
 
-    Then parents come before their children in order; else they do in the turns.
+    If so, calls are visited by ``order``; otherwise turn order already puts parents first.
     """
     cdef int64_t i
     for i in range(lo, hi):
@@ -493,7 +494,8 @@ cdef int32_t _first_new_call(const Plan* plan, int32_t leaf, int64_t* report) no
         plan.owners[call] = leaf
         top = call
         call = plan.links[call].parent
-    top = plan.openers[top]  # that row may start above what is new
+    # start at the first call of the row that contains the first unowned output
+    top = plan.openers[top]
     report[REPORT_ROWS_UNTRAINED] += plan.forks[top]
     return top
 
@@ -549,8 +551,7 @@ cdef void _plan_chain(
 cdef void _plan_session(Plan* plan, int32_t session, int64_t* report) noexcept nogil:
     """Append the rows of one session.
 
-    Each row has a call that no row before it ends with or owns, so there are at most as many
-    rows as calls.
+    Every row adds at least one call, so there are at most as many rows as calls.
     """
     cdef:
         const Call* calls = plan.paths.calls

@@ -36,7 +36,7 @@ cdef struct Tree:
 
 
 cdef struct TokenIndex:       # which calls a prompt without messages may continue
-    int32_t* up               # per node: the parent, or a node further up, see _next_alive
+    int32_t* up               # per node: skip pointer (union-find with path compression)
     int32_t* ended            # per node: the last call whose path ends at its stop, or -1
     int32_t* next_ended       # per call: the call before it that ends at the same node, or -1
     int32_t* replies          # per node: see _open_reply
@@ -66,7 +66,7 @@ cdef int32_t _find(const Tree* tree, int32_t parent, int64_t key) noexcept nogil
     cdef const Message* node
     while tree.table[slot] >= 0:
         node = &tree.nodes[tree.table[slot]]
-        # The key is read from the node: an entry under a key that it lost matches nothing.
+        # Compare with the node's current key: a rewritten node keeps its old table entry.
         if node.parent == parent and node.key != 0 and memcmp(
             <const void*><intptr_t>node.key, <const void*><intptr_t>key, KEY_BYTES
         ) == 0:
@@ -284,8 +284,8 @@ cdef int32_t _nearest_by_tokens(
 cdef int32_t _next_alive(int32_t* up, const int32_t* alive, int32_t node) noexcept nogil:
     """The nearest node at or above with ``alive[node] >= 0``, or -1; shortens the path there.
 
-    ``up`` starts as the parents. A node that is not alive never becomes alive again, so a long
-    path of such nodes, as a chain of drifting turns creates it, is climbed once.
+    ``up`` starts as the parents. A dead node stays dead, so the paths over dead nodes can
+    be compressed.
     """
     cdef int32_t above
     while node >= 0 and alive[node] < 0:
@@ -329,7 +329,7 @@ cdef int32_t _longest_path(Router* router, int32_t call) noexcept nogil:
 
 
 cdef void _open_reply(const Paths* paths, int32_t* replies, int32_t call) noexcept nogil:
-    """Record a call in every node of its output, and in the one where its prompt ends.
+    """Index the call at every node from its prompt's end to its output's end.
 
     Of several calls, a node keeps the one with the shortest prompt, the first of equals.
     """

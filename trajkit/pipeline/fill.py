@@ -38,7 +38,7 @@ def row_batches(
 ) -> Iterator[tuple[Records, pa.RecordBatch]]:
     """`trajkit.schema.ROWS` of a plan, or ``ROWS_SUFFIX``, each batch when it is asked for.
 
-    With each batch come the rows of the plan that it has. ``facts`` are of the same
+    Yields (rows of the plan, batch). ``facts`` are of the same
     sessions; ``ranges`` gives the parts of rows that are parts of recorded paths.
     ``stored`` of the rows is set at once: where what is written of each starts.
     """
