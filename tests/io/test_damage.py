@@ -77,7 +77,7 @@ TAKES_ROWS = {
     "weigh": tk.add_weights,
     "spread_rewards": tk.training.spread_rewards,
     "add_advantages": lambda rows: tk.add_advantages(
-        rows, tk.training.advantages(SESSIONS)
+        rows, tk.training.advantages(SESSIONS, "none")
     ),
     "full_rows": tk.full_rows,
     "suffix_rows": tk.suffix_rows,
@@ -95,9 +95,9 @@ TAKES_OTHERS = {
     "drift": (DRIFT, lambda bad: tk.linearize(TURNS, links=LINKS, drift=bad)),
     "sessions": (SESSIONS, lambda bad: tk.linearize(TURNS, sessions=bad)),
     "reward": (SESSIONS, lambda bad: tk.linearize(TURNS, reward=bad)),
-    "advantages": (SESSIONS, tk.training.advantages),
+    "advantages": (SESSIONS, lambda bad: tk.training.advantages(bad, "none")),
     "sessions of advantages": (
-        tk.training.advantages(SESSIONS),
+        tk.training.advantages(SESSIONS, "none"),
         lambda bad: tk.add_advantages(ROWS, bad),
     ),
     "read_sessions": (SESSIONS, tk.read_sessions),

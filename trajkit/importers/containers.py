@@ -194,7 +194,7 @@ def _is_inspect(file: Path) -> bool:
     try:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
-    except (zipfile.BadZipFile, OSError, ValueError):
+    except (ValueError, *_ZIP):
         return False
     return "header.json" in names or any(name.startswith("_journal/") for name in names)
 
