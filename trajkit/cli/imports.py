@@ -28,7 +28,7 @@ each of them.
 source IN             files of the format, or directories of them
 --from FORMAT         one of {", ".join(FORMATS)}, or auto: by the files (default:
                       %(default)s)
--o --output OUT!      turns: Parquet, Arrow IPC or JSONL, by suffix
+-o --out OUT!      turns: Parquet, Arrow IPC or JSONL, by suffix
 --report FILE         write the report: a line per record and problem
 --tokenizer PATH      for chat: the model's directory, or its tokenizer.json
 --chat-template PATH  for chat: a template to use instead of the tokenizer's own
@@ -38,6 +38,7 @@ source IN             files of the format, or directories of them
 """,
     from_={"dest": "format", "choices": ("auto", *FORMATS), "default": "auto"},
     source={"nargs": "+"},
+    writes="turns",
 )
 def run(arguments: argparse.Namespace) -> None:
     """Write the turns and print the problems found."""
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
     with Progress("import", "turns") as bar:
         totals, report = tk.importers.import_file(
             arguments.source,
-            arguments.output,
+            arguments.out,
             arguments.format,
             tokenizer=tokenizer,
             nonfinite_logprobs=arguments.nonfinite_logprobs,
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
         write_table(report, arguments.report)
     problems = group(report)
     if arguments.json:
-        facts = {"output": arguments.output, **totals, "problems": problems}
+        facts = {"output": arguments.out, **totals, "problems": problems}
         text = json.dumps(facts)
     else:
         text = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}\n"
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
             head = ("problem", "record", "count", "first")
             text += f"\n{text_table(head, lines)}\n"
         if totals["turns"]:
-            text += f"\nwritten to {arguments.output}"
+            text += f"\nwritten to {arguments.out}"
     sys.stdout.write(text + "\n")
     if not totals["turns"]:
         raise tk.errors.InvalidTurnsError(no_turns(problems))

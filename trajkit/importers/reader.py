@@ -64,13 +64,13 @@ TURNS_IMPORTED = pa.schema([*TURNS, *EXTRAS], metadata=TURNS.metadata)
 
 _Taken = tuple[Path, Finding, Record]
 
-# files of a directory that may contain records
 _JSON = (
     f".{kind}{end}"
     for kind in ("json", "jsonl", "ndjson")
     for end in ("", ".gz", ".zst")
 )
-_SUFFIXES = (*_JSON, ".db", ".sqlite", ".sqlite3", ".pt", ".pkl")
+SUFFIXES = (*_JSON, ".db", ".sqlite", ".sqlite3", ".pt", ".pkl")
+"""Ends of the names of files in a directory that may contain records."""
 
 
 def import_turns(
@@ -293,7 +293,7 @@ def _in_directory(path: Path) -> list[Path]:
     return sorted(
         file
         for file in path.rglob("*")
-        if file.name.lower().endswith(_SUFFIXES)
+        if file.name.lower().endswith(SUFFIXES)
         and file.is_file()
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )

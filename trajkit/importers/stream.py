@@ -10,10 +10,11 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._streams.lockstep import batches_in
 from trajkit.errors import FormatError
 from trajkit.importers.findings import ChatTokenizer, Sources
-from trajkit.importers.reader import imported
+from trajkit.importers.reader import SUFFIXES, imported
+from trajkit.io.guard import Input, check_outputs, is_parts
 from trajkit.io.tables import write_tables, write_turns
 from trajkit.jobs.group_sessions import TEMPORARY, index_sessions
-from trajkit.jobs.stages import Made, Target, Watch, folder_of, is_parts, run_job
+from trajkit.jobs.stages import Made, Target, Watch, folder_of, run_job
 from trajkit.turns.validation import Nonfinite
 
 
@@ -56,6 +57,11 @@ def import_file(
     """
     if is_parts(output):
         raise FormatError(f"{output} is a directory: pass a file")
+    paths = [source] if isinstance(source, str | os.PathLike) else list(source)
+    check_outputs(
+        {"output": (output, "turns")},
+        [Input(Path(one), None, SUFFIXES) for one in paths],
+    )
     sessions = 0
 
     def stage(turns: pa.Table) -> Made:
@@ -66,7 +72,7 @@ def import_file(
     folder = folder_of(output)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
         path = Path(root, "turns.arrows")
-        tables, notes = imported(source, format, tokenizer, nonfinite_logprobs)
+        tables, notes = imported(paths, format, tokenizer, nonfinite_logprobs)
         write_tables(batches_in(tables), path)
         if not index_sessions([path], "arrows").turns:
             return {"sessions": 0, "turns": 0}, notes.table()
