@@ -10,7 +10,7 @@ from tests.strategies import runs
 from tests.tables import link_by
 from trajkit import schema
 from trajkit._arrow.canonical import canonical
-from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.turns.messages import message_body, message_key
 from trajkit.turns.validation import reject_sessions, validate
 
@@ -623,7 +623,7 @@ def test_values_without_a_logprob_can_be_made_null():
     assert (good.num_rows, bad["session_id"].to_pylist()) == (0, ["a"])
     good, bad = reject_sessions(table, nonfinite_logprobs="null")
     assert (good.num_rows, bad.num_rows) == (2, 0)
-    with pytest.raises(ValueError, match="expected 'raise' or 'null'"):
+    with pytest.raises(ArgumentError, match="'zero': expected one of 'raise', 'null'"):
         validate(table, nonfinite_logprobs="zero")
 
 
