@@ -8,6 +8,11 @@ cdef enum:  # the lines of RowColumns.spans: the fields of trajkit.schema.SPAN b
     LINE_START, LINE_STOP, LINE_TURN_INDEX, LINE_OUTPUT_START, LINE_OUTPUT_STOP
     N_LINES
 
+ENUMS["SpanLine"] = {
+    "start": LINE_START, "stop": LINE_STOP, "turn_index": LINE_TURN_INDEX,
+    "output_start": LINE_OUTPUT_START, "output_stop": LINE_OUTPUT_STOP,
+}
+
 
 @cython.auto_pickle(False)
 @cython.final

@@ -50,6 +50,37 @@ cdef enum:  # trajkit.pipeline.plan.COUNTS, the columns of trajkit.schema.REPORT
     REPORT_ROOTS, REPORT_TURNS_QUARANTINED, REPORT_TURNS_UNRESOLVED
     REPORT_WIDTH
 
+ENUMS["OnDrift"] = {
+    "fork": ON_DRIFT_FORK, "absorb_short_reply": ON_DRIFT_ABSORB_SHORT_REPLY,
+    "absorb_short_drift": ON_DRIFT_ABSORB_SHORT_DRIFT, "absorb_any": ON_DRIFT_ABSORB_ANY,
+    "splice": ON_DRIFT_SPLICE,
+}
+ENUMS["TrainIn"] = {
+    "first": TRAIN_IN_FIRST, "earliest": TRAIN_IN_EARLIEST, "every": TRAIN_IN_EVERY,
+}
+ENUMS["SpanKind"] = {
+    "trained": SPAN_TRAINED, "duplicate": SPAN_DUPLICATE, "absorbed": SPAN_ABSORBED,
+    "cut": SPAN_CUT, "untrainable": SPAN_UNTRAINABLE, "no_splice_point": SPAN_NO_SPLICE_POINT,
+}
+ENUMS["ReportCount"] = {
+    "turns": REPORT_TURNS, "rows": REPORT_ROWS, "rows_untrained": REPORT_ROWS_UNTRAINED,
+    "rows_cut": REPORT_ROWS_CUT, "rows_over_max_rows": REPORT_ROWS_OVER_MAX_ROWS,
+    "tokens_sampled": REPORT_TOKENS_SAMPLED, "tokens_trained": REPORT_TOKENS_TRAINED,
+    "tokens_duplicated": REPORT_TOKENS_DUPLICATED, "tokens_forward": REPORT_TOKENS_FORWARD,
+    "tokens_forward_shared": REPORT_TOKENS_FORWARD_SHARED, "lost_absorbed": REPORT_LOST_ABSORBED,
+    "lost_rewritten": REPORT_LOST_REWRITTEN, "lost_cut": REPORT_LOST_CUT,
+    "lost_untrainable": REPORT_LOST_UNTRAINABLE, "lost_unrouted": REPORT_LOST_UNROUTED,
+    "lost_restarted": REPORT_LOST_RESTARTED, "lost_over_max_rows": REPORT_LOST_OVER_MAX_ROWS,
+    "lost_aborted": REPORT_LOST_ABORTED, "lost_masked": REPORT_LOST_MASKED,
+    "lost_no_logprob": REPORT_LOST_NO_LOGPROB, "lost_no_splice_point": REPORT_LOST_NO_SPLICE_POINT,
+    "lost_quarantined": REPORT_LOST_QUARANTINED, "lost_not_selected": REPORT_LOST_NOT_SELECTED,
+    "lost_refused": REPORT_LOST_REFUSED, "lost_retried": REPORT_LOST_RETRIED,
+    "rows_no_splice_point": REPORT_ROWS_NO_SPLICE_POINT,
+    "turns_no_splice_point": REPORT_TURNS_NO_SPLICE_POINT,
+    "turns_by_tokens": REPORT_TURNS_BY_TOKENS, "roots": REPORT_ROOTS,
+    "turns_quarantined": REPORT_TURNS_QUARANTINED, "turns_unresolved": REPORT_TURNS_UNRESOLVED,
+}
+
 cdef enum:  # bits of Plan.flags
     CALL_USE_TOOL = 1         # the call or one above it in its chain
     CALL_ILL_FORMED = 2       # likewise
@@ -323,14 +354,14 @@ cdef int _loss(const Link* link) noexcept nogil:
     """The report's column for the output of a call in no chain."""
     if link.rewritten_by >= 0:
         return REPORT_LOST_REWRITTEN
-    if link.reason in (
+    if link.link_reason in (
         REASON_AMBIGUOUS, REASON_SUPERSEDED, REASON_UNRESOLVED, REASON_UNRESOLVED_AMBIGUOUS,
         REASON_UNRESOLVED_KEPT, REASON_CHAIN_QUARANTINED,
     ):
         return REPORT_LOST_QUARANTINED
-    if link.reason == REASON_REFUSED_TOKENS or link.reason == REASON_REFUSED_TRUNCATED:
+    if link.link_reason == REASON_REFUSED_TOKENS or link.link_reason == REASON_REFUSED_TRUNCATED:
         return REPORT_LOST_REFUSED
-    if link.reason == REASON_RETRIED:
+    if link.link_reason == REASON_RETRIED:
         return REPORT_LOST_RETRIED
     return REPORT_LOST_UNROUTED
 
@@ -354,12 +385,12 @@ cdef void _count_call(
         report[_loss(link)] += due
     report[REPORT_ROOTS] += (
         link.parent < 0 and link.splice != SPLICE_OPENS
-        and link.reason != REASON_UNROUTED and link.reason != REASON_EMPTY
+        and link.link_reason != REASON_UNROUTED and link.link_reason != REASON_EMPTY
     )
-    report[REPORT_TURNS_QUARANTINED] += link.reason in (
+    report[REPORT_TURNS_QUARANTINED] += link.link_reason in (
         REASON_AMBIGUOUS, REASON_SUPERSEDED, REASON_UNRESOLVED, REASON_UNRESOLVED_AMBIGUOUS,
     )
-    report[REPORT_TURNS_UNRESOLVED] += link.reason in (
+    report[REPORT_TURNS_UNRESOLVED] += link.link_reason in (
         REASON_UNRESOLVED, REASON_UNRESOLVED_AMBIGUOUS, REASON_UNRESOLVED_KEPT,
     )
 

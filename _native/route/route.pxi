@@ -20,6 +20,21 @@ cdef enum:  # trajkit.schema.LINK_REASONS
 cdef enum:  # trajkit.policies.TieBreak
     TIE_BREAK_FIRST, TIE_BREAK_TOKENS, TIE_BREAK_FULL_PATH
 
+ENUMS["LinkReason"] = {
+    "root": REASON_ROOT, "messages": REASON_MESSAGES, "rewrite": REASON_REWRITE,
+    "tokens": REASON_TOKENS, "previous": REASON_PREVIOUS, "unrouted": REASON_UNROUTED,
+    "history_replaced": REASON_HISTORY_REPLACED, "prompts": REASON_PROMPTS,
+    "ambiguous": REASON_AMBIGUOUS, "superseded": REASON_SUPERSEDED,
+    "unresolved_kept": REASON_UNRESOLVED_KEPT, "unresolved": REASON_UNRESOLVED,
+    "unresolved_ambiguous": REASON_UNRESOLVED_AMBIGUOUS,
+    "chain_quarantined": REASON_CHAIN_QUARANTINED, "empty": REASON_EMPTY,
+    "refused_tokens": REASON_REFUSED_TOKENS, "refused_truncated": REASON_REFUSED_TRUNCATED,
+    "retried": REASON_RETRIED,
+}
+ENUMS["TieBreak"] = {
+    "first": TIE_BREAK_FIRST, "tokens": TIE_BREAK_TOKENS, "full_path": TIE_BREAK_FULL_PATH,
+}
+
 cdef enum:
     KEY_BYTES = 16
     VALUE_BYTES = 12          # of a key: equal if Python calls the messages equal
@@ -217,7 +232,7 @@ cdef int32_t _route_call(
             )
         _remember(tree, node)
         depth += 1
-    links[index].reason = REASON_REWRITE if merged else REASON_MESSAGES
+    links[index].link_reason = REASON_REWRITE if merged else REASON_MESSAGES
     return node
 
 
@@ -564,11 +579,11 @@ cdef void _route_session_by_messages(
         empty_list = request.n_keys >= 0 and request.shared + request.n_keys == 0
         if request.n_keys < 0 or (empty_list and tie_break == TIE_BREAK_TOKENS):
             link.parent = _nearest_of_tokens(router, lo, i)
-            link.reason = REASON_TOKENS if link.parent >= 0 else REASON_ROOT
+            link.link_reason = REASON_TOKENS if link.parent >= 0 else REASON_ROOT
             node = tree.places[link.parent] if link.parent >= 0 else 0
             tree.places[i] = _hang(tree, node, 0, i, True)
         elif empty_list:
-            link.reason = REASON_UNROUTED
+            link.link_reason = REASON_UNROUTED
             continue
         else:
             node = _route_call(
@@ -580,8 +595,8 @@ cdef void _route_session_by_messages(
                 link.parent = _nearest_by_tokens(
                     tree, paths, node, i, tie_break == TIE_BREAK_FULL_PATH
                 )
-            if link.parent < 0 and link.reason == REASON_MESSAGES:
-                link.reason = REASON_ROOT
+            if link.parent < 0 and link.link_reason == REASON_MESSAGES:
+                link.link_reason = REASON_ROOT
             _place_reply(tree, request, node, i)
             before = i
         _open_reply(paths, router.index.replies, i)

@@ -30,7 +30,7 @@ from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, MENDS
 from trajkit.packs.packing import pack
 from trajkit.pipeline.links import link
 from trajkit.pipeline.rows import linearize
-from trajkit.policies import Policy
+from trajkit.policies import Policy, rule_of
 from trajkit.schema import LOSSES
 from trajkit.turns.delta import compact
 from trajkit.turns.session_metadata import session_facts
@@ -442,23 +442,14 @@ def _finite(number: float | None) -> float | None:
 
 
 def _rule(policy: Policy) -> str:
-    """What a policy does where a prompt drifts, in a sentence or two."""
-    n = policy.fork_threshold
+    """What a policy does where a prompt drifts, in a few sentences."""
     if policy.parent_by == "none":
         return "Every call is a row."
     if policy.parent_by == "generations":
+        n = policy.fork_threshold
         return f"A call is refused if its prompt drifts by {n:,} or more tokens."
-    rule = {
-        "fork": "A new row starts.",
-        "absorb_short_reply": f"If the next reply has fewer than {n:,} tokens, the row "
-        "continues with the prompt's tokens; otherwise a new row starts.",
-        "absorb_short_drift": f"If fewer than {n:,} tokens of the row differ, the row "
-        "continues with the prompt's tokens; otherwise a new row starts.",
-        "absorb_any": "The row continues with the prompt's tokens.",
-        "splice": "The row keeps the reply as sampled and continues after the prompt's "
-        "next end of turn.",
-    }[policy.on_drift]
-    if policy.on_drift.startswith("absorb"):
+    rule = rule_of(policy, "on_drift")
+    if policy.absorbs:
         rule += (
             " A reply that drifted is then trained up to the drift."
             if policy.keep_prefix
