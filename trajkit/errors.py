@@ -11,7 +11,7 @@ class TrajkitError(Exception):
 
 
 class SchemaError(TrajkitError, TypeError):
-    """A table lacks a column, or one has a type that cannot be taken for its own."""
+    """A table lacks a column, or a column has the wrong type."""
 
 
 class InvalidTurnsError(TrajkitError, ValueError):

@@ -14,7 +14,7 @@ from benchmarks import fuzz_files
 from trajkit._arrow import canonical
 from trajkit._arrow.canonical import as_table, check_buffers
 from trajkit._streams import lockstep
-from trajkit.importers.json_files import objects
+from trajkit.importers.containers import objects
 from trajkit.io import jsonl
 from trajkit.turns.deep_json import MAX_DEPTH
 
@@ -363,7 +363,7 @@ def test_the_length_of_a_foreign_file_is_bounded(tmp_path, monkeypatch):
     path = tmp_path / "log.json.gz"
     path.write_bytes(gzip.compress(b" " * (4 << 20)))
     monkeypatch.setenv(jsonl.MAX_LINE_BYTES, str(1 << 20))
-    [text] = objects(path)
+    [text] = objects(path, "json")
     assert "log.json.gz is longer than 1048576 bytes" in text.bad.detail
 
 

@@ -44,7 +44,7 @@ TEMPORARY = ".trajkit-gather-"
 # estimated bytes of text per byte of a file
 _INFLATED = {"jsonl": 1, "jsonl.gz": 8, "jsonl.zst": 8}
 
-# the column of a table that replaces a session which JSON lines spell wrongly: why
+# column with the reason, in the placeholder table of a rejected session
 _REASON = "trajkit.turns.reject_sessions"
 
 
