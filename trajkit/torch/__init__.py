@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from trajkit.torch.models import edge_logprobs as edge_logprobs
     from trajkit.torch.models import model_inputs as model_inputs
     from trajkit.torch.packs import Pack as Pack
+    from trajkit.torch.parallel import PackedModel as PackedModel
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -43,5 +44,6 @@ else:
             "models": "carry_backward carry_logprobs check_model edge_logprobs "
             "model_inputs",
             "packs": "Pack",
+            "parallel": "PackedModel",
         },
     )
