@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from trajkit.torch.datasets import PackDataset as PackDataset
     from trajkit.torch.datasets import RowDataset as RowDataset
     from trajkit.torch.datasets import pad_rows as pad_rows
-    from trajkit.torch.linear import carry_states as carry_states
     from trajkit.torch.logprobs import gather_logprobs as gather_logprobs
     from trajkit.torch.losses import nll_loss as nll_loss
     from trajkit.torch.losses import observation_loss as observation_loss
@@ -36,7 +35,6 @@ else:
         {
             "attention": "TreeAttention",
             "datasets": "PackDataset RowDataset pad_rows",
-            "linear": "carry_states",
             "logprobs": "gather_logprobs",
             "losses": "nll_loss observation_loss policy_loss",
             "masks": "cu_seqlens dense_mask flashmask_columns flex_block_mask "

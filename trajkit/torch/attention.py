@@ -10,8 +10,11 @@ build. The masks of ``"trajkit"`` are `LayerMask`, which keep this as a function
 positions; the tree says the rest.
 """
 
+import contextlib
 import functools
 import itertools
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -30,7 +33,6 @@ from transformers.masking_utils import causal_mask_function
 from trajkit._arguments import check_choice
 from trajkit.errors import LayoutError, UnsupportedModelError
 from trajkit.torch.carried import CarriedStates
-from trajkit.torch.linear import Segments
 from trajkit.torch.masks import (
     Ints,
     MaskMod,
@@ -42,6 +44,7 @@ from trajkit.torch.masks import (
     token_ranges,
 )
 from trajkit.torch.packs import Pack
+from trajkit.torch.states import Segments
 
 ATTENTION = "trajkit"
 """The name to pass as ``attn_implementation``."""
@@ -69,10 +72,37 @@ def layer_mask(
     local_size: int | None = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> LayerMask:
+) -> LayerMask | Tensor:
     """The mask that transformers builds for ``"trajkit"``, from its rule for a row."""
+    window = _window(mask_function, local_size, device)
+    tree = _TENSOR_MASKS.get()
+    return LayerMask(window) if tree is None else tree.pairs(window)
+
+
+_TENSOR_MASKS: ContextVar["TreeAttention | None"] = ContextVar("tree", default=None)
+
+
+@contextlib.contextmanager
+def tensor_masks(tree: "TreeAttention") -> Iterator[None]:
+    """Gives layers the tree as one bool for each pair of tokens.
+
+    For layers that choose the tokens that they attend (sparse attention): among those
+    that the mask allows.
+    """
+    tree.gave_tensors = True
+    token = _TENSOR_MASKS.set(tree)
+    try:
+        yield
+    finally:
+        _TENSOR_MASKS.reset(token)
+
+
+def _window(
+    mask_function: MaskMod, local_size: int | None, device: torch.device | str
+) -> Window:
+    """What a mask of transformers says of a row."""
     if mask_function is causal_mask_function:
-        return LayerMask(None)
+        return None
     zero = torch.zeros((), dtype=torch.int64, device=device)
 
     def attends(q: int, kv: int) -> bool:
@@ -90,8 +120,8 @@ def layer_mask(
         and attends(size, 1)
         and attends(2 * size, size + 1)
     ):
-        return LayerMask(size)
-    return LayerMask(mask_function)
+        return size
+    return mask_function
 
 
 _LEAST_SHARE = 0.01
@@ -145,6 +175,7 @@ class TreeAttention:
         self.kernel_options = kernel_options
         self.n_tokens = len(pack.subtree_end)
         self.carried = carried
+        self.gave_tensors = False
         self._tokens = token_ranges(pack.subtree_end, pack.position_ids)
         self._keys = _after_prefix(self._tokens, host_ints(pack.prefix_end))
         self._masks: dict[Window, Mask] = {}
@@ -158,9 +189,13 @@ class TreeAttention:
             self._masks[window] = _mask(self._tokens, self._keys, self.device, window)
         return self._masks[window]
 
+    def pairs(self, window: Window) -> Tensor:
+        """As `mask`, as one bool for each pair of tokens on every device."""
+        return pair_mask(self._tokens, self._keys, self.device, window)
+
     @functools.cached_property
     def segments(self) -> Segments:
-        """The segments of the pack, for layers of linear attention."""
+        """The segments of the pack, for layers with a state."""
         return Segments(self._tokens, self.device)
 
     def trunks(self, window: Window) -> "Trunks | None":
@@ -264,13 +299,14 @@ def tree_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: LayerMask | None,
+    attention_mask: LayerMask | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     tree: TreeAttention | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that transformers calls in each layer.
@@ -279,20 +315,26 @@ def tree_attention(
     n_key_heads, and the output is of shape (1, n_tokens, n_heads, head_dim). A dropout is
     refused: a dropped weight of a shared token would be dropped for all rows. What the
     mask says of a window counts, as in transformers' own attention; ``sliding_window``
-    is for models that build none. ``s_aux`` are attention sinks.
+    is for models that build none. ``s_aux`` are attention sinks, ``indices`` the tokens
+    that a layer chose for each query under a mask of `tensor_masks`.
     """
     _check_call(module, query, key, attention_mask, dropout, tree, kwargs)
     assert tree is not None
-    window: Window = sliding_window
-    if attention_mask is not None:
-        window = attention_mask.window
     if tree.carried is not None:
         key, value = tree.carried.extend(module, key, value)
-    trunks = tree.trunks(window)
     plain = softcap is None and s_aux is None
-    if trunks is not None and plain:
-        return _trunk_attention(query, key, value, trunks, scaling, tree), None
-    mask = tree.mask(window)
+    if isinstance(attention_mask, Tensor):
+        mask: Mask = attention_mask
+        if indices is not None:
+            chosen = torch.zeros_like(attention_mask[:, 0])
+            chosen.scatter_(-1, indices.long(), True)
+            mask = attention_mask & chosen[:, None]
+    else:
+        window = attention_mask.window if attention_mask else sliding_window
+        trunks = tree.trunks(window)
+        if trunks is not None and plain:
+            return _trunk_attention(query, key, value, trunks, scaling, tree), None
+        mask = tree.mask(window)
     if isinstance(mask, BlockMask):
         flex: tuple[Tensor, Tensor | None] = flex_attention_forward(
             module,
@@ -369,7 +411,6 @@ def _masked(
 
 _REFUSED = {
     "position_bias": "adds a bias that depends on places in the pack, not in a row",
-    "indices": "attends chosen tokens, which its indexer takes from other branches, too",
     "block_indices": "attends chosen blocks of the pack, not of a row",
 }
 """What a layer may pass to its attention that a tree cannot follow."""
@@ -379,7 +420,7 @@ def _check_call(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
-    attention_mask: LayerMask | None,
+    attention_mask: LayerMask | Tensor | None,
     dropout: float,
     tree: TreeAttention | None,
     kwargs: dict[str, Any],
@@ -390,11 +431,13 @@ def _check_call(
             f"{name} got no tree: call the model with trajkit.torch.model_inputs(model, "
             "pack). A mask guessed from the positions would be wrong at every branch"
         )
-    if attention_mask is not None and not isinstance(attention_mask, LayerMask):
+    if isinstance(attention_mask, Tensor) and not (
+        tree.gave_tensors and attention_mask.dtype == torch.bool
+    ):
         raise LayoutError(
-            f"{name} got an attention mask ({type(attention_mask).__name__}) and a tree. "
-            "Pass the inputs of model_inputs as they are; a model that builds its mask "
-            "by itself cannot train on packs"
+            f"{name} got an attention mask (Tensor) and a tree. Pass the inputs of "
+            "model_inputs as they are; a model that builds its mask by itself cannot "
+            "train on packs"
         )
     shape = (query.shape[0], query.shape[2], key.shape[2])
     if shape != (1, tree.n_tokens, tree.n_tokens):

@@ -15,17 +15,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from trajkit._arguments import check_choice
-from trajkit.errors import TrajkitError, UnsupportedModelError
+from trajkit.errors import UnsupportedModelError
 from trajkit.torch.attention import ATTENTION
-from trajkit.torch.linear import carries_states, uncarried
 from trajkit.torch.packs import Pack
+from trajkit.torch.states import follow_trees, follows, not_following
 
 Check: TypeAlias = Literal["always", "once", "never"]
 
 # Layers that carry a state, or gather neighbours, along the layout of the pack.
 _RECURRENT = re.compile(
-    "Mamba|SSM|DeltaNet|LinearAttention|LightningAttention|Recurrent|RgLru|Rwkv"
-    "|Retention|ShortConv|Indexer"
+    "MambaMixer|Mamba2Mixer|SSM|DeltaNet|LightningAttention|RecurrentBlock|RgLru|Rwkv"
+    "|Retention|ShortConv"
 )
 _MULTI_TOKEN = re.compile(r"(^|[._])(mtp|nextn)([._]|$)|multi_?token", re.IGNORECASE)
 _ROPE_OF_LENGTH = ("dynamic", "longrope")
@@ -87,7 +87,8 @@ def check_known(model: torch.nn.Module) -> PreTrainedModel:
     """The transformers model, after a look for what is known to be wrong on trees."""
     causal = unwrapped(model)
     name = type(causal).__name__
-    linear = any(carries_states(module) for module in causal.modules())
+    follow_trees(causal)
+    linear = any(follows(module) for module in causal.modules())
     for config in _configs(causal.config):
         used = config._attn_implementation
         if used != ATTENTION:
@@ -107,7 +108,7 @@ def check_known(model: torch.nn.Module) -> PreTrainedModel:
             f"{name} has no output projection apart from its layers: load it as a causal "
             "language model"
         )
-    for path, module in uncarried(causal):
+    for path, module in not_following(causal):
         kind = type(module).__name__
         if _RECURRENT.search(kind) or isinstance(module, torch.nn.Conv1d):
             raise UnsupportedModelError(
@@ -130,6 +131,11 @@ def layers_of(model: PreTrainedModel) -> torch.nn.Module:
     if base is model:
         base = model.get_decoder()
     return getattr(model, "model", base) if base is model else base
+
+
+def chooses_tokens(model: PreTrainedModel) -> bool:
+    """Whether layers attend tokens that an indexer chooses (sparse attention)."""
+    return any("Indexer" in type(module).__name__ for module in model.modules())
 
 
 def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
@@ -226,12 +232,12 @@ def try_model(
             for module in causal.modules():
                 module.training = False
             found = tree_logprobs(causal, trial.pack, options)
-        except TrajkitError:
+        except UnsupportedModelError:
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"{type(causal).__name__} cannot run on a pack: {type(error).__name__}: "
-                f"{error}"
+                f"{type(causal).__name__} ({_layer_kinds(causal)}) cannot run on a pack: "
+                f"{type(error).__name__}: {error}"
             ) from error
         expected, size, dtype = _row_logprobs(model, causal, trial)
     if _compare(causal, trial, found, expected, size, dtype):

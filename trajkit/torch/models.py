@@ -1,5 +1,6 @@
 """A pack as a model's inputs, and the logprobs that the model gives its edges."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,12 +11,19 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from trajkit.errors import LayoutError, UnsupportedModelError
-from trajkit.torch.attention import Kernel, TreeAttention
+from trajkit.torch.attention import Kernel, TreeAttention, tensor_masks
 from trajkit.torch.carried import CarriedStates, States
-from trajkit.torch.checks import Check, check_known, check_lengths, layers_of, try_model
-from trajkit.torch.linear import carries_states
+from trajkit.torch.checks import (
+    Check,
+    check_known,
+    check_lengths,
+    chooses_tokens,
+    layers_of,
+    try_model,
+)
 from trajkit.torch.logprobs import gather_logprobs
 from trajkit.torch.packs import Pack
+from trajkit.torch.states import follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +62,7 @@ def check_model(model: torch.nn.Module, *, check: Check = "once") -> None:
 
         - an attention that is not ``"trajkit"``: flash attention cannot express the
           mask, and others would derive one from the positions;
-        - layers of linear attention, Mamba, short convolutions or sparse attention: their
-          state runs on through other branches;
+        - layers with a state that cannot start at a branch (Mamba 1, lightning attention);
         - heads that predict several tokens ahead, along the layout of the pack;
         - dropout, or other random numbers, in training mode;
         - logprobs of a tree that are not those of its rows.
@@ -225,7 +232,10 @@ def _outputs(
     options: _Options,
 ) -> Any:
     """What the layers of a model give for a pack."""
-    return layers_of(model)(**_inputs(model, pack, carried, options))
+    inputs = _inputs(model, pack, carried, options)
+    chooses = chooses_tokens(model)
+    with tensor_masks(inputs["tree"]) if chooses else contextlib.nullcontext():
+        return layers_of(model)(**inputs)
 
 
 def _logprobs(
@@ -292,8 +302,8 @@ def carry_logprobs(
     Raises
     ------
     UnsupportedModelError
-        As for `edge_logprobs`; or the model has linear attention, whose state would have
-        to be carried as well; or it runs a layer twice.
+        As for `edge_logprobs`; or the model has layers with a state, which would have to
+        be carried as well; or layers that choose tokens; or it runs a layer twice.
     LayoutError
         The packs are not all parts of one tree, in order.
     """
@@ -387,8 +397,9 @@ def _check_parts(model: PreTrainedModel, parts: Sequence[Pack]) -> None:
                 f"{len(one)} are handed to it: pass the packs of one list of "
                 "PackDataset.parts(), all of them and in order"
             )
-    if len(parts) > 1 and any(carries_states(module) for module in model.modules()):
+    carried = any(follows(module) for module in model.modules())
+    if len(parts) > 1 and (carried or chooses_tokens(model)):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has linear attention, whose state is not carried from "
-            "pack to pack: pack with oversize='repeat'"
+            f"{type(model).__name__} has layers with a state, or that choose tokens, and "
+            "these are not carried from pack to pack: pack with oversize='repeat'"
         )
