@@ -57,5 +57,13 @@ class LeftOutWarning(UserWarning):
     """A preset is not among the policies that were simulated, as it can't be applied."""
 
 
+class NoSignalWarning(UserWarning):
+    """Every advantage is 0, so a training step would change nothing."""
+
+
+class LongRowsWarning(UserWarning):
+    """Rows are longer than the length at which their trainer cuts them by default."""
+
+
 class TornLogWarning(UserWarning):
     """A log ends within an entry, as a crash leaves it; the whole ones were read."""

@@ -45,6 +45,7 @@ from trajkit.io.jsonl import Record
 from trajkit.io.parquet_polars import write_parquet
 from trajkit.schema import AMENDMENTS, ROWS, SESSIONS, TURNS
 from trajkit.turns.amendments import Amendments
+from trajkit.turns.mapping import MapLike
 from trajkit.turns.records import from_records
 from trajkit.turns.session_metadata import last_lines
 from trajkit.turns.validation import Nonfinite, check_table, check_turns
@@ -58,6 +59,7 @@ def read_turns(
     source: Source,
     *,
     format: Format | None = None,
+    map: MapLike | None = None,
     nonfinite_logprobs: Nonfinite = "raise",
 ) -> pa.Table:
     """Recorded turns, in the schema's canonical form.
@@ -76,6 +78,8 @@ def read_turns(
     format : str, optional
         Overrides suffix and first bytes: "parquet", "arrow", "arrows", "jsonl",
         "jsonl.gz" or "jsonl.zst".
+    map : dict, str or path, optional
+        As for `trajkit.from_records`, which then takes every line or row as a record.
     nonfinite_logprobs : {"raise", "null"}
         As for `trajkit.from_records`.
 
@@ -101,6 +105,9 @@ def read_turns(
     TornLogWarning
         A log ends within an entry; the text names the file and the bytes left out.
     """
+    if map is not None:
+        records = _records(source, format)
+        return from_records(records, map=map, nonfinite_logprobs=nonfinite_logprobs)
     files: Source | list[Path] = source
     amendments = None
     if _is_directory(source):
@@ -402,6 +409,12 @@ def turn_tables(
         yield from map(read, jsonl.by_session(records, batch_rows))
     elif (first := next(records, None)) is not None:
         yield read(itertools.chain([first], records))
+
+
+def _records(source: Source, format: Format | None) -> Iterator[Record]:
+    """The lines and rows of files as they are."""
+    for part in _parts(source, format, of_lines=jsonl.lines):
+        yield from part if isinstance(part, Iterator) else part.to_pylist()
 
 
 def _parts(

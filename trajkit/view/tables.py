@@ -26,6 +26,7 @@ from trajkit.analysis.row_reasons import why
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.simulation import Simulation, label
 from trajkit.analysis.tokenizer import Tokenizer
+from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, MENDS
 from trajkit.packs.packing import pack
 from trajkit.pipeline.links import link
 from trajkit.pipeline.rows import linearize
@@ -234,7 +235,9 @@ class ViewTables:
         return {
             "title": title,
             "runs": n_runs,
-            "losses": list(LOSSES),
+            "losses": {name: LOSS_WORDS[name] for name in LOSSES},
+            "groups": LOSS_GROUPS,
+            "causes": MENDS,
             "text": self._text,
             "tokenizer": self._tokenizer is not None,
             "policies": simulation.table().to_pylist(),
@@ -314,6 +317,22 @@ class ViewTables:
         return gzip.compress(
             struct.pack("<I", len(head)) + head + sink.getvalue().to_pybytes(), mtime=0
         )
+
+    def search(self, word: str) -> list[str]:
+        """The sessions one of whose messages contains a word, in either case."""
+        if not self._text:
+            return []
+        found: set[str] = set()
+        for name in ("suffix_messages", "response"):
+            column = self._turns.table[name]
+            ids = self._turns.table["session_id"]
+            if name == "suffix_messages":
+                ids = ids.take(pc.list_parent_indices(column))
+                column = pc.list_flatten(column)
+            bodies = pc.struct_field(column, "body")
+            hits = pc.match_substring(bodies, word, ignore_case=True)
+            found.update(ids.filter(hits.fill_null(False)).to_pylist())
+        return [session_id for session_id in self.session_ids if session_id in found]
 
     def vocabulary(self) -> dict[str, Any] | None:
         """The text of every token that occurs; None without a tokenizer or text."""
