@@ -520,7 +520,7 @@ def turn_tables(
 
 def _records(source: Source, format: Format | None) -> Iterator[Record]:
     """The lines and rows of files as they are."""
-    for part in _parts(source, format, of_lines=jsonl.lines):
+    for _, part in _parts(source, format, of_lines=jsonl.lines):
         yield from part if isinstance(part, Iterator) else part.to_pylist()
 
 
