@@ -522,14 +522,21 @@ def _format_of(file: Local, head: Head, options: Options) -> Format:
 
 def fitting(head: Head) -> list[Format]:
     """The formats that a file seems to have; a generic one only if no other fits."""
-    for value in head.values or (None,):
-        own = [one for one in FORMATS.values() if _fits(one, head, value)]
-        specific = [one for one in own if not one.generic]
+    values = head.values or (None,)
+    for value in values:
+        specific = [
+            one
+            for one in FORMATS.values()
+            if not one.generic and _fits(one, head, value)
+        ]
         if specific:
             return specific
-        if own:
-            return [] if _is_turn(value) else own[:1]
-    return []
+    generic = (
+        one
+        for one in FORMATS.values()
+        if one.generic and any(_fits(one, head, value) for value in values)
+    )
+    return [] if _is_turn(head.value) else [*islice(generic, 1)]
 
 
 def _fits(format: Format, head: Head, value: dict[str, object] | None) -> bool:
