@@ -27,7 +27,7 @@ from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
 from trajkit.cli.tokenizer import load_tokenizer
 from trajkit.io.tables import iter_tables
-from trajkit.policies import PRESETS
+from trajkit.policies import PRESETS, rule_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -848,7 +848,9 @@ def test_what_a_policy_lists_is_what_set_takes(capsys, turns, name):
     (policy,) = run_json(capsys, "policies", name)
     assert policy == json.loads(json.dumps(asdict(tk.policy(name))))
     assert cli.main(["policies", name]) == cli.DONE
-    lines = capsys.readouterr().out.splitlines()[2:]
+    table, rules = capsys.readouterr().out.split("\n\n")
+    assert rule_of(tk.policy(name), "on_drift") in rules
+    lines = table.splitlines()[2:]
     names = {line.split()[0] for line in lines}
     assert names >= set(policy) - {"name"}
     sets = list(choices_of(tk.policy(name)).items())

@@ -13,6 +13,7 @@ import pytest
 import trajkit as tk
 from trajkit import cli
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
+from trajkit.export import files
 from trajkit.io import guard
 from trajkit.policies import PRESETS
 
@@ -78,7 +79,6 @@ def contents(folder):
         ["pack", "r.parquet", "-o", "r.parquet", "--max-tokens", "10"],
         ["view", "c.jsonl", "-o", "c.jsonl"],
         ["view", "c.jsonl", "-o", "r.parquet", "--rows", "r.parquet"],
-        ["report", "c.jsonl", "-o", "c.jsonl"],
         ["plot", "trace", "c.jsonl", "-o", "c.jsonl"],
     ],
     ids=" ".join,
@@ -220,7 +220,6 @@ def test_a_case_insensitive_system_is_seen_by_the_inode(place, monkeypatch):
     "argv",
     [
         ["view", "c.jsonl", "-o", "page.pdf"],
-        ["report", "c.jsonl", "-o", "page.pdf"],
         ["plot", "trace", "c.jsonl", "-o", "trace.svg"],
         ["export", "r.parquet", "--to", "sft", "-o", "rows.pdf"],
     ],
@@ -431,7 +430,6 @@ def test_several_inputs_and_patterns(tmp_path, capsys, monkeypatch):
         ["expand", "-o", "x.parquet"],
         *(["drift"], ["simulate"], ["head"], ["stats"], ["show"], ["why"], ["tree"]),
         ["view", "-o", "x.html"],
-        ["report", "-o", "x.html"],
         ["plot", "forest", "-o", "x.svg"],
         ["import", "--from", "openai", "-o", "x.parquet"],
     ],
@@ -460,7 +458,7 @@ def test_an_error_names_file_and_line(tmp_path, capsys):
     for read in (tk.read_turns, lambda path: list(tk.scan_turns(path))):
         with pytest.raises(InvalidTurnsError, match=words):
             read(tmp_path)
-    write(tmp_path / "two.jsonl", call("c", [1]), {**call("b", [1]), "session_id": 7})
+    write(tmp_path / "two.jsonl", call("c", [1]), {**call("b", [1]), "session_id": 7.5})
     for read in (tk.read_turns, lambda path: list(tk.scan_turns(path))):
         with pytest.raises(InvalidTurnsError, match=r"two\.jsonl, line 2: record"):
             read(tmp_path)
@@ -507,10 +505,10 @@ def half_a_run(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize("command", ["view", "report", "show", "why", "tree"])
+@pytest.mark.parametrize("command", ["view", "show", "why", "tree"])
 def test_a_bad_session_is_left_out_with_a_warning(tmp_path, capsys, command):
     turns, page = half_a_run(tmp_path), tmp_path / "page.html"
-    options = ["-o", str(page)] if command in ("view", "report") else []
+    options = ["-o", str(page)] if command == "view" else []
     assert cli.main([command, turns, *options]) == cli.DONE
     out, err = capsys.readouterr()
     assert err.startswith("trajkit: warning: session 'b' is left out: ")
@@ -580,10 +578,10 @@ def test_a_report_is_a_table_of_sessions(tmp_path, capsys):
         out = tmp_path / suffix
         argv = ["export", rows, "--to", "tinker", "-o", str(out), "--sessions", report]
         assert cli.main(argv) == cli.DONE
-        lines = (out / "fields.jsonl").read_text().splitlines()
-        gains = [set(json.loads(line)["advantages"]) - {0.0} for line in lines]
-        # 0.5 over the four trained tokens of the batch
-        assert gains == [{0.125}, {-0.125}]
+        lines = map(json.loads, (out / "datums.jsonl").read_text().splitlines())
+        gains = [{*line["loss_fn_inputs"]["advantages"]} - {0.0} for line in lines]
+        # 0.5 or -0.5, over the two trained tokens of the row
+        assert gains == [{0.25}, {-0.25}]
     capsys.readouterr()
 
 
@@ -675,21 +673,16 @@ def test_a_missing_or_old_package_is_wrong_usage(
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(tk.export.sft, "labels_table", fail)
-    from trajkit.export import files
-
-    monkeypatch.setitem(files.TARGETS, "sft", fail)
+    monkeypatch.setattr(files, "write_export", fail)
     argv = ["export", "r.parquet", "--to", "sft", "-o", "out"]
     assert cli.main(argv) == cli.BAD_USAGE
     assert capsys.readouterr().err.startswith(f"trajkit: {said}")
 
 
 def test_a_fault_of_trajkit_is_no_missing_package(place, monkeypatch):
-    from trajkit.export import files
-
     def fail(*_):
         raise ModuleNotFoundError("No module named 'trajkit.no'", name="trajkit.no")
 
-    monkeypatch.setitem(files.TARGETS, "sft", fail)
+    monkeypatch.setattr(files, "write_export", fail)
     with pytest.raises(ModuleNotFoundError):
         cli.main(["export", "r.parquet", "--to", "sft", "-o", "out"])

@@ -14,7 +14,7 @@ from benchmarks import fuzz_files
 from trajkit._arrow import canonical
 from trajkit._arrow.canonical import as_table, check_buffers
 from trajkit._streams import lockstep
-from trajkit.importers.json_files import objects
+from trajkit.importers.containers import objects
 from trajkit.io import jsonl
 from trajkit.turns.deep_json import MAX_DEPTH
 
@@ -77,7 +77,7 @@ TAKES_ROWS = {
     "weigh": tk.add_weights,
     "spread_rewards": tk.training.spread_rewards,
     "add_advantages": lambda rows: tk.add_advantages(
-        rows, tk.training.advantages(SESSIONS)
+        rows, tk.training.advantages(SESSIONS, "none")
     ),
     "full_rows": tk.full_rows,
     "suffix_rows": tk.suffix_rows,
@@ -95,9 +95,9 @@ TAKES_OTHERS = {
     "drift": (DRIFT, lambda bad: tk.linearize(TURNS, links=LINKS, drift=bad)),
     "sessions": (SESSIONS, lambda bad: tk.linearize(TURNS, sessions=bad)),
     "reward": (SESSIONS, lambda bad: tk.linearize(TURNS, reward=bad)),
-    "advantages": (SESSIONS, tk.training.advantages),
+    "advantages": (SESSIONS, lambda bad: tk.training.advantages(bad, "none")),
     "sessions of advantages": (
-        tk.training.advantages(SESSIONS),
+        tk.training.advantages(SESSIONS, "none"),
         lambda bad: tk.add_advantages(ROWS, bad),
     ),
     "read_sessions": (SESSIONS, tk.read_sessions),
@@ -363,7 +363,7 @@ def test_the_length_of_a_foreign_file_is_bounded(tmp_path, monkeypatch):
     path = tmp_path / "log.json.gz"
     path.write_bytes(gzip.compress(b" " * (4 << 20)))
     monkeypatch.setenv(jsonl.MAX_LINE_BYTES, str(1 << 20))
-    [text] = objects(path)
+    [text] = objects(path, "json")
     assert "log.json.gz is longer than 1048576 bytes" in text.bad.detail
 
 

@@ -88,6 +88,7 @@ def test_streams_of_rows_change_their_layout_as_tables_do(data, turns, choice):
     assert pa.Table.from_batches(again, ROWS_SUFFIX) == suffix
 
 
+@pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
 @given(runs(), anyone)
 def test_weights_and_rewards_are_those_of_the_full_layout(turns, choice):
     full, suffix = both_layouts(turns, choice)

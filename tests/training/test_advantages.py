@@ -74,6 +74,7 @@ def expected(lines, baseline, scale, epsilon, clip, drop_constant):
     return gains
 
 
+@pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
 @pytest.mark.parametrize("scale", ["none", "group_std", "batch_std"])
 @pytest.mark.parametrize("baseline", ["none", "group_mean", "leave_one_out"])
 @given(
@@ -110,6 +111,7 @@ def test_groups_of_equal_rewards_are_constant_and_can_be_dropped():
     assert dropped["advantage"].to_pylist() == [None, None, -0.5, 0.5, 0.0, None]
 
 
+@pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
 def test_equal_rewards_that_do_not_add_up_exactly_are_constant():
     """The mean of three times 0.1 is not 0.1 in floating point."""
     given = sessions_table([(0.1, "g")] * 3)

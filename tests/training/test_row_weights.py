@@ -368,6 +368,7 @@ def test_an_unscorable_rollout_is_in_no_baseline(baseline, bases, gains):
     assert table["trained"].to_pylist() == [None] * 4
 
 
+@pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
 def test_groups_are_apart_and_a_null_group_is_its_own():
     table = tk.training.advantages(
         group(1.0, 3.0, 5.0, 7.0, groups=["g", "h", "g", None]), "leave_one_out"
@@ -418,6 +419,7 @@ def test_advantages_of_nothing():
     assert tk.training.advantages(SESSIONS.empty_table()).num_rows == 0
 
 
+@pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
 @pytest.mark.parametrize(
     ("call", "match"),
     [

@@ -67,6 +67,7 @@ def expected(lines, groups, credit, scale, epsilon):
     return found
 
 
+@pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
 @pytest.mark.parametrize("scale", ["none", "group_std"])
 @pytest.mark.parametrize("credit", ["to_go", "step"])
 @given(

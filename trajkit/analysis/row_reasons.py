@@ -257,14 +257,14 @@ def _drift_text(drift: _Drift, n_output: int) -> str:
         where = f"turn {drift.parent}'s reply at token {at} of {n_output}"
     elif drift.region == "earlier_reply":
         where = (
-            f"turn {drift.parent}'s path inside an earlier reply, at token {drift.lcp}"
+            f"turn {drift.parent}'s path at token {drift.lcp}, inside an earlier reply"
         )
     else:
-        where = f"turn {drift.parent}'s path outside its replies, at token {drift.lcp}"
+        where = f"turn {drift.parent}'s prompt at token {drift.lcp}, before any reply"
     cause = _CAUSES.get(drift.cause, drift.cause.replace("_", " "))
     return (
-        f"its prompt leaves {where} ({cause}; {_count(drift.tokens_after_drift)} sampled "
-        "after that)"
+        f"its prompt differs from {where} ({cause}; "
+        f"{_count(drift.tokens_after_drift)} sampled after that)"
     )
 
 

@@ -11,9 +11,10 @@ import trajkit as tk
 from trajkit.cli.options import command
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
-from trajkit.importers import FORMATS
+from trajkit.importers import FORMATS, TARGETS
 from trajkit.io.tables import write_table
 from trajkit.jobs.stages import Watch
+from trajkit.turns.mapping import merged_map
 
 
 @command(
@@ -25,13 +26,19 @@ Write turns from the records of another system: logs, dumps, captures, databases
 transcripts. Missing facts are not guessed: they are counted and shown, and the report lists
 each of them.
 
-source IN             files of the format, or directories of them
+source IN             files, patterns, directories, addresses (s3://...), or - for standard
+                      input
 --from FORMAT         one of {", ".join(FORMATS)}, or auto: by the files (default:
                       %(default)s)
 -o --out OUT!      turns: Parquet, Arrow IPC or JSONL, by suffix
 --report FILE         write the report: a line per record and problem
---tokenizer PATH      for chat: the model's directory, or its tokenizer.json
---chat-template PATH  for chat: a template to use instead of the tokenizer's own
+--map FIELD=PATH,...  where the records have a field, as in
+                      session_id=trajectory_id,reward=metadata.score; or a TOML file; may
+                      be repeated. Fields: {", ".join(TARGETS)}
+--tokenizer PATH      for text: the model's directory, or its tokenizer.json
+--chat-template PATH  for text: a template to use instead of the tokenizer's own
+--contradicted {{untrain,train}}  a turn whose usage states other numbers of tokens than it
+                      has ids: context only, or trained (default: %(default)s)
 --nonfinite-logprobs {{raise,null}}  invalid logprobs (NaN, -9999): leave their record out,
                       or make them null (default: %(default)s)
 --json
@@ -39,6 +46,7 @@ source IN             files of the format, or directories of them
     from_={"dest": "format", "choices": ("auto", *FORMATS), "default": "auto"},
     source={"nargs": "+"},
     writes="turns",
+    map={"action": "append", "metavar": "FIELD=PATH,..."},
 )
 def run(arguments: argparse.Namespace) -> None:
     """Write the turns and print the problems found."""
@@ -54,7 +62,9 @@ def run(arguments: argparse.Namespace) -> None:
             arguments.source,
             arguments.out,
             arguments.format,
+            map=merged_map(arguments.map),
             tokenizer=tokenizer,
+            contradicted=arguments.contradicted,
             nonfinite_logprobs=arguments.nonfinite_logprobs,
             watch=Watch(lambda index, done: bar.begin(index.n_turns), bar.advance),
         )
@@ -87,15 +97,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 def no_turns(problems: list[dict[str, Any]]) -> str:
     """Why an import found no turns, and what to do."""
-    names = [one["problem"] for one in problems if not one["kept"]]
-    text = f"0 turns, so no file was written ({', '.join(names) or 'no records'})"
-    if {"no_prompt_ids", "no_output_ids"} & {*names}:
-        text += (
-            ". The engine did not give token ids: record again with return_token_ids and "
-            "logprobs in each request (vLLM), or with return_token_ids, "
-            "return_prompt_token_ids, return_meta_info and logprobs (SGLang); `trajkit "
-            "serve` asks for them itself"
-        )
+    left = [one for one in problems if not one["kept"]]
+    names = ", ".join(one["problem"] for one in left)
+    text = f"0 turns, so no file was written ({names or 'no records'})"
+    for one in left[:1]:
+        text += f". {one['file']}, {one['place']}: {one['detail'] or one['problem']}"
     return text
 
 

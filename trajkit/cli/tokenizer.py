@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.errors import ArgumentError, FormatError
-from trajkit.importers.findings import ChatTokenizer
+from trajkit.importers.transcripts import ChatTokenizer
 from trajkit.io.sources import paths_of
 
 

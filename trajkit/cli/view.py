@@ -68,6 +68,8 @@ source
                   if there is one
 --pack N          show the packs of N tokens that the rows of a session make
 --against IN      a second run to compare with, read like IN
+--print           show the run and one session after the other, to be printed or saved as
+                  a PDF from the browser; with -o
 --no-text         leave out the text of messages and tokens
 --port PORT 0     of the server (default: any)
 --follow          show new turns of a running gateway
@@ -100,6 +102,8 @@ def run(arguments: argparse.Namespace) -> None:
         # as stored: rows of other systems have few columns, and verify judges them
         rows = pa.concat_tables(iter_tables(arguments.rows, plan=rows_plan))
     if arguments.out is None:
+        if arguments.print:
+            raise ArgumentError("--print makes a file: give it a name with -o")
         own = {"rows": rows, "rows_policy": first if policies else None}
         _serve(arguments, [source, *others], own, shown)
         return
@@ -109,6 +113,7 @@ def run(arguments: argparse.Namespace) -> None:
     turns, sessions = source.load()
     against = next(((other.title, *other.load()) for other in others), None)
     about: Any = {"title": source.title, "rows": rows, "against": against, **shown}
+    about["paper"] = arguments.print
     html = page(turns, policies, sessions=sessions, **about)
     write_text(path, html)
     size = path.stat().st_size

@@ -23,20 +23,9 @@ MODULES = (
     "verl",
 )
 
-FILE_FORMATS = (
-    "areal",
-    "nemo-rl",
-    "openrlhf",
-    "prime-rl",
-    "sft",
-    "skyrl",
-    "skyrl-sft",
-    "slime",
-    "tinker",
-    "trl",
-    "trl-async",
-    "verl",
-)
+FILE_FORMATS = ("llama-factory", "prime-rl", "sft", "skyrl-sft", "slime", "tinker")
 """The formats of ``trajkit export``; `trajkit.export.files` writes them."""
 
-__getattr__, __dir__ = lazy_names(__name__, {}, MODULES)
+__getattr__, __dir__ = lazy_names(
+    __name__, {"_rows": "StepCounts step_counts sessions_of"}, MODULES
+)

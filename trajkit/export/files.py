@@ -1,48 +1,60 @@
-"""Files of exported rows."""
+"""Files of exported rows that a trainer loads by itself."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from trajkit.export import (
-    areal,
-    nemo_rl,
-    openrlhf,
-    prime_rl,
-    sft,
-    skyrl,
-    slime,
-    tinker,
-    trl,
-    verl,
-)
+from trajkit.errors import ArgumentError
+from trajkit.export import FILE_FORMATS, prime_rl, sft, slime, tinker
+from trajkit.io.formats import replacing
+
+Write: TypeAlias = Callable[..., Path]
 
 
-def _fields(make: Callable[[pa.Table], Any]) -> Callable[[pa.Table, Path], Path]:
-    """Write the fields as JSON Lines, one line per row, rollout or output."""
+def write_export(rows: pa.Table, target: str, folder: Path, **options: Any) -> Path:
+    """Write the file or folder of a trainer, and return its path.
 
-    def write(rows: pa.Table, folder: Path) -> Path:
-        found = make(rows)
-        path = folder / "fields.jsonl"
-        lines = found if isinstance(found, list) else [found]
-        with path.open("w", encoding="utf-8") as file:
-            for line in lines:
-                text = json.dumps(line, default=lambda array: array.tolist())
-                file.write(text + "\n")
-        return path
+    Parameters
+    ----------
+    rows : table
+        As for the function of the trainer.
+    target : str
+        A name in `trajkit.export.FILE_FORMATS`.
+    folder : Path
+        The folder for it; it is made if it does not exist, and removed again if the export
+        fails.
+    **options
+        Of the trainer's function.
 
-    return write
+    Raises
+    ------
+    ArgumentError
+        A package that the file needs is missing.
+    """
+    existed = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return _WRITE[target](rows, folder, **options)
+    except ModuleNotFoundError as error:
+        raise ArgumentError(
+            f"--to {target} needs the package {error.name}: pip install {error.name}"
+        ) from None
+    finally:
+        if not existed and not any(folder.iterdir()):
+            folder.rmdir()
 
 
-def _parquet(make: Callable[[pa.Table], pa.Table]) -> Callable[[pa.Table, Path], Path]:
-    def write(rows: pa.Table, folder: Path) -> Path:
+def _parquet(make: Callable[..., pa.Table]) -> Write:
+    def write(rows: pa.Table, folder: Path, **options: Any) -> Path:
         from pyarrow import parquet as pq
 
         path = folder / "rows.parquet"
-        pq.write_table(make(rows), path)
+        table = make(rows, **options)
+        with replacing(path) as draft:
+            pq.write_table(table, draft)
         return path
 
     return write
@@ -54,18 +66,45 @@ def _slime(rows: pa.Table, folder: Path) -> Path:
     return path
 
 
-TARGETS: dict[str, Callable[[pa.Table, Path], Path]] = {
-    "areal": _fields(lambda rows: areal.trajectory_fields(rows, weighted=True)),
-    "nemo-rl": _fields(nemo_rl.message_log_fields),
-    "openrlhf": _fields(openrlhf.execution_fields),
-    "prime-rl": _fields(lambda rows: prime_rl.sample_fields(rows, env_name="trajkit")),
+def _llama_factory(rows: pa.Table, folder: Path, **options: Any) -> Path:
+    dataset = sft.dataset(rows, **options)
+    with prime_rl.new_folder(folder / "tokenized") as draft:
+        dataset.save_to_disk(draft)
+    return folder / "tokenized"
+
+
+def _tinker(rows: pa.Table, folder: Path) -> Path:
+    """The two arguments of a ``Datum`` per line; tinker knows the types of these lists."""
+    path = folder / "datums.jsonl"
+    datums = [
+        {
+            "model_input": fields["model_input"],
+            "loss_fn_inputs": {
+                name: fields[name].tolist()
+                for name in ("target_tokens", "logprobs", "advantages")
+            },
+        }
+        for fields in tinker.datum_fields(rows)
+    ]
+    text = "".join(json.dumps(datum) + "\n" for datum in datums)
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+    return path
+
+
+def _prime_rl(rows: pa.Table, folder: Path, *, seq_len: int, **options: Any) -> Path:
+    paths = prime_rl.write_micro_batches(
+        rows, folder, 0, seq_len, env_name="trajkit", **options
+    )
+    return paths[0].parent
+
+
+_WRITE: dict[str, Write] = {
+    "llama-factory": _llama_factory,
+    "prime-rl": _prime_rl,
     "sft": _parquet(sft.labels_table),
-    "skyrl": _fields(skyrl.generator_fields),
     "skyrl-sft": _parquet(sft.mask_table),
     "slime": _slime,
-    "tinker": _fields(tinker.datum_fields),
-    "trl": _fields(trl.rollout_func_fields),
-    "trl-async": _fields(trl.rollout_sample_fields),
-    "verl": _fields(verl.agent_loop_fields),
+    "tinker": _tinker,
 }
-"""How each target's file is written."""
+assert set(_WRITE) == set(FILE_FORMATS)

@@ -1,16 +1,19 @@
 """Rows as slime's ``Sample`` objects, and a manager that records turns for slime.
 
-Source: slime at 624b824 (``slime/utils/types.py``, ``slime/ray/rollout.py``,
-``slime/agent/trajectory.py``); spec, training formats 1.
+Source: https://github.com/THUDM/slime/tree/624b824 (``slime/utils/types.py``,
+``slime/ray/rollout.py``, ``slime/agent/trajectory.py``).
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
 from trajkit.errors import ExportError
 from trajkit.export._rows import (
@@ -20,10 +23,14 @@ from trajkit.export._rows import (
     objects_of,
     rewards_of,
     routed_experts,
+    sampling_masks,
+    token_values,
 )
+from trajkit.io.formats import replacing
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.recorder import Recorder
+from trajkit.training._checks import warn_without_signal
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,39 +43,58 @@ def sample_fields(
     Parameters
     ----------
     rows : table
-        A payload ``routed_experts`` is carried along, without the entry of the last
-        token.
+        The payloads ``routed_experts`` (without the entry of the last token),
+        ``sampling_mask`` and ``teacher_logprobs`` are carried along.
     first_index, first_group_index : int
         ``index`` and ``rollout_id`` of the first rollout, and ``group_index`` of the first
-        group. They count up in order of the rows.
+        group. They count up in order of the samples.
 
     Returns
     -------
     list of dict
-        One per row. All rows of a rollout have its full reward and the same
-        ``rollout_id``, so slime's loss divides by ``rollout_mask_sum`` as
-        ``add_weights(rows, "rollout")`` does.
+        One per row, those of a group one after another. All rows of a rollout have its
+        full reward and the same ``rollout_id``, so slime's loss divides by
+        ``rollout_mask_sum`` as ``add_weights(rows, "rollout")`` does.
 
     Raises
     ------
     ExportError
         A reward is null.
     """
-    checked = checked_rows(rows, response=True)
-    rewards = rewards_of(checked)
-    experts = routed_experts(rows)
+    chosen_int("first_index", first_index, 0)
+    chosen_int("first_group_index", first_group_index, 0)
+    checked = checked_rows(
+        rows,
+        "slime",
+        response=True,
+        carried=("routed_experts", "sampling_mask", "teacher_logprobs"),
+    )
+    experts, masks = routed_experts(rows, checked), sampling_masks(rows, checked)
+    teacher = token_values(rows, checked, "teacher_logprobs")
+    rollouts: dict[int, int] = {}
     samples = []
-    for row, reward in zip(checked, rewards, strict=True):
+    # slime's own function takes runs of samples for groups
+    for k, reward in sorted(
+        enumerate(rewards_of(checked)), key=lambda each: checked[each[0]].group
+    ):
+        row = checked[k]
         fields = _fields(row, reward)
         fields["group_index"] = first_group_index + row.group
-        fields["index"] = fields["rollout_id"] = first_index + row.rollout
+        number = rollouts.setdefault(row.rollout, len(rollouts))
+        fields["index"] = fields["rollout_id"] = first_index + number
         if experts is not None:
-            fields["rollout_routed_experts"] = experts[row.line][:-1]
+            fields["rollout_routed_experts"] = experts[k].tolist()
+        if masks is not None:
+            ids = masks[k][row.prompt_length :]
+            fields["rollout_top_p_token_ids"] = [*chain.from_iterable(ids)]
+            fields["rollout_top_p_token_offsets"] = [0, *accumulate(map(len, ids))]
+        if teacher[k] is not None:
+            fields["teacher_log_probs"] = teacher[k][row.prompt_length :]
         samples.append(fields)
     return samples
 
 
-def _fields(row: ExportRow, reward: float) -> dict[str, Any]:
+def _fields(row: ExportRow, reward: float | None) -> dict[str, Any]:
     versions = row.weight_versions or {}
     return {
         "tokens": row.input_ids.tolist(),
@@ -107,7 +133,8 @@ def write_debug_rollout(rows: TableLike, path: str | Path, rollout_id: int = 0) 
     import torch
 
     fields = sample_fields(rows)
-    torch.save({"rollout_id": rollout_id, "samples": fields}, path)
+    with replacing(Path(path)) as draft:
+        torch.save({"rollout_id": rollout_id, "samples": fields}, draft)
 
 
 def reward_post_process(
@@ -142,6 +169,7 @@ def reward_post_process(
     if not args.rewards_normalization or args.advantage_estimator not in estimators:
         return raw, raw
     groups: dict[object, dict[object, float]] = {}
+    keys = []
     for sample, reward in zip(samples, raw, strict=True):
         rollout = sample.index if sample.rollout_id is None else sample.rollout_id
         if rollout is None:
@@ -149,22 +177,36 @@ def reward_post_process(
                 "a sample has neither rollout_id nor index: rows of one rollout must "
                 "share one"
             )
-        known = groups.setdefault(sample.group_index, {}).setdefault(rollout, reward)
-        if known != reward:
+        # a rollout without a group is one of its own
+        named = ("group", sample.group_index)
+        if sample.group_index is None:
+            named = ("rollout", rollout)
+        keys.append((named, rollout))
+        first = groups.setdefault(named, {}).setdefault(rollout, reward)
+        if not math.isclose(first, reward, rel_tol=1e-9, abs_tol=1e-9):
             raise ExportError(
-                f"rollout {rollout}: its samples have rewards {known} and {reward}: "
-                "expected one reward"
+                f"rollout {rollout}: its samples have rewards {first} and {reward}: "
+                "expected one finite reward"
             )
-    rewards = []
-    for sample, reward in zip(samples, raw, strict=True):
-        rollouts = list(groups[sample.group_index].values())
-        gain = reward - sum(rollouts) / len(rollouts)
-        scales = args.advantage_estimator != "reinforce_plus_plus_baseline"
+    scales = args.advantage_estimator != "reinforce_plus_plus_baseline"
+    gains: dict[tuple[object, object], float] = {}
+    for group, members in groups.items():
+        rewards = np.array([*members.values()])
+        own = rewards - rewards.mean()
+        if np.ptp(rewards) <= 1e-9 * max(1.0, np.abs(rewards).max()):
+            own[:] = 0.0  # equal but for rounding
         if scales and args.grpo_std_normalization:
-            std = float(np.std(rollouts, ddof=1)) if len(rollouts) > 1 else 0.0
-            gain /= std + 1e-6
-        rewards.append(gain)
-    return raw, rewards
+            own /= (np.std(rewards, ddof=1) if len(rewards) > 1 else 0.0) + 1e-6
+        for rollout, gain in zip(members, own.tolist(), strict=True):
+            gains[group, rollout] = gain
+    warn_without_signal(
+        np.array([*gains.values()]),
+        np.array(
+            [reward for members in groups.values() for reward in members.values()]
+        ),
+        np.repeat(np.arange(len(groups)), [*map(len, groups.values())]),
+    )
+    return raw, [gains[key] for key in keys]
 
 
 class TrajectoryManager:
@@ -269,7 +311,7 @@ class TrajectoryManager:
         )
         rollout_id = base_sample.rollout_id
         found = []
-        for row in checked_rows(popped.rows, response=True, logprobs=False):
+        for row in checked_rows(popped.rows, "slime", response=True, logprobs=False):
             fields = _fields(row, reward)
             # The shortest decimals of the same float32, as slime's own manager keeps them.
             fields["rollout_log_probs"] = [

@@ -49,7 +49,7 @@ _INFLATED = {
     kind: 8 if "." in kind else 1 for kind in get_args(Format) if is_json(kind)
 }
 
-# the column of a table that replaces a session which JSON lines spell wrongly: why
+# column with the reason, in the placeholder table of a rejected session
 _REASON = "trajkit.turns.reject_sessions"
 
 

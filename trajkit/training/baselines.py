@@ -3,7 +3,6 @@
 from typing import Literal, TypeAlias, overload
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
@@ -18,19 +17,21 @@ from trajkit._arrow.canonical import (
 from trajkit._arrow.reshape import with_column
 from trajkit._arrow.take import row_lengths
 from trajkit._streams.lockstep import Stream, map_sessions
-from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import SESSIONS
 from trajkit.training._checks import (
-    Bools,
+    Floats,
     Longs,
     check_finite,
+    check_number,
     check_once,
+    constant_groups,
+    warn_without_signal,
 )
 from trajkit.training.rewards import segment_lines, trained_turns
 
 Baseline: TypeAlias = Literal["none", "group_mean", "leave_one_out"]
 Scale: TypeAlias = Literal["none", "group_std", "batch_std"]
-Floats: TypeAlias = npt.NDArray[np.float64]
 
 # the columns read from a table of advantages
 _ADVANTAGES = pa.schema(
@@ -102,8 +103,8 @@ def advantages(
             Some row trains it. A scored rollout that is not trained still shifts the
             baseline of its group. Null if ``sessions`` has no ``tokens_trained``.
         constant : bool
-            All rewards of its group are equal, and there are two or more: the group has
-            no variance. Null without a reward.
+            All rewards of its group are equal but for rounding, and there are two or
+            more: the group has no variance. Null without a reward.
         baseline, advantage : float64
             Null without a reward, and if a mean or a deviation needs another rollout.
 
@@ -113,6 +114,11 @@ def advantages(
         ``baseline``, ``scale``, ``epsilon`` or ``clip`` is not allowed.
     InvalidTurnsError
         A session has two lines, or a reward that is not finite.
+
+    Warns
+    -----
+    NoSignalWarning
+        There are advantages, and all are 0.
 
     References
     ----------
@@ -125,12 +131,9 @@ def advantages(
     """
     check_choice("baseline", baseline, Baseline)
     check_choice("scale", scale, Scale)
-    if not 0 <= epsilon < float("inf"):
-        raise ArgumentError(
-            f"epsilon={epsilon!r}: expected a finite number of 0 or more"
-        )
-    if clip is not None and not clip > 0:
-        raise ArgumentError(f"clip={clip!r}: expected a number above 0")
+    check_number("epsilon", epsilon, 0)
+    if clip is not None:
+        check_number("clip", clip, 0, above=True)
     source = as_table(sessions)
     # a report is a table of sessions with more columns
     table = canonical(source.replace_schema_metadata(None), SESSIONS)
@@ -141,9 +144,7 @@ def advantages(
     group = group_codes(table)
     n = np.bincount(group, scored)[group]
     mean = np.bincount(group, rewards)[group] / np.maximum(n, 1)
-    constant = (n > 1) & (
-        largest(group, rewards, scored) == -largest(group, -rewards, scored)
-    )
+    constant = constant_groups(source, group, rewards, scored)
     base, known = np.zeros(len(rewards)), scored
     if baseline == "group_mean":
         base = np.where(constant, rewards, mean)
@@ -164,6 +165,7 @@ def advantages(
             gain = scaled(gain - gain[valid].mean(), gain[valid].std(ddof=1), epsilon)
     if clip is not None:
         gain = np.clip(gain, -clip, clip)
+    warn_without_signal(gain[valid], rewards[valid], group[valid])
     trained = pa.nulls(len(rewards), pa.bool_())
     if "tokens_trained" in table.column_names:
         trained = pc.greater(table.column("tokens_trained"), 0)
@@ -271,13 +273,6 @@ def group_codes(table: pa.Table) -> Longs:
     alone = np.asarray(ids.is_null())
     codes[alone] = len(names) + np.arange(np.count_nonzero(alone))
     return codes
-
-
-def largest(group: Longs, rewards: Floats, scored: Bools) -> Floats:
-    """The largest reward of each rollout's group, -inf in a group without one."""
-    largest = np.full(int(group.max(initial=-1)) + 1, -np.inf)
-    np.maximum.at(largest, group[scored], rewards[scored])
-    return largest[group]
 
 
 def scaled(gain: Floats, deviation: Floats | np.float64, epsilon: float) -> Floats:

@@ -5,6 +5,7 @@ losses of trainers with it.
 """
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -16,7 +17,7 @@ from trajkit._arguments import check_choice
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical, is_list, place
 from trajkit._arrow.take import list_values
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import ROWS
 from trajkit.training._checks import session_codes
 
@@ -77,7 +78,7 @@ def reference_loss(
         `trajkit.add_advantages`, per row or per token; default: the reward) and,
         optionally,
         ``observation_weight``.
-    logprobs : array or torch tensor, floats, shape (n_tokens,)
+    logprobs : array, list or torch tensor of floats, shape (n_tokens,)
         Log-probability of every token of every row given the tokens before it in its
         row, rows concatenated. The first of each row is not read.
     reduce : {"mean", "sum"}
@@ -96,15 +97,17 @@ def reference_loss(
     Raises
     ------
     ArgumentError
-        ``reduce`` or ``observations_per`` has an unknown value.
+        ``reduce`` or ``observations_per`` has an unknown value, or ``logprobs`` are no
+        floats.
     InvalidTurnsError
         ``logprobs`` or the weights of a row have the wrong length; a trained token has
-        no behaviour logprob.
+        no finite behaviour logprob, advantage or weight.
     """
     check_choice("reduce", reduce, Reduce)
     check_choice("observations_per", observations_per, Per)
     table = canonical(as_table(rows), ROWS)
     n_ids = pc.list_value_length(table.column("input_ids")).to_numpy()
+    logprobs = _floats(logprobs)
     if tuple(logprobs.shape) != (int(n_ids.sum()),):
         raise InvalidTurnsError(
             f"logprobs has shape {tuple(logprobs.shape)}: the rows have "
@@ -115,15 +118,25 @@ def reference_loss(
     name = "advantage" if "advantage" in table.column_names else "reward"
     scored = np.asarray(table.column(name).is_valid())
     advantage = _advantages(table, name, n_ids)
-    weight = table.column("row_weight").fill_null(0.0).to_numpy()
     trained = np.flatnonzero(
         np.asarray(list_values(table.column("loss_mask"))) & scored[row]
     )
     of = row[trained]
+    weight = table.column("row_weight").fill_null(np.nan).to_numpy()
+    for k in of[~np.isfinite(weight[of])][:1]:
+        raise InvalidTurnsError(
+            f"{place(table, int(k))}: row_weight is {table['row_weight'][int(k)]}, but "
+            "the row trains tokens. Set it with trajkit.add_weights"
+        )
     if reduce == "mean":
         weight = weight / np.maximum(np.bincount(of, minlength=len(table)), 1)
     behaviour = _behaviour(table, row, trained)
     factor = weight[of] * advantage[trained]
+    for k in np.flatnonzero(~np.isfinite(factor))[:1]:
+        raise InvalidTurnsError(
+            f"{place(table, int(of[k]))}: {name} of a trained token is "
+            f"{advantage[trained[k]]}: expected a finite number"
+        )
     ratio = math.e ** (logprobs[trained] - _constant(behaviour, logprobs))
     rl_sum = -(_constant(factor, logprobs) * ratio).sum()
 
@@ -132,12 +145,34 @@ def reference_loss(
     if "observation_weight" in table.column_names:
         values = _per_token(table, "observation_weight", n_ids)
         observed = np.flatnonzero(values)
-        value = values[observed].astype(np.float64)
+        value = values[observed]
+        for k in observed[~np.isfinite(value)][:1]:
+            raise InvalidTurnsError(
+                f"{place(table, int(row[k]))}: observation_weight {values[k]} of a "
+                "token: expected a finite number"
+            )
     observation_sum = -(_constant(value, logprobs) * logprobs[observed]).sum()
     count = len(observed)
     if observations_per == "rollout":
         count = len(np.unique(session[row[observed]]))
     return Loss(rl_sum, len(np.unique(session[of])), observation_sum, count)
+
+
+def _floats(logprobs: Any) -> Tensor:
+    """The logprobs as an array or a tensor of floats."""
+    if hasattr(logprobs, "new_tensor"):
+        floats = logprobs.is_floating_point()
+    else:
+        with suppress(TypeError, ValueError):
+            logprobs = np.asarray(logprobs)
+        floats = isinstance(logprobs, np.ndarray) and logprobs.dtype.kind == "f"
+    if not floats:
+        kind = getattr(logprobs, "dtype", type(logprobs).__name__)
+        raise ArgumentError(
+            f"logprobs of type {kind}: expected floats, in an array, a torch tensor or a "
+            "list of numbers"
+        )
+    return logprobs
 
 
 def _advantages(
@@ -171,7 +206,7 @@ def _per_token(
             f"{place(table, row)}: {n[row]} values of {name} for {n_ids[row]} tokens"
         )
     values = np.zeros(int(n_ids.sum()))
-    values[np.repeat(given, n_ids)] = np.asarray(list_values(column))
+    values[np.repeat(given, n_ids)] = list_values(column).cast(pa.float64())
     return values
 
 
@@ -179,11 +214,11 @@ def _behaviour(
     table: pa.Table, row: npt.NDArray[np.int64], trained: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
     given = list_values(table.column("logprobs")).take(pa.array(trained))
-    if given.null_count:
-        at = trained[int(np.flatnonzero(np.asarray(given.is_null()))[0])]
+    values = np.asarray(given.fill_null(np.nan), np.float64)
+    for at in trained[~np.isfinite(values)][:1]:
         token = at - np.searchsorted(row, row[at])
         raise InvalidTurnsError(
             f"{place(table, int(row[at]))}: token {token} is trained and has no "
-            "logprob: the ratio needs the engine's"
+            "logprob that is finite: the ratio needs the engine's"
         )
-    return np.asarray(given, np.float64)
+    return values

@@ -10,7 +10,7 @@ from trajkit._arrow.canonical import TableLike, canonical_rows
 from trajkit._arrow.reshape import with_column
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import ArgumentError
-from trajkit.training._checks import session_codes, trained_tokens
+from trajkit.training._checks import check_number, session_codes, trained_tokens
 
 By: TypeAlias = Literal["token", "row", "rollout"]
 Weighing: TypeAlias = Literal[By, "constant"]
@@ -91,8 +91,8 @@ def add_weights(
             f"by={by!r} with constant={constant!r}: by='constant' needs constant, and no "
             "other value takes it"
         )
-    if constant is not None and not 0 < constant < float("inf"):
-        raise ArgumentError(f"constant={constant!r}: expected a finite number above 0")
+    if constant is not None:
+        check_number("constant", constant, 0, above=True)
     return map_sessions(lambda rows: _weighed(rows, by, constant), ("rows", rows))
 
 

@@ -9,10 +9,16 @@ from trajkit._arguments import check_choice
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical
 from trajkit._arrow.reshape import with_column
-from trajkit.errors import ArgumentError, InvalidTurnsError
+from trajkit.errors import InvalidTurnsError
 from trajkit.schema import SEGMENT_REWARDS, SESSIONS, TURN_REWARDS
-from trajkit.training._checks import check_finite, check_once
-from trajkit.training.baselines import group_codes, largest, scaled
+from trajkit.training._checks import (
+    check_finite,
+    check_number,
+    check_once,
+    constant_groups,
+    warn_without_signal,
+)
+from trajkit.training.baselines import group_codes, scaled
 
 Credit: TypeAlias = Literal["to_go", "step"]
 StepScale: TypeAlias = Literal["none", "group_std"]
@@ -65,6 +71,11 @@ def step_advantages(
         A step has two lines or a reward that is not finite; its session has no line in
         ``sessions``, or two.
 
+    Warns
+    -----
+    NoSignalWarning
+        There are advantages, and all are 0.
+
     References
     ----------
     GRPO with process supervision (arXiv 2402.03300, 4.1.3): credit "to_go", scale
@@ -72,10 +83,7 @@ def step_advantages(
     """
     check_choice("credit", credit, Credit)
     check_choice("scale", scale, StepScale)
-    if not 0 <= epsilon < float("inf"):
-        raise ArgumentError(
-            f"epsilon={epsilon!r}: expected a finite number of 0 or more"
-        )
+    check_number("epsilon", epsilon, 0)
     given = as_table(rewards).replace_schema_metadata(None)
     by_turn = "turn_index" in given.column_names
     table = canonical(given, TURN_REWARDS if by_turn else SEGMENT_REWARDS)
@@ -95,8 +103,7 @@ def step_advantages(
     reward = table.column("reward").fill_null(0.0).to_numpy()
     n = np.bincount(group, known)[group]
     mean = np.bincount(group, reward)[group] / np.maximum(n, 1)
-    # rounding would leave a deviation
-    constant = largest(group, reward, known) == -largest(group, -reward, known)
+    constant = constant_groups(given, group, reward, known)
     gain = np.where(known & ~constant, reward - mean, 0.0)
     valid = known
     if scale == "group_std":
@@ -113,4 +120,5 @@ def step_advantages(
         to_go = np.empty_like(gain)
         to_go[order] = sums - before[starts]
         gain = to_go
+    warn_without_signal(gain[valid], reward[valid], group[valid])
     return with_column(table, "advantage", pa.array(gain, mask=~valid))

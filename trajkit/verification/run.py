@@ -198,7 +198,7 @@ def numbered(
     first, counted = 0, None
     for batch in batches:
         if not isinstance(batch, pa.RecordBatch):
-            yield batch  # `Beside` refuses it
+            yield batch  # SessionCursor raises SchemaError for it
             continue
         table = pa.Table.from_batches([batch])
         names = table.column_names

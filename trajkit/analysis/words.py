@@ -1,4 +1,4 @@
-"""What each cause of drift and each loss means in a report, and what to change."""
+"""Causes of drift and losses in words, for the page, the report and the terminal."""
 
 MENDS = {
     # causes that texts show (trajkit.schema.TEXT_CAUSES)
@@ -44,7 +44,7 @@ MENDS = {
     ),
     "other_text": (
         "The text differs, and there are no messages that show who changed it.",
-        "Record the messages of each request, and run this report again.",
+        "Record the messages of each request.",
     ),
     # causes that ids show (trajkit.schema.CAUSES)
     "truncated": (
@@ -57,11 +57,11 @@ MENDS = {
     ),
     "middle_edited": (
         "Some tokens changed, and later ones are the same again.",
-        "Give the report a tokenizer: it then names the change in the text.",
+        "Give the model's tokenizer: the change is then named in the text.",
     ),
     "tail_changed": (
         "The last reply came back changed.",
-        "Give the report a tokenizer: it then names the change in the text.",
+        "Give the model's tokenizer: the change is then named in the text.",
     ),
     "diverged": (
         "Prompt and path do not agree again.",
@@ -72,20 +72,53 @@ MENDS = {
 """Cause of drift to what happened and what to change."""
 
 LOSS_WORDS = {
-    "absorbed": "Drift: the row continued with the next prompt's ids in their place.",
-    "rewritten": "A later request showed another message in their place.",
-    "cut": "Beyond max_row_tokens.",
-    "untrainable": "The turn has trainable = false, or its session ended in an error.",
-    "unrouted": "The request has an empty list of messages.",
-    "restarted": "Drift inside the row's first prompt: the row started again.",
-    "over_max_rows": "Beyond the policy's max_rows.",
-    "aborted": "The call was aborted.",
-    "masked": "Excluded by the turn's output_mask.",
-    "no_logprob": "The engine gave no logprob, and the policy needs one.",
-    "no_splice_point": "No end of turn in a prompt at which the row could continue.",
-    "quarantined": "Every chain with them has an ambiguous call.",
-    "not_selected": "Their chain is not among those that become rows.",
-    "refused": "The prompt does not continue the tokens of the turn before it.",
-    "retried": "Nothing continues the call, and a later call has the same parent.",
+    "absorbed": (
+        "drift",
+        "Drift: its row continued with the next prompt's ids instead.",
+    ),
+    "rewritten": ("drift", "A later request showed another message in its place."),
+    "cut": ("end", "It is beyond max_row_tokens."),
+    "untrainable": (
+        "context",
+        "Its turn has trainable = false, or its session ended in an error.",
+    ),
+    "unrouted": (
+        "no_row",
+        "Its call has no messages, and the policy compares messages.",
+    ),
+    "restarted": (
+        "drift",
+        "A later prompt changed the row's first prompt, so the row was begun again.",
+    ),
+    "over_max_rows": ("no_row", "Its row is beyond the policy's max_rows."),
+    "aborted": ("context", "Its call was aborted."),
+    "masked": ("context", "The turn's output_mask excludes it."),
+    "no_logprob": ("context", "It has no logprob, and the policy needs one."),
+    "no_splice_point": (
+        "end",
+        "Its row ended before it: a prompt has no end of turn from which to continue.",
+    ),
+    "quarantined": (
+        "no_row",
+        "Every chain with its call has a call that could continue two others, or a retry.",
+    ),
+    "not_selected": ("no_row", "Its chain is not among those that become rows."),
+    "refused": (
+        "no_row",
+        "The prompt of its call does not continue the tokens of the parent.",
+    ),
+    "retried": (
+        "no_row",
+        "Its call was tried again later, and its own reply was not used.",
+    ),
 }
-"""Why a policy does not train sampled tokens (`trajkit.schema.LOSSES`)."""
+"""Of a sampled token that no row trains (`trajkit.schema.LOSSES`): a group, and why."""
+
+LOSS_GROUPS = {
+    "trained": "trained",
+    "drift": "lost to drift",
+    "end": "after the end of its row",
+    "no_row": "in no row",
+    "context": "may not be trained",
+}
+"""Groups of losses in words, and the word for trained tokens."""
