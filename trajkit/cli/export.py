@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
                 if arguments.sessions:
                     sessions = _sessions(arguments.sessions)
                 chosen = _ADVANTAGES[arguments.advantage or "group_mean"]
-                gains = tk.training.advantages(sessions, **chosen)
+                gains = tk.learn.advantages(sessions, **chosen)
                 rows = tk.add_advantages(rows, gains)
             path = write_export(rows, arguments.to, arguments.output, **options)
         except NoSignalWarning as warning:

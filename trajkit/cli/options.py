@@ -13,8 +13,8 @@ import pyarrow as pa
 import trajkit as tk
 from trajkit.cli.policy_args import Set, setting, with_choices
 from trajkit.io.tables import sessions_below
+from trajkit.learn.weights import By
 from trajkit.policies import DEFAULT_FORK_THRESHOLD, PRESETS
-from trajkit.training.row_weights import By
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Run: TypeAlias = Callable[[argparse.Namespace], int | None]

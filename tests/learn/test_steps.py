@@ -83,7 +83,7 @@ def test_steps_have_the_advantages_of_process_supervision(
 ):
     lines = [(session, k, reward) for (session, k), reward in steps.items()]
     groups = dict(zip("abcd", names, strict=True))
-    table = tk.training.step_advantages(
+    table = tk.learn.step_advantages(
         steps_table(lines, index),
         sessions_table(groups),
         credit=credit,
@@ -138,14 +138,14 @@ def test_the_loss_of_advantages_per_turn_is_that_of_each_turn():
     """The loss is linear in advantages: it is the sum over turns trained alone."""
     rows = drifting()
     now = np.linspace(-2.0, -0.1, 13)
-    total = float(tk.training.reference_loss(tk.add_advantages(rows, GAINS), now).total)
+    total = float(tk.learn.reference_loss(tk.add_advantages(rows, GAINS), now).total)
     alone = 0.0
     for k, gain in enumerate([1.0, -2.0, 0.25]):
         one = GAINS.set_column(
             2, "advantage", pa.array([float(t == k) for t in [2, 0, 1]])
         )
         alone += gain * float(
-            tk.training.reference_loss(tk.add_advantages(rows, one), now).total
+            tk.learn.reference_loss(tk.add_advantages(rows, one), now).total
         )
     assert total == pytest.approx(alone)
     packs = tk.pack(tk.add_advantages(rows, GAINS), 20, columns=["advantage"])
@@ -203,14 +203,14 @@ def of_segments(*rewards):
 def test_a_row_has_the_reward_of_its_segment():
     rows = segments()
     assert len(rows) == 2
-    found = tk.training.spread_rewards(
+    found = tk.learn.spread_rewards(
         rows, "per_segment", segment_rewards=of_segments(0.25, None)
     )
     assert found["reward"].to_pylist() == [0.25, None]
 
 
 def test_a_row_has_the_advantage_of_its_segment():
-    table = tk.training.step_advantages(
+    table = tk.learn.step_advantages(
         of_segments(1.0, 0.0), sessions_table({"a": "g"}), scale="none", credit="step"
     )
     found = tk.add_advantages(segments(), table)
@@ -227,7 +227,7 @@ def test_a_row_has_the_advantage_of_its_segment():
 )
 def test_rewards_of_other_segments_are_refused(rows, rewards, said):
     with pytest.raises(InvalidTurnsError, match=said):
-        tk.training.spread_rewards(
+        tk.learn.spread_rewards(
             rows(), "per_segment", segment_rewards=of_segments(*rewards)
         )
 
@@ -242,13 +242,13 @@ def test_rewards_of_other_segments_are_refused(rows, rewards, said):
 )
 def test_choices_of_steps_that_do_not_exist_are_refused(options, said):
     with pytest.raises(ArgumentError, match=said):
-        tk.training.step_advantages(
+        tk.learn.step_advantages(
             of_segments(1.0), sessions_table({"a": None}), **options
         )
 
 
 def test_rewards_of_another_session_are_refused():
     with pytest.raises(InvalidTurnsError, match="'a' has rewards, but no line in sess"):
-        tk.training.step_advantages(of_segments(1.0), sessions_table({"b": "g"}))
+        tk.learn.step_advantages(of_segments(1.0), sessions_table({"b": "g"}))
     with pytest.raises(ArgumentError, match="'copy' with segment_rewards given"):
-        tk.training.spread_rewards(segments(), segment_rewards=of_segments(1.0, 1.0))
+        tk.learn.spread_rewards(segments(), segment_rewards=of_segments(1.0, 1.0))
