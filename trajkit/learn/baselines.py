@@ -15,9 +15,9 @@ from trajkit._arrow.canonical import (
     place,
 )
 from trajkit._arrow.reshape import with_column
-from trajkit._arrow.take import row_lengths
+from trajkit._arrow.take import row_lengths, tuples
 from trajkit._streams.lockstep import Stream, map_sessions
-from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.learn._checks import (
     Floats,
     Longs,
@@ -28,11 +28,12 @@ from trajkit.learn._checks import (
     warn_without_signal,
 )
 from trajkit.learn.rewards import segment_lines, trained_turns
-from trajkit.schema import SEGMENT_REWARDS, SESSIONS, TURN_REWARDS
+from trajkit.schema import LINKS, SEGMENT_REWARDS, SESSIONS, TURN_REWARDS
 
 Baseline: TypeAlias = Literal["none", "group_mean", "leave_one_out"]
 Scale: TypeAlias = Literal["none", "group_std", "batch_std"]
 Credit: TypeAlias = Literal["to_go", "step"]
+StepBaseline: TypeAlias = Literal["none", "group_mean"]
 StepScale: TypeAlias = Literal["none", "group_std"]
 
 # the columns read from a table of advantages
@@ -288,14 +289,21 @@ def step_advantages(
     sessions: TableLike,
     *,
     credit: Credit = "to_go",
+    baseline: StepBaseline = "group_mean",
     scale: StepScale = "group_std",
     epsilon: float = 1e-6,
+    discount: float = 1.0,
+    links: TableLike | None = None,
 ) -> pa.Table:
     """The advantage of each turn or segment, from rewards of turns or segments.
 
     With ``r`` the reward of a step and the mean and sample deviation over all steps of
     the rollouts of a group, ``r' = r - mean``, or ``(r - mean) / (std + epsilon)`` with
     scale "group_std". A step counts once, however many rows train it.
+
+    With credit "to_go" the steps of a session are the steps of an episode, and the
+    advantage is that of generalized advantage estimation without a critic, where
+    ``discount`` is the product of its gamma and lambda.
 
     Parameters
     ----------
@@ -307,12 +315,21 @@ def step_advantages(
         counts. A session with a null group_id is a group of its own.
     credit : {"to_go", "step"}
         to_go
-            A step has the sum of ``r'`` of its own and the later steps of the session.
+            A step has the sum of ``r'`` of its own and the later steps of the session, each
+            times ``discount`` to the power of its distance in steps.
         step
             A step has its own ``r'``.
+    baseline : {"none", "group_mean"}
+        "none": no mean is subtracted.
     scale : {"none", "group_std"}
     epsilon : float
         Added to the standard deviation; 0 or more.
+    discount : float
+        From 0 to 1.
+    links : table, optional
+        `trajkit.schema.LINKS` of the turns (`trajkit.link`): the later steps of a turn are
+        then those of the calls that continue it, so that a branch or a sub-agent does not
+        count for turns that it does not continue. None: all later turns of the session.
 
     Returns
     -------
@@ -325,10 +342,11 @@ def step_advantages(
     Raises
     ------
     ArgumentError
-        ``credit``, ``scale`` or ``epsilon`` is not allowed.
+        ``credit``, ``baseline``, ``scale``, ``epsilon`` or ``discount`` is not allowed, or
+        there are ``links`` with rewards of segments.
     InvalidTurnsError
         A step has two lines or a reward that is not finite; its session has no line in
-        ``sessions``, or two.
+        ``sessions``, or two; a turn has no line in ``links``.
 
     Warns
     -----
@@ -338,11 +356,17 @@ def step_advantages(
     References
     ----------
     GRPO with process supervision (arXiv 2402.03300, 4.1.3): credit "to_go", scale
-    "group_std".
+    "group_std". Turn-level GAE: AReaL's ``gae_timestep_unit="turn"``
+    (https://github.com/areal-project/AReaL/blob/cbff54d/areal/trainer/ppo/gae.py), with
+    baseline and scale "none".
     """
     check_choice("credit", credit, Credit)
+    check_choice("baseline", baseline, StepBaseline)
     check_choice("scale", scale, StepScale)
     check_number("epsilon", epsilon, 0)
+    check_number("discount", discount, 0)
+    if discount > 1:
+        raise ArgumentError(f"discount={discount!r}: expected a number from 0 to 1")
     given = as_table(rewards).replace_schema_metadata(None)
     by_turn = "turn_index" in given.column_names
     table = canonical(given, TURN_REWARDS if by_turn else SEGMENT_REWARDS)
@@ -363,21 +387,63 @@ def step_advantages(
     n = np.bincount(group, known)[group]
     mean = np.bincount(group, reward)[group] / np.maximum(n, 1)
     constant = constant_groups(given, group, reward, known)
-    gain = np.where(known & ~constant, reward - mean, 0.0)
+    centred = np.where(known & ~constant, reward - mean, 0.0)
+    gain = centred if baseline == "group_mean" else reward
     valid = known
     if scale == "group_std":
-        variance = np.bincount(group, gain**2)[group] / np.maximum(n - 1, 1)
+        variance = np.bincount(group, centred**2)[group] / np.maximum(n - 1, 1)
         gain = _scaled(gain, np.sqrt(variance), epsilon)
         valid = known & (n > 1)
     if credit == "to_go":
-        index = table.column(1).to_numpy()
-        order = np.lexsort((-index.astype(np.int64), session))
-        sums = np.cumsum(gain[order])
-        first = np.diff(session[order], prepend=-1) != 0
-        before = np.where(first, sums - gain[order], 0.0)
-        starts = np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))
-        to_go = np.empty_like(gain)
-        to_go[order] = sums - before[starts]
-        gain = to_go
+        gain = _to_go(table, session, gain, discount, links)
     warn_without_signal(gain[valid], reward[valid], group[valid])
     return with_column(table, "advantage", pa.array(gain, mask=~valid))
+
+
+def _to_go(
+    table: pa.Table,
+    session: Longs,
+    gain: Floats,
+    discount: float,
+    links: TableLike | None,
+) -> Floats:
+    """The sum of each step's gain and those of its later steps, discounted."""
+    index = table.column(1).to_numpy().astype(np.int64)
+    if links is None:
+        order = np.lexsort((index, session))
+        before = np.full(len(order), -1)
+        before[order[1:]] = np.where(np.diff(session[order]) == 0, order[:-1], -1)
+    elif table.column_names[1] != "turn_index":
+        raise ArgumentError("links are of turns, but the rewards are of segments")
+    else:
+        before = _parents(table, index, canonical(as_table(links), LINKS))
+    found = gain.copy()
+    for step in np.argsort(-index, kind="stable"):
+        if before[step] >= 0:
+            found[before[step]] += discount * found[step]
+    return found
+
+
+def _parents(table: pa.Table, index: Longs, links: pa.Table) -> Longs:
+    """The line of the turn that each turn continues, or -1."""
+    lines = tuples(links, "session_id", "turn_index", "parent")
+    parents = {(name, turn): parent for name, turn, parent in lines}
+    names = table.column("session_id").to_pylist()
+    own = {
+        key: line for line, key in enumerate(zip(names, index.tolist(), strict=True))
+    }
+    found = np.full(len(index), -1)
+    for (name, turn), line in own.items():
+        if (name, turn) not in parents:
+            raise InvalidTurnsError(
+                f"session {name!r}, turn {turn}: has a reward, but no line in links"
+            )
+        parent = parents[name, turn]
+        if parent is not None:
+            if (name, parent) not in own:
+                raise InvalidTurnsError(
+                    f"session {name!r}, turn {turn}: continues turn {parent}, which has no "
+                    "line in rewards: give it 0 or null"
+                )
+            found[line] = own[name, parent]
+    return found
