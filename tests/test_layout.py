@@ -25,10 +25,9 @@ PUBLIC = [
     trajkit,
     trajkit.analysis,
     trajkit.jobs,
-    trajkit.observations,
+    trajkit.learn,
     trajkit.plot,
     trajkit.recorder,
-    trajkit.training,
     trajkit.turns,
     trajkit.view,
 ]

@@ -240,7 +240,7 @@ class Policy:
         the last. None: all.
     rewards : {"copy", "uniform", "final_only"}
         How the session's reward is spread over its rows
-        (`trajkit.training.spread_rewards`).
+        (`trajkit.learn.spread_rewards`).
     flag_scope : {"chain", "row"}
         Whether ``truncated``, ``use_tool`` and ``ill_formed`` describe the chain from the
         first call to the leaf, or the calls in the row.

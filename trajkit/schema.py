@@ -225,7 +225,7 @@ TURN_REWARDS = _schema(
     # null: unscorable, never 0
     pa.field("reward", pa.float64()),
 )
-"""A reward per turn, as `trajkit.training.spread_rewards` takes it."""
+"""A reward per turn, as `trajkit.learn.spread_rewards` takes it."""
 
 SEGMENT_REWARDS = _schema(
     "segment_rewards",
@@ -235,7 +235,7 @@ SEGMENT_REWARDS = _schema(
     # null: unscorable, never 0
     pa.field("reward", pa.float64()),
 )
-"""A reward per segment, as `trajkit.training.spread_rewards` takes it."""
+"""A reward per segment, as `trajkit.learn.spread_rewards` takes it."""
 
 ATTRIBUTION = _schema(
     "turns",
@@ -254,7 +254,7 @@ ATTRIBUTION = _schema(
     pa.field("message_tool_names", pa.large_list(pa.string())),
 )
 """Optional columns of ``turns`` that attribute prompt tokens to messages. They are read
-by `trajkit.observations.observation_weights`."""
+by `trajkit.learn.observation_weights`."""
 
 LOSSES = _defined("""Reasons why no row trains a sampled token.
 

@@ -41,7 +41,7 @@ def sum_over(rows, loss, cut=True, **options):
 def test_the_policy_loss_is_that_of_the_rows(case, reduce):
     rows = tk.add_weights(rows_of(case), "token" if reduce == "mean" else "rollout")
     values, _ = scored(rows)
-    expected = tk.training.reference_loss(rows, values, reduce=reduce).rl_sum
+    expected = tk.learn.reference_loss(rows, values, reduce=reduce).rl_sum
     found = sum_over(rows, policy_loss, reduce=reduce)
     assert float(found) == pytest.approx(float(expected), rel=1e-12)
 
@@ -111,7 +111,7 @@ def test_the_observation_loss_is_that_of_the_rows():
         "observation_weight", pa.array(weights, pa.large_list(pa.float32()))
     )
     values, starts = scored(rows)
-    expected = tk.training.reference_loss(rows, values)
+    expected = tk.learn.reference_loss(rows, values)
     packs = tk.pack(rows, 1_000, columns=["advantage", "observation_weight"])
     (pack,) = PackDataset(packs)
     logprobs = of_edges(pack, values, starts).requires_grad_()

@@ -10,7 +10,7 @@ from trajkit._arrow.canonical import TableLike, canonical_rows
 from trajkit._arrow.reshape import with_column
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import ArgumentError
-from trajkit.training._checks import check_number, session_codes, trained_tokens
+from trajkit.learn._checks import check_number, session_codes, trained_tokens
 
 By: TypeAlias = Literal["token", "row", "rollout"]
 Weighing: TypeAlias = Literal[By, "constant"]

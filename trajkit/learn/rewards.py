@@ -19,14 +19,14 @@ from trajkit._arrow.reshape import with_column
 from trajkit._arrow.take import list_values
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.schema import SEGMENT_REWARDS, TURN_REWARDS
-from trajkit.training._checks import (
+from trajkit.learn._checks import (
     Bools,
     Longs,
     check_finite,
     check_once,
     session_codes,
 )
+from trajkit.schema import SEGMENT_REWARDS, TURN_REWARDS
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
