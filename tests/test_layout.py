@@ -26,6 +26,7 @@ PUBLIC = [
     trajkit.analysis,
     trajkit.jobs,
     trajkit.observations,
+    trajkit.packs,
     trajkit.plot,
     trajkit.recorder,
     trajkit.training,

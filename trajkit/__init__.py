@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from trajkit import importers as importers
     from trajkit import jobs as jobs
     from trajkit import observations as observations
+    from trajkit import packs as packs
     from trajkit import plot as plot
     from trajkit import policies as policies
     from trajkit import recorder as recorder
@@ -82,6 +83,7 @@ else:
             "importers",
             "jobs",
             "observations",
+            "packs",
             "plot",
             "policies",
             "recorder",
