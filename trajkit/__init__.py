@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trajkit import jobs as jobs
     from trajkit import learn as learn
     from trajkit import observations as observations
+    from trajkit import packs as packs
     from trajkit import plot as plot
     from trajkit import policies as policies
     from trajkit import recorder as recorder
@@ -84,6 +85,7 @@ else:
             "jobs",
             "learn",
             "observations",
+            "packs",
             "plot",
             "policies",
             "recorder",
