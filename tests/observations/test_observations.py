@@ -65,8 +65,8 @@ def test_prime_is_the_sft_mask_of_interleave(session):
         assert expected == [None] * rows.num_rows
         return
     rows = tk.observations.observation_weights(
-        turns,
         rows,
+        turns,
         rule="prime",
         tool_names=config["tool_names"],
         alpha=0.5,
@@ -159,7 +159,7 @@ def weighed(records, policy="faithful", *, sessions=None, **options):
     turns = tk.from_records(records)
     rows = tk.linearize(turns, policy, sessions=sessions)
     rows = tk.observations.observation_weights(
-        turns, rows, sessions=sessions, **options
+        rows, turns, sessions=sessions, **options
     )
     return [
         (r, token, weight)
@@ -174,7 +174,7 @@ def weighed(records, policy="faithful", *, sessions=None, **options):
 def counted(records, policy="faithful", **options):
     turns = tk.from_records(records)
     rows = tk.linearize(turns, policy)
-    _, report = tk.observations.observation_weights(turns, rows, report=True, **options)
+    _, report = tk.observations.observation_weights(rows, turns, report=True, **options)
     (line,) = report.to_pylist()
     return line
 
@@ -182,11 +182,11 @@ def counted(records, policy="faithful", **options):
 def test_the_content_of_a_tool_s_message_is_weighed_and_the_mask_stays():
     turns = tk.from_records(conversation())
     rows = tk.linearize(turns)
-    out = tk.observations.observation_weights(turns, rows, alpha=0.5)
+    out = tk.observations.observation_weights(rows, turns, alpha=0.5)
     assert weighed(conversation(), alpha=0.5) == [(0, 40, 0.5), (0, 41, 0.5)]
     assert out.drop_columns("observation_weight").equals(rows)
     assert out.schema.field("observation_weight").type == pa.large_list(pa.float32())
-    assert tk.observations.observation_weights(turns, out, alpha=0.5).equals(out)
+    assert tk.observations.observation_weights(out, turns, alpha=0.5).equals(out)
 
 
 @pytest.mark.parametrize("policy", ["faithful", "strict", "per_call", "skyrl", "slime"])
@@ -216,10 +216,10 @@ def test_a_row_that_was_cut_leaves_the_rest_of_a_message_to_the_next():
     turns = tk.from_records(records)
     rows = tk.linearize(turns, max_row_tokens=14)
     assert [ids[-1] for ids in rows["input_ids"].to_pylist()] == [40, END]
-    _, report = tk.observations.observation_weights(turns, rows, report=True)
+    _, report = tk.observations.observation_weights(rows, turns, report=True)
     line = report.to_pylist()[0]
     assert (line["tokens_observed"], line["tokens_repeated"]) == (2, 1)
-    out = tk.observations.observation_weights(turns, rows, normalization="sft_tokens")
+    out = tk.observations.observation_weights(rows, turns, normalization="sft_tokens")
     assert [
         [(t, w) for t, w in zip(ids, weights, strict=True) if w]
         for ids, weights in zip(
@@ -453,8 +453,8 @@ def test_turns_in_delta_form():
     )
     short = pa.Table.from_pylist(delta, schema)
     assert tk.linearize(short).equals(rows)
-    assert tk.observations.observation_weights(short, rows).equals(
-        tk.observations.observation_weights(turns, rows)
+    assert tk.observations.observation_weights(rows, short).equals(
+        tk.observations.observation_weights(rows, turns)
     )
 
 
@@ -478,7 +478,7 @@ def test_the_attribution_of_shared_tokens_may_be_left_out_in_delta_form():
         for name, empty in (("prompt_message_index", -1), ("prompt_is_content", False)):
             place = table.schema.get_field_index(name)
             table = table.set_column(place, name, changed(name, empty, left_out))
-        return tk.observations.observation_weights(table, rows)
+        return tk.observations.observation_weights(rows, table)
 
     assert weights(left_out=True).equals(weights(left_out=False))
     assert any(map(any, weights(left_out=True)["observation_weight"].to_pylist()))
@@ -515,7 +515,7 @@ def test_normalization_counts_before_the_cut(normalization, scale, limit):
     )
     for rule in ("echo", "prime"):
         out = tk.observations.observation_weights(
-            named, rows, rule=rule, alpha=0.5, normalization=normalization
+            rows, named, rule=rule, alpha=0.5, normalization=normalization
         )
         (weights,) = out["observation_weight"].to_pylist()
         found = [weight for weight in weights if weight]
@@ -548,7 +548,7 @@ def test_what_cut_rows_would_share_is_counted_once():
         for limit in (None, 16)
         for rows in [tk.linearize(turns, "per_call", max_row_tokens=limit)]
         for out in [
-            tk.observations.observation_weights(turns, rows, normalization="all_tokens")
+            tk.observations.observation_weights(rows, turns, normalization="all_tokens")
         ]
     ]
     assert weights[0] == weights[1]
@@ -604,7 +604,7 @@ def test_without_flags_whole_messages_can_be_taken(columns, match):
 def test_turns_without_the_columns_raise():
     turns = tk.from_records(conversation()).select(range(12))
     with pytest.raises(InvalidTurnsError, match="prompt_message_index is null"):
-        tk.observations.observation_weights(turns, tk.linearize(turns))
+        tk.observations.observation_weights(tk.linearize(turns), turns)
 
 
 @pytest.mark.parametrize(
@@ -640,10 +640,10 @@ def test_rows_of_other_turns_are_refused():
     rows = tk.linearize(tk.from_records(drifting()), "per_call")
     said = "session 's', row 1: no call of the session has its 1"
     with pytest.raises(InvalidTurnsError, match=said):
-        tk.observations.observation_weights(turns, rows)
+        tk.observations.observation_weights(rows, turns)
     other = tk.from_records(conversation()[:1]).slice(0, 0)
     with pytest.raises(InvalidTurnsError, match="row 0: the session has no turns"):
-        tk.observations.observation_weights(other, rows)
+        tk.observations.observation_weights(rows, other)
 
 
 # --- the rule against its twin
@@ -660,7 +660,7 @@ def test_echo_is_its_twin(policy):
     for session in fully_attributed():
         turns = attributed(session)
         rows = tk.linearize(turns, policy)
-        out = tk.observations.observation_weights(turns, rows).to_pylist()
+        out = tk.observations.observation_weights(rows, turns).to_pylist()
         expected = observed_tokens(session["turns"], rows.to_pylist())
         found = [[p for p, w in enumerate(r["observation_weight"]) if w] for r in out]
         assert found == expected
@@ -668,7 +668,7 @@ def test_echo_is_its_twin(policy):
     assert weighed_sessions > 20
 
 
-# --- the loss: what the authors of prime-rl's rule met, one test each (spec 4)
+# --- the loss: what the authors of prime-rl's rule met, one test each
 
 
 def learned(records, *, advantage=2.0, alpha=0.25, **options):
@@ -679,7 +679,7 @@ def learned(records, *, advantage=2.0, alpha=0.25, **options):
     ]
     turns = tk.from_records(records)
     rows = tk.linearize(turns, reward=advantage)
-    return tk.observations.observation_weights(turns, rows, alpha=alpha, **options)
+    return tk.observations.observation_weights(rows, turns, alpha=alpha, **options)
 
 
 def flat(rows, name):
@@ -754,8 +754,8 @@ def test_attribution_is_the_same_from_a_file_as_from_dicts(tmp_path):
         tk.write_turns(turns, tmp_path / name)
         read = tk.read_turns(tmp_path / name)
         rows = tk.linearize(read)
-        assert tk.observations.observation_weights(read, rows).equals(
-            tk.observations.observation_weights(turns, rows)
+        assert tk.observations.observation_weights(rows, read).equals(
+            tk.observations.observation_weights(rows, turns)
         )
 
 
@@ -819,7 +819,7 @@ def test_rows_without_weights_learn_nothing_from_what_they_show():
     loss = tk.training.reference_loss(rows, some_logprobs(rows))
     assert (loss.observation_sum, loss.observation_count) == (0, 0)
     nothing = tk.observations.observation_weights(
-        tk.from_records(drifting()), learned(drifting()), tool_names=["read"]
+        learned(drifting()), tk.from_records(drifting()), tool_names=["read"]
     )
     loss = tk.training.reference_loss(nothing, some_logprobs(rows))
     assert (loss.observation_sum, loss.observation_count) == (0, 0)

@@ -167,11 +167,11 @@ def test_observations_beside_turns(data, turns):
     for rule in ("echo", "prime"):
         known = {"rule": rule, "missing": "skip"}
         whole, report = tk.observations.observation_weights(
-            table, rows, report=True, **known
+            rows, table, report=True, **known
         )
 
         def both():
-            return iter(cut(choose, table)), iter(cut(choose, rows))
+            return iter(cut(choose, rows)), iter(cut(choose, table))
 
         assert (
             lines(tk.observations.observation_weights(*both(), **known))
@@ -398,7 +398,7 @@ def test_few_batches_are_held(name):
     elif name == "observations":
         stage, sources = (
             tk.observations.observation_weights,
-            {"turns": table, "rows": rows},
+            {"rows": rows, "turns": table},
         )
     else:
         stage = OF_TURNS[name]
@@ -443,7 +443,7 @@ def test_a_stream_without_rows_gives_a_batch_without_rows(name, seen):
         **{name: (stage, (turns, links)) for name, stage in OF_LINKS.items()},
         **{name: (stage, (rows,)) for name, stage in OF_ROWS.items()},
         "verify": (tk.verify, (rows, turns)),
-        "observations": (tk.observations.observation_weights, (turns, rows)),
+        "observations": (tk.observations.observation_weights, (rows, turns)),
         "linearize": (tk.linearize, (turns,)),
     }[name]
     given = [

@@ -129,7 +129,7 @@ def observed_rows(
 def factor(
     normalization: Normalization, all_tokens: int, observed: int, trained: int
 ) -> float:
-    """The factor of alpha, for T, S and R tokens (spec: prime-rl 4, its four modes)."""
+    """The factor of alpha, for T, S and R tokens (prime-rl's four modes)."""
     if normalization == "flat" or not observed:
         return 1.0
     if normalization == "all_tokens":

@@ -23,7 +23,8 @@ def prime(
     """The weights of each row of a session, given the turn_index of each call's parent.
 
     Each call of a row attributes the part of its prompt after the previous call's path
-    (spec: prime-rl 2.1 (5, 6) and 3.1).
+    (``_step_sft_mask`` of
+    https://github.com/PrimeIntellect-ai/prime-rl/blob/b1c49e530/src/prime_rl/orchestrator/trajectories.py).
     """
     at = {int(turn): call for call, turn in enumerate(calls.turn_index)}
     parent = [None if turn is None else at[turn] for turn in parents]

@@ -1,12 +1,14 @@
 """Training on observations: a weight per token in addition to the loss mask."""
 
+from __future__ import annotations  # a signature shows the words below
+
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Literal, TypeAlias, TypedDict, Unpack, overload
 
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import check_choice
+from trajkit._arguments import check_choice, check_flag
 from trajkit._arrow.canonical import TableLike, as_table, canonical
 from trajkit._streams.lockstep import (
     Source,
@@ -50,39 +52,39 @@ class _Options(TypedDict, total=False):
 
 @overload
 def observation_weights(
-    turns: Stream | pa.RecordBatchReader,
-    rows: Source,
+    rows: Stream | pa.RecordBatchReader,
+    turns: Source,
     *,
     report: Literal[False] = ...,
     **options: Unpack[_Options],
 ) -> Stream: ...
 @overload
 def observation_weights(
-    turns: Stream | pa.RecordBatchReader,
-    rows: Source,
+    rows: Stream | pa.RecordBatchReader,
+    turns: Source,
     *,
     report: Literal[True],
     **options: Unpack[_Options],
 ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]: ...
 @overload
 def observation_weights(
-    turns: TableLike,
     rows: TableLike,
+    turns: TableLike,
     *,
     report: Literal[False] = ...,
     **options: Unpack[_Options],
 ) -> pa.Table: ...
 @overload
 def observation_weights(
-    turns: TableLike,
     rows: TableLike,
+    turns: TableLike,
     *,
     report: Literal[True],
     **options: Unpack[_Options],
 ) -> tuple[pa.Table, pa.Table]: ...
 def observation_weights(
-    turns: Source,
     rows: Source,
+    turns: Source,
     *,
     rule: Rule = "echo",
     roles: Names | None = None,
@@ -110,12 +112,12 @@ def observation_weights(
 
     Parameters
     ----------
-    turns : table, or iterator of record batches
-        `trajkit.schema.TURNS` in full or delta form, with the columns
-        `trajkit.schema.ATTRIBUTION`. Iterators as for `trajkit.linearize`.
     rows : table, or iterator of record batches
         `trajkit.schema.ROWS`, made of these turns, with all rows of each session that
         occurs. An iterator has the sessions in the order of ``turns``.
+    turns : table, or iterator of record batches
+        `trajkit.schema.TURNS` in full or delta form, with the columns
+        `trajkit.schema.ATTRIBUTION`. Iterators as for `trajkit.linearize`.
     rule : {"echo", "prime"}
         "prime" is prime-rl's first rule, including its quirks: only tool names select (an
         empty list means all; a tool without a name has no weight), in every row again,
@@ -163,8 +165,12 @@ def observation_weights(
 
     References
     ----------
-    Spec, prime-rl 3 (selection) and 4 (T, S, R).
+    "prime" is prime-rl's
+    https://github.com/PrimeIntellect-ai/prime-rl/blob/b1c49e530/src/prime_rl/orchestrator/trajectories.py,
+    "echo" its
+    https://github.com/PrimeIntellect-ai/prime-rl/blob/559b44772/src/prime_rl/orchestrator/algo/echo.py
     """
+    check_flag("report", report)
     selection = _selection(rule, roles, tool_names, alpha, normalization, missing)
     facts = session_facts(None, sessions)
 
