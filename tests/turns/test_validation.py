@@ -486,7 +486,7 @@ IDS = {"session_id": ["a"], "turn_index": [0], "prompt_ids": [[1]], "output_ids"
         pytest.param(
             {"prompt_ids": None}, "no column 'prompt_ids' of turns", id="none"
         ),
-        pytest.param({"session_id": [1]}, "'session_id' is int64", id="numeric id"),
+        pytest.param({"session_id": [1.5]}, "'session_id' is double", id="float id"),
         pytest.param({"turn_index": ["0"]}, "'turn_index' is string", id="text index"),
         pytest.param({"prompt_ids": [[1.0]]}, "element is double", id="float ids"),
         pytest.param({"prompt_ids": [[True]]}, "element is bool", id="bool ids"),
@@ -678,7 +678,7 @@ def test_values_without_a_logprob_can_be_made_null():
     assert (good.num_rows, bad["session_id"].to_pylist()) == (0, ["a"])
     good, bad = reject_sessions(table, nonfinite_logprobs="null")
     assert (good.num_rows, bad.num_rows) == (2, 0)
-    with pytest.raises(ArgumentError, match="expected one of 'raise', 'null'"):
+    with pytest.raises(ArgumentError, match="'zero': expected one of 'raise', 'null'"):
         validate(table, nonfinite_logprobs="zero")
 
 
@@ -733,3 +733,16 @@ def test_sessions_are_set_aside_whole_and_alone(records, data):
     assert set(bad["session_id"].to_pylist()) == bad_names
     keep = pa.array([name not in bad_names for name in names], pa.bool_())
     assert good.equals(turns.filter(keep))
+
+
+def test_numbers_name_sessions_and_groups():
+    """Ids are numbers in most systems; a table has them as text."""
+    call = {"prompt_ids": [1], "output_ids": [2]}
+    turns = tk.from_records([{**call, "session_id": k} for k in (7, 8)])
+    numbers = turns.set_column(0, "session_id", pa.array([7, 8], pa.uint16()))
+    assert validate(numbers).num_rows == 2
+    facts = {"session_id": [8, 7], "reward": [0.5, 1.0], "group_id": [3, None]}
+    rows = tk.linearize(numbers, sessions=pa.table(facts))
+    assert rows["session_id"].to_pylist() == ["7", "8"]
+    assert rows["reward"].to_pylist() == [1.0, 0.5]
+    assert rows["group_id"].to_pylist() == [None, "3"]

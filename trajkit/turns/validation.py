@@ -40,7 +40,9 @@ REJECTED = pa.schema(
         pa.field("session_id", pa.string(), nullable=False),
         # the first rule that it breaks, with position and value
         pa.field("reason", pa.string(), nullable=False),
-    ]
+    ],
+    # so that readers of a directory of turns skip it
+    metadata={"trajkit.table": "rejected"},
 )
 """The rejected sessions that `reject_sessions` returns: one row per session."""
 
@@ -225,13 +227,17 @@ def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
     return _checked(_settle(turns, nonfinite_logprobs), _stored_checks(turns)[1])
 
 
-def reject_turns(turns: pa.Table, nonfinite: Nonfinite) -> tuple[pa.Table, pa.Table]:
-    """As `reject_sessions`, by the rules of `check_turns`."""
-    return _reject(turns, *_stored_checks(turns), nonfinite)
+def reject_turns(
+    turns: pa.Table, nonfinite: Nonfinite, *, bodies: bool = False
+) -> tuple[pa.Table, pa.Table]:
+    """As `reject_sessions`, by the rules of `check_turns`, and those on ``bodies``."""
+    return _reject(turns, *_stored_checks(turns, bodies=bodies), nonfinite)
 
 
-def _stored_checks(turns: pa.Table) -> tuple[pa.Schema, tuple[Check, ...]]:
-    plan, checks = _plan(turns, "turns", bodies=False)
+def _stored_checks(
+    turns: pa.Table, *, bodies: bool = False
+) -> tuple[pa.Schema, tuple[Check, ...]]:
+    plan, checks = _plan(turns, "turns", bodies)
     return plan, tuple(one for one in checks if one is not turn_rules.prompts_not_empty)
 
 
