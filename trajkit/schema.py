@@ -256,6 +256,22 @@ ATTRIBUTION = _schema(
 """Optional columns of ``turns`` that attribute prompt tokens to messages. They are read
 by `trajkit.learn.observation_weights`."""
 
+PAYLOADS = _defined("""Extra columns of turns that have a rule of their own.
+
+    `trajkit.validate` checks it, and `trajkit.linearize` carries them as its ``payloads``.
+
+routed_experts
+    Per token of prompt and output, or of all but the last: the experts that it was sent
+    to, a list per layer. A list that could be of the output ids alone as well is of all
+    ids but the last, as engines return it.
+sampling_mask
+    Per output id: the ids that it was drawn from after top-p and top-k, itself among
+    them. Null or empty: nothing was cut off, or it is not known.
+ref_logprobs, teacher_logprobs
+    Log-probabilities under another model, per output id, or per token of prompt and
+    output.
+""")
+
 LOSSES = _defined("""Reasons why no row trains a sampled token.
 
 absorbed
