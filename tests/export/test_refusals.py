@@ -254,6 +254,14 @@ def test_groups_by_position_are_consecutive_and_even(export):
         export(group(rewards, ["g", "g", "g", "h"]))
 
 
+def test_async_grpo_groups_are_numbered():
+    rows = with_column(
+        group([1.0, 0.0, 1.0, 0.0], ["g", "h", "g", "h"]), "advantage", [1.0] * 4
+    )
+    found = trl.rollout_sample_fields(rows, first_group_id=5)
+    assert [one["group_id"] for one in found] == [5, 6, 5, 6]
+
+
 def test_groups_have_as_many_rows_as_the_trainer_generates():
     rows = group([1.0, 0.0, 1.0, 0.0], ["g", "g", "h", "h"])
     for make, name in (
