@@ -175,6 +175,13 @@ def sessions_of(rows: TableLike) -> pa.Table:
     return found.replace_schema_metadata(None)
 
 
+def limit(option: str, value: int | None) -> tuple[str, int] | None:
+    """A trainer's option and its value, for `checked_rows`; None for no limit."""
+    if value is None:
+        return None
+    return option, chosen_int(option.rpartition(".")[2], value, 1)
+
+
 def checked_rows(
     rows: TableLike,
     target: str,
