@@ -38,6 +38,7 @@ from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
 from trajkit.verification import policy_rows, row_rules, span_rules, splice_rules
 from trajkit.verification.context import Case, Violation, violations_table
 from trajkit.verification.foreign_rows import foreign_rows, verify_located
+from trajkit.verification.row_forms import is_rows, plain_rows
 from trajkit.verification.row_rules import WeighBy
 
 
@@ -190,6 +191,10 @@ def any_rows(table: pa.Table, first: int = 0) -> pa.Table:
     """Rows of any system, cast to the types that the checks expect."""
     if "spans" in table.column_names:
         return canonical_rows(table)
+    if not {"input_ids", "loss_mask"} <= {*table.column_names} and is_rows(
+        table.column_names
+    ):
+        table = plain_rows(table)
     return foreign_rows(table, first)
 
 
