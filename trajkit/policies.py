@@ -1,9 +1,11 @@
 """Every rule of the field as one frozen record of choices."""
 
 from dataclasses import dataclass, fields, replace
+from textwrap import fill
 from typing import Literal, TypeAlias, get_args, get_origin
 
-from trajkit._arguments import check_choice, chosen_int, did_you_mean, tool_names
+from trajkit._arguments import check_choice, chosen_int, chosen_names, did_you_mean
+from trajkit._kernel_names import numbers
 from trajkit.errors import PolicyError
 
 ParentBy: TypeAlias = Literal[
@@ -32,17 +34,22 @@ RowSelection: TypeAlias = Literal["all", "main"]
 RowOrder: TypeAlias = Literal["turn", "prompt"]
 TruncateAt: TypeAlias = Literal["tokens", "calls"]
 
+DRIFT_ACTIONS = numbers("OnDrift", get_args(OnDrift))
+TIE_BREAKS = numbers("TieBreak", get_args(TieBreak))
+TRAINING_ROWS = numbers("TrainIn", get_args(TrainIn))
+"""The kernels' numbers of these choices, by name."""
+
 _LAST_TOKEN = 2**31 - 1
 
 # choices that have no rule for spliced rows
 _NOT_SPLICED = {"parent_by": "prefix", "row_selection": "main", "truncate_at": "calls"}
 
 DEFAULT_FORK_THRESHOLD = 1024
-"""Of slime's ``TrajectoryManager`` and of TRL (spec: slime 1.3, TRL 4)."""
+"""Of slime's ``TrajectoryManager`` and of TRL (their sources: `PRESETS`)."""
 
 
 DISPATCH_TOOLS = ("Task", "Agent")
-"""Of Claude Code (spec: segments 3)."""
+"""Of Claude Code, whose sub-agents slime's first coding-agent example recorded."""
 
 
 # equalities under which equal messages call and answer the same tools
@@ -72,6 +79,91 @@ def _check_token_id(name: str, value: object) -> None:
         raise PolicyError(f"{name}={token}: ids are below 2**31")
 
 
+RULES: dict[str, dict[str, str]] = {
+    "parent_by": {
+        "messages": "The generated message nearest above it in the message tree.",
+        "agents": "The last call of its agent, if that call's messages are the first ones "
+        "of the request. A session has a main agent and at most one active sub-agent. The "
+        "sub-agent starts when the main agent calls a tool in dispatch_tools and ends when "
+        "a request contains that tool's result; in between, calls that do not continue the "
+        "main agent's history belong to it.",
+        "tokens": "The longest row end that is a prefix of its prompt.",
+        "previous": "The call before it.",
+        "none": "No call: every call is a row.",
+        "prompts": "The last call of the chain whose last prompt is the longest prefix of "
+        "its prompt.",
+        "prefix": "The call, recorded before or after, whose path is the longest prefix of "
+        "its prompt. Ambiguous calls, and every chain with one, are quarantined. A call is "
+        "ambiguous if several calls match it equally, or if it is a retry (same prompt as "
+        "another call) that nothing continues; if no retry was continued, the first is "
+        "kept.",
+        "generations": "The last call whose messages and reply are the first ones of the "
+        "request. A call is refused if its parent stopped for its length, or if "
+        "{fork_threshold} or more tokens of its parent's path are not in its prompt. A "
+        "call that none continues, with a later call of the same parent, is a retry.",
+    },
+    "on_drift": {
+        "fork": "A new row starts.",
+        "absorb_short_reply": "If drift starts in the last reply, and the next reply has "
+        "fewer than {fork_threshold} tokens, the row continues with the prompt's tokens. "
+        "Otherwise a new row starts.",
+        "absorb_short_drift": "If drift starts in the last reply, and fewer than "
+        "{fork_threshold} tokens of the row follow it, the row continues with the prompt's "
+        "tokens. Otherwise a new row starts.",
+        "absorb_any": "The row continues with the prompt's tokens and loses every reply "
+        "that does not end before the drift. Drift inside the prompt that opened the row "
+        "restarts it.",
+        "splice": "The row keeps the reply as sampled and continues with what the next "
+        "prompt has after the first end of turn that follows the previous prompt, so later "
+        "replies may be out of context. Without an end of turn the row ends, and no row "
+        "contains that call or what continues it.",
+    },
+}
+"""What a policy does, in words, by choice and value: documentation, command line and page
+take the text from here. ``{fork_threshold}`` is a number of tokens of the policy."""
+
+
+def rule_of(policy: "Policy", choice: str) -> str:
+    """What a policy does under one of the choices in `RULES`, with its own numbers."""
+    text = RULES[choice][getattr(policy, choice)]
+    return text.format(fork_threshold=f"{policy.fork_threshold:,}")
+
+
+def _listed(choice: str) -> str:
+    """The rules of a choice as a list for the documentation of `Policy`."""
+    indent = " " * 8
+    items = (
+        fill(
+            f'- ``"{value}"``: {text.format(fork_threshold="``fork_threshold``")}',
+            width=88,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}  ",
+        )
+        for value, text in RULES[choice].items()
+    )
+    return "One of:\n\n" + "\n".join(items)
+
+
+def _with_rules(policy: "type[Policy]") -> "type[Policy]":
+    """The class with the rules in its documentation.
+
+    Raises ImportError if a value of a choice has no rule, or a rule is of no value.
+    """
+    before, *sections = (policy.__doc__ or "").split("One of `RULES`.")
+    for choice, text in zip(RULES, sections, strict=bool(sections)):
+        before += _listed(choice) + text
+    policy.__doc__ = before
+    values = {field.name: get_args(field.type) for field in fields(policy)}
+    for choice, rules in RULES.items():
+        if tuple(rules) != values[choice]:
+            raise ImportError(
+                f"RULES has {', '.join(rules)} of {choice}, whose values are "
+                f"{', '.join(values[choice])}: expected one rule for each, in their order"
+            )
+    return policy
+
+
+@_with_rules
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """How calls become rows. Make one with `trajkit.policy`.
@@ -84,30 +176,8 @@ class Policy:
     name : str
         The preset that the choices started from.
     parent_by : str
-        How a call finds the call that it continues, its parent.
-
-        - ``"messages"``: the generated message nearest above it in the message tree.
-        - ``"agents"``: the last call of its agent, if that call's messages are the first
-          ones of the request. A session has a main agent and at most one active
-          sub-agent. The sub-agent starts when the main agent calls a tool in
-          ``dispatch_tools`` and ends when a request contains that tool's result; in
-          between, calls that do not continue the main agent's history belong to it.
-        - ``"tokens"``: the longest row end that is a prefix of its prompt.
-        - ``"previous"``: the call before it.
-        - ``"none"``: no call.
-        - ``"prompts"``: the last call of the chain whose last prompt is the longest
-          prefix of its prompt.
-        - ``"prefix"``: the call, recorded before or after, whose path is the longest
-          prefix of its prompt. Ambiguous calls, and every chain with one, are
-          quarantined. A call is ambiguous if several calls match it equally, or if it
-          is a retry (same prompt as another call) that nothing continues; if no retry
-          was continued, the first is kept.
-        - ``"generations"``: the last call whose messages and reply are the first ones
-          of the request. A call is refused if its parent stopped for its length, or if
-          ``fork_threshold`` or more tokens of its parent's path are not in its prompt.
-          A call that none continues, with a later call of the same parent, is a retry.
-
-        See `trajkit.schema.LINK_REASONS`.
+        How a call finds the call that it continues, its parent; see
+        `trajkit.schema.LINK_REASONS`. One of `RULES`.
     dispatch_tools : tuple of str
         Tools whose calls start a sub-agent.
     merge_rewrites : bool
@@ -130,20 +200,9 @@ class Policy:
         The order of chains, and so of rows: as the traversal of the links reaches their
         last turns, or as these were recorded. ``"prefix"`` has the first only.
     on_drift : str
-        What happens to a row when the next prompt departs from its path.
-
-        - ``"fork"``: a new row starts.
-        - ``"absorb_short_reply"``, ``"absorb_short_drift"``: if drift starts in the last
-          reply, and the new reply, or the path after the drift, is shorter than
-          ``fork_threshold``, the row continues with the prompt and loses that reply.
-          Otherwise a new row starts.
-        - ``"absorb_any"``: the row continues and loses every reply that does not end
-          before the drift. Drift inside the prompt that opened the row restarts it.
-        - ``"splice"``: the row keeps the sampled reply and continues with what the next
-          prompt has after the first end of turn that follows the previous prompt, so
-          later replies may be out of context. Without an end of turn the row ends, and
-          no row contains that call or what continues it. Not with
-          ``parent_by="prefix"``, ``row_selection="main"`` or ``truncate_at="calls"``.
+        What happens to a row when the next prompt departs from its path; see
+        ``keep_prefix``. ``"splice"`` does not go with ``parent_by="prefix"``,
+        ``row_selection="main"`` or ``truncate_at="calls"``. One of `RULES`.
     end_of_turn_token_id : int or None
         For ``"splice"``. None: the last token of the first output in the chain whose
         finish_reason is stop, tool_calls or stop_sequence.
@@ -181,7 +240,7 @@ class Policy:
         the last. None: all.
     rewards : {"copy", "uniform", "final_only"}
         How the session's reward is spread over its rows
-        (`trajkit.training.spread_rewards`).
+        (`trajkit.learn.spread_rewards`).
     flag_scope : {"chain", "row"}
         Whether ``truncated``, ``use_tool`` and ``ill_formed`` describe the chain from the
         first call to the leaf, or the calls in the row.
@@ -222,7 +281,7 @@ class Policy:
             chosen_int("max_rows", self.max_rows, 1, PolicyError)
         if self.end_of_turn_token_id is not None:
             _check_token_id("end_of_turn_token_id", self.end_of_turn_token_id)
-        tool_names("dispatch_tools", self.dispatch_tools, PolicyError)
+        chosen_names("dispatch_tools", self.dispatch_tools, PolicyError)
         if self.on_drift == "absorb_any" and self.train_in != "first":
             raise PolicyError(
                 f"train_in={self.train_in!r} does not go with on_drift='absorb_any', "
@@ -268,7 +327,7 @@ class Policy:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every claim that may be trained is trained in some row."""
+        """Whether every trainable token is trained in some row."""
         if self.on_drift != "fork" or self.max_rows is not None:
             return False
         return self.places_all and self.row_selection == "all"
@@ -286,7 +345,8 @@ PRESETS: dict[str, Policy] = {
     "faithful": Policy(
         name="faithful", parent_by="messages", tie_break="tokens", keep_untrained=False
     ),
-    # THUDM/slime TrajectoryManager (spec: slime 2, 3)
+    # slime's TrajectoryManager:
+    # https://github.com/THUDM/slime/blob/624b824/slime/agent/trajectory.py
     "slime": Policy(
         name="slime",
         parent_by="messages",
@@ -297,7 +357,8 @@ PRESETS: dict[str, Policy] = {
         keep_untrained=False,
         flag_scope="chain",
     ),
-    # TRL async_grpo, message mode (spec: TRL 4)
+    # TRL's async_grpo, message mode:
+    # https://github.com/huggingface/trl/blob/f2cd577/trl/experimental/async_grpo/async_rollout_worker.py
     "trl": Policy(
         name="trl",
         parent_by="previous",
@@ -307,7 +368,8 @@ PRESETS: dict[str, Policy] = {
         train_aborted=True,
         keep_untrained=False,
     ),
-    # slime's first coding-agent example, after it gave up splicing (spec: segments 2 to 8)
+    # slime's first coding-agent example, after it gave up splicing:
+    # https://github.com/THUDM/slime/blob/8fc32230d/slime/agent/trajectory.py
     "segments": Policy(
         name="segments",
         parent_by="agents",
@@ -317,9 +379,11 @@ PRESETS: dict[str, Policy] = {
         keep_empty=False,
         rewards="uniform",
     ),
-    # SkyRL merge_stepwise_output (spec: SkyRL 6)
+    # SkyRL's merge_stepwise_output:
+    # https://github.com/NovaSky-AI/SkyRL/blob/a956457/skyrl/train/generators/utils.py
     "skyrl": Policy(name="skyrl", parent_by="previous", train_aborted=True),
-    # prime-rl's message graph (spec: prime-rl 2.2)
+    # prime-rl's message graph, which verifiers makes:
+    # https://github.com/PrimeIntellect-ai/verifiers/blob/a60a606/verifiers/v1/graph.py
     "graph": Policy(
         name="graph",
         parent_by="messages",
@@ -329,10 +393,13 @@ PRESETS: dict[str, Policy] = {
         train_aborted=True,
         keep_untrained=False,
     ),
-    # prime-rl interleave_rollout (spec: prime-rl 2.1)
+    # prime-rl's interleave_rollout, of its first version:
+    # https://github.com/PrimeIntellect-ai/prime-rl/blob/b1c49e530/src/prime_rl/orchestrator/trajectories.py
     "strict": Policy(name="strict", parent_by="tokens", train_aborted=True),
     "per_call": Policy(name="per_call", parent_by="none"),
-    # NeMo Gym token_id_capture (spec: NeMo Gym 5), prefix_merging; its per_request is
+    # NeMo Gym's prefix_merging:
+    # https://github.com/NVIDIA-NeMo/Gym/blob/07d6b0d/nemo_gym/token_id_capture/builder.py
+    # Its per_request is
     # parent_by="none". It delivers row_selection="main"
     "nemo": Policy(
         name="nemo",
@@ -341,7 +408,9 @@ PRESETS: dict[str, Policy] = {
         row_order="prompt",
         train_aborted=True,
     ),
-    # miles session v2 (spec: miles 1.2, 1.4, 1.5); fork_threshold is its max_trim_tokens
+    # miles' session v2:
+    # https://github.com/radixark/miles/tree/31f1ca9/miles/rollout/session/v2
+    # fork_threshold is its max_trim_tokens
     # and one more, max_row_tokens its max_seq_len
     "miles": Policy(
         name="miles",
@@ -354,7 +423,8 @@ PRESETS: dict[str, Policy] = {
         truncate_at="calls",
         train_aborted=True,
     ),
-    # ProRL-Agent-Server PrefixMergingBuilder (spec: Polar 2.3)
+    # Polar's PrefixMergingBuilder:
+    # https://github.com/NVIDIA-NeMo/ProRL-Agent-Server/blob/93a0f75/src/polar/trajectory/builder/prefix_merging.py
     "polar": Policy(
         name="polar",
         parent_by="prompts",
@@ -369,7 +439,7 @@ ALIASES = {"interleave": "strict"}
 """Other names of presets."""
 
 IN_OTHER_WORDS: dict[str, dict[str, dict[str, dict[str, object]]]] = {
-    # PrefixMergingBuilder, PerRequestBuilder (spec: Polar 2.2, 2.3)
+    # PrefixMergingBuilder, PerRequestBuilder
     "polar": {
         "builder": {
             "prefix_merging": {"parent_by": "prompts"},
@@ -377,8 +447,7 @@ IN_OTHER_WORDS: dict[str, dict[str, dict[str, dict[str, object]]]] = {
         }
     }
 }
-"""Of a preset: options under the name that its system gives them, and the choices that
-each value stands for."""
+"""Option names of the original systems, by preset, and the choices that each value sets."""
 
 
 def policy(name: str | Policy, **choices: object) -> Policy:
@@ -439,7 +508,7 @@ def policy(name: str | Policy, **choices: object) -> Policy:
         if choices.get(choice) is not None:
             choices[choice] = chosen_int(choice, choices[choice], error=PolicyError)
     if "dispatch_tools" in choices:
-        tools = tool_names("dispatch_tools", choices["dispatch_tools"], PolicyError)
+        tools = chosen_names("dispatch_tools", choices["dispatch_tools"], PolicyError)
         choices["dispatch_tools"] = tools
     if choices.get("fork_threshold", 0) is None:
         del choices["fork_threshold"]

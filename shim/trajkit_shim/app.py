@@ -332,8 +332,9 @@ class _App(Gateway):
             for each in prepared:
                 if each.reply is None:
                     n_output = len(each.turn.output_ids)
-                    message = f"the engine aborted the call after {n_output} tokens"
-                    raise EngineError(message, 503)
+                    reason = each.turn.finish_reason or "no reason"
+                    message = f"the engine broke off the call after {n_output} tokens"
+                    raise EngineError(f"{message}, with {reason}", 503)
         except GatewayError:
             session.amend(turns, "undelivered", False)
             raise

@@ -52,7 +52,6 @@ from trajkit_shim.replies.parse import (
     THINK,
     Decoder,
     FormParser,
-    IncrementalParser,
     ReplyParser,
 )
 from trajkit_shim.replies.parsers import form_of
@@ -239,7 +238,7 @@ class ModelCall:
 
     # set by `run`
     turn: LoggedTurn
-    # None: the engine aborted the call, and its turn is context only
+    # None: the engine did not complete it, and its turn is context only
     reply: Reply | None
     message: Json  # the reply in canonical form
     # prompt and output, for later prompts to extend; None: they cannot
@@ -320,11 +319,9 @@ class ModelCall:
         sample = await self._gateway.gate.sample(
             self._sample_once, again=lambda: self._streamed is None
         )
-        checks.check_sample(sample, self._info, self.sampling.max_new_tokens)
-        checks.check_consumed(self._ids, sample)
-        ended = sample.finish_reason == "stop"
-        text = self._renderer.decode(sample.output_ids, ended=ended)
-        stops = self.sampling.stop if ended else ()
+        checks.check_sample(sample, self._ids, self.sampling, self._info)
+        text = self._renderer.decode(sample.output_ids, ended=sample.ended)
+        stops = self.sampling.stop if sample.ended else ()
         found = [(i, stop) for stop in stops if (i := text.find(stop)) >= 0]
         # clients never see the stop string
         start, stop = min(found, default=(None, None))
@@ -347,36 +344,7 @@ class ModelCall:
             session_id=self._context.session.session_id,
             images=self._pixels,
         )
-        generate, on_partial = self._gateway.engine.generate, self._on_partial
-        started = self._gateway.reply_parser.start(
-            self._request.tools, opened=self._opened
-        )
-        if on_partial is None or started is None:
-            return await generate(request)
-        parser = IncrementalParser(self._renderer, started, self.sampling.stop)
-
-        def on_tokens(new_ids: Sequence[int]) -> None:
-            checks.check_ids(new_ids, self._info, "the engine's new ids")
-            known = parser.feed(new_ids)
-            if known is not None:
-                usage = Usage(
-                    prompt_tokens=len(self._prompt.ids),
-                    output_tokens=len(parser.ids),
-                    cached_tokens=None,
-                )
-                self._streamed = make_reply(
-                    known,
-                    "",
-                    model=self._info.model,
-                    usage=usage,
-                    identity=self._identity,
-                )
-                on_partial(self._streamed)
-
-        sample = await generate(replace(request, on_tokens=on_tokens))
-        if sample.output_ids[: len(parser.ids)].tolist() != parser.ids:
-            raise EngineError("the engine's output ids are not those that it streamed")
-        return sample
+        return await self._gateway.engine.generate(request)
 
     @timing.step()
     def _finish(
@@ -389,7 +357,7 @@ class ModelCall:
     ) -> None:
         """Put reply and turn together. ``n_characters``: before the stop string."""
         prompt, n_output = self._prompt, len(sample.output_ids)
-        aborted, n_reasoning = sample.finish_reason == "abort", 0
+        aborted, n_reasoning = not sample.complete, 0
         if parsed.reasoning is not None:
             n_reasoning = n_output
             if parsed.sampled:
@@ -400,7 +368,7 @@ class ModelCall:
             tokens = self._tokens(sample, n_reasoning, n_characters)
         reply = make_reply(
             parsed,
-            sample.finish_reason,
+            sample.finish_reason or "",
             model=self._info.model,
             usage=Usage(
                 prompt_tokens=len(prompt.ids),
@@ -446,6 +414,7 @@ class ModelCall:
             sampling=json.dumps(asdict(self.sampling), sort_keys=True),
             cached_tokens=sample.cached_tokens,
             routed_experts=sample.routed_experts,
+            sampling_mask=sample.sampling_mask,
             started_at=self._started_at,
             ended_at=ended_at,
             choice=self._choice,

@@ -64,9 +64,11 @@ def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> No
 --launch-restarts N 3  how often the server is restarted within an hour if it ends (default:
     %(default)s)
 --check-prompts  render every conversation completely, also where only new messages are
-    needed; have the SGLang server return each prompt, and fail a call whose prompt differs
---routed-experts  log which experts each token was routed to; needs an SGLang server with
+    needed; have the server return each prompt, and fail a call whose prompt differs
+--routed-experts  log which experts each token was routed to; needs a server with
     --enable-return-routed-experts
+--sampling-masks  log the ids that could have been drawn for each token; vLLM needs
+    --return-sampling-mask, and top_k in every session
 --train-side-calls  train the calls that a known agent makes for itself too, such as
     compactions and titles
 --skip-retried  turns whose delivered reply is asked for again, by a request that is not
@@ -133,11 +135,14 @@ def engine_app(
             engine = embedded.EmbeddedEngine(policy or embedded.converse, seed=seed)
             renderer = ChatRenderer(embedded.load_tokenizer())
         reply_parser = _reply_parser(arguments, renderer)
-        experts, logs_images = arguments.routed_experts, "image_limits" in images
+        payloads = {
+            "routed_experts": arguments.routed_experts,
+            "sampling_masks": arguments.sampling_masks,
+        }
         app = create_app(
             engine,
             renderer,
-            TurnLog(out, routed_experts=experts, images=logs_images, **log),
+            TurnLog(out, images="image_limits" in images, **payloads, **log),
             Options(
                 check_prompts=arguments.check_prompts,
                 train_side_calls=arguments.train_side_calls,
@@ -166,11 +171,11 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
     unknown = form and form not in forms and not form.startswith(_INSTALLED)
     no_setpriv = launch and which("setpriv") is None
     no_sglang = launch and not arguments.launch_python and find_spec("sglang") is None
-    experts = arguments.routed_experts
+    payloads = arguments.routed_experts or arguments.sampling_masks
     faults = {
         "--launch needs --engine sglang": launch and not sglang,
         "--tool-form sglang needs --engine sglang": form == "sglang" and not sglang,
-        "--routed-experts needs --engine sglang": experts and not sglang,
+        "--routed-experts and --sampling-masks need a server": payloads and embedded,
         "--engine-url does not apply to the embedded engine": embedded and url,
         "--model does not apply to the embedded engine": embedded and model,
         f"--engine {engine} needs --engine-url": not (embedded or url or launch),
@@ -233,14 +238,13 @@ def _served(
     except ValueError as error:
         raise FormatError(f"{model}: {error}") from error
 
-    engine: Callable[..., Engine] = partial(VLLMEngine, vocab_size=n_vocab)
-    if arguments.engine == "sglang":
-        engine = partial(
-            SGLangEngine,
-            vocab_size=n_vocab,
-            check_prompts=arguments.check_prompts,
-            experts_per_token=per_token,
-        )
+    engine: Callable[..., Engine] = partial(
+        SGLangEngine if arguments.engine == "sglang" else VLLMEngine,
+        vocab_size=n_vocab,
+        check_prompts=arguments.check_prompts,
+        experts_per_token=per_token,
+        sampling_masks=arguments.sampling_masks,
+    )
     if arguments.launch is not None:
         log = arguments.out / "engine.log"
         sys.stderr.write(f"trajkit: starting the engine's server; its log is {log}\n")

@@ -350,18 +350,22 @@ async def test_closing_a_session_ends_its_calls(tmp_path):
     assert (caught.value.status_code, caught.value.code) == (410, "session_closed")
 
 
-async def test_an_aborted_call_is_context_only(tmp_path):
-    sample = sampled("half", finish_reason="abort")
+@pytest.mark.parametrize(
+    "reason", ["abort", "ABORT", "error", "repetition", "content_filter", None]
+)
+async def test_an_incomplete_reply_is_context_only(tmp_path, reason):
+    sample = sampled("half", finish_reason=reason)
     async with in_process(ScriptedEngine(sample, "b"), RENDERER, tmp_path) as gateway:
         client = await gateway.open(max_turns=1)
-        with pytest.raises(openai.InternalServerError, match="aborted") as caught:
+        match = f"broke off the call after 4 tokens, with {reason or 'no reason'}"
+        with pytest.raises(openai.InternalServerError, match=match) as caught:
             await ask(client)
         await ask(client)
         log = read_log(gateway.log.path)
     assert caught.value.status_code == 503
     aborted, retried = log.to_pylist()
     assert (aborted["trainable"], aborted["response"]) == (False, None)
-    assert (aborted["finish_reason"], aborted["turn_index"]) == ("abort", 0)
+    assert (aborted["finish_reason"], aborted["turn_index"]) == (reason, 0)
     assert (retried["trainable"], retried["turn_index"]) == (True, 1)
     tk.validate(log)
     rows, report = tk.linearize(log, policy="slime", reward=1.0, report=True)

@@ -11,7 +11,7 @@ from google.genai import types
 import trajkit as tk
 from tests.shim.clients import in_process
 from tests.shim.conformance import DRIVERS
-from tests.shim.fakes import RENDERER, Held, PiecewiseEngine, ScriptedEngine, sampled
+from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from trajkit_shim import call
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting import prompts
@@ -44,7 +44,7 @@ async def chat(client, *, stream, **fields):
 
 @BOTH
 async def test_choices_are_turns_of_one_prompt(tmp_path, stream):
-    engine = PiecewiseEngine("one", "three", CALL)
+    engine = ScriptedEngine("one", "three", CALL)
     tool = {"type": "function", "function": {"name": "f"}}
     async with in_process(engine, RENDERER, tmp_path) as gateway:
         client = await gateway.open(sampling={"seed": 5})
@@ -147,7 +147,7 @@ def _arrays(turns):
 
 @BOTH
 async def test_candidates_of_gemini(tmp_path, stream):
-    engine = PiecewiseEngine("one", "two")
+    engine = ScriptedEngine("one", "two")
     async with in_process(engine, RENDERER, tmp_path) as gateway:
         models = gateway.gemini(await gateway.open_key()).aio.models
         config = types.GenerateContentConfig(candidate_count=2)
@@ -233,7 +233,10 @@ async def test_an_aborted_choice_makes_the_others_context(tmp_path):
     engine = ScriptedEngine("a", sampled("b", finish_reason="abort"), "c")
     async with in_process(engine, RENDERER, tmp_path) as gateway:
         client = await gateway.open()
-        with pytest.raises(openai.InternalServerError, match="aborted"):
+        with pytest.raises(
+            openai.InternalServerError,
+            match="broke off the call after 1 tokens, with abort",
+        ):
             await chat(client, stream=False, n=3)
         session = await gateway.session(client)
     assert session["undelivered"] == 2
@@ -245,7 +248,7 @@ async def test_an_aborted_choice_makes_the_others_context(tmp_path):
 @BOTH
 @pytest.mark.parametrize("name", ["openai_chat", "openai_responses", "gemini"])
 async def test_logprobs_are_the_recorded_ones(tmp_path, name, stream):
-    engine = PiecewiseEngine("<think>\nhm</think>h\u00e9y", "h\u00e9y")
+    engine = ScriptedEngine("<think>\nhm</think>h\u00e9y", "h\u00e9y")
     driver = DRIVERS[name]
     fields = {
         "openai_chat": {"logprobs": True},
@@ -268,7 +271,7 @@ async def test_logprobs_are_the_recorded_ones(tmp_path, name, stream):
 
 
 async def test_logprobs_end_before_the_stop_string(tmp_path):
-    async with in_process(PiecewiseEngine("abcd"), RENDERER, tmp_path) as gateway:
+    async with in_process(ScriptedEngine("abcd"), RENDERER, tmp_path) as gateway:
         client = await gateway.open()
         choices, _ = await chat(client, stream=False, logprobs=True, stop=["cd"])
         (turn,) = gateway.turns()

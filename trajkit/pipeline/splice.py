@@ -16,8 +16,8 @@ from trajkit.turns.prefix_forest import Forest, grow_paths
 from trajkit.turns.structs import CALL, LINK
 
 ENDED = ("stop", "tool_calls", "stop_sequence")
-"""Values of finish_reason after which an output ends with its end of turn (spec:
-Polar 2.3)."""
+"""Values of finish_reason after which an output ends with its end of turn, as in Polar's
+https://github.com/NVIDIA-NeMo/ProRL-Agent-Server/blob/93a0f75/src/polar/trajectory/builder/prefix_merging.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Spliced:
         length = self.calls["prompt_len"][call] - place
         inside = np.clip(n_tokens - place, 0, length)
         found = np.stack([row, place, call, start, inside])
-        # rows start with prompts up to the first that repeats its row in other tokens
+        # until the first call whose prompt has its row in other tokens
         other = np.cumsum((parent >= 0) & ~self.whole[call])
         heads = (parent >= 0) & (other == other[offsets[:-1]][row])
         zero = np.zeros_like(row)

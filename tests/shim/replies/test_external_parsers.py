@@ -1,10 +1,11 @@
 """Replies that other parsers than the gateway's take apart."""
 
+import asyncio
 import json
 import sys
+from contextlib import ExitStack
 from types import MappingProxyType, SimpleNamespace
 
-import httpx
 import openai
 import pytest
 from starlette.applications import Starlette
@@ -14,7 +15,7 @@ from starlette.routing import Route
 
 from tests.shim.clients import in_process
 from tests.shim.conformance import DRIVERS, NAMES
-from tests.shim.fakes import RENDERER, PiecewiseEngine, parse_reply, sampled
+from tests.shim.fakes import RENDERER, ScriptedEngine, parse_reply, sampled
 from trajkit_shim.engines.base import EngineInfo
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.errors import EngineError
@@ -25,6 +26,7 @@ from trajkit_shim.replies.external_parsers import (
     SGLangParser,
     as_sampled,
 )
+from trajkit_shim.serve import running
 
 pytestmark = pytest.mark.anyio
 
@@ -92,9 +94,19 @@ class Server:
             Route("/separate_reasoning", self.reasoning, methods=["POST"]),
             Route("/parse_function_call", self.calls, methods=["POST"]),
         ]
-        transport = httpx.ASGITransport(app=Starlette(routes=routes))
-        client = httpx.AsyncClient(transport=transport)
-        return SGLangParser("http://sglang", client)
+        return Closing(Starlette(routes=routes))
+
+
+class Closing(SGLangParser):
+    """The parser of a server on a thread, which is closed with it."""
+
+    def __init__(self, app):
+        self._stack = ExitStack()
+        super().__init__(self._stack.enter_context(running(app)))
+
+    async def close(self):
+        await super().close()
+        await asyncio.to_thread(self._stack.close)
 
 
 def schema_parser(template=TEMPLATE):
@@ -204,7 +216,7 @@ def test_an_unknown_parser(installed, names):
 
 @pytest.mark.parametrize("kind", ["sglang", "schema", "installed"])
 async def test_a_required_call_needs_a_known_form(tmp_path, installed, kind):
-    engine = PiecewiseEngine(CALL)
+    engine = ScriptedEngine(CALL)
     parser = parser_of(kind)
     async with in_process(engine, RENDERER, tmp_path, reply_parser=parser) as gateway:
         client = await gateway.open()
@@ -234,7 +246,7 @@ async def test_a_conversation_goes_on_from_what_was_sampled(
     parser = parser_of(kind)
     driver = DRIVERS[name]
     renderer = ChatRenderer(load_tokenizer())
-    engine = PiecewiseEngine(context=5000)
+    engine = ScriptedEngine(context=5000)
     for text in (REPLY, "Done."):
         ids = renderer.encode(text + "<|im_end|>").ids
         engine.script.append(reply_of(ids))

@@ -1,24 +1,18 @@
 """A reply that is told while it is sampled: nothing of it is taken back."""
 
-import asyncio
 import json
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-import trajkit as tk
-from tests.shim.clients import in_process
 from tests.shim.fakes import (
     RENDERER,
     TEMPLATE,
-    PiecewiseEngine,
-    ScriptedEngine,
     byte_tokenizer,
     sampled,
 )
@@ -26,9 +20,7 @@ from tests.strategies import call_shards
 from trajkit_shim.chat.reply import Identity, Usage, extends, make_reply
 from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.chat.sampling_params import SamplingParams
-from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
-from trajkit_shim.engines.embedded import engine as embedded_engine
-from trajkit_shim.errors import EngineError
+from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.replies.parse import Decoder, IncrementalParser, Parser
@@ -278,222 +270,3 @@ def test_calls_are_told_before_the_reply_ends():
     assert ("a", 0) in known
     assert ("a", 1) in known
     assert ("a", 2) in known
-
-
-class Wire:
-    """One streaming request, and what its client has read so far."""
-
-    def __init__(self, gateway, session, path="/v1/messages", **fields):
-        body = {"max_tokens": 99, "stream": True, **fields}
-        body.setdefault("messages", [{"role": "user", "content": "hi"}])
-        self.inbox = [{"type": "http.request", "body": json.dumps(body).encode()}]
-        self.left = asyncio.Event()
-        self.status = None
-        self.data = b""
-        self.whole = False
-        # called with what was read so far, for each piece
-        self.on_data = lambda data: None
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "query_string": b"",
-            "headers": [(b"x-session-key", session.encode())],
-        }
-        self.task = asyncio.create_task(gateway.app(scope, self._receive, self._send))
-
-    async def _receive(self):
-        if self.inbox:
-            return self.inbox.pop()
-        await self.left.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message):
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            return
-        self.data += message["body"]
-        self.whole = not message.get("more_body", False)
-        self.on_data(self.data)
-
-
-class Gate:
-    """Lets a piecewise engine go on one piece at a time."""
-
-    def __init__(self):
-        self.waiting = asyncio.Event()
-        self.go = asyncio.Event()
-        self.error = None
-
-    async def __call__(self):
-        self.waiting.set()
-        await self.go.wait()
-        self.go.clear()
-        if self.error is not None:
-            raise self.error
-
-    async def step(self):
-        """Let it go on, and wait until it told the next piece."""
-        await self.waiting.wait()
-        self.waiting.clear()
-        self.go.set()
-        await self.waiting.wait()
-
-
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0)
-
-
-@pytest.mark.anyio
-async def test_text_goes_out_while_the_engine_samples(tmp_path):
-    gate = Gate()
-    engine = PiecewiseEngine("hello world", size=6, gate=gate)
-    async with in_process(engine, RENDERER, tmp_path) as gateway:
-        wire = Wire(gateway, await gateway.open_key())
-        await until(lambda: b"hello" in wire.data)
-        assert wire.status == 200
-        assert b"world" not in wire.data
-        assert gateway.turns() == []
-        await gate.step()
-        await until(lambda: b"world" in wire.data)
-        # the last event of a stream tells of a turn that is in the log
-        assert b"message_stop" not in wire.data
-        assert gateway.turns() == []
-        seen = []
-        wire.on_data = lambda data: seen.append(
-            (b"message_delta" in data, len(gateway.turns()))
-        )
-        gate.go.set()
-        await wire.task
-    assert wire.whole
-    assert (True, 1) in seen
-    assert (True, 0) not in seen
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("tells", [True, False])
-async def test_the_turn_is_the_same_whether_its_reply_was_told_in_pieces(
-    tmp_path, tells
-):
-    text = f"<think>\nhm\n</think>\n\nLook around, it is late. {CALL} END"
-    kind = PiecewiseEngine if tells else ScriptedEngine
-    async with in_process(kind(text), RENDERER, tmp_path) as gateway:
-        tool = {"name": "f", "input_schema": {"type": "object"}}
-        wire = Wire(gateway, await gateway.open_key(), tools=[tool])
-        await wire.task
-        (turn,) = gateway.turns()
-    assert RENDERER.decode(np.array(turn["output_ids"]), ended=True) == text
-    assert turn["use_tool"]
-    assert (
-        json.loads(turn["response"]["body"])["content"]
-        == "Look around, it is late.  END"
-    )
-    assert (wire.data.count(b"text_delta") > 2) == tells
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize(
-    ("error", "word", "recorded"),
-    [
-        pytest.param(EngineError("out of memory"), b"api_error", 0, id="fails"),
-        pytest.param(RuntimeError("a bug"), b"api_error", 0, id="a bug"),
-        pytest.param(None, b"overloaded_error", 1, id="cuts it short"),
-    ],
-)
-async def test_an_engine_that_fails_in_the_middle(tmp_path, error, word, recorded):
-    gate = Gate()
-    reply = "hello world" if error else sampled("hello world", finish_reason="abort")
-    engine = PiecewiseEngine(reply, size=6, gate=gate)
-    async with in_process(engine, RENDERER, tmp_path) as gateway:
-        session = await gateway.open_key()
-        wire = Wire(gateway, session)
-        await until(lambda: b"hello" in wire.data)
-        gate.error = error
-        for _ in range(1 if error else 2):
-            await gate.waiting.wait()
-            gate.waiting.clear()
-            gate.go.set()
-            await asyncio.sleep(0)
-        await asyncio.gather(wire.task, return_exceptions=True)
-        turns = gateway.turns()
-        health = (await gateway.http.get("/healthz")).json()
-    assert b"event: error" in wire.data
-    assert word in wire.data
-    assert b"message_stop" not in wire.data
-    assert [turn["trainable"] for turn in turns] == [False] * recorded
-    assert health["sessions"]["in_flight"] == 0
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("how", ["the client leaves", "the session is closed"])
-async def test_a_stream_that_ends_in_the_middle(tmp_path, how):
-    gate = Gate()
-    engine = PiecewiseEngine("hello world", size=6, gate=gate)
-    async with in_process(engine, RENDERER, tmp_path) as gateway:
-        session = await gateway.open_key()
-        wire = Wire(gateway, session)
-        await until(lambda: b"hello" in wire.data)
-        if how == "the client leaves":
-            wire.left.set()
-        else:
-            await gateway.http.delete(gateway.path_of(session))
-        await wire.task
-        assert gateway.turns() == []
-        health = (await gateway.http.get("/healthz")).json()
-    assert (b"event: error" in wire.data) == (how == "the session is closed")
-    assert b"message_stop" not in wire.data
-    assert health["sessions"]["in_flight"] == 0
-
-
-@pytest.mark.anyio
-async def test_a_request_that_comes_again_is_told_from_the_beginning(tmp_path):
-    gate = Gate()
-    engine = PiecewiseEngine("hello world", size=6, gate=gate)
-    async with in_process(engine, RENDERER, tmp_path) as gateway:
-        session = await gateway.open_key(replay=True)
-        first = Wire(gateway, session)
-        await until(lambda: b"hello" in first.data)
-        second = Wire(gateway, session)
-        await until(lambda: b"hello" in second.data)
-        await gate.step()
-        gate.go.set()
-        await asyncio.gather(first.task, second.task)
-        assert len(gateway.turns()) == 1
-    assert events_of(first.data)[-1] == events_of(second.data)[-1]
-    assert joined(read_anthropic(events_of(first.data))) == joined(
-        read_anthropic(events_of(second.data))
-    )
-
-
-@pytest.mark.anyio
-async def test_an_engine_that_takes_back_what_it_told(tmp_path):
-    class Other(PiecewiseEngine):
-        async def generate(self, request):
-            await super().generate(request)
-            return sampled("other")
-
-    async with in_process(Other("hello"), RENDERER, tmp_path) as gateway:
-        wire = Wire(gateway, await gateway.open_key())
-        await wire.task
-        assert gateway.turns() == []
-    assert b"not those that it streamed" in wire.data
-
-
-@pytest.mark.anyio
-async def test_the_embedded_engine_streams_what_it_samples(tmp_path, monkeypatch):
-    # its replies are short
-    monkeypatch.setattr(embedded_engine, "_TOKENS_PER_EVENT", 1)
-    engine = EmbeddedEngine(seed=1)
-    async with in_process(engine, EMBEDDED, tmp_path) as gateway:
-        wire = Wire(gateway, await gateway.open_key(), max_tokens=500)
-        await wire.task
-        log = tk.read_turns(gateway.log.path)
-    (turn,) = log.to_pylist()
-    text = EMBEDDED.decode(np.array(turn["output_ids"]), ended=True)
-    deltas = [
-        e["delta"]["text"] for e in events_of(wire.data) if "text" in e.get("delta", {})
-    ]
-    assert "".join(deltas) == text
-    assert len(deltas) > 1
