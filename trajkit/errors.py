@@ -54,7 +54,7 @@ class UnknownSessionError(TrajkitError, KeyError):
 
 
 class LeftOutWarning(UserWarning):
-    """A preset is not among the policies that were simulated, as it can't be applied."""
+    """A preset that can't be applied is not simulated, or a bad session is not shown."""
 
 
 class NoSignalWarning(UserWarning):

@@ -591,7 +591,7 @@ def test_a_missing_package_is_one_line(files):
         )
         assert done.returncode == 2
         assert done.stderr == (
-            f"trajkit: --to {target} needs the package {name}: pip install {name}\n"
+            f"trajkit: this needs {name}, which is not installed: pip install {name}\n"
         )
         assert not (files / "out").exists()
 

@@ -142,6 +142,69 @@ def test_a_trained_token_without_a_logprob_is_refused():
     assert torch.isfinite(nll_loss(zeros, pack))
 
 
+LOSSES = {
+    "advantage": policy_loss,
+    "score": lambda x, p: policy_loss(x, p, advantage="score"),
+    "logprob": policy_loss,
+    "old logprob": lambda x, p: policy_loss(x, p, old_logprobs=p.column("old logprob")),
+    "row_weight": nll_loss,
+    "observation_weight": observation_loss,
+}
+
+
+def with_value(pack, name, edges, value):
+    """A pack with this value at some edges of a column."""
+    field = {"logprob": "edge_logprob", "row_weight": "edge_weight"}.get(name)
+    values = getattr(pack, field) if field else pack.columns["advantage"]
+    values = values.clone()
+    values[edges] = value
+    if field:
+        return replace(pack, **{field: values})
+    return replace(pack, columns={**pack.columns, name: values})
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_that_spoil_a_loss_are_refused_with_their_rows(name, value):
+    pack = PackDataset(packs_of(rows_of("siblings")))[0]
+    bad = (pack.edge_row == 1) | (pack.edge_row == 3)
+    pack = with_value(pack, name, bad, value)
+    edge = int(bad.nonzero()[0])
+    where = (
+        f"edge {edge} .row {pack.edge_row[edge]}, position {pack.edge_position[edge]}"
+    )
+    said = "null or NaN" if value != value else value
+    pattern = rf"^{name} is {said} for 2 of the pack's rows \(1, 3\), first at {where}"
+    zeros = torch.zeros(len(bad), requires_grad=True)
+    with pytest.raises(InvalidTurnsError, match=pattern):
+        LOSSES[name](zeros, pack)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["advantage", "score", "logprob", "old logprob"])
+def test_edges_without_a_weight_may_have_any_value(name, value):
+    pack = PackDataset(packs_of(rows_of("siblings")))[0]
+    unused = pack.edge_row == 2
+    pack = with_value(pack, "row_weight", unused, 0.0)
+    expected, found = (torch.zeros(len(unused), requires_grad=True) for _ in range(2))
+    LOSSES[name](expected, with_value(pack, name, unused, 0.0)).backward()
+    LOSSES[name](found, with_value(pack, name, unused, value)).backward()
+    assert torch.equal(found.grad, expected.grad)
+    assert found.grad.any()
+
+
+def test_a_null_reward_is_refused_before_it_trains():
+    calls = rows_of("siblings")
+    rewards = [1.0, None, 0.0, None][: len(calls)]
+    rows = calls.append_column("score", pa.array(rewards, pa.float64()))
+    (pack,) = PackDataset(tk.pack(rows, 1_000, columns=["score"]))
+    zeros = torch.zeros(len(pack.edge_source))
+    with pytest.raises(
+        InvalidTurnsError, match=r"score is null or NaN .* rows \(1, 3\)"
+    ):
+        policy_loss(zeros, pack, advantage="score")
+
+
 def test_wrong_arguments_are_refused():
     pack = PackDataset(packs_of(rows_of("clean")))[0]
     for loss in (policy_loss, nll_loss, observation_loss):

@@ -151,16 +151,16 @@ def test_a_large_page_names_the_options_that_make_it_smaller(
     path = tmp_path / "page.html"
     assert cli.main(["view", str(run), "-o", str(path)]) == cli.DONE
     out = capsys.readouterr().out
-    for option in ("--sessions A,B", "--sample N", "--worst N", "leave out -o"):
+    for option in ("--session A,B", "--sample N", "--worst N", "leave out -o"):
         assert option in out
 
 
 @pytest.mark.parametrize(
     ("options", "code", "text"),
     [
-        (["--sessions", "s1,nobody"], cli.BAD_DATA, "no session 'nobody'"),
+        (["--session", "s1,nobody"], cli.BAD_DATA, "no session 'nobody'"),
         (["--policy", "slim"], cli.BAD_USAGE, "did you mean 'slime'"),
-        (["--facts", "absent.parquet"], cli.BAD_FILE, "absent.parquet"),
+        (["--sessions", "absent.parquet"], cli.BAD_FILE, "absent.parquet"),
     ],
 )
 def test_a_wrong_choice_writes_no_page(run, tmp_path, capsys, options, code, text):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -29,7 +30,12 @@ CALLS = [
 
 @contextmanager
 def serving(path, **options):
-    source = view._Files(str(path), None, Selection())
+    arguments = Namespace(
+        nonfinite_logprobs="raise",
+        session_prefix=None,
+        follow=options.get("follow", False),
+    )
+    source = view._Files(arguments, [str(path)], None, Selection())
     live = LiveRun(source, Options(("faithful", "slime"), view._parsed, **options))
     with ViewServer([live], "run") as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

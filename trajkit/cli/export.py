@@ -3,18 +3,14 @@
 import argparse
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 import trajkit as tk
-from trajkit.cli.options import command
+from trajkit.cli.options import command, known_sessions, read_rows
+from trajkit.cli.standard import inputs
 from trajkit.errors import ArgumentError, ExportError, NoSignalWarning
 from trajkit.export import FILE_FORMATS
-from trajkit.io.arrow import table_kind
-from trajkit.io.formats import format_of, is_json
-from trajkit.io.tables import iter_tables
+from trajkit.io.guard import check_outputs
 
 _ADVANTAGES: dict[str, dict[str, Any]] = {
     "group_mean": {"baseline": "group_mean"},
@@ -47,9 +43,9 @@ data, Parquet for supervised training in TRL and Axolotl (sft) or SkyRL (skyrl-s
 folder for LLaMA-Factory, the micro-batches of a step for prime-rl, or the arguments of
 Tinker's Datum as JSON Lines. docs/trainers.md has the lines of Python for other trainers.
 
-source ROWS      rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of them
+rows ROWS        rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of them
 --to             trainer
--o --output DIR!  a directory for the file; it is made if it does not exist
+-o --out DIR!    a directory for the file; it is made if it does not exist
 --advantage NAME  prime-rl, tinker: add advantages from rewards and groups, one of
                  group_mean, group_std, leave_one_out, none (default: group_mean with
                  --sessions, else those of the rows)
@@ -61,11 +57,12 @@ source ROWS      rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of 
 --temperature X  prime-rl: the temperature that sampled the rows (default: 1)
 """,
     to={"required": True, "choices": FILE_FORMATS},
+    writes="export",
     advantage={"choices": [*_ADVANTAGES]},
 )
 def run(arguments: argparse.Namespace) -> None:
     """Write the file."""
-    from trajkit.export.files import write_export
+    from trajkit.export.files import path_of, write_export
 
     options: dict[str, object] = {"seq_len": 2048} if arguments.to == "prime-rl" else {}
     for name, targets in _OPTIONS.items():
@@ -80,28 +77,25 @@ def run(arguments: argparse.Namespace) -> None:
         argument = targets[arguments.to]
         if argument is not None:
             options[argument] = value
-    rows = tk.read_rows(arguments.source)
+    folder = arguments.out
+    check_outputs(
+        {"the file": (path_of(arguments.to, folder), "export")},
+        inputs(arguments),
+        clobber=not arguments.no_clobber,
+    )
+    rows = read_rows(arguments.rows)
     with warnings.catch_warnings():
         # A file of such rows would be of no use.
         warnings.simplefilter("error", NoSignalWarning)
         try:
             if arguments.advantage or arguments.sessions:
-                sessions = tk.export.sessions_of(rows)
-                if arguments.sessions:
-                    sessions = _sessions(arguments.sessions)
+                sessions = known_sessions(arguments.sessions)
+                if sessions is None:
+                    sessions = tk.export.sessions_of(rows)
                 chosen = _ADVANTAGES[arguments.advantage or "group_mean"]
                 gains = tk.training.advantages(sessions, **chosen)
                 rows = tk.add_advantages(rows, gains)
-            path = write_export(rows, arguments.to, arguments.output, **options)
+            path = write_export(rows, arguments.to, folder, **options)
         except NoSignalWarning as warning:
             raise ExportError(str(warning)) from None
     sys.stdout.write(f"{path}: {rows.num_rows} rows for {arguments.to}\n")
-
-
-def _sessions(file: str) -> pa.Table:
-    """The sessions of a file, or those of a report of linearize."""
-    path = Path(file)
-    kind = format_of(path) if path.is_file() else "jsonl"
-    if is_json(kind) or table_kind(path, kind) != "report":
-        return tk.read_sessions(path)
-    return pa.concat_tables(iter_tables(path))

@@ -30,7 +30,7 @@ source IN             files, patterns, directories, addresses (s3://...), or - f
                       input
 --from FORMAT         one of {", ".join(FORMATS)}, or auto: by the files (default:
                       %(default)s)
--o --output OUT!      turns: Parquet, Arrow IPC or JSONL, by suffix
+-o --out OUT!      turns: Parquet, Arrow IPC or JSONL, by suffix
 --report FILE         write the report: a line per record and problem
 --map FIELD=PATH,...  where the records have a field, as in
                       session_id=trajectory_id,reward=metadata.score; or a TOML file; may
@@ -46,6 +46,7 @@ source IN             files, patterns, directories, addresses (s3://...), or - f
     from_={"dest": "format", "choices": ("auto", *FORMATS), "default": "auto"},
     source={"nargs": "+"},
     map={"action": "append", "metavar": "FIELD=PATH,..."},
+    writes="turns",
 )
 def run(arguments: argparse.Namespace) -> None:
     """Write the turns and print the problems found."""
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
     with Progress("import", "turns") as bar:
         totals, report = tk.importers.import_file(
             arguments.source,
-            arguments.output,
+            arguments.out,
             arguments.format,
             map=merged_map(arguments.map),
             tokenizer=tokenizer,
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
         write_table(report, arguments.report)
     problems = group(report)
     if arguments.json:
-        facts = {"output": arguments.output, **totals, "problems": problems}
+        facts = {"output": arguments.out, **totals, "problems": problems}
         text = json.dumps(facts)
     else:
         text = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}\n"
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
             head = ("problem", "record", "count", "first")
             text += f"\n{text_table(head, lines)}\n"
         if totals["turns"]:
-            text += f"\nwritten to {arguments.output}"
+            text += f"\nwritten to {arguments.out}"
     sys.stdout.write(text + "\n")
     if not totals["turns"]:
         raise tk.errors.InvalidTurnsError(no_turns(problems))

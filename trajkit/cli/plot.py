@@ -5,13 +5,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import trajkit as tk
+from trajkit.cli.file_options import write_text
 from trajkit.cli.options import (
     add_policies,
     chosen_policies,
     command,
     known_sessions,
+    read_turns,
 )
 from trajkit.errors import ArgumentError
+from trajkit.io.formats import replacing
 
 _FIGURES = ("svg", "png", "pdf")
 
@@ -28,8 +31,9 @@ KINDS: Mapping[str, tuple[str, Sequence[str]]] = {
 
 
 _USAGE = """
-source RUN       turns: Parquet, Arrow IPC or JSONL by suffix, or the directory of a run; -
+source RUN...    turns: Parquet, Arrow IPC or JSON by suffix, or the directory of a run; -
                  is standard input
+--session-prefix, --nonfinite-logprobs
 --sessions FILE  a line per session: session_id, reward, group_id, error (default: the
                  sessions in the directory of the run, if there are any)
 """
@@ -58,16 +62,17 @@ Draw a run or a session. All kinds but forest and trace need matplotlib (pip ins
 
 kind KIND         what to draw (see below)
 {_USAGE.strip()}
--o FILE           the picture; its suffix is the format
+-o --out FILE     the picture; its suffix is the format
 --session ID      forest, tokens: the session (default: the one with the most turns)
 """,
     extend=_add_to_plot,
     kind={"choices": KINDS},
-    o={"dest": "picture", "type": Path, "required": True},
+    writes="picture",
+    out={"type": Path, "required": True},
 )
 def run_plot(arguments: argparse.Namespace) -> None:
     """Write the picture."""
-    kind, path = arguments.kind, arguments.picture
+    kind, path = arguments.kind, arguments.out
     suffixes = KINDS[kind][1]
     suffix = path.suffix.removeprefix(".").lower()
     if suffix not in suffixes:
@@ -80,18 +85,18 @@ def run_plot(arguments: argparse.Namespace) -> None:
             f"--policy is given {len(policies)} times: {kind} takes one"
         )
     turns, sessions = (
-        tk.read_turns(arguments.source),
-        known_sessions(arguments.sessions, arguments.source),
+        read_turns(arguments),
+        known_sessions(arguments.sessions, arguments.source, arguments.session_prefix),
     )
     policy = policies[0] if policies else tk.policy("faithful")
     session = arguments.session
     match kind:
         case "forest":
             text = tk.plot.forest(turns, session, policies=policies)
-            path.write_text(text, encoding="utf-8")
+            write_text(path, text)
             return
         case "trace":
-            path.write_text(tk.plot.trace(turns, sessions), encoding="utf-8")
+            write_text(path, tk.plot.trace(turns, sessions))
             return
         case "tokens":
             figure = tk.plot.tokens(turns, policy, session)
@@ -99,4 +104,5 @@ def run_plot(arguments: argparse.Namespace) -> None:
             figure = tk.plot.swimlanes(turns, sessions)
     from trajkit.plot.figures import save
 
-    save(figure, path, suffix)
+    with replacing(path) as draft:
+        save(figure, draft, suffix)

@@ -185,6 +185,7 @@ def checked_rows(
     images: bool = False,
     carried: Collection[str] = (),
     max_tokens: tuple[str, int] | None = None,
+    untrained: bool = False,
 ) -> list[ExportRow]:
     """The rows, checked for what every trainer needs (see docs/export.md).
 
@@ -192,6 +193,7 @@ def checked_rows(
     a mask for the response only. ``logprobs``: trained tokens need a logprob. ``images``:
     the format carries images. ``carried``: the payloads that it carries. ``max_tokens``:
     the trainer's option for the length of a row, beyond which it cuts, and its value.
+    ``untrained``: rows may train nothing.
     """
     table = full_rows(canonical_rows(as_table(rows)))
     _check_images(table, images)
@@ -242,7 +244,8 @@ def checked_rows(
             logprobs=values[tokens],
             line=line,
         )
-        _check_mask(row, response)
+        if row.loss_mask.any() or not untrained:
+            _check_mask(row, response)
         if max_tokens is not None and len(row.input_ids) > max_tokens[1]:
             raise ExportError(
                 f"{row.place}: {len(row.input_ids)} tokens, but {target} cuts rows at "

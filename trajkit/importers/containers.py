@@ -1,5 +1,6 @@
 """The objects in a file of any container, including damaged ones."""
 
+import struct
 import zipfile
 import zlib
 from codecs import BOM_UTF8
@@ -8,6 +9,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import pyarrow as pa
 
 from trajkit._arrow.canonical import UNREADABLE
 from trajkit._streams import limits
@@ -208,13 +211,34 @@ def _inspect(file: Path, shape: Shape) -> Iterator[Text]:
                     yield _bad(name, "unreadable", f"it is longer than {most} bytes")
                     continue
                 try:
-                    yield _text(name, read(archive.read(name)))
+                    yield _text(name, read(_member(archive, name)))
                 except (ValueError, *_ZIP) as error:
                     yield _bad(name, "unreadable", str(error) or type(error).__name__)
     except _ZIP as error:
         raise FormatError(f"{file}: not a readable zip file: {error}") from None
 
 
+def _member(archive: zipfile.ZipFile, name: str) -> bytes:
+    """The bytes of a file in a zip file; Inspect compresses with Zstandard."""
+    info = archive.getinfo(name)
+    if info.compress_type != _ZSTANDARD:
+        return archive.read(name)
+    # Python reads it from 3.14 on
+    raw = archive.fp
+    if raw is None:
+        raise zipfile.BadZipFile(f"{name} is closed")
+    raw.seek(info.header_offset)
+    lengths = struct.unpack("<HH", raw.read(30)[26:30])
+    raw.seek(sum(lengths), 1)
+    packed = pa.BufferReader(raw.read(info.compress_size))
+    with pa.CompressedInputStream(packed, "zstd") as stream:
+        content = bytes(stream.read(info.file_size + 1))
+    if len(content) != info.file_size or zlib.crc32(content) != info.CRC:
+        raise zipfile.BadZipFile(f"{name} is damaged")
+    return content
+
+
+_ZSTANDARD = 93
 # a damaged zip file can raise these
 _ZIP = (
     zipfile.BadZipFile,
@@ -224,6 +248,7 @@ _ZIP = (
     OSError,
     KeyError,
     zlib.error,
+    struct.error,
 )
 
 

@@ -39,6 +39,8 @@ KEPT = (
     "not_sampled",
     "no_end_token",
     "recorded_parents",
+    "no_reply",
+    "mask_unread",
     "reward_unread",
     "reward_varies",
     "unread",

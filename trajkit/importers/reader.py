@@ -547,21 +547,26 @@ def _unknown(head: Head) -> str:
         (len(present), -len(names), one, names)
         for one in FORMATS.values()
         for names in one.keys
-        if (present := [name for name in names if name in value])
+        if (present := [n for n in names if n in value and n != "session_id"])
     ]
-    if near:
-        _, _, one, names = max(near, key=lambda each: each[:2])
-        absent = ", ".join(name for name in names if name not in value)
-        lacks = f"it lacks {absent}" if absent else "its values are of other kinds"
-        text += f". It is most like {one.name} ({one.title}), but {lacks}"
-    prompt, output = (
-        route(FORMATS["records"].fields[n]) for n in ("prompt_ids", "output_ids")
+    records = FORMATS["records"]
+    absent = [
+        f"{name} ({', '.join(records.fields[name].split('|')[:3])}, ...)"
+        for name in ("prompt_ids", "output_ids")
+        if route(records.fields[name]).find(value) is None
+    ]
+    like = records
+    if near and len(absent) == 2:
+        _, _, like, names = max(near, key=lambda each: each[:2])
+        absent = [name for name in names if name not in value]
+    lacks = (
+        f"it lacks {', '.join(absent)}" if absent else "its values are of other kinds"
     )
-    if prompt.find(value) is None and output.find(value) is None:
-        text += ". No token ids are at its top"
+    text += f". It is most like {like.name} ({like.title}), but {lacks}"
     return (
         f"{text}. Name its fields, as in --map session_id=PATH,prompt_ids=PATH,"
-        "output_ids=PATH, or request=PATH,response=PATH for whole responses of an engine. "
+        "output_ids=PATH, or request=PATH,response=PATH for whole responses of an engine "
+        "(and each=PATH if the records are in a list of each object). "
         "Records without token ids allow only the import of text (--from chat with "
         f"--tokenizer): {FORMATS['records'].ids}"
     )

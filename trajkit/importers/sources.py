@@ -21,11 +21,12 @@ _JSON = (
     for kind in ("json", "jsonl", "ndjson")
     for end in ("", ".gz", ".zst")
 )
-_SUFFIXES = (
+SUFFIXES = (
     *_JSON,
     *(".db", ".sqlite", ".sqlite3", ".pt", ".pkl", ".eval", ".traj"),
     *(".parquet", ".arrow"),
 )
+"""Ends of the names of files in a directory that may contain records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,21 @@ def stem_of(path: Path) -> str:
     for end in (".gz", ".zst"):
         name = name.removesuffix(end)
     return PurePosixPath(name).stem or path.name
+
+
+def local_paths(source: Sources) -> list[Path]:
+    """The paths of this machine among the sources, patterns resolved."""
+    texts = [fspath(one) for one in source if isinstance(one, str | PathLike)]
+    own = [text for text in texts if text != "-" and "://" not in text]
+    return [
+        Path(one)
+        for text in own
+        for one in (
+            glob.glob(text, recursive=True)
+            if glob.has_magic(text) and not Path(text).exists()
+            else [text]
+        )
+    ]
 
 
 def files_of(source: Sources) -> Iterator[Local | Folder]:
@@ -96,7 +112,7 @@ def _in_directory(path: Path) -> list[Path]:
     return sorted(
         file
         for file in path.rglob("*")
-        if file.name.lower().endswith(_SUFFIXES)
+        if file.name.lower().endswith(SUFFIXES)
         and file.is_file()
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
@@ -117,7 +133,7 @@ def _fetched(address: str) -> Iterator[Local | Folder]:
             yield _copy(system, path, folder, 0)
             return
         listed = system.glob(path) if glob.has_magic(path) else system.find(path)
-        names = [one for one in sorted(listed) if one.lower().endswith(_SUFFIXES)]
+        names = [one for one in sorted(listed) if one.lower().endswith(SUFFIXES)]
         copies = [_copy(system, one, folder, k) for k, one in enumerate(names)]
         yield Folder(address, copies)
 
