@@ -61,8 +61,6 @@ def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> No
 --launch-python FILE  the Python that SGLang is installed for (default: the one of this
     command)
 --launch-seconds SECONDS 1800  how long the server may take to start (default: %(default)s)
---launch-restarts N 3  how often the server is restarted within an hour if it ends (default:
-    %(default)s)
 --check-prompts  render every conversation completely, also where only new messages are
     needed; have the server return each prompt, and fail a call whose prompt differs
 --routed-experts  log which experts each token was routed to; needs a server with
@@ -235,7 +233,6 @@ def launch_server(arguments: argparse.Namespace, stack: ExitStack) -> None:
         [*experts, *arguments.server_arguments],
         log,
         start_seconds=arguments.launch_seconds,
-        restarts=arguments.launch_restarts,
     )
     arguments.engine_url = [stack.enter_context(launched)]
     arguments.model = arguments.model or arguments.launch
