@@ -32,9 +32,9 @@ from trajkit.export._rows import (
     token_advantages,
     token_values,
 )
+from trajkit.learn._checks import check_number
 from trajkit.packs.balancing import balance
 from trajkit.packs.packing import pack
-from trajkit.training._checks import check_number
 
 MICRO_BATCH_FIELDS = (
     "input_ids",
@@ -90,7 +90,7 @@ def sample_fields(
     weighted : StepCounts, optional
         Write row weights to ``rl_weights``, scaled so that the trainer's loss, a sum
         divided by the step's number of trained tokens, is
-        `trajkit.training.reference_loss` of the step's rows. The counts are those of all
+        `trajkit.learn.reference_loss` of the step's rows. The counts are those of all
         rows that the trainer takes in one step (`trajkit.export.step_counts`).
 
     Returns

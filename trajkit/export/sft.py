@@ -15,7 +15,8 @@ import pyarrow as pa
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
 from trajkit.errors import LongRowsWarning
-from trajkit.export._rows import PAYLOADS, ExportRow, checked_rows
+from trajkit.export._rows import ExportRow, checked_rows
+from trajkit.schema import PAYLOADS
 
 IGNORED = -100
 """The label of a token that is not trained."""

@@ -28,10 +28,10 @@ from trajkit.export._rows import (
     token_values,
 )
 from trajkit.io.formats import replacing
+from trajkit.learn._checks import warn_without_signal
 from trajkit.pipeline.rows import linearize
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.training._checks import warn_without_signal
 from trajkit.turns.records import from_records
 
 _LOG = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from trajkit.errors import FormatError, InvalidTurnsError
 from trajkit.importers.containers import Head, head_of, objects
 from trajkit.importers.findings import Finding, Notes, has_items
 from trajkit.importers.formats import FORMATS
+from trajkit.importers.replies import Replies, find_replies
 from trajkit.importers.sources import Folder, Local, Sources, files_of, stem_of
 from trajkit.importers.tables import TARGETS, Format, Table, advice
 from trajkit.importers.transcripts import ChatTokenizer, Encoder
@@ -184,7 +185,11 @@ class _Import:
         session, n_records, named = None, 0, False
         paths: dict[str, np.ndarray] = {}
         parents: list[Finding] = []
+        replies = Replies()
+        if format.needs_reply and options.encoder is None:
+            replies = find_replies(_records(file, head, table))
         for found in _records(file, head, table):
+            self._reply(found, replies, n_records)
             n_records += 1
             if found.session is None and not found.problem:
                 named = self._name(file, found, noted=named)
@@ -247,6 +252,20 @@ class _Import:
                 "parents by messages and tokens, and do not use them"
             )
             self._notes.add(file.name, parents[0], "recorded_parents", text, kept=True)
+
+    def _reply(self, found: Finding, replies: Replies, number: int) -> None:
+        """Add the reply that a later request repeats, or leave out useless messages."""
+        fields = found.fields
+        if number in replies.of_call:
+            fields["response_message"] = replies.of_call[number]
+            found.remarks.append(("reply_of_a_request", "a later request repeats it"))
+        elif found.session in replies.without and fields.pop("prompt_messages", None):
+            text = (
+                "messages without replies, which no later request repeats, are left out, "
+                "so that calls are matched by tokens: --map response_message=PATH names "
+                "the reply"
+            )
+            found.remarks.append(("no_reply", text))
 
     def _name(self, file: Local, found: Finding, *, noted: bool) -> bool:
         """Name a session after its file, unless a key may name it.

@@ -53,21 +53,6 @@ def stem_of(path: Path) -> str:
     return PurePosixPath(name).stem or path.name
 
 
-def local_paths(source: Sources) -> list[Path]:
-    """The paths of this machine among the sources, patterns resolved."""
-    texts = [fspath(one) for one in source if isinstance(one, str | PathLike)]
-    own = [text for text in texts if text != "-" and "://" not in text]
-    return [
-        Path(one)
-        for text in own
-        for one in (
-            glob.glob(text, recursive=True)
-            if glob.has_magic(text) and not Path(text).exists()
-            else [text]
-        )
-    ]
-
-
 def files_of(source: Sources) -> Iterator[Local | Folder]:
     """The files and directories of a source; temporary copies last for one step."""
     if isinstance(source, str | PathLike):

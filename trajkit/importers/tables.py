@@ -135,7 +135,7 @@ class Format:
     beside: Callable[[Path, str | None, set[str]], Iterator[Finding]] | None = None
     # how the name of a file without records ends
     file_suffix: str = ""
-    # messages without a reply would part the calls of a run
+    # its records may have the messages of requests without replies
     needs_reply: bool = False
     # only the first choice of a response is a call
     first_choice: bool = False
@@ -381,15 +381,6 @@ class Table:
         for name in own & direct.fields.keys():
             one.fields[name] = direct.fields[name]
 
-    def _drop_messages(self, found: Finding) -> None:
-        """Leave out messages that would make every later call a conversation of its own."""
-        if found.fields.pop("prompt_messages", None) and self.encoder is None:
-            text = (
-                "messages without a reply are left out, so that calls are matched by "
-                "tokens: --map response_message=PATH names the reply"
-            )
-            found.remarks.append(("no_reply", text))
-
     def _is_own(self, name: str) -> bool:
         """Whether the user's mapping has a field."""
         return self.given is not None and name in self.given.fields
@@ -417,8 +408,6 @@ class Table:
         fields["response_message"] = (
             reply if isinstance(reply, dict) and reply else None
         )
-        if self.format.needs_reply and fields["response_message"] is None:
-            self._drop_messages(found)
         fields["finish_reason"] = finish_of(values.get("finish_reason"))
         n = len(output) if isinstance(output, list | np.ndarray) else 0
         for path, value in found.unread.items():

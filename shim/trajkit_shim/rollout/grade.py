@@ -84,7 +84,8 @@ def _by_reward_file(work: Work, rules: Grade) -> float:
     """The reward in reward.txt, a number, or else reward.json.
 
     The latter is a number, an object with ``reward``, or one of numbers, whose mean
-    counts. References: spec, polar 3 (harbor).
+    counts, as in Polar's
+    https://github.com/NVIDIA-NeMo/ProRL-Agent-Server/blob/bac80ae/src/polar/trajectory/evaluator/harbor.py
     """
     sandbox = work.workspace.sandbox
     logs = sandbox.map_path(LOGS_PLACE)
