@@ -9,10 +9,12 @@ import torch
 
 import trajkit as tk
 from tests.torch.cases import SESSIONS, packs_of, rows_of
+from tests.torch.tiny_models import make
 from trajkit.errors import ArgumentError, InvalidTurnsError, LayoutError
 from trajkit.torch.datasets import PackDataset
 from trajkit.torch.logprobs import gather_logprobs
 from trajkit.torch.losses import nll_loss, observation_loss, policy_loss
+from trajkit.torch.models import model_inputs
 
 
 def scored(rows):
@@ -41,7 +43,7 @@ def sum_over(rows, loss, cut=True, **options):
 def test_the_policy_loss_is_that_of_the_rows(case, reduce):
     rows = tk.add_weights(rows_of(case), "token" if reduce == "mean" else "rollout")
     values, _ = scored(rows)
-    expected = tk.training.reference_loss(rows, values, reduce=reduce).rl_sum
+    expected = tk.learn.reference_loss(rows, values, reduce=reduce).rl_sum
     found = sum_over(rows, policy_loss, reduce=reduce)
     assert float(found) == pytest.approx(float(expected), rel=1e-12)
 
@@ -111,7 +113,7 @@ def test_the_observation_loss_is_that_of_the_rows():
         "observation_weight", pa.array(weights, pa.large_list(pa.float32()))
     )
     values, starts = scored(rows)
-    expected = tk.training.reference_loss(rows, values)
+    expected = tk.learn.reference_loss(rows, values)
     packs = tk.pack(rows, 1_000, columns=["advantage", "observation_weight"])
     (pack,) = PackDataset(packs)
     logprobs = of_edges(pack, values, starts).requires_grad_()
@@ -294,3 +296,18 @@ def test_hidden_states_of_another_pack_are_refused():
         LayoutError, match=r"hidden states of shape \(2, 5\) for a pack"
     ):
         gather_logprobs(torch.zeros(2, 5), torch.nn.Identity(), pack)
+
+
+def test_padding_is_not_the_token_without_an_embedding():
+    model = make("llama", pad_token_id=0, head_dim=8)
+    model.model.embed_tokens.padding_idx = 0
+    padded = PackDataset(packs_of(rows_of("nemo"), align=80))
+    pack = padded[0]
+    ids = model_inputs(model, pack)["input_ids"][0]
+    n = int((pack.input_ids != 0).sum())
+    assert len(ids) > n
+    assert torch.equal(ids[:n], pack.input_ids[:n])
+    assert set(ids[n:].tolist()) == {1}
+    assert model_inputs(model, padded.empty_pack())["input_ids"].tolist() == [[1]]
+    model.model.embed_tokens.padding_idx = 60
+    assert torch.equal(model_inputs(model, pack)["input_ids"][0], pack.input_ids)

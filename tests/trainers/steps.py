@@ -50,7 +50,7 @@ def rows_of(n_rows):
     turns = [call for name, n in n_rows.items() for call in calls(name, n)]
     rows = tk.linearize(tk.from_records(turns), sessions=sessions)
     assert len(rows) == sum(n_rows.values())
-    return tk.add_advantages(rows, tk.training.advantages(sessions))
+    return tk.add_advantages(rows, tk.learn.advantages(sessions))
 
 
 def tiny_model(folder=None, dtype="float32"):
@@ -111,7 +111,7 @@ def reference(model, rows, **options):
     import torch
 
     each = [row_logprobs(model, ids) for ids in rows["input_ids"].to_pylist()]
-    return tk.training.reference_loss(rows, torch.cat(each), **options)
+    return tk.learn.reference_loss(rows, torch.cat(each), **options)
 
 
 def token_mean(rows):

@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
                 if sessions is None:
                     sessions = tk.export.sessions_of(rows)
                 chosen = _ADVANTAGES[arguments.advantage or "group_mean"]
-                gains = tk.training.advantages(sessions, **chosen)
+                gains = tk.learn.advantages(sessions, **chosen)
                 rows = tk.add_advantages(rows, gains)
             path = write_export(rows, arguments.to, folder, **options)
         except NoSignalWarning as warning:

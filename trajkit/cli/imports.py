@@ -45,8 +45,8 @@ source IN             files, patterns, directories, addresses (s3://...), or - f
 """,
     from_={"dest": "format", "choices": ("auto", *FORMATS), "default": "auto"},
     source={"nargs": "+"},
-    map={"action": "append", "metavar": "FIELD=PATH,..."},
     writes="turns",
+    map={"action": "append", "metavar": "FIELD=PATH,..."},
 )
 def run(arguments: argparse.Namespace) -> None:
     """Write the turns and print the problems found."""

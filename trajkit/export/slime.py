@@ -28,10 +28,10 @@ from trajkit.export._rows import (
     token_values,
 )
 from trajkit.io.formats import replacing
+from trajkit.learn._checks import warn_without_signal
 from trajkit.pipeline.rows import linearize
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.training._checks import warn_without_signal
 from trajkit.turns.records import from_records
 
 _LOG = logging.getLogger(__name__)
@@ -166,7 +166,11 @@ def reward_post_process(
     ExportError
         A sample has no ``rollout_id``, or the samples of a rollout differ in reward.
     """
-    raw = [float(sample.get_reward_value(args)) for sample in samples]
+    given = [sample.get_reward_value(args) for sample in samples]
+    for number, reward in enumerate(given):
+        if reward is None:
+            raise ExportError(f"sample {number} has no reward: expected a number")
+    raw = [*map(float, given)]
     estimators = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
     if not args.rewards_normalization or args.advantage_estimator not in estimators:
         return raw, raw

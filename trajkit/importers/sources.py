@@ -68,12 +68,6 @@ def sources_of(source: Sources) -> list[str]:
     return [fspath(given) for given in listed]
 
 
-def local_paths(sources: list[str]) -> list[Path]:
-    """The paths of this machine among the sources, patterns resolved."""
-    own = [text for text in sources if text != "-" and "://" not in text]
-    return [Path(one) for text in own for one in _resolved(text)]
-
-
 def _resolved(text: str) -> list[str]:
     """The paths of a pattern; a path that exists, or that is none, itself."""
     if glob.has_magic(text) and not Path(text).exists():

@@ -25,16 +25,16 @@ from trajkit._streams.prefetch import prefetch
 from trajkit._streams.session_batches import path_tokens, session_ends
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.io.formats import Format, check_folder, kind_of
-from trajkit.io.guard import Input, check_outputs, is_parts, turns_input
+from trajkit.io.guard import Input, check_outputs, is_parts, turns_inputs
 from trajkit.io.sources import Paths, SessionPrefix, paths_of
 from trajkit.io.tables import log_files, write_rows, write_tables, write_turns
 from trajkit.jobs.group_sessions import Log, Piece, SessionIndex
 from trajkit.jobs.outputs import Manifest, Write, atomic_writers, fingerprint
+from trajkit.learn.weights import By, add_weights
 from trajkit.pipeline.rows import Layout, linearize
 from trajkit.pipeline.suffix_layout import full_pieces, row_pieces
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.training.row_weights import By, add_weights
 from trajkit.turns.delta import compact, expand
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
 from trajkit.turns.table import locate
@@ -137,7 +137,7 @@ def run_job(
     first = next(iter(targets.values()), None)
     folder = None if first is None else folder_of(first.path)
     parts = job is not None and first is not None and is_parts(first.path)
-    _check_paths(targets, [*map(turns_input, paths), *inputs], parts=parts)
+    _check_paths(targets, [*turns_inputs(paths), *inputs], parts=parts)
     log = Log(
         *(paths, format, nonfinite_logprobs, rejected is not None, gather, folder),
         session_prefix,

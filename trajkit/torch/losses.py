@@ -2,7 +2,7 @@
 
 Each function returns one sum. Sums over the packs of a step add up; divide by what the
 loss is a mean of, such as the number of rollouts in the step. What
-`trajkit.training.reference_loss` gives for the rows is what these give for their packs.
+`trajkit.learn.reference_loss` gives for the rows is what these give for their packs.
 """
 
 import math

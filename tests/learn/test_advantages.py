@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.strategies import runs
-from tests.tables import by_session, turns_table
-from tests.training.test_row_weights import (
+from tests.learn.test_row_weights import (
     KEEPS_ALL,
     joined,
     toy_model,
     with_logprobs,
 )
+from tests.strategies import runs
+from tests.tables import by_session, turns_table
 from trajkit.errors import ArgumentError
 
 REWARDS = st.none() | st.sampled_from([0.0, 1.0, 0.5, -2.0, 0.1, 1e6])
@@ -86,7 +86,7 @@ def expected(lines, baseline, scale, epsilon, clip, drop_constant):
 def test_advantages_are_those_of_the_formulas(
     baseline, scale, lines, epsilon, clip, drop_constant
 ):
-    table = tk.training.advantages(
+    table = tk.learn.advantages(
         sessions_table(lines),
         baseline,
         scale=scale,
@@ -104,10 +104,10 @@ def test_groups_of_equal_rewards_are_constant_and_can_be_dropped():
     table = sessions_table(
         [(1.0, "g"), (1.0, "g"), (0.0, "h"), (1.0, "h"), (2.0, None), (None, "g")]
     )
-    kept = tk.training.advantages(table, scale="group_std", epsilon=0.0)
+    kept = tk.learn.advantages(table, scale="group_std", epsilon=0.0)
     assert kept["constant"].to_pylist() == [True, True, False, False, False, None]
     assert kept["advantage"].to_pylist()[:2] == [0.0, 0.0]
-    dropped = tk.training.advantages(table, drop_constant=True)
+    dropped = tk.learn.advantages(table, drop_constant=True)
     assert dropped["advantage"].to_pylist() == [None, None, -0.5, 0.5, 0.0, None]
 
 
@@ -116,7 +116,7 @@ def test_equal_rewards_that_do_not_add_up_exactly_are_constant():
     """The mean of three times 0.1 is not 0.1 in floating point."""
     given = sessions_table([(0.1, "g")] * 3)
     for options in ({}, {"scale": "group_std", "epsilon": 0.0}):
-        table = tk.training.advantages(given, **options)
+        table = tk.learn.advantages(given, **options)
         assert table["constant"].to_pylist() == [True] * 3
         assert table["advantage"].to_pylist() == [0.0] * 3
 
@@ -133,7 +133,7 @@ def test_equal_rewards_that_do_not_add_up_exactly_are_constant():
 )
 def test_options_outside_their_range_are_refused(options, match):
     with pytest.raises(ArgumentError, match=match):
-        tk.training.advantages(sessions_table([(1.0, "g")]), **options)
+        tk.learn.advantages(sessions_table([(1.0, "g")]), **options)
 
 
 @pytest.mark.parametrize("policy", KEEPS_ALL)
@@ -149,7 +149,7 @@ def test_constant_weights_sum_every_token_of_a_rollout(policy, turns):
     weighed = tk.add_weights(rows, "constant", constant=32)
     scores = np.linspace(-1, 1, 11 * 64).reshape(11, 64)
     each = [toy_model(ids, scores) for ids in weighed["input_ids"].to_pylist()]
-    loss = tk.training.reference_loss(weighed, joined(each, scores), reduce="sum")
+    loss = tk.learn.reference_loss(weighed, joined(each, scores), reduce="sum")
     due = 0.0
     for name, calls in by_session(turns).items():
         for call in calls:

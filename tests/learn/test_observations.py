@@ -1,11 +1,11 @@
-"""Observation weights: prime-rl's rule as it is, and the rule that mends it."""
+"""Observation weights: each observed token is learned once per rollout."""
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from tests.golden_sessions import golden, golden_name
+from tests.golden_sessions import golden
 from tests.libraries import LIBRARIES, tensor
 from tests.reference import observed_tokens
 from trajkit.errors import ArgumentError, InvalidTurnsError
@@ -40,43 +40,6 @@ def facts(error):
             "error": pa.array([error], pa.string()),
         }
     )
-
-
-def prime_sessions():
-    return [s for s in golden("interleave") if "error" not in s["expected"]]
-
-
-def test_prime_sessions_are_there():
-    assert len(prime_sessions()) == 149
-    weighed = [
-        s for s in prime_sessions() if any(r["sft_mask"] for r in s["expected"]["rows"])
-    ]
-    assert len(weighed) == 47
-    assert [s["seed"] for s in weighed if s["knobs"]["error"]] == [46, 50, 87, 113]
-
-
-@pytest.mark.parametrize("session", prime_sessions(), ids=golden_name)
-def test_prime_is_the_sft_mask_of_interleave(session):
-    turns = attributed(session)
-    rows = tk.linearize(turns, "interleave", sessions=facts(session["knobs"]["error"]))
-    expected = [row["sft_mask"] for row in session["expected"]["rows"]]
-    config = session["knobs"]["sft"]
-    if config is None or not config["on_tool_outputs"]:
-        assert expected == [None] * rows.num_rows
-        return
-    rows = tk.observations.observation_weights(
-        turns,
-        rows,
-        rule="prime",
-        tool_names=config["tool_names"],
-        alpha=0.5,
-        missing="skip",
-    )
-    found = rows["observation_weight"].to_pylist()
-    assert found == [
-        [0.5 * k for k in mask] if mask else [0.0] * len(ids)
-        for mask, ids in zip(expected, rows["input_ids"].to_pylist(), strict=True)
-    ]
 
 
 # --- the rule that mends it
@@ -158,9 +121,7 @@ def weighed(records, policy="faithful", *, sessions=None, **options):
     """(row, token id, weight) of each weighed token."""
     turns = tk.from_records(records)
     rows = tk.linearize(turns, policy, sessions=sessions)
-    rows = tk.observations.observation_weights(
-        turns, rows, sessions=sessions, **options
-    )
+    rows = tk.learn.observation_weights(rows, turns, sessions=sessions, **options)
     return [
         (r, token, weight)
         for r, row in enumerate(rows.to_pylist())
@@ -174,7 +135,7 @@ def weighed(records, policy="faithful", *, sessions=None, **options):
 def counted(records, policy="faithful", **options):
     turns = tk.from_records(records)
     rows = tk.linearize(turns, policy)
-    _, report = tk.observations.observation_weights(turns, rows, report=True, **options)
+    _, report = tk.learn.observation_weights(rows, turns, report=True, **options)
     (line,) = report.to_pylist()
     return line
 
@@ -182,11 +143,11 @@ def counted(records, policy="faithful", **options):
 def test_the_content_of_a_tool_s_message_is_weighed_and_the_mask_stays():
     turns = tk.from_records(conversation())
     rows = tk.linearize(turns)
-    out = tk.observations.observation_weights(turns, rows, alpha=0.5)
+    out = tk.learn.observation_weights(rows, turns, alpha=0.5)
     assert weighed(conversation(), alpha=0.5) == [(0, 40, 0.5), (0, 41, 0.5)]
     assert out.drop_columns("observation_weight").equals(rows)
     assert out.schema.field("observation_weight").type == pa.large_list(pa.float32())
-    assert tk.observations.observation_weights(turns, out, alpha=0.5).equals(out)
+    assert tk.learn.observation_weights(out, turns, alpha=0.5).equals(out)
 
 
 @pytest.mark.parametrize("policy", ["faithful", "strict", "per_call", "skyrl", "slime"])
@@ -202,8 +163,6 @@ def test_a_token_is_weighed_once_however_many_rows_repeat_it():
     assert weighed(drifting(), "per_call") == [(1, 40, 1), (1, 41, 1), (2, 42, 1)]
     line = counted(drifting(), "per_call")
     assert (line["tokens_observed"], line["tokens_repeated"]) == (3, 2)
-    again = weighed(drifting(), "per_call", rule="prime", missing="skip")
-    assert again == []  # names are not in the attribution
 
 
 def test_a_row_that_was_cut_leaves_the_rest_of_a_message_to_the_next():
@@ -216,10 +175,10 @@ def test_a_row_that_was_cut_leaves_the_rest_of_a_message_to_the_next():
     turns = tk.from_records(records)
     rows = tk.linearize(turns, max_row_tokens=14)
     assert [ids[-1] for ids in rows["input_ids"].to_pylist()] == [40, END]
-    _, report = tk.observations.observation_weights(turns, rows, report=True)
+    _, report = tk.learn.observation_weights(rows, turns, report=True)
     line = report.to_pylist()[0]
     assert (line["tokens_observed"], line["tokens_repeated"]) == (2, 1)
-    out = tk.observations.observation_weights(turns, rows, normalization="sft_tokens")
+    out = tk.learn.observation_weights(rows, turns, normalization="ratio")
     assert [
         [(t, w) for t, w in zip(ids, weights, strict=True) if w]
         for ids, weights in zip(
@@ -227,7 +186,7 @@ def test_a_row_that_was_cut_leaves_the_rest_of_a_message_to_the_next():
             out["observation_weight"].to_pylist(),
             strict=True,
         )
-    ] == [[(40, 0.5)], [(41, 0.5)]]
+    ] == [[(40, 3.5)], [(41, 3.5)]]
 
 
 def test_a_compaction_goes_on_where_it_was():
@@ -453,8 +412,8 @@ def test_turns_in_delta_form():
     )
     short = pa.Table.from_pylist(delta, schema)
     assert tk.linearize(short).equals(rows)
-    assert tk.observations.observation_weights(short, rows).equals(
-        tk.observations.observation_weights(turns, rows)
+    assert tk.learn.observation_weights(rows, short).equals(
+        tk.learn.observation_weights(rows, turns)
     )
 
 
@@ -478,7 +437,7 @@ def test_the_attribution_of_shared_tokens_may_be_left_out_in_delta_form():
         for name, empty in (("prompt_message_index", -1), ("prompt_is_content", False)):
             place = table.schema.get_field_index(name)
             table = table.set_column(place, name, changed(name, empty, left_out))
-        return tk.observations.observation_weights(table, rows)
+        return tk.learn.observation_weights(rows, table)
 
     assert weights(left_out=True).equals(weights(left_out=False))
     assert any(map(any, weights(left_out=True)["observation_weight"].to_pylist()))
@@ -487,72 +446,25 @@ def test_the_attribution_of_shared_tokens_may_be_left_out_in_delta_form():
 def test_a_rollout_that_failed_is_not_weighed():
     assert weighed(conversation(), sessions=facts(None)) != []
     assert weighed(conversation(), "strict", sessions=facts("timeout")) == []
-    names = [None, None, None, "bash"]
-    kept = weighed(
-        [
-            {**record, "message_tool_names": names[: len(record["prompt_messages"])]}
-            for record in conversation()
-        ],
-        "strict",
-        sessions=facts("timeout"),
-        rule="prime",
-    )
-    assert kept == [(0, 40, 1), (0, 41, 1)]
 
 
 @pytest.mark.parametrize("limit", [None, 12])
-@pytest.mark.parametrize(
-    ("normalization", "scale"),
-    # the row holds 17 tokens, 2 of them observed and 5 sampled
-    [("flat", 1), ("all_tokens", 1 / 17), ("sft_tokens", 1 / 2), ("ratio", 5 / 2)],
-)
+@pytest.mark.parametrize(("normalization", "scale"), [("flat", 1), ("ratio", 5 / 2)])
 def test_normalization_counts_before_the_cut(normalization, scale, limit):
+    """The row has 2 observed and 5 sampled tokens."""
     turns = tk.from_records(conversation())
     rows = tk.linearize(turns, max_row_tokens=limit)
-    names = pa.array([[None] * 2, [None] * 3 + ["bash"]], pa.large_list(pa.string()))
-    named = turns.set_column(
-        turns.column_names.index("message_tool_names"), "message_tool_names", names
+    out = tk.learn.observation_weights(
+        rows, turns, alpha=0.5, normalization=normalization
     )
-    for rule in ("echo", "prime"):
-        out = tk.observations.observation_weights(
-            named, rows, rule=rule, alpha=0.5, normalization=normalization
-        )
-        (weights,) = out["observation_weight"].to_pylist()
-        found = [weight for weight in weights if weight]
-        assert found == pytest.approx([0.5 * scale] * (2 if limit is None else 1))
+    (weights,) = out["observation_weight"].to_pylist()
+    found = [weight for weight in weights if weight]
+    assert found == pytest.approx([0.5 * scale] * (2 if limit is None else 1))
 
 
 def test_normalization_is_of_the_rollout_not_of_the_row():
-    flat = weighed(drifting(), "per_call", normalization="sft_tokens")
-    assert [weight for *_, weight in flat] == pytest.approx([1 / 3] * 3)
     ratio = weighed(drifting(), "per_call", normalization="ratio")
     assert [weight for *_, weight in ratio] == pytest.approx([7 / 3] * 3)
-    # 10 of the first row; the drift leaves 8 of them to the second, of 18; 7 more
-    every = weighed(drifting(), "faithful", normalization="all_tokens")
-    turns = tk.from_records(drifting())
-    _, report = tk.linearize(turns, report=True)
-    (n,) = report["tokens_forward_shared"].to_pylist()
-    assert [weight for *_, weight in every] == pytest.approx([1 / n] * 3)
-
-
-def test_what_cut_rows_would_share_is_counted_once():
-    long = said("assistant", 32, 33, 34, 35)
-    turns = tk.from_records(
-        [
-            call(OPENING, ASK),
-            *[call([*OPENING, ASK, TOLD], long)] * 2,
-        ]
-    )
-    weights = [
-        {w for row in out["observation_weight"].to_pylist() for w in row if w}
-        for limit in (None, 16)
-        for rows in [tk.linearize(turns, "per_call", max_row_tokens=limit)]
-        for out in [
-            tk.observations.observation_weights(turns, rows, normalization="all_tokens")
-        ]
-    ]
-    assert weights[0] == weights[1]
-    assert list(weights[0]) == pytest.approx([1 / 20])
 
 
 LACKING = [
@@ -604,7 +516,7 @@ def test_without_flags_whole_messages_can_be_taken(columns, match):
 def test_turns_without_the_columns_raise():
     turns = tk.from_records(conversation()).select(range(12))
     with pytest.raises(InvalidTurnsError, match="prompt_message_index is null"):
-        tk.observations.observation_weights(turns, tk.linearize(turns))
+        tk.learn.observation_weights(tk.linearize(turns), turns)
 
 
 @pytest.mark.parametrize(
@@ -622,12 +534,8 @@ def test_turns_without_the_columns_raise():
         pytest.param({"roles": {"tool": float("inf")}}, id="infinite"),
         pytest.param({"roles": 5}, id="roles that are none"),
         pytest.param({"tool_names": 5}, id="tools that are none"),
-        pytest.param({"rule": "gold"}, id="rule"),
         pytest.param({"normalization": "none"}, id="normalization"),
         pytest.param({"missing": "drop"}, id="missing"),
-        pytest.param({"rule": "prime", "roles": ["tool"]}, id="prime by role"),
-        pytest.param({"rule": "prime", "tool_names": {"a": 1.0}}, id="prime by alpha"),
-        pytest.param({"rule": "prime", "missing": "whole"}, id="prime whole"),
     ],
 )
 def test_choices_that_are_refused(options):
@@ -640,10 +548,10 @@ def test_rows_of_other_turns_are_refused():
     rows = tk.linearize(tk.from_records(drifting()), "per_call")
     said = "session 's', row 1: no call of the session has its 1"
     with pytest.raises(InvalidTurnsError, match=said):
-        tk.observations.observation_weights(turns, rows)
+        tk.learn.observation_weights(rows, turns)
     other = tk.from_records(conversation()[:1]).slice(0, 0)
     with pytest.raises(InvalidTurnsError, match="row 0: the session has no turns"):
-        tk.observations.observation_weights(other, rows)
+        tk.learn.observation_weights(rows, other)
 
 
 # --- the rule against its twin
@@ -660,7 +568,7 @@ def test_echo_is_its_twin(policy):
     for session in fully_attributed():
         turns = attributed(session)
         rows = tk.linearize(turns, policy)
-        out = tk.observations.observation_weights(turns, rows).to_pylist()
+        out = tk.learn.observation_weights(rows, turns).to_pylist()
         expected = observed_tokens(session["turns"], rows.to_pylist())
         found = [[p for p, w in enumerate(r["observation_weight"]) if w] for r in out]
         assert found == expected
@@ -679,7 +587,7 @@ def learned(records, *, advantage=2.0, alpha=0.25, **options):
     ]
     turns = tk.from_records(records)
     rows = tk.linearize(turns, reward=advantage)
-    return tk.observations.observation_weights(turns, rows, alpha=alpha, **options)
+    return tk.learn.observation_weights(rows, turns, alpha=alpha, **options)
 
 
 def flat(rows, name):
@@ -699,7 +607,7 @@ def gradients(rows, library, *names, **options):
     found = []
     for name in names:
         leaf = tensor(at, library, requires_grad=True)
-        value = getattr(tk.training.reference_loss(rows, leaf, **options), name)
+        value = getattr(tk.learn.reference_loss(rows, leaf, **options), name)
         value.backward()
         assert leaf.grad is not None
         found.append(leaf.grad.numpy())
@@ -714,7 +622,7 @@ def by_differences(rows, at, name, options):
         up[k] += step
         down[k] -= step
         high, low = (
-            getattr(tk.training.reference_loss(rows, x, **options), name)
+            getattr(tk.learn.reference_loss(rows, x, **options), name)
             for x in (up, down)
         )
         found.append((high - low) / (2 * step))
@@ -736,11 +644,8 @@ def test_the_gradient_is_minus_alpha_on_observed_tokens_and_nothing_leaks(librar
 
 
 def test_each_normalization_is_as_hot_as_its_name_says():
-    n = 17
     for normalization, heat in (
         ("flat", 2),
-        ("all_tokens", 2 / n),
-        ("sft_tokens", 1),
         ("ratio", 5),
     ):
         rows = learned(conversation(), normalization=normalization)
@@ -754,20 +659,9 @@ def test_attribution_is_the_same_from_a_file_as_from_dicts(tmp_path):
         tk.write_turns(turns, tmp_path / name)
         read = tk.read_turns(tmp_path / name)
         rows = tk.linearize(read)
-        assert tk.observations.observation_weights(read, rows).equals(
-            tk.observations.observation_weights(turns, rows)
+        assert tk.learn.observation_weights(rows, read).equals(
+            tk.learn.observation_weights(rows, turns)
         )
-
-
-def test_weights_that_are_shares_of_a_rollout_are_not_divided_by_tokens_again():
-    rows = learned(drifting(), normalization="sft_tokens")
-    loss = tk.training.reference_loss(
-        rows, some_logprobs(rows), observations_per="rollout"
-    )
-    assert loss.observation_count == 1
-    weights = flat(rows, "observation_weight")
-    mean = -some_logprobs(rows)[weights > 0].mean()
-    assert loss.observation_sum / loss.observation_count == pytest.approx(0.25 * mean)
 
 
 def test_observed_tokens_do_not_dilute_the_rl_term():
@@ -775,8 +669,8 @@ def test_observed_tokens_do_not_dilute_the_rl_term():
     plain = rows.drop_columns("observation_weight")
     at = some_logprobs(rows)
     with_them, without = (
-        tk.training.reference_loss(rows, at),
-        tk.training.reference_loss(plain, at),
+        tk.learn.reference_loss(rows, at),
+        tk.learn.reference_loss(plain, at),
     )
     assert with_them.rl_sum == without.rl_sum
     assert with_them.rl_count == without.rl_count == 1
@@ -787,7 +681,7 @@ def test_observed_tokens_do_not_dilute_the_rl_term():
 def test_the_advantage_does_not_scale_alpha():
     sums = {
         float(
-            tk.training.reference_loss(rows, some_logprobs(rows)).observation_sum,
+            tk.learn.reference_loss(rows, some_logprobs(rows)).observation_sum,
         )
         for rows in (learned(drifting(), advantage=a) for a in (-3.0, 0.0, 2.0, None))
     }
@@ -800,15 +694,15 @@ def test_an_observed_token_has_no_ratio():
     at = some_logprobs(rows)
     far = np.where(flat(rows, "observation_weight") > 0, -50.0, at)
     near, loss = (
-        tk.training.reference_loss(rows, at),
-        tk.training.reference_loss(rows, far),
+        tk.learn.reference_loss(rows, at),
+        tk.learn.reference_loss(rows, far),
     )
     assert loss.rl_sum == near.rl_sum
     assert loss.observation_sum == pytest.approx(0.25 * 3 * 50)
 
 
 def test_counts_of_the_terms_are_apart():
-    loss = tk.training.reference_loss(
+    loss = tk.learn.reference_loss(
         learned(drifting()), some_logprobs(learned(drifting()))
     )
     assert (loss.rl_count, loss.observation_count) == (1, 3)
@@ -816,12 +710,12 @@ def test_counts_of_the_terms_are_apart():
 
 def test_rows_without_weights_learn_nothing_from_what_they_show():
     rows = learned(drifting()).drop_columns("observation_weight")
-    loss = tk.training.reference_loss(rows, some_logprobs(rows))
+    loss = tk.learn.reference_loss(rows, some_logprobs(rows))
     assert (loss.observation_sum, loss.observation_count) == (0, 0)
-    nothing = tk.observations.observation_weights(
-        tk.from_records(drifting()), learned(drifting()), tool_names=["read"]
+    nothing = tk.learn.observation_weights(
+        learned(drifting()), tk.from_records(drifting()), tool_names=["read"]
     )
-    loss = tk.training.reference_loss(nothing, some_logprobs(rows))
+    loss = tk.learn.reference_loss(nothing, some_logprobs(rows))
     assert (loss.observation_sum, loss.observation_count) == (0, 0)
     assert np.isfinite(loss.total)
 
@@ -843,12 +737,12 @@ def test_rows_with_and_without_weights_mix():
     plain = learned(conversation()).drop_columns("observation_weight")
     for parts in ([rows, plain], [plain, rows]):
         mixed = pa.concat_tables(parts, promote_options="default")
-        loss = tk.training.reference_loss(mixed, some_logprobs(mixed))
+        loss = tk.learn.reference_loss(mixed, some_logprobs(mixed))
         at = some_logprobs(mixed)
         here = at[: len(some_logprobs(rows))]
         if parts[0] is plain:
             here = at[len(some_logprobs(plain)) :]
-        alone = tk.training.reference_loss(rows, here)
+        alone = tk.learn.reference_loss(rows, here)
         assert loss.observation_sum == alone.observation_sum
 
 
@@ -859,7 +753,7 @@ def test_a_row_is_refused_weights_of_another_length():
     with pytest.raises(
         InvalidTurnsError, match="row 0: 1 values of observation_weight for 17"
     ):
-        tk.training.reference_loss(
+        tk.learn.reference_loss(
             rows.append_column("observation_weight", short), some_logprobs(rows)
         )
 
@@ -874,5 +768,5 @@ def test_a_reply_that_several_rows_share_is_trained_once():
     assert rows.num_rows == 2
     at = some_logprobs(rows)
     assert flat(rows, "loss_mask").sum() == 3 + 2 + 2
-    assert tk.training.reference_loss(rows, at).rl_count == 1
+    assert tk.learn.reference_loss(rows, at).rl_count == 1
     assert [token for _, token, _ in weighed(turns)] == [40, 41, 45]

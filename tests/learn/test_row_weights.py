@@ -51,7 +51,7 @@ def toy_model(ids, scores):
 
 def loss_over_rows(rows, scores, reduce):
     each = [toy_model(ids, scores) for ids in rows["input_ids"].to_pylist()]
-    return tk.training.reference_loss(rows, joined(each, scores), reduce=reduce)
+    return tk.learn.reference_loss(rows, joined(each, scores), reduce=reduce)
 
 
 def loss_over_rollouts(turns, rewards, scores):
@@ -132,7 +132,7 @@ def forks(**extra):
 
 
 def rewards_of(mode, rows, **options):
-    return tk.training.spread_rewards(rows, mode, **options)["reward"].to_pylist()
+    return tk.learn.spread_rewards(rows, mode, **options)["reward"].to_pylist()
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_turn_rewards_add_up(data, turns, policy):
         "reward", pa.array(values, pa.float64())
     )
     rows = tk.linearize(table, tk.policy(policy, train_aborted=True))
-    rows = tk.training.spread_rewards(rows, "per_turn", turn_rewards=given)
+    rows = tk.learn.spread_rewards(rows, "per_turn", turn_rewards=given)
     for name in by_session(turns):
         mine = [r["reward"] for r in rows.to_pylist() if r["session_id"] == name]
         theirs = [r["reward"] for r in given.to_pylist() if r["session_id"] == name]
@@ -304,36 +304,29 @@ def test_turn_rewards_of_other_sessions_and_zeros_are_no_fault():
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        pytest.param(lambda r: tk.add_weights(r, "turn"), "by='turn'", id="by"),
+        pytest.param(lambda r: tk.add_weights(r, "turn"), "weigh_by='turn'", id="by"),
         pytest.param(
-            lambda r: tk.training.spread_rewards(r, "half"), "mode='half'", id="mode"
+            lambda r: tk.learn.spread_rewards(r, "half"), "mode='half'", id="mode"
         ),
         pytest.param(
-            lambda r: tk.training.spread_rewards(r, "per_turn"),
+            lambda r: tk.learn.spread_rewards(r, "per_turn"),
             "not given",
             id="no rewards",
         ),
         pytest.param(
-            lambda r: tk.training.spread_rewards(r, turn_rewards=turn_rewards()),
+            lambda r: tk.learn.spread_rewards(r, turn_rewards=turn_rewards()),
             "mode='copy' with turn_rewards given",
             id="rewards of another mode",
         ),
         pytest.param(
-            lambda r: tk.training.advantages(group(1.0), "median"),
+            lambda r: tk.learn.advantages(group(1.0), "median"),
             "baseline",
             id="baseline",
         ),
         pytest.param(
-            lambda r: tk.training.reference_loss(r, np.zeros(7), reduce="max"),
+            lambda r: tk.learn.reference_loss(r, np.zeros(7), reduce="max"),
             "reduce",
             id="reduce",
-        ),
-        pytest.param(
-            lambda r: tk.training.reference_loss(
-                r, np.zeros(7), observations_per="row"
-            ),
-            "observations_per",
-            id="per",
         ),
     ],
 )
@@ -361,7 +354,7 @@ def group(*rewards, groups=None):
     ],
 )
 def test_an_unscorable_rollout_is_in_no_baseline(baseline, bases, gains):
-    table = tk.training.advantages(group(1.0, 2.0, None, 6.0), baseline)
+    table = tk.learn.advantages(group(1.0, 2.0, None, 6.0), baseline)
     assert table["baseline"].to_pylist() == bases
     assert table["advantage"].to_pylist() == gains
     assert table["scored"].to_pylist() == [True, True, False, True]
@@ -370,19 +363,17 @@ def test_an_unscorable_rollout_is_in_no_baseline(baseline, bases, gains):
 
 @pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
 def test_groups_are_apart_and_a_null_group_is_its_own():
-    table = tk.training.advantages(
+    table = tk.learn.advantages(
         group(1.0, 3.0, 5.0, 7.0, groups=["g", "h", "g", None]), "leave_one_out"
     )
     assert table["advantage"].to_pylist() == [-4.0, None, 4.0, None]
-    table = tk.training.advantages(
-        group(1.0, 3.0, 5.0, 7.0, groups=["g", "h", "g", None])
-    )
+    table = tk.learn.advantages(group(1.0, 3.0, 5.0, 7.0, groups=["g", "h", "g", None]))
     assert table["advantage"].to_pylist() == [-2.0, 0.0, 2.0, 0.0]
-    table = tk.training.advantages(
+    table = tk.learn.advantages(
         group(1.0, 3.0, 5.0, 7.0, groups=["g", None, "g", None])
     )
     assert table["advantage"].to_pylist() == [-2.0, 0.0, 2.0, 0.0]
-    table = tk.training.advantages(group(1.0, 3.0, groups=[None, None]))
+    table = tk.learn.advantages(group(1.0, 3.0, groups=[None, None]))
     assert table["advantage"].to_pylist() == [0.0, 0.0]
 
 
@@ -406,7 +397,7 @@ def test_a_rollout_without_a_trained_token_shifts_the_baseline_and_says_so():
         {"session_id": ["a", "b"], "reward": [1.0, 0.0], "group_id": ["g", "g"]}
     )
     rows, report = tk.linearize(turns, sessions=facts, report=True)
-    table = tk.training.advantages(report)
+    table = tk.learn.advantages(report)
     assert table["trained"].to_pylist() == [True, False]
     # one rollout against one, although one of them made three rows and one none
     assert table["advantage"].to_pylist() == [0.5, -0.5]
@@ -416,7 +407,7 @@ def test_a_rollout_without_a_trained_token_shifts_the_baseline_and_says_so():
 
 
 def test_advantages_of_nothing():
-    assert tk.training.advantages(SESSIONS.empty_table()).num_rows == 0
+    assert tk.learn.advantages(SESSIONS.empty_table()).num_rows == 0
 
 
 @pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
@@ -424,29 +415,29 @@ def test_advantages_of_nothing():
     ("call", "match"),
     [
         pytest.param(
-            lambda: tk.training.advantages(pa.concat_tables([group(1.0)] * 2)),
+            lambda: tk.learn.advantages(pa.concat_tables([group(1.0)] * 2)),
             "session 's0': 2 lines",
             id="twice",
         ),
         pytest.param(
-            lambda: tk.training.advantages(group(float("inf"))),
+            lambda: tk.learn.advantages(group(float("inf"))),
             "reward inf",
             id="infinite",
         ),
         pytest.param(
             lambda: tk.add_advantages(
-                tk.linearize(forks()), tk.training.advantages(group(1.0))
+                tk.linearize(forks()), tk.learn.advantages(group(1.0))
             ),
             "session 'a' has rows",
             id="no line",
         ),
         pytest.param(
-            lambda: tk.training.reference_loss(tk.linearize(forks()), np.zeros(3)),
+            lambda: tk.learn.reference_loss(tk.linearize(forks()), np.zeros(3)),
             r"shape \(3,\)",
             id="logprobs of other rows",
         ),
         pytest.param(
-            lambda: tk.training.reference_loss(
+            lambda: tk.learn.reference_loss(
                 tk.linearize(forks(), reward=1.0), np.zeros(7)
             ),
             "session 'a', row 0: token 1 is trained and has no logprob",

@@ -18,14 +18,13 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical, is_list, place
 from trajkit._arrow.take import list_values
 from trajkit.errors import ArgumentError, InvalidTurnsError
+from trajkit.learn._checks import session_codes
 from trajkit.schema import ROWS
-from trajkit.training._checks import session_codes
 
 Tensor: TypeAlias = Any
 """A numpy array or a torch tensor; trajkit does not import torch."""
 
 Reduce: TypeAlias = Literal["mean", "sum"]
-Per: TypeAlias = Literal["token", "rollout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,6 @@ def reference_loss(
     logprobs: Tensor,
     *,
     reduce: Reduce = "mean",
-    observations_per: Per = "token",
 ) -> Loss:
     """The loss of rows whose tokens have these logprobs under the trained model.
 
@@ -84,27 +82,23 @@ def reference_loss(
     reduce : {"mean", "sum"}
         Reduction over the tokens of a row: "mean" for row weights by "token" or "row",
         "sum" for those by "rollout" (see `trajkit.add_weights`).
-    observations_per : {"token", "rollout"}
-        ``observation_count`` counts observed tokens, or rollouts with such tokens. Use
-        "rollout" for weights that were normalised per rollout.
 
     Returns
     -------
     Loss
-        ``rl_count`` is the number of rollouts with a trained token. Rows with a null
+        ``rl_count`` is the number of rollouts with a trained token,
+        ``observation_count`` that of observed tokens. Rows with a null
         advantage count neither in ``rl_sum`` nor in ``rl_count``.
 
     Raises
     ------
     ArgumentError
-        ``reduce`` or ``observations_per`` has an unknown value, or ``logprobs`` are no
-        floats.
+        ``reduce`` has an unknown value, or ``logprobs`` are no floats.
     InvalidTurnsError
         ``logprobs`` or the weights of a row have the wrong length; a trained token has
         no finite behaviour logprob, advantage or weight.
     """
     check_choice("reduce", reduce, Reduce)
-    check_choice("observations_per", observations_per, Per)
     table = canonical(as_table(rows), ROWS)
     n_ids = pc.list_value_length(table.column("input_ids")).to_numpy()
     logprobs = _floats(logprobs)
@@ -152,10 +146,8 @@ def reference_loss(
                 "token: expected a finite number"
             )
     observation_sum = -(_constant(value, logprobs) * logprobs[observed]).sum()
-    count = len(observed)
-    if observations_per == "rollout":
-        count = len(np.unique(session[row[observed]]))
-    return Loss(rl_sum, len(np.unique(session[of])), observation_sum, count)
+    n_rollouts = len(np.unique(session[of]))
+    return Loss(rl_sum, n_rollouts, observation_sum, len(observed))
 
 
 def _floats(logprobs: Any) -> Tensor:

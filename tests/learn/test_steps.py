@@ -83,7 +83,7 @@ def test_steps_have_the_advantages_of_process_supervision(
 ):
     lines = [(session, k, reward) for (session, k), reward in steps.items()]
     groups = dict(zip("abcd", names, strict=True))
-    table = tk.training.step_advantages(
+    table = tk.learn.step_advantages(
         steps_table(lines, index),
         sessions_table(groups),
         credit=credit,
@@ -138,14 +138,14 @@ def test_the_loss_of_advantages_per_turn_is_that_of_each_turn():
     """The loss is linear in advantages: it is the sum over turns trained alone."""
     rows = drifting()
     now = np.linspace(-2.0, -0.1, 13)
-    total = float(tk.training.reference_loss(tk.add_advantages(rows, GAINS), now).total)
+    total = float(tk.learn.reference_loss(tk.add_advantages(rows, GAINS), now).total)
     alone = 0.0
     for k, gain in enumerate([1.0, -2.0, 0.25]):
         one = GAINS.set_column(
             2, "advantage", pa.array([float(t == k) for t in [2, 0, 1]])
         )
         alone += gain * float(
-            tk.training.reference_loss(tk.add_advantages(rows, one), now).total
+            tk.learn.reference_loss(tk.add_advantages(rows, one), now).total
         )
     assert total == pytest.approx(alone)
     packs = tk.pack(tk.add_advantages(rows, GAINS), 20, columns=["advantage"])
@@ -203,14 +203,14 @@ def of_segments(*rewards):
 def test_a_row_has_the_reward_of_its_segment():
     rows = segments()
     assert len(rows) == 2
-    found = tk.training.spread_rewards(
+    found = tk.learn.spread_rewards(
         rows, "per_segment", segment_rewards=of_segments(0.25, None)
     )
     assert found["reward"].to_pylist() == [0.25, None]
 
 
 def test_a_row_has_the_advantage_of_its_segment():
-    table = tk.training.step_advantages(
+    table = tk.learn.step_advantages(
         of_segments(1.0, 0.0), sessions_table({"a": "g"}), scale="none", credit="step"
     )
     found = tk.add_advantages(segments(), table)
@@ -227,7 +227,7 @@ def test_a_row_has_the_advantage_of_its_segment():
 )
 def test_rewards_of_other_segments_are_refused(rows, rewards, said):
     with pytest.raises(InvalidTurnsError, match=said):
-        tk.training.spread_rewards(
+        tk.learn.spread_rewards(
             rows(), "per_segment", segment_rewards=of_segments(*rewards)
         )
 
@@ -242,13 +242,95 @@ def test_rewards_of_other_segments_are_refused(rows, rewards, said):
 )
 def test_choices_of_steps_that_do_not_exist_are_refused(options, said):
     with pytest.raises(ArgumentError, match=said):
-        tk.training.step_advantages(
+        tk.learn.step_advantages(
             of_segments(1.0), sessions_table({"a": None}), **options
         )
 
 
 def test_rewards_of_another_session_are_refused():
     with pytest.raises(InvalidTurnsError, match="'a' has rewards, but no line in sess"):
-        tk.training.step_advantages(of_segments(1.0), sessions_table({"b": "g"}))
+        tk.learn.step_advantages(of_segments(1.0), sessions_table({"b": "g"}))
     with pytest.raises(ArgumentError, match="'copy' with segment_rewards given"):
-        tk.training.spread_rewards(segments(), segment_rewards=of_segments(1.0, 1.0))
+        tk.learn.spread_rewards(segments(), segment_rewards=of_segments(1.0, 1.0))
+
+
+# --- a discount, along the tree of turns
+
+
+def turn_rewards(*rewards):
+    return pa.table(
+        {
+            "session_id": ["a"] * len(rewards),
+            "turn_index": pa.array(range(len(rewards)), pa.int32()),
+            "reward": pa.array(rewards, pa.float64()),
+        }
+    )
+
+
+ONE = pa.table({"session_id": ["a"], "group_id": ["g"], "reward": [1.0]})
+PLAIN = {"baseline": "none", "scale": "none"}
+
+
+def test_turn_level_gae_is_areal_s():
+    """AReaL's _compute_turn_level_gae at cbff54d gave these with gamma .9, lambda .5."""
+    table = tk.learn.step_advantages(
+        turn_rewards(1.0, -2.0, 4.0), ONE, discount=0.9 * 0.5, **PLAIN
+    )
+    assert table["advantage"].to_pylist() == pytest.approx([0.91, -0.2, 4.0])
+
+
+def test_a_branch_counts_for_the_turns_that_it_continues():
+    """Turns 1 and 2 continue turn 0; turn 3 continues turn 1."""
+    calls = [([1], [2]), ([1, 2, 3], [4]), ([1, 2, 5], [6]), ([1, 2, 3, 4, 7], [8])]
+    turns = tk.from_records(
+        [{"session_id": "a", "prompt_ids": p, "output_ids": o} for p, o in calls]
+    )
+    links = tk.link(turns)
+    assert links["parent"].to_pylist() == [None, 0, 0, 1]
+    rewards = turn_rewards(1.0, 2.0, None, 8.0)
+    found = tk.learn.step_advantages(
+        rewards.take([3, 1, 0, 2]), ONE, discount=0.5, links=links, **PLAIN
+    )
+    assert found["advantage"].to_pylist() == [8.0, 6.0, 4.0, None]
+    chain = tk.learn.step_advantages(rewards, ONE, discount=0.5, **PLAIN)
+    assert chain["advantage"].to_pylist() == [1 + 1 + 0 + 1, 2 + 0 + 2, None, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "options", "error", "match"),
+    [
+        (turn_rewards(1.0, 2.0), {"discount": 1.5}, ArgumentError, "discount=1.5"),
+        (turn_rewards(1.0, 2.0), {"discount": None}, ArgumentError, "discount=None"),
+        (
+            turn_rewards(1.0, 2.0),
+            {"baseline": "mean"},
+            ArgumentError,
+            "baseline='mean'",
+        ),
+        (
+            turn_rewards(1.0, 2.0).rename_columns(
+                ["session_id", "row_index", "reward"]
+            ),
+            {"links": []},
+            ArgumentError,
+            "links are of turns",
+        ),
+    ],
+)
+def test_choices_of_credit_that_are_refused(rewards, options, error, match):
+    with pytest.raises(error, match=match):
+        tk.learn.step_advantages(rewards, ONE, **options)
+
+
+def test_links_that_miss_a_turn_are_refused():
+    calls = [([1], [2]), ([1, 2, 3], [4])]
+    turns = tk.from_records(
+        [{"session_id": "a", "prompt_ids": p, "output_ids": o} for p, o in calls]
+    )
+    links = tk.link(turns)
+    with pytest.raises(InvalidTurnsError, match="turn 2: has a reward, but no line"):
+        tk.learn.step_advantages(turn_rewards(1.0, 2.0, 3.0), ONE, links=links)
+    with pytest.raises(
+        InvalidTurnsError, match="turn 1: continues turn 0, which has no"
+    ):
+        tk.learn.step_advantages(turn_rewards(1.0, 2.0).slice(1), ONE, links=links)

@@ -19,14 +19,14 @@ from trajkit._arrow.reshape import with_column
 from trajkit._arrow.take import list_values
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.schema import SEGMENT_REWARDS, TURN_REWARDS
-from trajkit.training._checks import (
+from trajkit.learn._checks import (
     Bools,
     Longs,
     check_finite,
     check_once,
     session_codes,
 )
+from trajkit.schema import SEGMENT_REWARDS, TURN_REWARDS
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -109,8 +109,10 @@ def spread_rewards(
 
     References
     ----------
-    copy, uniform and final_only: spec, segments 8 (slime's reward modes). last_turn:
-    SkyRL's merge of scalar rewards (spec, SkyRL 6).
+    copy, uniform and final_only: the reward modes of slime's
+    https://github.com/THUDM/slime/blob/b6764131d/examples/coding_agent_rl/generate.py;
+    last_turn: the merge of scalar rewards in SkyRL's
+    https://github.com/NovaSky-AI/SkyRL/blob/a956457/skyrl/train/generators/utils.py
     """
     check_choice("mode", mode, Spread)
     given = None
