@@ -26,6 +26,7 @@ PUBLIC = [
     trajkit.analysis,
     trajkit.jobs,
     trajkit.learn,
+    trajkit.packs,
     trajkit.plot,
     trajkit.recorder,
     trajkit.turns,

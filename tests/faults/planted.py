@@ -155,7 +155,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/turns/validation.py",
-        "tests/turns/test_validation.py tests/pipeline/test_suffix_layout.py",
+        "tests/turns/test_validation.py tests/training/test_packs.py",
         (
             "a list of null becomes an empty one",
             "mask=chunk.is_null() if chunk.null_count else None,",
@@ -1043,3 +1043,8 @@ NATIVE = (
         ),
     ),
 )
+
+
+def all_faults() -> list[tuple[Place, Change]]:
+    """Every fault with its place, in order."""
+    return [(one, change) for one in (*PYTHON, *NATIVE) for change in one.changes]

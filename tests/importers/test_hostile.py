@@ -100,6 +100,7 @@ def test_deep_nesting_never_ends_an_import(tmp_path):
         ("otel", trace),
         ("openai", '{"session_id": "s", "request": {}, "response": ' + deep + "}"),
         ("records", '{"prompt_ids": [1], "output_ids": [2], "metadata": ' + deep + "}"),
+        ("records", '{"prompt_ids": [1], "output_ids": [2], "messages": ' + deep + "}"),
     ):
         (tmp_path / "x.jsonl").write_text(text + "\n")
         survives(tmp_path / "x.jsonl", name)

@@ -75,8 +75,10 @@ def test_a_new_user_s_log_goes_in_by_one_command(tmp_path, capsys):
     assert turns["reward"].to_pylist() == [1.0] * 5 + [0.0] * 5
     assert turns["finish_reason"].to_pylist()[4] == "length"
     assert turns["output_logprobs"].null_count == 0
-    # without replies, calls are matched by tokens
-    assert turns["messages"].null_count == 10
+    # later requests repeat the replies, and tell which of two equal requests went on
+    assert [one is not None for one in turns["response"].to_pylist()] == [
+        *(False, True, False, False, False),
+    ] * 2
     rows = tk.linearize(turns)
     # the retried reply trains beside the one that went on
     trained = [
@@ -422,3 +424,89 @@ def test_the_closest_format_is_named(tmp_path):
         foreign.write_lines(tmp_path / "log.jsonl", [line])
         with pytest.raises(FormatError, match=f"most like {lacks}"):
             tk.import_turns(tmp_path / "log.jsonl")
+
+
+# --- replies that only later requests have
+
+
+def talk(session, prompt, output, *said):
+    roles = ("user", "assistant")
+    messages = [{"role": roles[k % 2], "content": text} for k, text in enumerate(said)]
+    ids = {"prompt_token_ids": prompt, "token_ids": output, "logprobs": None}
+    return {"session_id": session, "messages": messages, **ids}
+
+
+def replies_of(tmp_path, lines):
+    foreign.write_lines(tmp_path / "log.jsonl", lines)
+    turns, report = tk.import_turns(tmp_path / "log.jsonl")
+    bodies = [
+        None if one is None else json.loads(one["body"])["content"]
+        for one in turns["response"].to_pylist()
+    ]
+    found = [row["problem"] for row in report.to_pylist()]
+    return turns, bodies, [one for one in found if one != "no_logprobs"]
+
+
+def test_a_later_request_has_the_reply(tmp_path):
+    lines = [
+        talk("s", [1], [2], "q"),
+        talk("t", [1], [2], "q"),
+        # with drift: its tokens are not those that were sampled
+        talk("s", [1, 9, 3], [4], "q", "a", "more"),
+        talk("s", [1, 9, 3, 4, 5], [6], "q", "a", "more", "b", "end"),
+        talk("t", [1, 2, 3], [4], "q", "A", "more"),
+    ]
+    turns, bodies, found = replies_of(tmp_path, lines)
+    # in order of the sessions
+    assert bodies == ["a", "b", None, "A", None]
+    assert found == ["reply_of_a_request"] * 3
+    links = tk.link(turns)
+    assert links["parent"].to_pylist() == [None, 0, 1, None, 0]
+
+
+def test_tokens_tell_which_of_equal_requests_went_on(tmp_path):
+    first, second = talk("s", [1], [2], "q"), talk("s", [1], [3], "q")
+    on = talk("s", [1, 3, 5], [6], "q", "a", "more")
+    _, bodies, _ = replies_of(tmp_path, [first, second, on])
+    assert bodies == [None, "a", None]
+    # with drift nothing tells
+    drifted = talk("s", [1, 9, 5], [6], "q", "a", "more")
+    turns, bodies, found = replies_of(tmp_path, [first, second, drifted])
+    assert bodies == [None] * 3
+    assert found == ["no_reply"] * 3
+    assert turns["messages"].null_count == 3
+
+
+def test_messages_that_no_request_repeats_are_left_out(tmp_path):
+    lines = [talk("s", [1], [2], "q"), talk("s", [1, 2, 3], [4], "other")]
+    turns, _, found = replies_of(tmp_path, lines)
+    assert found == ["no_reply"] * 2
+    assert tk.link(turns)["parent"].to_pylist() == [None, 0]
+    turns, _, found = replies_of(tmp_path, lines[:1])
+    assert (turns["messages"].null_count, found) == (0, [])
+
+
+def test_a_format_with_rules_of_its_own_takes_no_paths(tmp_path):
+    foreign.write_graphs(tmp_path, [("s", [])])
+    with pytest.raises(ArgumentError, match="verifiers is read by its own rules"):
+        tk.import_turns(tmp_path, map="reward=rewards.a.score")
+
+
+def test_a_session_of_an_odd_type_around_odd_records(tmp_path):
+    foreign.write_lines(tmp_path / "x.jsonl", [{"session_id": [1], "completions": [7]}])
+    _, report = tk.import_turns(tmp_path / "x.jsonl", "polar")
+    assert report["problem"].to_pylist() == ["unreadable"]
+
+
+def test_a_first_record_without_ids_hides_no_format(tmp_path):
+    good = foreign.plain_record(RECORD)
+    first = [
+        {"event": "start"},
+        {**good, "token_ids": None},
+        {**good, "token_ids": "3"},
+    ]
+    for n in range(1, 4):
+        foreign.write_lines(tmp_path / "log.jsonl", [*first[:n], good])
+        turns, report = tk.import_turns(tmp_path / "log.jsonl")
+        assert turns.num_rows == 1
+        assert [row["kept"] for row in report.to_pylist()].count(False) == n

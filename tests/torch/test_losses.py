@@ -9,10 +9,12 @@ import torch
 
 import trajkit as tk
 from tests.torch.cases import SESSIONS, packs_of, rows_of
+from tests.torch.tiny_models import make
 from trajkit.errors import ArgumentError, InvalidTurnsError, LayoutError
 from trajkit.torch.datasets import PackDataset
 from trajkit.torch.logprobs import gather_logprobs
 from trajkit.torch.losses import nll_loss, observation_loss, policy_loss
+from trajkit.torch.models import model_inputs
 
 
 def scored(rows):
@@ -294,3 +296,18 @@ def test_hidden_states_of_another_pack_are_refused():
         LayoutError, match=r"hidden states of shape \(2, 5\) for a pack"
     ):
         gather_logprobs(torch.zeros(2, 5), torch.nn.Identity(), pack)
+
+
+def test_padding_is_not_the_token_without_an_embedding():
+    model = make("llama", pad_token_id=0, head_dim=8)
+    model.model.embed_tokens.padding_idx = 0
+    padded = PackDataset(packs_of(rows_of("nemo"), align=80))
+    pack = padded[0]
+    ids = model_inputs(model, pack)["input_ids"][0]
+    n = int((pack.input_ids != 0).sum())
+    assert len(ids) > n
+    assert torch.equal(ids[:n], pack.input_ids[:n])
+    assert set(ids[n:].tolist()) == {1}
+    assert model_inputs(model, padded.empty_pack())["input_ids"].tolist() == [[1]]
+    model.model.embed_tokens.padding_idx = 60
+    assert torch.equal(model_inputs(model, pack)["input_ids"][0], pack.input_ids)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trajkit.errors import ArgumentError, TrajkitError
 from trajkit.io.formats import format_of
-from trajkit.io.guard import Input, check_outputs, turns_input
+from trajkit.io.guard import Input, check_outputs, inputs_of, turns_inputs
 
 DASH = "-"
 _INPUTS = ("source", "rows", "turns", "sessions", "against")
@@ -98,18 +98,15 @@ def inputs(arguments: argparse.Namespace) -> list[Input]:
 
     found = []
     for name in (*_INPUTS, *_FOLDERS):
-        for value in _values(arguments, name):
-            if not isinstance(value, str | Path):
-                continue
-            path = Path(value)
-            if name in _FOLDERS:
-                found.append(Input(path, None, (".json", ".jinja", ".model")))
-            elif name == "rows":
-                found.append(Input(path))
-            elif arguments.writes == "turns" and hasattr(arguments, "format"):
-                found.append(Input(path, None, SUFFIXES))
-            else:
-                found.append(turns_input(path))
+        paths = [one for one in _values(arguments, name) if isinstance(one, str | Path)]
+        if name in _FOLDERS:
+            found += inputs_of(paths, None, (".json", ".jinja", ".model"))
+        elif name == "rows":
+            found += inputs_of(paths)
+        elif arguments.writes == "turns" and hasattr(arguments, "format"):
+            found += inputs_of(paths, None, SUFFIXES)
+        else:
+            found += turns_inputs(paths)
     return found
 
 

@@ -20,6 +20,7 @@ from trajkit._arrow.take import list_values
 from trajkit.errors import ExportError, NoSignalWarning
 from trajkit.learn._checks import session_codes, trained_tokens
 from trajkit.pipeline.suffix_layout import full_rows
+from trajkit.schema import PAYLOADS
 from trajkit.turns.mm_items import engine_ids
 from trajkit.turns.turn_rules import lengths
 
@@ -32,8 +33,6 @@ Reduce: TypeAlias = Literal["mean", "sum"]
 """How row weights are meant; see `trajkit.learn.reference_loss`."""
 
 _LISTS = ("input_ids", "loss_mask", "logprobs")
-PAYLOADS = ("routed_experts", "sampling_mask", "ref_logprobs", "teacher_logprobs")
-"""Payloads of rows that change a trainer's loss; a format carries or refuses them."""
 
 FLAGS = ("truncated", "use_tool", "ill_formed")
 _COLUMNS = (

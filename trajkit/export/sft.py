@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from trajkit._arrow.canonical import TableLike
 from trajkit.errors import LongRowsWarning
-from trajkit.export._rows import PAYLOADS, ExportRow, checked_rows, limit
+from trajkit.export._rows import ExportRow, checked_rows, limit
+from trajkit.schema import PAYLOADS
 
 IGNORED = -100
 """The label of a token that is not trained."""

@@ -39,6 +39,7 @@ KEPT = (
     "not_sampled",
     "no_end_token",
     "recorded_parents",
+    "reply_of_a_request",
     "no_reply",
     "mask_unread",
     "reward_unread",

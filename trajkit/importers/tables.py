@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from trajkit.errors import ArgumentError
 from trajkit.importers.findings import (
     Finding,
     Refused,
@@ -135,7 +136,7 @@ class Format:
     beside: Callable[[Path, str | None, set[str]], Iterator[Finding]] | None = None
     # how the name of a file without records ends
     file_suffix: str = ""
-    # messages without a reply would part the calls of a run
+    # its records may have the messages of requests without replies
     needs_reply: bool = False
     # only the first choice of a response is a call
     first_choice: bool = False
@@ -157,6 +158,11 @@ class Table:
             name: route(path) for name, path in fields.items() if path
         }
         own = given.fields if given else {}
+        if own and format.read is not None:
+            raise ArgumentError(
+                f"map: the format {format.name} is read by its own rules, and has no "
+                "paths to change"
+            )
         self.routes |= own
         self.each = (given and given.each) or format.each
         only = (given and given.only) or format.only
@@ -218,9 +224,10 @@ class Table:
             if isinstance(record, dict):
                 calls += self._record(file, where, record, root)
             else:
-                one = Finding(where).refuse("unreadable", _not_object(record))
-                self._session(one, file, {}, root)
-                calls.append(one)
+                one = Finding(where)
+                with one:
+                    self._session(one, file, {}, root)
+                calls.append(one.refuse("unreadable", _not_object(record)))
         if self.encoder is not None and not any(map(_has_ids, calls)):
             # text for supervised training
             if self.format.talk is not None:
@@ -381,15 +388,6 @@ class Table:
         for name in own & direct.fields.keys():
             one.fields[name] = direct.fields[name]
 
-    def _drop_messages(self, found: Finding) -> None:
-        """Leave out messages that would make every later call a conversation of its own."""
-        if found.fields.pop("prompt_messages", None) and self.encoder is None:
-            text = (
-                "messages without a reply are left out, so that calls are matched by "
-                "tokens: --map response_message=PATH names the reply"
-            )
-            found.remarks.append(("no_reply", text))
-
     def _is_own(self, name: str) -> bool:
         """Whether the user's mapping has a field."""
         return self.given is not None and name in self.given.fields
@@ -417,8 +415,6 @@ class Table:
         fields["response_message"] = (
             reply if isinstance(reply, dict) and reply else None
         )
-        if self.format.needs_reply and fields["response_message"] is None:
-            self._drop_messages(found)
         fields["finish_reason"] = finish_of(values.get("finish_reason"))
         n = len(output) if isinstance(output, list | np.ndarray) else 0
         for path, value in found.unread.items():

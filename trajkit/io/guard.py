@@ -4,6 +4,7 @@ Files are compared by device and inode, so that links, relative paths and the sp
 a file system that ignores case are seen. What does not exist yet is compared by its path.
 """
 
+import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -57,9 +58,23 @@ class Input:
                 yield file
 
 
-def turns_input(path: AnyPath) -> Input:
-    """Turns are read from this path."""
-    return Input(Path(path), _OF_TURNS)
+def turns_inputs(sources: Iterable[AnyPath]) -> list[Input]:
+    """Turns are read from these paths."""
+    return inputs_of(sources, _OF_TURNS)
+
+
+def inputs_of(
+    sources: Iterable[AnyPath],
+    kinds: tuple[str, ...] | None = None,
+    suffixes: tuple[str, ...] = (),
+) -> list[Input]:
+    """The inputs at paths and at those that match a pattern."""
+    found = []
+    for one in (os.fspath(source) for source in sources):
+        pattern = glob.has_magic(one) and not os.path.lexists(one)
+        paths = glob.glob(one, recursive=True) if pattern else [one]
+        found += [Input(Path(path), kinds, suffixes) for path in paths]
+    return found
 
 
 def check_outputs(

@@ -129,10 +129,10 @@ class Naming:
     ) -> Iterator[tuple[bytes, jsonl.Record]]:
         """As `records`, of calls with their text."""
         seams = _Seams() if self.mode is None else None
-        for number, (file, lines) in enumerate(files):
+        for file, lines in files:
             for line, record in lines:
                 if seams is not None:
-                    seams.check(number, file, record)
+                    seams.check(file, record)
                 named = self.record(record, file)
                 same = not line or named is record
                 yield line if same else jsonl.text_of(named), named
@@ -140,7 +140,6 @@ class Naming:
 
 @dataclass(slots=True)
 class _Seen:
-    number: int
     file: Path
     # hashes of the prompts, by their length in bytes
     prompts: dict[int, set[int]] = field(default_factory=dict)
@@ -156,8 +155,8 @@ class _Seams:
 
     _sessions: dict[str, _Seen] = field(default_factory=dict)
 
-    def check(self, number: int, file: Path, record: jsonl.Record) -> None:
-        """Check a call of the file of this number."""
+    def check(self, file: Path, record: jsonl.Record) -> None:
+        """Check the next call, which is of this file."""
         name = record.get("session_id")
         if not isinstance(name, str):
             return
@@ -165,15 +164,15 @@ class _Seams:
             prompt = np.asarray(record.get("prompt_ids"), np.int64).tobytes()
         except (TypeError, ValueError, OverflowError):
             return  # reading the turns reports it
-        seen = self._sessions.setdefault(name, _Seen(number, file))
-        if seen.number != number:
+        seen = self._sessions.setdefault(name, _Seen(file))
+        if seen.file != file:
             extends = any(
                 0 < size < len(prompt) and hash(prompt[:size]) in known
                 for size, known in seen.prompts.items()
             )
             if not extends and record.get("turn_index") is None:
                 raise reused(name, seen.file, file, "its calls start over there")
-            seen.number, seen.file = number, file
+            seen.file = file
         seen.prompts.setdefault(len(prompt), set()).add(hash(prompt))
 
 

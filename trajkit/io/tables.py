@@ -47,7 +47,7 @@ from trajkit.io.parquet_polars import write_parquet
 from trajkit.io.sources import Naming, Paths, SessionPrefix, paths_of, placed
 from trajkit.schema import AMENDMENTS, REPORT, ROWS, SESSIONS, TURNS
 from trajkit.turns.amendments import Amendments
-from trajkit.turns.mapping import MapLike
+from trajkit.turns.mapping import Map, MapLike, read_map
 from trajkit.turns.records import from_records
 from trajkit.turns.session_metadata import last_lines
 from trajkit.turns.validation import Nonfinite, check_table, check_turns
@@ -119,13 +119,13 @@ def read_turns(
         A log ends within an entry; the text names the file and the bytes left out.
     """
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
-    if map is not None:
-        records = _records(source, format)
-        return from_records(records, map=map, nonfinite_logprobs=nonfinite_logprobs)
-    files: Source | list[Path] = source
-    amendments = None
     paths = paths_of(source)
     naming = Naming.of(paths or [], session_prefix)
+    if map is not None:
+        records = _renamed(source, format, read_map(map), naming)
+        return from_records(records, nonfinite_logprobs=nonfinite_logprobs)
+    files: Source | list[Path] = source
+    amendments = None
     if paths is not None:
         files, amendments = turn_files(paths, format, naming)
     read = partial(from_records, nonfinite_logprobs=nonfinite_logprobs)
@@ -518,10 +518,19 @@ def turn_tables(
         yield read(itertools.chain([first], records))
 
 
-def _records(source: Source, format: Format | None) -> Iterator[Record]:
-    """The lines and rows of files as they are."""
-    for part in _parts(source, format, of_lines=jsonl.lines):
-        yield from part if isinstance(part, Iterator) else part.to_pylist()
+def _renamed(
+    source: Source, format: Format | None, own: Map, naming: Naming
+) -> Iterator[Record]:
+    """The lines and rows of files, under the names of a mapping."""
+    paths = [file for path in paths_of(source) or [] for file in paths_in(path)]
+
+    def files() -> Iterator[tuple[Path, Iterator[Record]]]:
+        for k, part in _parts(source, format, of_lines=jsonl.lines):
+            records = part if isinstance(part, Iterator) else part.to_pylist()
+            file = paths[k] if paths else Path()
+            yield file, (own.renamed(record) for record in records)
+
+    return naming.records(files())
 
 
 def _parts(

@@ -25,7 +25,7 @@ from trajkit._streams.prefetch import prefetch
 from trajkit._streams.session_batches import path_tokens, session_ends
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.io.formats import Format, check_folder, kind_of
-from trajkit.io.guard import Input, check_outputs, is_parts, turns_input
+from trajkit.io.guard import Input, check_outputs, is_parts, turns_inputs
 from trajkit.io.sources import Paths, SessionPrefix, paths_of
 from trajkit.io.tables import log_files, write_rows, write_tables, write_turns
 from trajkit.jobs.group_sessions import Log, Piece, SessionIndex
@@ -137,7 +137,7 @@ def run_job(
     first = next(iter(targets.values()), None)
     folder = None if first is None else folder_of(first.path)
     parts = job is not None and first is not None and is_parts(first.path)
-    _check_paths(targets, [*map(turns_input, paths), *inputs], parts=parts)
+    _check_paths(targets, [*turns_inputs(paths), *inputs], parts=parts)
     log = Log(
         *(paths, format, nonfinite_logprobs, rejected is not None, gather, folder),
         session_prefix,

@@ -24,7 +24,7 @@ from trajkit._streams.lockstep import SessionCursor, one_batch
 from trajkit._streams.session_batches import concat
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.io.formats import paths_in
-from trajkit.io.guard import Input, check_outputs, is_parts, turns_input
+from trajkit.io.guard import Input, check_outputs, is_parts, turns_inputs
 from trajkit.io.sources import Paths, paths_of
 from trajkit.io.tables import (
     iter_tables,
@@ -126,7 +126,7 @@ def verify_file(
                 "pass a file as output, and no file for rejected sessions"
             )
         outputs = {"violations": (output, "violations")}
-        check_outputs(outputs, [*map(turns_input, paths_of(turns) or []), *inputs])
+        check_outputs(outputs, [*turns_inputs(paths_of(turns) or []), *inputs])
         table = read_turns(
             turns,
             format=options.get("format"),

@@ -34,7 +34,7 @@ _RANDOM = re.compile(
     "|jitter|noise_?(alpha|std|scale)?$"
 )
 _OF_OTHER_HEADS = re.compile("^(classifier|summary|cls)_")
-_WINDOW = re.compile("window|chunk_size")
+_WINDOW = re.compile("window|chunk_size|compress|block_size")
 _LONGEST_WINDOW = 8192
 """Of windows that the trial reaches beyond."""
 
@@ -453,7 +453,11 @@ def _windows(model: PreTrainedModel) -> Iterator[int]:
     for place in places:
         for key, value in place.items():
             if _WINDOW.search(key):
-                values = value if isinstance(value, list | tuple) else [value]
+                values = [value]
+                if isinstance(value, dict):
+                    values = [*value.values()]
+                elif isinstance(value, list | tuple):
+                    values = [*value]
                 yield from (v for v in values if type(v) is int and v > 0)
 
 

@@ -287,7 +287,8 @@ def cu_seqlens(subtree_end: Tensor) -> Tensor:
             token = start + int(bent[0])
             raise LayoutError(
                 f"token {token}: the tree of tokens {start} to {stop} branches after "
-                f"it (subtree_end {end[token]}), which cu_seqlens cannot express: use "
+                f"it (subtree_end {end[token]}), which one cu_seqlens cannot express: "
+                "use trajkit.packs.varlen, which gives two and the keys to gather, "
                 "flex_block_mask, or packs with layout='rows'"
             )
         bounds.append(stop)

@@ -168,8 +168,15 @@ def _inputs(
     options: _Options,
 ) -> dict[str, Any]:
     check_lengths(model, 1 + int(pack.position_ids.max()))
-    device = model.get_input_embeddings().weight.device
+    embeddings = model.get_input_embeddings()
+    device = embeddings.weight.device
     ids = pack.input_ids[None].to(device)
+    unused = getattr(embeddings, "padding_idx", None)
+    if unused is not None:
+        # The embedding of padding is zero, where norms of some models have no gradient.
+        alone = pack.subtree_end == torch.arange(1, 1 + len(pack.subtree_end))
+        padding = (alone & (pack.position_ids == 0)).to(device) & (ids == unused)
+        ids = torch.where(padding, (unused + 1) % len(embeddings.weight), ids)
     return {
         "input_ids": ids,
         # without it, models guess packed rows from positions that go back

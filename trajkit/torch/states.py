@@ -7,7 +7,7 @@ them, with a cache that holds what it stored after the parent of each segment.
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -130,7 +130,7 @@ def follow_trees(model: PreTrainedModel) -> None:
     each length in it, so many short branches in a row (drift) make these layers slow.
     """
     for module in model.modules():
-        kind: Hashable = type(module)
+        kind: Any = type(module)
         if _stores(kind) and not follows(module):
             module.forward = functools.partial(_along_tree, module.forward)
 

@@ -15,7 +15,6 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit.pipeline.rows import linearize
-from trajkit.policies import Policy
 from trajkit.turns.flat_buffers import FlatRows, flat_rows
 from trajkit.turns.table import Turns
 from trajkit.verification.context import Case, Violation, consecutive
@@ -95,8 +94,8 @@ def _differences(
     case: Case, due: FlatRows, name: str | None, pairs: _Pairs, *, own: bool
 ) -> Found:
     """The violations of the rows of one session."""
-    policy: Policy = case.policy
-    word = f"policy {policy.name!r}"
+    assert case.policy is not None
+    word = f"policy {case.policy.name!r}"
     numbers = case.rows.table["row_index"].to_pylist()
     wanted = due.table["row_index"].to_pylist()
     for row, k in pairs:

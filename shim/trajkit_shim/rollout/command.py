@@ -94,7 +94,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     with options.needs_extra(parser, "shim"):
         from trajkit_shim.rollout.run import Callback, Rollouts, Settings
         from trajkit_shim.rollout.solver import solve
-        from trajkit_shim.rollout.tasks import read_tasks
+        from trajkit_shim.rollout.tasks import read_tasks, task_files
         from trajkit_shim.serve import running
     try:
         settings = Settings.chosen(arguments)
@@ -111,7 +111,9 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     tasks = read_tasks(arguments.tasks)
     with ExitStack() as stack:
         rollouts = stack.enter_context(
-            Rollouts(tasks, settings, arguments.out, callback)
+            Rollouts(
+                tasks, settings, arguments.out, callback, task_files(arguments.tasks)
+            )
         )
         ended, began = [], time.monotonic()
         if rollouts.todo:

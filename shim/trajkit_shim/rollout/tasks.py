@@ -40,14 +40,6 @@ T = TypeVar("T")
 # it becomes part of session ids and container names
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
-PROTECTED = (
-    *("conftest.py", "sitecustomize.py", "usercustomize.py", "*.pth"),
-    *("pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini"),
-    *("setup.cfg", "pyproject.toml"),
-)
-"""The default of `Grade.protect`, but for ``swebench``: what Python's test runners read.
-New top-level modules that Python has elsewhere already count too."""
-
 
 @dataclass(frozen=True, slots=True)
 class Texts:
@@ -140,10 +132,15 @@ class Grade:
     """How a task is graded."""
 
     kind: str = "command"  # one of `KINDS`; see `trajkit_shim.rollout.grade`
-    # For ``command``, ``tests`` and ``reward_file``: a shell command, run in the
-    # workspace. ``{tests}`` and ``{logs}`` are replaced by the sandbox's paths of
-    # ``/tests`` and ``/logs/verifier``.
+    # For ``command``, ``tests`` and ``reward_file``: a shell command. It runs in the
+    # folder of the task's tests, or in the workspace if there are none; a
+    # ``reward_file`` always in the workspace. ``{tests}``, ``{workspace}`` and ``{logs}``
+    # are replaced by the paths of ``/tests``, the workspace and ``/logs/verifier``.
     command: str = ""
+    # Copy the tests over the workspace and run there, for tests that need files of the
+    # workspace around them.
+    in_workspace: bool = False
+    plugins: tuple[str, ...] = ()  # of pytest, as its option ``-p`` takes them
     timeout_s: float = 300.0
     fail_to_pass: tuple[str, ...] = ()  # for ``tests``: the tests that must pass
     pass_to_pass: tuple[str, ...] = ()
@@ -152,9 +149,6 @@ class Grade:
     # for ``script``: a Python program among the task's ``tests``, run in the workspace,
     # whose last line is the reward
     script: str = ""
-    # Changes of files with these names are not graded. In a pattern with a slash it is
-    # the path.
-    protect: tuple[str, ...] = PROTECTED
     # for ``swebench``: the instance as in its data set
     instance: Mapping[str, object] = field(default_factory=dict)
 
@@ -181,6 +175,9 @@ class Task:
     workspace: Files | None = None
     tests: Files | None = None
     solution: Files | None = None
+    # Patterns of the files that the agent may change; see
+    # `trajkit_shim.rollout.changes`. None: that module's default.
+    editable: tuple[str, ...] | None = None
     # a git repository whose commit is the workspace
     repository: str | None = None
     revision: str | None = None
@@ -192,11 +189,19 @@ class Task:
     grade: Grade = Grade()
     limits: Limits = field(default_factory=Limits)
 
+    def locations(self) -> Iterator[Path]:
+        """Yield the folders of this machine that its files come from."""
+        for source in (self.workspace, self.tests, self.solution):
+            if isinstance(source, Folder):
+                yield source.path.parent
+            elif isinstance(source, Checkout):
+                yield source.repository
+
     def digest(self) -> str:
         """Return a hash of everything that the result depends on."""
         place, setup = (self.workdir, self.image), self.setup.command
         values = (self.prompt, *place, setup, self.grade, self.agent.max_turns)
-        parts = [repr(value).encode() for value in values]
+        parts = [repr(value).encode() for value in (*values, self.editable)]
         for files in (self.workspace, self.tests):
             parts.append(b"" if files is None else files.archive())
         return hashlib.sha256(b"\0".join([*parts, b""])).hexdigest()[:16]
@@ -225,10 +230,9 @@ def read_tasks(path: Path) -> list[Task]:
                     json.dumps(record, ensure_ascii=False).encode()
                     tasks.append(_task(record, path.parent))
     else:
-        for file in [*path.glob("task.toml")] or sorted(path.glob("*/task.toml")):
-            with _located(file):
+        for folder in task_files(path):
+            with _located(file := folder / "task.toml"):
                 record = tomllib.loads(file.read_text(encoding="utf-8"))
-                folder = file.parent
                 tasks.append(_task({"id": folder.name, **record}, folder, folder))
     if not tasks:
         raise FormatError(f"{path} has no task: no line, or no folder with task.toml")
@@ -236,6 +240,14 @@ def read_tasks(path: Path) -> list[Task]:
         if count > 1:
             raise FormatError(f"{path}: two tasks have the id {name!r}")
     return tasks
+
+
+def task_files(path: Path) -> list[Path]:
+    """Return the file, or the folders, that tasks are read from."""
+    if path.is_file():
+        return [path]
+    files = [*path.glob("task.toml")] or sorted(path.glob("*/task.toml"))
+    return [file.parent for file in files]
 
 
 @contextmanager
@@ -284,7 +296,6 @@ def _task(given: object, base: Path, folder: Path | None = None) -> Task:
 
 _DEFAULTS: Mapping[str, dict[str, object]] = {
     "reward_file": {"command": "bash {tests}/test.sh"},
-    "swebench": {"protect": []},
 }
 
 
@@ -310,6 +321,10 @@ def _texts(value: object, where: str) -> Texts:
     return Texts({name: as_text(text, f"{where}.{name}") for name, text in texts})
 
 
+def _names(value: object, where: str) -> tuple[str, ...]:
+    return tuple(list_of(as_text)(value, where))
+
+
 _positive = partial(as_number, minimum=1e-3, maximum=1e9)
 _READERS: Mapping[Any, Callable[[object, str], object]] = {
     str: as_text,
@@ -318,7 +333,8 @@ _READERS: Mapping[Any, Callable[[object, str], object]] = {
     int | None: partial(as_integer, minimum=1),
     float: _positive,
     float | None: _positive,
-    tuple[str, ...]: lambda value, where: (*list_of(as_text)(value, where),),
+    tuple[str, ...]: _names,
+    tuple[str, ...] | None: _names,
     Mapping[str, object]: as_object,
     Files | None: _texts,
 }
