@@ -276,7 +276,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/turns/session_metadata.py",
-        "tests/pipeline/test_rows.py tests/training/test_session_rewards.py",
+        "tests/pipeline/test_rows.py tests/learn/test_session_rewards.py",
         (
             "a reward of None does not contradict the turns",
             "same = pc.equal(own, given).fill_null(False)",

@@ -256,8 +256,8 @@ def checked_rows(
             raise ExportError(
                 f"{row.place}: {len(row.input_ids)} tokens, but {target} cuts rows at "
                 f"{max_tokens[0]} {max_tokens[1]}. Pass the trainer's value as "
-                f"{max_tokens[0].rpartition('.')[2]}=, raise it, or linearize with "
-                "max_row_tokens"
+                f"{max_tokens[0].rpartition('.')[2]}= (trajkit export: --max-length), "
+                "raise it, or linearize with max_row_tokens"
             )
         if logprobs and unknown[tokens].any():
             raise ExportError(
