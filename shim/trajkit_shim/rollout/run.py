@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Self
@@ -194,7 +194,8 @@ class Rollouts:
     def try_out(self) -> str | None:
         """Check that a sandbox can be created and has the harness.
 
-        Returns what the sandbox exposes (`Sandbox.exposes`). Raises `SandboxError`.
+        Returns what the sandbox exposes (`Sandbox.exposes`) and which limits it has not.
+        Raises `SandboxError`.
         """
         name = f"try.{self._journal.run_id}"
         with self._sandbox(self.todo[0][0], name) as sandbox:
@@ -202,7 +203,10 @@ class Rollouts:
             if sandbox.exposes and self._settings.untrusted:
                 raise SandboxError(f"--untrusted: {sandbox.exposes}")
             self._settings.harness.ready(sandbox, install=self._settings.install)
-            return sandbox.exposes
+            names = {n for task, _ in self.todo for n in self._unenforced(task)}
+            rule = f"limits that a {sandbox.kind} sandbox does not enforce: "
+            limits = rule + ", ".join(sorted(names)) if names else None
+            return "; ".join(filter(None, (sandbox.exposes, limits))) or None
 
     def run(self, gateway: str, token: str = "") -> list[Rollout]:
         """Run all unfinished rollouts, and write the ``sessions`` table.
@@ -298,14 +302,62 @@ class Rollouts:
         rollout.patch_bytes = len(patch)
         if task.digest() != self._digests[task.id]:
             raise StageError("grade", "the task's files changed while the agent worked")
+        rollout.reward = self._judge(task, rollout, patch, fault)
+
+    def self_test(self) -> Iterator[Rollout]:
+        """Grade each task's solution, and no change at all, without an agent.
+
+        The samples are ``solution`` and ``nothing`` in the session's id.
+        """
+        for task in {task.id: task for task, _ in self.todo}.values():
+            for sample, name in enumerate(("solution", "nothing")):
+                rollout = Rollout(
+                    session_id=f"{task.id}.{name}",
+                    group_id=task.id,
+                    sample=sample,
+                    attempt=1,
+                    harness="",
+                    sandbox=_name(self._settings.sandbox),
+                    started_at=time.time(),
+                    agent_end="finished",
+                )
+                try:
+                    patch = b"" if sample else self._solution(task)
+                    rollout.reward = self._judge(task, rollout, patch, None)
+                except (StageError, SandboxError) as error:
+                    rollout.error = _escaped(str(error))
+                yield rollout
+
+    def _solution(self, task: Task) -> bytes:
+        """The patch of a task's solution."""
+        if task.solution is None:
+            raise StageError("self-test", "the task has no solution")
+        with self._sandbox(task, f"{task.id}.solution") as sandbox:
+            workspace = Workspace(task, sandbox)
+            workspace.prepare()
+            place = sandbox.map_path("/solution") if task.solve else workspace.path
+            sandbox.put(task.solution.archive(), place)
+            if task.solve:
+                command = task.solve.replace("{solution}", place)
+                seconds = task.agent.timeout_s
+                shell = ["sh", "-c", command]
+                done = sandbox.exec(shell, timeout_s=seconds, cwd=workspace.path)
+                if done.code != 0:
+                    raise StageError("self-test", command, done.summary)
+            return workspace.diff()
+
+    def _judge(
+        self, task: Task, rollout: Rollout, patch: bytes, fault: Exception | None
+    ) -> float:
+        """Grade a patch; 0 if the agent is the reason why that is not possible."""
         try:
-            rollout.reward = self._grade(task, rollout, patch, fault)
+            return self._grade(task, rollout, patch, fault)
         except _ChangesFailed as error:
             # unless no sandbox starts here any more, the agent's changes are the reason
-            with self._sandbox(task, f"{name}-again") as sandbox:
+            with self._sandbox(task, f"{rollout.session_id}-again") as sandbox:
                 Workspace(task, sandbox).prepare()
             self._find(rollout, f"cannot be graded: {error}")
-            rollout.reward = 0.0
+            return 0.0
 
     def _grade(
         self, task: Task, rollout: Rollout, patch: bytes, fault: Exception | None
@@ -396,17 +448,22 @@ class Rollouts:
         name: str,
         stop: Callable[[Sandbox], None] = lambda sandbox: sandbox.stop(),
     ) -> Iterator[Sandbox]:
-        settings = self._settings
+        settings, limits = self._settings, task.limits
+        for limit in self._unenforced(task):
+            limits = replace(limits, **{limit: None})
         sandbox = settings.sandbox(
             Spec(
                 # container names must not contain ~
                 name=f"trajkit-{name.replace('~', '-')}",
                 scratch=self._scratch,
                 image=task.image or settings.image,
-                limits=task.limits,
+                limits=limits,
                 path=tuple(settings.path),
                 gateway=settings.gateway_url,
                 options=settings.sandbox_option,
+                build=task.build,
+                plain=task.plain,
+                places=task.places,
             )
         )
         # before the check: either `_stop` finds it, or the check finds that it was called
@@ -419,6 +476,13 @@ class Rollouts:
         finally:
             self._live.discard(sandbox)
             stop(sandbox)
+
+    def _unenforced(self, task: Task) -> list[str]:
+        """The limits of another project's task that this kind of sandbox has not."""
+        # in a task of trajkit's own form they are refused
+        given = asdict(task.limits).items() if task.places else ()
+        kind = self._settings.sandbox
+        return [name for name, value in given if value and name not in kind.limits]
 
     def _ask(self, method: str, path: str, body: object = None) -> Any:
         answer = self._gateway.request(method, path, json=body)

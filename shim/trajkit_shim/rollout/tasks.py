@@ -6,12 +6,8 @@ under these names, as an object of texts by path.
 """
 
 import hashlib
-import io
 import json
 import re
-import subprocess
-import tarfile
-import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from trajkit.errors import FormatError
-from trajkit_shim.agents.sandbox import Limits, pack
+from trajkit_shim.agents.sandbox import Limits
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     as_flag,
@@ -34,81 +30,13 @@ from trajkit_shim.json_input import (
     list_of,
     refuse,
 )
+from trajkit_shim.rollout.files import Checkout, Files, Folder, Placed, Texts
+from trajkit_shim.rollout.foreign import harbor, swebench
 
 T = TypeVar("T")
 
 # it becomes part of session ids and container names
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
-
-
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """Files given in the record itself, by path."""
-
-    texts: Mapping[str, str]
-
-    def archive(self) -> bytes:
-        return pack({name: text.encode() for name, text in self.texts.items()})
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """All files below a directory, with their permissions and links."""
-
-    path: Path
-
-    def archive(self) -> bytes:
-        def nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-            if "__pycache__" in Path(entry.name).parts:
-                return None
-            entry.uid = entry.gid = entry.mtime = 0
-            entry.uname = entry.gname = ""
-            return entry
-
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w") as tar:
-            # tarfile sorts the entries of a directory
-            tar.add(self.path, ".", filter=nobody)
-        return buffer.getvalue()
-
-
-@dataclass(frozen=True, slots=True)
-class Checkout:
-    """The files of one commit of a git repository on this machine."""
-
-    repository: Path
-    revision: str
-
-    def archive(self) -> bytes:
-        asked = ("-C", self.repository, "rev-parse", "--path-format=absolute")
-        revision = self._git(*asked, "--verify", self.revision)
-        # the repository itself may be above the path, or elsewhere
-        source = self._git(*asked, "--git-common-dir")
-        # A repository's attributes may exclude or change files of an archive. Only those
-        # in a repository's own directory override them.
-        with tempfile.TemporaryDirectory() as bare:
-            self._git("clone", "-q", "--bare", "--shared", "--", source, bare)
-            # git shares nothing of a shallow repository
-            alternates = Path(bare) / "objects/info/alternates"
-            alternates.write_bytes(source + b"/objects\n")
-            attributes = Path(bare) / "info/attributes"
-            attributes.parent.mkdir(exist_ok=True)
-            attributes.write_text("* -export-ignore -export-subst\n")
-            where = f"--git-dir={bare}"
-            return self._git(where, "archive", "--format=tar", revision)
-
-    def _git(self, *arguments: str | bytes | Path) -> bytes:
-        done = subprocess.run(["git", *arguments], capture_output=True, check=False)
-        if done.returncode:
-            message = done.stderr.decode(errors="replace").strip()
-            raise FormatError(f"{self.repository} at {self.revision!r}: {message}")
-        # an archive ends with null bytes
-        return done.stdout.removesuffix(b"\n")
-
-
-Files: TypeAlias = Texts | Folder | Checkout
-"""Some files of a task. ``archive`` returns them as a tar archive, always with the same
-bytes; it raises `FormatError` if they cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +112,16 @@ class Task:
     # Absolute path of the workspace. Other paths than ``/work`` may come from an image.
     workdir: str = "/work"
     image: str | None = None
+    # folder with a Dockerfile that makes the image
+    build: str | None = None
+    # The Dockerfile only copies the files of the workspace: a sandbox without images will
+    # do.
+    plain: bool = False
+    # folders with the same path inside and outside of a local sandbox
+    places: tuple[str, ...] = ()
+    # For trying it out: a shell command that solves the task in its workspace. Default:
+    # the solution's files are copied over it. ``{solution}`` is their folder.
+    solve: str = ""
     setup: Setup = Setup()
     agent: Agent = Agent()
     grade: Grade = Grade()
@@ -196,6 +134,8 @@ class Task:
                 yield source.path.parent
             elif isinstance(source, Checkout):
                 yield source.repository
+            elif isinstance(source, Placed):
+                yield source.root.parent
 
     def digest(self) -> str:
         """Return a hash of everything that the result depends on."""
@@ -265,14 +205,17 @@ def _task(given: object, base: Path, folder: Path | None = None) -> Task:
     ``folder``: the task's directory, which may have its files.
     """
     record = as_object(given, "task")
+    files: dict[str, Any] = {}
+    if "instance_id" in record:
+        record, files = swebench(record)
+    elif folder and (folder / "instruction.md").is_file():
+        record, files = harbor(record, folder)
     grade = as_object(record.get("grade", {}), "grade")
     grade = _DEFAULTS.get(str(grade.get("kind")), {}) | grade
     task = _read(Task, record | {"grade": grade}, "")
-    files: dict[str, Any] = {
-        name: Folder(folder / name)
-        for name in ("workspace", "tests", "solution")
-        if folder and name not in record and (folder / name).is_dir()
-    }
+    for name in ("workspace", "tests", "solution"):
+        if folder and name not in record and (folder / name).is_dir():
+            files.setdefault(name, Folder(folder / name))
     if task.repository is not None:
         files["workspace"] = Checkout(base / task.repository, task.revision or "HEAD")
     elif task.revision is not None:

@@ -85,7 +85,7 @@ class LocalSandbox(sandbox.Sandbox):
 
     def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
-        if spec.image is not None:
+        if spec.image is not None and not spec.plain:
             rule = "a local sandbox has no image"
             raise SandboxError(f"image = {spec.image!r}: {rule}")
         wanted = self.chosen["namespaces"]
@@ -102,13 +102,17 @@ class LocalSandbox(sandbox.Sandbox):
         self._root = spec.scratch.resolve() / spec.name
         self._disk_mb = spec.limits.disk_mb or (None if self._missing else _DISK_MB)
         self._log: Path | None = None  # of the running command
+        self._places = spec.places
+        if self._places and self._missing:
+            rule = "only an isolated sandbox has them where the task expects them"
+            raise SandboxError(f"{', '.join(self._places)}: {rule} ({self._missing})")
         self._gateway: tuple[str, int] | None = None
 
     def start(self) -> None:
         """Make its directories."""
         try:
-            for name in ("home", "tmp", "work"):
-                (self._root / name).mkdir(parents=True)
+            for name in ("home", "tmp", "work", *self._places):
+                (self._root / name.lstrip("/")).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SandboxError(f"{self._root}: {error.strerror}") from error
 
@@ -150,6 +154,8 @@ class LocalSandbox(sandbox.Sandbox):
 
     def map_path(self, path: str) -> str:
         """Return the path below the sandbox's own directory."""
+        if any(f"{path}/".startswith(f"{place}/") for place in self._places):
+            return path
         return (str(self._root) if self._missing else _INSIDE) + path
 
     def map_url(self, url: str) -> str:
@@ -172,6 +178,8 @@ class LocalSandbox(sandbox.Sandbox):
         yield from ("--bind", root, _INSIDE, "--bind", f"{root}/tmp", "/tmp")
         for path in self.shown():
             yield from ("--ro-bind-try", path, path)
+        for place in self._places:
+            yield from ("--bind", f"{root}{place}", place)
         yield from ("--remount-ro", "/", "--")
 
     def shown(self) -> tuple[str, ...]:
