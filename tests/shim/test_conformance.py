@@ -22,7 +22,7 @@ from tests.shim.conformance import (
     requirements,
     table,
 )
-from tests.shim.fakes import RENDERER, PiecewiseEngine, ScriptedEngine, sampled
+from tests.shim.fakes import RENDERER, ScriptedEngine, sampled
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
@@ -32,7 +32,7 @@ BROKEN = '<tool_call>\n{"name": "f", "arguments": {"n": \n</tool_call>'
 ROOT = Path(__file__).parent.parent.parent
 
 EACH = pytest.mark.parametrize("name", NAMES)
-ALL = pytest.mark.parametrize("stream", ["", "whole", "in pieces"])
+ALL = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 # what is sampled in a case, and the text, the reasoning and the number of calls it holds
@@ -65,8 +65,7 @@ async def test_a_call_that_is_answered(tmp_path, name, stream, case):
     driver = DRIVERS[name]
     reply, text, reasoning, calls = SAMPLED[case]
     failed = case == "after a tool that failed"
-    kind = PiecewiseEngine if stream == "in pieces" else ScriptedEngine
-    engine = kind(*[CALL] * failed, reply)
+    engine = ScriptedEngine(*[CALL] * failed, reply)
     async with in_process(engine, RENDERER, tmp_path) as gateway:
         client = driver.client(gateway, await gateway.open_key())
         said = driver.user("hi")
@@ -133,8 +132,9 @@ async def test_a_call_that_fails(tmp_path, name, stream, case):
             await driver.ask(driver.client(gateway, session), said, stream=stream)
             before = 1
         temperature = 9.0 if case == "a parameter out of range" else None
-        asked = {"a required tool that is not offered", "a tool that is no function"}
-        more = driver.asks(case) if case in asked else {}
+        more = (
+            driver.asks(case) if case == "a required tool that is not offered" else {}
+        )
         with pytest.raises(Failure) as caught:
             await driver.ask(
                 driver.client(gateway, session),
@@ -160,6 +160,7 @@ class Stalled:
         self.cancelled = threading.Event()
         self._open = True
         self._error = None
+        self.reply = "hello"
 
     def close(self):
         """From now on it waits."""
@@ -184,7 +185,7 @@ class Stalled:
                 self._open = True
         if self._error is not None:
             raise self._error
-        return "hello"
+        return self.reply
 
 
 async def until(event):
@@ -220,17 +221,15 @@ async def cut(gateway, session, what, stalled):
 async def test_a_call_that_is_cut_off(tmp_path, name, what, when, stream):
     recorded, words = CUTS[what, when]
     driver, stalled, heard = DRIVERS[name], Stalled(), asyncio.Event()
-    reply = "hello"
     if what == "the engine cuts the call short":
-        reply = sampled("hello", finish_reason="abort")
-    if when == MIDDLE:
-        engine = PiecewiseEngine("first", reply, size=3, gate=stalled)
-    elif when == SENDING:
+        stalled.reply = sampled("hello", finish_reason="abort")
+    if when == SENDING:
         engine = ScriptedEngine("first", "x" * 600_000, context=10**6)
     else:
         engine = ScriptedEngine("first", stalled, "hello")
     answer, failure = None, None
-    async with on_socket(engine, RENDERER, tmp_path, max_new_tokens=10**6) as gateway:
+    options = {"max_new_tokens": 10**6, "ping_seconds": 0.01 if when == MIDDLE else 60}
+    async with on_socket(engine, RENDERER, tmp_path, **options) as gateway:
         session = await gateway.open_key()
         client = driver.client(gateway, session)
         # a turn that was answered before
@@ -240,9 +239,12 @@ async def test_a_call_that_is_cut_off(tmp_path, name, what, when, stream):
         async def leave():
             asyncio.current_task().cancel()
 
-        gateway.at_head = leave if when == SENDING else None
+        async def hear():
+            heard.set()
+
+        gateway.at_head = {SENDING: leave, MIDDLE: hear}.get(when)
         call = asyncio.create_task(
-            driver.ask(client, driver.user("and?"), stream=stream, told=heard.set)
+            driver.ask(client, driver.user("and?"), stream=stream)
         )
         if when == MIDDLE:
             await heard.wait()

@@ -28,12 +28,17 @@ from trajkit_shim.json_input import Json
 # A long reply takes minutes; a running server accepts a connection at once.
 _TIMEOUT = httpx.Timeout(1800.0, connect=10.0)
 # A machine that is gone is noticed after half a minute, also while its reply is awaited.
-_KEEP_ALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
+# Not every system has all of these options.
+_KEEP_ALIVE = tuple(
+    (level, getattr(socket, name), value)
+    for level, name, value in (
+        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 15),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 5),
+        (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
+        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 30_000),
+    )
+    if hasattr(socket, name)
 )
 _RETRY_AFTER = 5
 
