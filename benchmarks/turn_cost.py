@@ -31,10 +31,9 @@ from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.json_input import Json, parse_object, read_body
 from trajkit_shim.prompting.attribution import Ids
+from trajkit_shim.prompting.conversation import Conversation, RestoredRequest
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.prompting.reply_matching import ReplyIndex, RestoredRequest
-from trajkit_shim.prompting.token_cache import TokenCache
 from trajkit_shim.protocols import openai_chat
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -259,8 +258,7 @@ def render(prompts: Prompts, body: bytes, *, attributed: bool) -> None:
     prompts.build(
         RestoredRequest(messages=asked.messages),
         asked.tools,
-        ReplyIndex(),
-        TokenCache(),
+        Conversation(),
         attributed=attributed,
     )
 

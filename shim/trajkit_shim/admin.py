@@ -44,7 +44,8 @@ TOKEN_HEADER = "x-admin-token"
 
 _LIMITS = ("max_turns", "max_prompt_tokens", "max_output_tokens", "max_context_tokens")
 # the fields of requests' bodies
-_TERMS = "sampling client_sampling ttl_seconds group_id reward metadata replay"
+_TERMS = "sampling client_sampling chat_template_kwargs ttl_seconds group_id reward"
+_TERMS += " metadata replay"
 _OPEN = f"session_id {' '.join(_LIMITS)} {_TERMS}"
 _END = "reward error metadata wait_seconds"
 _PAUSE = "wait_seconds abort max_seconds"
@@ -136,6 +137,7 @@ class Admin:
             client_sampling=parse_client_sampling(body.json.get("client_sampling")),
             limits=Limits(**{name: body.get(name, _POSITIVE) for name in _LIMITS}),
             ttl_seconds=body.get("ttl_seconds", _SECONDS),
+            variables=body.section("chat_template_kwargs").json,
             replay=body.flag("replay"),
             group_id=body.get("group_id", as_text),
         )

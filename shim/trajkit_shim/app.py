@@ -35,7 +35,7 @@ from trajkit_shim.call import (
     prepare_call,
 )
 from trajkit_shim.chat.reply import Reply
-from trajkit_shim.chat.sampling_params import ignored_params
+from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.errors import (
     EngineError,
@@ -43,11 +43,7 @@ from trajkit_shim.errors import (
     as_gateway_error,
     retry_header,
 )
-from trajkit_shim.prompting.known_requests import (
-    ReadRequest,
-    find_known,
-    read_request,
-)
+from trajkit_shim.json_input import Json, parse_object
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.base import Verb, WireProtocol
@@ -175,6 +171,9 @@ def _protocol_of(path: str) -> WireProtocol:
 class _App(Gateway):
     """The routes."""
 
+    # of requests for the number of tokens
+    _counting = asyncio.Semaphore(2)
+
     def routes(self) -> Iterator[Route]:
         """Yield all routes."""
         for path in ("/", "/healthz"):
@@ -223,35 +222,53 @@ class _App(Gateway):
         return JSONResponse({"object": "list", "data": [model]})
 
     async def read(
-        self, protocol: WireProtocol, verb: Verb, session: Session, body: bytes
-    ) -> ReadRequest:
-        """Read the body of a session's request; its images are fetched."""
+        self, protocol: WireProtocol, verb: Verb, body: bytes
+    ) -> ChatRequest:
+        """Read the body of a request; its images are fetched."""
         read = partial(protocol.read, images=self.image_policy, count=verb == "count")
-        with timing.step():
-            known = find_known(body, protocol.name, session.paths.requests())
 
         @timing.step()
-        def parse(most: int) -> ReadRequest | None:
-            names = protocol.name, protocol.history
-            return read_request(body, *names, read, known, most)
+        def parse() -> ChatRequest:
+            return read(parse_object(body))
 
         # A long body would delay every other call; a short one takes less time than
         # a thread switch. Images are decoded.
         text_only = isinstance(self.image_policy, str)
-        found = parse(_SHORT_BODY) if text_only else None
-        if found is None:
-            found = await asyncio.to_thread(parse, len(body))
-        assert found is not None
-        messages, limit = found.chat.messages, self.options.max_messages
-        if len(messages) > limit:
-            message = f"{len(messages)} messages; the limit is {limit}"
+        if text_only and len(body) <= _SHORT_BODY:
+            chat = parse()
+        else:
+            chat = await asyncio.to_thread(parse)
+        limit = self.options.max_messages
+        if len(chat.messages) > limit:
+            message = f"{len(chat.messages)} messages; the limit is {limit}"
             raise GatewayError(message, 413, code="too_many_messages")
         if not text_only:
-            images = await self.images.take(messages)
-            found.chat = replace(found.chat, images=images)
-        if verb == "stream":
-            found.chat = replace(found.chat, stream=True)
-        return found
+            chat = replace(chat, images=await self.images.take(chat.messages))
+        return replace(chat, stream=True) if verb == "stream" else chat
+
+    def variables(self, session: Session, chat: ChatRequest) -> Json:
+        """The template's variables: the session's, the request's, the gateway's."""
+        known = self.prompts.renderer.variables
+        asked = chat.thinking.resolve(known, chat.ignored)
+        fixed = session.terms.variables
+        for name in asked.keys() & fixed.keys():
+            if asked[name] != fixed[name]:
+                chat.ignored[f"chat_template_kwargs.{name}"] += 1
+        return {**self.options.variables, **asked, **fixed}
+
+    async def count(self, context: CallContext) -> int:
+        """Return the length of a prompt that the session could still send.
+
+        Only some are counted at once, because a prompt's tokens take much more memory than
+        its text.
+        """
+        session = context.session
+        session.check_open()
+        session.counts.token_counts += 1
+        async with self._counting:
+            n_tokens = await count_tokens(context)
+        session.left("prompt_tokens", n_tokens)
+        return n_tokens
 
     def find_call(self, context: CallContext, headers: Headers) -> SharedCall:
         """Return the call that a retry asks for again, or begin one.
@@ -267,7 +284,7 @@ class _App(Gateway):
         if self.log.full:
             message = "the log is full: it has reached its maximum size"
             raise GatewayError(message, 507, code="log_full")
-        reserved = session.admit(context.read.chat.n)
+        reserved = session.admit(context.chat.n)
         # the reply that may be asked for again is the one that the client has now
         run = partial(self._run, context, session.retried(digest))
         clock = session.clock.time
@@ -280,19 +297,13 @@ class _App(Gateway):
         self, context: CallContext, retried: SharedCall | None, call: SharedCall
     ) -> Reply:
         """Sample and record a call. ``retried``: `Session.retried` when it began."""
-        chat = context.read.chat
-        # several replies are streamed once all are complete
-        streamed = call.update if chat.stream and chat.n == 1 else None
         try:
-            prepared = await prepare_call(context, call.reserved, streamed)
-            await self.images.write(chat.images)
-            reply = self._record(context, call, prepared, retried)
+            prepared = await prepare_call(context, call.reserved)
+            await self.images.write(context.chat.images)
+            return self._record(context, call, prepared, retried)
         except GatewayError as error:
             context.session.counts.failed += error.status >= 500
             raise
-        # it stays in memory with the call
-        call.partial = None
-        return reply
 
     @timing.step()
     def _record(
@@ -345,9 +356,9 @@ class _App(Gateway):
             session.counts.retried += 1
             if not self.options.train_retried:
                 retried.retry()
-        session.counts.tools_left_out.update(context.read.chat.left_out)
-        ignored = ignored_params(context.read.chat.sampling, prepared[0].sampling)
-        session.counts.sampling_overruled.update(ignored)
+        session.counts.tools_left_out.update(context.chat.left_out)
+        session.counts.ignored.update(context.chat.ignored)
+        session.counts.sampling_overruled.update(prepared[0].overruled)
         first, *others = replies
         return first.joined(others)
 
@@ -356,6 +367,8 @@ class _App(Gateway):
         session, turn = context.session, call.turn
         counts = session.counts
         turn_index = counts.turns
+        # of earlier turns; a full disk may have room again
+        session.write_amendments()
         with writing("the turn"):
             self.log.append(turn, turn_index, session.written)
         answered = call.reply is not None
@@ -366,13 +379,14 @@ class _App(Gateway):
         counts.output_tokens += len(turn.output_ids)
         if self.options.attributed:
             counts.unattributed += turn.prompt_message_index is None
-        session.replies.count(call.restored)
+        session.conversation.count(call.restored)
         if answered:
-            session.replies.remember(call.restored.position, call.message)
+            session.conversation.remember(call.restored.position, call.message)
             session.agent_starts.add(turn_index, turn.agent_id, call.message)
-            if call.path is not None:
-                known = context.read.answered(call.restored)
-                session.paths.remember(call.path, self.cache_budget, known)
+            if call.node is not None:
+                session.conversation.add(
+                    call.position, call.node, call.base, self.cache_budget
+                )
         return turn_index
 
 
@@ -398,23 +412,25 @@ class _Endpoint:
     async def _answer(self, request: Request, session: Session, send: Send) -> None:
         gateway, protocol, verb = self.gateway, self.protocol, self.verb
         body = await read_body(request, gateway.options)
-        read = await gateway.read(protocol, verb, session, body)
+        chat = await gateway.read(protocol, verb, body)
         context = CallContext(
             gateway=gateway,
             session=session,
             protocol=protocol,
-            caller=identify(request.headers, read.chat),
-            read=read,
-            digest=request_digest(f"{protocol.name} {verb}", read.identity),
+            caller=identify(request.headers, chat),
+            chat=chat,
+            digest=request_digest(f"{protocol.name} {verb}", body),
+            variables=gateway.variables(session, chat),
         )
         if verb == "count":
-            response = json_response(protocol.count(await count_tokens(context)))
+            n_tokens = await gateway.count(context)
+            response = json_response(protocol.count(n_tokens))
             await response(request.scope, request.receive, send)
             return
-        events = protocol.events(read.chat) if read.chat.stream else None
+        events = protocol.events(chat) if chat.stream else None
         seconds = gateway.options.ping_seconds
         async with watched(request.receive) as left:
-            client = Client(left, send, protocol, read.chat, events, seconds)
+            client = Client(left, send, protocol, chat, events, seconds)
             await client.answer(gateway.find_call(context, request.headers))
 
 

@@ -7,10 +7,9 @@ trace. At most it takes room for ids that a later prompt then cannot use.
 import asyncio
 import json
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 
@@ -24,28 +23,29 @@ from trajkit_shim.chat.reply import (
     Token,
     Usage,
     canonical_reply,
-    extends,
     make_reply,
 )
-from trajkit_shim.chat.request import logged_message
-from trajkit_shim.chat.sampling_params import nth_seed, resolve
+from trajkit_shim.chat.request import ChatRequest, Required, logged_message
+from trajkit_shim.chat.sampling_params import (
+    ignored_params,
+    is_fixed,
+    nth_seed,
+    resolve,
+    without_fixed,
+)
 from trajkit_shim.engines import base, checks
-from trajkit_shim.errors import EngineError, GatewayError
+from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 from trajkit_shim.pauses import Gate, Weights
-from trajkit_shim.prompting.image_places import ImageModel, ImagePlaces, PlacedImage
-from trajkit_shim.prompting.known_requests import ReadRequest
-from trajkit_shim.prompting.prompts import (
-    SHORT_TAIL,
-    CompleteTextError,
-    Mode,
-    Prompt,
-    Prompts,
+from trajkit_shim.prompting.conversation import (
+    Budget,
+    Node,
+    RestoredRequest,
+    next_position,
 )
+from trajkit_shim.prompting.image_places import ImageModel, ImagePlaces, PlacedImage
+from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.prompting.reply_matching import RestoredRequest, next_position
-from trajkit_shim.prompting.token_cache import CacheBudget, CachedPath
-from trajkit_shim.prompting.tokenize_cache import NO_LIMIT
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.replies.grammar import grammar
 from trajkit_shim.replies.parse import (
@@ -53,6 +53,8 @@ from trajkit_shim.replies.parse import (
     Decoder,
     FormParser,
     ReplyParser,
+    opens_reasoning,
+    tags_of,
 )
 from trajkit_shim.replies.parsers import form_of
 from trajkit_shim.sessions.answers import Amounts
@@ -94,9 +96,10 @@ class Options:
     # append new messages to the token ids of an earlier turn if template and request
     # permit, or render every prompt from its messages (`prompting.prompts`)
     prompts: Mode = "append"
-    # compare every prompt with the template's complete text, rather than whenever a
-    # conversation has doubled
-    check_prompts: bool = False
+    # whether replies stay as sampled where the template would rewrite them
+    past: Past = "auto"
+    # variables of the chat template, unless a session or request sets them
+    variables: Mapping[str, object] = field(default_factory=dict)
     # memory limit of all sessions for `append`
     cache_bytes: int = 1 << 30
     # token required for the trainer's routes; default: none
@@ -126,7 +129,7 @@ class Gateway:
         self.timings, self.weights = Timings(), Weights(engine)
         # every call passes it on the way to the engine
         self.gate = Gate(wait_seconds=options.pause_wait_seconds)
-        self.cache_budget = CacheBudget(options.cache_bytes)
+        self.cache_budget = Budget(options.cache_bytes)
         self.sessions = SessionStore(
             log, clock=options.clock, max_ended=options.max_ended_sessions
         )
@@ -141,11 +144,10 @@ class Gateway:
         else:
             places = ImagePlaces(images, self.images)
             self.image_policy = self.images.limits
-        self.prompts = Prompts(
-            renderer, options.prompts, places, check=options.check_prompts
+        self.prompts = Prompts(renderer, options.prompts, places, past=options.past)
+        self.reply_parser = options.reply_parser or FormParser(
+            form_of(renderer), tags_of(renderer.chat_template)
         )
-        form = form_of(renderer.chat_template)
-        self.reply_parser = options.reply_parser or FormParser(form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,35 +158,28 @@ class CallContext:
     session: Session
     protocol: WireProtocol
     caller: Caller
-    read: ReadRequest
+    chat: ChatRequest
     digest: bytes  # `sessions.answers.request_digest`
+    # of the chat template, and the settings of the client that are none
+    variables: Mapping[str, object] = field(default_factory=dict)
 
 
 async def prepare_call(
     context: CallContext,
     reserved: Amounts,
-    on_partial: Callable[[Reply], None] | None,
 ) -> "list[ModelCall]":
     """Render, sample and parse one call; return one per reply that is asked for.
 
-    ``reserved``: gets the tokens that the call may use. ``on_partial`` receives what is
-    known of the reply while it is sampled, if the engine streams. Raises `GatewayError`:
-    an invalid request, or a session without tokens for it. `EngineError`: the prompt is
+    ``reserved``: gets the tokens that the call may use. Raises `GatewayError`: an
+    invalid request, or a session without tokens for it. `EngineError`: the prompt is
     invalid, or the engine failed.
     """
     info = await context.gateway.engine.info()
     limit = context.session.terms.limits.max_context_tokens or info.max_context_tokens
     info = replace(info, max_context_tokens=min(limit, info.max_context_tokens))
-    new_call, call = partial(ModelCall, context, info, on_partial), None
-    n_new, takes_images = context.read.n_new, context.gateway.prompts.places is not None
-    if n_new is not None and n_new <= SHORT_TAIL and not takes_images:
-        # most turns: a thread would take longer to start
-        with suppress(CompleteTextError):
-            call = new_call(complete=False)
-    if call is None:
-        call = await asyncio.to_thread(new_call)
+    call = await asyncio.to_thread(ModelCall, context, info)
     call.resolve_sampling(reserved)
-    n = context.read.chat.n
+    n = context.chat.n
     if n == 1:
         await call.run(0)
         return [call]
@@ -199,9 +194,18 @@ async def prepare_call(
     return calls
 
 
+# a longer prompt than this many contexts is not counted
+_COUNTED_CONTEXTS = 4
+
+
 async def count_tokens(context: CallContext) -> int:
-    """Return the length of a call's prompt. Nothing is sampled or recorded."""
-    _, prompt = await asyncio.to_thread(_build_prompt, context, NO_LIMIT)
+    """Return the length of a call's prompt. Nothing is sampled or recorded.
+
+    Raises `EngineError` if it is several times as long as the context.
+    """
+    info = await context.gateway.engine.info()
+    most = _COUNTED_CONTEXTS * info.max_context_tokens
+    _, prompt = await asyncio.to_thread(_build_prompt, context, most)
     return len(prompt.ids)
 
 
@@ -210,22 +214,20 @@ def _build_prompt(
     max_tokens: int,
     *,
     attributed: bool = False,
-    complete: bool = True,
 ) -> tuple[RestoredRequest, Prompt]:
-    session, request = context.session, context.read.chat
-    prompts, head = context.gateway.prompts, context.read.restored
+    session, request = context.session, context.chat
+    prompts = context.gateway.prompts
     # every template writes the last message; this spares a long one all other steps
     for last in texts_of(request.messages[-1]["content"]):
         prompts.renderer.check_length(last, max_tokens)
-    restored = session.replies.restore(request.messages[len(head.messages) :], head)
+    restored = session.conversation.restore(request.messages)
     prompt = prompts.build(
         restored,
         request.tools,
-        session.replies,
-        session.paths,
+        session.conversation,
+        context.variables,
         attributed=attributed,
         max_tokens=max_tokens,
-        complete=complete,
     )
     return restored, prompt
 
@@ -241,8 +243,8 @@ class ModelCall:
     # None: the engine did not complete it, and its turn is context only
     reply: Reply | None
     message: Json  # the reply in canonical form
-    # prompt and output, for later prompts to extend; None: they cannot
-    path: CachedPath | None
+    # prompt and output, for later prompts to extend
+    node: Node | None
     position: bytes  # after the reply
 
     @timing.step()
@@ -250,22 +252,16 @@ class ModelCall:
         self,
         context: CallContext,
         info: base.EngineInfo,
-        on_partial: Callable[[Reply], None] | None,
-        *,
-        complete: bool = True,
     ) -> None:
-        """Render the request, or extend the prompt of an earlier turn.
-
-        ``complete``: as in `Prompts.build`.
-        """
-        self._context, self._info, self._on_partial = context, info, on_partial
-        self._gateway, self._request = context.gateway, context.read.chat
+        """Render the request, or extend the prompt of an earlier turn."""
+        self._context, self._info = context, info
+        self._gateway, self._request = context.gateway, context.chat
         self._options, prompts = self._gateway.options, self._gateway.prompts
         self._renderer, self._started_at = prompts.renderer, datetime.now(UTC)
         max_tokens, attributed = info.max_context_tokens, self._options.attributed
         # the request's messages, with the session's replies restored
         self.restored, prompt = _build_prompt(
-            context, max_tokens, attributed=attributed, complete=complete
+            context, max_tokens, attributed=attributed
         )
         messages, self._prompt = self.restored.messages, prompt
         # the prompt as the engine consumes it, and its images, also with their bytes
@@ -276,10 +272,10 @@ class ModelCall:
             self._ids = prompts.places.engine_ids(prompt.ids)
             self._pixels = prompts.places.load(self._images)
         # those of the earlier turn were checked then
-        n_checked = 0 if self._images else prompt.base.n_ids
+        n_checked = 0 if self._images else prompt.n_base
         checks.check_prompt(self._ids, info, n_checked)
         # it ends within the reply's reasoning
-        self._opened = self._renderer.opens_reasoning(prompt.ids)
+        self._opened = opens_reasoning(self._renderer, prompt.ids)
 
     def resolve_sampling(self, reserved: Amounts) -> None:
         """Decide the parameters, and reserve their tokens in the session's quota."""
@@ -287,21 +283,30 @@ class ModelCall:
         n_prompt, limit = len(self._prompt.ids), self._options.max_new_tokens
         session.left("prompt_tokens", n * n_prompt, reserved)
         left = session.left("output_tokens", n, reserved)
+        pins, client = session.terms.pins, session.terms.client_sampling
+        required, self.overruled = self._request.required, list[str]()
+        if is_fixed("response_format", pins, client) and required.schema is not None:
+            required = replace(required, schema=None)
+            self.overruled.append("response_format")
+        if is_fixed("tool_choice", pins, client) and required.limits_calls:
+            required = Required(schema=required.schema)
+            self.overruled.append("tool_choice")
         self.sampling = resolve(
-            self._request.sampling,
-            session.terms.pins,
+            without_fixed(self._request.sampling, pins, client),
+            pins,
             max_tokens=limit if left is None else min(limit, left // n),
             room=self._info.max_context_tokens - n_prompt,
             end_ids=self._renderer.end_ids,
-            client=session.terms.client_sampling,
+            client=client,
             structural_tag=grammar(
-                self._request,
+                replace(self._request, required=required),
                 self._gateway.reply_parser.form,
-                session.terms.pins.extra,
+                pins.extra,
                 opened=self._opened,
                 reasons=THINK in self._renderer.chat_template,
             ),
         )
+        self.overruled += ignored_params(self._request.sampling, self.sampling)
         reserved.prompt_tokens = n * n_prompt
         reserved.output_tokens = n * self.sampling.max_new_tokens
 
@@ -313,12 +318,10 @@ class ModelCall:
             seed = nth_seed(self.sampling.seed, choice)
             self.sampling = replace(self.sampling, seed=seed)
         self._request_id = uuid.uuid4().hex
-        self._identity = Identity(self._context.protocol.call_prefix)
-        # the latest partial reply that was streamed
-        self._streamed: Reply | None = None
-        sample = await self._gateway.gate.sample(
-            self._sample_once, again=lambda: self._streamed is None
+        self._identity = Identity(
+            self._context.protocol.call_prefix, short=self._renderer.short_call_ids
         )
+        sample = await self._gateway.gate.sample(self._sample_once)
         checks.check_sample(sample, self._ids, self.sampling, self._info)
         text = self._renderer.decode(sample.output_ids, ended=sample.ended)
         stops = self.sampling.stop if sample.ended else ()
@@ -380,20 +383,16 @@ class ModelCall:
             stop_sequence=stop_sequence,
             tokens=tokens,
         )
-        if not aborted and self._streamed and not extends(reply, self._streamed):
-            wrong = "the reply does not start with what was streamed of it"
-            raise GatewayError(wrong, 500)
         self.reply = None if aborted else reply
         self.message = canonical_reply(reply)
         response = logged_message(self.message)
-        names = self.path = None
+        names = self.node = None
         if self._options.attributed:
             names = self.restored.tool_names[prompt.n_known :]
         self.position = next_position(self.restored.position, response.key)
+        self.base = prompt.base
         if not aborted:
-            self.path = self._gateway.prompts.cacheable_path(
-                prompt, sample.output_ids, self.position
-            )
+            self.node = self._gateway.prompts.node(prompt, sample.output_ids)
         caller = self._context.caller
         untrained = caller.is_side_call and not self._options.train_side_calls
         self.turn = LoggedTurn(

@@ -5,6 +5,7 @@ The dependencies of an engine come with an extra, and are imported when a comman
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -33,9 +34,8 @@ ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
 
 # maximum length of a request with images
 _IMAGE_BODY = 64 << 20
-# values of --tool-form that select an external parser
-_OUTSIDE = ("sglang", "schema")
-_INSTALLED = "sglang:"
+# values of --parser besides the gateway's own: see the option
+_ENGINE, _NONE = ("engine", "sglang"), "none"
 
 
 def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> None:
@@ -61,8 +61,7 @@ def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> No
 --launch-python FILE  the Python that SGLang is installed for (default: the one of this
     command)
 --launch-seconds SECONDS 1800  how long the server may take to start (default: %(default)s)
---check-prompts  render every conversation completely, also where only new messages are
-    needed; have the server return each prompt, and fail a call whose prompt differs
+--check-prompts  have the server return each prompt, and fail a call whose prompt differs
 --routed-experts  log which experts each token was routed to; needs a server with
     --enable-return-routed-experts
 --sampling-masks  log the ids that could have been drawn for each token; vLLM needs
@@ -72,10 +71,23 @@ def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> No
 --skip-retried  turns whose delivered reply is asked for again, by a request that is not
     marked as a retry, are context only
 --model DIR  the model's config, tokenizer and chat template (not for embedded)
---tool-form NAME  how the model writes tool calls: hermes, qwen3-coder, glm or plain-json
-    (default: detected from its chat template); sglang: that server's own parsers;
-    sglang:CALLS,REASONING: the parsers of an installed SGLang by their names, of which one
-    may be empty; schema: the tokenizer's response template
+--chat-template FILE  in the place of the model's own
+--chat-template-kwargs JSON  variables of the chat template, such as
+    '{{"enable_thinking": false}}'; a session or a request may set others
+--stop-token TOKEN...  also ends a reply, besides those that the tokenizer,
+    generation_config.json and config.json name; may be repeated
+--late-system {{user,refuse}}  a system message after others, where the chat template
+    refuses it: user: show it as a reminder by the user (the default); refuse: reject the
+    request
+--past-reasoning {{auto,sampled,template}}  replies that the chat template would rewrite,
+    as by leaving out reasoning: auto: they stay as sampled after tool results, and the
+    template decides at a user's message (the default); sampled: they stay; template: the
+    template decides always
+--trust-remote-code  run the Python code of the model directory to load its tokenizer
+--parser --tool-form NAME  how the model writes tool calls (default: known from its chat
+    template): gpt-oss, kimi, dsml, deepseek, minimax, seed-oss, qwen3-coder, glm,
+    mistral-args, mistral, toolcall, phi, hermes, pythonic or plain-json; engine: the
+    parsers of the SGLang server; none: calls stay text
 --images {{auto,refuse,omit}}  auto: accept images if the model takes them (only with
     SGLang), else reject requests with images (the default); refuse: reject them; omit:
     replace each image by a text
@@ -125,14 +137,18 @@ def engine_app(
     images = _image_options(arguments)
     with ExitStack() as stack:
         if arguments.engine != "embedded":
-            engine, renderer = _served(arguments, stack)
+            renderer = _renderer(arguments)
+            # before an engine is launched, which takes minutes
+            reply_parser = _own_parser(arguments, renderer)
+            engine = _served(arguments, stack)
+            reply_parser = reply_parser or _engine_parser(arguments)
         else:
             from trajkit_shim.engines import embedded
             from trajkit_shim.prompting.render import ChatRenderer
 
             engine = embedded.EmbeddedEngine(policy or embedded.converse, seed=seed)
             renderer = ChatRenderer(embedded.load_tokenizer())
-        reply_parser = _reply_parser(arguments, renderer)
+            reply_parser = _own_parser(arguments, renderer)
         payloads = {
             "routed_experts": arguments.routed_experts,
             "sampling_masks": arguments.sampling_masks,
@@ -142,7 +158,8 @@ def engine_app(
             renderer,
             TurnLog(out, images="image_limits" in images, **payloads, **log),
             Options(
-                check_prompts=arguments.check_prompts,
+                past=arguments.past_reasoning,
+                variables=_variables(parser, arguments.chat_template_kwargs),
                 train_side_calls=arguments.train_side_calls,
                 train_retried=not arguments.skip_retried,
                 reply_parser=reply_parser,
@@ -165,20 +182,20 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
     engine, url, model = arguments.engine, arguments.engine_url, arguments.model
     sglang, embedded = engine == "sglang", engine == "embedded"
     launch, given = arguments.launch, " ".join(arguments.server_arguments)
-    form, forms = arguments.tool_form or "", (*FORMS, *_OUTSIDE)
-    unknown = form and form not in forms and not form.startswith(_INSTALLED)
+    form, forms = arguments.parser or "", (*FORMS, *_ENGINE, _NONE)
+    unknown = form and form not in forms
     no_setpriv = launch and which("setpriv") is None
     no_sglang = launch and not arguments.launch_python and find_spec("sglang") is None
     payloads = arguments.routed_experts or arguments.sampling_masks
     faults = {
         "--launch needs --engine sglang": launch and not sglang,
-        "--tool-form sglang needs --engine sglang": form == "sglang" and not sglang,
+        f"--parser {form} needs --engine sglang": form in _ENGINE and not sglang,
         "--routed-experts and --sampling-masks need a server": payloads and embedded,
         "--engine-url does not apply to the embedded engine": embedded and url,
         "--model does not apply to the embedded engine": embedded and model,
         f"--engine {engine} needs --engine-url": not (embedded or url or launch),
         f"--engine {engine} needs --model": not (embedded or model or launch),
-        f"--tool-form {form} is not one of {', '.join(forms)}": unknown,
+        f"--parser {form} is not one of {', '.join(forms)}": unknown,
         f"{given} after -- is for the server of --launch": given and not launch,
         "--launch starts a server of its own: leave out --engine-url": launch and url,
         "--launch needs setpriv (util-linux): install it, or use --engine-url": no_setpriv,
@@ -239,20 +256,33 @@ def launch_server(arguments: argparse.Namespace, stack: ExitStack) -> None:
     arguments.launch, arguments.server_arguments = None, []
 
 
-def _served(
-    arguments: argparse.Namespace, stack: ExitStack
-) -> "tuple[Engine, ChatRenderer]":
+def _renderer(arguments: argparse.Namespace) -> "ChatRenderer":
+    """The tokenizer and chat template of the model."""
+    from trajkit_shim.prompting.render import load_renderer
+
+    model, template = arguments.model or arguments.launch, arguments.chat_template
+    try:
+        return load_renderer(
+            model,
+            None if template is None else Path(template).read_text("utf-8"),
+            stop_tokens=arguments.stop_token or (),
+            trust_remote_code=arguments.trust_remote_code,
+            late_system=arguments.late_system,
+        )
+    except ValueError as error:
+        raise FormatError(f"{model}: {error}") from error
+
+
+def _served(arguments: argparse.Namespace, stack: ExitStack) -> "Engine":
     """The engine of servers that return everything that is recorded."""
     from trajkit_shim.engines.checks import check_engine
     from trajkit_shim.engines.model_config import config_number, vocab_size
     from trajkit_shim.engines.sglang import SGLangEngine
     from trajkit_shim.engines.vllm import VLLMEngine
-    from trajkit_shim.prompting.render import load_renderer
 
     launch_server(arguments, stack)
     model = arguments.model
     try:
-        renderer = load_renderer(model)
         n_vocab = vocab_size(model)
         per_token = None
         if arguments.routed_experts:
@@ -273,35 +303,43 @@ def _served(
     }
     if len(set(served.values())) > 1:
         raise ConnectionError(f"the servers of --engine-url differ: {served}")
-    return engine(*served), renderer
+    return engine(*served)
 
 
-def _reply_parser(
+def _variables(parser: argparse.ArgumentParser, given: str | None) -> dict[str, Any]:
+    """The value of ``--chat-template-kwargs``."""
+    try:
+        variables = json.loads(given or "{}")
+    except ValueError as error:
+        parser.error(f"--chat-template-kwargs {given}: not JSON: {error}")
+    if not isinstance(variables, dict):
+        parser.error(f"--chat-template-kwargs {given}: not a JSON object")
+    return variables
+
+
+def _own_parser(
     arguments: argparse.Namespace, renderer: "ChatRenderer"
 ) -> "ReplyParser | None":
-    """The parser of replies that ``--tool-form`` names; None: it is not given."""
-    from trajkit_shim.errors import EngineError
-    from trajkit_shim.replies.external_parsers import (
-        InstalledParser,
-        SchemaParser,
-        SGLangParser,
-    )
-    from trajkit_shim.replies.parse import FormParser
-    from trajkit_shim.replies.parsers import FORMS
+    """The parser that ``--parser`` names or fits the template; None: the engine's."""
+    from trajkit_shim.replies.parse import FormParser, tags_of
+    from trajkit_shim.replies.parsers import FORMS, form_of
 
-    form = arguments.tool_form or ""
-    if form in FORMS:
-        return FormParser(FORMS[form])
-    try:
-        if form == "schema":
-            return SchemaParser(renderer)
-        if form.startswith(_INSTALLED):
-            names = form.removeprefix(_INSTALLED).partition(",")
-            return InstalledParser(names[0] or None, names[2] or None)
-    except (ModuleNotFoundError, ValueError) as error:
-        raise FormatError(f"--tool-form {form}: {error}") from error
-    if form != "sglang":
+    name = arguments.parser
+    if name in _ENGINE:
         return None
+    try:
+        form = form_of(renderer) if name is None else FORMS.get(name)
+    except ValueError as error:
+        model = arguments.model or arguments.launch
+        raise FormatError(f"{model}: {error}") from error
+    return FormParser(form, tags_of(renderer.chat_template))
+
+
+def _engine_parser(arguments: argparse.Namespace) -> "ReplyParser":
+    """The parsers of the engine's server; raises `ConnectionError` if it has none."""
+    from trajkit_shim.errors import EngineError
+    from trajkit_shim.replies.external_parsers import SGLangParser
+
     url = arguments.engine_url[0]
 
     async def ask() -> None:
@@ -309,7 +347,7 @@ def _reply_parser(
         try:
             await parser.names()
         except EngineError as error:
-            raise ConnectionError(f"--tool-form sglang: {error}") from error
+            raise ConnectionError(f"--parser {arguments.parser}: {error}") from error
         finally:
             await parser.close()
 

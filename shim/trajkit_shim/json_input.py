@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from typing import NoReturn, TypeAlias, TypeVar
 
@@ -11,10 +12,14 @@ from trajkit_shim.errors import GatewayError
 Json: TypeAlias = dict[str, object]
 T = TypeVar("T")
 
+# different ignored fields that are counted, and the length of their names
+_MOST_IGNORED = 100
+_LONGEST_IGNORED = 100
+
 # code that walks a body may recurse
 MAX_DEPTH = 100
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def refuse(where: str, rule: str, *, code: str | None = None) -> NoReturn:
@@ -38,7 +43,8 @@ async def read_body(chunks: AsyncIterator[bytes], max_bytes: int) -> bytes:
 def parse_object(body: bytes) -> Json:
     """Return the JSON object in a request body.
 
-    It must be UTF-8 without halves of surrogate pairs, and its numbers finite.
+    It must be UTF-8, and its numbers finite. Its texts may have halves of surrogate pairs,
+    which a model can sample within JSON, and clients send back.
     """
     try:
         value = DECODER.decode(body.decode("utf-8"))
@@ -46,23 +52,25 @@ def parse_object(body: bytes) -> Json:
         raise GatewayError(f"the body is not JSON: {error}") from error
     except RecursionError as error:
         raise GatewayError("the body is nested too deep") from error
-    check_value(value, body)
+    if isinstance(value, dict):
+        _check_depth(value)
     if not isinstance(value, dict):
         raise GatewayError(f"the body is {_kind(value)}, not a JSON object")
     return value
 
 
-def check_value(value: object, body: bytes) -> None:
-    """Raise if a value with this JSON has half a surrogate pair, or is nested too deep."""
-    # the search takes longer
-    if b"\\u" in body and _SURROGATE.search(body):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            message = "the body contains half of a surrogate pair, which has no UTF-8"
-            raise GatewayError(message) from error
-    if isinstance(value, dict):
-        _check_depth(value)
+def without_halves(value: Json) -> Json:
+    """Return a JSON object with U+FFFD for each half of a surrogate pair in its texts.
+
+    UTF-8 has no halves, but JSON can spell them.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        text = json.dumps(value, ensure_ascii=False)
+        cleaned: Json = json.loads(_HALF.sub("\ufffd", text))
+        return cleaned
+    return value
 
 
 def _check_depth(value: Json) -> None:
@@ -164,13 +172,30 @@ def as_number(value: object, where: str, *, minimum: float, maximum: float) -> f
 
 
 class Fields:
-    """The fields of a JSON object, and its path in errors (empty for the body)."""
+    """The fields of a JSON object, and its path in errors (empty for the body).
 
-    __slots__ = ("json", "path")
+    ``ignored`` counts what has no effect here; without it, that is refused.
+    """
 
-    def __init__(self, json: Json, path: str = "") -> None:
+    __slots__ = ("ignored", "json", "path")
+
+    def __init__(
+        self, json: Json, path: str = "", ignored: Counter[str] | None = None
+    ) -> None:
         self.json = json
         self.path = path
+        self.ignored = ignored
+
+    def ignore(self, name: str, value: str = "") -> None:
+        """Count a field, or one of its values, that has no effect; refuse it otherwise."""
+        if self.ignored is None:
+            rule = f"{value or 'not'} supported by this gateway"
+            self.refuse(name, rule, "unsupported_parameter")
+        where = re.sub(r"\[\d+\]", "[]", self.at(name))
+        # a client chooses the names
+        where = f"{where}={value}" if value else where
+        if where in self.ignored or len(self.ignored) < _MOST_IGNORED:
+            self.ignored[where[:_LONGEST_IGNORED]] += 1
 
     def at(self, name: str) -> str:
         """Return the path of a field."""
@@ -183,17 +208,12 @@ class Fields:
     def only(
         self, known: Collection[str], neutral: Mapping[str, object] | None = None
     ) -> None:
-        """Reject a field that is not null, ``known``, or of the ``neutral`` value."""
+        """Ignore a field that is not null, ``known``, or of the ``neutral`` value."""
         for name, given in self.json.items():
             if given is None or name in known:
                 continue
-            if neutral is None or name not in neutral:
-                rule = "not supported by this gateway"
-                self.refuse(name, rule, "unsupported_parameter")
-            value = neutral[name]
-            # 0 and false are equal in Python but not in JSON
-            if given != value or isinstance(given, bool) is not isinstance(value, bool):
-                self.refuse(name, f"{given!r} is not supported", "unsupported_value")
+            if neutral is None or name not in neutral or given != neutral[name]:
+                self.ignore(name)
 
     def need(self, name: str, read: Reader[T]) -> T:
         """Return a required field, read with one of the functions above."""
@@ -244,16 +264,16 @@ class Fields:
 
     def object(self, name: str) -> "Fields":
         """Return the fields of a required object."""
-        return Fields(self.need(name, as_object), self.at(name))
+        return Fields(self.need(name, as_object), self.at(name), self.ignored)
 
     def section(self, name: str) -> "Fields":
         """Return the fields of an object, by default an empty one."""
-        return Fields(self.get(name, as_object) or {}, self.at(name))
+        return Fields(self.get(name, as_object) or {}, self.at(name), self.ignored)
 
     def objects(self, name: str) -> "Iterator[Fields]":
         """Yield the objects of a list, by default an empty one."""
         value = self.json.get(name)
-        return objects([] if value is None else value, self.at(name))
+        return objects([] if value is None else value, self.at(name), self.ignored)
 
     def filled(self, name: str) -> "list[Fields]":
         """Return the objects of a required list that is not empty."""
@@ -262,7 +282,9 @@ class Fields:
         return list(self.objects(name))
 
 
-def objects(value: object, where: str) -> Iterator[Fields]:
+def objects(
+    value: object, where: str, ignored: Counter[str] | None = None
+) -> Iterator[Fields]:
     """Yield the objects of a list."""
     for i, item in enumerate(as_list(value, where)):
-        yield Fields(as_object(item, f"{where}[{i}]"), f"{where}[{i}]")
+        yield Fields(as_object(item, f"{where}[{i}]"), f"{where}[{i}]", ignored)

@@ -41,14 +41,11 @@ class Gate:
         """Whether calls have to wait."""
         return not self._running.is_set()
 
-    async def sample(
-        self, start: Callable[[], Awaitable[Sample]], again: Callable[[], bool]
-    ) -> Sample:
+    async def sample(self, start: Callable[[], Awaitable[Sample]]) -> Sample:
         """Make an engine call outside of pauses, and return its result.
 
-        ``start`` is called again if a pause cut the call off and ``again`` permits it: not
-        once its client has seen output. Raises `EngineError` (``paused``) if it does not,
-        or if the pause took too long.
+        ``start`` is called again if a pause cut the call off. Raises `EngineError`
+        (``paused``) if the pause took too long.
         """
         while True:
             await self._wait()
@@ -63,8 +60,6 @@ class Gate:
                     raise
             finally:
                 del self._calls[call]
-            if not again():
-                raise _paused("a pause of the engine cut off the call")
 
     async def pause(
         self, *, wait_seconds: float, abort: bool, max_seconds: float | None

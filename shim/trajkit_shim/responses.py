@@ -1,9 +1,9 @@
 """How the client of a call is answered.
 
 A reply that is ready soon, or an error, is an ordinary response with its status. A
-streaming client gets status 200 and the start of a stream once part of its reply is
-known or it has waited for a while. From then on it gets the reply as it is sampled, or
-keep-alive events, until the reply is complete and recorded. Later errors are events.
+streaming client gets status 200 and the start of a stream once it has waited for a while,
+and from then on keep-alive events. The reply comes once it is complete and recorded.
+Later errors are events.
 """
 
 import asyncio
@@ -137,27 +137,17 @@ class Client:
                     call.reached()
 
     async def _wait(self, call: SharedCall) -> None:
-        """Return when the work is done or the client left; stream what is known."""
-        seen: Reply | None = None
+        """Return when the work is done or the client left; send pings meanwhile."""
         ends: set[asyncio.Future[Any]] = {call.work, self.left}
-        # others get the complete reply only
         seconds = None if self.events is None else self.ping_seconds
         while True:
-            if call.partial is seen:
-                await asyncio.wait(
-                    {*ends, call.grown},
-                    timeout=seconds,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
+            await asyncio.wait(
+                ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
             if any(end.done() for end in ends):
                 return
             assert self.events is not None
-            if call.partial is None or call.partial is seen:
-                data = self.events.ping()
-            else:
-                seen = call.partial
-                data = self.events.partial(seen)
-            await self._write(data)
+            await self._write(self.events.ping())
 
     async def _send_reply(self, reply: Reply) -> bool:
         """Send a reply, or what is not streamed yet of it; return whether it arrived."""

@@ -112,21 +112,52 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
+# how soon after a request the end of its client's sending side belongs to it
+_WITH_REQUEST_SECONDS = 0.05
+_PROBES = (
+    (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+    (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 15),
+    (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 5),
+    (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
+)
+
+
 class _Protocol(H11Protocol):
     """Closes a connection whose request does not arrive in time."""
 
     _late: asyncio.TimerHandle | None = None
+    _received_at = 0.0
+    _half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._look()
 
     def data_received(self, data: bytes) -> None:
+        self._received_at = self.loop.time()
         super().data_received(data)
         self._look()
 
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Answer a client that ends its sending side with its request.
+
+        One that does so later has left. Both look the same, so a client that is killed
+        right after its request is noticed by the probes of the connection.
+        """
+        asked = self.cycle is not None and not self.cycle.response_complete
+        if not asked or self.loop.time() - self._received_at > _WITH_REQUEST_SECONDS:
+            return None
+        self._half_closed = True
+        connection = self.transport.get_extra_info("socket")
+        for level, name, value in _PROBES:
+            if connection is not None and hasattr(socket, name):
+                connection.setsockopt(level, getattr(socket, name), value)
+        return True
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._half_closed:
+            self.transport.close()
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -75,15 +75,6 @@ FAILURES = {
         400,
         (None, "invalid_request_error", None, "INVALID_ARGUMENT"),
     ),
-    "a tool that is no function": (
-        400,
-        (
-            "unsupported_tool",
-            "invalid_request_error",
-            "unsupported_tool",
-            "INVALID_ARGUMENT",
-        ),
-    ),
     "an image": (
         400,
         (
@@ -123,7 +114,7 @@ FAILURES = {
         ("internal_error", "api_error", "internal_error", "INTERNAL"),
     ),
 }
-# Before anything was told of the reply; after the head of a stream; and while the
+# Before anything was sent; after the first keep-alive event of a stream; and while the
 # answer of a turn that is in the log is sent.
 BEFORE, MIDDLE, SENDING = "before its answer", "in mid-stream", "while it is answered"
 _CLOSED = (

@@ -1,6 +1,7 @@
 """Async tests run on asyncio. The tests of real servers and clients need their places."""
 
 import os
+import sys
 
 import pytest
 
@@ -19,3 +20,11 @@ collect_ignore = [name for name, needs in _NEEDS.items() if not needs <= {*os.en
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def no_half_closed_connections(monkeypatch):
+    """Clients of tests leave right after their requests; to the gateway they have left."""
+    serve = sys.modules.get("trajkit_shim.serve")
+    if serve is not None:
+        monkeypatch.setattr(serve, "_WITH_REQUEST_SECONDS", -1.0)

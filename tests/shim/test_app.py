@@ -228,10 +228,11 @@ async def test_pins_win_over_wishes(tmp_path):
         shown = await gateway.session(client)
     first, second = engine.samplings
     # what shapes the distribution is not the client's, pinned or not
-    assert (first.temperature, first.top_p, first.max_new_tokens) == (1.0, None, 10)
-    assert first.seed == 3
+    assert (first.temperature, first.top_p, first.max_new_tokens) == (1.0, None, 20)
+    assert first.seed is None
     assert (second.max_new_tokens, second.extra) == (20, {"regex": "a|b"})
-    assert shown["sampling_overruled"] == {"temperature": 1, "top_p": 1}
+    overruled = {"temperature": 1, "top_p": 1, "seed": 1, "max_tokens": 1}
+    assert shown["sampling_overruled"] == overruled
 
 
 async def test_a_pinned_seed_and_stop_are_not_the_client_s(tmp_path):
@@ -572,7 +573,7 @@ async def test_max_turns_counts_what_was_answered_or_is_under_way(tmp_path):
         pytest.param({"sampling": {"top_p": 3}}, "sampling.top_p", id="a bad pin"),
         pytest.param({"sampling": {"extra": 3}}, "sampling.extra", id="a bad extra"),
         pytest.param({"replay": 1}, "replay", id="replay as a number"),
-        pytest.param({"client_sampling": ["seed"]}, "client_sampling[0]", id="a seed"),
+        pytest.param({"client_sampling": ["n"]}, "client_sampling[0]", id="a number"),
         pytest.param({"client_sampling": True}, "client_sampling", id="all of them"),
         pytest.param({"ttl_seconds": -1}, "ttl_seconds", id="a past end"),
         pytest.param({"max_output_tokens": 0}, "max_output_tokens", id="no output"),
@@ -617,8 +618,8 @@ async def test_a_bad_request_names_its_parameter(tmp_path):
     async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
         client = await gateway.open()
         with pytest.raises(openai.BadRequestError) as caught:
-            await ask(client, extra_body={"best_of": 2})
-    assert caught.value.param == "best_of"
+            await ask(client, n=2)
+    assert caught.value.param == "n"
     assert caught.value.type == "invalid_request_error"
 
 

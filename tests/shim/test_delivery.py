@@ -15,7 +15,6 @@ from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from tests.strategies import delivery_steps
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
-from trajkit_shim.responses import Client
 from trajkit_shim.serve import _Server
 from trajkit_shim.sessions.answers import Amounts, SharedCall
 from trajkit_shim.sessions.turn_log import TurnLog
@@ -358,38 +357,41 @@ async def test_a_client_that_leaves_before_it_has_sent_its_request(gateway, capl
     assert shown["in_flight"] == 0
 
 
-class Pieces:
-    """The events of a stream, as the texts of replies."""
+@pytest.mark.anyio
+async def test_a_session_ends_once_its_amendments_are_written(gateway, monkeypatch):
+    """Otherwise a turn would train whose answer nobody received."""
+    session = await gateway.open_key()
+    amend, full = gateway.log.amend, [True]
 
-    def ping(self):
-        return b"ping "
+    def failing(*given):
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        amend(*given)
 
-    def partial(self, reply):
-        return f"{reply} ".encode()
+    monkeypatch.setattr(gateway.log, "amend", failing)
+    await Line(session, lost_after=1).ask(gateway)
+    assert logged(gateway) == [(True, None)]
+    path = gateway.path_of(session)
+    refused = await gateway.http.post(f"{path}/finish", json={"reward": 1.0})
+    assert refused.status_code == 500
+    assert "an amendment could not be written" in refused.text
+    shown = (await gateway.http.get(path)).json()
+    assert (shown["status"], shown["undelivered"]) == ("open", 1)
+    full[0] = False
+    assert (await gateway.http.post(f"{path}/finish")).status_code == 200
+    assert logged(gateway) == [(False, "undelivered")]
 
 
 @pytest.mark.anyio
-async def test_what_is_sampled_while_a_piece_is_sent_is_sent_next():
-    """Not after the next token, which may come late, or never while a pause lasts."""
-    sent, more, ended = [], [], asyncio.Event()
+async def test_an_amendment_is_written_before_the_next_turn(gateway, monkeypatch):
+    session = await gateway.open_key()
+    amend = gateway.log.amend
 
-    async def sample(call):
-        more.append(call.update)
-        call.update("a")
-        await ended.wait()
+    def failing(*given):
+        monkeypatch.setattr(gateway.log, "amend", amend)
+        raise OSError(28, "No space left on device")
 
-    async def send(message):
-        if "body" not in message:
-            return
-        sent.append(message["body"])
-        if len(sent) == 1:
-            more[0]("ab")
-        else:
-            ended.set()
-
-    call = shared_call(sample)
-    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-        left = group.create_task(asyncio.Event().wait())
-        await Client(left, send, None, None, Pieces(), None)._wait(call)
-        left.cancel()
-    assert sent == [b"a ", b"ab "]
+    monkeypatch.setattr(gateway.log, "amend", failing)
+    await Line(session, lost_after=1).ask(gateway)
+    await Line(session).ask(gateway)
+    assert logged(gateway) == [(False, "undelivered"), (True, None)]

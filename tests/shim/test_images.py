@@ -277,7 +277,7 @@ NUMBERED = r"""
 async def test_a_template_that_numbers_the_images(opened):
     gateway = await opened()
     renderer = gateway.renderer
-    renderer.chat_template = NUMBERED
+    renderer.__init__(renderer.tokenizer, NUMBERED)
     gateway.engine.script = [gateway.reply("red"), gateway.reply("green")]
     body = chat(PNG)
     await gateway.post("/v1/chat/completions", body)
@@ -400,7 +400,8 @@ async def test_system_prompts_and_replies_have_no_images(opened):
 
 async def test_a_template_that_leaves_an_image_out(opened):
     gateway = await opened()
-    gateway.renderer.chat_template = "{{ messages[0].role }}<|im_end|>"
+    renderer = gateway.renderer
+    renderer.__init__(renderer.tokenizer, "{{ messages[0].role }}<|im_end|>")
     answer = await gateway.post("/v1/chat/completions", chat(PNG))
     assert answer.status_code == 400
     assert "0 places for 1 images" in answer.json()["error"]["message"]

@@ -397,21 +397,3 @@ async def test_requests_at_the_same_time_are_no_retries(tmp_path):
         held.release.set()
         await first
     assert marks(gateway) == [PLAIN] * 2
-
-
-async def test_a_retry_of_several_replies(tmp_path):
-    options = {"train_retried": False}
-    engine = ScriptedEngine(*"abcde")
-    async with in_process(engine, RENDERER, tmp_path, **options) as gateway:
-        session = await opened(gateway)
-        await session.ask(body(n=2))
-        await session.ask(body(n=2))
-        await session.ask(continued("b"))
-    # one of the replies was used, so the client has all
-    assert marks(gateway) == [
-        (None, True, "continued"),
-        (None, True, "continued"),
-        (0, True, None),
-        (0, True, None),
-        PLAIN,
-    ]

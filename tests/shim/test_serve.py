@@ -11,6 +11,7 @@ from contextlib import ExitStack
 import openai
 import pytest
 
+import trajkit as tk
 from tests.shim.clients import http, read_log
 from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine
 from trajkit_shim import serve
@@ -126,6 +127,27 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(tmp_path, stream, ping_sec
     (turn,) = read_log(log.path).to_pylist()
     assert turn["turn_index"] == 0
     assert turn["response"]["body"] == '{"content":"b","role":"assistant"}'
+
+
+def test_a_client_that_ends_its_sending_side_gets_its_answer(tmp_path, monkeypatch):
+    """As ``nc -N``: the end comes with the request."""
+    monkeypatch.setattr("trajkit_shim.serve._WITH_REQUEST_SECONDS", 60.0)
+    app = create_app(ScriptedEngine("answer"), RENDERER, TurnLog(tmp_path))
+    with running(app) as url, client_of(url) as client:
+        host, port = url.removeprefix("http://").split(":")
+        body = b'{"messages": [{"role": "user", "content": "x"}]}'
+        with socket.create_connection((host, int(port)), timeout=30) as line:
+            line.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\n"
+                b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s"
+                % (client.api_key.encode(), len(body), body)
+            )
+            line.shutdown(socket.SHUT_WR)
+            answer = b"".join(iter(lambda: line.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"answer" in answer
+    (turn,) = tk.read_turns(tmp_path).to_pylist()
+    assert turn["trainable"]
 
 
 def release_once_closed(idle: socket.socket, held: Threaded) -> None:

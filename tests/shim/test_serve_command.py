@@ -53,7 +53,7 @@ def test_serve_records_until_it_is_interrupted(tmp_path):
     assert (server.returncode, rest, said) == (cli.DONE, "", "")
     assert Path(where["turns"]) == run
     assert where["prompts"]["mode"] == "append"
-    assert where["prompts"]["template"]["with_tools"]["drops_reasoning"] == ["user"]
+    assert where["prompts"]["template"]["with_tools"]["extends"]["tool"] is True
     turns = tk.read_turns(run)
     assert turns["session_id"].to_pylist() == [opened["session_id"]]
 
@@ -148,7 +148,7 @@ def _listens(url):
         pytest.param(["--model", "."], "--model does not apply", id="a model too many"),
         pytest.param(["--engine", "vllm"], "vllm needs --engine-url", id="vllm"),
         pytest.param(
-            ["--tool-form", "x"], "x is not one of qwen3-coder", id="no such form"
+            ["--tool-form", "x"], "--parser x is not one of gpt-oss", id="no such form"
         ),
         pytest.param(
             ["--tool-form", "sglang"],
@@ -180,19 +180,71 @@ def test_serve_names_the_model_that_cannot_be_read(tmp_path, capsys):
     assert absent in capsys.readouterr().err
 
 
-def test_serve_names_a_tokenizer_without_a_response_template(tmp_path, capsys):
-    argv = ["serve", "--out", str(tmp_path / "run"), "--tool-form", "schema"]
-    assert cli.main(argv) == cli.BAD_FILE
-    assert "--tool-form schema: the tokenizer has no" in capsys.readouterr().err
+def model_directory(folder, template=None, **files):
+    """A model directory with the embedded tokenizer."""
+    tokenizer = load_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 4032}))
+    return folder
 
 
-def test_parsers_of_an_sglang_that_is_not_installed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sglang", None)
-    form = "sglang:qwen25,qwen3"
-    argv = ["serve", "--out", str(tmp_path / "run"), "--tool-form", form]
-    assert cli.main(argv) == cli.BAD_FILE
-    assert f"--tool-form {form}: No module named 'sglang" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+def serving(tmp_path, model, *options):
+    """What the command prints with an engine that cannot be reached."""
+    argv = ["serve", "--out", str(tmp_path / "run"), "--engine", "sglang"]
+    argv += ["--engine-url", "http://127.0.0.1:1", "--model", str(model), *options]
+    return cli.main(argv)
+
+
+OFFERS = (
+    "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}"
+    "<|im_end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        pytest.param([], "no parser knows: give --parser with one of", id="a start"),
+        pytest.param(["--parser", "none"], "127.0.0.1:1 cannot be reached", id="text"),
+        pytest.param(
+            ["--parser", "hermes"], "127.0.0.1:1 cannot be reached", id="a form"
+        ),
+        pytest.param(
+            ["--parser", "engine"], "127.0.0.1:1 cannot be reached", id="the engine's"
+        ),
+        pytest.param(
+            ["--stop-token", "<stop>"], "--stop-token <stop>: no token", id="no token"
+        ),
+        pytest.param(["--chat-template", "none.jinja"], "none.jinja", id="no file"),
+    ],
+)
+def test_a_model_whose_calls_no_parser_knows(
+    tmp_path, capsys, monkeypatch, options, says
+):
+    monkeypatch.chdir(tmp_path)
+    model = model_directory(tmp_path / "model", OFFERS)
+    assert serving(tmp_path, model, *options) == cli.BAD_FILE
+    said = capsys.readouterr().err
+    assert says in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_chat_template_of_its_own(tmp_path, capsys):
+    model = model_directory(tmp_path / "model")
+    template = tmp_path / "own.jinja"
+    template.write_text(OFFERS)
+    assert serving(tmp_path, model, "--chat-template", str(template)) == cli.BAD_FILE
+    assert "no parser knows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["{", "[1]"])
+def test_variables_that_are_no_object(tmp_path, capsys, given):
+    with pytest.raises(SystemExit):
+        cli.main(
+            ["serve", "--out", str(tmp_path / "run"), "--chat-template-kwargs", given]
+        )
+    assert f"--chat-template-kwargs {given}: not" in capsys.readouterr().err
 
 
 def test_serve_takes_no_directory_that_holds_a_log(tmp_path, capsys):
@@ -212,9 +264,7 @@ def test_serve_without_its_extra_says_what_to_install(tmp_path, capsys, monkeypa
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_serve_asks_the_engine_before_it_serves(tmp_path, capsys, engine):
-    model = tmp_path / "model"
-    load_tokenizer().save_pretrained(model)
-    (model / "config.json").write_text(json.dumps({"vocab_size": 4032}))
+    model = model_directory(tmp_path / "model")
     argv = ["serve", "--out", str(tmp_path / "run"), "--engine", engine]
     argv += ["--engine-url", "http://127.0.0.1:1", "--model", str(model)]
     assert cli.main(argv) == cli.BAD_FILE
@@ -225,7 +275,7 @@ def test_serve_asks_the_engine_before_it_serves(tmp_path, capsys, engine):
 
 
 @pytest.mark.parametrize("command", ["serve", "rollout"])
-def test_both_commands_with_a_gateway_check_prompts(tmp_path, monkeypatch, command):
+def test_both_commands_take_the_options_of_a_gateway(tmp_path, monkeypatch, command):
     given = []
 
     def create_app(*arguments):
@@ -233,7 +283,8 @@ def test_both_commands_with_a_gateway_check_prompts(tmp_path, monkeypatch, comma
         raise OSError("enough")
 
     monkeypatch.setattr("trajkit_shim.app.create_app", create_app)
-    argv = [command, "--out", str(tmp_path / "run"), "--check-prompts"]
+    argv = [command, "--out", str(tmp_path / "run"), "--past-reasoning", "sampled"]
+    argv += ["--chat-template-kwargs", '{"enable_thinking": false}']
     if command == "rollout":
         tasks = tmp_path / "tasks.jsonl"
         task = {"id": "t", "prompt": "p", "workspace": {"a": "a"}}
@@ -241,4 +292,7 @@ def test_both_commands_with_a_gateway_check_prompts(tmp_path, monkeypatch, comma
         argv += [str(tasks), "--harness", "shell", "--argument", "true"]
         argv += ["--sandbox-option", "namespaces=no"]
     assert cli.main(argv) == cli.BAD_FILE
-    assert given[0].check_prompts is True
+    assert (given[0].past, given[0].variables) == (
+        "sampled",
+        {"enable_thinking": False},
+    )

@@ -27,6 +27,9 @@ Images: TypeAlias = NoImages | ImageLimits
 
 OMITTED_IMAGE = "[image omitted]"
 
+# what kinds of parts that a model would have to see or hear have in their names
+_MEDIA = ("image", "audio", "video", "file", "document")
+
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
 
 
@@ -53,11 +56,18 @@ def read_parts(fields: Fields, name: str, readers: Readers[T]) -> list[T]:
     """Return the parts of a content: a string, or a list of objects with a reader each."""
     value = fields.json.get(name)
     if isinstance(value, str):
-        return [readers["text"](Fields({"text": value}, fields.at(name)))]
-    return [
-        readers[part.one_of("type", readers, code="unsupported_content")](part)
-        for part in objects(value, fields.at(name))
-    ]
+        text = Fields({"text": value}, fields.at(name), fields.ignored)
+        return [readers["text"](text)]
+    found = []
+    for part in objects(value, fields.at(name), fields.ignored):
+        kind = part.name("type")
+        if kind in readers:
+            found.append(readers[kind](part))
+        elif any(word in kind for word in _MEDIA):
+            refuse_content(part, "type", kind)
+        else:
+            part.ignore("type", kind)
+    return found
 
 
 def read_text(part: Fields) -> str:

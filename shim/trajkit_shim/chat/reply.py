@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Literal
 
 from trajkit_shim.chat.request import assistant_message, tool_call
@@ -31,7 +32,7 @@ class Call:
 
     name: str
     arguments: str  # JSON text, as sampled if the model writes JSON
-    call_id: str = ""  # given when the reply is complete or streamed
+    call_id: str = ""  # the model's own, or given when the reply is complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +114,14 @@ class Identity:
     """The ids of a reply and its calls, the same for partial and complete replies."""
 
     call_prefix: str = "call_"
+    short: bool = False  # nine letters and digits, which some templates want
     reply_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def call_id(self, number: int) -> str:
         """Return the id of the call that is part ``number``."""
+        if self.short:
+            return blake2b(f"{self.reply_id}{number}".encode()).hexdigest()[:9]
         return f"{self.call_prefix}{self.reply_id[:20]}{number:04}"
 
 
@@ -139,7 +143,9 @@ def make_reply(
         model=model,
         reasoning=parsed.reasoning,
         parts=tuple(
-            part if isinstance(part, str) else replace(part, call_id=known.call_id(i))
+            part
+            if isinstance(part, str) or part.call_id
+            else replace(part, call_id=known.call_id(i))
             for i, part in enumerate(parsed.parts)
         ),
         sampled=parsed.sampled,
@@ -149,17 +155,6 @@ def make_reply(
         usage=usage,
         tokens=tokens,
     )
-
-
-def extends(reply: Reply, earlier: Reply) -> bool:
-    """Return whether a reply starts with an earlier partial reply."""
-    *settled, last = earlier.reasoning or "", *earlier.parts
-    *same, then = (reply.reasoning or "", *reply.parts)[: len(settled) + 1]
-    if same != settled:
-        return False
-    if isinstance(last, str) and isinstance(then, str):
-        return then.startswith(last)
-    return then == last
 
 
 def canonical_reply(reply: Reply) -> Json:

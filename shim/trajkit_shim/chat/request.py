@@ -14,16 +14,16 @@ recorded one.
 - Fields without meaning to the model (cache hints, annotations, ...) are dropped.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 
 from trajkit.turns.messages import message_record
 from trajkit_shim.chat.image_store import Image
 from trajkit_shim.chat.images import Part, joined
 from trajkit_shim.chat.sampling_params import SamplingParams
-from trajkit_shim.json_input import Fields, Json, as_integer
+from trajkit_shim.json_input import Fields, Json, as_integer, refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,50 @@ class Required:
     strict: Collection[str] = ()  # tools whose arguments must match their schema
     schema: Json | None = None  # JSON schema of the text
 
+    @property
+    def limits_calls(self) -> bool:
+        """Whether some calls, or none, are not allowed."""
+        return bool(self.call or self.names or self.strict or not self.parallel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking:
+    """How a client wants the model to think, and its template's variables."""
+
+    variables: Json = field(default_factory=dict)
+    effort: str | None = None
+    on: bool | None = None
+    budget: int | None = None  # tokens
+
+    def resolve(self, known: Collection[str], ignored: Counter[str]) -> Json:
+        """Return the variables for a template that has those; count what it lacks."""
+        found: Json = {}
+        # as the names that templates use
+        effort = self.effort and self.effort.lower()
+        on = False if effort in _NO_EFFORT and self.on is None else self.on
+        switches = [name for name in _SWITCHES if name in known]
+        wanted: list[tuple[str, object, list[str]]] = [
+            ("thinking", on, switches),
+            ("thinking budget", self.budget, ["thinking_budget"]),
+        ]
+        if effort not in _NO_EFFORT or "reasoning_effort" in known:
+            wanted.append(("reasoning effort", effort, ["reasoning_effort"]))
+        for what, value, names in wanted:
+            fitting = [name for name in names if name in known]
+            found |= dict.fromkeys(fitting, value) if value is not None else {}
+            if value is not None and not fitting:
+                ignored[what] += 1
+        for name, value in self.variables.items():
+            if name in known:
+                found[name] = value
+            else:
+                ignored[f"chat_template_kwargs.{name}"[:100]] += 1
+        return found
+
+
+_NO_EFFORT = ("none", "off")
+_SWITCHES = ("enable_thinking", "thinking")
+
 
 ANY_OBJECT: Json = {"type": "object"}
 """The schema of any JSON object."""
@@ -65,6 +109,7 @@ class ChatRequest:
     sampling: SamplingParams
     stream: bool
     required: Required = Required()
+    thinking: "Thinking" = field(default_factory=lambda: Thinking())
     n: int = 1  # number of replies, each a turn
     logprobs: bool = False  # the reply has the logprobs of its tokens
     # end a stream with token counts (OpenAI Chat Completions)
@@ -77,6 +122,8 @@ class ChatRequest:
     # number of leading messages from other fields than the conversation's
     n_front: int = 0
     images: Sequence[Image] = ()  # of the messages that were parsed
+    # fields and values that have no effect, and how often they were given
+    ignored: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -96,8 +143,12 @@ class Tools:
         return name
 
 
-as_choices = partial(as_integer, minimum=1, maximum=128)
-"""Reads a number of replies."""
+def as_one_reply(value: object, where: str) -> int:
+    """Return 1, the only number of replies to a request."""
+    if as_integer(value, where, minimum=1) != 1:
+        rule = f"{value}: a request has one reply here; open a session for each"
+        refuse(where, rule, code="unsupported_value")
+    return 1
 
 
 def system_message(text: str | None) -> list[Json]:
@@ -110,8 +161,10 @@ def text_schema(fields: Fields, name: str) -> Json | None:
     if fields.json.get(name) is None:
         return None
     given = fields.object(name)
-    kinds = ("json_schema", "json_object", "text")
-    kind = given.one_of("type", kinds, code="unsupported_value")
+    kind = given.name("type")
+    if kind not in ("json_schema", "json_object", "text"):
+        # a grammar that is not kept would change the meaning
+        given.refuse("type", f"{kind!r} is not supported", "unsupported_value")
     if kind == "json_schema":
         inner = "json_schema" in given.json
         return (given.object(kind) if inner else given).object("schema").json

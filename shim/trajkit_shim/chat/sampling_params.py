@@ -35,6 +35,13 @@ class SamplingParams:
 SHAPING = ("temperature", "top_p", "top_k")
 """Parameters that shape the distribution that tokens are drawn from."""
 
+FIXED = ("max_tokens", "stop", "seed", "response_format", "tool_choice")
+"""What a client decides unless the session fixes its sampling. Forms that a client
+requires of a reply are a grammar, which shapes the distribution too."""
+
+CLIENT = (*SHAPING, *FIXED)
+"""What a session may leave to its client."""
+
 _SEEDS = -(2**63), 2**63 - 1
 
 
@@ -100,11 +107,11 @@ def parse_pins(value: object) -> SamplingParams:
 
 
 def parse_client_sampling(value: object) -> frozenset[str]:
-    """Read the ``client_sampling`` of a session being opened: names of `SHAPING`."""
+    """Read the ``client_sampling`` of a session being opened: names of `CLIENT`."""
     names = [] if value is None else json_input.as_list(value, "client_sampling")
     for i, name in enumerate(names):
-        if name not in SHAPING:
-            rule = f"{name!r} is not one of {', '.join(SHAPING)}"
+        if name not in CLIENT:
+            rule = f"{name!r} is not one of {', '.join(CLIENT)}"
             json_input.refuse(f"client_sampling[{i}]", rule)
     return frozenset(map(str, names))
 
@@ -123,10 +130,10 @@ def resolve(
 
     The limit on new tokens is the smallest of the client's (``requested``), the
     session's (``pins``), the gateway's (``max_tokens``) and the ``room`` left in the
-    context. ``client`` has the names in `SHAPING` that the client may set.
+    context. ``client`` has the names in `CLIENT` that the client may set.
     """
     shaping = {name: getattr(pins, name) for name in SHAPING}
-    for name in client:
+    for name in shaping.keys() & client:
         shaping[name] = _first(getattr(requested, name), shaping[name])
     limits = (requested.max_tokens, pins.max_tokens, max_tokens, room)
     return Sampling(
@@ -140,13 +147,33 @@ def resolve(
     )
 
 
+def without_fixed(
+    requested: SamplingParams, pins: SamplingParams, client: Collection[str]
+) -> SamplingParams:
+    """Return what a client requested without what a session with ``pins`` fixes."""
+    fixed = [name for name in FIXED[:3] if is_fixed(name, pins, client)]
+    nothing: dict[str, Any] = dict.fromkeys(fixed)
+    return replace(requested, **nothing)
+
+
+def is_fixed(name: str, pins: SamplingParams, client: Collection[str]) -> bool:
+    """Return whether the session decides one of `FIXED`, because it fixes sampling."""
+    return name not in client and pins != SamplingParams()
+
+
 def ignored_params(requested: SamplingParams, resolved: Sampling) -> list[str]:
-    """Return the names in `SHAPING` that a client requested and did not get."""
-    return [
+    """Return the parameters that a client requested and did not get."""
+    given = {
+        **{name: getattr(resolved, name) for name in (*SHAPING, "seed")},
+        "stop": resolved.stop or None,
+    }
+    lost = [
         name
-        for name in SHAPING
-        if getattr(requested, name) not in (None, getattr(resolved, name))
+        for name, got in given.items()
+        if getattr(requested, name) not in (None, got)
     ]
+    limit = resolved.max_new_tokens
+    return lost + ["max_tokens"] * ((requested.max_tokens or limit) < limit)
 
 
 def nth_seed(seed: int, n: int) -> int:

@@ -20,6 +20,9 @@ Ids: TypeAlias = npt.NDArray[np.int32]
 Spans: TypeAlias = list[tuple[int, int, int]]
 """(message, start, stop) of each content in a text."""
 
+TextOf: TypeAlias = Callable[[list[Json]], str]
+"""Renders messages."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
@@ -35,7 +38,7 @@ def locate_contents(
     first: int,
     text: str,
     start: int,
-    text_of: Callable[[list[Json]], str],
+    text_of: TextOf,
 ) -> Spans | None:
     """Return the span of each content in a text after ``start``, from message ``first`` on.
 

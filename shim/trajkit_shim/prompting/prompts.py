@@ -1,49 +1,64 @@
 """Prompts: rendered, or built by appending to token ids consumed and sampled before.
 
-``append`` keeps prompt and output ids of an earlier turn and appends only what the
-template writes for the new messages. It is used only if it provably yields what the
-template writes: the request's messages up to its last reply are those of a cached turn,
-with the same tools, the reply ended by itself, and the template's text for the request
-starts with its text for that turn (`prompting.template_probe`). Other requests are
-rendered, for a reason that is counted; of a changed history, the ids of the last turn
+``append`` keeps prompt and output ids of an earlier turn, and adds what the template
+writes after that reply. It is used if the request's messages up to a reply are those of
+an earlier turn, with the same tools and variables, the reply ended by itself, and the
+template's text between the replies is what it was (`prompting.skeleton`). Other requests
+are rendered, for a reason that is counted; of a changed history, the ids of the last turn
 before the change are kept.
+
+Many templates leave out the reasoning of earlier replies. After tool results it stays as
+it was sampled. At a user's message the template decides: if its text of the earlier turn
+is no longer the start of its new text, the request is rendered. ``past`` changes both.
 """
 
 import json
+from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from threading import Lock
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
-from trajkit_shim.chat.images import hashes_of, texts_of
+from trajkit_shim.chat.request import squeezed
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting import attribution
+from trajkit_shim.prompting.conversation import (
+    START,
+    Buffer,
+    Conversation,
+    Node,
+    RestoredRequest,
+)
 from trajkit_shim.prompting.image_places import ImagePlaces
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.prompting.reply_matching import START, ReplyIndex, RestoredRequest
-from trajkit_shim.prompting.template_probe import (
-    STAND_IN,
-    STAND_IN_TOOL,
+from trajkit_shim.prompting.skeleton import (
+    Between,
     Departure,
-    RenderedPrefix,
-    TemplateProbe,
-    end_of_reply,
+    Skeleton,
     probe_template,
+    role_of,
 )
-from trajkit_shim.prompting.token_cache import Branch, CachedPath, TokenCache
 from trajkit_shim.prompting.tokenize_cache import NO_LIMIT
 
 Mode: TypeAlias = Literal["append", "render"]
 """How prompts are built where possible."""
 
+Past: TypeAlias = Literal["auto", "sampled", "template"]
+"""Whether replies stay as sampled where the template would rewrite them: after tool
+results, but not at a user's message (``auto``); always; or never."""
+
 Reason: TypeAlias = (
     Literal["chosen", "opening", "unknown_reply", "moved", "released", "tools"]
-    | Literal["unclosed", "template"]
+    | Literal["unclosed", "template", "end_token"]
     | Departure
 )
-"""Why a prompt was rendered (docs/serving.md has a table)."""
+"""Why a prompt does not extend the last reply (docs/serving.md has a table)."""
+
+# sets of variables whose probe is kept; clients choose them
+_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,44 +66,36 @@ class Prompt:
     """The ids for one request, and how they were built."""
 
     ids: attribution.Ids
-    branch: Branch  # that the ids are in
+    buffer: Buffer  # that the ids are in
     hasher: blake2b  # BLAKE2b (16 bytes) of the ids as little-endian int32
     reason: Reason | None  # why it does not extend the last reply; None: it does
-    base: CachedPath  # that turn; it has no ids if the prompt extends no turn
+    base: Node | None  # the turn that it extends, if any
+    n_base: int  # of its first ids, those of that turn
     n_known: int  # how many of the messages have those tokens
     # of each appended id, the index of its message after the known ones; -1: no message.
     # None: unknown, or not requested
     message_index: attribution.Ids | None
-    rendered: RenderedPrefix | None  # None: no later prompt may extend this one
+    # the template's text between the replies; None: no later prompt may extend this one
+    between: bytes | None
+    offered: bytes  # digest of tools and variables
 
     @property
     def built(self) -> Mode:
         """How."""
-        return "append" if self.reason is None else "render"
+        return "append" if self.reason in (None, "end_token") else "render"
 
 
-class _View(NamedTuple):
-    """Messages to render, of which the last ones are new."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offer:
+    """What a template is given besides messages."""
 
-    messages: list[Json]
     tools: list[Json] | None
-    n_known: int
-    before: RenderedPrefix  # of the known messages without the last, a reply
-
-
-SHORT_TAIL = 4 << 10
-"""Characters of messages that take about a millisecond to render and tokenize."""
-
-
-class CompleteTextError(Exception):
-    """More must be rendered than a few new messages, which may take long."""
+    variables: Mapping[str, object]
+    digest: bytes
 
 
 class Prompts:
-    """Builds prompts with one renderer. Safe to use from several threads at once.
-
-    ``check``: render every request completely, also where only its new text is needed.
-    """
+    """Builds prompts with one renderer. Safe to use from several threads at once."""
 
     def __init__(
         self,
@@ -96,29 +103,42 @@ class Prompts:
         mode: Mode = "append",
         places: ImagePlaces | None = None,
         *,
-        check: bool = False,
+        past: Past = "auto",
     ) -> None:
         self.renderer = renderer
         self.mode = mode
+        self.past = past
         self.places = places  # None: no message has an image
-        self._check = check
-        self._probes: dict[bool, TemplateProbe] = {}
+        self._probes: OrderedDict[str, Skeleton] = OrderedDict()
         self._lock = Lock()
 
-    def probe(self, *, tools: bool) -> TemplateProbe:
-        """Return what the template does, with or without tools; computed once."""
+    def skeleton(
+        self, variables: Mapping[str, object] | None = None, *, tools: bool
+    ) -> Skeleton:
+        """Return what the template does around replies; tried out once."""
+        given = variables or {}
+        key = json.dumps([tools, given], sort_keys=True)
         with self._lock:
-            if tools not in self._probes:
-                self._probes[tools] = probe_template(self.renderer, tools=tools)
-            return self._probes[tools]
+            if key not in self._probes:
+                self._probes[key] = probe_template(self.renderer, given, tools=tools)
+            self._probes.move_to_end(key)
+            while len(self._probes) > _KEPT:
+                self._probes.popitem(last=False)
+            return self._probes[key]
 
     def describe(self) -> Json:
-        """Return the mode and what the template does, as JSON."""
+        """Return how prompts are built and what the template does, as JSON."""
         return {
             "mode": self.mode,
+            "past_reasoning": self.past,
+            "end_tokens": sorted(self.renderer.end_tokens),
+            "template_variables": sorted(self.renderer.variables),
+            "late_system": "template"
+            if self.renderer.takes_late_system
+            else self.renderer.late_system,
             "template": {
-                "with_tools": asdict(self.probe(tools=True)),
-                "without_tools": asdict(self.probe(tools=False)),
+                "with_tools": self.skeleton(tools=True).describe(),
+                "without_tools": self.skeleton(tools=False).describe(),
             },
         }
 
@@ -126,138 +146,237 @@ class Prompts:
         """Return the same in one line."""
         if self.mode == "render":
             return "render"
-        probes = self.probe(tools=True), self.probe(tools=False)
-        parts = [
-            f"rendered {when} tools: {probe.why}"
-            for when, probe in zip(("with", "without"), probes, strict=True)
-            if not probe.safe
-        ]
-        roles = sorted({role for probe in probes for role in probe.drops_reasoning})
-        if roles:
-            named = " or ".join(roles)
-            parts.append(f"rendered where a {named} message drops reasoning")
-        return "; ".join(["append", *parts])
+        parts = ["append"]
+        for when, tools in (("with", True), ("without", False)):
+            extends = self.skeleton(tools=tools).extends
+            parts += [
+                f"rendered at a {role} message {when} tools: {why}"
+                for role, why in extends.items()
+                if why and (tools or role == "user")
+            ]
+        if not self.renderer.takes_late_system:
+            late = {"user": "shown as reminders by the user", "refuse": "refused"}
+            parts.append(
+                f"late system messages are {late[self.renderer.late_system]} "
+                "(--late-system)"
+            )
+        return "; ".join(parts)
 
     def build(
         self,
         restored: RestoredRequest,
         tools: list[Json] | None,
-        replies: ReplyIndex,
-        cache: TokenCache,
+        conversation: Conversation,
+        variables: Mapping[str, object] | None = None,
         *,
         attributed: bool,
         max_tokens: int = NO_LIMIT,
-        complete: bool = True,
     ) -> Prompt:
-        """Return the prompt for a request.
+        """Return the prompt for a request of the session with that conversation.
 
-        ``replies`` and ``cache`` are the session's. ``attributed``: also determine which
-        message each appended token belongs to. Raises as `ChatRenderer.text`,
-        `EngineError` if there are surely more than ``max_tokens``, and without
-        ``complete`` a `CompleteTextError` if more must be rendered than the last reply and
-        new messages, `SHORT_TAIL` together.
+        ``attributed``: also determine which message each appended token belongs to.
+        Raises as `ChatRenderer.text`, and `EngineError` if there are surely more than
+        ``max_tokens``.
         """
-        messages = restored.messages
-        probe = self.probe(tools=tools is not None)
-        safe = probe.safe and self.mode == "append"
+        given = dict(variables or {})
         # not sorted, because a template may render the fields in order
-        offered = blake2b(json.dumps(tools).encode(), digest_size=16).digest()
-        empty = RenderedPrefix(tools=offered)
-        nothing = base = CachedPath(position=START, rendered=empty)
-        n_known = 0
-        reason: Reason | None = "template" if self.mode == "append" else "chosen"
-        if safe:
-            n_known, base, reason = _find_base(restored, nothing, replies, cache)
-        # the reply that is known, and what is new
-        tail = messages[max(0, n_known - 1) :]
-        thinks = any(message.get("reasoning_content") for message in tail)
-        reasons = base.rendered.reasons or thinks
-        tail_only = n_known > 0 and self._tail_only(probe, tail[1:], reasons=reasons)
-        if not complete and _n_characters(tail) > SHORT_TAIL:
-            raise CompleteTextError
+        digest = blake2b(json.dumps([tools, given]).encode(), digest_size=16).digest()
+        offer = _Offer(tools=tools, variables=given, digest=digest)
+        if self.mode == "render":
+            return self._render(restored, offer, "chosen", attributed, max_tokens)
+        n_known, base, reason = _find_base(restored, offer.digest, conversation)
+        if base is not None:
+            found = self._appended(restored, offer, n_known, base)
+            if isinstance(found, Between):
+                return self._append(
+                    *(restored, offer, n_known, base, reason),
+                    *(found, attributed, max_tokens),
+                )
+            reason = reason or found
+        return self._render(
+            restored, offer, reason or "template", attributed, max_tokens
+        )
 
-        def render(view: _View) -> tuple[str, int | Departure]:
-            text = self.renderer.text(view.messages, view.tools)
-            return text, end_of_reply(self.renderer, view.before, text, tail)
+    def _appended(
+        self, restored: RestoredRequest, offer: _Offer, n_known: int, base: Node
+    ) -> "Between | Reason":
+        """What the template writes after the reply of a turn, or why it may not be used."""
+        messages, new = restored.messages, restored.messages[n_known:]
+        skeleton = self.skeleton(offer.variables, tools=offer.tools is not None)
+        roles = {role_of(message) for message in new} or {"user"}
+        if base.between is None or any(skeleton.extends[role] for role in roles):
+            return "template"
+        opaque = [i for i in range(n_known) if restored.known[i] in _KNOWN]
+        sampled = restored.sampled
+        found = skeleton.between(
+            *(messages, offer.tools, offer.variables, opaque, sampled)
+        )
+        if isinstance(found, str):
+            return found
+        if found.before != base.between:
+            return "rewritten"
+        by_template = self.past == "template" or (
+            self.past == "auto" and "user" in roles
+        )
+        if by_template:
+            changed = self._rewritten(restored, offer, n_known)
+            if changed is not None:
+                return changed
+        return found
 
-        end: int | Departure = "unended"
-        # the last complete comparison counts until the text has twice its length
-        is_recent = base.rendered.length < 2 * base.rendered.checked
-        if tail_only and is_recent and not self._check:
-            few = None if tools is None else [STAND_IN_TOOL]
-            before = RenderedPrefix().extend(probe.stand_in, "")
-            view = _View([*STAND_IN, *tail], few, len(STAND_IN) + 1, before)
-            # the template may reject the stand-in
-            with suppress(TemplateError):
-                text, end = render(view)
-        if not isinstance(end, int):
-            if not complete:
-                raise CompleteTextError
-            view = _View(messages, tools, n_known, base.rendered)
-            text, end = render(view)
-        if not isinstance(end, int):
-            if end == "rewritten" and tail_only:
-                # what was proven of short conversations is not true of this one
-                probe.tail = False
-            if end == "rewritten" and probe.drops_reasoning and reasons:
-                end = "reasoning"
-            reason, base, n_known, end = reason or end, nothing, 0, 0
-            view = _View(messages, tools, 0, empty)
-        encoded = self.renderer.encode(text[end:], max_tokens)
+    def _rewritten(
+        self, restored: RestoredRequest, offer: _Offer, n_known: int
+    ) -> "Departure | None":
+        """How the template's own text of an earlier turn changed, if it did."""
+        messages, sampled = restored.messages, restored.sampled
+        reply = messages[n_known - 1]
+        thoughts = [str(m.get("reasoning_content") or "") for m in messages[:n_known]]
+        changed: Departure = "reasoning" if any(thoughts) else "rewritten"
+        text = self.renderer.text
+        before = text(
+            messages[: n_known - 1], offer.tools, offer.variables, sampled=sampled
+        )
+        after = text(messages, offer.tools, offer.variables, sampled=sampled)
+        thought = squeezed(reply.get("reasoning_content") or "")
+        if thought:
+            # the reply shows what the generation prompt opened, in other words maybe
+            skeleton = self.skeleton(offer.variables, tools=offer.tools is not None)
+            before = before.removesuffix(skeleton.leaves_after(messages[n_known - 2]))
+        if not after.startswith(before):
+            return changed
+        shown = squeezed(self.renderer.without_mark(after[len(before) :]))
+        return None if thought in shown else "reasoning"
+
+    def _append(
+        self,
+        restored: RestoredRequest,
+        offer: _Offer,
+        n_known: int,
+        base: Node,
+        reason: Reason | None,
+        found: Between,
+        attributed: bool,
+        max_tokens: int,
+    ) -> Prompt:
+        messages = restored.messages
+        skeleton = self.skeleton(offer.variables, tools=offer.tools is not None)
+        start, ids, hasher = found.start, base.ids, base.hasher
+        assert ids is not None
+        ended = self.renderer.token_of(int(ids[-1]))
+        if skeleton.opens_next and found.end != ended:
+            # the reply stopped at the start of a message of another role
+            start, ids = found.end_at, ids[:-1]
+            hasher = _hashed(blake2b(digest_size=16), ids)
+            reason = reason or "end_token"
+        encoded = self.renderer.encode(found.text[start:], max_tokens)
         if self.places is not None:
             encoded = self.places.expand(encoded, messages[n_known:])
-        ids, branch = base.branch.extend(base.ids, encoded.ids)
-        more, full = text[view.before.length :], view.before is base.rendered
-        rendered = base.rendered.extend(
-            more, probe.leaves, checked=full, reasons=reasons
-        )
-        index = self._attribute(view, text, end, encoded) if attributed else None
+        buffer = base.buffer
+        assert buffer is not None
+        full, buffer = buffer.extend(ids, encoded.ids)
+        # replies that were recognized at another position are written out here
+        between: bytes | None = found.digest
+        if any(known in _KNOWN for known in restored.known[n_known:]):
+            between = self._between(restored, offer)
+        index = None
+        if attributed:
+            opaque = [i for i in range(n_known) if restored.known[i] in _KNOWN]
+
+            def marked(changed: list[Json]) -> str:
+                found = skeleton.between(
+                    *(changed, offer.tools, offer.variables, opaque, restored.sampled)
+                )
+                return found if isinstance(found, str) else found.text
+
+            index = self._attribute(
+                messages, n_known, found.text, start, encoded, marked
+            )
         return Prompt(
-            ids=ids,
-            branch=branch,
-            hasher=_hashed(base.hasher, encoded.ids),
+            ids=full,
+            buffer=buffer,
+            hasher=_hashed(hasher, encoded.ids),
             reason=reason,
             base=base,
+            n_base=len(ids),
             n_known=n_known,
             message_index=index,
-            rendered=rendered if safe else None,
+            between=between,
+            offered=offer.digest,
         )
 
-    def _tail_only(
-        self, probe: TemplateProbe, new: list[Json], *, reasons: bool
-    ) -> bool:
-        """Whether the text of new messages does not depend on the head, nor it on them."""
-        roles = {message["role"] for message in new}
-        # the probe had these roles, and no images, which a template may number
-        known = bool(roles) and roles <= {"user", "tool"} and not hashes_of(new)
-        drops = reasons and not roles.isdisjoint(probe.drops_reasoning)
-        return probe.tail and known and not drops
+    def _render(
+        self,
+        restored: RestoredRequest,
+        offer: _Offer,
+        reason: Reason,
+        attributed: bool,
+        max_tokens: int,
+    ) -> Prompt:
+        messages, sampled = restored.messages, restored.sampled
 
-    def cacheable_path(
-        self, prompt: Prompt, output_ids: attribution.Ids, position: bytes
-    ) -> CachedPath | None:
-        """Return prompt and output for later prompts to extend, or None if they cannot."""
-        if prompt.rendered is None:
-            return None
-        path = CachedPath(
-            position=position,
-            base=prompt.base,
-            rendered=prompt.rendered,
+        def text_of(changed: list[Json]) -> str:
+            return self.renderer.text(
+                changed, offer.tools, offer.variables, sampled=sampled
+            )
+
+        text = text_of(messages)
+        encoded = self.renderer.encode(text, max_tokens)
+        if self.places is not None:
+            encoded = self.places.expand(encoded, messages)
+        ids, buffer = Buffer().extend(encoded.ids[:0], encoded.ids)
+        index = None
+        if attributed:
+            index = self._attribute(messages, 0, text, 0, encoded, text_of)
+        return Prompt(
+            ids=ids,
+            buffer=buffer,
+            hasher=_hashed(blake2b(digest_size=16), encoded.ids),
+            reason=reason,
+            base=None,
+            n_base=0,
+            n_known=0,
+            message_index=index,
+            between=None if self.mode == "render" else self._between(restored, offer),
+            offered=offer.digest,
+        )
+
+    def _between(self, restored: RestoredRequest, offer: _Offer) -> bytes | None:
+        """The digest of the text between all replies, if they can be told apart."""
+        skeleton = self.skeleton(offer.variables, tools=offer.tools is not None)
+        opaque = [i for i, known in enumerate(restored.known) if known in _KNOWN]
+        with suppress(TemplateError):
+            found = skeleton.between(
+                *(restored.messages, offer.tools, offer.variables, opaque),
+                restored.sampled,
+            )
+            return found.digest if isinstance(found, Between) else None
+        return None
+
+    def node(self, prompt: Prompt, output_ids: attribution.Ids) -> Node:
+        """Return prompt and output for later prompts to extend."""
+        node = Node(
             hasher=_hashed(prompt.hasher, output_ids),
+            between=prompt.between,
+            offered=prompt.offered,
         )
         # one that is not closed is recognized later, but not extended
         if len(output_ids) and int(output_ids[-1]) in self.renderer.end_ids:
-            ids, path.branch = prompt.branch.extend(prompt.ids, output_ids)
-            path.n_ids = len(ids)
-        return path
+            node.closed = True
+            node.ids, node.buffer = prompt.buffer.extend(prompt.ids, output_ids)
+        return node
 
     def _attribute(
-        self, view: _View, text: str, end: int, encoded: attribution.Encoded
+        self,
+        messages: list[Json],
+        first: int,
+        text: str,
+        start: int,
+        encoded: attribution.Encoded,
+        text_of: "attribution.TextOf",
     ) -> attribution.Ids | None:
-        """The new message that each token of a text after ``end`` renders."""
-        messages, tools, first, _ = view
+        """The new message that each token of a text after ``start`` renders."""
         plain = self.renderer.without_mark
-        whole, tail = plain(text), plain(text[end:])
+        whole, tail = plain(text), plain(text[start:])
         # spares a rendering where there are few messages
         spans = attribution.find_verbatim(messages[first:], tail) if first else None
         if spans is None:
@@ -265,45 +384,43 @@ class Prompts:
             with suppress(TemplateError):
                 spans = attribution.locate_contents(
                     *(messages, first, whole, len(whole) - len(tail)),
-                    lambda marked: plain(self.renderer.text(marked, tools)),
+                    lambda marked: plain(text_of(marked)),
                 )
         return None if spans is None else attribution.message_index(encoded, spans)
 
 
-def _find_base(
-    restored: RestoredRequest,
-    nothing: CachedPath,
-    replies: ReplyIndex,
-    cache: TokenCache,
-) -> tuple[int, CachedPath, Reason | None]:
-    """How many messages are extended, their path, and why not all up to the last reply.
+_KNOWN = ("as_sent", "restored")
 
-    ``nothing`` is a path without ids.
-    """
+
+def _find_base(
+    restored: RestoredRequest, offered: bytes, conversation: Conversation
+) -> tuple[int, Node | None, Reason | None]:
+    """How many messages are extended, their turn, and why not all up to the last reply."""
     positions, indices = restored.positions, restored.replies
     last = next(indices, None)
     if last is None:
-        return 0, nothing, "opening"
+        return 0, None, "opening"
     reason: Reason | None = None
-    path = cache.get(positions[last])
-    if path is None:
+    node = conversation.node(positions[last])
+    if node is None:
         if restored.known[last] == "new":
-            return 0, nothing, "unknown_reply"
-        if replies.has_reply_at(positions[last - 1] if last else START):
-            return 0, nothing, "released"
-        # messages before it changed: extend the last reply before the change
-        reason = "moved"
-        last = next((i for i in indices if cache.get(positions[i])), last)
-        path = cache.get(positions[last]) or nothing
-    if not path.n_ids:
-        return 0, nothing, reason or "unclosed"
-    if path.rendered.tools != nothing.rendered.tools:
-        return 0, nothing, reason or "tools"
-    return last + 1, path, reason
-
-
-def _n_characters(messages: list[Json]) -> int:
-    return sum(len(text) for one in messages for text in texts_of(one["content"]))
+            reason = "unknown_reply"
+        elif conversation.has_reply_at(positions[last - 1] if last else START):
+            return 0, None, "released"
+        else:
+            # messages before it changed: extend the last reply before the change
+            reason = "moved"
+        last = next((i for i in indices if conversation.node(positions[i])), last)
+        node = conversation.node(positions[last])
+        if node is None:
+            return 0, None, reason
+    if not node.closed:
+        return 0, None, reason or "unclosed"
+    if node.ids is None:
+        return 0, None, reason or "released"
+    if node.offered != offered:
+        return 0, None, reason or "tools"
+    return last + 1, node, reason
 
 
 def _hashed(before: blake2b, ids: attribution.Ids) -> blake2b:

@@ -1,23 +1,31 @@
-"""Chat messages to prompt ids, and sampled ids to text, with a tokenizer's own template.
+"""Chat messages to prompt ids, and sampled ids to text, with a model's own template.
 
-A message cannot forge the structure of the prompt: text of messages and tools that
-spells out a special token (``<|im_end|>``) is encoded as ordinary text. Added tokens that
-are not special (``<think>``) are markup that models write themselves, so they are encoded
-as the tokenizer does it. Everything here is safe to use from several threads at once.
+A message cannot forge the structure of the prompt: text that spells out a token of the
+added vocabulary (``<|im_end|>``, ``<tool_call>``) is encoded as ordinary text. In a reply
+that was sampled this holds for special tokens only, because markup such as
+``<tool_call>`` is what the model itself wrote. Everything here is safe to use from
+several threads at once.
 """
 
 import json
 import re
 import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from trajkit_shim.chat.request import tool_call
+from trajkit_shim.chat.request import (
+    assistant_message,
+    function_tool,
+    tool_call,
+    tool_message,
+)
 from trajkit_shim.engines.checks import too_long
 from trajkit_shim.errors import GatewayError, TemplateError
 from trajkit_shim.json_input import Json
@@ -28,19 +36,66 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
+LateSystem: TypeAlias = Literal["user", "refuse"]
+"""What to do with a system message after other messages, if the template refuses it:
+show it as a reminder by the user, or reject the request with 400."""
+
 _PROBE_TEXT = "lead"
 _PROBE_ARGUMENTS = '{"probe":  1}'
 # possible starts of a piece: some tokenizers treat the start of a text differently
 _PROBE_PIECES = ("", " a\n", "a", "\n", "\u00e9 ", "  a", ".a")
 # spelling of a token for one byte
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+# what every template is given; a client cannot set it
+_GIVEN = frozenset("messages tools documents add_generation_prompt".split())
+# the keys under which templates look for the reasoning of a reply
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _template(source: str) -> tuple[Any, frozenset[str]]:
+    """Compile a chat template as transformers does; return it and its variables."""
+    from jinja2 import TemplateError as JinjaError
+    from jinja2 import TemplateSyntaxError, meta
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The block ``generation``, which marks replies; here it has no effect."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise JinjaError(message)
+
+    def as_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    room = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    room.filters["tojson"] = as_json
+    room.globals.update(
+        raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form)
+    )
+    try:
+        variables = meta.find_undeclared_variables(room.parse(source))
+        return room.from_string(source), frozenset(variables) - {*room.globals}
+    except TemplateSyntaxError as error:
+        raise ValueError(f"the chat template, line {error.lineno}: {error}") from error
 
 
 class ChatRenderer:
-    """One fast tokenizer, whose ``eos_token`` ends a message, and its chat template.
+    """One fast tokenizer, the tokens that end a reply, and a chat template.
 
-    ``chat_template`` replaces the tokenizer's own; ``cache_bytes`` limits the cache of
-    tokenized texts. Raises `ValueError`: there is no template, or no ``eos_token``.
+    ``chat_template`` replaces the tokenizer's own, ``end_ids`` are tokens besides its
+    ``eos_token`` that end a reply, ``late_system`` is used where the template refuses a
+    late system message, and ``cache_bytes`` limits the cache of tokenized texts. Raises
+    `ValueError`: there is no template, or no token ends a reply.
     """
 
     def __init__(
@@ -48,79 +103,97 @@ class ChatRenderer:
         tokenizer: "PreTrainedTokenizerFast",
         chat_template: str | None = None,
         *,
+        end_ids: Iterable[int] = (),
+        late_system: LateSystem = "user",
         cache_bytes: int = 256 << 20,
     ) -> None:
-        from tokenizers import Tokenizer
-
         template = chat_template or tokenizer.chat_template
+        if isinstance(template, dict):
+            # named templates; the one for tools is complete
+            template = template.get("tool_use") or template.get("default")
         if not isinstance(template, str):
-            raise ValueError("the tokenizer has no chat template: give one")
-        if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no eos_token to end a message with")
+            raise ValueError("the tokenizer has no chat template: give --chat-template")
+        own = tokenizer.eos_token_id
+        ends = dict.fromkeys([*([] if own is None else [int(own)]), *end_ids])
+        if not ends:
+            raise ValueError(
+                "no token ends a reply: neither the tokenizer, generation_config.json "
+                "nor config.json names an eos token: give --stop-token"
+            )
         self.tokenizer = tokenizer
         self.chat_template = template
-        self.end_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
-        self._backend = tokenizer.backend_tokenizer
-        plain = Tokenizer.from_str(self._backend.to_str())
-        plain.encode_special_tokens = True
-        self._piece = TokenizeCache(plain, cache_bytes)
-        self._special = {
-            token.content: Encoded(
-                np.array([token_id], np.int32),
-                np.array([[0, len(token.content)]], np.int32),
-            )
-            for token_id, token in tokenizer.added_tokens_decoder.items()
-            if token.special
+        self.end_ids = tuple(ends)
+        self.late_system = late_system
+        self._compiled, variables = _template(template)
+        self._names = {
+            name: value
+            for name, value in tokenizer.special_tokens_map.items()
+            if isinstance(value, str)
         }
-        longest_first = sorted(self._special, key=len, reverse=True)
-        # the empty alternation would match everywhere
-        spelled = "|".join(map(re.escape, longest_first)) or "(?!)"
-        self._spelled = re.compile(f"({spelled})")
-        # breaks up special tokens within text; unpredictable for clients
+        # those that a request or session may set
+        self.variables = variables - _GIVEN - {*self._names}
+        self._backend = tokenizer.backend_tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        self._added = {token.content: i for i, token in added}
+        # white space that has a token of its own is text
+        control = [t for t in self._added if t.strip(" \t\n\r\u2581")]
+        special = {token.content for _, token in added if token.special}
+        special |= {text for text, token in self._added.items() if token in ends}
+        self._special = _any_of(special)
+        self._control, self._pieces = _any_of(control), _any_of(self._added)
+        # the control tokens that end a reply
+        self.end_tokens = frozenset(t for t, i in self._added.items() if i in ends)
+        parts = json.loads(self._backend.to_str())
+        self._piece = TokenizeCache(_without_added(parts), cache_bytes)
+        # breaks up control tokens within text; unpredictable for clients
         self._mark = f"x{secrets.token_hex(12)}x"
-        self._longest = _longest_token(self._backend)
+        self._longest = _longest_token(self._backend, parts)
         # texts are tokenized piece by piece
         self.keeps_apart = True
         self.keeps_apart = self._split_agrees()
         if not self.keeps_apart:
             self._piece = TokenizeCache(self._backend, cache_bytes)
         self._probe_template()
-        self._end_of_reasoning: int | None = self._backend.token_to_id("</think>")
+        self._end_of_reasoning = self._backend.token_to_id("</think>")
         # Ids for single bytes. A run of them can only be decoded at its end, because one
         # byte that is not UTF-8 makes the entire run unreadable.
         self.byte_ids: frozenset[int] = frozenset()
-        if '"ByteFallback"' in self._backend.to_str():
+        if '"ByteFallback"' in json.dumps(parts["decoder"]):
             words = self._backend.get_vocab(with_added_tokens=False).items()
             self.byte_ids = frozenset(id for word, id in words if _BYTE.fullmatch(word))
 
     def text(
         self,
-        messages: list[Json],
+        messages: Sequence[Json],
         tools: list[Json] | None,
+        variables: Mapping[str, object] | None = None,
         *,
+        sampled: Collection[int] = (),
         generation_prompt: bool = True,
     ) -> str:
-        """Return the prompt's text, with a mark inside special tokens that are text.
+        """Return the prompt's text, with a mark inside control tokens that are text.
 
-        Messages are canonical (`trajkit_shim.chat.request`), tools in OpenAI's format.
-        Raises `TemplateError`: the template rejects the messages. `GatewayError`: a
-        text spells out a special token that this tokenizer cannot encode as text.
+        Messages are canonical (`trajkit_shim.chat.request`), tools in OpenAI's format;
+        ``sampled``: indices of messages that are sampled replies. Raises `TemplateError`:
+        the template rejects the messages. `GatewayError`: a text spells out a control
+        token that this tokenizer cannot encode as text.
         """
         from jinja2.exceptions import TemplateError as JinjaError
 
+        shaped = [
+            self._break(self._for_template(m), self._special if i in sampled else None)
+            for i, m in enumerate(messages)
+        ]
         if not self._takes_late_system:
-            messages = _one_system(messages)
-        shaped = [*map(self._for_template, messages)]
+            shaped = self._one_system(shaped)
         # a template is a program that runs on untrusted values; these are its failures
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    self._break(shaped),
-                    tools=self._break(tools),
-                    chat_template=self.chat_template,
-                    add_generation_prompt=generation_prompt,
-                    tokenize=False,
-                )
+            text = self._compiled.render(
+                **self._names,
+                **self._break(dict(variables or {})),
+                messages=shaped,
+                tools=self._break(tools),
+                add_generation_prompt=generation_prompt,
             )
         except (
             JinjaError,
@@ -131,17 +204,31 @@ class ChatRenderer:
         ) as error:
             message = f"the chat template rejects the messages: {error}"
             raise TemplateError(message, code="chat_template") from error
+        # of arguments as a model can spell them; no tokenizer has half a character
+        return _SURROGATE.sub("\ufffd", text)
 
     def without_mark(self, text: str) -> str:
         """Return a part of `text` with the marks removed."""
         return text.replace(self._mark, "")
 
-    def end_of_message(self, text: str, start: int) -> tuple[int, int] | None:
-        """Return start and stop of the first end-of-message token from ``start`` on."""
-        for match in self._spelled.finditer(text, start):
-            if self._special[match.group()].ids[0] in self.end_ids:
-                return match.span()
-        return None
+    def controls(
+        self, text: str, start: int = 0, stop: int | None = None
+    ) -> "list[re.Match[str]]":
+        """Return the control tokens in a part of `text`, in order."""
+        stop = len(text) if stop is None else stop
+        return list(self._control.finditer(text, start, stop))
+
+    def is_special(self, token: str) -> bool:
+        """Return whether a control token is special, rather than markup."""
+        return self._special.fullmatch(token) is not None
+
+    def is_end(self, token: str) -> bool:
+        """Return whether a control token ends a reply."""
+        return token in self.end_tokens
+
+    def token_of(self, token_id: int) -> str | None:
+        """Return the control token with an id."""
+        return next((t for t, known in self._added.items() if known == token_id), None)
 
     def decode(self, output_ids: Ids, *, ended: bool) -> str:
         """Return the text of sampled ids, without a final end if the model ``ended`` it."""
@@ -150,30 +237,31 @@ class ChatRenderer:
             ids.pop()
         return str(self._backend.decode(ids, skip_special_tokens=False))
 
-    def opens_reasoning(self, prompt_ids: Ids) -> bool:
-        """Return whether a prompt ends within the reply's reasoning."""
-        # "<think>\n" in single bytes, and a few more
-        return self.decode(prompt_ids[-16:], ended=False).rstrip().endswith("<think>")
-
     def end_of_reasoning(self, output_ids: Ids) -> int | None:
         """Return how many sampled ids the reasoning has with its end token, if any."""
+        if self._end_of_reasoning is None:
+            return None
         ends = np.flatnonzero(output_ids == self._end_of_reasoning)
         return int(ends[0]) + 1 if len(ends) else None
 
-    def _break(self, value: Any) -> Any:
-        """A JSON value with the mark inside each special token that it spells out."""
+    def _break(self, value: Any, spelled: "re.Pattern[str] | None" = None) -> Any:
+        """A JSON value with the mark inside each control token that it spells out."""
+        spelled = spelled or self._control
         if isinstance(value, dict):
-            return {self._break(key): self._break(item) for key, item in value.items()}
+            return {
+                self._break(key, spelled): self._break(item, spelled)
+                for key, item in value.items()
+            }
         if isinstance(value, list):
-            return [self._break(item) for item in value]
-        while isinstance(value, str) and self._spelled.search(value):
+            return [self._break(item, spelled) for item in value]
+        while isinstance(value, str) and spelled.search(value):
             if not self.keeps_apart:
                 raise GatewayError(
                     "a message or tool spells out a special token, which this model's "
                     "tokenizer cannot encode as text",
                     code="special_token_in_text",
                 )
-            value = self._spelled.sub(
+            value = spelled.sub(
                 lambda token: token[0][0] + self._mark + token[0][1:], value
             )
         return value
@@ -188,26 +276,40 @@ class ChatRenderer:
         """Tokenize a `text`, with the characters of each id after `without_mark`."""
         self.check_length(self.without_mark(text), max_tokens)
         ids, offsets, length = list[Ids](), list[npt.NDArray[np.int32]](), 0
-        parts = self._spelled.split(text) if self.keeps_apart else [text]
+        parts = self._pieces.split(text) if self.keeps_apart else [text]
         for part in parts:
             plain = self.without_mark(part)
-            piece = self._special.get(part) or self._piece(plain, max_tokens)
+            token = self._added.get(part) if self.keeps_apart else None
+            if token is None:
+                piece = self._piece(plain, max_tokens)
+            else:
+                piece = _one_token(token, len(part))
             ids.append(piece.ids)
             offsets.append(piece.offsets + length)
             length += len(plain)
         return Encoded(np.concatenate(ids), np.concatenate(offsets))
 
     def _split_agrees(self) -> bool:
-        """Whether the pieces between special tokens have the ids of the complete text."""
-        texts = (begins.join(["", *self._special, ""]) for begins in _PROBE_PIECES)
-        return all(len(token) > 1 for token in self._special) and all(
+        """Whether the pieces between control tokens have the ids of the complete text."""
+        texts = (begins.join(["", *self._added, ""]) for begins in _PROBE_PIECES)
+        # a mark has room within each of them
+        marked = all(len(token) > 1 for token in self._added if token.strip())
+        return marked and all(
             self.encode(text).ids.tolist() == encode(self._backend, text).ids.tolist()
             for text in texts
         )
 
     def _for_template(self, message: Json) -> Json:
         """The message in the form that this template renders closest to the sample."""
-        calls = message.get("tool_calls")
+        if message["role"] != "assistant":
+            return message
+        calls, thought = message.get("tool_calls"), message.get("reasoning_content")
+        if thought:
+            message = {**message, **dict.fromkeys(_THOUGHTS, thought)}
+            if self._takes_chunks and not calls:
+                chunks = [{"type": "thinking", "thinking": thought}]
+                chunks.append({"type": "text", "text": message["content"]})
+                return {**message, "content": chunks}
         if not calls:
             return message
         if self._keeps_markup and "sampled" in message:
@@ -220,6 +322,9 @@ class ChatRenderer:
         if separator and content.endswith(separator) and content != separator:
             # the template adds the separator itself
             content = content.removesuffix(separator)
+        if thought and content and self._one_text_beside_calls:
+            message = {**message, **dict.fromkeys(_THOUGHTS, f"{thought}\n{content}")}
+            content = ""
         shaped = []
         for call in calls:
             function = {**call["function"]}
@@ -231,10 +336,11 @@ class ChatRenderer:
         return {**message, "content": content, "tool_calls": shaped}
 
     def _probe_template(self) -> None:
-        """Find out what the template does with calls and late system messages."""
+        """Find out in which form the template takes replies, calls and their results."""
         # until this is known, messages are rendered as they are
         self._takes_string = self._takes_late_system = True
         self._keeps_markup, self._call_separator = False, ""
+        self._one_text_beside_calls = self._takes_chunks = False
         user: Json = {"role": "user", "content": "user"}
 
         def shown(*messages: Json) -> str:
@@ -243,27 +349,96 @@ class ChatRenderer:
                 return self.text([user, *messages], None)
             return ""
 
-        call = tool_call("call_0", "probe", _PROBE_ARGUMENTS)
+        def calling(call_id: str, **fields: object) -> list[Json]:
+            call = tool_call(call_id, "probe", _PROBE_ARGUMENTS)
+            reply = assistant_message("", calls=[call])
+            return [{**reply, **fields}, tool_message(call_id, ["tool"])]
+
         reply: Json = {"role": "assistant", "content": _PROBE_TEXT}
-        text = shown({**reply, "tool_calls": [call]})
+        text = shown(*calling("call00000", content=_PROBE_TEXT))
         self._takes_string = _PROBE_ARGUMENTS in text  # arguments may be strings
+        # ids of calls: some templates want nine letters and digits
+        self.short_call_ids = bool(text) and not shown(*calling("call_0000000000"))
         # the white space before a call
         between = text.partition("<tool_call>")[0].rpartition(_PROBE_TEXT)[2]
         self._call_separator = between if between.isspace() else ""
+        # text and reasoning beside a call are refused
+        both = {"content": _PROBE_TEXT, "reasoning_content": "thought"}
+        self._one_text_beside_calls = bool(text) and not shown(
+            *calling("call00000", **both)
+        )
+        # reasoning is a part of the content
+        said = f"{_PROBE_TEXT}3"
+        if "'thinking'" in self.chat_template:
+            thinks = assistant_message("text", said)
+            self._takes_chunks = said not in shown(thinks)
+            self._takes_chunks = self._takes_chunks and said in shown(thinks)
         # a call in an assistant message's text is rendered unchanged
         markup = f"<tool_call>\n{_PROBE_ARGUMENTS}\n</tool_call>"
         markup = f"{_PROBE_TEXT}{markup} {_PROBE_TEXT}"
-        result: Json = {"role": "tool", "content": "tool", "tool_call_id": "call_0"}
-        self._keeps_markup = markup in shown({**reply, "content": markup}, result)
+        result: Json = {"role": "tool", "content": "tool", "tool_call_id": "call00000"}
+        written = shown({**reply, "content": markup}, result)
+        self._keeps_markup = markup in self.without_mark(written)
         # a system message is allowed after other messages
         late = f"{_PROBE_TEXT}2"
         system: Json = {"role": "system", "content": late}
         self._takes_late_system = late in shown(reply, system, user)
 
+    def shows_tools(self) -> bool:
+        """Return whether the template shows the tools that a request offers."""
+        user: list[Json] = [{"role": "user", "content": "user"}]
+        tool = function_tool("probe", "probe", {"type": "object", "properties": {}})
+        with suppress(GatewayError):
+            return self.text(user, [tool]) != self.text(user, None)
+        return False
 
-def _longest_token(tokenizer: "Tokenizer") -> int:
+    @property
+    def takes_late_system(self) -> bool:
+        """Whether the template shows a system message after other messages."""
+        return self._takes_late_system
+
+    def _one_system(self, messages: list[Json]) -> list[Json]:
+        """Join leading system messages, and make later ones reminders by the user."""
+        leading = list(takewhile(lambda m: m["role"] == "system", messages))
+        adapted: list[Json] = []
+        if leading:
+            text = "\n\n".join(str(message["content"]) for message in leading)
+            adapted.append({"role": "system", "content": text})
+        for message in messages[len(leading) :]:
+            if message["role"] == "system":
+                if self.late_system == "refuse":
+                    raise TemplateError(
+                        "the chat template takes no system message after other "
+                        "messages (--late-system user shows it as a reminder)",
+                        code="late_system_message",
+                    )
+                text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
+                message = {"role": "user", "content": text}
+            adapted.append(message)
+        return adapted
+
+
+def _any_of(tokens: Collection[str]) -> "re.Pattern[str]":
+    """A pattern of any of some texts, in a group; the longest one matches."""
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    # the empty alternation would match everywhere
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+def _one_token(token_id: int, length: int) -> Encoded:
+    return Encoded(np.array([token_id], np.int32), np.array([[0, length]], np.int32))
+
+
+def _without_added(parts: dict[str, Any]) -> "Tokenizer":
+    """The tokenizer of a parsed tokenizer.json without its added vocabulary, for text."""
+    from tokenizers import Tokenizer
+
+    changed = {**parts, "added_tokens": [], "post_processor": None}
+    return Tokenizer.from_str(json.dumps(changed))
+
+
+def _longest_token(tokenizer: "Tokenizer", parts: dict[str, Any]) -> int:
     """The most characters that one token covers, if the tokenizer bounds it."""
-    parts = json.loads(tokenizer.to_str())
     model, normalizer = parts["model"], parts["normalizer"]
     swallows = any(
         token["lstrip"] or token["rstrip"] for token in parts["added_tokens"]
@@ -280,32 +455,71 @@ def _longest_token(tokenizer: "Tokenizer") -> int:
     return factor * max(map(len, tokenizer.get_vocab())) if bounded else NO_LIMIT
 
 
-def _one_system(messages: list[Json]) -> list[Json]:
-    """Join leading system messages, and make later ones reminders by the user."""
-    leading = list(takewhile(lambda message: message["role"] == "system", messages))
-    adapted: list[Json] = []
-    if leading:
-        text = "\n\n".join(str(message["content"]) for message in leading)
-        adapted.append({"role": "system", "content": text})
-    for message in messages[len(leading) :]:
-        if message["role"] == "system":
-            text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
-            message = {"role": "user", "content": text}
-        adapted.append(message)
-    return adapted
-
-
-def load_renderer(path: str | Path, chat_template: str | None = None) -> ChatRenderer:
+def load_renderer(
+    path: str | Path,
+    chat_template: str | None = None,
+    *,
+    stop_tokens: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    late_system: LateSystem = "user",
+) -> ChatRenderer:
     """Return the renderer for a model directory's tokenizer. Downloads nothing.
 
-    Raises `FileNotFoundError`: there is no such directory. `ValueError`: it has no fast
-    tokenizer, no chat template, or no end-of-message token.
+    The tokens that end a reply are those of the tokenizer, of ``generation_config.json``
+    and of ``config.json``, and ``stop_tokens``. Raises `FileNotFoundError`: there is no
+    such directory. `ValueError`: it has no fast tokenizer, no chat template, or no
+    end-of-message token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if not Path(path).is_dir():
+    folder = Path(path)
+    if not folder.is_dir():
         raise FileNotFoundError(f"no model directory {str(path)!r}")
-    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:
+        # transformers fails in as many ways as there are kinds of tokenizers
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{_missing(folder)}the tokenizer: {reason}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"the tokenizer of {str(path)!r} is not a fast one")
-    return ChatRenderer(tokenizer, chat_template)
+        raise ValueError(f"{_missing(folder)}the tokenizer is not a fast one")
+    ends = [*_configured_ends(folder)]
+    for token in stop_tokens:
+        token_id = tokenizer.backend_tokenizer.token_to_id(token)
+        if token_id is None:
+            raise ValueError(f"--stop-token {token}: no token of this tokenizer")
+        ends.append(token_id)
+    return ChatRenderer(tokenizer, chat_template, end_ids=ends, late_system=late_system)
+
+
+def _missing(folder: Path) -> str:
+    """What a directory without ``tokenizer.json`` lacks."""
+    if (folder / "tokenizer.json").exists():
+        return ""
+    kinds = ("tekken.json", "tiktoken.model", "tokenizer.model", "*.tiktoken")
+    found = sorted(file.name for kind in kinds for file in folder.glob(kind))
+    only = f", only {', '.join(found)}" if found else ""
+    return (
+        f"there is no tokenizer.json{only}: convert the tokenizer to one (save_pretrained "
+        "of a fast tokenizer of transformers), or serve with --trust-remote-code if the "
+        "directory has Python code for it. "
+    )
+
+
+def _configured_ends(folder: Path) -> Iterable[int]:
+    """Yield the ids that end a reply by the files of a model directory."""
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        if not file.exists():
+            continue
+        config = json.loads(file.read_text("utf-8"))
+        inner = config.get("text_config")
+        for part in (config, inner if isinstance(inner, dict) else {}):
+            ids = part.get("eos_token_id")
+            for token_id in ids if isinstance(ids, list) else [ids]:
+                if isinstance(token_id, int):
+                    yield token_id
+                elif token_id is not None:
+                    raise ValueError(f"{name}: eos_token_id {token_id!r}: not an id")

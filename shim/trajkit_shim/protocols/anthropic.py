@@ -1,8 +1,7 @@
 """Anthropic Messages: requests, replies, events and errors.
 
-Accepted and ignored: ``thinking`` and ``output_config.effort`` (the chat template decides
-whether the model reasons), ``context_management`` (the gateway edits nothing),
-``cache_control`` everywhere, ``metadata`` and fields about billing.
+Accepted and ignored: ``context_management`` (the gateway edits nothing), ``cache_control``
+everywhere, ``metadata`` and fields about billing.
 """
 
 import json
@@ -18,14 +17,16 @@ from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Fields, Json, as_object
 from trajkit_shim.protocols import stream
 from trajkit_shim.protocols.base import WireProtocol, words_for
+from trajkit_shim.protocols.openai_chat import known_role
 from trajkit_shim.protocols.stream import Block, Step, Thought, event
 
 T = TypeVar("T")
 
 _KNOWN = frozenset(
-    "betas cache_control context_management inference_geo max_tokens messages metadata "
-    "model output_config output_format service_tier speed stop_sequences stream system "
-    "temperature thinking tool_choice tools top_k top_p".split()
+    "betas cache_control chat_template_kwargs context_management inference_geo max_tokens "
+    "messages metadata model output_config output_format service_tier speed "
+    "stop_sequences stream system temperature thinking tool_choice tools top_k "
+    "top_p".split()
 )
 # fields of a block or tool that mean nothing to the model
 _SILENT = frozenset({"type", "cache_control"})
@@ -40,20 +41,18 @@ _BILLING = "x-anthropic-billing-header:"
 
 
 def _parse(fields: Fields) -> chat.ChatRequest:
-    for name in ("thinking", "metadata", "context_management"):
-        fields.get_object(name)
     config = fields.section("output_config")
     config.only({"effort", "format", "task_budget"})
     given = None if fields.json.get("system") is None else _system(fields, "system")
     front = chat.system_message(given)
     messages = front + [m for given in fields.filled("messages") for m in _read(given)]
-    if messages[-1]["role"] == "assistant":
-        rule = "the last one is the assistant's: no reply is continued"
-        fields.refuse("messages", rule)
     tools = chat.Tools()
     for tool in fields.objects("tools"):
-        # the provider's own tools are not available here
-        tool.one_of("type", ("custom",), "custom")
+        kind = tool.get_text("type") or "custom"
+        if kind != "custom":
+            # only the provider can run it
+            tools.left_out.append(kind)
+            continue
         tool.only(_TOOL | _SILENT)
         tools.add(tool, tool.need("input_schema", as_object))
     choice = fields.section("tool_choice")
@@ -74,14 +73,27 @@ def _parse(fields: Fields) -> chat.ChatRequest:
             schema=older if schema is None else schema,
         ),
         sampling=parse_sampling(fields, {"stop": "stop_sequences", "seed": None}),
+        thinking=_thinking(fields, config),
         stream=fields.flag("stream"),
+        left_out=tuple(tools.left_out),
         n_front=len(front),
     )
 
 
+def _thinking(fields: Fields, config: Fields) -> chat.Thinking:
+    given = fields.section("thinking")
+    kind, budget = given.json.get("type"), given.json.get("budget_tokens")
+    return chat.Thinking(
+        variables=fields.section("chat_template_kwargs").json,
+        effort=config.get_text("effort"),
+        on={"enabled": True, "disabled": False}.get(str(kind)),
+        budget=budget if isinstance(budget, int) else None,
+    )
+
+
 def _read(message: Fields) -> list[Json]:
-    message.only({"role", "content"})
-    role = message.one_of("role", ("assistant", "system", "user"))
+    message.only({"role", "content", "id", "type"})
+    role = known_role(message, ("assistant", "system", "user"))
     if role == "system":
         return [{"role": "system", "content": _system(message, "content")}]
     if role == "user":

@@ -1,7 +1,8 @@
 """What the gateway needs from a protocol: requests in, replies, events and errors out."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from trajkit_shim.chat.images import Images, read_images
@@ -44,18 +45,22 @@ class WireProtocol:
         self, body: Json, images: Images = "refuse", *, count: bool = False
     ) -> ChatRequest:
         """Read the body of a request for a reply or a count; raises `GatewayError`."""
-        fields = Fields(body)
+        ignored: Counter[str] = Counter()
+        fields = Fields(body, ignored=ignored)
         if count:
             inner = self.count_of and fields.get_object(self.count_of)
-            fields = Fields(inner or body)
+            fields = Fields(inner or body, ignored=ignored)
         for name in () if count else self.required:
             if body.get(name) is None:
                 fields.refuse(name, "missing")
         fields.only(self.known, self.neutral)
         fields.get_text("model")
         request = self.parse(fields)
+        if request.messages[-1]["role"] == "assistant":
+            # it is shown as complete, and the model answers with another message
+            ignored["continuation of the last message"] += 1
         read_images(request.messages, images)
-        return request
+        return replace(request, ignored=ignored)
 
 
 def words_for(

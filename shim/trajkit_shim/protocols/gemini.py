@@ -1,7 +1,7 @@
 """Gemini generateContent and streamGenerateContent: requests, replies and errors.
 
 A stream always consists of server-sent events, as with ``alt=sse``. The model in the path
-is ignored, as are ``safetySettings``, ``thinkingConfig`` and labels. Tools that only the
+is ignored, as are ``safetySettings`` and labels. Tools that only the
 provider can run are dropped and counted.
 """
 
@@ -18,11 +18,12 @@ from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Fields, Json, as_list, refuse
 from trajkit_shim.protocols import stream
 from trajkit_shim.protocols.base import Verb, WireProtocol, words_for
+from trajkit_shim.protocols.openai_chat import known_role
 from trajkit_shim.protocols.stream import Block, Step, Thought, event
 
 _KNOWN = (
-    "contents generationConfig labels model safetySettings serviceTier store "
-    "systemInstruction toolConfig tools"
+    "chat_template_kwargs contents generationConfig labels model safetySettings "
+    "serviceTier store systemInstruction toolConfig tools"
 )
 # fields of the configuration that are accepted with the one value that has no effect
 _NEUTRAL: Mapping[str, object] = {
@@ -71,11 +72,27 @@ def _parse(fields: Fields) -> chat.ChatRequest:
             schema=_schema_of_text(config),
         ),
         sampling=_sampling(config),
-        n=config.get("candidateCount", chat.as_choices) or 1,
+        thinking=_thinking(fields, config),
+        n=config.get("candidateCount", chat.as_one_reply) or 1,
         logprobs=config.flag("responseLogprobs"),
         stream=False,
         left_out=tuple(tools.left_out),
         n_front=len(front),
+    )
+
+
+def _thinking(fields: Fields, config: Fields) -> chat.Thinking:
+    given = config.section("thinkingConfig")
+    given.only({"includeThoughts", "thinkingBudget", "thinkingLevel"})
+    budget = given.json.get("thinkingBudget")
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
+        # -1: the model decides
+        budget = None
+    return chat.Thinking(
+        variables=fields.section("chat_template_kwargs").json,
+        effort=given.get_text("thinkingLevel"),
+        on=None if budget is None else budget > 0,
+        budget=budget or None,
     )
 
 
@@ -84,7 +101,9 @@ def _messages(contents: list[Fields]) -> list[Json]:
     waiting: list[Json] = []  # calls of the latest reply without a result
     for content in contents:
         content.only({"role", "parts"})
-        role = content.one_of("role", ("user", "function", "model"), "user")
+        role = "user"
+        if content.json.get("role") is not None:
+            role = known_role(content, ("user", "function", "model"))
         parts = list(content.objects("parts"))
         if role == "model":
             said = [_model_part(part, i) for i, part in enumerate(parts, 1)]
@@ -138,9 +157,7 @@ def _result(result: Fields, waiting: list[Json]) -> Json:
 
 
 def _text(part: Fields) -> str:
-    for name, value in part.json.items():
-        if value is not None and name not in ("text", "thought", "thoughtSignature"):
-            part.refuse(name, "not supported: messages are text")
+    part.only({"text", "thought", "thoughtSignature"})
     # a part may be only a signature
     return part.get_text("text") or ""
 

@@ -3,7 +3,7 @@
 Accepted and ignored: fields about who asks, and about storing and billing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 from trajkit_shim.chat import request as chat
@@ -19,9 +19,10 @@ DONE = b"data: [DONE]\n\n"
 _CHUNK = "chat.completion.chunk"
 
 _KNOWN = (
-    "logprobs messages metadata model n parallel_tool_calls prompt_cache_key "
+    "chat_template_kwargs logprobs messages metadata model n parallel_tool_calls "
+    "prompt_cache_key reasoning reasoning_effort "
     "prompt_cache_retention response_format safety_identifier service_tier store stream "
-    "stream_options tool_choice tools user"
+    "stream_options thinking tool_choice tools user"
 )
 # fields that clients add to messages and that mean nothing to the model
 _SILENT = frozenset({"annotations", "cache_control", "provider_specific_fields"})
@@ -29,19 +30,24 @@ _SILENT = frozenset({"annotations", "cache_control", "provider_specific_fields"}
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("system", "developer", "user"), ()),
     "tool": ("tool_call_id",),
-    "assistant": ("tool_calls", "reasoning_content"),
+    "assistant": (
+        *("tool_calls", "reasoning_content", "reasoning", "reasoning_details"),
+        *("thinking_blocks", "refusal"),
+    ),
 }
 
 
 def _parse(fields: Fields) -> chat.ChatRequest:
     stream = fields.flag("stream")
     options = fields.section("stream_options")
-    if not stream and fields.json.get("stream_options") is not None:
-        fields.refuse("stream_options", "only allowed in a streaming request")
     options.only({"include_usage", "include_obfuscation"})
     tools = chat.Tools()
     for tool in fields.objects("tools"):
-        tool.one_of("type", ("function",), code="unsupported_tool")
+        kind = tool.name("type")
+        if kind != "function":
+            # only a provider can run it
+            tools.left_out.append(kind)
+            continue
         function = tool.object("function")
         tools.functions.append(tool.json)
         tools.strict += [function.name("name")] * function.flag("strict")
@@ -52,10 +58,25 @@ def _parse(fields: Fields) -> chat.ChatRequest:
         tools=offered,
         required=required,
         sampling=parse_sampling(fields),
-        n=fields.get("n", chat.as_choices) or 1,
+        thinking=thinking(fields),
+        left_out=tuple(tools.left_out),
+        n=fields.get("n", chat.as_one_reply) or 1,
         logprobs=fields.flag("logprobs"),
         stream=stream,
         include_usage=options.flag("include_usage"),
+    )
+
+
+def thinking(fields: Fields) -> chat.Thinking:
+    """Read the fields of OpenAI's protocols about reasoning, and the template's."""
+    reasoning = fields.section("reasoning")
+    reasoning.only({"effort", "summary", "generate_summary"})
+    # as Anthropic's, from proxies
+    switch = fields.section("thinking").json.get("type")
+    return chat.Thinking(
+        variables=fields.section("chat_template_kwargs").json,
+        effort=fields.get_text("reasoning_effort") or reasoning.get_text("effort"),
+        on={"enabled": True, "disabled": False}.get(str(switch)),
     )
 
 
@@ -75,8 +96,7 @@ def read_required(
             given = allowed.name("mode")
             names = tuple(map(_named, allowed.filled("tools")))
     if given not in ("auto", "none", "required"):
-        rule = f"{given!r} is not supported"
-        fields.refuse("tool_choice", rule, "unsupported_value")
+        fields.ignore("tool_choice", str(given))
     offered = tools.functions if given != "none" else None
     return offered or None, chat.Required(
         call=given == "required",
@@ -95,7 +115,7 @@ def _named(choice: Fields) -> str:
 
 def canonical_message(message: Fields) -> Json:
     """Return a chat message in canonical form (`trajkit_shim.chat.request`)."""
-    role = message.one_of("role", _FIELDS)
+    role = known_role(message, _FIELDS)
     message.only({"role", "content", "name", *_FIELDS[role], *_SILENT})
     found = message.json.get("content") is not None
     if not found and role != "assistant":
@@ -103,15 +123,28 @@ def canonical_message(message: Fields) -> Json:
     parts = read_parts(message, "content", _PARTS) if found else []
     role = "system" if role == "developer" else role
     canonical: Json = {"role": role, "content": joined(parts)}
-    for name in ("name", "reasoning_content"):
-        if message.json.get(name) is not None:
-            canonical[name] = message.text(name)
+    if message.json.get("name") is not None:
+        canonical["name"] = message.text("name")
+    if role == "assistant":
+        # as SGLang, vLLM and OpenRouter name it
+        thought = message.json.get("reasoning_content") or message.json.get("reasoning")
+        if isinstance(thought, str) and thought:
+            canonical["reasoning_content"] = thought
     if role == "tool":
         canonical["tool_call_id"] = message.text("tool_call_id")
     calls = [_tool_call(call) for call in message.objects("tool_calls")]
     if calls:
         canonical["tool_calls"] = calls
     return canonical
+
+
+def known_role(message: Fields, roles: Collection[str]) -> str:
+    """Return the role of a message; one that no template knows is the user's."""
+    role = message.name("role")
+    if role not in roles:
+        message.ignore("role", role)
+        return "user"
+    return role
 
 
 def _text(part: Fields) -> str:
@@ -132,7 +165,6 @@ _PARTS: Readers[Part] = {"text": _text, "image_url": _image}
 
 def _tool_call(call: Fields) -> Json:
     call.only({"id", "type", "function", "index", *_SILENT})
-    call.one_of("type", ("function",), "function")
     call_id, function = call.text("id"), call.object("function")
     function.only({"name", "arguments", *_SILENT})
     arguments = function.get_text("arguments") or ""
@@ -147,7 +179,6 @@ def write(reply: Reply, _: chat.ChatRequest) -> Json:
         if one.reasoning is not None:
             message["reasoning_content"] = one.reasoning
         if one.calls:
-            message["content"] = one.text or None
             message["tool_calls"] = [_call(call) for call in one.calls]
         choices.append({"index": index, "message": message, **_ending(one)})
     body = _body(reply, "chat.completion", choices)

@@ -5,10 +5,9 @@ The client sends the entire conversation each time. Nothing is stored, so there 
 identifies its turn; items without an id belong together up to another role's message or
 the next turn's reasoning.
 
-Accepted and ignored: ``reasoning``, ``store``, and fields about the client, caching and
-billing.
-Tools that only the provider can run (web search and the like) are dropped and counted;
-other tools that are not functions are rejected.
+Accepted and ignored: ``store``, and fields about the client, caching and billing. Tools
+that are not functions (web search and the like) are dropped and counted, as are items of
+their calls.
 """
 
 import base64
@@ -27,22 +26,24 @@ from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import Fields, Json, as_list, as_name
 from trajkit_shim.protocols import stream
 from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.protocols.openai_chat import read_required, token_logprobs
+from trajkit_shim.protocols.openai_chat import (
+    known_role,
+    read_required,
+    thinking,
+    token_logprobs,
+)
 from trajkit_shim.protocols.stream import Block, Step, Thought, event
 
 _KNOWN = (
-    "client_metadata include input instructions max_output_tokens metadata model "
-    "parallel_tool_calls previous_response_id prompt_cache_key prompt_cache_options "
-    "prompt_cache_retention reasoning safety_identifier service_tier store stream "
+    "chat_template_kwargs client_metadata include input instructions "
+    "max_output_tokens metadata model parallel_tool_calls previous_response_id "
+    "prompt_cache_key prompt_cache_options prompt_cache_retention reasoning "
+    "safety_identifier service_tier store stream "
     "stream_options temperature text tool_choice tools top_p user"
-)
-# run by the provider; the model cannot call them because it does not see them
-_HOSTED = frozenset(
-    "code_interpreter file_search image_generation web_search web_search_2025_08_26 "
-    "web_search_preview web_search_preview_2025_03_11".split()
 )
 _NAMES = {"max_tokens": "max_output_tokens", "stop": None, "seed": None, "top_k": None}
 _LOGPROBS = "message.output_text.logprobs"
+_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 _ROLES = ("assistant", "system", "user", "developer")
 _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
 _STREAMED_ERRORS = frozenset({"context_length_exceeded"})
@@ -66,6 +67,7 @@ def _parse(fields: Fields) -> chat.ChatRequest:
         tools=offered,
         required=required,
         sampling=parse_sampling(fields, _NAMES),
+        thinking=thinking(fields),
         logprobs=_LOGPROBS in (fields.get("include", as_list) or ()),
         stream=fields.flag("stream"),
         left_out=tuple(tools.left_out),
@@ -85,13 +87,9 @@ def _add_tools(tools: chat.Tools, fields: Fields, namespace: str = "") -> None:
                 tools.namespaces[name] = namespace, tool.name("name")
         elif kind == "namespace" and not namespace:
             _add_tools(tools, tool, tool.name("name"))
-        elif kind in _HOSTED:
-            tools.left_out.append(kind)
         else:
-            rule = (
-                f"{kind!r} is not supported: a tool is a function with JSON arguments"
-            )
-            tool.refuse("type", rule, "unsupported_tool")
+            # only the provider can run it, or it is no function with JSON arguments
+            tools.left_out.append(kind)
 
 
 _Part: TypeAlias = Thought | str | Json
@@ -106,7 +104,10 @@ def _messages(fields: Fields) -> list[Json]:
     latest: str | None = None  # the reply that the latest turn is of, if known
     for item in fields.filled("input"):
         kind = as_name(item.json.get("type", "message"), item.at("type"))
-        role = item.one_of("role", _ROLES) if kind == "message" else None
+        if kind not in _ITEMS:
+            item.ignore("type", kind)
+            continue
+        role = known_role(item, _ROLES) if kind == "message" else None
         if kind == "function_call_output":
             output = images.read_parts(item, "output", _PARTS)
             found.append(chat.tool_message(item.text("call_id"), output))
@@ -128,6 +129,8 @@ def _messages(fields: Fields) -> list[Json]:
                 latest = reply_id
                 found.append(turn)
             turn += _item_parts(kind, item)
+    if not found:
+        fields.refuse("input", "no message of a kind that is known here")
     return [stream.assistant(e) if isinstance(e, list) else e for e in found]
 
 
@@ -137,9 +140,6 @@ def _item_parts(kind: str, item: Fields) -> Sequence[_Part]:
         return images.read_parts(item, "content", _TEXTS)
     if kind == "reasoning":
         return [Thought(_reasoning(item))]
-    if kind != "function_call":
-        rule = f"{kind!r} is not supported: messages, reasoning, functions and "
-        item.refuse("type", f"{rule}their results", "unsupported_content")
     name, namespace = item.name("name"), item.get("namespace", as_name)
     name = f"{namespace}__{name}" if namespace else name
     return [chat.tool_call(item.text("call_id"), name, item.text("arguments"))]
@@ -168,7 +168,8 @@ def _reasoning(item: Fields) -> str:
             raise ValueError("not encoded by this gateway")
         return base64.urlsafe_b64decode(packed.removeprefix(_PACKED)).decode()
     except ValueError:
-        item.refuse("encrypted_content", "was not written by this gateway")
+        item.ignore("encrypted_content")
+        return ""
 
 
 def _write(reply: Reply, request: chat.ChatRequest) -> Json:

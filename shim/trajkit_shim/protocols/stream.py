@@ -81,14 +81,6 @@ class Events(ABC):
     def ping(self) -> bytes:
         """Return a keep-alive event. Clients accept any number between other events."""
 
-    def partial(self, reply: Reply) -> bytes:
-        """Return what is new in an incomplete reply; may be empty.
-
-        Each such reply is a prefix of the next one, and of the complete one.
-        """
-        steps = self.steps(reply, done=False)
-        return b"".join(data for step in steps for data in self.write(step))
-
     def reply(self, reply: Reply) -> Iterator[bytes]:
         """Yield the rest of the complete reply, to the end of the stream."""
         for self.choice, one in enumerate(reply.choices):

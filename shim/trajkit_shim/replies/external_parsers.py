@@ -9,19 +9,15 @@ import asyncio
 import json
 from collections.abc import Iterable
 from contextlib import suppress
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trajkit_shim.chat.reply import Call, Parsed
 from trajkit_shim.engines.http import Connections, EngineServer, reading
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Ids
-from trajkit_shim.replies.parse import THINK, CallForm, ReplyParser, Tools, parse
+from trajkit_shim.replies.parse import THINK, ReplyParser, Tools
 from trajkit_shim.replies.parsers import DECODER
-
-if TYPE_CHECKING:
-    from trajkit_shim.prompting.render import ChatRenderer
 
 
 class SGLangParser(ReplyParser):
@@ -83,88 +79,6 @@ class SGLangParser(ReplyParser):
         body: Json = {"text": text, "tools": list(tools), "tool_call_parser": parser}
         answer = await self._server.post("/parse_function_call", body)
         return answer.get("normal_text"), answer.get("calls")
-
-
-class InstalledParser(SGLangParser):
-    """The parsers of an installed SGLang (0.5.23), by name, in this process.
-
-    Importing them takes about five seconds and 0.4 GB. Raises `ValueError`: SGLang has no
-    parser of that name. `ModuleNotFoundError`: it is not installed.
-    """
-
-    def __init__(self, calls: str | None, reasoning: str | None) -> None:
-        self._protocol = import_module("sglang.srt.entrypoints.openai.protocol")
-        self._calls = import_module("sglang.srt.function_call.function_call_parser")
-        self._reasoning = import_module("sglang.srt.parser.reasoning_parser")
-        known = self._calls.FunctionCallParser.ToolCallParserEnum
-        modes = self._reasoning.ReasoningParser.DetectorMap
-        for name, names in ((calls, known), (reasoning, modes)):
-            if name is not None and name not in names:
-                raise ValueError(f"{name!r} is not one of {', '.join(sorted(names))}")
-        self._names = calls, reasoning
-        if calls is not None:
-            detector = self._calls.FunctionCallParser([], calls).detector
-            # some forms are not described by what precedes and follows the arguments
-            with suppress(NotImplementedError):
-                if detector.supports_structural_tag():
-                    info = detector.structure_info()
-                    self.form = CallForm(
-                        opens=info("").trigger,
-                        begin=lambda name: str(info(name).begin),
-                        end=info("").end,
-                    )
-
-    async def close(self) -> None:
-        """It has no connections."""
-
-    async def _separate(self, parser: str, text: str) -> tuple[Any, Any]:
-        parse = self._reasoning.ReasoningParser(parser).parse_non_stream
-        separated: tuple[Any, Any] = await asyncio.to_thread(parse, text)
-        return separated
-
-    async def _find_calls(
-        self, parser: str, text: str, tools: Tools
-    ) -> tuple[Any, Any]:
-        offered = [self._protocol.Tool.model_validate(tool) for tool in tools]
-        parse = self._calls.FunctionCallParser(offered, parser).parse_non_stream
-        rest, calls = await asyncio.to_thread(parse, text)
-        return rest, [call.model_dump() for call in calls]
-
-
-class SchemaParser(ReplyParser):
-    """The response template of a tokenizer (``parse_response`` of transformers 5).
-
-    Raises `ValueError`: the tokenizer has no response template, or an invalid one.
-    """
-
-    def __init__(self, renderer: "ChatRenderer") -> None:
-        self._tokenizer = renderer.tokenizer
-        if getattr(self._tokenizer, "response_template", None) is None:
-            raise ValueError("the tokenizer has no response_template")
-        # find errors of the template itself before any reply
-        self._tokenizer.parse_response("", prefix="")
-
-    async def parse(
-        self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
-    ) -> Parsed:
-        offered: Any = None if tools is None else list(tools)
-        try:
-            message: Any = await asyncio.to_thread(
-                self._tokenizer.parse_response,
-                text,
-                prefix=prompt_ids.tolist(),
-                tools=offered,
-            )
-            reasoning = message.get("reasoning_content") or message.get("thinking")
-            found = [call["function"] for call in message.get("tool_calls") or ()]
-            calls = [(str(call["name"]), call["arguments"]) for call in found]
-            rest = message.get("content")
-        except (AttributeError, LookupError, TypeError, ValueError):
-            return _unread(text)
-        if tools is None and calls:
-            # no tool was offered, so what looks like a call is text
-            return parse(text, None, None, opened=opened)
-        return await asyncio.to_thread(_parsed, text, reasoning, rest, calls)
 
 
 def _unread(text: str) -> Parsed:

@@ -39,10 +39,7 @@ def grammar(
         which = f"the tool {wanted[0]!r}" if wanted else "a tool"
         rule = "required" if required.call else "allowed"
         raise GatewayError(f"a call of {which} is {rule}, which is not offered")
-    limited = (
-        required.call or required.names or required.strict or not required.parallel
-    )
-    if required.schema is None and not (limited and tools):
+    if required.schema is None and not (required.limits_calls and tools):
         return None
     own = PINNED & pinned.keys()
     if own:

@@ -1,18 +1,14 @@
-"""Splits a model's reply into reasoning, text and tool calls, also while it is sampled.
+"""Splits a model's reply into reasoning, text and tool calls.
 
-``<think>...</think>`` at the start is reasoning; if the prompt opened it, the reply
-contains only its end. White space around it is dropped. The rest is text and calls in
-the model's format (`replies.parsers`). A block that is not a valid call stays in the
-text, and the reply is ill-formed.
-
-While a reply is sampled, only what later ids cannot change is returned. So half a
-character, the possible start of a stop string, of a tool call or of the end of reasoning,
-and outer white space are withheld. The result is a prefix of the complete reply, however
-the ids are grouped.
+Reasoning between two tags comes first; if the prompt opened it, the reply contains only
+its end. White space around it is dropped. The rest is text and calls in the model's format
+(`replies.parsers`). A block that is not a valid call stays in the text, and the reply is
+ill-formed.
 """
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -26,15 +22,14 @@ from trajkit_shim.prompting.render import ChatRenderer
 Tools: TypeAlias = Sequence[Json]
 """The offered tools, in OpenAI's format."""
 
-ReadCall: TypeAlias = Callable[[str, int, Tools], tuple[Call, int] | None]
-"""Returns the call at an offset of a text and its end, or None. A result must not change
-when the text grows."""
+ReadCalls: TypeAlias = Callable[[str, int, Tools], tuple[list[Call], int] | None]
+"""Returns the calls at an offset of a text and their end, or None."""
 
 SPACE = " \t\n\r"
 THINK = "<think>"
 END_THINK = "</think>"
-# a reply that is one of these may begin with reasoning
-_UNDECIDED = frozenset(THINK[:n] for n in range(len(THINK)))
+THOUGHTS = (("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
+"""Tags of reasoning other than `THINK` and `END_THINK`."""
 # half a character decodes to this
 _BROKEN = "\ufffd"
 
@@ -60,24 +55,23 @@ class CallForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolForm(CallForm):
+class ToolForm:
     """How a family of models writes tool calls."""
 
     name: str  # value of the command-line option
-    closes: str  # end of every call, except for white space
-    read: ReadCall
+    starts: re.Pattern[str]  # of calls
+    read: ReadCalls
+    # splits a complete reply of another structure into reasoning and the rest
+    split: Callable[[str], tuple[str, str]] | None = None
     # a chat template that contains all of them uses this format
     known_by: tuple[str, ...] = ()
+    grammar: CallForm | None = None  # None: no grammar can enforce calls
 
 
 class ReplyParser(ABC):
     """Parses replies."""
 
-    form: CallForm | None = None  # how the model writes calls; None: unknown
-
-    def start(self, tools: Tools | None, *, opened: bool) -> "Parser | None":
-        """Return the parser of a reply that comes in pieces; None: it must be complete."""
-        return None
+    form: CallForm | None = None  # how a grammar writes calls; None: it cannot
 
     @abstractmethod
     async def parse(
@@ -94,148 +88,101 @@ class ReplyParser(ABC):
 
 
 class FormParser(ReplyParser):
-    """The gateway's own parser, for one format of calls."""
+    """The gateway's own parser, for one format of calls; None: calls are text."""
 
-    def __init__(self, form: ToolForm) -> None:
-        self.form = self._form = form
-
-    def start(self, tools: Tools | None, *, opened: bool) -> "Parser":
-        return Parser(self._form, tools, opened=opened)
+    def __init__(
+        self, form: ToolForm | None, tags: tuple[str, str] = (THINK, END_THINK)
+    ) -> None:
+        self._form, self._tags = form, tags
+        self.form = None if form is None else form.grammar
 
     async def parse(
         self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
     ) -> Parsed:
-        return parse(text, self._form, tools, opened=opened)
+        return parse(text, self._form, tools, opened=opened, tags=self._tags)
 
 
-class Parser:
-    """Parses a reply that comes in pieces, without an end-of-message token.
+def tags_of(chat_template: str) -> tuple[str, str]:
+    """Return the tags of reasoning that a chat template writes."""
+    known = (tags for tags in THOUGHTS if tags[1] in chat_template)
+    return next(known, (THINK, END_THINK))
 
-    Everything but calls is text, including its white space, except that white space
-    between two calls is dropped. Parts that later text could change are withheld, so the
-    result does not depend on the pieces. Without form or tools calls are text too.
-    """
 
-    def __init__(
-        self, form: ToolForm | None, tools: Tools | None, *, opened: bool
-    ) -> None:
-        self._text = ""  # of the reasoning, then of the rest of the reply
-        self._ended = False
-        self._reasoning: str | None = None
-        # no two texts are adjacent; the last part may grow
-        self._parts: list[str | Call] = []
-        self._ill_formed = False
-        self._offset = 0  # of the text that is in no part
-        # each step needs more text than there was
-        self._steps = self._parse(None if tools is None else form, tools or (), opened)
-
-    def feed(self, piece: str) -> None:
-        """Add text."""
-        self._text += piece
-        next(self._steps)
-
-    def end(self) -> Parsed:
-        """Return the complete reply; there is no more text."""
-        self._ended = True
-        self.feed("")
-        return self.so_far()
-
-    def so_far(self) -> Parsed:
-        """Return the parts so far. Later text can only extend the last one."""
-        # white space after a call is text only if no other call follows
-        kept = {0, len(self._parts) - 1} if self._ended else {0}
-        return Parsed(
-            parts=tuple(
-                part
-                for i, part in enumerate(self._parts)
-                if isinstance(part, Call) or part.strip(SPACE) or i in kept
-            ),
-            sampled=self._text,
-            ill_formed=self._ill_formed,
-            reasoning=self._reasoning,
-        )
-
-    def _parse(
-        self, form: ToolForm | None, tools: Tools, opened: bool
-    ) -> Iterator[None]:
-        while not (opened or self._ended) and self._text.lstrip(SPACE) in _UNDECIDED:
-            yield
-        begun = self._text.lstrip(SPACE)
-        if opened or begun.startswith(THINK):
-            self._text = self._text if opened else begun.removeprefix(THINK)
-            yield from self._skip_reasoning()
-        while form is None:
-            self._add_text(len(self._text))
-            yield
-        while True:
-            start = self._text.find(form.opens, self._offset)
-            if start < 0:
-                begun = "" if self._ended else self._text[self._offset :]
-                self._add_text(len(self._text) - overlap(begun, form.opens))
-                yield
-            else:
-                self._add_text(start)
-                yield from self._read_call(form, tools)
-
-    def _skip_reasoning(self) -> Iterator[None]:
-        closed = ""
-        while not closed:
-            inside, closed, rest = self._text.partition(END_THINK)
-            if closed or self._ended:
-                self._text = rest.lstrip("\n")
-            else:
-                inside = inside[: len(inside) - overlap(inside, END_THINK)]
-            self._reasoning = inside.strip(SPACE) or None
-            if not closed:
-                yield
-        while not self._text:
-            yield
-            self._text = self._text.lstrip("\n")
-
-    def _read_call(self, form: ToolForm, tools: Tools) -> Iterator[None]:
-        """Add the call whose marker is next; one that cannot be read is text."""
-        closes_from = self._offset + len(form.opens)
-        while True:
-            closed = self._ended or self._text.find(form.closes, closes_from) >= 0
-            found = form.read(self._text, self._offset, tools) if closed else None
-            if found or self._ended:
-                break
-            closes_from = max(closes_from, len(self._text) - len(form.closes) + 1)
-            yield
-        if found is None:
-            # only the marker is text; a call may follow it
-            self._ill_formed = True
-            self._add_text(self._offset + len(form.opens))
-        else:
-            call, self._offset = found
-            self._parts.append(call)
-
-    def _add_text(self, stop: int) -> None:
-        text, self._offset = self._text[self._offset : stop], stop
-        if self._parts and isinstance(self._parts[-1], str):
-            self._parts[-1] += text
-        elif text:
-            self._parts.append(text)
+def opens_reasoning(renderer: ChatRenderer, prompt_ids: Ids) -> bool:
+    """Return whether a prompt ends within the reply's reasoning."""
+    # "<think>\n" in single bytes, and a few more
+    end = renderer.decode(prompt_ids[-16:], ended=False).rstrip()
+    return end.endswith((THINK, *(tags[0] for tags in THOUGHTS)))
 
 
 def parse(
-    text: str, form: ToolForm | None, tools: Tools | None, *, opened: bool
+    text: str,
+    form: ToolForm | None,
+    tools: Tools | None,
+    *,
+    opened: bool,
+    tags: tuple[str, str] = (THINK, END_THINK),
 ) -> Parsed:
-    """Parse a complete reply."""
-    parser = Parser(form, tools, opened=opened)
-    parser.feed(text)
-    return parser.end()
+    """Parse a complete reply.
+
+    Everything but calls is text, including its white space, except that white space
+    between two calls is dropped. Without form or tools calls are text too.
+    """
+    if form is not None and form.split is not None:
+        thought, rest = form.split(text)
+    else:
+        thought, rest = _without_reasoning(text, tags, opened)
+    parts, ill_formed, offset = list[str | Call](), False, 0
+
+    def add_text(piece: str) -> None:
+        if parts and isinstance(parts[-1], str):
+            parts[-1] += piece
+        elif piece:
+            parts.append(piece)
+
+    calls = form if tools is not None else None
+    while calls is not None and (begun := calls.starts.search(rest, offset)):
+        add_text(rest[offset : begun.start()])
+        found = calls.read(rest, begun.start(), tools or ())
+        if found is None:
+            # only the marker is text; a call may follow it
+            ill_formed, stop = True, max(begun.end(), begun.start() + 1)
+            add_text(rest[begun.start() : stop])
+            offset = stop
+        else:
+            parts += found[0]
+            offset = found[1]
+    add_text(rest[offset:])
+    # white space after a call is text only if no other call follows
+    kept = {0, len(parts) - 1}
+    return Parsed(
+        parts=tuple(
+            part
+            for i, part in enumerate(parts)
+            if isinstance(part, Call) or part.strip(SPACE) or i in kept
+        ),
+        sampled=rest,
+        ill_formed=ill_formed,
+        reasoning=thought.strip(SPACE) or None,
+    )
 
 
-def overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text may start a mark."""
-    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
-    return next((n for n in lengths if text.endswith(mark[:n])), 0)
+def _without_reasoning(
+    text: str, tags: tuple[str, str], opened: bool
+) -> tuple[str, str]:
+    opens, closes = tags
+    begun = text.lstrip(SPACE)
+    if not opened and not begun.startswith(opens):
+        return "", text
+    inside, closed, rest = (text if opened else begun.removeprefix(opens)).partition(
+        closes
+    )
+    return inside, rest.lstrip("\n") if closed else ""
 
 
 @dataclass(slots=True)
 class Decoder:
-    """Decodes ids that come in groups."""
+    """Decodes ids that come one by one."""
 
     _renderer: ChatRenderer
     ids: list[int] = field(default_factory=list)
@@ -263,33 +210,3 @@ class Decoder:
     def _decoded(self, stop: int) -> str:
         window = np.array(self.ids[self._start : stop], np.int32)
         return self._renderer.decode(window, ended=False)
-
-
-class IncrementalParser:
-    """Parses a reply while its ids come; its client must not see the ``stop`` strings."""
-
-    def __init__(
-        self, renderer: ChatRenderer, parser: Parser, stop: Sequence[str]
-    ) -> None:
-        self._decoder = Decoder(renderer)
-        self.ids = self._decoder.ids
-        self._parser = parser
-        self._stop = stop
-        self._pending = ""  # decoded but not yet parsed
-        self._last: tuple[object, object] = ((), None)
-
-    def feed(self, ids: Sequence[int]) -> Parsed | None:
-        """Return what is known now, or None if it is the same as before."""
-        self._pending += self._decoder.feed(ids)
-        # a stop string stays pending, with all that follows it
-        found = [i for mark in self._stop if (i := self._pending.find(mark)) >= 0]
-        begun = max((overlap(self._pending, mark) for mark in self._stop), default=0)
-        certain = min(found, default=len(self._pending) - begun)
-        self._parser.feed(self._pending[:certain])
-        self._pending = self._pending[certain:]
-        known = self._parser.so_far()
-        shown = known.parts, known.reasoning
-        if shown == self._last:
-            return None
-        self._last = shown
-        return known

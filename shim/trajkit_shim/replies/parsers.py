@@ -1,17 +1,17 @@
 """The formats in which models write tool calls.
 
-JSON objects, whose arguments keep their spelling. Hermes and Qwen models write them
-between two markers, Llama models without. There an object is a call if its first field is
-its name, and other objects are text.
+JSON objects between two markers, whose arguments keep their spelling (``hermes``,
+``toolcall``, ``mistral``), or alone (``plain-json``: an object is a call if its name comes
+first):
 
     <tool_call>
     {"name": "ls", "arguments": {"path": "."}}
     </tool_call>
 
-    {"name": "ls", "parameters": {"path": "."}}
-
-Values that are bare text between tags, without escaping: Qwen3-Coder and GLM-4.5. One
-line break on each side of a value of Qwen3-Coder is dropped.
+A name and its arguments as JSON, each after a marker of its own (``kimi``, ``deepseek``,
+``mistral-args``, ``gpt-oss``). Values that are bare text between tags, without escaping
+(``qwen3-coder``, ``glm``, ``seed-oss``, ``dsml``, ``minimax``). One line break on each side
+of a value of Qwen3-Coder is dropped:
 
     <tool_call>                           <tool_call>ls
     <function=ls>                         <arg_key>path</arg_key>
@@ -23,18 +23,20 @@ line break on each side of a value of Qwen3-Coder is dropped.
 
 A value may contain its closing tag: the first one that another tag of the call follows
 ends it. It is JSON if it has a type, other than string, that the tool's schema permits,
-else a string.
+else a string. ``pythonic`` calls are a list of Python expressions.
 """
 
+import ast
 import json
 import re
-from collections.abc import Collection
+from dataclasses import replace
 from functools import cache, partial
 
 from trajkit_shim.chat.reply import Call
 from trajkit_shim.chat.request import function_of
 from trajkit_shim.json_input import Json
-from trajkit_shim.replies.parse import ReadCall, ToolForm, Tools
+from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.replies.parse import CallForm, ReadCalls, ToolForm, Tools
 
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
@@ -46,6 +48,7 @@ _KINDS |= {str: "string", dict: "object", list: "array", type(None): "null"}
 _NUMBERS = frozenset({"integer", "number"})
 # accepted without a schema, because text rarely looks like them by chance
 _UNSAID = frozenset({"object", "array"})
+_ALL = frozenset(_KINDS.values())
 
 
 def _refuse_constant(name: str) -> None:
@@ -89,57 +92,155 @@ def _fields_at(text: str, offset: int) -> tuple[dict[str, str], int]:
     return fields, _after(r" \}", text, offset)
 
 
-def _json_reader(
-    opening: str, keys: Collection[str], default: Collection[str], closing: str
-) -> ReadCall:
-    """Read JSON objects; exactly one of ``keys`` has the arguments, or ``default``.
+# names of the field with the arguments of a call
+_ARGUMENTS = ("arguments", "parameters")
 
-    ``closing`` is a `_pattern`.
-    """
 
-    def read(text: str, offset: int, _: Tools) -> tuple[Call, int] | None:
+def _json_reader(opening: str, closing: str, *, needs_arguments: bool) -> ReadCalls:
+    """Read a JSON object, or a list of some, between two `_pattern`."""
+
+    def read(text: str, offset: int, _: Tools) -> tuple[list[Call], int] | None:
+        calls = []
         try:
-            fields, end = _fields_at(text, offset + len(opening))
-            name = json.loads(fields["name"])
-            (given,) = [fields[key] for key in keys if key in fields] or default
-            end = _after(closing, text, end)
+            offset = _after(opening, text, offset)
+            several = _pattern(r"\[ ").match(text, offset)
+            offset = several.end() if several else offset
+            while True:
+                fields, offset = _fields_at(text, offset)
+                calls.append(_json_call(fields, needs_arguments))
+                comma = _pattern(" , ").match(text, offset) if several else None
+                if comma is None:
+                    break
+                offset = comma.end()
+            offset = _after(r" \]" if several else "", text, offset)
+            return calls, _after(closing, text, offset)
         except (ValueError, KeyError, RecursionError):
             return None
-        if not isinstance(name, str) or not name or not given.startswith("{"):
-            return None
-        return Call(name, given), end
 
     return read
 
 
-def _tag_reader(opening: str, value: str, closing: str) -> ReadCall:
-    """Read tags by three `_pattern`. Their groups: a name; a key and its value.
+def _json_call(fields: dict[str, str], needs_arguments: bool) -> Call:
+    """The call with these fields; raises `ValueError` or `KeyError` if it is none."""
+    name = json.loads(fields["name"])
+    given = [fields[key] for key in _ARGUMENTS if key in fields]
+    if not given and not needs_arguments and fields.keys() <= {"name", "type", "id"}:
+        given = ["{}"]
+    (arguments,) = given
+    call_id = json.loads(fields.get("id", '""'))
+    if not isinstance(name, str) or not name or not arguments.startswith("{"):
+        raise ValueError("not a call")
+    return Call(name, arguments, call_id if isinstance(call_id, str) else "")
 
+
+def _named_reader(opening: str, head: str, tail: str, closing: str) -> ReadCalls:
+    """Read calls whose arguments are JSON after a `_pattern` with groups name and id."""
+
+    def read(text: str, offset: int, _: Tools) -> tuple[list[Call], int] | None:
+        calls = []
+        try:
+            offset = _after(opening, text, offset)
+            while begun := _pattern(head).match(text, offset):
+                given, stop = DECODER.raw_decode(text, begun.end())
+                if not isinstance(given, dict):
+                    return None
+                named = begun.groupdict()
+                name = next(v for k, v in named.items() if k.startswith("name") and v)
+                arguments = text[begun.end() : stop]
+                calls.append(Call(name.strip(), arguments, named.get("id") or ""))
+                offset = _after(tail, text, stop)
+                if not closing:
+                    break
+            return (calls, _after(closing, text, offset)) if calls else None
+        except (ValueError, RecursionError):
+            return None
+
+    return read
+
+
+def _tag_reader(
+    opening: str, head: str, value: str, last: str, closing: str
+) -> ReadCalls:
+    """Read tags by five `_pattern`. Their groups: a name; a key and its value.
+
+    ``value`` may have a third group: ``true`` if the value is a string, else ``false``.
     Nothing that has matched is matched otherwise when the rest does not match, because
     that takes long.
     """
-    first, pair, last = map(_pattern, (opening, value, closing))
+    first, pair, ends = map(_pattern, (head, value, last))
 
-    def read(text: str, offset: int, tools: Tools) -> tuple[Call, int] | None:
-        opened = first.match(text, offset)
-        if opened is None:
+    def read(text: str, offset: int, tools: Tools) -> tuple[list[Call], int] | None:
+        begun, calls = _pattern(opening).match(text, offset), list[Call]()
+        if begun is None:
             return None
-        schemas = _schemas(tools, opened[1])
-        values: dict[str, str] = {}
-        offset = opened.end()
-        while found := pair.match(text, offset):
-            key, written = found.groups()
-            if key in values:
+        offset = begun.end()
+        while opened := first.match(text, offset):
+            schemas = _schemas(tools, opened[1])
+            values: dict[str, str] = {}
+            offset = opened.end()
+            while found := pair.match(text, offset):
+                key, written = found["key"], found["value"]
+                if key in values:
+                    return None
+                kinds = _kinds(schemas.get(key)) or _UNSAID
+                stated = found.groupdict().get("text")
+                if stated is not None:
+                    kinds = frozenset() if stated == "true" else _ALL
+                values[key] = _json_text(written, kinds)
+                offset = found.end()
+            closed = ends.match(text, offset)
+            if closed is None:
                 return None
-            values[key] = _json_text(written, _kinds(schemas.get(key)) or _UNSAID)
-            offset = found.end()
-        closed = last.match(text, offset)
-        if closed is None:
-            return None
-        pairs = (f"{_dumps(key)}: {text}" for key, text in values.items())
-        return Call(opened[1], "{" + ", ".join(pairs) + "}"), closed.end()
+            pairs = (f"{_dumps(key)}: {text}" for key, text in values.items())
+            calls.append(Call(opened[1], "{" + ", ".join(pairs) + "}"))
+            offset = closed.end()
+            if not closing:
+                break
+        closed = _pattern(closing).match(text, offset)
+        return (calls, closed.end()) if calls and closed else None
 
     return read
+
+
+def _read_pythonic(text: str, offset: int, _: Tools) -> tuple[list[Call], int] | None:
+    """Read a list of Python calls with keywords, which is all of a text."""
+    calls = []
+    try:
+        (statement,) = ast.parse(text[offset:].strip()).body
+        for item in statement.value.elts:  # type: ignore[attr-defined]
+            given = {one.arg: ast.literal_eval(one.value) for one in item.keywords}
+            if item.args or None in given:
+                return None
+            calls.append(Call(ast.unparse(item.func), _dumps(given, allow_nan=False)))
+    except (AttributeError, ValueError, SyntaxError, TypeError, RecursionError):
+        return None
+    return calls, len(text)
+
+
+# a message of a reply: the recipient is before or after the channel
+_MESSAGE = re.compile(
+    r"(?:<\|start\|>assistant)?(?: to=(?P<before>[^\s<]+))?<\|channel\|>(?P<channel>\w+)"
+    r"(?: to=(?P<after>[^\s<]+))?[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+    r"(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
+    re.DOTALL,
+)
+
+
+def _split_channels(text: str) -> tuple[str, str]:
+    """The analysis of a reply, and the rest of it; calls keep their header."""
+    thoughts, rest, offset = [], [], 0
+    for found in _MESSAGE.finditer(text):
+        rest.append(text[offset : found.start()])
+        offset = found.end()
+        called = found["before"] or found["after"]
+        if called:
+            rest.append(f"<|channel|>commentary to={called}<|message|>{found['body']}")
+            rest.append("<|call|>")
+        elif found["channel"] == "analysis":
+            thoughts.append(found["body"])
+        else:
+            rest.append(found["body"])
+    return "\n".join(thoughts), "".join([*rest, text[offset:]])
 
 
 def _schemas(tools: Tools, name: str) -> Json:
@@ -179,60 +280,205 @@ def _json_text(written: str, kinds: frozenset[str]) -> str:
     return text if kind != "string" and kind in kinds else _dumps(written)
 
 
+_OPEN_DS, _CLOSE_DS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_TO = r"<\|channel\|>commentary to="
+_JSON_NAME = r'(?:<\|python_tag\|>\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"'
+
 HERMES = ToolForm(
     name="hermes",
-    opens=_OPEN,
-    closes=_CLOSE,
-    read=_json_reader(_OPEN, ["arguments"], ["{}"], f" {_CLOSE}"),
-    begin=lambda name: f'{_OPEN}\n{{"name": {json.dumps(name)}, "arguments": ',
-    end=f"}}\n{_CLOSE}",
+    starts=re.compile(_OPEN),
+    read=_json_reader(f"{_OPEN} ", f" {_CLOSE}", needs_arguments=False),
     known_by=(_OPEN,),
+    grammar=CallForm(
+        opens=_OPEN,
+        begin=lambda name: f'{_OPEN}\n{{"name": {json.dumps(name)}, "arguments": ',
+        end=f"}}\n{_CLOSE}",
+    ),
 )
 PLAIN_JSON = ToolForm(
     name="plain-json",
-    opens='{"name"',
-    closes="}",
-    read=_json_reader("", ["parameters", "arguments"], [], ""),
-    begin=lambda name: f'{{"name": {json.dumps(name)}, "parameters": ',
-    end="}",
+    starts=re.compile(_JSON_NAME),
+    read=_json_reader(r"(?:<\|python_tag\|> )?", "", needs_arguments=True),
     known_by=('{"name"', '"parameters"'),
+    grammar=CallForm(
+        opens='{"name"',
+        begin=lambda name: f'{{"name": {json.dumps(name)}, "parameters": ',
+        end="}",
+    ),
 )
 QWEN3_CODER = ToolForm(
     name="qwen3-coder",
-    opens=_OPEN,
-    closes=_CLOSE,
+    # the model leaves out the first tag at times
+    starts=re.compile(f"{_OPEN}|<function="),
     read=_tag_reader(
-        f"{_OPEN} <function=([^<\n>]+)> ",
-        "<parameter=([^<\n>]+)>\n?(.*?)\n?</parameter> (?=<parameter=|</function>)",
-        f"</function> {_CLOSE}",
+        f"(?:{_OPEN} )?",
+        "<function=([^<\n>]+)> ",
+        "<parameter=(?P<key>[^<\n>]+)>\n?(?P<value>.*?)\n?</parameter> "
+        "(?=<parameter=|</function>)",
+        "</function> ",
+        _CLOSE,
     ),
-    begin=lambda name: f"{_OPEN}\n<function={name}>\n",
-    end=f"\n</function>\n{_CLOSE}",
-    style="qwen_xml",
     known_by=("<function=", "<parameter="),
+    grammar=CallForm(
+        opens=_OPEN,
+        begin=lambda name: f"{_OPEN}\n<function={name}>\n",
+        end=f"\n</function>\n{_CLOSE}",
+        style="qwen_xml",
+    ),
+)
+SEED_OSS = ToolForm(
+    name="seed-oss",
+    starts=re.compile("<seed:tool_call>"),
+    read=_tag_reader(
+        "<seed:tool_call> ",
+        "<function=([^<\n>]+)> ",
+        "<parameter=(?P<key>[^<\n>]+)>(?P<value>.*?)</parameter> "
+        "(?=<parameter=|</function>)",
+        "</function> ",
+        "</seed:tool_call>",
+    ),
+    known_by=("<seed:tool_call>",),
 )
 GLM = ToolForm(
     name="glm",
-    opens=_OPEN,
-    closes=_CLOSE,
+    starts=re.compile(_OPEN),
     read=_tag_reader(
+        "",
         rf"{_OPEN}\s*+([^<\n]*[^<\s])\s*+(?=<)",
-        "<arg_key>(?>(.+?)</arg_key> <arg_value>)(.*?)</arg_value> "
+        "<arg_key>(?>(?P<key>.+?)</arg_key> <arg_value>)(?P<value>.*?)</arg_value> "
         f"(?=<arg_key>|{_CLOSE})",
-        _CLOSE,
+        f"{_CLOSE} ",
+        "",
     ),
-    begin=lambda name: f"{_OPEN}{name}\n",
-    end=f"\n{_CLOSE}",
-    style="glm_xml",
     known_by=("<arg_key>", "<arg_value>"),
+    grammar=CallForm(
+        opens=_OPEN,
+        begin=lambda name: f"{_OPEN}{name}\n",
+        end=f"\n{_CLOSE}",
+        style="glm_xml",
+    ),
+)
+DSML = ToolForm(
+    name="dsml",
+    starts=re.compile("<｜DSML｜(?:function|tool)_calls>"),
+    read=_tag_reader(
+        "<｜DSML｜(?:function|tool)_calls> ",
+        '<｜DSML｜invoke name="([^"]+)"> ',
+        '<｜DSML｜parameter name="(?P<key>[^"]+)" string="(?P<text>true|false)">'
+        "(?P<value>.*?)</｜DSML｜parameter> (?=<｜DSML｜parameter|</｜DSML｜invoke>)",
+        "</｜DSML｜invoke> ",
+        "</｜DSML｜(?:function|tool)_calls>",
+    ),
+    known_by=("DSML", "invoke"),
+)
+MINIMAX = ToolForm(
+    name="minimax",
+    starts=re.compile("<minimax:tool_call>"),
+    read=_tag_reader(
+        "<minimax:tool_call> ",
+        '<invoke name="([^"]+)"> ',
+        '<parameter name="(?P<key>[^"]+)">\n?(?P<value>.*?)\n?</parameter> '
+        "(?=<parameter name=|</invoke>)",
+        "</invoke> ",
+        "</minimax:tool_call>",
+    ),
+    known_by=("<minimax:tool_call>",),
+)
+KIMI = ToolForm(
+    name="kimi",
+    starts=re.compile(r"<\|tool_calls_section_begin\|>"),
+    read=_named_reader(
+        r"<\|tool_calls_section_begin\|> ",
+        r"<\|tool_call_begin\|> (?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+) "
+        r"<\|tool_call_argument_begin\|> ",
+        r" <\|tool_call_end\|> ",
+        r"<\|tool_calls_section_end\|>",
+    ),
+    known_by=("<|tool_calls_section_begin|>",),
+)
+DEEPSEEK = ToolForm(
+    name="deepseek",
+    starts=re.compile(_OPEN_DS),
+    read=_named_reader(
+        f"{_OPEN_DS} ",
+        "<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\n"
+        "|(?P<name2>[^\n<]+)<｜tool▁sep｜>) ",
+        "(?: ```)? <｜tool▁call▁end｜> ",
+        _CLOSE_DS,
+    ),
+    known_by=("tool▁calls▁begin",),
+)
+MISTRAL_ARGS = ToolForm(
+    name="mistral-args",
+    starts=re.compile(r"\[TOOL_CALLS\]"),
+    read=_named_reader(
+        "",
+        r"\[TOOL_CALLS\] (?P<name>[\w.-]+) (?:\[CALL_ID\](?P<id>\w+))?\[ARGS\] ",
+        " ",
+        "",
+    ),
+    known_by=("[TOOL_CALLS]", "[ARGS]"),
+)
+MISTRAL = ToolForm(
+    name="mistral",
+    starts=re.compile(r"\[TOOL_CALLS\]"),
+    read=_json_reader(r"\[TOOL_CALLS\] ", "", needs_arguments=True),
+    known_by=("[TOOL_CALLS]",),
+)
+TOOLCALL = ToolForm(
+    name="toolcall",
+    starts=re.compile(r"<TOOLCALL>|<\|tool_call\|>"),
+    read=_json_reader(
+        r"(?:<TOOLCALL>|<\|tool_call\|>) ",
+        r" (?:</TOOLCALL>|<\|/tool_call\|>)\n?",
+        needs_arguments=True,
+    ),
+    known_by=("<TOOLCALL>",),
+)
+PHI = replace(TOOLCALL, name="phi", known_by=("<|tool_call|>", "<|/tool_call|>"))
+GPT_OSS = ToolForm(
+    name="gpt-oss",
+    starts=re.compile(_TO),
+    read=_named_reader(
+        "", rf"{_TO}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|> ", r" <\|call\|>", ""
+    ),
+    split=_split_channels,
+    known_by=("<|channel|>", "<|message|>"),
+)
+PYTHONIC = ToolForm(
+    name="pythonic",
+    starts=re.compile(r"\A\s*\[[\w.]+\("),
+    read=_read_pythonic,
+    known_by=("(key=value)",),
 )
 # in order of precedence, if a template matches several
-FORMS = {form.name: form for form in (QWEN3_CODER, GLM, HERMES, PLAIN_JSON)}
+FORMS = {
+    form.name: form
+    for form in (
+        *(GPT_OSS, KIMI, DSML, DEEPSEEK, MINIMAX, SEED_OSS, QWEN3_CODER, GLM),
+        *(MISTRAL_ARGS, MISTRAL, TOOLCALL, PHI, HERMES, PYTHONIC, PLAIN_JSON),
+    )
+}
 
 
-def form_of(chat_template: str) -> ToolForm:
-    """Return the format of calls that a chat template asks for, by default Hermes'."""
+class UnknownFormError(ValueError):
+    """A chat template has tools, in a format that no parser knows."""
+
+
+def form_of(renderer: ChatRenderer) -> ToolForm | None:
+    """Return the format of calls that a chat template asks for; None: it has no tools.
+
+    Raises `UnknownFormError`.
+    """
     # quotes within a string of the template may be escaped
-    text = chat_template.replace('\\"', '"')
-    known = (f for f in FORMS.values() if all(mark in text for mark in f.known_by))
-    return next(known, HERMES)
+    text = renderer.chat_template.replace('\\"', '"')
+    for form in FORMS.values():
+        if all(mark in text for mark in form.known_by):
+            return form
+    if not renderer.shows_tools():
+        return None
+    raise UnknownFormError(
+        "the chat template offers tools, but writes calls in a format that no parser "
+        f"knows: give --parser with one of {', '.join(FORMS)}; engine: the parsers of "
+        "the SGLang server; none: calls stay text"
+    )

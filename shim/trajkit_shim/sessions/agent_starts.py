@@ -16,7 +16,7 @@ from collections import deque
 
 from trajkit_shim.chat.images import texts_of
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.reply_matching import RestoredRequest
+from trajkit_shim.prompting.conversation import RestoredRequest
 from trajkit_shim.sessions.client_identity import Caller
 
 PROMPTS = ("prompt", "message", "task", "objective", "goal", "instructions")

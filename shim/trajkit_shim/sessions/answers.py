@@ -67,12 +67,11 @@ class SharedCall:
     """One call, and the connections that wait for its answer.
 
     ``run``: samples and records the call, sets the attributes of a recorded one, and
-    returns its reply; cancelled when the last connection leaves. It may report longer and
-    longer beginnings of the reply to `update`.
+    returns its reply; cancelled when the last connection leaves.
     """
 
     # of a recorded call: its turns that have an answer, the id of the first one, and the
-    # position after each reply (`prompting.reply_matching`)
+    # position after each reply (`prompting.conversation`)
     turns: Sequence[int] = ()
     request_id: str
     positions: Sequence[bytes] = ()
@@ -87,20 +86,12 @@ class SharedCall:
     ) -> None:
         self.digest, self.reserved = digest, reserved
         self._amend, self._time = amend, time
-        self.partial: Reply | None = None  # what is known of the reply
-        self.grown = asyncio.get_running_loop().create_future()
         self._n_connections = 0
         self._ended: GatewayError | None = None
         self.reached_at: float | None = None  # when the answer first arrived
         self.confirmed = False  # a request contained the answer
         self._lost = self._retried = False
         self.work = asyncio.create_task(run(self))
-
-    def update(self, reply: Reply) -> None:
-        """Set what is known of the reply."""
-        self.partial = reply
-        self.grown.set_result(None)
-        self.grown = asyncio.get_running_loop().create_future()
 
     def end(self, error: GatewayError) -> None:
         """Let the call fail, unless it is recorded or has failed."""

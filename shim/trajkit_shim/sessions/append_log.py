@@ -86,7 +86,28 @@ class AppendLog:
         if starts:
             self.start()
         assert self._file is not None
+        self._check_file(self._file)
         self._sizes[-1] = self._write(self._file, batch, self._sizes[-1])
+
+    def _check_file(self, file: int) -> None:
+        """Raise `OSError` if another program removed, replaced or changed the file."""
+        path, own = self.path_of(len(self._sizes) - 1), os.fstat(file)
+        try:
+            there = os.stat(path)
+        except FileNotFoundError:
+            reason = "it was removed"
+        else:
+            if (there.st_ino, there.st_dev) != (own.st_ino, own.st_dev):
+                reason = "another file is in its place"
+            elif own.st_size != self._sizes[-1]:
+                reason = (
+                    f"it has {own.st_size} bytes, but {self._sizes[-1]} were written"
+                )
+            else:
+                return
+        raise OSError(
+            errno.EIO, f"another program changed the log: {reason}", str(path)
+        )
 
     def start(self) -> None:
         """Create the next file, then end the one before; done by `append` if needed."""

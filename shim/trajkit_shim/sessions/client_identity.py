@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trajkit_shim.chat.request import ChatRequest
+from trajkit_shim.json_input import Json
 
 AGENT = "agent"
 """The kind of a known harness's call that matches no side call."""
@@ -20,7 +21,9 @@ class SideCall(NamedTuple):
 
     kind: str
     system: str = ""  # contained in the first system message
-    last: str = ""  # contained in the last message
+    # contained in the last message, which is the user's: what a tool returned says
+    # nothing about who asks
+    last: str = ""
     max_tokens: int | None = None  # token limit of the reply
 
     def describes(self, request: ChatRequest) -> bool:
@@ -29,9 +32,13 @@ class SideCall(NamedTuple):
         system = str(first["content"]) if first["role"] == "system" else ""
         return (
             self.system in system
-            and self.last in str(last["content"])
+            and (not self.last or _shows(last, self.last))
             and self.max_tokens in (None, request.sampling.max_tokens)
         )
+
+
+def _shows(message: Json, text: str) -> bool:
+    return message["role"] == "user" and text in str(message["content"])
 
 
 class HarnessSignature(NamedTuple):

@@ -10,7 +10,7 @@ import re
 import secrets
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -19,8 +19,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, get_args
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import refuse
-from trajkit_shim.prompting.reply_matching import Known, ReplyIndex
-from trajkit_shim.prompting.token_cache import TokenCache
+from trajkit_shim.prompting.conversation import Conversation, Known
 from trajkit_shim.sessions.agent_starts import AgentStarts
 from trajkit_shim.sessions.answers import KEPT, UNMARKED_SECONDS, Amounts, SharedCall
 from trajkit_shim.sessions.append_log import LogFullError
@@ -58,10 +57,11 @@ class Terms:
     """The terms of a session, set when it is opened."""
 
     pins: SamplingParams = field(default_factory=SamplingParams)
-    # which of temperature, top_p and top_k the client may set
+    # what the client may set (`chat.sampling_params.CLIENT`)
     client_sampling: frozenset[str] = frozenset()
     limits: Limits = field(default_factory=Limits)
     ttl_seconds: float | None = None  # idle time after which it is closed; None: never
+    variables: Mapping[str, object] = field(default_factory=dict)  # of the template
     replay: bool = False  # treat a request equal to an earlier one as a retry
     group_id: str | None = None  # the task, shared by several rollouts
 
@@ -106,6 +106,9 @@ class Counts(Amounts):
     echo: Counter[Known] = field(
         default_factory=lambda: Counter(dict.fromkeys(get_args(Known), 0))
     )
+    # fields and values of requests that have no effect, over all recorded calls
+    ignored: Counter[str] = field(default_factory=Counter)
+    token_counts: int = 0  # requests for the number of tokens of a prompt
     # offered tools that only a provider can run, by type, over all recorded calls
     tools_left_out: Counter[str] = field(default_factory=Counter)
     # sampling parameters that were requested and ignored, over all recorded calls
@@ -169,10 +172,10 @@ class Session:
         # of the first turn with each request
         self.request_ids: dict[bytes, str] = {}
         self.written = WrittenTurns()
-        # its replies, to recognize them
-        self.replies = ReplyIndex(counts=record.counts.echo)
-        # the token ids of its prompts and replies
-        self.paths = TokenCache()
+        # amendments that could not be written yet, in order
+        self._unwritten: list[tuple[Sequence[int], str, bool | None]] = []
+        # its replies, and the token ids of its prompts
+        self.conversation = Conversation(counts=record.counts.echo)
         self.agent_starts = AgentStarts()
         # requests until their last byte was sent, and the tasks that serve them
         self.requests: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
@@ -245,9 +248,20 @@ class Session:
     def amend(self, turns: Sequence[int], reason: str, trainable: bool | None) -> None:
         """Write what became known of answered turns; dropped ones stay dropped."""
         if kept := [turn for turn in turns if turn >= self.counts.dropped]:
-            self.log.amend(self.session_id, kept, reason, trainable)
+            # until it is written, the session cannot end
+            self._unwritten.append((kept, reason, trainable))
+        with suppress(GatewayError):
+            self.write_amendments()
         change = {"undelivered": 1, "delivered": -1}.get(reason, 0)
         self.counts.undelivered += change * len(turns)
+
+    def write_amendments(self) -> None:
+        """Write the amendments that could not be written before; raises `GatewayError`."""
+        while self._unwritten:
+            turns, reason, trainable = self._unwritten[0]
+            with writing("an amendment"):
+                self.log.amend(self.session_id, turns, reason, trainable)
+            del self._unwritten[0]
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -415,7 +429,7 @@ class SessionStore:
             session.timer.cancel()
         record = session.record
         record.ended_by, record.written = how, False
-        session.paths.clear()
+        session.conversation.close()
         # they refer to the session, which is released with its last request
         session.answers.clear()
         for call in session.calls:
@@ -428,6 +442,17 @@ class SessionStore:
             del self._ids[oldest.api_key]
             self._forgotten.add(hash(name))
         self._write(record)
+
+    async def _amended(self, session: Session) -> None:
+        """Write what became known of the turns; the session stays open if it cannot be.
+
+        Otherwise turns would be trained whose answer no client has received.
+        """
+        try:
+            session.write_amendments()
+        except GatewayError:
+            session.closing = False
+            raise
 
     async def _stop(self, session: Session, how: EndedBy) -> None:
         """End a session; wait until its requests are answered, some seconds each."""
@@ -458,6 +483,7 @@ class SessionStore:
         if session is not None:
             session.closing = True
             await _over(session.requests, wait_seconds)
+            await self._amended(session)
         record.outcome = _updated(record.outcome, fields)
         record.written &= not fields
         if session is not None:

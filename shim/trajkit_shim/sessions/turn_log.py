@@ -22,7 +22,7 @@ from trajkit_shim.chat.request import LoggedMessage
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.payloads import EXPERTS, MASK, experts_cell, mask_cell
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.reply_matching import START, next_position
+from trajkit_shim.prompting.conversation import START, next_position
 from trajkit_shim.sessions.append_log import AppendLog
 
 Form: TypeAlias = Literal["full", "delta"]
@@ -116,7 +116,7 @@ class LoggedTurn(Provenance):
     finish_reason: str | None
     messages: list[LoggedMessage]
     response: LoggedMessage | None  # None: no client will send it back
-    # for the delta form: the position after each message (`reply_matching`)
+    # for the delta form: the position after each message (`prompting.conversation`)
     positions: list[bytes]
     use_tool: bool
     ill_formed: bool

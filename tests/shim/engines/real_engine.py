@@ -176,7 +176,9 @@ class RealEngine:
         )
         assert by_text.finish_reason == "stop"
 
-    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize(
+        "form", [name for name, form in FORMS.items() if form.grammar is not None]
+    )
     async def test_a_required_call(self, tmp_path, unreasoned, engine, form):
         options = {"reply_parser": FormParser(FORMS[form])}
         async with in_process(engine, unreasoned, tmp_path, **options) as gateway:

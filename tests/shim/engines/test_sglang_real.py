@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -83,35 +82,6 @@ class TestSGLang(RealEngine):
         await engine.close()
         assert {len(mask) for mask in cut.sampling_mask} == {4}
         assert free.sampling_mask is None
-
-
-def test_the_installed_parsers():
-    """SGLang's parsers by name, in SGLang's own environment."""
-    script = Path(__file__).parents[1] / "replies/installed_parsers.py"
-    # what only the project has comes last
-    code = (
-        f"import runpy, sys; sys.path += {sys.path!r}; runpy.run_path({str(script)!r})"
-    )
-    ran = subprocess.run(
-        [servers.PYTHON, "-c", code],
-        capture_output=True,
-        check=True,
-        timeout=300,
-        text=True,
-    )
-    found = json.loads(ran.stdout)
-    assert "is not one of apertus2509" in found.pop("unknown")
-    for read in found.values():
-        assert (read["reasoning"], read["text"]) == ("hm", "Look.")
-        ((name, arguments),) = read["calls"]
-        assert (name, json.loads(arguments)) == ("f", {"n": 15})
-        assert not read["ill_formed"]
-    # as they were sampled
-    assert found["qwen25"]["calls"][0][1] == '{"n":  1.50e1}'
-    opens, tag = found["qwen25"]["tag"]
-    assert tag["begin"] == f'{opens}\n{{"name":"f", "arguments":'
-    # this form has no JSON arguments between two texts
-    assert found["qwen3_coder"]["tag"] is None
 
 
 @contextmanager

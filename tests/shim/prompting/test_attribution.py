@@ -20,10 +20,9 @@ from tests.shim.fakes import (
 )
 from tests.strategies import plain_texts, spoken_texts
 from trajkit_shim.engines.embedded import load_tokenizer
+from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.prompting.reply_matching import ReplyIndex
-from trajkit_shim.prompting.token_cache import TokenCache
 
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
 EMBEDDED = ChatRenderer(load_tokenizer())
@@ -48,10 +47,8 @@ def calling(content, *ids, name="bash"):
 
 def shown(renderer, messages, tools=None):
     """The text of each message that has content tokens; None: nothing is told."""
-    prompts, replies = Prompts(renderer, "render"), ReplyIndex()
-    built = prompts.build(
-        replies.restore(messages), tools, replies, TokenCache(), attributed=True
-    )
+    prompts, replies = Prompts(renderer, "render"), Conversation()
+    built = prompts.build(replies.restore(messages), tools, replies, attributed=True)
     prompt, found = built.ids, built.message_index
     if found is None:
         return None
@@ -135,20 +132,14 @@ def test_a_template_that_looks_into_what_it_renders_tells_nothing(template):
 def test_tool_names():
     messages = [
         calling("", "a"),
-        calling("", "a", name="edit"),
         said("tool", "x", tool_call_id="a"),
-        said("tool", "x", tool_call_id="a", name="mine"),
-        said("tool", "x", tool_call_id="b"),
+        calling("", "a", "b", name="edit"),
+        said("tool", "x", tool_call_id="b", name="mine"),
+        said("tool", "x", tool_call_id="a"),
         said("user", "x", name="u"),
     ]
-    assert ReplyIndex().restore(messages).tool_names == [
-        None,
-        None,
-        "edit",
-        "mine",
-        None,
-        None,
-    ]
+    names = [None, "bash", None, "edit", "mine", None]
+    assert Conversation().restore(messages).tool_names == names
 
 
 async def converse(gateway):

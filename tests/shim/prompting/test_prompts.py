@@ -1,10 +1,6 @@
 """Prompts that are built behind what was sampled, and why others are rendered."""
 
 import asyncio
-import gc
-import json
-import weakref
-from dataclasses import asdict
 from hashlib import blake2b
 
 import numpy as np
@@ -29,23 +25,14 @@ from tests.shim.fakes import (
 from tests.strategies import good_calls, plain_texts, spoken_texts
 from tests.tables import link_by
 from trajkit_shim.chat.reply import Usage, canonical_reply, make_reply
-from trajkit_shim.chat.request import ChatRequest, logged_message
+from trajkit_shim.chat.request import logged_message
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
-from trajkit_shim.errors import EngineError
-from trajkit_shim.prompting.known_requests import Mark, ReadRequest
-from trajkit_shim.prompting.prompts import SHORT_TAIL, CompleteTextError, Prompts
+from trajkit_shim.errors import EngineError, TemplateError
+from trajkit_shim.prompting.conversation import Budget, Buffer, Node, next_position
+from trajkit_shim.prompting.conversation import Conversation as Session
+from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.prompting.reply_matching import (
-    ReplyIndex,
-    next_position,
-)
-from trajkit_shim.prompting.template_probe import RenderedPrefix
-from trajkit_shim.prompting.token_cache import (
-    Branch,
-    CacheBudget,
-    CachedPath,
-    TokenCache,
-)
+from trajkit_shim.replies.parse import opens_reasoning
 
 EMBEDDED = ChatRenderer(load_tokenizer())
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
@@ -73,7 +60,7 @@ MOVES_TOOLS = AS_STRING.replace(
 OPENS_REASONING = AS_STRING.replace(
     "<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"
 )
-NO_END = AS_STRING.replace("<|im_end|>", "<|im_start|>")
+NO_END = AS_STRING.replace("<|im_end|>", "!").replace("<|im_start|>", "# ")
 TWO_ENDS = AS_STRING.replace("\n</tool_call>", "<|im_end|>\n</tool_call>")
 NO_TOOLS = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + AS_STRING
 
@@ -83,66 +70,53 @@ def said(role, content, **fields):
 
 
 def probed(template, *, tools=True):
-    return Prompts(byte_renderer(template)).probe(tools=tools)
+    return Prompts(byte_renderer(template)).skeleton(tools=tools)
 
 
 @pytest.mark.parametrize(
-    ("template", "found"),
+    ("template", "leaves"),
     [
-        pytest.param(AS_STRING, {}, id="ChatML"),
-        pytest.param(KEEPS_REASONING, {"drops_reasoning": ()}, id="keeps reasoning"),
-        pytest.param(DROPS_REASONING, {}, id="drops reasoning"),
-        pytest.param(TRIMS, {}, id="trims"),
-        pytest.param(
-            OPENS_REASONING,
-            {"leaves": "<think>\n"},
-            id="the reply begins inside of its reasoning",
-        ),
+        pytest.param(AS_STRING, "", id="ChatML"),
+        pytest.param(KEEPS_REASONING, "", id="keeps reasoning"),
+        pytest.param(DROPS_REASONING, "", id="drops reasoning"),
+        pytest.param(TRIMS, "", id="trims"),
+        pytest.param(OPENS_REASONING, "<think>\n", id="opens the reasoning"),
+        pytest.param(REWRITES, "", id="writes the last reply otherwise"),
+        pytest.param(TWO_ENDS, "", id="writes a reply with two ends"),
     ],
 )
-def test_templates_whose_prompts_may_be_extended(template, found):
-    probe = probed(template)
-    assert probe.safe, probe.why
-    expected = {"leaves": "", "drops_reasoning": ("user", "tool")}
-    assert {name: getattr(probe, name) for name in expected} == expected | found
-
-
-def test_the_embedded_template_drops_reasoning_when_the_user_speaks():
-    probe = Prompts(EMBEDDED).probe(tools=True)
-    assert (probe.safe, probe.drops_reasoning) == (True, ("user",))
+def test_templates_whose_prompts_may_be_extended(template, leaves):
+    found = probed(template)
+    assert dict(found.extends) == {"user": None, "tool": None}
+    assert found.leaves == {"user": leaves, "tool": leaves}
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
+    ("template", "role", "says"),
     [
-        pytest.param(REWRITES, "a later message changes the text", id="rewrites"),
-        pytest.param(MOVES_TOOLS, "a later message changes", id="tools move on"),
-        pytest.param(NO_END, "no token ends a reply", id="no end"),
-        pytest.param(TWO_ENDS, "more than one end, where tools", id="two ends"),
-        pytest.param(
-            AS_STRING.replace("{{ message.content }}", "{{ message.content | upper }}"),
-            "missing after the reply, in plain talk",
-            id="says it otherwise",
-        ),
-        pytest.param(NO_TOOLS, "rejects the messages", id="takes no tools"),
+        pytest.param(MOVES_TOOLS, "user", "moves what was before", id="tools move on"),
+        pytest.param(NO_END, "user", "no token ends a reply", id="no end"),
         pytest.param(
             AS_STRING.replace(
-                "{%- if add_gen", "{% if not add_gen %}-{% endif %}{%- if add_gen"
+                "{%- if add_generation_prompt -%}",
+                "{% if messages | length > 2 %}{{ messages[1].content | length }}"
+                "{% endif %}{%- if add_generation_prompt -%}",
             ),
-            "a later message changes",
-            id="the end of a conversation is written",
+            "user",
+            "depends on the reply",
+            id="counts the letters of a reply",
+        ),
+        pytest.param(
+            "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+            + AS_STRING,
+            "tool",
+            "rejects what follows",
+            id="no results",
         ),
     ],
 )
-def test_templates_whose_prompts_are_rendered(template, says):
-    probe = probed(template)
-    assert not probe.safe
-    assert says in probe.why
-
-
-def test_a_template_may_be_safe_without_tools_alone():
-    assert probed(MOVES_TOOLS, tools=False).safe
-    assert probed(NO_TOOLS, tools=False).safe
+def test_templates_whose_prompts_are_rendered(template, role, says):
+    assert says in probed(template).extends[role]
 
 
 @pytest.mark.parametrize(
@@ -151,17 +125,12 @@ def test_a_template_may_be_safe_without_tools_alone():
         pytest.param(AS_STRING, "render", "render", id="render"),
         pytest.param(KEEPS_REASONING, "append", "append", id="append"),
         pytest.param(
-            DROPS_REASONING,
+            NO_END,
             "append",
-            "append; rendered where a tool or user message drops reasoning",
-            id="drops reasoning",
-        ),
-        pytest.param(
-            MOVES_TOOLS,
-            "append",
-            "append; rendered with tools: a later message changes the text before it; "
-            "rendered where a tool or user message drops reasoning",
-            id="unsafe",
+            "append; rendered at a user message with tools: no token ends a reply; "
+            "rendered at a tool message with tools: no token ends a reply; "
+            "rendered at a user message without tools: no token ends a reply",
+            id="no end",
         ),
     ],
 )
@@ -169,17 +138,26 @@ def test_what_is_done_in_one_line(template, mode, says):
     assert Prompts(byte_renderer(template), mode).summary() == says
 
 
-def test_a_tokenizer_that_does_not_encode_piece_by_piece():
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": [AddedToken("<|eat|>", rstrip=True)]}
+def test_the_line_names_what_happens_to_late_system_messages():
+    first = (
+        "{% if messages[-1].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
     )
-    probe = Prompts(ChatRenderer(tokenizer, AS_STRING)).probe(tools=False)
-    assert not probe.safe
-    assert "piece by piece" in probe.why
+    late = "{% if loop.index0 and message.role == 'system' %}"
+    late += "{{ raise_exception('no') }}{% endif %}"
+    template = first + AS_STRING.replace(LATER, LATER + late)
+    renderer = byte_renderer(template)
+    assert (
+        "shown as reminders by the user (--late-system)" in Prompts(renderer).summary()
+    )
+    messages = [said("user", "a"), said("system", "b"), said("user", "c")]
+    assert "<system-reminder>\nb\n" in renderer.text(messages, None)
+    renderer.late_system = "refuse"
+    with pytest.raises(TemplateError, match="--late-system user"):
+        renderer.text(messages, None)
+    assert "are refused (--late-system)" in Prompts(renderer).summary()
 
 
-def test_a_tokenizer_that_cannot_keep_the_words_of_the_probe_apart():
+def test_a_tokenizer_that_cannot_keep_control_tokens_apart():
     tokenizer = byte_tokenizer()
     special = AddedToken("probe", special=True), AddedToken("<|eat|>", rstrip=True)
     tokenizer.add_special_tokens({"additional_special_tokens": [*special]})
@@ -187,19 +165,18 @@ def test_a_tokenizer_that_cannot_keep_the_words_of_the_probe_apart():
 
 
 class Conversation:
-    """A session's books, and what a gateway does with each call."""
+    """A session, and what a gateway does with each call."""
 
-    def __init__(self, renderer, mode="append", *, cache_bytes=1 << 30, check=False):
+    def __init__(self, renderer, mode="append", *, cache_bytes=1 << 30, past="auto"):
         self.renderer = renderer
-        self.prompts = Prompts(renderer, mode, check=check)
-        self.echo, self.held = ReplyIndex(), TokenCache()
-        self.budget = CacheBudget(cache_bytes)
+        self.prompts = Prompts(renderer, mode, past=past)
+        self.session, self.budget = Session(), Budget(cache_bytes)
 
-    def ask(self, messages, tools=None, *, attributed=True):
-        self.restored = self.echo.restore(messages)
+    def ask(self, messages, tools=None, *, attributed=True, **variables):
+        self.restored = self.session.restore(messages)
         self.tools = tools
         self.prompt = self.prompts.build(
-            self.restored, tools, self.echo, self.held, attributed=attributed
+            self.restored, tools, self.session, variables, attributed=attributed
         )
         return self.prompt
 
@@ -207,17 +184,17 @@ class Conversation:
         """Sample these ids; the message that the client sees."""
         ended = bool(len(ids)) and ids[-1] in self.renderer.end_ids
         text = self.renderer.decode(ids, ended=ended)
-        opened = self.renderer.opens_reasoning(self.prompt.ids)
+        opened = opens_reasoning(self.renderer, self.prompt.ids)
         parsed = parse_reply(text, self.tools, opened=opened)
         message = canonical_reply(make_reply(parsed, "stop", model="m", usage=USAGE))
-        path = self.prompts.cacheable_path(
-            self.prompt,
-            ids,
-            next_position(self.restored.position, logged_message(message).key),
+        key = logged_message(message).key
+        self.session.remember(self.restored.position, message)
+        self.session.add(
+            next_position(self.restored.position, key),
+            self.prompts.node(self.prompt, ids),
+            self.prompt.base,
+            self.budget,
         )
-        self.echo.remember(self.restored.position, message)
-        if path is not None:
-            self.held.remember(path, self.budget)
         # a client adds nothing of the gateway's own
         return {name: message[name] for name in message if name != "sampled"}
 
@@ -240,13 +217,19 @@ turns = st.lists(
         | good_calls
         | st.builds("a{}\n{}".format, plain_texts, good_calls),
         st.lists(
-            st.tuples(st.sampled_from(["user", "tool", "system"]), spoken_texts),
+            st.tuples(st.sampled_from(["user", "system"]), spoken_texts),
             min_size=1,
             max_size=3,
         ),
     ),
     max_size=4,
 )
+
+
+def results(reply, text="done"):
+    """A result of each call, in another order than the calls."""
+    ids = [call["id"] for call in reply.get("tool_calls") or ()]
+    return [said("tool", text, tool_call_id=each) for each in reversed(ids)]
 
 
 @given(turns, st.booleans())
@@ -259,14 +242,8 @@ def test_where_nothing_drifts_append_is_render_to_the_token(turns, tools):
         assert prompt.ids.tolist() == rendering.ask(messages, tools).ids.tolist()
         assert prompt.built == ("append" if len(messages) > 2 else "render")
         reply = appending.reply(canonical(RENDERER, text))
-        calls = reply.get("tool_calls") or [{"id": "call_0"}]
-        messages = [*messages, reply]
-        messages += [
-            said(role, text, tool_call_id=calls[0]["id"])
-            if role == "tool"
-            else said(role, text)
-            for role, text in new
-        ]
+        messages = [*messages, reply, *results(reply)]
+        messages += [said(role, text) for role, text in new]
 
 
 @given(turns)
@@ -296,7 +273,7 @@ def test_attribution_tells_of_a_built_prompt_what_it_tells_of_a_rendered_one(tur
         for each in (appending, rendering):
             each.ask(messages)
         shown, whole = (each.prompt.message_index for each in (appending, rendering))
-        n_base, n_known = appending.prompt.base.n_ids, appending.prompt.n_known
+        n_base, n_known = appending.prompt.n_base, appending.prompt.n_known
         # what comes after the latest reply
         assert (n_known > 0) == (n_base > 0)
         assert not n_known or messages[n_known - 1]["role"] == "assistant"
@@ -305,44 +282,6 @@ def test_attribution_tells_of_a_built_prompt_what_it_tells_of_a_rendered_one(tur
         assert (index >= 0).sum() == (shown >= 0).sum()
         messages = [*messages, appending.reply(canonical(RENDERER, text))]
         messages += [said(role, text) for role, text in new]
-
-
-@pytest.mark.parametrize(
-    ("template", "text", "renderings"),
-    [
-        pytest.param(AS_STRING, "all is well", 1, id="once"),
-        pytest.param(AS_STRING, "all is well\n", 2, id="with outer white space"),
-        pytest.param(AS_STRING, "user", 2, id="a word of the template"),
-        pytest.param(AS_STRING, "an <|im_end|> too", 1, id="a special token"),
-        pytest.param(AS_STRING, "<|im_end|>", 2, id="a special token alone"),
-        pytest.param(AS_STRING, " \n", 1, id="white space"),
-        pytest.param(TRIMS, "all is well", 1, id="not trimmed"),
-        pytest.param(TRIMS, "all is well\n", 3, id="trimmed"),
-    ],
-)
-def test_what_stands_there_once_is_told_without_another_rendering(
-    monkeypatch, template, text, renderings
-):
-    renderer = byte_renderer(template)
-    appending, rendering = Conversation(renderer), Conversation(renderer, "render")
-    messages = [said("user", "u")]
-    appending.ask(messages)
-    reply = appending.reply(canonical(renderer, "Yes."))
-    messages += [reply, said("tool", text, tool_call_id="call_0"), said("user", "&?")]
-    rendering.ask(messages)
-    whole, rendered = rendering.prompt.message_index, []
-    text_of = renderer.text
-
-    def counted(*given):
-        rendered.append(given)
-        return text_of(*given)
-
-    monkeypatch.setattr(renderer, "text", counted)
-    prompt = appending.ask(messages)
-    shown = prompt.message_index
-    assert (prompt.built, len(rendered)) == ("append", renderings)
-    assert shown.tolist() == np.maximum(whole - 2, -1)[prompt.base.n_ids :].tolist()
-    assert (0 in shown) == bool(text.strip())
 
 
 def test_a_prompt_behind_one_that_nobody_can_tell_of():
@@ -369,7 +308,7 @@ def start(conversation, text="Yes.", *, tools=None, opening=None):
 
 def reason(conversation, messages, tools=None):
     prompt = conversation.ask(messages, tools)
-    if prompt.reason is not None:
+    if prompt.reason not in (None, "end_token"):
         whole = rendered(conversation.renderer, conversation.restored.messages, tools)
         assert prompt.ids.tolist() == whole.tolist()
     return prompt.reason
@@ -409,10 +348,7 @@ def test_the_last_turn_before_an_edit_is_extended():
     assert reason(conversation, edited) == "moved"
     prompt = conversation.prompt
     assert prompt.built == "render"
-    assert (prompt.base.n_ids > n_first, prompt.n_known) == (True, 3)
-    conversation.reply(canonical(RENDERER, "last"))
-    branches = {path.branch for path in conversation.held._paths.values()}
-    assert len(branches) == 2
+    assert (prompt.n_base > n_first, prompt.n_known) == (True, 3)
 
 
 def test_a_reply_that_did_not_end_itself():
@@ -441,11 +377,10 @@ def test_a_turn_is_extended_again_after_a_reply_to_it_was_cut():
     assert again.ids.tolist() == first.ids.tolist()
 
 
-def test_a_template_that_is_not_safe():
-    conversation = Conversation(byte_renderer(REWRITES))
-    messages = start(conversation)
-    assert len(conversation.held._paths) == 0
-    assert reason(conversation, [*messages, NEXT]) == "template"
+def test_a_template_that_moves_tools():
+    conversation = Conversation(byte_renderer(MOVES_TOOLS))
+    messages = start(conversation, tools=[TOOL])
+    assert reason(conversation, [*messages, NEXT], [TOOL]) == "template"
 
 
 @pytest.mark.parametrize(
@@ -454,7 +389,7 @@ def test_a_template_that_is_not_safe():
         pytest.param(
             (LATER, "{% if messages[-1].content == 'next' %}!{% endif %}" + LATER),
             "rewritten",
-            id="what stands",
+            id="the text before",
         ),
         pytest.param(
             (
@@ -467,152 +402,137 @@ def test_a_template_that_is_not_safe():
         ),
         pytest.param(
             (
-                "{%- endfor %}<|im_end|>",
-                "{%- endfor %}{% if messages[-1].content != 'next' or loop.index != 3 %}"
-                "<|im_end|>{% endif %}",
-            ),
-            "hidden",
-            id="the end of a reply",
-        ),
-        pytest.param(
-            (
                 "{{ message.content }}",
-                "{{ '-' if message.content == 'next' else message.content }}",
+                "{{ '-' if messages[-1].content == 'next' and loop.index == 3 else "
+                "message.content }}",
             ),
             "hidden",
-            id="what a message says",
+            id="the reply",
         ),
     ],
 )
 def test_a_template_that_shows_its_whims_later(change, expected):
     renderer = byte_renderer(AS_STRING.replace(*change))
-    conversation = Conversation(renderer, check=True)
+    conversation = Conversation(renderer)
     messages = start(conversation)
-    assert conversation.prompts.probe(tools=False).safe
+    assert not any(conversation.prompts.skeleton(tools=False).extends.values())
     assert reason(conversation, [*messages, NEXT]) == expected
     assert reason(conversation, [*messages, said("user", "other")]) is None
 
 
-@pytest.mark.parametrize(
-    ("template", "tail"),
-    [
-        pytest.param(AS_STRING, True, id="ChatML"),
-        pytest.param(DROPS_REASONING, True, id="drops reasoning"),
-        pytest.param(TRIMS, True, id="trims"),
-        pytest.param(
-            AS_STRING.replace(
-                "{{ message.role }}", "{{ message.role }}{{ loop.index }}"
-            ),
-            False,
-            id="numbers messages",
-        ),
-        pytest.param(
-            AS_STRING.replace(
-                "{%- if add_gen", "{{ messages[0].content }}{%- if add_gen"
-            ),
-            False,
-            id="repeats the first message",
-        ),
-        pytest.param(
-            AS_STRING.replace(
-                "{%- if add_gen",
-                "{% if tools %}{{ tools | length }}{% endif %}{%- if add_gen",
-            ),
-            False,
-            id="counts tools",
-        ),
-    ],
+# as Qwen3.5: replies since the last user message have a block for their reasoning
+BLOCKS = (
+    "{% set at = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set at.last = loop.index0 %}{% endif %}{% endfor %}"
+    + AS_STRING.replace(
+        "{{ message.content }}",
+        "{% if message.role == 'assistant' and loop.index0 > at.last %}<think>\n"
+        "{{ message.reasoning_content or '' }}\n</think>\n\n{% endif %}"
+        "{{ message.content }}",
+    ).replace(
+        "<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"
+    )
 )
-def test_templates_whose_tail_does_not_depend_on_the_head(template, tail):
-    # without tools none is counted
-    assert probed(template).tail == tail
 
 
-def test_only_the_tail_is_rendered_where_that_was_proven(monkeypatch):
-    renderer, lengths = byte_renderer(), []
-    conversation, checked = Conversation(renderer), Conversation(renderer, check=True)
-    for each in (conversation, checked):
-        each.prompts.probe(tools=False)
-    text = renderer.text
-    monkeypatch.setattr(
-        renderer, "text", lambda said, *a: lengths.append(len(said)) or text(said, *a)
-    )
-    messages = [said("user", "u" * 100)]
-    n_whole = 0
-    for i in range(40):
-        checked.ask(messages, attributed=False)
-        lengths.clear()
-        prompt = conversation.ask(messages, attributed=False)
-        assert lengths in ([3], [len(messages)])
-        n_whole += lengths == [len(messages)]
-        assert prompt.ids.tolist() == checked.prompt.ids.tolist()
-        hashers = prompt.hasher, checked.prompt.hasher
-        assert hashers[0].digest() == hashers[1].digest()
-        ids = canonical(RENDERER, f"reply {i}")
-        replies = [each.reply(ids) for each in (conversation, checked)]
-        messages = [*messages, replies[0], said("user", "next")]
-    # the opening, the first one (which has three messages), and each doubling
-    assert 4 <= n_whole <= 7
+@pytest.mark.parametrize("thought", ["hm", ""])
+def test_past_reasoning(thought):
+    """Tool results extend; a user message does where ``past`` says so."""
+    renderer = byte_renderer(BLOCKS)
+    reasons = {}
+    for past in ("auto", "sampled", "template"):
+        conversation = Conversation(renderer, past=past)
+        messages, found = [said("user", "u")], []
+        for _ in range(3):
+            found.append(conversation.ask(messages, [TOOL]).reason)
+            reply = conversation.reply(
+                canonical(renderer, f"{thought}\n</think>\n\n{CALL}")
+            )
+            messages = [*messages, reply, *results(reply)]
+        found.append(conversation.ask([*messages[:-1], *messages[-1:]], [TOOL]).reason)
+        conversation.reply(canonical(renderer, f"{thought}\n</think>\n\nDone."))
+        text = said("assistant", "Done.")
+        text |= {"reasoning_content": thought} if thought else {}
+        found.append(conversation.ask([*messages, text, NEXT], [TOOL]).reason)
+        reasons[past] = found
+    rewritten = "reasoning" if thought else "rewritten"
+    assert reasons["auto"] == ["opening", None, None, None, rewritten]
+    assert reasons["sampled"] == ["opening", None, None, None, None]
+    assert reasons["template"] == reasons["auto"]
 
 
-def test_without_complete_no_more_than_a_short_tail_is_rendered(monkeypatch):
-    renderer, lengths = byte_renderer(), []
+# as GLM: the token that ends a reply is the marker of the next message
+MARKED = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments }}}\n'
+    "</tool_call>{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% endif %}"
+)
+
+
+def marked_renderer():
+    tokenizer = byte_tokenizer()
+    names = ("<|user|>", "<|assistant|>", "<|tool|>")
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in names])
+    ends = [tokenizer.convert_tokens_to_ids(name) for name in ("<|user|>", "<|tool|>")]
+    return ChatRenderer(tokenizer, MARKED, end_ids=ends)
+
+
+def test_a_reply_that_ends_with_the_next_message_s_marker():
+    renderer = marked_renderer()
+    user, tool = renderer.end_ids[1:]
     conversation = Conversation(renderer)
-    conversation.prompts.probe(tools=False)
-    text = renderer.text
-    monkeypatch.setattr(
-        renderer, "text", lambda said, *a: lengths.append(len(said)) or text(said, *a)
+    opening = [said("user", "u")]
+    first = conversation.ask(opening, [TOOL])
+    text = renderer._piece(CALL).ids.tolist()
+    sampled_ids = np.array([*text, tool], np.int32)
+    reply = conversation.reply(sampled_ids)
+    path = [*first.ids.tolist(), *sampled_ids.tolist()]
+    # the marker is there once
+    prompt = conversation.ask([*opening, reply, *results(reply)], [TOOL])
+    assert prompt.reason is None
+    assert prompt.ids.tolist()[: len(path)] == path
+    assert prompt.ids.tolist().count(tool) == 1
+    # another one follows: the sampled one is replaced
+    prompt = conversation.ask([*opening, reply, NEXT], [TOOL])
+    assert (prompt.reason, prompt.built) == ("end_token", "append")
+    assert prompt.ids.tolist()[: len(path)] == [*path[:-1], user]
+    text = renderer.decode(prompt.ids, ended=False)
+    assert text == renderer.text(
+        conversation.restored.messages, [TOOL], sampled=conversation.restored.sampled
     )
-    messages, short = [said("user", "u" * 100)], []
-    for i in range(20):
-        restored = conversation.echo.restore(messages)
-        books = None, conversation.echo, conversation.held
-        lengths.clear()
-        try:
-            ids = conversation.prompts.build(
-                restored, *books, attributed=True, complete=False
-            ).ids.tolist()
-        except CompleteTextError:
-            assert lengths == []
-            ids = None
-        else:
-            assert lengths == [3]
-            short.append(i)
-        assert ids in (None, conversation.ask(messages).ids.tolist())
-        reply = conversation.reply(canonical(RENDERER, f"reply {i}"))
-        long = "x" * SHORT_TAIL
-        messages = [*messages, reply, said("user", long if i == 16 else "next")]
-    # not the opening, the turns that compare all, and the long message
-    assert not {0, 17} & {*short}
-    assert {16, 19} <= {*short}
-    assert 12 <= len(short) <= 16
-    # a history that changed
-    with pytest.raises(CompleteTextError):
-        conversation.prompts.build(
-            conversation.echo.restore([*messages[:-4], NEXT, *messages[-2:]]),
-            *books,
-            attributed=False,
-            complete=False,
-        )
 
 
-def test_a_template_that_looks_back_late_is_found_and_rendered():
-    """It is proven with short contents, and the check of all comes by itself."""
-    looks_back = (
-        LATER,
-        "{% if messages[-1].content == 'x' * 50 %}!{% endif %}" + LATER,
-    )
-    conversation = Conversation(byte_renderer(AS_STRING.replace(*looks_back)))
-    assert conversation.prompts.probe(tools=False).tail
-    messages, reasons = [said("user", "u")], []
-    for _ in range(6):
-        conversation.ask(messages)
-        reasons.append(conversation.prompt.reason)
-        reply = conversation.reply(canonical(RENDERER, "Yes."))
-        messages = [*messages, reply, said("user", "x" * 50)]
-    assert reasons[0] == "opening"
-    assert "rewritten" in reasons
-    assert not conversation.prompts.probe(tools=False).tail
+# as gpt-oss: a reply in history ends with another token than the sampled one
+def test_a_reply_whose_end_the_template_writes_otherwise():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|return|>", special=True)])
+    ends = [tokenizer.convert_tokens_to_ids("<|return|>")]
+    template = AS_STRING.replace("<|im_end|>", "<|im_start|>")
+    renderer = ChatRenderer(tokenizer, template, end_ids=ends)
+    renderer.end_ids, renderer.end_tokens = (ends[0],), frozenset(["<|return|>"])
+    conversation = Conversation(renderer)
+    messages = start(conversation)
+    prompt = conversation.ask([*messages, NEXT])
+    assert prompt.reason is None
+    text = renderer.decode(prompt.ids, ended=False)
+    assert "Yes.<|return|>\n<|im_start|>user\nnext" in text
+
+
+def test_variables_are_part_of_what_is_extended():
+    template = "{{ effort or '' }}" + AS_STRING
+    conversation = Conversation(byte_renderer(template))
+    opening = [said("user", "u")]
+    conversation.ask(opening, effort="low")
+    messages = [*opening, conversation.reply(canonical(RENDERER, "a")), NEXT]
+    assert conversation.ask(messages, effort="low").reason is None
+    assert conversation.ask(messages).reason == "tools"
+    prompt = conversation.ask(messages, effort="<|im_end|>")
+    # a client cannot write control tokens with one either
+    text = conversation.renderer.decode(prompt.ids, ended=False)
+    assert text.startswith("<|im_end|><|im_start|>user")
+    assert prompt.ids[0] < 256
 
 
 def test_reasoning_stays_until_the_template_drops_it():
@@ -648,12 +568,12 @@ def test_a_prompt_that_opens_the_reasoning_stays_as_it_was():
     text = renderer.decode(ids, ended=False)
     assert "assistant\n<think>\nhm \n</think>\n\nYes.<|im_end|>\n" in text
     assert text.endswith("next<|im_end|>\n<|im_start|>assistant\n<think>\n")
-    # where nothing was thought
-    conversation = Conversation(renderer)
-    messages = start(conversation, "\n</think>\n\nYes.")
-    assert "reasoning_content" not in messages[-1]
-    assert reason(conversation, [*messages, NEXT]) is None
-    assert conversation.prompt.ids[conversation.prompt.base.n_ids - 1] == 257
+    # where nothing was thought, the template takes the opening back
+    for past, expected in (("auto", "rewritten"), ("sampled", None)):
+        conversation = Conversation(renderer, past=past)
+        messages = start(conversation, "\n</think>\n\nYes.")
+        assert "reasoning_content" not in messages[-1]
+        assert reason(conversation, [*messages, NEXT]) == expected
 
 
 def test_a_special_token_that_the_model_wrote_is_kept():
@@ -665,10 +585,8 @@ def test_a_special_token_that_the_model_wrote_is_kept():
     reply = conversation.reply(ids)
     prompt = conversation.ask([*opening, reply, said("user", "<|im_start|>")])
     assert prompt.built == "append"
-    assert (
-        prompt.ids[prompt.base.n_ids - 4 : prompt.base.n_ids].tolist() == ids.tolist()
-    )
-    tail = prompt.ids[prompt.base.n_ids :].tolist()
+    assert prompt.ids[prompt.n_base - 4 : prompt.n_base].tolist() == ids.tolist()
+    tail = prompt.ids[prompt.n_base :].tolist()
     assert [i for i in tail if i >= 256] == [256, 257, 256]
 
 
@@ -686,14 +604,12 @@ def test_a_fork_goes_on_from_its_own_path():
     other = start(conversation, "other", opening=[said("system", "s"), *opening])
     for messages, ids, output in ways:
         prompt = conversation.ask([*messages, NEXT])
-        assert prompt.base.n_ids == len(ids) + len(output)
-        held = prompt.ids[: prompt.base.n_ids].tolist()
+        assert prompt.n_base == len(ids) + len(output)
+        held = prompt.ids[: prompt.n_base].tolist()
         assert held == [*ids.tolist(), *output.tolist()]
     assert reason(conversation, [*other, NEXT]) is None
-    assert len(conversation.held._paths) == 4
-    # one of the ways continues the trunk's branch
-    branches = {path.branch for path in conversation.held._paths.values()}
-    assert len(branches) == 3
+    # one of the ways continues the trunk's buffer
+    assert len(conversation.session._buffers) == 3
 
 
 def test_a_prompt_keeps_its_ids_when_another_extends_the_same_turn():
@@ -718,184 +634,50 @@ def test_of_equal_replies_the_last_one_is_gone_on_from():
         ids = spell(EMBEDDED, "the same")
         reply = conversation.reply(ids)
     prompt = conversation.ask([*opening, reply, NEXT])
-    assert (
-        prompt.ids[prompt.base.n_ids - len(ids) : prompt.base.n_ids].tolist()
-        == ids.tolist()
-    )
-    assert len(conversation.held._paths) == 1
+    assert prompt.ids[prompt.n_base - len(ids) : prompt.n_base].tolist() == ids.tolist()
+    assert len(conversation.session._nodes) == 1
 
 
-def path(position, base=None, n=100):
-    """A path with that many tokens after its base."""
-    new, none = np.arange(n, dtype=np.int32), np.empty(0, np.int32)
-    ids, branch = Branch().extend(none, new)
-    if base is not None:
-        ids, branch = base.branch.extend(base.ids, new + base.n_ids)
-    return CachedPath(
-        position=position,
-        base=base,
-        branch=branch,
-        n_ids=len(ids),
-        rendered=RenderedPrefix(),
-        hasher=blake2b(),
-    )
-
-
-def test_what_was_idle_for_longest_is_released_first():
-    budget = CacheBudget(1 << 20)
-    first, second = TokenCache(), TokenCache()
-    one = path(b"one")
-    first.remember(one, budget)
-    second.remember(path(b"other"), budget)
-    # the branch of the first goes on, and another leaves it
-    first.remember(path(b"two", one, 1), budget)
-    fork = path(b"fork", one)
-    first.remember(fork, budget)
-    assert [len(first._paths), len(second._paths)] == [3, 1]
-    for name in (b"one", b"two", b"fork"):
-        found = first.get(name)
-        assert found.ids.tolist() == list(range(found.n_ids))
-    leaf = path(b"leaf", fork, 1)
-    # the other session's branch, then the one that the fork left
-    for new, left in ((leaf, [4, 0]), (path(b"end", leaf, 1), [3, 0])):
-        budget.max_bytes = budget.n_bytes - 1
-        first.remember(new, budget)
-        assert [len(first._paths), len(second._paths)] == left
-    assert [first.get(name) is None for name in (b"one", b"fork")] == [True, False]
-    first.clear()
-    second.clear()
-    assert budget.n_bytes == 0
-    huge = path(b"huge", n=1 << 20)
-    first.remember(huge, budget)
-    assert (len(first._paths), budget.n_bytes) == (0, 0)
-
-
-@pytest.mark.parametrize("n", [10, 400, 40_000])
-def test_the_room_for_more_ids_counts(n):
-    cache, budget = TokenCache(), CacheBudget(1 << 30)
-    first = path(b"one", n=n)
-    cache.remember(first, budget)
-    n_bytes = budget.n_bytes
-    array = first.branch.ids
-    assert 4 * n <= array.nbytes <= min(n_bytes, 8 * n)
-    # it has the room already
-    second = path(b"two", first, n // 10)
-    cache.remember(second, budget)
-    assert second.branch.ids is array
-    assert budget.n_bytes - n_bytes == n_bytes - array.nbytes
-    cache.clear()
+def test_a_session_that_grows_needs_memory_for_its_longest_path():
+    session, budget = Session(), Budget(1 << 40)
+    base, ids, buffer = None, np.empty(0, np.int32), Buffer()
+    for i in range(300):
+        ids, buffer = buffer.extend(ids, np.full(50, i, np.int32))
+        node = Node(ids=ids, buffer=buffer, closed=True)
+        session.add(b"%d" % i, node, base, budget)
+        base = node
+    assert len(session._buffers) == 1
+    n_ids = sum(len(each.ids) for each in session._buffers)
+    assert n_ids < 1.2 * len(ids) + 1024
+    for i in range(300):
+        known = session.node(b"%d" % i)
+        assert known.ids.tolist() == np.repeat(np.arange(i + 1), 50).tolist()
+    assert budget.n_bytes == session.n_bytes > 4 * len(ids)
+    session.close()
     assert budget.n_bytes == 0
 
 
-def test_ids_that_were_not_answered_are_dropped_with_the_next_path():
-    """Also a count of tokens appends ids that no path has."""
-    cache, budget = TokenCache(), CacheBudget(1 << 30)
-    last = path(b"0", n=1000)
-    cache.remember(last, budget)
-    for i in range(1, 50):
-        path(b"unanswered", last)
-        last = path(b"%d" % i, last)
-        cache.remember(last, budget)
-    assert len({cache.get(b"%d" % i).branch for i in range(50)}) == 1
-    assert last.ids.tolist() == [*range(1000), *[*range(1000, 5900)]]
-    assert budget.n_bytes < 2 * last.ids.nbytes + 50 * 1536
+def test_a_fork_keeps_the_ids_of_both_ways():
+    session, budget = Session(), Budget(1 << 40)
+    ids, buffer = Buffer().extend(np.empty(0, np.int32), np.arange(5, dtype=np.int32))
+    trunk = Node(ids=ids, buffer=buffer, closed=True)
+    session.add(b"trunk", trunk, None, budget)
+    for name, new in (("left", 10), ("right", 20), ("more", 30)):
+        way, own = buffer.extend(ids, np.full(2000, new, np.int32))
+        node = Node(ids=way, buffer=own, closed=True)
+        session.add(name.encode(), node, trunk, budget)
+    for name, new in (("left", 10), ("right", 20), ("more", 30)):
+        assert session.node(name.encode()).ids[4:7].tolist() == [4, new, new]
 
 
-def test_a_path_whose_base_was_released_has_all_its_tokens():
-    cache, budget = TokenCache(), CacheBudget(1 << 20)
-    trunk = path(b"trunk")
-    cache.remember(trunk, budget)
-    late = path(b"late", trunk)
-    cache.clear()
-    cache.remember(late, budget)
-    assert cache.get(b"late").ids.tolist() == list(range(200))
-    assert len(cache._paths) == 1
-    cache.clear()
-    assert budget.n_bytes == 0
-
-
-def test_a_released_branch_is_freed_though_another_left_it():
-    cache, budget = TokenCache(), CacheBudget(1 << 20)
-    trunk = path(b"trunk")
-    cache.remember(trunk, budget)
-    for name in (b"left", b"right"):
-        cache.remember(path(name, trunk), budget)
-    freed = weakref.ref(trunk.branch)
-    cache.release(trunk.branch)
-    del trunk
-    gc.collect()
-    assert freed() is None
-    assert cache.get(b"left") is None
-    assert cache.get(b"right").ids.tolist() == list(range(200))
-
-
-def known(n_bytes):
-    """A request with a body of that length."""
-    return ReadRequest(
-        protocol="p",
-        body=bytes(n_bytes),
-        chat=ChatRequest(messages=[], tools=None, sampling=None, stream=False),
-        end=0,
-        fields={},
-        marks=[Mark(0, 0, blake2b())],
-    )
-
-
-def test_requests_of_a_session_come_latest_first():
-    cache, budget = TokenCache(), CacheBudget(1 << 20)
-    for number, name in enumerate([b"one", b"other", b"one"]):
-        cache.remember(path(name), budget, known(number))
-    cache.remember(path(b"end", cache.get(b"other"), 1), budget, known(3))
-    assert [len(request.body) for request in cache.requests()] == [3, 2]
-    cache.remember(path(b"one"), budget, known(4))
-    assert [len(request.body) for request in cache.requests()] == [4, 3]
-
-
-def test_requests_are_released_before_tokens():
-    sessions = [TokenCache() for _ in range(3)]
-    budget = CacheBudget(1 << 20)
-    for number, session in enumerate(sessions):
-        session.remember(path(b"one"), budget, known(1000 * number))
-    n_bytes = budget.n_bytes
-    budget.max_bytes = n_bytes + 500
-    sessions[0].remember(path(b"two", sessions[0].get(b"one")), budget, known(1000))
-    # the two that were idle longest
-    assert [len([*session.requests()]) for session in sessions] == [1, 0, 0]
-    assert [len(session._paths) for session in sessions] == [2, 1, 1]
-    for session in sessions:
-        session.clear()
-    assert budget.n_bytes == 0
-
-
-def test_one_position_has_one_path():
-    cache, budget = TokenCache(), CacheBudget(1 << 20)
-    trunk = path(b"trunk")
-    cache.remember(trunk, budget)
-    sizes = set()
-    for n in (50, 60, 60, 60):
-        cache.remember(path(b"again", trunk, n), budget)
-        assert len(cache._paths) == 2
-        assert cache.get(b"again").n_ids == 100 + n
-        sizes.add(budget.n_bytes)
-    assert len(sizes) <= 2
-    opening = TokenCache()
-    for _ in range(3):
-        opening.remember(path(b"one"), budget)
-        sizes.add(budget.n_bytes)
-    assert (len(opening._paths), len(sizes)) == (1, 3)
-
-
-def test_a_fork_of_a_fork_of_many_forks():
-    cache, budget = TokenCache(), CacheBudget(1 << 30)
-    last = path(b"0", n=1)
-    cache.remember(last, budget)
-    for i in range(1, 500):
-        cache.remember(path(b"tip", last, 1), budget)
-        last = path(str(i).encode(), last, 1)
-        cache.remember(last, budget)
-    assert last.ids.tolist() == list(range(500))
-    cache.clear()
-    assert budget.n_bytes == 0
+def test_the_session_that_was_idle_longest_is_released():
+    budget, sessions = Budget(30_000), [Session() for _ in range(3)]
+    for session in (*sessions, sessions[0]):
+        ids, buffer = Buffer().extend(np.empty(0, np.int32), np.zeros(2000, np.int32))
+        session.add(b"p", Node(ids=ids, buffer=buffer, closed=True), None, budget)
+    kept = [session.node(b"p").ids is not None for session in sessions]
+    assert kept == [True, False, True]
+    assert budget.n_bytes <= 30_000
 
 
 def test_what_is_released_is_rendered():
@@ -1063,10 +845,11 @@ async def test_the_gateway_shows_what_the_template_does(tmp_path):
     async with in_process(ScriptedEngine(), EMBEDDED, tmp_path) as gateway:
         shown = (await gateway.http.get("/prompts")).json()
     assert shown["mode"] == "append"
-    assert shown["template"]["with_tools"] == json.loads(
-        json.dumps(asdict(Prompts(EMBEDDED).probe(tools=True)))
+    assert shown["end_tokens"] == ["<|im_end|>"]
+    assert (
+        shown["template"]["with_tools"]
+        == Prompts(EMBEDDED).skeleton(tools=True).describe()
     )
-    assert shown["template"]["without_tools"]["drops_reasoning"] == ["user"]
 
 
 @pytest.mark.anyio

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from tokenizers import AddedToken
@@ -102,8 +103,22 @@ def test_a_special_token_in_a_tool_definition_stays_text():
     assert text_of(rendered(RENDERER, [user("x")], [tool])).count("<|im_end|>") == 4
 
 
-def test_markup_that_is_not_special_is_encoded_as_the_tokenizer_does():
-    assert rendered(RENDERER, [user("<tool_call>")], None).tolist().count(CALL) == 1
+def test_markup_is_a_token_only_in_a_sampled_reply():
+    messages = [user("<tool_call>"), assistant("<tool_call>")]
+    for sampled, n_tokens in ((), 0), ([1], 1):
+        text = RENDERER.text(messages, None, sampled=sampled)
+        assert RENDERER.encode(text).ids.tolist().count(CALL) == n_tokens
+        assert RENDERER.without_mark(text).count("<tool_call>") == 2
+
+
+def test_tokens_of_white_space_are_text():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
+    renderer = ChatRenderer(tokenizer, AS_STRING)
+    assert renderer.keeps_apart
+    ids = rendered(renderer, [user("a\n\nb<|im_end|>")], None).tolist()
+    assert ids.count(tokenizer.convert_tokens_to_ids("\n\n")) == 1
+    assert ids.count(END) == 1
 
 
 @given(spoken_texts)
@@ -191,7 +206,7 @@ def test_half_a_character_is_shown_as_one_that_is_missing():
     ("change", "match"),
     [
         pytest.param({"chat_template": None}, "no chat template", id="no template"),
-        pytest.param({"eos_token": None}, "no eos_token", id="no end"),
+        pytest.param({"eos_token": None}, "--stop-token", id="no end"),
     ],
 )
 def test_tokenizers_that_cannot_be_used(change, match):
@@ -214,6 +229,97 @@ def test_load_renderer_reads_a_model_directory(tmp_path):
     )
     with pytest.raises(FileNotFoundError, match="no model directory"):
         load_renderer(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "stops", "ends"),
+    [
+        pytest.param({}, {}, [], [257], id="the tokenizer's"),
+        pytest.param({"eos_token_id": [257, 256]}, {}, [], [257, 256], id="a list"),
+        pytest.param({}, {"eos_token_id": 258}, [], [257, 258], id="of the config"),
+        pytest.param(
+            {},
+            {"text_config": {"eos_token_id": 258}},
+            [],
+            [257, 258],
+            id="of the language model",
+        ),
+        pytest.param({}, {}, ["<tool_call>"], [257, 258], id="given"),
+    ],
+)
+def test_the_tokens_that_end_a_reply(tmp_path, generation, config, stops, ends):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = AS_STRING
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
+    renderer = load_renderer(tmp_path, stop_tokens=stops)
+    assert list(renderer.end_ids) == ends
+    for end in ends:
+        ids = np.array([65, end], np.int32)
+        assert len(renderer.decode(ids, ended=True)) == 1
+
+
+def test_a_stop_token_that_is_none(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = AS_STRING
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="--stop-token <stop>: no token"):
+        load_renderer(tmp_path, stop_tokens=["<stop>"])
+
+
+def test_a_tokenizer_of_another_kind(tmp_path):
+    (tmp_path / "tekken.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    with pytest.raises(
+        ValueError, match=r"only tekken\.json.*--trust-remote-code"
+    ) as e:
+        load_renderer(tmp_path)
+    assert "\n" not in str(e.value)
+
+
+def test_a_template_with_a_fault():
+    with pytest.raises(ValueError, match="the chat template, line 1"):
+        byte_renderer("{% if %}")
+
+
+def test_reasoning_in_the_form_that_a_template_takes():
+    thinking = assistant("Yes.")
+    thinking["reasoning_content"] = "hm"
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        template = AS_STRING.replace(
+            "{{ message.content }}",
+            "{{ message.NAME or '' }}{{ message.content }}".replace("NAME", name),
+        )
+        assert "hmYes." in byte_renderer(template).text([user("u"), thinking], None)
+    chunks = AS_STRING.replace(
+        "{{ message.content }}",
+        "{% if message.content is string %}{{ message.content }}{% else %}"
+        "{% for block in message.content %}{% if block.type == 'thinking' %}"
+        "[THINK]{{ block.thinking }}[/THINK]{% else %}{{ block.text }}{% endif %}"
+        "{% endfor %}{% endif %}",
+    )
+    shown = byte_renderer(chunks).text([user("u"), thinking], None)
+    assert "[THINK]hm[/THINK]Yes." in shown
+
+
+def test_text_and_reasoning_beside_a_call_where_one_is_taken():
+    template = AS_STRING.replace(
+        "{{ message.content }}",
+        "{% if message.tool_calls and message.content and message.thinking %}"
+        "{{ raise_exception('both') }}{% endif %}{{ message.thinking or '' }}"
+        "{{ message.content }}",
+    )
+    reply = assistant("Look.", '{"a": 1}')
+    reply["reasoning_content"] = "hm"
+    assert "hm\nLook." in byte_renderer(template).text([user("u"), reply], None)
+
+
+def test_half_a_pair_in_sampled_arguments_is_rendered():
+    reply = assistant("", '{"a": "\\ud83d"}')
+    text = byte_renderer(AS_JSON).text([user("u"), reply], None)
+    assert '"\ufffd"' in text or "\\ud83d" in text
+    assert len(RENDERER.encode(text).ids)
 
 
 def test_where_reasoning_ends():

@@ -166,7 +166,7 @@ def test_the_longest_token_bounds_a_text_only_where_it_surely_does(change, bound
     parts = json.loads(byte_renderer()._backend.to_str())
     change(parts)
     tokenizer = Tokenizer.from_str(json.dumps(parts))
-    longest = _longest_token(tokenizer)
+    longest = _longest_token(tokenizer, parts)
     assert (longest < NO_LIMIT) == bounded
     if bounded:
         for text in ("</tool_call>" * 9, "e\u0301" * 50, "\u1112\u1161\u11ab" * 30):

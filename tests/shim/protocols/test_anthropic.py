@@ -1,6 +1,7 @@
 """Anthropic Messages, driven by the real anthropic client, and shapes of Claude Code."""
 
 import json
+import re
 
 import anthropic
 import numpy as np
@@ -400,12 +401,6 @@ def said_by_model(**fields):
         pytest.param({"max_tokens": 0}, "max_tokens", id="no tokens"),
         pytest.param({"messages": []}, "messages", id="no messages"),
         pytest.param({"messages": [3]}, "messages[0]", id="a message as a number"),
-        pytest.param({"messages": [{"role": "tool"}]}, "messages[0].role", id="a role"),
-        pytest.param(
-            {"messages": [USER, {"role": "assistant", "content": "{"}]},
-            "messages",
-            id="a reply to be continued",
-        ),
         pytest.param(block(type="image"), "messages[0].content[0].type", id="an image"),
         pytest.param(
             block(type="document", source={"type": "base64"}),
@@ -413,27 +408,9 @@ def said_by_model(**fields):
             id="a PDF",
         ),
         pytest.param(
-            block(type="tool_use"), "messages[0].content[0].type", id="a user's call"
-        ),
-        pytest.param(
-            block(type="text", text="a", mark=1),
-            "messages[0].content[0].mark",
-            id="an unknown field",
-        ),
-        pytest.param(
-            said_by_model(type="redacted_thinking", data="x"),
-            "messages[0].content[0].type",
-            id="what nobody can read",
-        ),
-        pytest.param(
             said_by_model(type="tool_use", id="1", name="f", input="{}"),
             "messages[0].content[0].input",
             id="arguments as text",
-        ),
-        pytest.param(
-            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-            "tools[0].type",
-            id="the provider's own tool",
         ),
         pytest.param({"tools": [{"name": "f"}]}, "tools[0].input_schema", id="a tool"),
         pytest.param(
@@ -449,7 +426,6 @@ def said_by_model(**fields):
         ),
         pytest.param({"stop_sequences": [""]}, "stop_sequences[0]", id="empty stop"),
         pytest.param({"top_p": 2}, "top_p", id="top_p"),
-        pytest.param({"n": 2}, "n", id="an unknown field of the body"),
         pytest.param(
             {"output_config": {"format": {}}},
             "output_config.format.type",
@@ -462,6 +438,45 @@ def test_what_is_refused(body, param):
         taken(**body)
     assert caught.value.status == 400
     assert caught.value.param == param
+
+
+IGNORED = [
+    pytest.param(
+        {"messages": [{"role": "ctx", "content": "a"}]}, "messages[0].role", id="a role"
+    ),
+    pytest.param(
+        {"messages": [USER, {"role": "assistant", "content": "{"}]},
+        "continuation of the last message",
+        id="a reply to be continued",
+    ),
+    pytest.param(
+        block(type="tool_use"), "messages[0].content[0].type", id="a user's call"
+    ),
+    pytest.param(
+        block(type="text", text="a", mark=1),
+        "messages[0].content[0].mark",
+        id="an unknown field",
+    ),
+    pytest.param(
+        said_by_model(type="redacted_thinking", data="x"),
+        "messages[0].content[0].type",
+        id="what nobody can read",
+    ),
+    pytest.param(
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        "tools[0].type",
+        id="the provider's own tool",
+    ),
+    pytest.param({"n": 2}, "n", id="an unknown field of the body"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), IGNORED)
+def test_what_is_ignored_and_counted(body, param):
+    request = ANTHROPIC.read({"max_tokens": 9, "messages": [USER], **body})
+    counted = {*request.ignored, *(f"tools[].type={one}" for one in request.left_out)}
+    where = re.sub(r"\[\d+\]", "[]", param)
+    assert any(name.partition("=")[0] == where for name in counted), counted
 
 
 def test_a_count_names_no_limit():

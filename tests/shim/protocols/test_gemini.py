@@ -1,5 +1,7 @@
 """Gemini generateContent, driven by the real google-genai client."""
 
+import re
+
 import pytest
 from google.genai import errors, types
 
@@ -272,14 +274,6 @@ def test_a_count_of_a_whole_request():
     [
         pytest.param({"contents": []}, "contents", id="nothing"),
         pytest.param(
-            {"contents": [content("a", role="system")]}, "contents[0].role", id="role"
-        ),
-        pytest.param(
-            {"contents": [content({"executableCode": {}})]},
-            "contents[0].parts[0].executableCode",
-            id="code",
-        ),
-        pytest.param(
             {
                 "contents": [
                     content({"functionResponse": {"name": "f", "response": {}}})
@@ -289,18 +283,9 @@ def test_a_count_of_a_whole_request():
             id="the result of no call",
         ),
         pytest.param(
-            {"tools": [{"computerUse": {}}]}, "tools[0].computerUse", id="tool"
-        ),
-        pytest.param({"cachedContent": "c"}, "cachedContent", id="cached content"),
-        pytest.param(
             {"generationConfig": {"candidateCount": 0}},
             "generationConfig.candidateCount",
             id="no candidates",
-        ),
-        pytest.param(
-            {"generationConfig": {"responseLogprobs": True, "logprobs": 1}},
-            "generationConfig.logprobs",
-            id="top logprobs",
         ),
         pytest.param(
             {"generationConfig": {"responseMimeType": "text/x.enum"}},
@@ -330,3 +315,29 @@ def test_what_is_refused(body, param):
         GEMINI.read({"contents": [content("hi")], **body})
     assert caught.value.status == 400
     assert caught.value.param == param
+
+
+IGNORED = [
+    pytest.param(
+        {"contents": [content("a", role="system")]}, "contents[0].role", id="role"
+    ),
+    pytest.param(
+        {"contents": [content({"executableCode": {}})]},
+        "contents[0].parts[0].executableCode",
+        id="code",
+    ),
+    pytest.param({"tools": [{"computerUse": {}}]}, "tools[0].computerUse", id="tool"),
+    pytest.param({"cachedContent": "c"}, "cachedContent", id="cached content"),
+    pytest.param(
+        {"generationConfig": {"responseLogprobs": True, "logprobs": 1}},
+        "generationConfig.logprobs",
+        id="top logprobs",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), IGNORED)
+def test_what_is_ignored_and_counted(body, param):
+    request = GEMINI.read({"contents": [content("hi")], **body})
+    where = re.sub(r"\[\d+\]", "[]", param)
+    assert any(name.partition("=")[0] == where for name in request.ignored)

@@ -1,6 +1,7 @@
 """OpenAI Responses, driven by the real openai client, and shapes of Codex."""
 
 import json
+import re
 
 import openai
 import pytest
@@ -348,8 +349,6 @@ def test_images_by_policy():
         pytest.param(
             {"previous_response_id": "r"}, "previous_response_id", id="a stored one"
         ),
-        pytest.param({"conversation": "c"}, "conversation", id="a conversation"),
-        pytest.param({"background": True}, "background", id="in the background"),
         pytest.param({"parallel_tool_calls": 1}, "parallel_tool_calls", id="one"),
         pytest.param(
             {"text": {"format": {"type": "json_schema"}}},
@@ -357,43 +356,13 @@ def test_images_by_policy():
             id="no schema",
         ),
         pytest.param({"include": "logprobs"}, "include", id="include as text"),
-        pytest.param({"top_logprobs": 1}, "top_logprobs", id="top logprobs"),
-        pytest.param(
-            {"tool_choice": {"type": "web_search"}}, "tool_choice", id="a hosted choice"
-        ),
-        pytest.param(
-            {"tools": [{"type": "custom", "name": "apply_patch"}]},
-            "tools[0].type",
-            id="a custom tool",
-        ),
-        pytest.param(
-            {"tools": [{**SPAWN, "tools": [SPAWN]}]},
-            "tools[0].tools[0].type",
-            id="a namespace within one",
-        ),
         pytest.param(
             {"tools": [{**BASH, "strict": 1}]}, "tools[0].strict", id="strict"
-        ),
-        pytest.param(
-            {"input": [{"type": "custom_tool_call"}]}, "input[0].type", id="its call"
-        ),
-        pytest.param(
-            {"input": [{"type": "item_reference", "id": "x"}]},
-            "input[0].type",
-            id="a reference",
         ),
         pytest.param(
             {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
             "input[0].content[0].type",
             id="a file",
-        ),
-        pytest.param(
-            {"input": [{"role": "tool", "content": ""}]}, "input[0].role", id="a role"
-        ),
-        pytest.param(
-            {"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]},
-            "input[0].encrypted_content",
-            id="someone else's reasoning",
         ),
         pytest.param(
             {"max_output_tokens": 0}, "max_output_tokens", id="no output tokens"
@@ -405,6 +374,52 @@ def test_what_is_refused(given, param):
         OPENAI_RESPONSES.read({"input": "hi", **given})
     assert caught.value.status == 400
     assert caught.value.param == param
+
+
+IGNORED = [
+    pytest.param({"conversation": "c"}, "conversation", id="a conversation"),
+    pytest.param({"background": True}, "background", id="in the background"),
+    pytest.param({"top_logprobs": 1}, "top_logprobs", id="top logprobs"),
+    pytest.param(
+        {"tool_choice": {"type": "web_search"}}, "tool_choice", id="a hosted choice"
+    ),
+    pytest.param(
+        {"tools": [{"type": "custom", "name": "apply_patch"}]},
+        "tools[0].type",
+        id="a custom tool",
+    ),
+    pytest.param(
+        {"tools": [{**SPAWN, "tools": [SPAWN]}]},
+        "tools[0].type",
+        id="a namespace within one",
+    ),
+    pytest.param(
+        {"input": [{"type": "custom_tool_call"}]}, "input[0].type", id="its call"
+    ),
+    pytest.param(
+        {"input": [{"type": "item_reference", "id": "x"}]},
+        "input[0].type",
+        id="a reference",
+    ),
+    pytest.param(
+        {"input": [{"role": "tool", "content": ""}]}, "input[0].role", id="a role"
+    ),
+    pytest.param(
+        {"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]},
+        "input[0].encrypted_content",
+        id="someone else's reasoning",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "param"), IGNORED)
+def test_what_is_ignored_and_counted(given, param):
+    if isinstance(given.get("input"), list):
+        given = {**given, "input": [*given["input"], {"role": "user", "content": "a"}]}
+    request = OPENAI_RESPONSES.read({"input": "hi", **given})
+    counted = {*request.ignored, *(f"tools[].type={one}" for one in request.left_out)}
+    where = re.sub(r"\[\d+\]", "[]", param)
+    assert any(name.partition("=")[0] == where for name in counted), counted
 
 
 async def test_errors_have_the_shape_of_the_protocol(tmp_path):

@@ -104,18 +104,54 @@ async def test_a_free_request_has_no_grammar(tmp_path, name):
     assert json.loads(turn["sampling"])["structural_tag"] is None
 
 
-async def test_a_session_with_a_grammar_takes_no_other(tmp_path):
+@pytest.mark.parametrize(
+    ("sampling", "client", "overruled"),
+    [
+        pytest.param({}, [], [], id="nothing is fixed"),
+        pytest.param({"temperature": 1}, [], ["tool_choice"], id="sampling is fixed"),
+        pytest.param({"temperature": 1}, ["tool_choice"], [], id="but for the tools"),
+        pytest.param({"extra": {"regex": "a"}}, [], ["tool_choice"], id="a grammar"),
+    ],
+)
+async def test_a_session_that_fixes_its_sampling(tmp_path, sampling, client, overruled):
     engine = ScriptedEngine("hi")
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        key = await gateway.open_key(sampling={"extra": {"regex": "a"}})
+        key = await gateway.open_key(
+            session_id="a", sampling=sampling, client_sampling=client
+        )
         answer = await gateway.http.post(
             PATHS["openai_chat"],
             headers={"x-session-key": key},
             json=body("openai_chat", "a call"),
         )
-    assert answer.status_code == 400
-    assert "the session fixes regex" in answer.text
-    assert not engine.prompts
+        session = (await gateway.http.get("/sessions/a")).json()
+    assert answer.status_code == 200
+    assert [*session["sampling_overruled"]] == overruled
+    assert (engine.samplings[0].structural_tag is None) == bool(overruled)
+
+
+async def test_a_const_forces_no_turn_of_fixed_sampling(tmp_path):
+    engine = ScriptedEngine("hi")
+    form = {"name": "x", "schema": {"const": {"reward": "mine"}}}
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        key = await gateway.open_key(session_id="a", sampling={"top_p": 1.0})
+        asked = {
+            "model": "m",
+            "messages": [{"role": "user", "content": "u"}],
+            "response_format": {"type": "json_schema", "json_schema": form},
+            "stop": ["i"],
+            "seed": 3,
+            "max_tokens": 1,
+        }
+        answer = await gateway.http.post(
+            PATHS["openai_chat"], headers={"x-session-key": key}, json=asked
+        )
+        session = (await gateway.http.get("/sessions/a")).json()
+    assert answer.json()["choices"][0]["message"]["content"] == "hi"
+    (sampling,) = engine.samplings
+    assert (sampling.structural_tag, sampling.stop, sampling.seed) == (None, (), None)
+    names = ["max_tokens", "response_format", "seed", "stop"]
+    assert sorted(session["sampling_overruled"]) == names
 
 
 async def test_the_embedded_engine_refuses(tmp_path):

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import sys
 from contextlib import ExitStack
-from types import MappingProxyType, SimpleNamespace
 
 import openai
 import pytest
@@ -20,12 +18,7 @@ from trajkit_shim.engines.base import EngineInfo
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.replies.external_parsers import (
-    InstalledParser,
-    SchemaParser,
-    SGLangParser,
-    as_sampled,
-)
+from trajkit_shim.replies.external_parsers import SGLangParser, as_sampled
 from trajkit_shim.serve import running
 
 pytestmark = pytest.mark.anyio
@@ -34,21 +27,6 @@ pytestmark = pytest.mark.anyio
 ARGUMENTS = '{"n":  1.50e1}'
 CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
 REPLY = f"<think>\nhm\n</think>\n\nLook.\n{CALL}"
-TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "reasoning_content": {"open": "<think>\n", "close": "\n</think>"},
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close": "</tool_call>",
-            "content": "json",
-            "repeats": True,
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {},
-    },
-}
 
 
 class Server:
@@ -109,141 +87,28 @@ class Closing(SGLangParser):
         await asyncio.to_thread(self._stack.close)
 
 
-def schema_parser(template=TEMPLATE):
-    tokenizer = load_tokenizer()
-    tokenizer.response_template = template
-    return SchemaParser(ChatRenderer(tokenizer))
-
-
 BOTH = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
 
 
-class Detector:
-    """How a call is written, in SGLang's words."""
-
-    supported = True
-
-    def supports_structural_tag(self):
-        return self.supported
-
-    def structure_info(self):
-        if self.supported is None:
-            raise NotImplementedError
-        return lambda name: SimpleNamespace(
-            begin=f'<tool_call>{{"name":"{name}", "arguments":',
-            end="}</tool_call>",
-            trigger="<tool_call>",
-        )
-
-
-class FunctionCallParser:
-    ToolCallParserEnum = MappingProxyType({"qwen25": Detector})
-
-    def __init__(self, tools, name):
-        self.tools, self.detector = tools, self.ToolCallParserEnum[name]()
-
-    def parse_non_stream(self, text):
-        found = parse_reply(text, self.tools)
-        calls = [
-            Model(name=one.name, parameters=json.dumps(json.loads(one.arguments)))
-            for one in found.calls
-        ]
-        return found.text.strip(), calls
-
-
-class ReasoningParser:
-    DetectorMap = MappingProxyType({"qwen3": None})
-
-    def __init__(self, name):
-        assert name in self.DetectorMap
-
-    def parse_non_stream(self, text):
-        found = parse_reply(text, None)
-        return found.reasoning, text.rpartition("</think>")[2].strip()
-
-
-class Model(SimpleNamespace):
-    def model_dump(self):
-        return vars(self)
-
-    @staticmethod
-    def model_validate(tool):
-        return tool
-
-
-@pytest.fixture
-def installed(monkeypatch):
-    """An SGLang that is installed, with the gateway's own parsers in its place."""
-    for name, module in {
-        "entrypoints.openai.protocol": SimpleNamespace(Tool=Model),
-        "function_call.function_call_parser": SimpleNamespace(
-            FunctionCallParser=FunctionCallParser
-        ),
-        "parser.reasoning_parser": SimpleNamespace(ReasoningParser=ReasoningParser),
-    }.items():
-        monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", module)
-
-
-def parser_of(kind):
-    if kind == "installed":
-        return InstalledParser("qwen25", "qwen3")
-    return Server(**BOTH).parser() if kind == "sglang" else schema_parser()
-
-
-@pytest.mark.parametrize(
-    ("supported", "known"), [(True, True), (False, False), (None, False)]
-)
-def test_the_form_of_an_installed_parser(installed, monkeypatch, supported, known):
-    monkeypatch.setattr(Detector, "supported", supported)
-    form = InstalledParser("qwen25", None).form
-    assert (form is not None) == known
-    if known:
-        assert form.opens == "<tool_call>"
-        assert form.tag("f", {"type": "object"}) == {
-            "type": "tag",
-            "begin": '<tool_call>{"name":"f", "arguments":',
-            "content": {"type": "json_schema", "json_schema": {"type": "object"}},
-            "end": "}</tool_call>",
-        }
-    assert InstalledParser(None, "qwen3").form is None
-
-
-@pytest.mark.parametrize("names", [("qwen9", None), (None, "qwen9")])
-def test_an_unknown_parser(installed, names):
-    with pytest.raises(ValueError, match="'qwen9' is not one of qwen"):
-        InstalledParser(*names)
-
-
-@pytest.mark.parametrize("kind", ["sglang", "schema", "installed"])
-async def test_a_required_call_needs_a_known_form(tmp_path, installed, kind):
-    engine = ScriptedEngine(CALL)
-    parser = parser_of(kind)
-    async with in_process(engine, RENDERER, tmp_path, reply_parser=parser) as gateway:
+async def test_no_form_can_be_required_of_a_server_s_parser(tmp_path):
+    parser = Server(**BOTH).parser()
+    async with in_process(
+        ScriptedEngine(), RENDERER, tmp_path, reply_parser=parser
+    ) as gateway:
         client = await gateway.open()
-        tool = {"type": "function", "function": {"name": "f"}}
-        asked = client.chat.completions.create(
-            model="m",
-            messages=[{"role": "user", "content": "hi"}],
-            tools=[tool],
-            tool_choice="required",
-        )
-        if kind == "installed":
-            reply = await asked
-            assert reply.choices[0].message.tool_calls[0].function.name == "f"
-            assert '"name":"f", ' in str(engine.samplings[0].structural_tag)
-        else:
-            with pytest.raises(openai.BadRequestError, match="how calls are written"):
-                await asked
-    await parser.close()
+        with pytest.raises(openai.BadRequestError, match="how calls are written"):
+            await client.chat.completions.create(
+                model="m",
+                messages=[{"role": "user", "content": "hi"}],
+                tools=[{"type": "function", "function": {"name": "f"}}],
+                tool_choice="required",
+            )
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["sglang", "schema", "installed"])
-async def test_a_conversation_goes_on_from_what_was_sampled(
-    tmp_path, installed, kind, name, stream
-):
-    parser = parser_of(kind)
+async def test_a_conversation_extends_what_was_sampled(tmp_path, name, stream):
+    parser = Server(**BOTH).parser()
     driver = DRIVERS[name]
     renderer = ChatRenderer(load_tokenizer())
     engine = ScriptedEngine(context=5000)
@@ -331,29 +196,6 @@ async def test_a_reply_that_the_server_does_not_take(status):
         with pytest.raises(EngineError, match="500"):
             await asked
     await parser.close()
-
-
-async def test_a_reply_that_the_template_does_not_read():
-    parser = schema_parser()
-    text = '<tool_call>{"name": </tool_call>'
-    prompt = ChatRenderer(load_tokenizer()).encode("<|im_start|>assistant\n").ids
-    found = await parser.parse(text, [], prompt, opened=False)
-    assert (found.parts, found.ill_formed) == ((text,), True)
-
-
-async def test_a_call_is_text_where_no_tool_was_offered():
-    parser = schema_parser()
-    prompt = ChatRenderer(load_tokenizer()).encode("<|im_start|>assistant\n").ids
-    found = await parser.parse(REPLY, None, prompt, opened=False)
-    assert (found.reasoning, found.parts) == ("hm", (f"Look.\n{CALL}",))
-    assert not found.ill_formed
-
-
-def test_a_tokenizer_without_a_template():
-    with pytest.raises(ValueError, match="no response_template"):
-        schema_parser(None)
-    with pytest.raises(ValueError, match="fields must be"):
-        schema_parser({"start_anchor": "a"})
 
 
 @pytest.mark.parametrize(

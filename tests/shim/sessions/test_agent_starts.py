@@ -8,7 +8,7 @@ import trajkit as tk
 from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, ScriptedEngine
 from trajkit_shim.chat.request import assistant_message, tool_call
-from trajkit_shim.prompting.reply_matching import RestoredRequest
+from trajkit_shim.prompting.conversation import RestoredRequest
 from trajkit_shim.sessions.agent_starts import AgentStarts
 from trajkit_shim.sessions.client_identity import Caller
 

@@ -247,3 +247,32 @@ async def test_side_calls_train_only_if_asked_for(tmp_path, asked_for):
         turns = gateway.turns()
     assert [turn["call_kind"] for turn in turns] == ["agent", "compaction"]
     assert [turn["trainable"] for turn in turns] == [True, asked_for]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        pytest.param(
+            [{"type": "tool_result", "tool_use_id": "c", "content": "PHRASE"}],
+            "agent",
+            id="a tool's result",
+        ),
+        pytest.param([{"type": "text", "text": "PHRASE"}], "compaction", id="the user"),
+    ],
+)
+def test_what_a_tool_returned_says_nothing_about_the_call(content, kind):
+    phrase = "Your task is to create a detailed summary of the conversation"
+    text = json.dumps(content).replace("PHRASE", phrase)
+    call = {"type": "tool_use", "id": "c", "name": "cat", "input": {}}
+    request = ANTHROPIC.read(
+        {
+            "max_tokens": 9,
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [call]},
+                {"role": "user", "content": json.loads(text)},
+            ],
+        }
+    )
+    caller = identify({"x-claude-code-session-id": "a"}, request)
+    assert caller.call_kind == kind

@@ -21,7 +21,7 @@ from trajkit import schema
 from trajkit.errors import TornLogWarning
 from trajkit_shim.chat.request import logged_message
 from trajkit_shim.engines.base import WeightSpan
-from trajkit_shim.prompting.reply_matching import START, next_position
+from trajkit_shim.prompting.conversation import START, next_position
 from trajkit_shim.sessions.append_log import END_OF_STREAM, LogFullError
 from trajkit_shim.sessions.turn_log import LOG_SCHEMA, LoggedTurn, TurnLog, WrittenTurns
 
@@ -386,3 +386,43 @@ def test_what_prompt_tokens_show_may_be_left_out(tmp_path, form):
     shown = schema.ATTRIBUTION.names[2:]
     assert not set(shown) & set(turns.column_names)
     assert set(LOG_SCHEMA.names) - set(shown) <= set(tk.expand(turns).column_names)
+
+
+def removed(path):
+    path.unlink()
+
+
+def replaced(path):
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        pytest.param(lambda path: os.truncate(path, 0), "0 bytes, but", id="emptied"),
+        pytest.param(removed, "was removed", id="removed"),
+        pytest.param(replaced, "another file", id="replaced"),
+        pytest.param(
+            lambda path: os.truncate(path, 10**6), "were written", id="longer"
+        ),
+    ],
+)
+def test_a_log_that_another_program_changes_takes_no_turn(tmp_path, change, says):
+    log, written = TurnLog(tmp_path), WrittenTurns()
+    log.append(turn(), 0, written)
+    change(log.path)
+    for number in (1, 2):
+        with pytest.raises(OSError, match=f"another program changed the log: .*{says}"):
+            log.append(turn(), number, written)
+    # its amendments are another file
+    log.amend("s", [0], "dropped", False)
+    log.close()
+
+
+def test_the_log_can_be_imported_without_linux_s_socket_options():
+    code = "import socket; del socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE\n"
+    code += "import trajkit_shim.sessions.turn_log, trajkit_shim.engines.http\n"
+    code += "import trajkit_shim.serve\n"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -20,7 +20,8 @@ from tests.shim.fakes import (
 )
 from tests.strategies import client_habits, reply_texts
 from trajkit_shim.chat.reply import Identity, Usage, canonical_reply, make_reply
-from trajkit_shim.prompting.reply_matching import ReplyIndex
+from trajkit_shim.errors import GatewayError
+from trajkit_shim.prompting.conversation import Conversation
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.stream import encode
 
@@ -39,7 +40,7 @@ def reply_to(text, prefix="call_"):
 
 def book_with(*replies, messages=(USER,)):
     """A session in which these were sampled after those messages."""
-    book = ReplyIndex()
+    book = Conversation()
     for reply in replies:
         book.remember(book.restore(list(messages)).position, reply)
     return book
@@ -329,3 +330,54 @@ def test_a_template_that_wants_calls_gets_them():
     renderer = byte_renderer(strict)
     text = renderer.decode(rendered(renderer, [message, result], None), ended=False)
     assert '{"n":  1.50e1}' in text
+
+
+CALLS = calling("", "{}", "{}", ids=["x", "y"])
+
+
+def result(call_id, text="done"):
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def test_results_come_in_the_order_of_their_calls():
+    reply = calling("", "{}", "{}", ids=["a", "b"])
+    book = book_with(reply)
+    got = book.restore([USER, CALLS, result("y", "second"), result("x", "first")])
+    # with the ids that the model's calls have
+    assert got.messages[2:] == [result("a", "first"), result("b", "second")]
+    # those of an assistant's message that was not sampled, too
+    got = Conversation().restore([USER, CALLS, result("y"), result("x")])
+    assert [message["tool_call_id"] for message in got.messages[2:]] == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "where", "rule"),
+    [
+        pytest.param([CALLS, result("z")], 2, "its calls: x, y", id="another id"),
+        pytest.param([CALLS, result("x")], 2, "'y' of the same reply", id="one only"),
+        pytest.param(
+            [CALLS, result("x"), result("x")], 3, "another result", id="one twice"
+        ),
+        pytest.param([result("x")], 1, "no reply with a call", id="no call"),
+        pytest.param(
+            [CALLS, result("x"), result("y"), NEXT, result("x")],
+            5,
+            "no reply with a call",
+            id="too late",
+        ),
+        pytest.param(
+            [said("a"), result("x")], 2, "its calls: none", id="a reply without calls"
+        ),
+    ],
+)
+def test_results_that_belong_to_no_call(messages, where, rule):
+    with pytest.raises(GatewayError, match=rule) as caught:
+        Conversation().restore([USER, *messages])
+    assert caught.value.status == 400
+    assert caught.value.param == f"messages[{where}].tool_call_id"
+
+
+def test_calls_without_any_result_may_stay_so():
+    """A user can interrupt them."""
+    got = Conversation().restore([USER, CALLS, NEXT])
+    assert len(got.messages) == 3
