@@ -51,6 +51,12 @@ BUILD = TRAJKIT_BUILD.decode("ascii")
 cdef enum:
     DEPTH = 32  # recursion into messages ends here, for the sake of the C stack
 
+# By enum: the number of each name. Python looks them up by name (trajkit/_kernel_names.py).
+ENUMS = {}
+ENUMS["Stop"] = {
+    "other": STOP_OTHER, "length": STOP_LENGTH, "abort": STOP_ABORT,
+}
+
 include "bounds.pxi"
 include "dtypes.pxi"
 include "forest/prefix.pxi"

@@ -15,7 +15,7 @@ cdef enum:  # trajkit.turns.structs.STOPS
 
 cdef struct Call:             # one model call; addresses are of buffers that Python holds
     int64_t own               # the call's own prompt ids
-    pos_t own_start           # where they start in its prompt: 0, or what its base supplies
+    pos_t own_start           # what its base supplies: own is prompt[own_start:]
     pos_t prompt_len
     int64_t out               # the output ids
     pos_t out_len
@@ -71,7 +71,7 @@ cdef struct Link:             # a call and its parent
     int32_t parent            # -1: none
     int32_t order             # rank in the policy's traversal; -1: not in it
     int32_t rewritten_by        # -1: not rewritten
-    int32_t reason            # index into trajkit.schema.LINK_REASONS
+    int32_t link_reason       # index into trajkit.schema.LINK_REASONS
     int32_t segment           # index into trajkit.schema.SEGMENT_KINDS plus 1; 0: none
     int32_t splice            # SPLICE_*, of the links that splice_calls fills; else 0
 

@@ -1,4 +1,4 @@
-"""Hypothesis profiles, the build in pytest's header, and an end for helper processes."""
+"""Hypothesis profiles, warnings of libraries, the build, an end for helper processes."""
 
 import gc
 import os
@@ -6,10 +6,11 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.internal.conjecture import providers
 
 from trajkit import _core
 
@@ -21,7 +22,7 @@ for _name, _examples in _PROFILES.items():
     settings.register_profile(
         _name,
         deadline=None,
-        # the same examples in each run; "thorough" looks for new ones
+        # the same examples in each run of the same tests; "thorough" looks for new ones
         derandomize=_name != "thorough",
         max_examples=_examples,
         print_blob=True,
@@ -29,10 +30,9 @@ for _name, _examples in _PROFILES.items():
         suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile(_profile)
-if _profile != "thorough":
-    # Hypothesis also draws constants that it finds in the modules loaded so far, which
-    # differ with the tests that ran before.
-    providers._get_local_constants = lambda: providers._local_constants
+
+_PINNED = Path(__file__).with_name("pinned.txt")
+_ANNOUNCEMENTS = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")
 
 _MARK = "TRAJKIT_TEST_RUN"
 # Waits until the run closes its input, or dies, and ends every process that has its mark.
@@ -72,6 +72,26 @@ def pytest_cmdline_main() -> Iterator[None]:
         reaper.communicate()
 
 
+def other_versions() -> list[str]:
+    """The installed packages of tests/pinned.txt that have another version there."""
+    found = []
+    for line in _PINNED.read_text().splitlines():
+        name, _, pinned = line.partition("==")
+        try:
+            if pinned and version(name).partition("+")[0] != pinned:
+                found.append(f"{name} {version(name)}, not {pinned}")
+        except PackageNotFoundError:
+            pass
+    return found
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A release that came out today makes no test fail by what it announces."""
+    if other_versions():
+        for kind in _ANNOUNCEMENTS:
+            config.addinivalue_line("filterwarnings", f"default::{kind}")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Spare the garbage collector thousands of tests, which tests would wait for."""
@@ -83,5 +103,8 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
-def pytest_report_header() -> str:
-    return f"trajkit: {_core.BUILD} build of {_core.__file__}"
+def pytest_report_header() -> list[str]:
+    lines = [f"trajkit: {_core.BUILD} build of {_core.__file__}"]
+    if other := other_versions():
+        lines.append(f"announcements of libraries are no errors: {'; '.join(other)}")
+    return lines

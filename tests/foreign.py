@@ -377,3 +377,161 @@ def _as_tensors(value):
         type_ = np.int64 if isinstance(value[0], int) else np.float32
         return tensor(np.array(value, type_))
     return [_as_tensors(item) for item in value] if isinstance(value, list) else value
+
+
+# --- formats of agents, evaluations and traces
+
+
+def write_atif(folder, records):
+    """Harbor's trajectory.json, version 1.7: a file per session."""
+    sessions = {}
+    for record in records:
+        sessions.setdefault(record["session_id"], []).append(record)
+    for number, (name, own) in enumerate(sessions.items()):
+        steps = [{"step_id": 1, "source": "user", "message": "q"}]
+        for record in own:
+            metrics = {
+                "prompt_tokens": len(record["prompt_ids"]),
+                "completion_tokens": len(record["output_ids"]),
+                "prompt_token_ids": record["prompt_ids"],
+                "completion_token_ids": record["output_ids"],
+                "logprobs": record.get("output_logprobs"),
+            }
+            step = {"source": "agent", "message": "a", "metrics": metrics}
+            steps.append({"step_id": len(steps) + 1, **step})
+        trajectory = {
+            "schema_version": "ATIF-v1.7",
+            "session_id": name,
+            "agent": {"name": "terminus-2", "version": "2", "model_name": "m"},
+            "steps": steps,
+            "final_metrics": {"total_steps": len(steps)},
+        }
+        path = folder / f"{number}" / "trajectory.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(trajectory))
+
+
+def inspect_sample(name, records, epoch=1):
+    """A sample of an Inspect log, with the provider's raw responses."""
+    events = [{"event": "sample_init"}]
+    for record in records:
+        call = {
+            "request": request(record, "vllm chat"),
+            "response": chat_response(record),
+        }
+        output = {"model": "m", "choices": [{"message": {"role": "assistant"}}]}
+        asked = record.get("prompt_messages") or []
+        event = {"event": "model", "model": "m", "input": asked, "output": output}
+        events.append({**event, "call": call, "timestamp": "2026-01-01T00:00:00+00:00"})
+    return {"id": name, "epoch": epoch, "uuid": f"{name}-{epoch}", "events": events}
+
+
+def write_inspect(folder, records):
+    """Inspect's .eval: a zip file of samples."""
+    sessions = {}
+    for record in records:
+        sessions.setdefault(record["session_id"], []).append(record)
+    with zipfile.ZipFile(folder / "log.eval", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, own in sessions.items():
+            sample = inspect_sample(name, own)
+            archive.writestr(f"samples/{name}_epoch_1.json", json.dumps(sample))
+        archive.writestr("header.json", json.dumps({"version": 2, "eval": {}}))
+
+
+def write_sweagent(folder, messages):
+    step = {"action": "ls", "observation": "", "response": "a", "query": messages}
+    traj = {"environment": "e", "trajectory": [step], "history": messages, "info": {}}
+    (folder / "task.traj").write_text(json.dumps(traj))
+
+
+def write_openhands(folder):
+    action = {"id": 1, "source": "agent", "action": "run", "timestamp": "2026-01-01"}
+    seen = {"id": 2, "source": "agent", "observation": "run", "content": "x"}
+    (folder / "events.json").write_text(json.dumps([action, seen]))
+
+
+def write_verl(folder):
+    """verl's rollout_data_dir: decoded text."""
+    line = {"input": "user\nq", "output": "a", "gts": "a", "score": 1.0, "step": 3}
+    write_lines(folder / "3.jsonl", [{**line, "acc": True}])
+
+
+def write_langfuse(folder, records):
+    """Observations, each with the engine's whole response as its output."""
+    lines = [
+        {
+            "id": f"o{number}",
+            "traceId": "t",
+            "sessionId": record["session_id"],
+            "type": "GENERATION",
+            "model": "m",
+            "input": request(record, "vllm chat"),
+            "output": chat_response(record),
+            "startTime": "2026-01-01T00:00:00+00:00",
+        }
+        for number, record in enumerate(records)
+    ]
+    write_lines(folder / "observations.jsonl", [{**lines[0], "type": "SPAN"}, *lines])
+
+
+def write_otel(folder, records):
+    """Spans as a collector writes them, with ids as attributes."""
+    spans = [span("execute_tool", {"gen_ai.operation.name": "execute_tool"})]
+    for record in records:
+        named = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.conversation.id": record["session_id"],
+            "gen_ai.request.model": "m",
+            "gen_ai.usage.input_tokens": len(record["prompt_ids"]),
+            "gen_ai.response.finish_reasons": [record.get("finish_reason") or "stop"],
+            "prompt_token_ids": record["prompt_ids"],
+            "response_token_ids": record["output_ids"],
+        }
+        if record.get("output_logprobs") is not None:
+            named["logprobs"] = record["output_logprobs"]
+        spans.append(span("chat", named))
+    export = {"resourceSpans": [{"scopeSpans": [{"scope": {}, "spans": spans}]}]}
+    write_lines(folder / "traces.jsonl", [export])
+
+
+def span(name, attributes):
+    listed = [{"key": key, "value": typed(value)} for key, value in attributes.items()]
+    return {"traceId": "t", "spanId": "s", "name": name, "attributes": listed}
+
+
+def typed(value):
+    """A value in the JSON form of OpenTelemetry's protocol: integers are text."""
+    if isinstance(value, list):
+        return {"arrayValue": {"values": [typed(one) for one in value]}}
+    if isinstance(value, int):
+        return {"intValue": str(value)}
+    if isinstance(value, float):
+        return {"doubleValue": value}
+    return {"stringValue": value}
+
+
+def plain_record(record):
+    """A line of a log that someone wrote by hand."""
+    return {
+        "session_id": record["session_id"],
+        "messages": record.get("prompt_messages") or [],
+        "prompt_token_ids": record["prompt_ids"],
+        "token_ids": record["output_ids"],
+        "logprobs": record.get("output_logprobs"),
+        "response_message": record.get("response_message"),
+        "finish_reason": record.get("finish_reason"),
+        "reward": 0.5,
+    }
+
+
+def write_plain(folder, records):
+    write_lines(folder / "log.jsonl", [plain_record(record) for record in records])
+
+
+def write_responses(folder, records):
+    """Responses alone, without their requests."""
+    lines = [
+        {"session_id": record["session_id"], **chat_response(record)}
+        for record in records
+    ]
+    write_lines(folder / "responses.jsonl", lines)

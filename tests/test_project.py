@@ -32,7 +32,9 @@ def test_files_that_an_extension_takes_exist(name, files):
 
 
 def test_every_kind_of_extension_is_described():
-    kinds = "policy route protocol harness sandbox engine importer exporter".split()
+    kinds = (
+        "policy route value protocol harness sandbox engine importer exporter".split()
+    )
     assert [name.split()[1] for name in extensions()] == kinds
 
 

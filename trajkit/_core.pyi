@@ -27,6 +27,9 @@ BUILD: str
 # dtypes.pxi: by the name of the struct
 DTYPES: dict[str, np.dtype[np.void]]
 
+# beside each enum: the number of each name, by the name of the enum
+ENUMS: dict[str, dict[str, int]]
+
 # forest/prefix.pxi
 def lcp(a: _I32 | array[int], b: _I32 | array[int]) -> int: ...
 

@@ -11,7 +11,7 @@ class TrajkitError(Exception):
 
 
 class SchemaError(TrajkitError, TypeError):
-    """A table lacks a column, or one has a type that cannot be taken for its own."""
+    """A table lacks a column, or a column has the wrong type."""
 
 
 class InvalidTurnsError(TrajkitError, ValueError):
@@ -54,7 +54,15 @@ class UnknownSessionError(TrajkitError, KeyError):
 
 
 class LeftOutWarning(UserWarning):
-    """A preset is not among the policies that were simulated, as it can't be applied."""
+    """A preset that can't be applied is not simulated, or a bad session is not shown."""
+
+
+class NoSignalWarning(UserWarning):
+    """Every advantage is 0, so a training step would change nothing."""
+
+
+class LongRowsWarning(UserWarning):
+    """Rows are longer than the length at which their trainer cuts them by default."""
 
 
 class TornLogWarning(UserWarning):

@@ -1,9 +1,11 @@
 """Every rule of the field as one frozen record of choices."""
 
 from dataclasses import dataclass, fields, replace
+from textwrap import fill
 from typing import Literal, TypeAlias, get_args, get_origin
 
 from trajkit._arguments import check_choice, chosen_int, did_you_mean, tool_names
+from trajkit._kernel_names import numbers
 from trajkit.errors import PolicyError
 
 ParentBy: TypeAlias = Literal[
@@ -31,6 +33,11 @@ FlagScope: TypeAlias = Literal["chain", "row"]
 RowSelection: TypeAlias = Literal["all", "main"]
 RowOrder: TypeAlias = Literal["turn", "prompt"]
 TruncateAt: TypeAlias = Literal["tokens", "calls"]
+
+DRIFT_ACTIONS = numbers("OnDrift", get_args(OnDrift))
+TIE_BREAKS = numbers("TieBreak", get_args(TieBreak))
+TRAINING_ROWS = numbers("TrainIn", get_args(TrainIn))
+"""The kernels' numbers of these choices, by name."""
 
 _LAST_TOKEN = 2**31 - 1
 
@@ -72,6 +79,91 @@ def _check_token_id(name: str, value: object) -> None:
         raise PolicyError(f"{name}={token}: ids are below 2**31")
 
 
+RULES: dict[str, dict[str, str]] = {
+    "parent_by": {
+        "messages": "The generated message nearest above it in the message tree.",
+        "agents": "The last call of its agent, if that call's messages are the first ones "
+        "of the request. A session has a main agent and at most one active sub-agent. The "
+        "sub-agent starts when the main agent calls a tool in dispatch_tools and ends when "
+        "a request contains that tool's result; in between, calls that do not continue the "
+        "main agent's history belong to it.",
+        "tokens": "The longest row end that is a prefix of its prompt.",
+        "previous": "The call before it.",
+        "none": "No call: every call is a row.",
+        "prompts": "The last call of the chain whose last prompt is the longest prefix of "
+        "its prompt.",
+        "prefix": "The call, recorded before or after, whose path is the longest prefix of "
+        "its prompt. Ambiguous calls, and every chain with one, are quarantined. A call is "
+        "ambiguous if several calls match it equally, or if it is a retry (same prompt as "
+        "another call) that nothing continues; if no retry was continued, the first is "
+        "kept.",
+        "generations": "The last call whose messages and reply are the first ones of the "
+        "request. A call is refused if its parent stopped for its length, or if "
+        "{fork_threshold} or more tokens of its parent's path are not in its prompt. A "
+        "call that none continues, with a later call of the same parent, is a retry.",
+    },
+    "on_drift": {
+        "fork": "A new row starts.",
+        "absorb_short_reply": "If drift starts in the last reply, and the next reply has "
+        "fewer than {fork_threshold} tokens, the row continues with the prompt's tokens. "
+        "Otherwise a new row starts.",
+        "absorb_short_drift": "If drift starts in the last reply, and fewer than "
+        "{fork_threshold} tokens of the row follow it, the row continues with the prompt's "
+        "tokens. Otherwise a new row starts.",
+        "absorb_any": "The row continues with the prompt's tokens and loses every reply "
+        "that does not end before the drift. Drift inside the prompt that opened the row "
+        "restarts it.",
+        "splice": "The row keeps the reply as sampled and continues with what the next "
+        "prompt has after the first end of turn that follows the previous prompt, so later "
+        "replies may be out of context. Without an end of turn the row ends, and no row "
+        "contains that call or what continues it.",
+    },
+}
+"""What a policy does, in words, by choice and value: documentation, command line and page
+take the text from here. ``{fork_threshold}`` is a number of tokens of the policy."""
+
+
+def rule_of(policy: "Policy", choice: str) -> str:
+    """What a policy does under one of the choices in `RULES`, with its own numbers."""
+    text = RULES[choice][getattr(policy, choice)]
+    return text.format(fork_threshold=f"{policy.fork_threshold:,}")
+
+
+def _listed(choice: str) -> str:
+    """The rules of a choice as a list for the documentation of `Policy`."""
+    indent = " " * 8
+    items = (
+        fill(
+            f'- ``"{value}"``: {text.format(fork_threshold="``fork_threshold``")}',
+            width=88,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}  ",
+        )
+        for value, text in RULES[choice].items()
+    )
+    return "One of:\n\n" + "\n".join(items)
+
+
+def _with_rules(policy: "type[Policy]") -> "type[Policy]":
+    """The class with the rules in its documentation.
+
+    Raises ImportError if a value of a choice has no rule, or a rule is of no value.
+    """
+    before, *sections = (policy.__doc__ or "").split("One of `RULES`.")
+    for choice, text in zip(RULES, sections, strict=bool(sections)):
+        before += _listed(choice) + text
+    policy.__doc__ = before
+    values = {field.name: get_args(field.type) for field in fields(policy)}
+    for choice, rules in RULES.items():
+        if tuple(rules) != values[choice]:
+            raise ImportError(
+                f"RULES has {', '.join(rules)} of {choice}, whose values are "
+                f"{', '.join(values[choice])}: expected one rule for each, in their order"
+            )
+    return policy
+
+
+@_with_rules
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """How calls become rows. Make one with `trajkit.policy`.
@@ -84,30 +176,8 @@ class Policy:
     name : str
         The preset that the choices started from.
     parent_by : str
-        How a call finds the call that it continues, its parent.
-
-        - ``"messages"``: the generated message nearest above it in the message tree.
-        - ``"agents"``: the last call of its agent, if that call's messages are the first
-          ones of the request. A session has a main agent and at most one active
-          sub-agent. The sub-agent starts when the main agent calls a tool in
-          ``dispatch_tools`` and ends when a request contains that tool's result; in
-          between, calls that do not continue the main agent's history belong to it.
-        - ``"tokens"``: the longest row end that is a prefix of its prompt.
-        - ``"previous"``: the call before it.
-        - ``"none"``: no call.
-        - ``"prompts"``: the last call of the chain whose last prompt is the longest
-          prefix of its prompt.
-        - ``"prefix"``: the call, recorded before or after, whose path is the longest
-          prefix of its prompt. Ambiguous calls, and every chain with one, are
-          quarantined. A call is ambiguous if several calls match it equally, or if it
-          is a retry (same prompt as another call) that nothing continues; if no retry
-          was continued, the first is kept.
-        - ``"generations"``: the last call whose messages and reply are the first ones
-          of the request. A call is refused if its parent stopped for its length, or if
-          ``fork_threshold`` or more tokens of its parent's path are not in its prompt.
-          A call that none continues, with a later call of the same parent, is a retry.
-
-        See `trajkit.schema.LINK_REASONS`.
+        How a call finds the call that it continues, its parent; see
+        `trajkit.schema.LINK_REASONS`. One of `RULES`.
     dispatch_tools : tuple of str
         Tools whose calls start a sub-agent.
     merge_rewrites : bool
@@ -130,20 +200,9 @@ class Policy:
         The order of chains, and so of rows: as the traversal of the links reaches their
         last turns, or as these were recorded. ``"prefix"`` has the first only.
     on_drift : str
-        What happens to a row when the next prompt departs from its path.
-
-        - ``"fork"``: a new row starts.
-        - ``"absorb_short_reply"``, ``"absorb_short_drift"``: if drift starts in the last
-          reply, and the new reply, or the path after the drift, is shorter than
-          ``fork_threshold``, the row continues with the prompt and loses that reply.
-          Otherwise a new row starts.
-        - ``"absorb_any"``: the row continues and loses every reply that does not end
-          before the drift. Drift inside the prompt that opened the row restarts it.
-        - ``"splice"``: the row keeps the sampled reply and continues with what the next
-          prompt has after the first end of turn that follows the previous prompt, so
-          later replies may be out of context. Without an end of turn the row ends, and
-          no row contains that call or what continues it. Not with
-          ``parent_by="prefix"``, ``row_selection="main"`` or ``truncate_at="calls"``.
+        What happens to a row when the next prompt departs from its path; see
+        ``keep_prefix``. ``"splice"`` does not go with ``parent_by="prefix"``,
+        ``row_selection="main"`` or ``truncate_at="calls"``. One of `RULES`.
     end_of_turn_token_id : int or None
         For ``"splice"``. None: the last token of the first output in the chain whose
         finish_reason is stop, tool_calls or stop_sequence.
@@ -181,7 +240,7 @@ class Policy:
         the last. None: all.
     rewards : {"copy", "uniform", "final_only"}
         How the session's reward is spread over its rows
-        (`trajkit.training.spread_rewards`).
+        (`trajkit.learn.spread_rewards`).
     flag_scope : {"chain", "row"}
         Whether ``truncated``, ``use_tool`` and ``ill_formed`` describe the chain from the
         first call to the leaf, or the calls in the row.
@@ -268,7 +327,7 @@ class Policy:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every claim that may be trained is trained in some row."""
+        """Whether every trainable token is trained in some row."""
         if self.on_drift != "fork" or self.max_rows is not None:
             return False
         return self.places_all and self.row_selection == "all"
@@ -377,8 +436,7 @@ IN_OTHER_WORDS: dict[str, dict[str, dict[str, dict[str, object]]]] = {
         }
     }
 }
-"""Of a preset: options under the name that its system gives them, and the choices that
-each value stands for."""
+"""Option names of the original systems, by preset, and the choices that each value sets."""
 
 
 def policy(name: str | Policy, **choices: object) -> Policy:

@@ -225,7 +225,7 @@ TURN_REWARDS = _schema(
     # null: unscorable, never 0
     pa.field("reward", pa.float64()),
 )
-"""A reward per turn, as `trajkit.training.spread_rewards` takes it."""
+"""A reward per turn, as `trajkit.learn.spread_rewards` takes it."""
 
 SEGMENT_REWARDS = _schema(
     "segment_rewards",
@@ -235,7 +235,7 @@ SEGMENT_REWARDS = _schema(
     # null: unscorable, never 0
     pa.field("reward", pa.float64()),
 )
-"""A reward per segment, as `trajkit.training.spread_rewards` takes it."""
+"""A reward per segment, as `trajkit.learn.spread_rewards` takes it."""
 
 ATTRIBUTION = _schema(
     "turns",
@@ -254,7 +254,7 @@ ATTRIBUTION = _schema(
     pa.field("message_tool_names", pa.large_list(pa.string())),
 )
 """Optional columns of ``turns`` that attribute prompt tokens to messages. They are read
-by `trajkit.observations.observation_weights`."""
+by `trajkit.learn.observation_weights`."""
 
 LOSSES = _defined("""Reasons why no row trains a sampled token.
 
@@ -603,10 +603,12 @@ path, or another row continues its parent."""
 
 ROW_REASONS = _schema(
     "row_reasons",
-    _required("session_id", pa.string()),
+    # null: the rows do not name it
+    pa.field("session_id", pa.string()),
     _required("row_index", pa.int32()),
-    # the turn that opens the row: the first that no earlier row contains
-    _required("first_turn", pa.int32()),
+    # the turn that opens the row: the first that no earlier row contains. null: the rows
+    # do not name turns
+    pa.field("first_turn", pa.int32()),
     # its parent. null: none
     pa.field("parent", pa.int32()),
     # one of OPENED_BY
@@ -862,6 +864,9 @@ flags
 mm_items
     Each is an image of the session, its tokens are that image's content ids, and no
     other token is a content id.
+policy
+    The rows are those that the policy makes of the turns: tokens, mask and spans. Checked
+    where no other rule is broken.
 """)
 
 VIOLATIONS = _schema(

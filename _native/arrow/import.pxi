@@ -39,6 +39,20 @@ cdef enum:  # what may be wrong with a turn; trajkit.turns.calls has the words
     FAULT_NONE, FAULT_OWN_NULL, FAULT_OUT_NULL, FAULT_LOGPROBS, FAULT_KEY, FAULT_ORDER
     FAULT_BASE, FAULT_SHARED, FAULT_SHARED_MESSAGES, FAULT_MASK_LENGTH, FAULT_MASK_NULL
 
+ENUMS["TurnColumn"] = {
+    "turn_index": COL_TURN, "prompt_ids": COL_OWN, "output_ids": COL_OUT,
+    "output_logprobs": COL_LOGPROBS, "finish_reason": COL_FINISH, "messages": COL_MESSAGES,
+    "response": COL_RESPONSE, "use_tool": COL_USE_TOOL, "ill_formed": COL_ILL_FORMED,
+    "trainable": COL_TRAINABLE, "output_mask": COL_MASK, "base_turn": COL_BASE,
+    "shared_length": COL_SHARED, "shared_messages": COL_SHARED_MESSAGES,
+}
+ENUMS["TurnFault"] = {
+    "none": FAULT_NONE, "own_null": FAULT_OWN_NULL, "out_null": FAULT_OUT_NULL,
+    "logprobs": FAULT_LOGPROBS, "key": FAULT_KEY, "order": FAULT_ORDER, "base": FAULT_BASE,
+    "shared": FAULT_SHARED, "shared_messages": FAULT_SHARED_MESSAGES,
+    "mask_length": FAULT_MASK_LENGTH, "mask_null": FAULT_MASK_NULL,
+}
+
 
 cdef struct Text:
     const char* data
@@ -320,8 +334,8 @@ def read_columns(
     turn brings itself, output_ids, output_logprobs, finish_reason, the messages that it brings
     itself, response, use_tool, ill_formed, trainable, output_mask, and in delta form base_turn,
     shared_length, shared_messages, of the types of `trajkit.schema`. Its buffers must outlive
-    the records, which must come as zeros. ``most`` is what the base has of which a turn claims
-    to share more.
+    the records, which must come as zeros. ``most`` is the largest valid value, for the error's
+    text.
     """
     cdef:
         int64_t row = 0, most = 0, n = calls.shape[0]

@@ -16,6 +16,11 @@ cdef enum:  # trajkit.analysis.drift_text.Stretch: the columns of align's out
     DIFFERENCE_PROMPT_START, DIFFERENCE_PROMPT_STOP
     DIFFERENCE_WIDTH
 
+ENUMS["Difference"] = {
+    "path_start": DIFFERENCE_PATH_START, "path_stop": DIFFERENCE_PATH_STOP,
+    "prompt_start": DIFFERENCE_PROMPT_START, "prompt_stop": DIFFERENCE_PROMPT_STOP,
+}
+
 
 cdef struct Sides:            # the two sequences, and the positions of each run in a
     const token_t* a

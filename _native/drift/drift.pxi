@@ -12,6 +12,21 @@ cdef enum:  # trajkit.analysis.drift.DESCRIBED: the lines of describe_drift's ou
     DRIFT_TOKENS_AFTER_DRIFT, DRIFT_CAUSE
     N_DRIFT_LINES
 
+ENUMS["Region"] = {
+    "none": REGION_NONE, "last_reply": REGION_LAST_REPLY, "earlier_reply": REGION_EARLIER_REPLY,
+    "prompt": REGION_PROMPT,
+}
+ENUMS["Cause"] = {
+    "clean": CAUSE_CLEAN, "truncated": CAUSE_TRUNCATED, "head_dropped": CAUSE_HEAD_DROPPED,
+    "middle_edited": CAUSE_MIDDLE_EDITED, "tail_changed": CAUSE_TAIL_CHANGED,
+    "diverged": CAUSE_DIVERGED,
+}
+ENUMS["DriftLine"] = {
+    "region": DRIFT_REGION, "resync_path": DRIFT_RESYNC_PATH, "resync_prompt": DRIFT_RESYNC_PROMPT,
+    "resync_length": DRIFT_RESYNC_LENGTH, "tokens_after_drift": DRIFT_TOKENS_AFTER_DRIFT,
+    "cause": DRIFT_CAUSE,
+}
+
 cdef enum:  # trajkit.schema.CAUSES
     CAUSE_CLEAN, CAUSE_TRUNCATED, CAUSE_HEAD_DROPPED, CAUSE_MIDDLE_EDITED
     CAUSE_TAIL_CHANGED, CAUSE_DIVERGED
@@ -254,7 +269,7 @@ def describe_drift(
     _check_length("links", links.shape[0], n_calls)
     _check_length("out", out.shape[0], N_DRIFT_LINES)
     _check_length("out", out.shape[1], n_calls)
-    _check_parents(links, n_calls)
+    _check_parents(forest, links)
     if min_run < 1:
         raise LayoutError(f"min_run is {min_run}: expected 1 or more")
     if n_calls == 0:

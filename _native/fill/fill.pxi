@@ -8,6 +8,11 @@ cdef enum:  # the lines of RowColumns.spans: the fields of trajkit.schema.SPAN b
     LINE_START, LINE_STOP, LINE_TURN_INDEX, LINE_OUTPUT_START, LINE_OUTPUT_STOP
     N_LINES
 
+ENUMS["SpanLine"] = {
+    "start": LINE_START, "stop": LINE_STOP, "turn_index": LINE_TURN_INDEX,
+    "output_start": LINE_OUTPUT_START, "output_stop": LINE_OUTPUT_STOP,
+}
+
 
 @cython.auto_pickle(False)
 @cython.final
@@ -63,7 +68,7 @@ cdef pos_t _copy_logprobs(
 ) noexcept nogil:
     """Write the logprobs of a trained span, 0.0 for missing ones; return how many are missing.
 
-    ``offset`` is the position of the row's first token in the columns, as if it was stored.
+    ``offset`` is the index that token 0 of the row has, or would have, in the columns.
     """
     cdef const float* values = <const float*><intptr_t>call.logprobs
     cdef const uint8_t* bits = <const uint8_t*><intptr_t>call.valid
@@ -96,7 +101,7 @@ cdef pos_t _fill_trained(
 
     -1: a trained span is outside of the row or starts before the end of the previous one.
 
-    The spans are ascending and hold numbers of calls, which become their turns. Position 0 of
+    The spans are ascending. Their turn_index is a call's number and becomes its turn. Position 0 of
     the row is, or would be, at ``offset``. Every logprob is written once, in the order of
     memory: 0.0 where no token is trained. A byte of a bitmap is cleared by the row of its
     first bit.
@@ -242,7 +247,7 @@ cdef bint _fill_spans(
     cdef bint owned
     cdef Span[3] spans
     cdef Span part
-    while n_left > 0 and call >= 0:  # upwards, so the spans are written from the end
+    while n_left > 0 and 0 <= call < paths.n_calls:  # upwards, so the spans are written from the end
         owned = choices.train_in == TRAIN_IN_EVERY or owners[call] == rows[r].owner
         n = _output_spans(&paths.calls[call], replaced, owned, choices, spans)
         n_parts = 0

@@ -14,6 +14,16 @@ cdef enum:  # trajkit.pipeline.row_scalars._NULLABLE, then _FLAGS
     BIT_ILL_FORMED
     N_BITS
 
+ENUMS["RowInt"] = {
+    "row_index": INT_ROW_INDEX, "suffix_start": INT_SUFFIX_START,
+    "prompt_length": INT_PROMPT_LENGTH, "parent_row": INT_PARENT_ROW,
+    "shared_length": INT_SHARED_LENGTH, "last_turn": INT_LAST_TURN,
+}
+ENUMS["RowBit"] = {
+    "parent_row": BIT_PARENT_ROW, "row_weight": BIT_ROW_WEIGHT, "segment_kind": BIT_SEGMENT_KIND,
+    "truncated": BIT_TRUNCATED, "use_tool": BIT_USE_TOOL, "ill_formed": BIT_ILL_FORMED,
+}
+
 
 cdef inline void _put_bit(uint8_t[:, ::1] bits, int which, int64_t i, bint value) noexcept nogil:
     """Set one bit, which is initially 0."""

@@ -2,8 +2,8 @@
 
 By default a processor reads a line of the target before it writes to it, and keeps it in place
 of others. For a target larger than the caches that is a third of all traffic, for nothing.
-Kept because it earns more than 10 %: without it, linearize from delta form (docs/benchmarks.md,
-"linearize, slime, delta form") takes a fifth longer. Without x86-64 these are memcpy and memset.
+Used for batches of 2**20 tokens or more (trajkit._streams.limits.STREAMING_STORE_TOKENS).
+Without x86-64 these are memcpy and memset.
 """
 
 cdef extern from *:

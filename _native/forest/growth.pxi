@@ -225,16 +225,13 @@ cdef class Growth:
         )
 
     cdef pos_t _surely(self, const token_t* prompt, pos_t n) noexcept nogil:
-        """How far the prompt repeats the previous path, by complete nodes.
-
-        It may repeat more than this.
-        """
+        """Lower bound of the common prefix with the previous path, rounded down to a node."""
         cdef:
             pos_t position = 0
             int32_t slot, node, depth = self.cursor.depth
         for slot in range(1, depth):
             node = self.stack[slot]
-            # they lie elsewhere than those before them: nothing else would have them ready
+            # nodes and records are scattered: prefetch them
             if slot + 8 < depth:
                 __builtin_prefetch(&self.nodes[self.stack[slot + 8]])
             if slot + 4 < depth:

@@ -11,7 +11,7 @@ decides token by token, O(output tokens).
 cdef enum:  # how a call meets the row that its parent ended
     MEET_CLEAN, MEET_ABSORB
     MEET_FORK
-    MEET_RESTART              # a fork after which nothing of that row remains
+    MEET_RESTART              # the row starts over; its earlier outputs are lost
 
 cdef enum:  # trajkit.policies.OnDrift
     ON_DRIFT_FORK, ON_DRIFT_ABSORB_SHORT_REPLY, ON_DRIFT_ABSORB_SHORT_DRIFT
@@ -50,6 +50,37 @@ cdef enum:  # trajkit.pipeline.plan.COUNTS, the columns of trajkit.schema.REPORT
     REPORT_ROOTS, REPORT_TURNS_QUARANTINED, REPORT_TURNS_UNRESOLVED
     REPORT_WIDTH
 
+ENUMS["OnDrift"] = {
+    "fork": ON_DRIFT_FORK, "absorb_short_reply": ON_DRIFT_ABSORB_SHORT_REPLY,
+    "absorb_short_drift": ON_DRIFT_ABSORB_SHORT_DRIFT, "absorb_any": ON_DRIFT_ABSORB_ANY,
+    "splice": ON_DRIFT_SPLICE,
+}
+ENUMS["TrainIn"] = {
+    "first": TRAIN_IN_FIRST, "earliest": TRAIN_IN_EARLIEST, "every": TRAIN_IN_EVERY,
+}
+ENUMS["SpanKind"] = {
+    "trained": SPAN_TRAINED, "duplicate": SPAN_DUPLICATE, "absorbed": SPAN_ABSORBED,
+    "cut": SPAN_CUT, "untrainable": SPAN_UNTRAINABLE, "no_splice_point": SPAN_NO_SPLICE_POINT,
+}
+ENUMS["ReportCount"] = {
+    "turns": REPORT_TURNS, "rows": REPORT_ROWS, "rows_untrained": REPORT_ROWS_UNTRAINED,
+    "rows_cut": REPORT_ROWS_CUT, "rows_over_max_rows": REPORT_ROWS_OVER_MAX_ROWS,
+    "tokens_sampled": REPORT_TOKENS_SAMPLED, "tokens_trained": REPORT_TOKENS_TRAINED,
+    "tokens_duplicated": REPORT_TOKENS_DUPLICATED, "tokens_forward": REPORT_TOKENS_FORWARD,
+    "tokens_forward_shared": REPORT_TOKENS_FORWARD_SHARED, "lost_absorbed": REPORT_LOST_ABSORBED,
+    "lost_rewritten": REPORT_LOST_REWRITTEN, "lost_cut": REPORT_LOST_CUT,
+    "lost_untrainable": REPORT_LOST_UNTRAINABLE, "lost_unrouted": REPORT_LOST_UNROUTED,
+    "lost_restarted": REPORT_LOST_RESTARTED, "lost_over_max_rows": REPORT_LOST_OVER_MAX_ROWS,
+    "lost_aborted": REPORT_LOST_ABORTED, "lost_masked": REPORT_LOST_MASKED,
+    "lost_no_logprob": REPORT_LOST_NO_LOGPROB, "lost_no_splice_point": REPORT_LOST_NO_SPLICE_POINT,
+    "lost_quarantined": REPORT_LOST_QUARANTINED, "lost_not_selected": REPORT_LOST_NOT_SELECTED,
+    "lost_refused": REPORT_LOST_REFUSED, "lost_retried": REPORT_LOST_RETRIED,
+    "rows_no_splice_point": REPORT_ROWS_NO_SPLICE_POINT,
+    "turns_no_splice_point": REPORT_TURNS_NO_SPLICE_POINT,
+    "turns_by_tokens": REPORT_TURNS_BY_TOKENS, "roots": REPORT_ROOTS,
+    "turns_quarantined": REPORT_TURNS_QUARANTINED, "turns_unresolved": REPORT_TURNS_UNRESOLVED,
+}
+
 cdef enum:  # bits of Plan.flags
     CALL_USE_TOOL = 1         # the call or one above it in its chain
     CALL_ILL_FORMED = 2       # likewise
@@ -87,7 +118,7 @@ cdef struct Span:             # a range of a row that comes from one output
 cdef inline int _meet(
     const Call* calls, const Link* links, int32_t call, pos_t opened, const Choices* choices
 ) noexcept nogil:
-    """How a call meets the row that contains its parent (MEET_*): here drift forks or absorbs.
+    """Decide what drift does to the row (MEET_*): continue, absorb, fork or restart.
 
     ``opened`` is the length of the prompt that opened the row.
     """
@@ -183,9 +214,10 @@ cdef bint _next_span(
 ) noexcept nogil:
     """Write the part of a span that begins at ``at[0]`` of the output or later; 0: none left.
 
-    A span has one part, unless each token decides by itself whether it may be trained. Then a
-    span inside the row is split wherever that changes; of a span outside the row, only the
-    parts that might have been trained are returned, all at the span's own position.
+    A span has one part, unless output_mask or missing logprobs decide token by token whether
+    it may be trained. Then a span inside the row is split wherever that changes; of a span outside
+    the row, only the parts that might have been trained are returned, all at the span's own
+    position.
     """
     cdef pos_t start, stop
     cdef bint given, empty = span.start == span.stop
@@ -322,14 +354,14 @@ cdef int _loss(const Link* link) noexcept nogil:
     """The report's column for the output of a call in no chain."""
     if link.rewritten_by >= 0:
         return REPORT_LOST_REWRITTEN
-    if link.reason in (
+    if link.link_reason in (
         REASON_AMBIGUOUS, REASON_SUPERSEDED, REASON_UNRESOLVED, REASON_UNRESOLVED_AMBIGUOUS,
         REASON_UNRESOLVED_KEPT, REASON_CHAIN_QUARANTINED,
     ):
         return REPORT_LOST_QUARANTINED
-    if link.reason == REASON_REFUSED_TOKENS or link.reason == REASON_REFUSED_TRUNCATED:
+    if link.link_reason == REASON_REFUSED_TOKENS or link.link_reason == REASON_REFUSED_TRUNCATED:
         return REPORT_LOST_REFUSED
-    if link.reason == REASON_RETRIED:
+    if link.link_reason == REASON_RETRIED:
         return REPORT_LOST_RETRIED
     return REPORT_LOST_UNROUTED
 
@@ -337,7 +369,7 @@ cdef int _loss(const Link* link) noexcept nogil:
 cdef void _count_call(
     const Call* call, const Link* link, bint need_logprob, int64_t* report
 ) noexcept nogil:
-    """Count a call, and its output as far as no row can train it."""
+    """Count the call, its sampled tokens, and those that no row may train."""
     cdef int64_t due = call.out_len, masked
     report[REPORT_TURNS] += 1
     report[REPORT_TOKENS_SAMPLED] += due
@@ -353,12 +385,12 @@ cdef void _count_call(
         report[_loss(link)] += due
     report[REPORT_ROOTS] += (
         link.parent < 0 and link.splice != SPLICE_OPENS
-        and link.reason != REASON_UNROUTED and link.reason != REASON_EMPTY
+        and link.link_reason != REASON_UNROUTED and link.link_reason != REASON_EMPTY
     )
-    report[REPORT_TURNS_QUARANTINED] += link.reason in (
+    report[REPORT_TURNS_QUARANTINED] += link.link_reason in (
         REASON_AMBIGUOUS, REASON_SUPERSEDED, REASON_UNRESOLVED, REASON_UNRESOLVED_AMBIGUOUS,
     )
-    report[REPORT_TURNS_UNRESOLVED] += link.reason in (
+    report[REPORT_TURNS_UNRESOLVED] += link.link_reason in (
         REASON_UNRESOLVED, REASON_UNRESOLVED_AMBIGUOUS, REASON_UNRESOLVED_KEPT,
     )
 
@@ -369,8 +401,8 @@ cdef bint _keep_row(
 ) noexcept nogil:
     """Whether the policy keeps a measured row; its tokens are counted either way.
 
-    ``full`` is its length without max_tokens; ``below`` is how the next call of the chain
-    meets the row.
+    ``full`` is its length without max_tokens; ``below`` is what drift does to the row
+    at the next call of the chain.
     """
     report[REPORT_LOST_ABSORBED] += totals[SPAN_ABSORBED]
     report[REPORT_LOST_NO_SPLICE_POINT] += totals[SPAN_NO_SPLICE_POINT]
@@ -416,7 +448,7 @@ cdef void _apply_max_rows(Plan* plan, int64_t first, int64_t* report) noexcept n
 cdef bint _has_late_parent(const Link* links, int64_t lo, int64_t hi) noexcept nogil:
     """Whether a call of the session was recorded before its parent.
 
-    Then parents come before their children in order; else they do in the turns.
+    If so, calls are visited by ``order``; otherwise turn order already puts parents first.
     """
     cdef int64_t i
     for i in range(lo, hi):
@@ -493,7 +525,8 @@ cdef int32_t _first_new_call(const Plan* plan, int32_t leaf, int64_t* report) no
         plan.owners[call] = leaf
         top = call
         call = plan.links[call].parent
-    top = plan.openers[top]  # that row may start above what is new
+    # start at the first call of the row that contains the first unowned output
+    top = plan.openers[top]
     report[REPORT_ROWS_UNTRAINED] += plan.forks[top]
     return top
 
@@ -549,8 +582,7 @@ cdef void _plan_chain(
 cdef void _plan_session(Plan* plan, int32_t session, int64_t* report) noexcept nogil:
     """Append the rows of one session.
 
-    Each row has a call that no row before it ends with or owns, so there are at most as many
-    rows as calls.
+    Every row adds at least one call, so there are at most as many rows as calls.
     """
     cdef:
         const Call* calls = plan.paths.calls

@@ -10,6 +10,11 @@ freezing. O(new messages + depth of each list + nodes of the tree per dispatch).
 cdef enum:  # trajkit.schema.SEGMENT_KINDS, from 1 on; 0: no segment
     SEGMENT_NONE, SEGMENT_HISTORY_REPLACED, SEGMENT_SUBAGENT, SEGMENT_FINAL
 
+ENUMS["SegmentKind"] = {
+    "none": SEGMENT_NONE, "history_replaced": SEGMENT_HISTORY_REPLACED,
+    "subagent": SEGMENT_SUBAGENT, "final": SEGMENT_FINAL,
+}
+
 
 cdef struct Agents:
     const Paths* paths
@@ -92,7 +97,7 @@ cdef void _route_agents(
         node = tree.places[i] = -1
         if requests[i].n_keys >= 0:
             if requests[i].shared + requests[i].n_keys == 0:
-                links[i].reason = REASON_UNROUTED
+                links[i].link_reason = REASON_UNROUTED
                 continue
             node = _route_call(
                 tree, agents.paths.calls, requests, links, i, before, 0
@@ -107,16 +112,16 @@ cdef void _route_agents(
         to_main = not armed or (main >= 0 and _continues(agents, tree, main, i))
         chain = &main if to_main else &sub
         if chain[0] < 0:
-            links[i].reason = REASON_ROOT
+            links[i].link_reason = REASON_ROOT
         elif _continues(agents, tree, chain[0], i):
             links[i].parent = chain[0]
             if node < 0 or tree.places[chain[0]] < 0:
-                links[i].reason = REASON_TOKENS
+                links[i].link_reason = REASON_TOKENS
             else:
-                links[i].reason = REASON_MESSAGES
+                links[i].link_reason = REASON_MESSAGES
         else:
             _freeze(agents, links, chain[0], SEGMENT_HISTORY_REPLACED)
-            links[i].reason = REASON_HISTORY_REPLACED
+            links[i].link_reason = REASON_HISTORY_REPLACED
         chain[0] = i
         if to_main and dispatches[i] >= 0:
             watched = dispatches[i]

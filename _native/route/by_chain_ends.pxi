@@ -62,14 +62,14 @@ cdef void _route_session_by_ends(
     cdef int32_t i, place
     for i in range(lo, hi):
         links[i].rewritten_by = links[i].parent = -1
-        links[i].reason = REASON_ROOT
+        links[i].link_reason = REASON_ROOT
         ends.first_of[i] = i
         place = _next_alive(ends.up, ends.left, ends.sought[i])
         while place >= 0 and ends.active[place] < 0:
             place = _next_alive(ends.up, ends.left, ends.up[place])
         if place >= 0:
             links[i].parent = _take_chain_end(ends, place)
-            links[i].reason = reason
+            links[i].link_reason = reason
             ends.first_of[i] = ends.first_of[links[i].parent]
         place = ends.place[i]
         if place >= 0:

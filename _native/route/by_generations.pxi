@@ -72,7 +72,7 @@ cdef void _rank_generations(
         if depths[i] == 0 or last_child[i] >= 0:
             continue
         if links[i].parent >= 0 and last_child[links[i].parent] != i:
-            links[i].reason = REASON_RETRIED
+            links[i].link_reason = REASON_RETRIED
             continue
         # a depth is at most the number of calls: bucket d is at lo + d - 1
         check_write("heads", depths[i] - 1, 1, hi - lo)
@@ -117,27 +117,27 @@ cdef void _route_session_by_generations(
         link = &router.links[i]
         if request.n_keys < 0:
             parent = _nearest_of_tokens(router, lo, i)
-            link.reason = REASON_TOKENS
+            link.link_reason = REASON_TOKENS
             node = tree.places[parent] if parent >= 0 else 0
             tree.places[i] = _hang(tree, node, 0, -1, True)
         elif request.shared + request.n_keys == 0:
-            link.reason = REASON_UNROUTED
+            link.link_reason = REASON_UNROUTED
             continue
         else:
             node = _route_call(
                 tree, router.paths.calls, router.requests, router.links, i, before, 0
             )
             parent = _generation_at(tree, node)
-            link.reason = REASON_MESSAGES
+            link.link_reason = REASON_MESSAGES
             tree.places[i] = _reply_node(tree, node, request)
             before = i
         link.parent = parent
         if parent < 0:
-            link.reason = REASON_ROOT
+            link.link_reason = REASON_ROOT
         else:
             refusal = _refusal_reason(router.paths, parent, i, threshold)
             if refusal >= 0:
-                link.reason = refusal
+                link.link_reason = refusal
                 continue
         router.accepted[i] = i
         _open_reply(router.paths, router.index.replies, i)

@@ -51,11 +51,11 @@ cdef void _find_prefix_parents(PrefixRouter* router, int32_t lo, int32_t hi) noe
         i = router.by_prompt[k]
         node = router.paths.ends[i]
         links[i].parent = links[i].order = links[i].rewritten_by = -1
-        links[i].reason = REASON_ROOT
+        links[i].link_reason = REASON_ROOT
         router.group[i] = i
         router.size[i] = state[i] = 0
         if calls[i].out_len == 0:
-            links[i].reason = REASON_EMPTY
+            links[i].link_reason = REASON_EMPTY
         elif router.first[node] < 0:
             router.first[node] = i
         else:
@@ -80,9 +80,9 @@ cdef void _find_prefix_parents(PrefixRouter* router, int32_t lo, int32_t hi) noe
         parent = links[i].parent = router.first[node]
         state[parent] |= STATE_PARENT
         if router.several[node]:
-            links[i].reason = REASON_AMBIGUOUS
+            links[i].link_reason = REASON_AMBIGUOUS
         else:
-            links[i].reason = REASON_TOKENS
+            links[i].link_reason = REASON_TOKENS
             state[parent] |= STATE_EXTENDED
             state[router.group[parent]] |= STATE_GROUP_EXTENDED
 
@@ -90,19 +90,19 @@ cdef void _find_prefix_parents(PrefixRouter* router, int32_t lo, int32_t hi) noe
 cdef bint _is_quarantined(PrefixRouter* router, int32_t call) noexcept nogil:
     """Whether the call itself is ambiguous or a rejected retry; its reason is completed."""
     cdef Link* link = &router.links[call]
-    cdef bint ambiguous = link.reason == REASON_AMBIGUOUS
+    cdef bint ambiguous = link.link_reason == REASON_AMBIGUOUS
     cdef int32_t head = router.group[call]
     if router.size[head] == 1:  # no retry
         return ambiguous
     if router.state[head] & STATE_GROUP_EXTENDED:
         if ambiguous or router.state[call] & STATE_EXTENDED:
             return ambiguous
-        link.reason = REASON_SUPERSEDED
+        link.link_reason = REASON_SUPERSEDED
         return True
     if ambiguous:
-        link.reason = REASON_UNRESOLVED_AMBIGUOUS
+        link.link_reason = REASON_UNRESOLVED_AMBIGUOUS
         return True
-    link.reason = REASON_UNRESOLVED_KEPT if head == call else REASON_UNRESOLVED
+    link.link_reason = REASON_UNRESOLVED_KEPT if head == call else REASON_UNRESOLVED
     return head != call
 
 
@@ -132,8 +132,8 @@ cdef void _route_session_by_prefix(PrefixRouter* router, int32_t lo, int32_t hi)
         if state[i] & STATE_IN_CHAIN:
             links[i].order = rank
             rank += 1
-        elif links[i].reason == REASON_ROOT or links[i].reason == REASON_TOKENS:
-            links[i].reason = REASON_CHAIN_QUARANTINED
+        elif links[i].link_reason == REASON_ROOT or links[i].link_reason == REASON_TOKENS:
+            links[i].link_reason = REASON_CHAIN_QUARANTINED
 
 
 cdef int64_t _first_bad_rank(

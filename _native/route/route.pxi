@@ -20,6 +20,21 @@ cdef enum:  # trajkit.schema.LINK_REASONS
 cdef enum:  # trajkit.policies.TieBreak
     TIE_BREAK_FIRST, TIE_BREAK_TOKENS, TIE_BREAK_FULL_PATH
 
+ENUMS["LinkReason"] = {
+    "root": REASON_ROOT, "messages": REASON_MESSAGES, "rewrite": REASON_REWRITE,
+    "tokens": REASON_TOKENS, "previous": REASON_PREVIOUS, "unrouted": REASON_UNROUTED,
+    "history_replaced": REASON_HISTORY_REPLACED, "prompts": REASON_PROMPTS,
+    "ambiguous": REASON_AMBIGUOUS, "superseded": REASON_SUPERSEDED,
+    "unresolved_kept": REASON_UNRESOLVED_KEPT, "unresolved": REASON_UNRESOLVED,
+    "unresolved_ambiguous": REASON_UNRESOLVED_AMBIGUOUS,
+    "chain_quarantined": REASON_CHAIN_QUARANTINED, "empty": REASON_EMPTY,
+    "refused_tokens": REASON_REFUSED_TOKENS, "refused_truncated": REASON_REFUSED_TRUNCATED,
+    "retried": REASON_RETRIED,
+}
+ENUMS["TieBreak"] = {
+    "first": TIE_BREAK_FIRST, "tokens": TIE_BREAK_TOKENS, "full_path": TIE_BREAK_FULL_PATH,
+}
+
 cdef enum:
     KEY_BYTES = 16
     VALUE_BYTES = 12          # of a key: equal if Python calls the messages equal
@@ -36,7 +51,7 @@ cdef struct Tree:
 
 
 cdef struct TokenIndex:       # which calls a prompt without messages may continue
-    int32_t* up               # per node: the parent, or a node further up, see _next_alive
+    int32_t* up               # per node: skip pointer (union-find with path compression)
     int32_t* ended            # per node: the last call whose path ends at its stop, or -1
     int32_t* next_ended       # per call: the call before it that ends at the same node, or -1
     int32_t* replies          # per node: see _open_reply
@@ -66,7 +81,7 @@ cdef int32_t _find(const Tree* tree, int32_t parent, int64_t key) noexcept nogil
     cdef const Message* node
     while tree.table[slot] >= 0:
         node = &tree.nodes[tree.table[slot]]
-        # The key is read from the node: an entry under a key that it lost matches nothing.
+        # Compare with the node's current key: a rewritten node keeps its old table entry.
         if node.parent == parent and node.key != 0 and memcmp(
             <const void*><intptr_t>node.key, <const void*><intptr_t>key, KEY_BYTES
         ) == 0:
@@ -217,7 +232,7 @@ cdef int32_t _route_call(
             )
         _remember(tree, node)
         depth += 1
-    links[index].reason = REASON_REWRITE if merged else REASON_MESSAGES
+    links[index].link_reason = REASON_REWRITE if merged else REASON_MESSAGES
     return node
 
 
@@ -284,8 +299,8 @@ cdef int32_t _nearest_by_tokens(
 cdef int32_t _next_alive(int32_t* up, const int32_t* alive, int32_t node) noexcept nogil:
     """The nearest node at or above with ``alive[node] >= 0``, or -1; shortens the path there.
 
-    ``up`` starts as the parents. A node that is not alive never becomes alive again, so a long
-    path of such nodes, as a chain of drifting turns creates it, is climbed once.
+    ``up`` starts as the parents. A dead node stays dead, so the paths over dead nodes can
+    be compressed.
     """
     cdef int32_t above
     while node >= 0 and alive[node] < 0:
@@ -329,7 +344,7 @@ cdef int32_t _longest_path(Router* router, int32_t call) noexcept nogil:
 
 
 cdef void _open_reply(const Paths* paths, int32_t* replies, int32_t call) noexcept nogil:
-    """Record a call in every node of its output, and in the one where its prompt ends.
+    """Index the call at every node from its prompt's end to its output's end.
 
     Of several calls, a node keeps the one with the shortest prompt, the first of equals.
     """
@@ -564,11 +579,11 @@ cdef void _route_session_by_messages(
         empty_list = request.n_keys >= 0 and request.shared + request.n_keys == 0
         if request.n_keys < 0 or (empty_list and tie_break == TIE_BREAK_TOKENS):
             link.parent = _nearest_of_tokens(router, lo, i)
-            link.reason = REASON_TOKENS if link.parent >= 0 else REASON_ROOT
+            link.link_reason = REASON_TOKENS if link.parent >= 0 else REASON_ROOT
             node = tree.places[link.parent] if link.parent >= 0 else 0
             tree.places[i] = _hang(tree, node, 0, i, True)
         elif empty_list:
-            link.reason = REASON_UNROUTED
+            link.link_reason = REASON_UNROUTED
             continue
         else:
             node = _route_call(
@@ -580,8 +595,8 @@ cdef void _route_session_by_messages(
                 link.parent = _nearest_by_tokens(
                     tree, paths, node, i, tie_break == TIE_BREAK_FULL_PATH
                 )
-            if link.parent < 0 and link.reason == REASON_MESSAGES:
-                link.reason = REASON_ROOT
+            if link.parent < 0 and link.link_reason == REASON_MESSAGES:
+                link.link_reason = REASON_ROOT
             _place_reply(tree, request, node, i)
             before = i
         _open_reply(paths, router.index.replies, i)
@@ -622,12 +637,22 @@ def route_messages(
             )
 
 
-cdef _check_parents(const Link[::1] links, int64_t n_calls):
-    """Raise unless every parent is another call; they may still be a circle."""
-    cdef int64_t i
-    for i in range(n_calls):
-        if links[i].parent >= n_calls or links[i].parent == i:
-            raise LayoutError(f"links[{i}]: parent {links[i].parent} is no other call")
+cdef _check_parents(CallForest forest, const Link[::1] links):
+    """Raise unless every parent is another call of the session; they may still be a circle.
+
+    Paths of two sessions have no node in common to climb to.
+    """
+    cdef int64_t s, i, lo, hi
+    cdef int32_t parent
+    for s in range(forest.n_sessions):
+        lo, hi = forest.session_offsets[s], forest.session_offsets[s + 1]
+        for i in range(lo, hi):
+            parent = links[i].parent
+            if parent == i or (parent >= 0 and not lo <= parent < hi):
+                raise LayoutError(
+                    f"links[{i}]: parent {parent} is no other call of its session, which has "
+                    f"the calls {lo} to {hi - 1}"
+                )
 
 
 def measure_links(CallForest forest not None, Link[::1] links not None):
@@ -635,7 +660,7 @@ def measure_links(CallForest forest not None, Link[::1] links not None):
     cdef int64_t i
     cdef Paths paths
     _check_length("links", links.shape[0], forest.n_calls)
-    _check_parents(links, forest.n_calls)
+    _check_parents(forest, links)
     if forest.n_calls == 0:
         return
     paths = _paths(forest)

@@ -131,7 +131,7 @@ class Admin:
             answer = await answer
         return answer if isinstance(answer, Response) else JSONResponse(answer)
 
-    def _open(self, _: Request, body: Fields) -> Json:
+    def _open(self, request: Request, body: Fields) -> Json:
         terms = Terms(
             pins=parse_pins(body.json.get("sampling")),
             client_sampling=parse_client_sampling(body.json.get("client_sampling")),
@@ -143,7 +143,12 @@ class Admin:
         )
         session_id = body.get("session_id", as_text)
         opened = self.gateway.sessions.open(session_id, terms, _outcome_fields(body))
-        return {"session_id": opened.session_id, "api_key": opened.api_key}
+        return {
+            "session_id": opened.session_id,
+            "api_key": opened.api_key,
+            # as this client reaches the gateway
+            "base_url": str(request.base_url).rstrip("/"),
+        }
 
     def _list(self, request: Request, _: Fields) -> Json:
         asked = Fields({**request.query_params})

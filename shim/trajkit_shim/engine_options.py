@@ -63,14 +63,13 @@ def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> No
 --launch-seconds SECONDS 1800  how long the server may take to start (default: %(default)s)
 --launch-restarts N 3  how often the server is restarted within an hour if it ends (default:
     %(default)s)
---check-prompts  have the SGLang server return each prompt, and fail a call whose prompt
-    differs
---routed-experts  log which experts each token was routed to; needs an SGLang server with
+--check-prompts  have the server return each prompt, and fail a call whose prompt differs
+--routed-experts  log which experts each token was routed to; needs a server with
     --enable-return-routed-experts
+--sampling-masks  log the ids that could have been drawn for each token; vLLM needs
+    --return-sampling-mask, and top_k in every session
 --train-side-calls  train the calls that a known agent makes for itself too, such as
     compactions and titles
---skip-retried  turns whose delivered reply is asked for again, by a request that is not
-    marked as a retry, are context only
 --model DIR  the model's config, tokenizer and chat template (not for embedded)
 --chat-template FILE  in the place of the model's own
 --chat-template-kwargs JSON  variables of the chat template, such as
@@ -92,7 +91,6 @@ def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> No
 --images {{auto,refuse,omit}}  auto: accept images if the model takes them (only with
     SGLang), else reject requests with images (the default); refuse: reject them; omit:
     replace each image by a text
---fetch-images  fetch images that requests name by a URL, from public hosts
 --image-bytes N {8 << 20}  maximum size of one image (default: %(default)s)
 --images-per-prompt N 100  maximum number of images (default: %(default)s)
 """,
@@ -150,16 +148,18 @@ def engine_app(
             engine = embedded.EmbeddedEngine(policy or embedded.converse, seed=seed)
             renderer = ChatRenderer(embedded.load_tokenizer())
             reply_parser = _own_parser(arguments, renderer)
-        experts, logs_images = arguments.routed_experts, "image_limits" in images
+        payloads = {
+            "routed_experts": arguments.routed_experts,
+            "sampling_masks": arguments.sampling_masks,
+        }
         app = create_app(
             engine,
             renderer,
-            TurnLog(out, routed_experts=experts, images=logs_images, **log),
+            TurnLog(out, images="image_limits" in images, **payloads, **log),
             Options(
                 past=arguments.past_reasoning,
                 variables=_variables(parser, arguments.chat_template_kwargs),
                 train_side_calls=arguments.train_side_calls,
-                train_retried=not arguments.skip_retried,
                 reply_parser=reply_parser,
                 **images,
                 **options,
@@ -184,11 +184,11 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
     unknown = form and form not in forms
     no_setpriv = launch and which("setpriv") is None
     no_sglang = launch and not arguments.launch_python and find_spec("sglang") is None
-    experts = arguments.routed_experts
+    payloads = arguments.routed_experts or arguments.sampling_masks
     faults = {
         "--launch needs --engine sglang": launch and not sglang,
         f"--parser {form} needs --engine sglang": form in _ENGINE and not sglang,
-        "--routed-experts needs --engine sglang": experts and not sglang,
+        "--routed-experts and --sampling-masks need a server": payloads and embedded,
         "--engine-url does not apply to the embedded engine": embedded and url,
         "--model does not apply to the embedded engine": embedded and model,
         f"--engine {engine} needs --engine-url": not (embedded or url or launch),
@@ -224,7 +224,6 @@ def _image_options(arguments: argparse.Namespace) -> dict[str, Any]:
         max_bytes=arguments.image_bytes,
         max_images=arguments.images_per_prompt,
         max_total_bytes=getattr(arguments, "log_bytes", None),
-        fetch=arguments.fetch_images,
     )
     # a client sends the images of a conversation with every request
     return {"images": model, "image_limits": limits, "max_body_bytes": _IMAGE_BODY}
@@ -264,14 +263,13 @@ def _served(arguments: argparse.Namespace, stack: ExitStack) -> "Engine":
     except ValueError as error:
         raise FormatError(f"{model}: {error}") from error
 
-    engine: Callable[..., Engine] = partial(VLLMEngine, vocab_size=n_vocab)
-    if arguments.engine == "sglang":
-        engine = partial(
-            SGLangEngine,
-            vocab_size=n_vocab,
-            check_prompts=arguments.check_prompts,
-            experts_per_token=per_token,
-        )
+    engine: Callable[..., Engine] = partial(
+        SGLangEngine if arguments.engine == "sglang" else VLLMEngine,
+        vocab_size=n_vocab,
+        check_prompts=arguments.check_prompts,
+        experts_per_token=per_token,
+        sampling_masks=arguments.sampling_masks,
+    )
     if arguments.launch is not None:
         log = arguments.out / "engine.log"
         sys.stderr.write(f"trajkit: starting the engine's server; its log is {log}\n")

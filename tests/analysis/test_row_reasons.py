@@ -36,9 +36,9 @@ def test_sentences_name_the_turn_the_token_and_the_reason():
     assert table["sentence"].to_pylist() == [
         "row 0 opens at turn 0: it is the session's first turn. It trains 4 tokens; "
         "4 tokens lost to drift.",
-        "row 1 opens at turn 3: its prompt leaves turn 2's path outside its replies, at "
-        "token 5 (they do not agree again; 2 tokens sampled after that). It trains 1 "
-        "token.",
+        "row 1 opens at turn 3: its prompt differs from turn 2's prompt at token "
+        "5, before any reply (they do not agree again; 2 tokens sampled after that). "
+        "It trains 1 token.",
     ]
 
 
@@ -48,8 +48,9 @@ def test_drift_is_told_from_branches():
     assert [line["first_turn"] for line in lines] == [0, 2, 3]
     assert [line["opened_by"] for line in lines] == ["no_parent", "drift", "drift"]
     assert lines[1]["sentence"] == (
-        "row 1 opens at turn 2: its prompt leaves turn 1's reply at token 1 of 4 (the last "
-        "reply came back changed; 3 tokens sampled after that). It trains 1 token."
+        "row 1 opens at turn 2: its prompt differs from turn 1's reply at token 1 of 4 "
+        "(the last reply came back changed; 3 tokens sampled after that). "
+        "It trains 1 token."
     )
     assert lines[2]["parent"] == 2
 

@@ -27,8 +27,7 @@ from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
 from trajkit.cli.tokenizer import load_tokenizer
 from trajkit.io.tables import iter_tables
-from trajkit.policies import PRESETS
-from trajkit.schema import TURNS, TURNS_DELTA
+from trajkit.policies import PRESETS, rule_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,14 +121,6 @@ def test_linearize_tells_people_what_was_lost(tmp_path, capsys, turns):
     ]
     assert rows in out
     assert err == ""
-
-
-def test_linearize_takes_no_turns_at_all(tmp_path, capsys):
-    source = tmp_path / "none.parquet"
-    tk.write_turns(tk.from_records([]), source)
-    rows = tmp_path / "rows.parquet"
-    assert run_json(capsys, "linearize", str(source), "-o", str(rows))["rows"] == 0
-    assert tk.read_rows(rows).num_rows == 0
 
 
 def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns):
@@ -419,20 +410,27 @@ def test_verify_exits_with_1_on_a_violation(tmp_path, capsys, turns):
     found = str(tmp_path / "found.jsonl")
     table = tk.linearize(tk.from_records(CALLS), "slime")
     tk.write_rows(table, rows)
-    assert cli.main(["verify", rows, turns, "-o", found]) == cli.BAD_DATA
+    assert cli.main(["verify", rows, turns]) == cli.DONE
+    assert "without --policy, only what is true" in capsys.readouterr().out
+    argv = ["verify", rows, turns, "--policy", "faithful"]
+    assert cli.main([*argv, "-o", found]) == cli.BAD_DATA
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["not_trained", "1"] in lines
-    assert json.loads(Path(found).read_text())["turn_index"] == 0
-    assert cli.main(["verify", rows, turns, "--json"]) == cli.BAD_DATA
-    (violation,) = json.loads(capsys.readouterr().out)["violations"]
-    assert (violation["session_id"], violation["rule"]) == ("a", "not_trained")
+    written = [json.loads(line) for line in Path(found).read_text().splitlines()]
+    assert cli.main([*argv, "--json"]) == cli.BAD_DATA
+    violations = json.loads(capsys.readouterr().out)["violations"]
+    assert violations == written
+    assert ("a", 0, "not_trained") in {
+        (one["session_id"], one["turn_index"], one["rule"]) for one in violations
+    }
 
 
 def test_verify_shows_the_first_violations_of_many(tmp_path, capsys, turns):
     rows = tmp_path / "rows.jsonl"
     row = {"session_id": "a", "input_ids": [8] * 50, "loss_mask": [1, 0] * 25}
     rows.write_text(json.dumps(row))
-    assert cli.main(["verify", str(rows), turns]) == cli.BAD_DATA
+    argv = ["verify", str(rows), turns, "--policy", "faithful"]
+    assert cli.main(argv) == cli.BAD_DATA
     out = capsys.readouterr().out
     assert "and 9 more" in out
     assert ["mask", "25"] in [line.split() for line in out.splitlines()]
@@ -492,7 +490,7 @@ def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, spoken, where):
         pytest.param(
             ["--tokenizer", "nowhere.json"],
             cli.BAD_FILE,
-            "nowhere.json: No such file",
+            "nowhere.json: there is no such file or folder",
             id="nothing there",
         ),
         pytest.param(
@@ -608,13 +606,6 @@ def test_compact_says_what_a_file_takes(tmp_path, capsys, turns):
         f"turns 4, bytes {os.path.getsize(turns):,} before and "
         f"{os.path.getsize(out):,} after\n\nwritten to {out}\n"
     )
-
-
-def test_compact_of_no_turns_is_of_the_delta_form(tmp_path, capsys):
-    empty, out = tmp_path / "empty.parquet", tmp_path / "small.parquet"
-    tk.write_turns(TURNS.empty_table(), empty)
-    assert run_json(capsys, "compact", str(empty), "-o", str(out))["turns"] == 0
-    assert pq.read_schema(out).names == TURNS_DELTA.names
 
 
 def test_the_delta_form_has_no_json_lines(tmp_path, capsys, turns):
@@ -778,7 +769,7 @@ def test_verify_makes_no_choice_of_no_policy(capsys, turns):
     assert (
         cli.main(["verify", turns, turns, "--set", "train_in=first"]) == cli.BAD_USAGE
     )
-    assert "--set needs --policy" in capsys.readouterr().err
+    assert "--set and --fork-threshold need --policy" in capsys.readouterr().err
 
 
 def test_simulate_compares_a_policy_with_itself(capsys, turns):
@@ -857,7 +848,9 @@ def test_what_a_policy_lists_is_what_set_takes(capsys, turns, name):
     (policy,) = run_json(capsys, "policies", name)
     assert policy == json.loads(json.dumps(asdict(tk.policy(name))))
     assert cli.main(["policies", name]) == cli.DONE
-    lines = capsys.readouterr().out.splitlines()[2:]
+    table, rules = capsys.readouterr().out.split("\n\n")
+    assert rule_of(tk.policy(name), "on_drift") in rules
+    lines = table.splitlines()[2:]
     names = {line.split()[0] for line in lines}
     assert names >= set(policy) - {"name"}
     sets = list(choices_of(tk.policy(name)).items())
@@ -962,7 +955,7 @@ def test_a_dash_is_standard_input_and_output(tmp_path, monkeypatch, capsys, suff
             1,
             "standard input: a tab",
         ),
-        (["drift", "-"], b'{"input_ids":[', 0, "warning: standard input ends within"),
+        (["drift", "-"], b'{"input_ids":[', 1, "warning: standard input ends within"),
     ],
 )
 def test_errors_in_standard_input_name_it(

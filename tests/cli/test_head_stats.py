@@ -7,7 +7,7 @@ import pytest
 
 import trajkit as tk
 from tests.cli.test_show import HOSTILE, terminal
-from trajkit.cli import BAD_FILE, main
+from trajkit.cli import BAD_DATA, BAD_FILE, main
 from trajkit.cli.head import cell
 from trajkit.cli.terminal import visible
 from trajkit.io.tables import write_table
@@ -130,11 +130,11 @@ def test_a_directory_is_read_for_its_turns(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
-def test_a_table_without_lines_has_a_head(tmp_path, capsys):
+def test_a_table_without_lines_is_an_error(tmp_path, capsys):
     write_table(pa.table({"a": pa.array([], pa.int32())}), tmp_path / "none.parquet")
-    assert main(["head", str(tmp_path / "none.parquet")]) == 0
-    assert capsys.readouterr().out in ("a\n", "no lines\n")
-    assert main(["stats", str(tmp_path / "none.parquet")]) == 0
+    for command in ("head", "stats"):
+        assert main([command, str(tmp_path / "none.parquet")]) == BAD_DATA
+        assert "none.parquet: no lines, nothing to do" in capsys.readouterr().err
     assert main(["head", str(tmp_path / "absent.parquet")]) == BAD_FILE
 
 

@@ -1,6 +1,5 @@
 """The fields of every format are those that the trainers' own code made or took."""
 
-import json
 from hashlib import sha256
 from types import SimpleNamespace
 
@@ -15,10 +14,8 @@ import trajkit as tk
 from tests.export.group_of_rows import TARGETS, one_row_each, plain, sample_rows
 from tests.strategies import runs
 from tests.tables import turns_table
-from trajkit.cli import main
-from trajkit.errors import ExportError
+from trajkit.errors import ExportError, NoSignalWarning
 from trajkit.export import (
-    FILE_FORMATS,
     areal,
     nemo_rl,
     openrlhf,
@@ -30,7 +27,6 @@ from trajkit.export import (
     trl,
     verl,
 )
-from trajkit.export.files import TARGETS as TARGETS_OF_FILES
 from trajkit.turns import content_ids
 
 
@@ -158,8 +154,25 @@ def test_trl_and_openrlhf_take_one_row_per_rollout():
             export(sample_rows())
 
 
+def on_newest_wire(recorded, **appended):
+    """The fields recorded at 559b44772, under the names and with the fields since then."""
+    names = {"mm_kwargs": "mm_refs"}
+    return {names.get(name, name): value for name, value in recorded.items()} | appended
+
+
 def test_prime_rl_samples_are_those_of_its_wire_format():
-    due = TARGETS["prime_rl"]["samples"]
+    due = [
+        on_newest_wire(
+            one,
+            sampling_mask=None,
+            trace_id=row["session_id"],
+            branch_index=row["row_index"],
+            payload=None,
+        )
+        for one, row in zip(
+            TARGETS["prime_rl"]["samples"], sample_rows().to_pylist(), strict=True
+        )
+    ]
     found = prime_rl.sample_fields(sample_rows(), env_name="demo")
     assert [list(one) for one in found] == [list(two) for two in due]
     assert found == due
@@ -175,7 +188,12 @@ def test_prime_rl_gives_every_token_the_temperature_of_its_rollout():
     ("options", "said"),
     [
         ({"env_name": "all"}, "reserves"),
-        ({"env_name": "demo", "seq_len": 8}, "9 tokens, seq_len is 8"),
+        ({"env_name": None}, "env_name is None"),
+        (
+            {"env_name": "demo", "seq_len": 8},
+            "9 tokens, but prime-rl cuts rows at seq_len 8",
+        ),
+        ({"env_name": "demo", "weighted": True}, "weighted=step_counts"),
     ],
 )
 def test_prime_rl_refuses_what_it_would_take_silently(options, said):
@@ -184,7 +202,15 @@ def test_prime_rl_refuses_what_it_would_take_silently(options, said):
 
 
 def test_prime_rl_micro_batches_are_those_of_its_packer():
-    due = TARGETS["prime_rl"]["micro_batches"]
+    traces = [(["s0", "s0"], [0, 1]), (["s1"], [0])]
+    due = [
+        on_newest_wire(
+            one, sampling_mask=None, trace_ids=ids, branch_indices=rows, payload=None
+        )
+        for one, (ids, rows) in zip(
+            TARGETS["prime_rl"]["micro_batches"], traces, strict=True
+        )
+    ]
     found = prime_rl.micro_batch_fields(
         sample_rows(), 16, env_name="demo", ranks=2, pad_to_multiple_of=8
     )
@@ -209,7 +235,9 @@ def test_prime_rl_ranks_have_as_many_micro_batches():
     assert second["ce_weights"] is None
     weights = [
         one["rl_weights"]
-        for one in prime_rl.sample_fields(rows, env_name="demo", weighted=True)
+        for one in prime_rl.sample_fields(
+            rows, env_name="demo", weighted=tk.export.step_counts(rows)
+        )
     ]
     assert first["rl_weights"] == weights[0] + weights[1]
     assert padding["loss_mask"] == [False]
@@ -336,18 +364,30 @@ def test_tinker_data_are_those_of_the_cookbook():
 
 def test_areal_trajectories_are_those_of_its_workflows():
     due = TARGETS["areal"]["padded"]
-    found = areal.trajectory_fields(sample_rows(), version=7, weighted=True)
-    for line, one in enumerate(found):
-        n = one["input_ids"].shape[1]
-        for name in (
-            "input_ids",
-            "loss_mask",
-            "logprobs",
-            "versions",
-            "attention_mask",
-        ):
-            assert plain(one[name][0]) == due[name][line][:n], name
-        assert one["rewards"].shape == (1,)
+    (found,) = areal.trajectory_fields(sample_rows(), version=7, reward="advantage")
+    for name in ("input_ids", "loss_mask", "logprobs", "attention_mask"):
+        assert plain(found[name]) == due[name], name
+    # AReaL pads versions with 0, off the mask
+    real = found["attention_mask"]
+    assert plain(found["versions"][real]) == plain(np.array(due["versions"])[real])
+    assert plain(found["rewards"]) == [0.5, 0.5, -0.5]
+    assert plain(found["turn_ids"]) == [
+        [-1, -1, -1, 0, 0, -1, 1, 1, 1],
+        [-1, -1, -1, -1, -1, 0, 0, -1, -1],
+        [-1, -1, -1, 0, 0, -1, -1, -1, -1],
+    ]
+
+
+def test_areal_takes_a_dict_for_a_group():
+    """Rewards are normalised over the rows of a dict: alone, each would become 0."""
+    rows = pa.concat_tables(
+        renamed(one_row_each(sample_rows()), names, group)
+        for names, group in ((("a", "b"), "g"), (("c", "d"), "h"), (("e", "g"), None))
+    ).take([0, 2, 1, 3, 4, 5])
+    found = areal.trajectory_fields(rows)
+    assert [len(one["input_ids"]) for one in found] == [2, 2, 1, 1]
+    assert [plain(one["rewards"]) for one in found[:2]] == [[1.0, 0.0]] * 2
+    assert found[3]["input_ids"].shape == (1, 5)
 
 
 def test_areal_rows_end_with_their_last_trained_token():
@@ -363,13 +403,21 @@ def test_areal_rows_end_with_their_last_trained_token():
         at = row.column_names.index(name)
         field = row.schema.field(name)
         row = row.set_column(at, field, pa.array(values, field.type))
+    spans = [
+        {**row["spans"][0].as_py()[0], "start": a, "stop": b}
+        for a, b in ((3, 5), (6, 9))
+    ]
+    field = row.schema.field("spans")
+    row = row.set_column(
+        row.column_names.index("spans"), field, pa.array([spans], field.type)
+    )
     (found,) = areal.trajectory_fields(row)
     assert plain(found["input_ids"]) == [case["input_ids"][:9]]
     assert plain(found["rewards"]) == [1.0]
 
 
 def test_areal_refuses_rewards_of_rollouts_with_several_rows():
-    with pytest.raises(ExportError, match="weighted=True"):
+    with pytest.raises(ExportError, match="reward='advantage'"):
         areal.trajectory_fields(sample_rows())
 
 
@@ -378,13 +426,20 @@ def test_areal_versions_are_integers():
     names = [
         ["3" if bit else None for bit in mask] for mask in rows["loss_mask"].to_pylist()
     ]
-    (first, _) = areal.trajectory_fields(
+    (found,) = areal.trajectory_fields(
         rows.append_column("weight_version", pa.array(names))
     )
-    assert plain(first["versions"][0]) == [-1, -1, -1, 3, 3, -1, 3, 3, 3]
-    names[0][3] = "step-1"
-    with pytest.raises(ExportError, match="'step-1' of token 3 is not an integer"):
-        areal.trajectory_fields(rows.append_column("weight_version", pa.array(names)))
+    assert plain(found["versions"][0]) == [-1, -1, -1, 3, 3, -1, 3, 3, 3]
+    for name in ("step-1", None):
+        names[0][3] = name
+        with pytest.raises(ExportError, match=f"{name!r} of token 3 is not an integer"):
+            areal.trajectory_fields(
+                rows.append_column("weight_version", pa.array(names))
+            )
+    (found,) = areal.trajectory_fields(
+        rows.append_column("weight_version", pa.array(names)), version=2
+    )
+    assert plain(found["versions"][0]) == [-1, -1, -1, 2, 3, -1, 3, 3, 3]
 
 
 def test_openrlhf_executions_are_those_of_its_samples():
@@ -407,9 +462,10 @@ def test_sft_labels_are_those_of_its_trainer():
         table["labels"].to_pylist()
         == TARGETS["hf_sft"]["labels_that_SFTTrainer_makes"]["labels"]
     )
-    assert {str(field.type) for field in table.schema} == {"list<element: int32>"} or {
-        str(field.type) for field in table.schema
-    } == {"list<item: int32>"}
+    assert table["attention_mask"].to_pylist() == [
+        [1] * n for n in map(len, sample_rows()["input_ids"].to_pylist())
+    ]
+    assert set(table.schema.types) == {pa.list_(pa.int32())}
     padded = sft.padded_labels(sample_rows(), pad_token_id=0)
     assert plain(padded) == TARGETS["hf_sft"]["padded"]
     masks = sft.mask_table(sample_rows())
@@ -425,7 +481,7 @@ TARGETS_ROWS = [
 # --- checks that all formats share
 
 EVERY = {
-    "areal": lambda rows: areal.trajectory_fields(rows, weighted=True),
+    "areal": lambda rows: areal.trajectory_fields(rows, reward="advantage"),
     "nemo_rl": nemo_rl.message_log_fields,
     "openrlhf": openrlhf.execution_fields,
     "prime_rl": lambda rows: prime_rl.sample_fields(rows, env_name="demo"),
@@ -437,6 +493,14 @@ EVERY = {
     "trl_async": trl.rollout_sample_fields,
     "verl": verl.agent_loop_fields,
 }
+
+
+def renamed(rows, names, group):
+    """The rows as those of other sessions, all in one group."""
+    for column, values in (("session_id", names), ("group_id", [group] * len(names))):
+        at = rows.column_names.index(column)
+        rows = rows.set_column(at, column, pa.array(values, pa.string()))
+    return rows
 
 
 def changed(name, values):
@@ -490,10 +554,9 @@ def test_a_null_reward_is_refused_where_it_would_become_0(target):
 
 
 def test_a_null_reward_stays_none_for_trl():
-    assert trl.rollout_func_fields(changed("reward", [1.0, None]))["reward"] == [
-        1.0,
-        None,
-    ]
+    rows = changed("reward", [1.0, None])
+    with pytest.warns(NoSignalWarning, match="no group of these 2 rows"):
+        assert trl.rollout_func_fields(rows)["reward"] == [1.0, None]
 
 
 @pytest.mark.parametrize("target", ["areal", "prime_rl", "tinker", "trl_async"])
@@ -521,23 +584,22 @@ def weighted_rows():
 
 def test_weighted_advantages_give_the_reference_loss():
     rows, now = weighted_rows()
-    due = float(tk.training.reference_loss(rows, now).total)
+    due = float(tk.learn.reference_loss(rows, now).total)
     ends = np.cumsum([0, *map(len, rows["input_ids"].to_pylist())])
     total = 0.0
     for k, datum in enumerate(tinker.datum_fields(rows)):
         ratio = np.exp(now[ends[k] + 1 : ends[k + 1]] - datum["logprobs"])
         total -= float((datum["advantages"] * ratio).sum())
-    assert total == pytest.approx(due, rel=1e-6)
-    total = n = 0
+    assert total / 2 == pytest.approx(due, rel=1e-6)
+    total = 0
     for k, sample in enumerate(trl.rollout_sample_fields(rows, weighted=True)):
         mask = sample["completion_mask"] == 1
         ratio = np.exp(now[ends[k] : ends[k + 1]] - sample["old_log_probs"])
         total -= sample["advantage"] * ratio[mask].sum()
-        n += mask.sum()
-    assert total / n == pytest.approx(due, rel=1e-6)
+    assert total / 2 == pytest.approx(due, rel=1e-6)
     total = n = 0
     for k, sample in enumerate(
-        prime_rl.sample_fields(rows, env_name="e", weighted=True)
+        prime_rl.sample_fields(rows, env_name="e", weighted=tk.export.step_counts(rows))
     ):
         mask = np.array(sample["mask"])
         ratio = np.exp(now[ends[k] : ends[k + 1]] - np.array(sample["logprobs"]))
@@ -550,28 +612,6 @@ def test_weighted_advantages_give_the_reference_loss():
 def test_rows_in_the_suffix_layout_are_exported_alike():
     rows = sample_rows()
     assert slime.sample_fields(tk.suffix_rows(rows)) == slime.sample_fields(rows)
-
-
-def test_every_file_format_is_written(tmp_path, capsys):
-    pytest.importorskip("pyarrow.parquet")
-    rows = tmp_path / "rows.arrows"
-    tk.write_rows(one_row_each(sample_rows()).drop_columns(["advantage"]), rows)
-    sessions = tmp_path / "sessions.jsonl"
-    lines = [
-        {"session_id": name, "reward": reward, "group_id": "g0"}
-        for name, reward in (("s0", 1.0), ("s1", 0.0))
-    ]
-    sessions.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert sorted(TARGETS_OF_FILES) == list(FILE_FORMATS)
-    for name in {*FILE_FORMATS} - {"slime"}:  # which needs torch
-        out = tmp_path / name
-        command = ["export", str(rows), "--to", name, "-o", str(out)]
-        assert main([*command, "--sessions", str(sessions)]) == 0
-        (file,) = out.iterdir()
-        assert f"{file}: 2 rows for {name}" in capsys.readouterr().out
-    samples = (tmp_path / "tinker" / "fields.jsonl").read_text().splitlines()
-    gains = [max(json.loads(line)["advantages"], key=abs) for line in samples]
-    assert np.sign(gains).tolist() == [1.0, -1.0]
 
 
 def rows_with_an_image(folder, **choices):

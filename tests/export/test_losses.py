@@ -59,7 +59,7 @@ def rows_of(n_rows):
     turns = [call for name, n in n_rows.items() for call in calls(name, n)]
     rows = tk.linearize(tk.from_records(turns), sessions=sessions)
     assert len(rows) == sum(n_rows.values())
-    return tk.add_advantages(rows, tk.training.advantages(sessions))
+    return tk.add_advantages(rows, tk.learn.advantages(sessions))
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def now(ids):
 
 def reference(rows):
     flat = np.concatenate([now(ids) for ids in rows["input_ids"].to_pylist()])
-    return float(tk.training.reference_loss(rows, flat).total)
+    return float(tk.learn.reference_loss(rows, flat).total)
 
 
 def token_mean(rows):
@@ -99,7 +99,7 @@ def token_mean(rows):
     n = sum(map(sum, rows["loss_mask"].to_pylist())) / len(set(rows["session_id"]))
     weighed = tk.add_weights(rows, "constant", constant=n)
     flat = np.concatenate([now(ids) for ids in rows["input_ids"].to_pylist()])
-    return float(tk.training.reference_loss(weighed, flat, reduce="sum").total)
+    return float(tk.learn.reference_loss(weighed, flat, reduce="sum").total)
 
 
 def terms(gain, new, old):
@@ -193,6 +193,7 @@ def test_trl(single):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_trl_async(forked, weighted):
+    """Weighted samples are for a trainer of `trl.by_rollout`, which divides by rollouts."""
     total, n = 0.0, 0
     for sample in trl.rollout_sample_fields(forked, weighted=weighted):
         mask = sample["completion_mask"]
@@ -200,7 +201,8 @@ def test_trl_async(forked, weighted):
         total += (terms(sample["advantage"], new, sample["old_log_probs"]) * mask).sum()
         n += mask.sum()
     due = reference(forked) if weighted else token_mean(forked)
-    assert total / n == pytest.approx(due, rel=1e-5)
+    divisor = len(REWARDS) if weighted else n
+    assert total / divisor == pytest.approx(due, rel=1e-5)
 
 
 def prime_loss(samples):
@@ -220,7 +222,10 @@ def prime_loss(samples):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_prime_rl(forked, weighted):
     samples = prime_rl.sample_fields(
-        forked, env_name="e", temperature=TEMPERATURE, weighted=weighted
+        forked,
+        env_name="e",
+        temperature=TEMPERATURE,
+        weighted=weighted and tk.export.step_counts(forked),
     )
     due = reference(forked) if weighted else token_mean(forked)
     assert prime_loss(samples) == pytest.approx(due, rel=1e-5)
@@ -325,7 +330,7 @@ def test_tinker(forked, reduce):
     if reduce == "sum":
         forked = tk.add_weights(forked, "rollout")
     flat = np.concatenate([now(ids) for ids in forked["input_ids"].to_pylist()])
-    due = float(tk.training.reference_loss(forked, flat, reduce=reduce).total)
+    due = float(tk.learn.reference_loss(forked, flat, reduce=reduce).rl_sum)
     total = 0.0
     for datum in tinker.datum_fields(forked, reduce=reduce):
         ids = [*datum["model_input"], int(datum["target_tokens"][-1])]
@@ -336,22 +341,28 @@ def test_tinker(forked, reduce):
 def areal_loss(trajectories):
     """The reward is at the last token but one and goes back over masked tokens."""
     total, n = 0.0, 0
+    names = ("input_ids", "loss_mask", "logprobs", "attention_mask", "rewards")
     for one in trajectories:
-        ids, mask, old = (one[k][0] for k in ("input_ids", "loss_mask", "logprobs"))
-        mask, old = np.roll(mask, -1), np.roll(old, -1)
-        gain = one["rewards"][0] if mask[len(ids) - 2] else 0.0
-        new = np.roll(now(ids.tolist()), -1)
-        total += (terms(gain, new, old) * mask).sum()
-        n += mask.sum()
+        for ids, mask, old, real, reward in zip(*map(one.get, names), strict=True):
+            mask, old = np.roll(mask, -1), np.roll(old, -1)
+            gain = reward if mask[real.sum() - 2] else 0.0
+            new = np.roll(now(ids.tolist()), -1)
+            total += (terms(gain, new, old) * mask).sum()
+            n += mask.sum()
     return total / n
 
 
 def test_areal(forked):
-    found = areal.trajectory_fields(forked, weighted=True)
+    found = areal.trajectory_fields(forked, weighted=tk.export.step_counts(forked))
     assert areal_loss(found) == pytest.approx(reference(forked), rel=1e-5)
+    plain = areal.trajectory_fields(forked, reward="advantage")
+    assert areal_loss(plain) == pytest.approx(token_mean(forked), rel=1e-5)
     for one in found:
-        for name in ("input_ids", "loss_mask", "logprobs"):
-            one[name] = np.pad(one[name], ((0, 0), (0, 2)))
+        for name in ("input_ids", "loss_mask", "logprobs", "attention_mask"):
+            one[name] = np.pad(
+                one[name], ((0, 0), (0, 2)), constant_values=name[0] == "a"
+            )
+        one["attention_mask"][:] = True
     assert areal_loss(found) == 0.0
 
 
@@ -364,7 +375,7 @@ def test_areal_rows_that_end_in_context(single):
         at, "loss_mask", pa.array(masks, single.schema.field(at).type)
     )
     rows = tk.add_weights(rows)
-    found = areal.trajectory_fields(rows, weighted=True)
+    found = areal.trajectory_fields(rows, weighted=tk.export.step_counts(rows))
     assert areal_loss(found) == pytest.approx(reference(rows), rel=1e-5)
 
 
@@ -395,7 +406,7 @@ def test_sft(forked):
     ]
     rows = forked.append_column("observation_weight", pa.array(weights))
     flat = np.concatenate([now(ids) for ids in rows["input_ids"].to_pylist()])
-    loss = tk.training.reference_loss(rows, flat)
+    loss = tk.learn.reference_loss(rows, flat)
     due = loss.observation_sum / loss.observation_count
     assert np.concatenate(parts).mean() == pytest.approx(due)
     masks = sft.mask_table(forked)["loss_mask"].to_pylist()

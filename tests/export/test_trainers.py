@@ -50,6 +50,7 @@ def test_trl_packs_the_labels_of_exported_rows():
     packed = pack_dataset(sft.dataset(sample_rows()), 16, "bfd")
     due = TARGETS["hf_sft"]["packed"]
     assert {name: packed[name][:] for name in due} == due
+    assert set(packed.column_names) == {*due, "attention_mask"}
 
 
 def test_datasets_take_splits_of_rows():
@@ -117,7 +118,7 @@ def test_verl_computes_the_loss_of_rollouts():
     found = agg_loss(-gains * ratio, mask, loss_agg_mode="token-mean")
     n_trained = sum(map(sum, rows["loss_mask"].to_pylist()))
     weighed = tk.add_weights(rows, "constant", constant=n_trained / 2)
-    loss = tk.training.reference_loss(weighed, now, reduce="sum")
+    loss = tk.learn.reference_loss(weighed, now, reduce="sum")
     assert float(found) == pytest.approx(float(loss.total), rel=1e-5)
 
 
@@ -190,9 +191,12 @@ def test_prime_rl_files_are_what_its_trainer_decodes(tmp_path):
     found = [
         msgspec.msgpack.decode(path.read_bytes(), type=list[struct]) for path in paths
     ]
-    assert [msgspec.structs.asdict(one) for each in found for one in each] == TARGETS[
-        "prime_rl"
-    ]["micro_batches"]
+    due = prime_rl.micro_batch_fields(
+        *(sample_rows(), 16), env_name="demo", ranks=2, pad_to_multiple_of=8
+    )
+    assert [msgspec.structs.asdict(one) for each in found for one in each] == [
+        one for each in due for one in each
+    ]
 
 
 def test_nemo_rl_logs_are_tensors_of_one_type():
@@ -203,7 +207,7 @@ def test_nemo_rl_logs_are_tensors_of_one_type():
 
 def test_areal_trajectories_are_tensors():
     missing("torch")
-    for one in export.areal.trajectories(sample_rows(), weighted=True):
+    for one in export.areal.trajectories(sample_rows(), reward="advantage"):
         assert one["input_ids"].ndim == 2
         assert str(one["rewards"].dtype) == "torch.float32"
 

@@ -14,7 +14,7 @@ from benchmarks import fuzz_files
 from trajkit._arrow import canonical
 from trajkit._arrow.canonical import as_table, check_buffers
 from trajkit._streams import lockstep
-from trajkit.importers.json_files import objects
+from trajkit.importers.containers import objects
 from trajkit.io import jsonl
 from trajkit.turns.deep_json import MAX_DEPTH
 
@@ -66,8 +66,8 @@ TAKES_TURNS = {
     "rejected": tk.turns.reject_sessions,
     "simulate": tk.simulate,
     "verify": lambda turns: tk.verify(ROWS, turns),
-    "observations": lambda turns: tk.observations.observation_weights(turns, ROWS),
-    "report of observations": lambda turns: tk.observations.observation_weights(
+    "observations": lambda turns: tk.learn.observation_weights(turns, ROWS),
+    "report of observations": lambda turns: tk.learn.observation_weights(
         turns, ROWS, report=True
     ),
     "write_turns": lambda turns: tk.write_turns(turns, BytesIO(), format="arrow"),
@@ -75,19 +75,19 @@ TAKES_TURNS = {
 }
 TAKES_ROWS = {
     "weigh": tk.add_weights,
-    "spread_rewards": tk.training.spread_rewards,
+    "spread_rewards": tk.learn.spread_rewards,
     "add_advantages": lambda rows: tk.add_advantages(
-        rows, tk.training.advantages(SESSIONS)
+        rows, tk.learn.advantages(SESSIONS, "none")
     ),
     "full_rows": tk.full_rows,
     "suffix_rows": tk.suffix_rows,
     "verify": lambda rows: tk.verify(rows, TURNS),
-    "observations": lambda rows: tk.observations.observation_weights(TURNS, rows),
+    "observations": lambda rows: tk.learn.observation_weights(TURNS, rows),
     "validate": tk.validate,
     "read_rows": tk.read_rows,
     "iter_rows": lambda rows: list(tk.scan_rows(rows)),
     "write_rows": lambda rows: tk.write_rows(rows, BytesIO(), format="arrow"),
-    "reference_loss": lambda rows: tk.training.reference_loss(rows, np.zeros(21)),
+    "reference_loss": lambda rows: tk.learn.reference_loss(rows, np.zeros(21)),
 }
 TAKES_OTHERS = {
     "links of linearize": (LINKS, lambda bad: tk.linearize(TURNS, links=bad)),
@@ -95,9 +95,9 @@ TAKES_OTHERS = {
     "drift": (DRIFT, lambda bad: tk.linearize(TURNS, links=LINKS, drift=bad)),
     "sessions": (SESSIONS, lambda bad: tk.linearize(TURNS, sessions=bad)),
     "reward": (SESSIONS, lambda bad: tk.linearize(TURNS, reward=bad)),
-    "advantages": (SESSIONS, tk.training.advantages),
+    "advantages": (SESSIONS, lambda bad: tk.learn.advantages(bad, "none")),
     "sessions of advantages": (
-        tk.training.advantages(SESSIONS),
+        tk.learn.advantages(SESSIONS, "none"),
         lambda bad: tk.add_advantages(ROWS, bad),
     ),
     "read_sessions": (SESSIONS, tk.read_sessions),
@@ -363,7 +363,7 @@ def test_the_length_of_a_foreign_file_is_bounded(tmp_path, monkeypatch):
     path = tmp_path / "log.json.gz"
     path.write_bytes(gzip.compress(b" " * (4 << 20)))
     monkeypatch.setenv(jsonl.MAX_LINE_BYTES, str(1 << 20))
-    [text] = objects(path)
+    [text] = objects(path, "json")
     assert "log.json.gz is longer than 1048576 bytes" in text.bad.detail
 
 

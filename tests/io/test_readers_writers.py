@@ -229,7 +229,12 @@ def test_transcripts(conversations):
         turns, report = tk.import_turns(file, "chat", tokenizer=tokenizer)
     got = turns.select(["session_id", "prompt_ids", "output_ids"]).to_pylist()
     assert [tuple(turn.values()) for turn in got] == expected
-    told = [(row["problem"], row["kept"]) for row in report.to_pylist()]
+    told = [
+        (row["problem"], row["kept"])
+        for row in report.to_pylist()
+        # its tokens are code points, none of them special
+        if row["problem"] not in ("no_end_token", "empty")
+    ]
     assert told.count(("not_sampled", True)) == len(expected)
     replies = sum(m["role"] == "assistant" for said in conversations for m in said)
     silent = sum(all(m["role"] != "assistant" for m in said) for said in conversations)

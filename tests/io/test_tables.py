@@ -202,8 +202,10 @@ def test_a_directory_is_one_log(tmp_path, turns):
 
 def test_json_lines_of_one_directory_count_their_turns_together(tmp_path):
     plain = {name: CALL[name] for name in ("session_id", "prompt_ids", "output_ids")}
-    for name in ("1.jsonl", "2.jsonl"):
-        (tmp_path / name).write_text(f"{json.dumps(plain)}\n\n{json.dumps(plain)}\n")
+    more = {**plain, "prompt_ids": [*plain["prompt_ids"], 1]}
+    for name, calls in (("1.jsonl", (plain, plain)), ("2.jsonl", (more, plain))):
+        text = "\n\n".join(map(json.dumps, calls))
+        (tmp_path / name).write_text(f"{text}\n")
     assert read_turns(tmp_path)["turn_index"].to_pylist() == [0, 1, 2, 3]
 
 
@@ -367,7 +369,7 @@ def test_a_torn_last_line_is_left_out(tmp_path, turns):
 # what is no file of ours
 
 
-@pytest.mark.parametrize("suffix", ["csv", "parquet.gz", "arrow.zst", "json", ""])
+@pytest.mark.parametrize("suffix", ["csv", "parquet.gz", "arrow.zst", "txt", ""])
 def test_unknown_suffixes_are_refused(tmp_path, turns, suffix):
     path = tmp_path / f"x.{suffix}"
     with pytest.raises(FormatError, match=r"unknown suffix.*\.parquet"):

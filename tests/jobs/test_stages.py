@@ -649,7 +649,7 @@ def test_what_is_read_ahead_ends_with_its_user():
 def test_two_outputs_of_one_name_are_refused(tmp_path, other, output):
     write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
     place = f"{tmp_path}/{output}"
-    with pytest.raises(ArgumentError, match=f"rows and {other} both go to"):
+    with pytest.raises(ArgumentError, match=f"rows .* and {other} .* are one path"):
         linearize_file(tmp_path / "t.jsonl", place, **{other: place.rstrip("/")})
     assert os.listdir(tmp_path) == ["t.jsonl"]
 
@@ -709,7 +709,11 @@ def test_files_of_one_log_count_their_turns_together(tmp_path, scattered):
         names = "ab" if scattered else "a"
         write_source(
             tmp_path / f"turns-{k:05}.jsonl",
-            [call(name, [1, k, i], [2]) for i in range(2) for name in names],
+            [
+                call(name, [*range(1, 2 + 2 * k + i)], [2])
+                for i in range(2)
+                for name in names
+            ],
         )
     expected = tk.read_turns(tmp_path)
     assert expected["turn_index"].to_pylist()[:6] == list(range(6))
@@ -887,8 +891,11 @@ def test_rows_of_no_session_are_verified_whole(tmp_path, small, capsys):
     argv = ["verify", str(path), str(log)]
     assert cli.main(argv) == cli.DONE
     assert capsys.readouterr().out.startswith("no violations\nwithout --policy, ")
+    argv += ["--policy", "strict"]
+    assert cli.main(argv) == cli.DONE
+    assert capsys.readouterr().out == "no violations\n"
     write_table(rows.slice(1).select(["input_ids", "loss_mask"]), path)
-    whole = tk.verify(read_any_rows(path), tk.read_turns(log)).to_pylist()
+    whole = tk.verify(read_any_rows(path), tk.read_turns(log), "strict").to_pylist()
     found = run_json(capsys, *argv, code=cli.BAD_DATA)["violations"]
     assert found == whole
     assert cli.main([*argv, "-o", f"{tmp_path}/found/"]) == cli.BAD_USAGE
@@ -914,7 +921,7 @@ def test_rows_of_sessions_set_aside_are_passed_over(tmp_path, small, capsys):
     for line, record in zip(lines, records, strict=True):
         line["output_logprobs"] = record["output_logprobs"]
     pq.write_table(pa.Table.from_pylist(lines, TURNS), log)
-    argv = ["verify", str(path), str(log)]
+    argv = ["verify", str(path), str(log), "--policy", "faithful"]
     assert cli.main(argv) == cli.BAD_DATA
     assert "session 's3'" in capsys.readouterr().err
     said = run_json(capsys, *argv, "--rejected", str(aside), code=cli.BAD_DATA)
@@ -925,7 +932,9 @@ def test_rows_of_sessions_set_aside_are_passed_over(tmp_path, small, capsys):
     known = pa.table({"session_id": [f"s{k}" for k in range(12) if k != 5]})
     known = known.append_column("reward", pa.nulls(11, pa.float64()))
     totals = tk.jobs.verify_file(
-        path, log, tmp_path / "found.parquet", sessions=known, rejected=aside
+        *(path, log, tmp_path / "found.parquet", "faithful"),
+        sessions=known,
+        rejected=aside,
     )
     assert totals["rejected"] == 3
     found = pq.read_table(tmp_path / "found.parquet")["session_id"].to_pylist()
@@ -1064,7 +1073,8 @@ def test_a_report_that_cannot_stand_leaves_no_rows(tmp_path, capsys):
 
 def test_a_directory_of_several_formats_has_one_order(tmp_path, small):
     """Lines count their turns together, so they come behind what is numbered."""
-    records = [call(name, [1], [k]) for name in "ab" for k in (2, 3)]
+    prompts = ([1], [1, 2, 4])
+    records = [call(name, ids, [2]) for name in "ab" for ids in prompts]
     write_source(tmp_path / "a.jsonl", records[:1])
     write_log(list(session("p", 2)), tmp_path / "b.parquet")
     write_source(tmp_path / "c.jsonl", records[1:])
@@ -1087,11 +1097,11 @@ def test_advantages_take_two_passes(tmp_path, small):
         }
     )
     linearize_file(log, rows, report=report, sessions=known)
-    given = tk.training.advantages(pq.read_table(report))
+    given = tk.learn.advantages(pq.read_table(report))
     weighed = tk.add_advantages(tk.scan_rows(rows, batch_rows=3), given)
     tk.write_rows(weighed, tmp_path / "weighed.parquet")
     whole, counts = tk.linearize(tk.read_turns(log), sessions=known, report=True)
-    expected = tk.add_advantages(whole, tk.training.advantages(counts))
+    expected = tk.add_advantages(whole, tk.learn.advantages(counts))
     got = tk.read_rows(tmp_path / "weighed.parquet")
     assert got.to_pylist() == expected.to_pylist()
 

@@ -1,7 +1,6 @@
 """Figures show the numbers of the tables that they are drawn from."""
 
 import sys
-from collections import Counter
 from datetime import UTC, datetime, timedelta
 from itertools import combinations, pairwise
 from xml.etree import ElementTree
@@ -13,10 +12,9 @@ import pytest
 import trajkit as tk
 from tests.generated import generated_runs
 from tests.tables import turns_table
-from trajkit.analysis.colors import OUTPUTS, REGIONS, ROLES, TIMES
+from trajkit.analysis.colors import OUTPUTS, ROLES, TIMES
 from trajkit.cli import main
 from trajkit.plot.turn_tokens import session_tokens
-from trajkit.schema import DRIFT, LOSSES, SIMULATION
 
 colors = pytest.importorskip("matplotlib.colors")
 from trajkit.plot.figures import save  # noqa: E402
@@ -54,14 +52,6 @@ def bars(ax, color):
     ]
 
 
-def lengths(ax, color, n):
-    """Lengths of the horizontal bars of a color, by row."""
-    found = [0] * n
-    for _, y, width, height in bars(ax, color):
-        found[round(y + height / 2)] = width
-    return found
-
-
 def assert_stacked(ax, axis, size):
     """Bars of a stack begin where others end."""
     stacks = {}
@@ -94,53 +84,6 @@ def drawn(figure, tmp_path):
     return [
         "".join(e.itertext()) for e in root.iter("{http://www.w3.org/2000/svg}text")
     ]
-
-
-def test_bars_of_policies_are_the_counts_of_simulate():
-    table = tk.simulate(RUN, max_row_tokens=9)
-    kept, cost = tk.plot.policies(table).axes
-    n = table.num_rows
-    sampled = table["tokens_sampled"][0].as_py()
-    names = {"trained": "tokens_trained"} | {loss: f"lost_{loss}" for loss in LOSSES}
-    shown = set()
-    for kind, color in OUTPUTS.items():
-        counts = table[names[kind]].to_pylist()[::-1]
-        if any(counts):
-            shown.add(kind)
-            shares = [100 * count / sampled for count in counts]
-            assert lengths(kept, color, n) == pytest.approx(shares)
-    assert len(shown) > 5
-    assert_stacked(kept, 0, 3)
-    assert {text.replace(" ", "_") for text in texts(kept.figure)} >= shown
-    assert [label.get_text() for label in kept.get_yticklabels()] == table[
-        "policy"
-    ].to_pylist()[::-1]
-    assert lengths(cost, "#c8ced6", n) == table["tokens_forward"].to_pylist()[::-1]
-    assert (
-        lengths(cost, "#57606a", n) == table["tokens_forward_shared"].to_pylist()[::-1]
-    )
-    assert {f"{rows:,} rows" for rows in table["rows"].to_pylist()} <= {*texts(cost)}
-
-
-def test_bars_of_drift_are_the_counts_of_its_table():
-    table = tk.classify_drift(RUN, tk.link(RUN))
-    drifted = [line for line in table.to_pylist() if line["size"]]
-    figure = tk.plot.drift(table)
-    turns, at_stake = figure.axes
-    causes = [label.get_text().replace(" ", "_") for label in turns.get_yticklabels()]
-    assert set(causes) == {line["cause"] for line in drifted}
-    n_turns, n_tokens = Counter(), Counter()
-    for line in drifted:
-        n_turns[line["cause"], line["region"]] += 1
-        n_tokens[line["cause"], line["region"]] += line["tokens_after_drift"]
-    for ax, counts in ((turns, n_turns), (at_stake, n_tokens)):
-        for region, color in REGIONS.items():
-            expected = [counts[cause, region] for cause in causes]
-            assert lengths(ax, color, len(causes)) == expected
-    assert (
-        f"Drift: {len(drifted)} of {table.num_rows} turns that continue another"
-        in texts(figure)
-    )
 
 
 @pytest.mark.parametrize("policy", ["faithful", "slime", "nemo", "miles"])
@@ -219,33 +162,6 @@ def test_roles_come_from_attribution_and_else_from_the_path():
     }
 
 
-def test_histograms_count_every_session_and_turn():
-    _, report = tk.linearize(RUN, report=True)
-    figure = tk.plot.run(RUN, report)
-    for ax in figure.axes[:3]:
-        (stairs,) = ax.patches
-        counts, edges, _ = stairs.get_data()
-        expected = report.num_rows if ax.get_ylabel() == "sessions" else RUN.num_rows
-        assert counts.sum() == expected
-        assert len(edges) <= 21
-    assert figure.axes[4].get_title(loc="left") == "reward"
-    assert "unknown" in texts(figure.axes[4])
-
-
-def test_trends_show_averages_per_step():
-    calls = [
-        call(name, [1], [2], step=step)
-        for name, step in zip("abc", (1, 1, 3), strict=True)
-    ]
-    turns = tk.from_records(calls)
-    _, report = tk.linearize(turns, reward={"a": 1.0, "b": 2.0, "c": 5.0}, report=True)
-    figure = tk.plot.run(turns, report)
-    trends = {ax.get_title(loc="left"): ax for ax in figure.axes[6:]}
-    (line,) = trends["mean reward"].lines
-    assert line.get_xydata().tolist() == [[1, 1.5], [3, 5]]
-    assert "unknown" in texts(trends["mean logprob"])
-
-
 def test_lanes_show_times():
     turns = tk.from_records(
         [
@@ -280,31 +196,21 @@ def test_lanes_show_times():
 
 
 def test_hostile_names_are_text_and_files_are_the_same_again(tmp_path):
-    _, report = tk.linearize(SMALL, report=True)
     figures = {
         "tokens": lambda: tk.plot.tokens(SMALL),
         "swimlanes": lambda: tk.plot.swimlanes(SMALL),
-        "run": lambda: tk.plot.run(SMALL, report),
     }
     shown = HOSTILE.replace("\x1b", "\ufffd").replace("\u202e", "\ufffd")
-    for name, figure in figures.items():
+    for figure in figures.values():
         found = drawn(figure(), tmp_path)
         first = (tmp_path / "a.svg").read_bytes()
-        assert name == "run" or any(shown in text for text in found)
+        assert any(shown in text for text in found)
         drawn(figure(), tmp_path)
         assert (tmp_path / "a.svg").read_bytes() == first
 
 
-def test_empty_tables_have_figures(tmp_path):
+def test_empty_tables_have_no_figures():
     empty = SMALL.slice(0, 0)
-    _, report = tk.linearize(empty, report=True)
-    for figure in (
-        tk.plot.drift(DRIFT.empty_table()),
-        tk.plot.policies(SIMULATION.empty_table()),
-        tk.plot.policies(tk.simulate(empty)),
-        tk.plot.run(empty, report),
-    ):
-        drawn(figure, tmp_path)
     with pytest.raises(tk.errors.UnknownSessionError, match="there are no turns"):
         tk.plot.tokens(empty)
     with pytest.raises(tk.errors.SchemaError, match="null in all 0 turns"):
@@ -322,7 +228,7 @@ def run_folder(tmp_path):
 
 
 def test_the_command_writes_every_kind(run_folder, tmp_path):
-    for kind in ("tokens", "drift", "policies", "run", "swimlanes"):
+    for kind in ("tokens", "swimlanes"):
         for suffix, first in (("svg", b"<?xml"), ("png", b"\x89PNG")):
             path = tmp_path / f"{kind}.{suffix}"
             assert main(["plot", kind, str(run_folder), "-o", str(path)]) == 0
@@ -333,8 +239,6 @@ def test_the_command_writes_every_kind(run_folder, tmp_path):
     arguments = ["plot", "tokens", str(run_folder), "-o", str(path), "--policy", "trl"]
     assert main(arguments) == 0
     assert path.read_bytes() == again
-    # rewards are read from the folder of the run
-    assert "mean 0.25, max 0.25" in (tmp_path / "run.svg").read_text("utf-8")
 
 
 def test_without_matplotlib_errors_name_the_extra(
@@ -342,19 +246,18 @@ def test_without_matplotlib_errors_name_the_extra(
 ):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(tk.errors.ArgumentError, match=r"pip install 'trajkit\[plot\]'"):
-        tk.plot.drift(DRIFT.empty_table())
+        tk.plot.tokens(SMALL)
     path = tmp_path / "a.svg"
-    for kind in ("tokens", "drift", "policies", "run", "swimlanes"):
+    for kind in ("tokens", "swimlanes"):
         assert main(["plot", kind, str(run_folder), "-o", str(path)]) == 2
         assert "trajkit[plot]" in capsys.readouterr().err
     assert not path.exists()
     assert main(["plot", "forest", str(run_folder), "-o", str(path)]) == 0
     assert main(["plot", "trace", str(run_folder), "-o", str(tmp_path / "a.json")]) == 0
-    assert main(["report", str(run_folder), "-o", str(tmp_path / "a.html")]) == 0
 
 
 def test_colors_differ():
-    for named in (OUTPUTS, ROLES, REGIONS, TIMES):
+    for named in (OUTPUTS, ROLES, TIMES):
         assert len({*named.values()}) == len(named)
         for first, second in combinations(named.values(), 2):
             a, b = (np.array(colors.to_rgb(one)) for one in (first, second))

@@ -25,7 +25,7 @@ from trajkit_shim.serve import _Server
 from trajkit_shim.sessions.turn_log import TurnLog
 
 # the rest of what a gateway is given is the app's
-_LOG_OPTIONS = {"form", "routed_experts"}
+_LOG_OPTIONS = {"form", "routed_experts", "sampling_masks"}
 
 # a session whose client may set what shapes the distribution
 FREE = {"client_sampling": ["temperature", "top_p", "top_k"]}

@@ -154,37 +154,6 @@ class ScriptedEngine:
         self.closed = True
 
 
-class PiecewiseEngine(ScriptedEngine):
-    """Tells a streaming gateway of each reply in pieces of so many ids.
-
-    ``gate``, where there is one, is awaited before each piece but the first, and at the
-    end.
-    """
-
-    def __init__(
-        self,
-        *script: Scripted,
-        size: int = 3,
-        gate: Callable[[], Any] | None = None,
-        context: int = 2000,
-    ) -> None:
-        super().__init__(*script, context=context)
-        self.size = size
-        self.gate = gate
-
-    async def generate(self, request: EngineRequest) -> Sample:
-        sample = await super().generate(request)
-        if request.on_tokens is None:
-            return sample
-        ids = sample.output_ids.tolist()
-        for start in range(0, len(ids), self.size):
-            request.on_tokens(ids[start : start + self.size])
-            await asyncio.sleep(0)
-            if self.gate is not None:
-                await self.gate()
-        return sample
-
-
 class Held:
     """A scripted reply that waits until it is let go."""
 

@@ -351,18 +351,22 @@ async def test_closing_a_session_ends_its_calls(tmp_path):
     assert (caught.value.status_code, caught.value.code) == (410, "session_closed")
 
 
-async def test_an_aborted_call_is_context_only(tmp_path):
-    sample = sampled("half", finish_reason="abort")
+@pytest.mark.parametrize(
+    "reason", ["abort", "ABORT", "error", "repetition", "content_filter", None]
+)
+async def test_an_incomplete_reply_is_context_only(tmp_path, reason):
+    sample = sampled("half", finish_reason=reason)
     async with in_process(ScriptedEngine(sample, "b"), RENDERER, tmp_path) as gateway:
         client = await gateway.open(max_turns=1)
-        with pytest.raises(openai.InternalServerError, match="aborted") as caught:
+        match = f"broke off the call after 4 tokens, with {reason or 'no reason'}"
+        with pytest.raises(openai.InternalServerError, match=match) as caught:
             await ask(client)
         await ask(client)
         log = read_log(gateway.log.path)
     assert caught.value.status_code == 503
     aborted, retried = log.to_pylist()
     assert (aborted["trainable"], aborted["response"]) == (False, None)
-    assert (aborted["finish_reason"], aborted["turn_index"]) == ("abort", 0)
+    assert (aborted["finish_reason"], aborted["turn_index"]) == (reason, 0)
     assert (retried["trainable"], retried["turn_index"]) == (True, 1)
     tk.validate(log)
     rows, report = tk.linearize(log, policy="slime", reward=1.0, report=True)
@@ -672,3 +676,38 @@ async def test_paths_that_nothing_answers(tmp_path, method, path, status, words)
     assert reply.status_code == status
     assert set(reply.json()) == words
     assert ("status" in reply.json()["error"]) == ("v1beta" in path)
+
+
+async def test_too_many_calls_of_a_session_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("trajkit_shim.sessions.sessions.MAX_CALLS", 1)
+    held = Held("a")
+    async with in_process(ScriptedEngine(held, "b"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        first = asyncio.create_task(ask(client))
+        await held.entered.wait()
+        with pytest.raises(openai.RateLimitError) as caught:
+            await ask(client)
+        held.release.set()
+        await first
+        await ask(client)
+    assert caught.value.code == "too_many_calls"
+
+
+async def test_too_many_bytes_at_once(tmp_path):
+    held = Held("a")
+    options = {"max_body_bytes": 1000, "max_work_bytes": 1100}
+    async with in_process(
+        ScriptedEngine(held, "b"), RENDERER, tmp_path, **options
+    ) as gateway:
+        client = await gateway.open()
+        long = [{"role": "user", "content": "x" * 800}]
+        first = asyncio.create_task(
+            client.chat.completions.create(model="m", messages=long)
+        )
+        await held.entered.wait()
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(model="m", messages=long)
+        held.release.set()
+        await first
+        await client.chat.completions.create(model="m", messages=long)
+    assert (caught.value.status_code, caught.value.code) == (503, "busy")

@@ -157,7 +157,7 @@ def _listens(url):
         ),
         pytest.param(
             ["--routed-experts"],
-            "--routed-experts needs --engine sglang",
+            "--routed-experts and --sampling-masks need a server",
             id="the experts of another engine",
         ),
         pytest.param(["--engine", "tgi"], "invalid choice", id="no such engine"),

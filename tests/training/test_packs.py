@@ -117,7 +117,7 @@ def test_the_loss_over_edges_is_the_reference_loss(library, reduce, random):
     table = rows_table(lines).append_column("observation_weight", pa.array(weights))
     ends = np.cumsum([0] + [len(line["input_ids"]) for line in lines])
     now = tensor([-random.random() for _ in range(ends[-1])], library)
-    expected = tk.training.reference_loss(table, now, reduce=reduce)
+    expected = tk.learn.reference_loss(table, now, reduce=reduce)
 
     packs = tk.pack(
         tk.suffix_rows(table),

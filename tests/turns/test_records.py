@@ -181,7 +181,7 @@ def test_what_engines_give_for_no_logprob_can_be_made_null(bad):
 
 REFUSED = [
     ({"session_id": None}, "record 0: session_id is None"),
-    ({"session_id": 5}, "record 0: session_id is 5"),
+    ({"session_id": 5.5}, "record 0: session_id is 5.5"),
     ({"session_id": "\ud800"}, "not valid Unicode"),
     ({"turn_index": -1}, "turn_index is -1"),
     ({"turn_index": 2**31}, "turn_index is 2147483648"),

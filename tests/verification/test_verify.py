@@ -980,7 +980,8 @@ def test_a_row_longer_than_rows_may_be():
 def test_no_turns_and_no_rows():
     turns = tk.from_records([])
     assert tk.verify(tk.linearize(turns), turns).num_rows == 0
-    found = tk.verify(ROWS.empty_table(), tk.from_records(CLEAN))
+    assert tk.verify(ROWS.empty_table(), tk.from_records(CLEAN)).num_rows == 0
+    found = tk.verify(ROWS.empty_table(), tk.from_records(CLEAN), "faithful")
     assert found.select(["turn_index", "token", "rule"]).to_pylist() == [
         {"turn_index": 0, "token": 0, "rule": "not_trained"},
         {"turn_index": 1, "token": 0, "rule": "not_trained"},
@@ -1186,10 +1187,13 @@ def test_a_reply_in_another_context_in_rows_without_pieces():
     turns = tk.from_records([{**turn([*range(20)], [30, 31]), "session_id": "c"}])
     row = foreign(tk.linearize(turns)).to_pylist()[0]
     row["input_ids"][1] = OTHER
-    found = tk.verify(pa.Table.from_pylist([row]), turns).to_pylist()
+    rows = pa.Table.from_pylist([row])
+    found = tk.verify(rows, turns, "faithful").to_pylist()
     assert [
         (v["row_index"], v["turn_index"], v["token"], v["rule"]) for v in found
     ] == [(0, 0, 20, "context")]
+    # a policy that splices trains replies after other tokens
+    assert tk.verify(rows, turns).num_rows == 0
 
 
 def test_what_rows_without_pieces_lose():
@@ -1199,9 +1203,11 @@ def test_what_rows_without_pieces_lose():
     found = [
         (v["row_index"], v["turn_index"], v["token"], v["rule"])
         for table in (again, rows.slice(0, 1))
-        for v in tk.verify(table, turns).to_pylist()
+        for v in tk.verify(table, turns, "faithful").to_pylist()
     ]
     assert found == [(2, 0, 2, "trained_twice"), (None, 1, 0, "not_located")]
+    for table in (again, rows.slice(0, 1)):
+        assert tk.verify(table, turns).num_rows == 0
     row = rows.to_pylist()[1]
     row["loss_mask"][7] = False
     found = tk.verify(pa.Table.from_pylist([row]), turns, "strict").to_pylist()
@@ -1276,3 +1282,88 @@ def test_a_turn_that_may_not_be_trained_in_rows_without_pieces():
 def test_what_is_refused(rows, options, error, said):
     with pytest.raises(error, match=said):
         tk.verify(pa.table(rows), tk.from_records(CLEAN), **options)
+
+
+# Rows of another policy
+
+
+DRIFTED = [
+    {"session_id": "s", "prompt_ids": [1, 2], "output_ids": [3, 4]},
+    {"session_id": "s", "prompt_ids": [1, 2, 3, 9], "output_ids": [5]},
+    {"session_id": "s", "prompt_ids": [1, 2, 3, 9, 5, 7], "output_ids": [6, 8]},
+]
+
+
+def plain(rows, *names):
+    """The rows as another system has them."""
+    return rows.select([*names, "input_ids", "loss_mask", "logprobs"])
+
+
+@pytest.mark.parametrize("made", PRESETS)
+@pytest.mark.parametrize("named", [None, *PRESETS])
+def test_rows_are_those_of_the_named_policy_or_not(made, named):
+    """Without a policy, rows of every preset are right."""
+    turns = tk.from_records(DRIFTED)
+    rows = tk.linearize(turns, made)
+    other = made if named is None else named
+    due = tk.linearize(turns, other)
+    same = plain(rows).equals(plain(due))
+    for table in (plain(rows), plain(rows, "session_id")):
+        assert (tk.verify(table, turns, named).num_rows == 0) == same
+    same = plain(rows, "spans").equals(plain(due, "spans"))
+    assert (tk.verify(rows, turns, named).num_rows == 0) == same
+
+
+def test_rows_of_another_policy_differ_in_rows_spans_and_tokens():
+    turns = tk.from_records(DRIFTED)
+
+    def found(rows, policy):
+        lines = tk.verify(rows, turns, policy).to_pylist()
+        assert {line["rule"] for line in lines} <= {"policy"}
+        names = ("session_id", "row_index", "turn_index", "token", "detail")
+        return [tuple(line[name] for name in names) for line in lines]
+
+    faithful, trl = (tk.linearize(turns, one) for one in ("faithful", "trl"))
+    assert found(faithful, "trl") == [
+        (
+            *("s", 0, None, 3),
+            "token 4: policy 'trl' has token 9 there (4 tokens, expected 8)",
+        ),
+        ("s", 1, None, None, "policy 'trl' makes no such row"),
+    ]
+    assert found(trl, "slime") == [
+        ("s", 0, 0, 2, "1 token that policy 'slime' does not train")
+    ]
+    assert found(plain(trl), "slime") == [
+        (None, 0, None, 2, "1 token that policy 'slime' does not train")
+    ]
+    absent = "policy 'trl' makes a row of 8 tokens, 4 trained, which is not there"
+    assert found(faithful.slice(0, 0), "trl") == [("s", 0, None, None, absent)]
+    # a mask without the spans of the policy, which trains the same tokens
+    slime = tk.linearize(turns, "slime", layout="full")
+    line = slime.to_pylist()[0]
+    line["spans"] = [one for one in line["spans"] if one["kind"] != "absorbed"]
+    short = pa.Table.from_pylist([line], slime.schema)
+    assert [one[-1] for one in found(short, "slime")] == [
+        "policy 'slime' has absorbed 2:2 (output 0:2) alone"
+    ]
+
+
+def test_a_policy_that_is_no_preset_passes_without_its_name():
+    aborted = {**DRIFTED[0], "finish_reason": "abort"}
+    turns = tk.from_records([aborted, *DRIFTED[1:]])
+    policy = tk.policy("faithful", train_aborted=True, missing_logprobs="null_row")
+    rows = tk.linearize(turns, policy)
+    assert tk.verify(rows, turns, "faithful").num_rows
+    assert tk.verify(rows, turns).num_rows == 0
+    assert tk.verify(rows, turns, policy).num_rows == 0
+
+
+def test_a_wrong_row_is_found_without_a_policy_too():
+    turns = tk.from_records(DRIFTED)
+    line = tk.linearize(turns, "trl").to_pylist()[0]
+    line["loss_mask"][0] = True
+    rows = pa.Table.from_pylist([line], ROWS)
+    assert {one["rule"] for one in tk.verify(rows, turns).to_pylist()} >= {"mask"}
+    found = tk.verify(plain(rows), turns).to_pylist()
+    assert [(one["token"], one["rule"]) for one in found] == [(0, "mask")]

@@ -1,4 +1,4 @@
-"""Debian's chromium without a window, driven over its DevTools protocol."""
+"""Chromium without a window, driven over its DevTools protocol."""
 
 import base64
 import json
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-CHROMIUM = shutil.which("chromium")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 _OPTIONS = (
     "--headless",

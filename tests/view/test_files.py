@@ -10,8 +10,9 @@ import pytest
 import trajkit as tk
 from trajkit import cli
 from trajkit.analysis.colors import COLORS
+from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS
 from trajkit.cli import view as command
-from trajkit.schema import SESSIONS
+from trajkit.schema import LOSSES, SESSIONS
 from trajkit.view import page, view
 from trajkit.view.document import SCRIPTS
 from trajkit.view.selection import Selection
@@ -69,8 +70,17 @@ def test_scripts_never_take_text_as_markup():
 def test_colours_are_those_of_all_displays():
     style = (STATIC / "page.css").read_text("utf-8").partition("@media")[0]
     used = dict(re.findall(r"--(\w+): (#\w+);", style))
-    for kind in ("trained", "absorbed", "cut", "refused"):
-        assert used[kind] == COLORS[kind]
+    shown = {"trained": "trained", "drift": "drift", "end": "cut", "no_row": "refused"}
+    for group, kind in shown.items():
+        assert used[group] == COLORS[kind]
+
+
+def test_every_group_of_losses_has_words_and_a_colour():
+    style = (STATIC / "page.css").read_text("utf-8")
+    assert {*LOSS_WORDS} == {*LOSSES}
+    assert {group for group, _ in LOSS_WORDS.values()} | {"trained"} == {*LOSS_GROUPS}
+    for group in LOSS_GROUPS:
+        assert f"--{group}:" in style
 
 
 def test_the_page_asks_for_nothing_outside_itself():
@@ -141,16 +151,16 @@ def test_a_large_page_names_the_options_that_make_it_smaller(
     path = tmp_path / "page.html"
     assert cli.main(["view", str(run), "-o", str(path)]) == cli.DONE
     out = capsys.readouterr().out
-    for option in ("--sessions A,B", "--sample N", "--worst N", "leave out -o"):
+    for option in ("--session A,B", "--sample N", "--worst N", "leave out -o"):
         assert option in out
 
 
 @pytest.mark.parametrize(
     ("options", "code", "text"),
     [
-        (["--sessions", "s1,nobody"], cli.BAD_DATA, "no session 'nobody'"),
+        (["--session", "s1,nobody"], cli.BAD_DATA, "no session 'nobody'"),
         (["--policy", "slim"], cli.BAD_USAGE, "did you mean 'slime'"),
-        (["--facts", "absent.parquet"], cli.BAD_FILE, "absent.parquet"),
+        (["--sessions", "absent.parquet"], cli.BAD_FILE, "absent.parquet"),
     ],
 )
 def test_a_wrong_choice_writes_no_page(run, tmp_path, capsys, options, code, text):

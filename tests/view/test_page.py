@@ -92,7 +92,7 @@ def test_the_page_says_what_a_policy_does_with_drift(tab, write, long, policy, r
 
 
 def test_a_click_on_a_loss_leads_to_the_drift_that_caused_it(tab, write, long):
-    tab.open(write(long, ["slime"]) + "#s=long")
+    tab.open(write(long, ["slime"]) + "#s=long&tab=losses")
     assert tab.text("[role=tab][aria-selected=true]").startswith("Not trained")
     tab.click("canvas.strip", x=2)
     assert tab.text("[role=tab][aria-selected=true]").startswith("Drift")
@@ -101,7 +101,7 @@ def test_a_click_on_a_loss_leads_to_the_drift_that_caused_it(tab, write, long):
 
 
 def test_every_loss_has_its_reason_in_words(tab, write, long):
-    tab.open(write(long, ["slime"]) + "#s=long")
+    tab.open(write(long, ["slime"]) + "#s=long&tab=losses")
     first = tab.texts("table.losses tbody tr")[0]
     spans = tk.analysis.output_spans(long, "slime").to_pylist()
     lost = next(span for span in spans if span["kind"] != "trained")
@@ -109,7 +109,9 @@ def test_every_loss_has_its_reason_in_words(tab, write, long):
     assert f"{n} of " in first
     assert "absorbed" in first
     turn = lost["turn_index"]
-    assert f"turn {turn + 1}'s prompt leaves turn {turn}'s reply at token 0" in first
+    assert (
+        f"turn {turn + 1}'s prompt differs from turn {turn}'s reply at token 0" in first
+    )
 
 
 @pytest.mark.parametrize("policy", PRESETS)
@@ -163,7 +165,7 @@ def test_hostile_text_is_shown_and_does_nothing(tab, write):
         ]
     )
     tab.open(write(turns, ["slime"], title=HOSTILE))
-    for which in ("losses", "drift", "forest", "tokens"):
+    for which in ("conversation", "losses", "drift", "forest", "tokens"):
         tab.go(s=name, tab=which, t=1)
         assert tab.run("window.owned") is None
         assert tab.run("document.querySelectorAll('img, b').length") == 0
@@ -436,7 +438,7 @@ def test_the_keys_move_by_turn_drift_and_loss(tab, write, long):
     assert state() == [1, "drift"]
     tab.key("k")
     assert state()[0] == 0
-    tab.key("4")
+    tab.key("5")
     tab.key("l")
     spans = tk.analysis.output_spans(long, "slime").to_pylist()
     lost = [span["turn_index"] for span in spans if span["kind"] != "trained"]
@@ -468,7 +470,7 @@ def test_every_control_has_a_name(tab, write, demo, tokenizer):
         "e.closest('[aria-hidden]'))).length"
     )
     assert tab.run(unnamed) == 0
-    for which in ("losses", "drift", "forest", "tokens"):
+    for which in ("conversation", "losses", "drift", "forest", "tokens"):
         tab.go(s=session, tab=which)
         assert tab.run(unnamed) == 0
 
@@ -509,6 +511,6 @@ def test_runs_without_turns_or_sampled_tokens_are_shown(tab, write):
     assert "The run has no turns." in tab.text("main")
     call = {"session_id": "s", "prompt_ids": [1], "output_ids": []}
     tab.open(write(tk.from_records([call])))
-    for which in ("losses", "drift", "forest", "tokens"):
+    for which in ("conversation", "losses", "drift", "forest", "tokens"):
         tab.go(s="s", tab=which)
     assert [one.strip() for one in tab.texts(".text [data-k]")] == ["1"]

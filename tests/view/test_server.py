@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -29,7 +30,12 @@ CALLS = [
 
 @contextmanager
 def serving(path, **options):
-    source = view._Files(str(path), None, Selection())
+    arguments = Namespace(
+        nonfinite_logprobs="raise",
+        session_prefix=None,
+        follow=options.get("follow", False),
+    )
+    source = view._Files(arguments, [str(path)], None, Selection())
     live = LiveRun(source, Options(("faithful", "slime"), view._parsed, **options))
     with ViewServer([live], "run") as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -133,6 +139,33 @@ def test_a_session_is_made_for_its_request(turns):
         status, content = ask(server, f"{path}api/session?id=a&policy=strict")
         assert status == 200
         assert b'"label":"strict"' in gzip.decompress(content)
+
+
+def test_the_server_finds_words_of_messages(tmp_path):
+    path = tmp_path / "turns.jsonl"
+    ask_ = {"role": "user", "content": "Wie spät ist es?"}
+    reply = {"role": "assistant", "content": "Noon."}
+    calls = [
+        {**CALLS[0], "prompt_messages": [ask_], "response_message": reply},
+        {**CALLS[0], "session_id": "b"},
+    ]
+    path.write_text("".join(json.dumps(call) + "\n" for call in calls))
+    with serving(path) as server:
+        root = urlsplit(server.url).path
+
+        def found(word):
+            status, content = ask(server, f"{root}api/search?word={quote_plus(word)}")
+            assert status == 200
+            return json.loads(gzip.decompress(content))
+
+        assert found("SPÄT") == found("noon") == ["a"]
+        assert found("midnight") == found(".*") == []
+    with serving(path, text=False) as server:
+        root = urlsplit(server.url).path
+        assert (
+            json.loads(gzip.decompress(ask(server, root + "api/search?word=noon")[1]))
+            == []
+        )
 
 
 def test_follow_needs_the_server(turns, tmp_path):

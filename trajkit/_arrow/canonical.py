@@ -74,6 +74,9 @@ UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
 _SMALL_BYTES = 1 << 18
 
 
+_IDS = ("session_id", "group_id")
+
+
 def canonical(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """The table in the schema's own types and column order; its layout was checked.
 
@@ -266,6 +269,8 @@ def check_columns(table: pa.Table | pa.Schema, schema: pa.Schema) -> None:
             source = given.field(field.name).type
             if pa.types.is_float64(source) and pa.types.is_integer(field.type):
                 continue  # pandas makes integers floats; `misfits` refuses fractions
+            if field.name in _IDS and pa.types.is_integer(source):
+                continue  # ids of runs and groups are numbers in most systems
             _check_type(source, field.type, f"column {field.name!r}")
         elif not field.nullable:
             hint = did_you_mean(field.name, set(names) - set(schema.names))

@@ -40,9 +40,9 @@ def map_sessions(
 ) -> pa.Table | Stream:
     """Apply a stage of one table per source to tables, or to streams session by session.
 
-    If a source is a stream, the result is one: it has a batch, possibly empty, unless
-    ``lead`` has none. Otherwise ``table_of`` converts ``lead`` to a table. The order of
-    sessions is as for `zip_sessions`.
+    Streams in, stream out: at least one batch, unless ``lead`` is empty.
+    Otherwise ``table_of`` converts ``lead`` to a table. The order of sessions is as for
+    `zip_sessions`.
     """
     if not any(is_stream(source) for _, source in (lead, *others)):
         return stage(table_of(lead[1]), *(as_table(source) for _, source in others))

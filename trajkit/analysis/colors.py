@@ -52,12 +52,5 @@ ROLES = {
 TIMES = {"generation": COLORS["trained"], "tool": ROLES["tool"], "queue": "#dddddd"}
 """What a session spends its time on."""
 
-REGIONS = {
-    "last_reply": COLORS["absorbed"],
-    "earlier_reply": COLORS["rewritten"],
-    "prompt": COLORS["cut"],
-}
-"""Where drift starts (`trajkit.schema.REGIONS`)."""
-
 OUTPUTS = {kind: COLORS[kind] for kind in ("trained", *LOSSES)}
 """What a policy does with a sampled token: it trains it, or loses it for a reason."""

@@ -8,6 +8,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
+from trajkit._kernel_names import numbers
 from trajkit._streams.lockstep import Source, Stream, map_sessions
 from trajkit.analysis.drift_findings import MIN_RUN, find_causes
 from trajkit.analysis.tokenizer import Codec, Tokenizer
@@ -18,15 +19,10 @@ from trajkit.turns.calls import Calls, Records
 from trajkit.turns.prefix_forest import Forest
 from trajkit.turns.records import as_turns
 
-DESCRIBED = (
-    "region",
-    "resync_path",
-    "resync_prompt",
-    "resync_length",
-    "tokens_after_drift",
-    "cause",
-)
+DESCRIBED = tuple(_core.ENUMS["DriftLine"])
 """The columns that the kernel fills, in its order (_native/drift/drift.pxi)."""
+numbers("Region", REGIONS)
+numbers("Cause", CAUSES)
 
 
 @overload

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from trajkit._kernel_names import numbers
 from trajkit.analysis.tokenizer import Codec, Ids
 
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"))
@@ -37,6 +38,9 @@ class Stretch(NamedTuple):
     path_stop: int
     prompt_start: int
     prompt_stop: int
+
+
+numbers("Difference", Stretch._fields)
 
 
 class Side:

@@ -1,5 +1,6 @@
 """`why`: explain why each row of a policy begins where it does."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,8 +18,10 @@ from trajkit.pipeline.rows import linearize
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import EMPTY_KINDS, ROW_REASONS
-from trajkit.turns.flat_buffers import ids_of
+from trajkit.turns.flat_buffers import flat_rows, ids_of
 from trajkit.turns.records import as_turns
+from trajkit.verification.foreign_rows import foreign_rows
+from trajkit.verification.row_rules import longest_shared
 
 _NO_PARENT = {
     "history_replaced": "its request does not extend its agent's history",
@@ -54,7 +57,9 @@ def why(
     turns : table
         `trajkit.schema.TURNS` in full or delta form. Or `trajkit.schema.ROWS` of either
         layout: then a row is compared with its ``parent_row``, ``parent`` is the turn in
-        whose reply they part, and ``policy`` and ``tokenizer`` are not used.
+        whose reply they part, and ``policy`` and ``tokenizer`` are not used. Rows of
+        other systems, with ``input_ids`` and ``loss_mask``, are compared with the earlier
+        row (of their session, if they name it) that shares most.
     policy : str or Policy
         As for `trajkit.linearize`.
     tokenizer : Tokenizer, optional
@@ -85,7 +90,9 @@ def why(
     row 1 opens at turn 1: no earlier turn matches its request. It trains 1 token.
     """
     table = as_table(turns)
-    if {"spans", "loss_mask", "suffix_mask"}.intersection(table.column_names):
+    if "loss_mask" in table.column_names and "spans" not in table.column_names:
+        return _of_foreign(foreign_rows(table))
+    if {"spans", "suffix_mask"}.intersection(table.column_names):
         rows = canonical_rows(table)
         return _lines(rows, _parting(rows))
     chosen = named_policy(policy)
@@ -93,6 +100,36 @@ def why(
     links = link(table, chosen)
     rows = linearize(table, chosen, layout="suffix")
     return _lines(rows, _departing(table, links, tokenizer))
+
+
+def _of_foreign(rows: pa.Table) -> pa.Table:
+    """Where each row leaves the earlier row that shares most, from tokens alone."""
+    flat = flat_rows(rows, align_right=True)
+    names = rows["session_id"].to_pylist()
+    numbers = rows["row_index"].to_pylist()
+    places = defaultdict(list)
+    for k, name in enumerate(names):
+        places[name].append(k)
+    lines: list[dict[str, Any]] = [{}] * rows.num_rows
+    for own in places.values():
+        first, shared = longest_shared(flat.ids, np.array(own))
+        for k, other, n in zip(own, first.tolist(), shared.tolist(), strict=True):
+            mask = flat.mask[flat.ids.offsets[k] : flat.ids.offsets[k + 1]]
+            trained = int(mask.sum())
+            runs = int(np.diff(mask.astype(np.int8), prepend=0).clip(0).sum())
+            words = f"it shares its first {_count(n)} with row {numbers[own[other]]}"
+            words = words if n else "it shares no token with an earlier row"
+            ranges = f" in {runs} ranges" if runs > 1 else ""
+            lines[k] = {
+                "session_id": names[k],
+                "row_index": numbers[k],
+                "opened_by": "branch" if n else "no_parent",
+                "tokens_trained": trained,
+                "tokens_lost": 0,
+                "sentence": f"row {numbers[k]}: {words}. It trains {_count(trained)}"
+                f"{ranges} of {len(mask)}.",
+            }
+    return pa.Table.from_pylist(lines, ROW_REASONS)
 
 
 _Reason: TypeAlias = tuple[str, int | None, str]
@@ -220,14 +257,14 @@ def _drift_text(drift: _Drift, n_output: int) -> str:
         where = f"turn {drift.parent}'s reply at token {at} of {n_output}"
     elif drift.region == "earlier_reply":
         where = (
-            f"turn {drift.parent}'s path inside an earlier reply, at token {drift.lcp}"
+            f"turn {drift.parent}'s path at token {drift.lcp}, inside an earlier reply"
         )
     else:
-        where = f"turn {drift.parent}'s path outside its replies, at token {drift.lcp}"
+        where = f"turn {drift.parent}'s prompt at token {drift.lcp}, before any reply"
     cause = _CAUSES.get(drift.cause, drift.cause.replace("_", " "))
     return (
-        f"its prompt leaves {where} ({cause}; {_count(drift.tokens_after_drift)} sampled "
-        "after that)"
+        f"its prompt differs from {where} ({cause}; "
+        f"{_count(drift.tokens_after_drift)} sampled after that)"
     )
 
 

@@ -1,6 +1,7 @@
 """The tokenizer interface: ids to text and back, for tokenizers of any library."""
 
 import re
+from itertools import groupby
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -17,6 +18,8 @@ _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = [byte for byte in range(256) if byte not in _PRINTED]
 _BYTES = {chr(byte): byte for byte in _PRINTED}
 _BYTES |= {chr(256 + k): byte for k, byte in enumerate(_HIDDEN)}
+# how tokenizers show an entry of their vocabulary
+_ENTRY_METHODS = ("id_to_token", "convert_ids_to_tokens")
 # A byte as SentencePiece writes it.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -36,7 +39,10 @@ class Tokenizer(Protocol):
 
 
 class Codec:
-    """Encodes and decodes with a tokenizer, and knows which tokens are special."""
+    """Encodes and decodes with a tokenizer, and knows which tokens are special.
+
+    An id that the tokenizer lacks is written as ``⟨70001⟩``.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         for name in ("encode", "decode"):
@@ -51,6 +57,7 @@ class Codec:
         self._options = {"clean_up_tokenization_spaces": False} if tidies else {}
         # by id
         self._special: dict[int, bool] = {}
+        self._known: dict[int, bool] = {}
 
     def text(self, ids: Ids | list[int]) -> str:
         """The text of ids, with special tokens."""
@@ -79,11 +86,27 @@ class Codec:
 
     def entry(self, token: int) -> str | None:
         """The vocabulary's entry for an id; None if the tokenizer does not show it."""
-        for method in ("id_to_token", "convert_ids_to_tokens"):
+        for method in _ENTRY_METHODS:
             if hasattr(self._tokenizer, method):
-                name = getattr(self._tokenizer, method)(token)
+                try:
+                    name = getattr(self._tokenizer, method)(token)
+                except (
+                    LookupError,
+                    OverflowError,
+                    ValueError,
+                ):  # beyond the vocabulary
+                    return None
                 return None if name is None else str(name)
         return None
+
+    def knows(self, token: int) -> bool:
+        """Whether the tokenizer has an id."""
+        if token not in self._known:
+            if any(hasattr(self._tokenizer, method) for method in _ENTRY_METHODS):
+                self._known[token] = self.entry(token) is not None
+            else:
+                self._known[token] = True
+        return self._known[token]
 
     def ids(self, text: str) -> Ids:
         """The ids of a text."""
@@ -106,10 +129,15 @@ class Codec:
 
     def _decode(self, ids: Ids | list[int], *, skip_special_tokens: bool) -> str:
         given = ids.tolist() if isinstance(ids, np.ndarray) else ids
-        text = self._tokenizer.decode(
-            given, skip_special_tokens=skip_special_tokens, **self._options
-        )
-        return str(text)
+        unknown = {token for token in set(given) if not self.knows(token)}
+        texts = []
+        for is_unknown, run in groupby(given, unknown.__contains__):
+            if is_unknown:
+                texts += [f"⟨{token}⟩" for token in run]
+                continue
+            options = {"skip_special_tokens": skip_special_tokens, **self._options}
+            texts.append(str(self._tokenizer.decode([*run], **options)))
+        return "".join(texts)
 
 
 def entry_bytes(name: str) -> bytes | None:

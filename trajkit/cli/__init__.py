@@ -17,12 +17,19 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points, version
+from importlib.util import find_spec
 from typing import NoReturn, cast
 
 from trajkit._arguments import did_you_mean
 from trajkit.cli.options import Command, Commands
-from trajkit.cli.standard import shown, standard_files
-from trajkit.errors import ArgumentError, FormatError, TornLogWarning, TrajkitError
+from trajkit.cli.standard import check_files, shown, standard_files
+from trajkit.errors import (
+    ArgumentError,
+    FormatError,
+    LeftOutWarning,
+    TornLogWarning,
+    TrajkitError,
+)
 
 DONE = 0
 BAD_DATA = 1
@@ -67,8 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", TornLogWarning)
+            warnings.simplefilter("always", LeftOutWarning)
             warnings.showwarning = _warn
             with standard_files(arguments):
+                check_files(arguments)
                 code: int | None = arguments.run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -81,6 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, BAD_FILE)
     except ArgumentError as error:
         return _fail(error, BAD_USAGE)
+    except ImportError as error:
+        if (error.name or "trajkit").partition(".")[0].startswith("trajkit"):
+            raise
+        return _fail(_missing(error), BAD_USAGE)
     except TrajkitError as error:
         return _fail(error, BAD_DATA)
     return code or DONE
@@ -144,6 +157,14 @@ def _fail(error: Exception | str, code: int) -> int:
         text = f"{error.filename}: {error.strerror}"
     sys.stderr.write(f"trajkit: {' '.join(shown(text).split())}\n")
     return code
+
+
+def _missing(error: ImportError) -> str:
+    """Which package a command lacks, or has in a version that does not fit."""
+    package = str(error.name).partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and find_spec(package) is None:
+        return f"this needs {package}, which is not installed: pip install {package}"
+    return f"the installed {package} does not fit: {error}. pip install -U {package}"
 
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:

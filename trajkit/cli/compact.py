@@ -23,9 +23,9 @@ def _change(
     """Write the turns and print their size."""
     with Progress(name, "turns") as bar:
         options = job_options(arguments, bar)
-        totals = change(arguments.source, arguments.output, **options)
+        totals = change(arguments.source, arguments.out, **options)
     before = total_size(log_files(arguments.source)[0])
-    after = total_size(paths_in(Path(arguments.output)))
+    after = total_size(paths_in(Path(arguments.out)))
     facts = {**totals, "bytes_before": before, "bytes_after": after}
     text = f"turns {totals['turns']:,}, bytes {before:,} before and {after:,} after"
     print_written(arguments, totals, facts, text)
@@ -40,11 +40,12 @@ Write recorded turns in delta form: of each prompt, only the part that an earlie
 not have. Every command reads that form; expand is the inverse.
 
 source, --json
--o --output OUT!  turns: Parquet or Arrow IPC, by suffix; or DIRECTORY/ for parts in
+-o --out OUT!  turns: Parquet or Arrow IPC, by suffix; or DIRECTORY/ for parts in
                    Parquet, where an interrupted run continues
 --gather, --rejected
 """,
     extend=lambda parser: parser.set_defaults(writes_delta=True),
+    writes="turns",
 )
 def run_compact(arguments: argparse.Namespace) -> None:
     """Write the delta form; see `_change`."""
@@ -59,10 +60,11 @@ write turns with complete prompts
 Write turns with complete prompts and messages: the inverse of compact.
 
 source, --json
--o --output OUT!  turns: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts in
+-o --out OUT!  turns: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts in
                   Parquet, where an interrupted run continues
 --gather, --rejected
 """,
+    writes="turns",
 )
 def run_expand(arguments: argparse.Namespace) -> None:
     """Write the full form; see `_change`."""

@@ -23,7 +23,7 @@ from trajkit.cli.text import text_table
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.io.tables import write_tables
 from trajkit.jobs.stages import Made, Target
-from trajkit.observations.attribution import SessionCalls
+from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.calls import read_calls
 from trajkit.turns.table import locate
 
@@ -43,19 +43,20 @@ changes or lacks. With a tokenizer, causes are found by comparing texts, and eve
 is counted and shown.
 
 source, --json
--o --output FILE  write the drift table, a line per turn
+-o --out FILE  write the drift table, a line per turn
 --tokenizer
 --findings FILE   with --tokenizer: write each finding, with spans and texts of both sides
 --examples N 1    with --tokenizer: findings to show of each cause (default: %(default)s)
 --policy, --set, --fork-threshold, --gather, --rejected
 """,
+    writes="drift",
 )
 def run(arguments: argparse.Namespace) -> None:
     """Print the summary."""
     policy = chosen_policy(arguments)
-    if arguments.findings is not None and arguments.tokenizer is None:
-        raise tk.errors.ArgumentError("--findings needs --tokenizer")
     tokenizer = chosen_tokenizer(arguments)
+    if arguments.findings is not None and tokenizer is None:
+        raise tk.errors.ArgumentError("--findings needs --tokenizer")
     if tokenizer is not None:
         codec = Codec(tokenizer)
     summary, causes = DriftSummary(), dict[str, CauseGroup]()
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
         if findings is not None:
             yield "findings", findings
 
-    paths = {"drift": arguments.output, "findings": arguments.findings}
+    paths = {"drift": arguments.out, "findings": arguments.findings}
     targets = {name: Target(path, write_tables) for name, path in paths.items() if path}
     with Progress("drift", "turns") as bar:
         totals = run_stage(arguments, stage, targets, bar)

@@ -4,9 +4,13 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
+from trajkit.cli.options import no_calls
 from trajkit.cli.progress import Progress
 from trajkit.cli.terminal import Screen
+from trajkit.errors import ArgumentError
+from trajkit.io.formats import replacing
 from trajkit.jobs.group_sessions import SessionIndex, bucket_numbers
 from trajkit.jobs.stages import JobOptions, Stage, Target, Watch, run_job
 
@@ -19,6 +23,8 @@ def job_options(arguments: argparse.Namespace, bar: Progress) -> JobOptions:
         sys.stderr.write(f"trajkit: {text}\n")
 
     def begins(index: SessionIndex, done: int) -> None:
+        if not index.n_turns:
+            raise no_calls(getattr(arguments, "turns", None) or arguments.source)
         if (
             gather
             and index.scattered is not None
@@ -33,8 +39,23 @@ def job_options(arguments: argparse.Namespace, bar: Progress) -> JobOptions:
     return JobOptions(
         rejected=arguments.rejected,
         gather=gather,
+        nonfinite_logprobs=arguments.nonfinite_logprobs,
+        session_prefix=arguments.session_prefix,
         watch=Watch(begins, bar.advance, note),
     )
+
+
+def page_path(path: Path) -> Path:
+    """The path of an HTML page; ArgumentError if its suffix is that of something else."""
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ArgumentError(f"--out {path}: a page is written as .html")
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, completely or not at all."""
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 def run_stage(
@@ -75,8 +96,8 @@ def print_written(
     facts: Mapping[str, object],
     text: str,
 ) -> None:
-    """Print what a command wrote to ``--output``; see `print_result`."""
+    """Print what a command wrote to ``--out``; see `print_result`."""
     if not arguments.json:
         sys.stdout.write(f"{text}\n\n")
-    facts = {"output": arguments.output, **facts}
-    print_result(arguments, totals, facts, f"written to {arguments.output}")
+    facts = {"output": arguments.out, **facts}
+    print_result(arguments, totals, facts, f"written to {arguments.out}")

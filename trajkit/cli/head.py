@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from trajkit.cli.options import command
+from trajkit.cli.options import command, nothing
 from trajkit.cli.terminal import Screen, columns, shortened
+from trajkit.io.sources import Paths
 from trajkit.io.tables import iter_tables, log_files
 
 _MAX_CELL = 32
@@ -15,16 +16,24 @@ _SHOWN_ITEMS = 3
 
 
 TABLE = """
-source TABLE  Parquet, Arrow IPC or JSONL by suffix, or a directory, for its turns; - is
-              standard input
+source TABLE...  Parquet, Arrow IPC or JSON by suffix, or a directory, for its turns; - is
+                 standard input
 """
 """The file of a table, as an option."""
 
 
-def stored_tables(source: str, batch_rows: int | None = None) -> Iterator[pa.Table]:
-    """The table of a file, or the turns of a directory, some lines at a time."""
+def stored_tables(source: Paths, batch_rows: int | None = None) -> Iterator[pa.Table]:
+    """The tables of files, or the turns of directories, some lines at a time.
+
+    No line at all is an error.
+    """
+    empty = True
     for file in log_files(source)[0]:
-        yield from iter_tables(file, batch_rows=batch_rows)
+        for table in iter_tables(file, batch_rows=batch_rows):
+            empty = empty and not table.num_rows
+            yield table
+    if empty:
+        raise nothing(source, "lines")
 
 
 @command(
@@ -47,9 +56,6 @@ def run(arguments: argparse.Namespace) -> None:
         wanted -= tables[-1].num_rows
         if wanted == 0:
             break
-    if not tables:
-        screen.print("no lines")
-        return
     names = list(dict.fromkeys(name for table in tables for name in table.column_names))
     lines = [line for table in tables for line in table.to_pylist()]
     cells = {name: [name, *(cell(line.get(name)) for line in lines)] for name in names}

@@ -11,9 +11,10 @@ import trajkit as tk
 from trajkit.cli.options import command
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
-from trajkit.importers import FORMATS
+from trajkit.importers import FORMATS, TARGETS
 from trajkit.io.tables import write_table
 from trajkit.jobs.stages import Watch
+from trajkit.turns.mapping import merged_map
 
 
 @command(
@@ -25,19 +26,27 @@ Write turns from the records of another system: logs, dumps, captures, databases
 transcripts. Missing facts are not guessed: they are counted and shown, and the report lists
 each of them.
 
-source IN             files of the format, or directories of them
+source IN             files, patterns, directories, addresses (s3://...), or - for standard
+                      input
 --from FORMAT         one of {", ".join(FORMATS)}, or auto: by the files (default:
                       %(default)s)
--o --output OUT!      turns: Parquet, Arrow IPC or JSONL, by suffix
+-o --out OUT!      turns: Parquet, Arrow IPC or JSONL, by suffix
 --report FILE         write the report: a line per record and problem
---tokenizer PATH      for chat: the model's directory, or its tokenizer.json
---chat-template PATH  for chat: a template to use instead of the tokenizer's own
+--map FIELD=PATH,...  where the records have a field, as in
+                      session_id=trajectory_id,reward=metadata.score; or a TOML file; may
+                      be repeated. Fields: {", ".join(TARGETS)}
+--tokenizer PATH      for text: the model's directory, or its tokenizer.json
+--chat-template PATH  for text: a template to use instead of the tokenizer's own
+--contradicted {{untrain,train}}  a turn whose usage states other numbers of tokens than it
+                      has ids: context only, or trained (default: %(default)s)
 --nonfinite-logprobs {{raise,null}}  invalid logprobs (NaN, -9999): leave their record out,
                       or make them null (default: %(default)s)
 --json
 """,
     from_={"dest": "format", "choices": ("auto", *FORMATS), "default": "auto"},
     source={"nargs": "+"},
+    writes="turns",
+    map={"action": "append", "metavar": "FIELD=PATH,..."},
 )
 def run(arguments: argparse.Namespace) -> None:
     """Write the turns and print the problems found."""
@@ -51,9 +60,11 @@ def run(arguments: argparse.Namespace) -> None:
     with Progress("import", "turns") as bar:
         totals, report = tk.importers.import_file(
             arguments.source,
-            arguments.output,
+            arguments.out,
             arguments.format,
+            map=merged_map(arguments.map),
             tokenizer=tokenizer,
+            contradicted=arguments.contradicted,
             nonfinite_logprobs=arguments.nonfinite_logprobs,
             watch=Watch(lambda index, done: bar.begin(index.n_turns), bar.advance),
         )
@@ -61,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
         write_table(report, arguments.report)
     problems = group(report)
     if arguments.json:
-        facts = {"output": arguments.output, **totals, "problems": problems}
+        facts = {"output": arguments.out, **totals, "problems": problems}
         text = json.dumps(facts)
     else:
         text = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}\n"
@@ -77,8 +88,14 @@ def run(arguments: argparse.Namespace) -> None:
             ]
             head = ("problem", "record", "count", "first")
             text += f"\n{text_table(head, lines)}\n"
+            text += "".join(
+                f"\n{one['problem']}: {detail}"
+                for one in problems
+                for detail in one["details"]
+            )
+            text += "\n" * any(one["details"] for one in problems)
         if totals["turns"]:
-            text += f"\nwritten to {arguments.output}"
+            text += f"\nwritten to {arguments.out}"
     sys.stdout.write(text + "\n")
     if not totals["turns"]:
         raise tk.errors.InvalidTurnsError(no_turns(problems))
@@ -86,23 +103,26 @@ def run(arguments: argparse.Namespace) -> None:
 
 def no_turns(problems: list[dict[str, Any]]) -> str:
     """Why an import found no turns, and what to do."""
-    names = [one["problem"] for one in problems if not one["kept"]]
-    text = f"0 turns, so no file was written ({', '.join(names) or 'no records'})"
-    if {"no_prompt_ids", "no_output_ids"} & {*names}:
-        text += (
-            ". The engine did not give token ids: record again with return_token_ids and "
-            "logprobs in each request (vLLM), or with return_token_ids, "
-            "return_prompt_token_ids, return_meta_info and logprobs (SGLang); `trajkit "
-            "serve` asks for them itself"
-        )
+    left = [one for one in problems if not one["kept"]]
+    names = ", ".join(one["problem"] for one in left)
+    text = f"0 turns, so no file was written ({names or 'no records'})"
+    for one in left[:1]:
+        text += f". {one['file']}, {one['place']}: {one['detail'] or one['problem']}"
     return text
 
 
 def group(report: pa.Table) -> list[dict[str, Any]]:
-    """Each problem of a report with its count and its first record."""
+    """Each problem of a report with its count, its first record and some details."""
     groups: dict[tuple[str, bool], dict[str, Any]] = {}
     for row in report.to_pylist():
-        groups.setdefault((row["problem"], row["kept"]), {**row, "count": 0})[
-            "count"
-        ] += 1
+        key = row["problem"], row["kept"]
+        one = groups.setdefault(key, {**row, "count": 0, "details": []})
+        one["count"] += 1
+        detail, details = row["detail"], one["details"]
+        if detail and detail not in details and len(details) < _MOST_DETAILS:
+            details.append(detail)
     return list(groups.values())
+
+
+# of one problem; the report has all
+_MOST_DETAILS = 4

@@ -25,7 +25,7 @@ Write the training rows of recorded turns, and print how many sampled tokens are
 and why others are lost.
 
 source, --json
--o --output OUT!  rows: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts,
+-o --out OUT!  rows: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts,
                   where an interrupted run continues
 --policy, --set, --fork-threshold, --max-row-tokens, --weigh-by
 --threads N       in addition to those that read and write (default: 1)
@@ -35,6 +35,7 @@ source, --json
 --gather, --rejected
 """,
     extend=add_facts,
+    writes="rows",
 )
 def run(arguments: argparse.Namespace) -> None:
     """Write the rows and print the totals."""
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     with Progress("linearize", "turns") as bar:
         totals = linearize_file(
             arguments.source,
-            arguments.output,
+            arguments.out,
             policy,
             reward=arguments.reward,
             sessions=sessions,

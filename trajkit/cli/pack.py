@@ -4,7 +4,7 @@ import argparse
 import sys
 
 import trajkit as tk
-from trajkit.cli.options import command
+from trajkit.cli.options import command, read_rows
 from trajkit.io.tables import write_table
 
 
@@ -18,7 +18,7 @@ a tree, and every trained token has an edge, which says the token of the pack th
 it.
 
 rows ROWS         rows, in a file or a directory
--o --output OUT!  packs: Parquet, Arrow IPC or JSONL, by suffix
+-o --out OUT!  packs: Parquet, Arrow IPC or JSONL, by suffix
 --max-tokens N!   tokens of a pack; 1.25 to 1.5 times the longest row leaves little to
                   repeat
 --layout {tree,rows}  rows: they share nothing (default: %(default)s)
@@ -29,10 +29,11 @@ rows ROWS         rows, in a file or a directory
 --align N 1       pad packs to a multiple of N tokens
 --column NAME...  give edges this column of the rows, as edge_NAME; may be repeated
 """,
+    writes="packs",
 )
 def run(arguments: argparse.Namespace) -> None:
     """Write the packs and print what they hold."""
-    rows = tk.read_rows(arguments.rows)
+    rows = read_rows(arguments.rows)
     packs = tk.pack(
         rows,
         arguments.max_tokens,
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
         align=arguments.align,
         columns=arguments.column,
     )
-    write_table(packs, arguments.output)
+    write_table(packs, arguments.out)
     n_tokens = int(packs["n_tokens"].to_numpy().sum())
     n_edges = sum(map(len, packs["edge_source"].to_pylist()))
     room = max(packs.num_rows * arguments.max_tokens, 1)

@@ -9,16 +9,19 @@ import trajkit as tk
 from trajkit.cli.options import command
 from trajkit.cli.policy_args import DEFAULTS, allowed, choices_of, written
 from trajkit.cli.text import text_table
-from trajkit.policies import ALIASES, PRESETS
+from trajkit.policies import ALIASES, PRESETS, RULES, rule_of
+
+_DRIFT = " ".join(f"{name}: {text}" for name, text in RULES["on_drift"].items())
 
 
 @command(
     "policies",
-    """
+    f"""
 list the policies, or the choices of one
 
 List the policies with the choices that differ from the defaults. With NAME, list all
-choices of a policy, their values, and what --set accepts.
+choices of a policy, their values, what --set accepts, and what the policy does. on_drift is
+what happens to a row when the next prompt departs from its path. {_DRIFT}
 
 policy NAME  a policy
 --json
@@ -55,11 +58,12 @@ def describe(policies: list[tk.Policy]) -> str:
 
 
 def describe_choices(policy: tk.Policy) -> str:
-    """Every choice of one policy, its value, and what it may be."""
+    """Every choice of one policy, its value, and what it may be; and its rules in words."""
     values = choices_of(policy)
     lines = [
         # an option in the words of the policy's system stands for choices below
         [name, values.get(name, ""), words]
         for name, words in allowed(policy).items()
     ]
-    return text_table([policy.name, "is", "may be"], lines)
+    rules = (f"{name}={values[name]}: {rule_of(policy, name)}" for name in RULES)
+    return text_table([policy.name, "is", "may be"], lines) + "\n\n" + "\n".join(rules)

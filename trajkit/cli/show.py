@@ -4,7 +4,6 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,13 @@ import pyarrow as pa
 import trajkit as tk
 from trajkit._arrow.take import take_session, tuples
 from trajkit.analysis.tokenizer import Codec, Ids
-from trajkit.cli.options import chosen_policy, command
+from trajkit.cli.options import chosen_policy, command, read_turns
 from trajkit.cli.terminal import Fragment, Screen, lines_of, shortened, visible
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
+from trajkit.io.arrow import table_kind
+from trajkit.io.formats import format_of, paths_in
+from trajkit.io.sources import Paths, paths_of
 from trajkit.io.tables import iter_tables, read_any_rows
 from trajkit.schema import EMPTY_KINDS
 from trajkit.turns.table import locate
@@ -35,9 +37,9 @@ Print the tokens of rows, in order, with a label per range: trained, context, du
 break is shown as an arrow, and half a character as its bytes. For turns, the rows are those
 of the policy, and lost tokens are shown too.
 
-source TURNS|ROWS  turns or rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of
-                   turns; - is standard input
---session
+source TURNS|ROWS...  turns or rows: Parquet, Arrow IPC or JSON by suffix, or directories;
+                      - is standard input
+--session, --session-prefix, --nonfinite-logprobs
 --row K            a single row per session
 --tokenizer PATH   the model's tokenizer.json, or its directory (default: ids and messages)
 --context N 16     tokens shown at both ends of long context (default: %(default)s)
@@ -64,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
             view.row(row, {})
         return
     policy = chosen_policy(arguments)
-    turns = of_session(tk.read_turns(arguments.source), arguments.session, "turns")
+    turns = of_session(read_turns(arguments), arguments.session, "turns")
     for one in each_session(turns):
         ids = tuples(one, "turn_index", "output_ids")
         outputs = {turn: np.array(output, np.int32) for turn, output in ids}
@@ -80,11 +82,14 @@ def run(arguments: argparse.Namespace) -> None:
             view.lost([line for line in lines if line["row_index"] is None], outputs)
 
 
-def is_rows(source: str) -> bool:
-    """Whether a file has rows and not turns."""
-    if Path(source).is_dir():
-        return False
-    table = next(iter_tables(source, batch_rows=1), None)
+def is_rows(source: Paths) -> bool:
+    """Whether the first file has rows and not turns."""
+    first = (paths_of(source) or [])[0]
+    files = paths_in(first)
+    if first.is_dir():
+        kinds = {table_kind(file, format_of(file)) for file in files}
+        return "rows" in kinds and not kinds & {"turns", None}
+    table = next(iter_tables(files[0], batch_rows=1), None)
     names = [] if table is None else table.column_names
     return "input_ids" in names or "suffix_mask" in names
 

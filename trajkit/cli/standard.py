@@ -1,4 +1,4 @@
-"""``-`` as a file name: standard input and output."""
+"""The files of a command line: ``-`` as standard input and output, and no overwriting."""
 
 import argparse
 import io
@@ -11,9 +11,13 @@ from pathlib import Path
 
 from trajkit.errors import ArgumentError, TrajkitError
 from trajkit.io.formats import format_of
+from trajkit.io.guard import Input, check_outputs, inputs_of, turns_inputs
 
 DASH = "-"
-_INPUTS = ("source", "rows", "turns", "sessions")
+_INPUTS = ("source", "rows", "turns", "sessions", "against")
+# read, but never from standard input
+_FOLDERS = ("tokenizer", "chat_template")
+_OUTPUTS = ("report", "rejected", "findings")
 _NAMES = {"input": "standard input", "output": "standard output"}
 
 _folder: str | None = None
@@ -36,7 +40,7 @@ def standard_files(arguments: argparse.Namespace) -> Iterator[None]:
     """
     global _folder
     takes = [name for name in _INPUTS if DASH in _values(arguments, name)]
-    gives = getattr(arguments, "output", None) == DASH
+    gives = getattr(arguments, "out", None) == DASH
     if len(takes) > 1:
         raise ArgumentError("standard input is given twice: only one file may be -")
     if not takes and not gives:
@@ -51,13 +55,14 @@ def standard_files(arguments: argparse.Namespace) -> Iterator[None]:
                 setattr(arguments, name, path)
             if gives:
                 suffix = "arrows" if arguments.writes_delta else "jsonl"
-                arguments.output = str(Path(_folder, f"output.{suffix}"))
+                suffix = "html" if arguments.writes == "page" else suffix
+                arguments.out = str(Path(_folder, f"output.{suffix}"))
             with redirect_stdout(io.StringIO()) as printed:
                 yield
             (sys.stderr if gives else sys.stdout).write(shown(printed.getvalue()))
             if gives:
                 sys.stdout.flush()
-                with open(arguments.output, "rb") as file:
+                with open(arguments.out, "rb") as file:
                     shutil.copyfileobj(file, sys.stdout.buffer)
         except (OSError, TrajkitError) as error:
             # here, because `shown` reads the folder
@@ -69,6 +74,40 @@ def standard_files(arguments: argparse.Namespace) -> Iterator[None]:
             raise
         finally:
             _folder = None
+
+
+def check_files(arguments: argparse.Namespace) -> None:
+    """Raise ArgumentError if a command would write over what it reads; see `check_outputs`.
+
+    ``export`` names its file later, and checks it then.
+    """
+    kind = getattr(arguments, "writes", None)
+    if kind is None or kind == "export":
+        return
+    outputs = {"--out": (arguments.out, kind)}
+    outputs |= {
+        f"--{name}": (getattr(arguments, name, None), name) for name in _OUTPUTS
+    }
+    given = {name: one for name, one in outputs.items() if one[0] is not None}
+    check_outputs(given, inputs(arguments), clobber=not arguments.no_clobber)
+
+
+def inputs(arguments: argparse.Namespace) -> list[Input]:
+    """What the command reads."""
+    from trajkit.importers.sources import SUFFIXES
+
+    found = []
+    for name in (*_INPUTS, *_FOLDERS):
+        paths = [one for one in _values(arguments, name) if isinstance(one, str | Path)]
+        if name in _FOLDERS:
+            found += inputs_of(paths, None, (".json", ".jinja", ".model"))
+        elif name == "rows":
+            found += inputs_of(paths)
+        elif arguments.writes == "turns" and hasattr(arguments, "format"):
+            found += inputs_of(paths, None, SUFFIXES)
+        else:
+            found += turns_inputs(paths)
+    return found
 
 
 def _values(arguments: argparse.Namespace, name: str) -> list[object]:

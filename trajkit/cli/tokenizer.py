@@ -2,18 +2,32 @@
 
 import argparse
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.errors import ArgumentError, FormatError
-from trajkit.importers.findings import ChatTokenizer
+from trajkit.importers.transcripts import ChatTokenizer
+from trajkit.io.sources import paths_of
 
 
 def chosen_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
-    """The tokenizer of ``--tokenizer``; None without it."""
+    """The tokenizer of ``--tokenizer``, else that of the run; None if there is none."""
     path: Path | None = arguments.tokenizer
-    return None if path is None else load_tokenizer(path)
+    if path is not None:
+        return load_tokenizer(path)
+    for source in paths_of(arguments.source) or []:
+        folder = source if source.is_dir() else source.parent
+        file = folder / "tokenizer.json"
+        # only in the directory of a run: elsewhere it may be that of another model
+        if file.is_file() and any(folder.glob("turns-*.arrows")) and _installed():
+            return load_tokenizer(file)
+    return None
+
+
+def _installed() -> bool:
+    return find_spec("tokenizers") is not None
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -22,6 +36,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
     tokenizers loads a directory with a ``tokenizer.json``, transformers any other.
     Nothing is downloaded.
     """
+    if not path.exists():
+        raise FormatError(
+            f"--tokenizer {path}: there is no such file or folder. Nothing is downloaded: "
+            "give the model's local folder, or its tokenizer.json"
+        )
     file = path / "tokenizer.json" if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         return cast("Tokenizer", _from_directory(path))

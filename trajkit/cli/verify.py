@@ -15,7 +15,7 @@ import trajkit as tk
 from trajkit.cli.file_options import job_options, rejected_note
 from trajkit.cli.options import (
     add_facts,
-    checked_policy,
+    chosen_policy,
     command,
     known_sessions,
 )
@@ -26,8 +26,8 @@ from trajkit.io.tables import iter_tables
 VIOLATED = 1
 SHOWN = 20
 _NO_POLICY = (
-    "without --policy, every sampled token that may be trained is expected to be trained "
-    "exactly once"
+    "without --policy, only what is true under every policy is checked: trained tokens "
+    "were sampled, and have the engine's logprobs. --policy compares with the policy's rows"
 )
 
 
@@ -40,24 +40,26 @@ Check rows against the turns that they come from, and print the violations. The 
 1 if there are any. Rows of other systems need input_ids and loss_mask.
 
 rows ROWS        rows, in a file or a directory
-turns TURNS      their turns, in a file or a directory
---json
--o --output OUT  write the table of violations; DIRECTORY/ gets parts, where an interrupted
+turns TURNS...   their turns, in files or directories
+--session-prefix, --nonfinite-logprobs, --json
+-o --out OUT  write the table of violations; DIRECTORY/ gets parts, where an interrupted
                  run continues
---policy NAME    the policy of the rows (default: every token is trained once)
---set, --weigh-by, --max-row-tokens, --gather, --rejected
+--policy NAME    compare with the rows of this policy (default: check what is true under
+                 every policy)
+--set, --fork-threshold, --weigh-by, --max-row-tokens, --gather, --rejected
 """,
     extend=add_facts,
+    writes="violations",
 )
 def run(arguments: argparse.Namespace) -> int:
     """Print the violations; the exit code is 1 if there are any."""
     policy = None
     if arguments.policy is not None:
-        policy = checked_policy(arguments.policy, arguments.set)
-    elif arguments.set:
-        raise tk.errors.ArgumentError("--set needs --policy")
+        policy = chosen_policy(arguments)
+    elif arguments.set or arguments.fork_threshold is not None:
+        raise tk.errors.ArgumentError("--set and --fork-threshold need --policy")
     with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
-        output = arguments.output or str(Path(folder, "violations.arrows"))
+        output = arguments.out or str(Path(folder, "violations.arrows"))
         with Progress("verify", "turns") as bar:
             totals = tk.jobs.verify_file(
                 arguments.rows,

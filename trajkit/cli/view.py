@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 import trajkit as tk
+from trajkit.cli.file_options import page_path, write_text
 from trajkit.cli.options import (
     add_options,
     add_policies,
@@ -16,6 +17,7 @@ from trajkit.cli.options import (
     chosen_policies,
     command,
     known_sessions,
+    turn_pieces,
 )
 from trajkit.cli.policy_args import setting
 from trajkit.cli.tokenizer import chosen_tokenizer
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 # browsers take long to open larger files
 _LARGE_BYTES = 50_000_000
-_SMALLER = "--sessions A,B, --sample N or --worst N"
+_SMALLER = "--session A,B, --sample N or --worst N"
 
 
 def _add_to_view(parser: argparse.ArgumentParser) -> None:
@@ -37,12 +39,12 @@ def _add_to_view(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser.add_mutually_exclusive_group(),
         """
---sessions A,B  only these sessions
+--session A,B   only these sessions
 --sample N      only N sessions, the same every time
 --worst N       only the N sessions that lose most tokens under the first policy, drift
                 most, or have the lowest logprobs
 """,
-        sessions={"type": lambda text: tuple(text.split(","))},
+        session={"type": lambda text: tuple(text.split(","))},
     )
 
 
@@ -56,22 +58,25 @@ and their tokens. With -o the page is one HTML file that needs no server and no 
 Without it the page is served from 127.0.0.1 until Ctrl-C, and can show any policy.
 
 source
--o --output FILE  write the page to an HTML file
+-o --out FILE  write the page to an HTML file
 --tokenizer PATH  the model's tokenizer.json, or its directory: show tokens as text, and the
                   causes of drift in text
---facts FILE      a line per session: session_id, reward, group_id, error; Parquet, Arrow
+--sessions FILE   a line per session: session_id, reward, group_id, error; Parquet, Arrow
                   IPC or JSONL by suffix. A session with an error is not trained (default:
                   the files of sessions in the directory IN)
 --rows FILE       show what `trajkit verify` finds in these rows, under the first --policy
                   if there is one
 --pack N          show the packs of N tokens that the rows of a session make
 --against IN      a second run to compare with, read like IN
+--print           show the run and one session after the other, to be printed or saved as
+                  a PDF from the browser; with -o
 --no-text         leave out the text of messages and tokens
 --port PORT 0     of the server (default: any)
 --follow          show new turns of a running gateway
 --no-browser      print the address only
 """,
     extend=_add_to_view,
+    writes="page",
 )
 def run(arguments: argparse.Namespace) -> None:
     """Write the page or serve it."""
@@ -86,34 +91,41 @@ def run(arguments: argparse.Namespace) -> None:
     policies = chosen_policies(arguments)
     first = (policies or list(PRESETS.values()))[0]
     selection = Selection(
-        arguments.sessions, arguments.sample, arguments.worst, policy=first
+        arguments.session, arguments.sample, arguments.worst, policy=first
     )
-    source = _Files(arguments.source, arguments.facts, selection)
-    others = [_Files(one, None, selection) for one in [arguments.against] if one]
+    source = _Files(arguments, arguments.source, arguments.sessions, selection)
+    others = [
+        _Files(arguments, [one], None, selection) for one in [arguments.against] if one
+    ]
     rows = None
     if arguments.rows is not None:
         # as stored: rows of other systems have few columns, and verify judges them
         rows = pa.concat_tables(iter_tables(arguments.rows, plan=rows_plan))
-    if arguments.output is None:
+    if arguments.out is None:
+        if arguments.print:
+            raise ArgumentError("--print makes a file: give it a name with -o")
         own = {"rows": rows, "rows_policy": first if policies else None}
         _serve(arguments, [source, *others], own, shown)
         return
     if arguments.follow:
         raise ArgumentError("--follow needs the server: leave out -o")
+    path = page_path(Path(arguments.out))
     turns, sessions = source.load()
     against = next(((other.title, *other.load()) for other in others), None)
     about: Any = {"title": source.title, "rows": rows, "against": against, **shown}
-    html = page(turns, policies, sessions=sessions, **about).encode()
-    Path(arguments.output).write_bytes(html)
+    about["paper"] = arguments.print
+    html = page(turns, policies, sessions=sessions, **about)
+    write_text(path, html)
+    size = path.stat().st_size
     n_sessions = len(set(turns["session_id"].to_pylist()))
     text = "the text of all messages; --no-text leaves it out"
     if arguments.no_text:
         text = "token ids and numbers, no text"
     sys.stdout.write(
         f"{n_sessions:,} of {source.n_sessions:,} sessions, {turns.num_rows:,} turns\n"
-        f"contains {text}\nwritten to {arguments.output} ({len(html) / 1e6:.1f} MB)\n"
+        f"contains {text}\nwritten to {arguments.out} ({size / 1e6:.1f} MB)\n"
     )
-    if len(html) > _LARGE_BYTES:
+    if size > _LARGE_BYTES:
         sys.stdout.write(
             f"browsers open files above {_LARGE_BYTES / 1e6:.0f} MB slowly: choose "
             f"sessions with {_SMALLER}, or leave out -o to serve the page\n"
@@ -165,9 +177,16 @@ def _parsed(text: str) -> tk.Policy:
 class _Files:
     """The turns of the command, and what is known of their sessions."""
 
-    def __init__(self, source: str, facts: str | None, selection: "Selection") -> None:
-        self._source, self._facts, self._selection = source, facts, selection
-        self.title = Path(source).resolve().name
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        source: list[str],
+        sessions: str | None,
+        selection: "Selection",
+    ) -> None:
+        self._arguments, self._source = arguments, source
+        self._sessions, self._selection = sessions, selection
+        self.title = ", ".join(Path(one).resolve().name for one in source)
         self.n_sessions = 0
 
     def version(self) -> str:
@@ -177,8 +196,14 @@ class _Files:
 
     def load(self) -> tuple[pa.Table, pa.Table | None]:
         """The turns of the chosen sessions, and the table of these sessions."""
-        turns, self.n_sessions = self._selection.of(tk.scan_turns(self._source))
-        known = known_sessions(self._facts, self._source)
+        pieces = turn_pieces(
+            self._source, self._arguments, empty=self._arguments.follow
+        )
+        turns, self.n_sessions = self._selection.of(
+            batch for piece in pieces for batch in piece.to_batches()
+        )
+        prefix = self._arguments.session_prefix
+        known = known_sessions(self._sessions, self._source, prefix)
         if known is None:
             return turns, None
         # sessions that have not ended have no line yet

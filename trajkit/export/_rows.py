@@ -1,21 +1,25 @@
 """Rows as trainers take them: the checks and conversions that all formats share."""
 
+import math
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from itertools import groupby
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arguments import check_choice
+from trajkit._arguments import check_choice, chosen_int
+from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical_rows, place
 from trajkit._arrow.take import list_values
-from trajkit.errors import ExportError
+from trajkit.errors import ExportError, NoSignalWarning
+from trajkit.learn._checks import session_codes, trained_tokens
 from trajkit.pipeline.suffix_layout import full_rows
-from trajkit.training._checks import session_codes
 from trajkit.turns.mm_items import engine_ids
 from trajkit.turns.turn_rules import lengths
 
@@ -25,9 +29,12 @@ _Objects = TypeVar("_Objects")
 Array: TypeAlias = npt.NDArray[Any]
 
 Reduce: TypeAlias = Literal["mean", "sum"]
-"""How row weights are meant; see `trajkit.training.reference_loss`."""
+"""How row weights are meant; see `trajkit.learn.reference_loss`."""
 
 _LISTS = ("input_ids", "loss_mask", "logprobs")
+PAYLOADS = ("routed_experts", "sampling_mask", "ref_logprobs", "teacher_logprobs")
+"""Payloads of rows that change a trainer's loss; a format carries or refuses them."""
+
 FLAGS = ("truncated", "use_tool", "ill_formed")
 _COLUMNS = (
     *("session_id", "row_index", "group_id", "prompt_length", "reward", "advantage"),
@@ -80,8 +87,10 @@ class ExportRow:
 
     @property
     def uid(self) -> str:
-        """Its ``group_id``, or its session without one."""
-        return self.session_id if self.group_id is None else self.group_id
+        """The name of its group. That of a session without one is no ``group_id``."""
+        if self.group_id is None:
+            return f"session {self.session_id}"
+        return self.group_id
 
     @property
     def prompt(self) -> list[int]:
@@ -112,20 +121,89 @@ def objects_of(
     return decorate
 
 
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What a step of the trainer trains, for exports with row weights.
+
+    Attributes
+    ----------
+    rollouts, tokens : int
+        Rollouts and trained tokens of the step, over all ranks.
+    """
+
+    rollouts: int
+    tokens: int
+
+    def __post_init__(self) -> None:
+        chosen_int("rollouts", self.rollouts, 1)
+        chosen_int("tokens", self.tokens, 1)
+
+
+def step_counts(rows: TableLike) -> StepCounts:
+    """The counts of a step that trains these rows, and no others."""
+    table = full_rows(canonical_rows(as_table(rows)))
+    trained = trained_tokens(table)
+    session, _ = session_codes(table)
+    return StepCounts(len(np.unique(session[trained > 0])), int(trained.sum()))
+
+
+def sessions_of(rows: TableLike) -> pa.Table:
+    """The sessions of rows with their rewards and groups.
+
+    They are what `trajkit.learn.advantages` takes. Sessions without rows are missing,
+    but they count in the baseline of their group: take the report of `trajkit.linearize`
+    where there are some.
+
+    Raises
+    ------
+    ExportError
+        The rows of a session differ in reward or group.
+    """
+    table = canonical_rows(as_table(rows)).select(["session_id", "reward", "group_id"])
+    session, _ = session_codes(table)
+    first = np.unique(session, return_index=True)[1]
+    found = table.take(pa.array(first))
+    for name in ("reward", "group_id"):
+        same = (
+            table.column(name)
+            .combine_chunks()
+            .equals(found.column(name).take(pa.array(session)).combine_chunks())
+        )
+        if not same:
+            raise ExportError(
+                f"the rows of a session differ in {name}: pass a table of sessions"
+            )
+    return found.replace_schema_metadata(None)
+
+
 def checked_rows(
     rows: TableLike,
+    target: str,
     *,
     response: bool = False,
     logprobs: bool = True,
     images: bool = False,
+    carried: Collection[str] = (),
+    max_tokens: tuple[str, int] | None = None,
+    untrained: bool = False,
 ) -> list[ExportRow]:
     """The rows, checked for what every trainer needs (see docs/export.md).
 
-    ``response``: the format has prompt and response, and a mask for the response only.
-    ``logprobs``: trained tokens need a logprob. ``images``: the format carries images.
+    ``target`` is the trainer's name. ``response``: the format has prompt and response, and
+    a mask for the response only. ``logprobs``: trained tokens need a logprob. ``images``:
+    the format carries images. ``carried``: the payloads that it carries. ``max_tokens``:
+    the trainer's option for the length of a row, beyond which it cuts, and its value.
+    ``untrained``: rows may train nothing.
     """
     table = full_rows(canonical_rows(as_table(rows)))
     _check_images(table, images)
+    for name in PAYLOADS:
+        if name not in carried and has_payload(table, name):
+            raise ExportError(
+                f"the rows have the payload {name}, for which the format of {target} "
+                "has no field, so the trainer would compute another loss. Export "
+                f"without it on purpose: rows.drop_columns([{name!r}])"
+            )
     table = engine_ids(table)
     sizes = np.stack([lengths(table[name]) for name in _LISTS])
     for uneven in np.flatnonzero((sizes != sizes[0]).any(0)):
@@ -166,7 +244,15 @@ def checked_rows(
             logprobs=values[tokens],
             line=line,
         )
-        _check_mask(row, row.prompt_length if response else 0)
+        if row.loss_mask.any() or not untrained:
+            _check_mask(row, response)
+        if max_tokens is not None and len(row.input_ids) > max_tokens[1]:
+            raise ExportError(
+                f"{row.place}: {len(row.input_ids)} tokens, but {target} cuts rows at "
+                f"{max_tokens[0]} {max_tokens[1]}. Pass the trainer's value as "
+                f"{max_tokens[0].rpartition('.')[2]}=, raise it, or linearize with "
+                "max_row_tokens"
+            )
         if logprobs and unknown[tokens].any():
             raise ExportError(
                 f"{row.place}: token {unknown[tokens].argmax()} is trained and has no "
@@ -193,7 +279,7 @@ def _check_images(table: pa.Table, allowed: bool) -> None:
             )
 
 
-def _check_mask(row: ExportRow, prompt_length: int) -> None:
+def _check_mask(row: ExportRow, response: bool) -> None:
     if not row.loss_mask.any():
         raise ExportError(
             f"{row.place}: no token is trained. Make rows with keep_untrained=False"
@@ -204,26 +290,58 @@ def _check_mask(row: ExportRow, prompt_length: int) -> None:
             f"{row.place}: token 0 is trained, but no token precedes it to predict it "
             "from"
         )
-    if first < prompt_length:
+    if response and not 0 < row.prompt_length <= first:
         raise ExportError(
             f"{row.place}: token {first} is trained, but this format trains nothing "
-            f"before prompt_length, which is {prompt_length}"
+            f"before prompt_length, which is {row.prompt_length}: expected 1 to {first}"
         )
 
 
-def rewards_of(rows: list[ExportRow]) -> list[float]:
-    """The reward of each row. None may be null: it would become 0 in the trainer."""
+def rewards_of(rows: list[ExportRow], *, null: bool = False) -> list[float | None]:
+    """The reward of each row, for trainers that compute advantages from it.
+
+    Unless ``null``, none may be null: it would become 0 in the trainer.
+    """
+    values: dict[int, set[float]] = {}
     for row in rows:
-        if row.reward is None:
+        if row.reward is None and null:
+            continue
+        if row.reward is None or not np.isfinite(row.reward):
             raise ExportError(
-                f"{row.place}: reward is null, which the trainer would take for 0. Give "
-                "the session a reward, or filter it out"
+                f"{row.place}: reward is {'null' if row.reward is None else row.reward}, "
+                "which the trainer would take for 0 or NaN. Give the session a finite "
+                "reward, or filter it out"
             )
-    return [row.reward for row in rows if row.reward is not None]
+        values.setdefault(row.group, set()).add(row.reward)
+    if len({row.rollout for row in rows}) > 1 and all(
+        math.isclose(min(each), max(each), rel_tol=1e-9, abs_tol=1e-9)
+        for each in values.values()
+    ):
+        warnings.warn(
+            f"no group of these {len(rows)} rows has two rewards that differ, so "
+            "advantages over groups are all 0 and a training step changes nothing. Set "
+            "group_id, so that the rollouts of a task share a group, or take other rows",
+            NoSignalWarning,
+            stacklevel=3,
+        )
+    return [row.reward for row in rows]
 
 
-def advantages_of(rows: list[ExportRow], weighted: bool) -> list[float]:
-    """The advantage of each row; ``weighted``: with the row weight folded in."""
+def _warn_without_signal(rows: list[ExportRow], zero: bool) -> None:
+    """Warn if the advantages of several rollouts are all 0."""
+    if zero and len({row.rollout for row in rows}) > 1:
+        warnings.warn(
+            f"all advantages of these {len(rows)} rows are 0, so a training step changes "
+            "nothing: the rewards of each group are equal, or each group has one rollout",
+            NoSignalWarning,
+            stacklevel=4,
+        )
+
+
+def advantages_of(
+    rows: list[ExportRow], scales: Sequence[float] | None = None
+) -> list[float]:
+    """The advantage of each row, times its scale if there are scales."""
     found = []
     for row in rows:
         gain = _advantage(row)
@@ -233,7 +351,9 @@ def advantages_of(rows: list[ExportRow], weighted: bool) -> list[float]:
                 "per row. Compute advantages of rollouts or segments"
             )
         found.append(gain)
-    scales = token_scales(rows) if weighted else [1.0] * len(rows)
+    _warn_without_signal(rows, not any(found))
+    if scales is None:
+        return found
     return [gain * scale for gain, scale in zip(found, scales, strict=True)]
 
 
@@ -247,6 +367,7 @@ def token_advantages(rows: list[ExportRow]) -> list[Array]:
                 f"{row.place}: {len(gain)} advantages for {len(row.input_ids)} tokens"
             )
         found.append(np.where(row.loss_mask, gain, 0.0))
+    _warn_without_signal(rows, not any(each.any() for each in found))
     return found
 
 
@@ -255,28 +376,51 @@ def _advantage(row: ExportRow) -> Any:
     if gain is None or (isinstance(gain, list) and None in gain):
         raise ExportError(
             f"{row.place}: advantage is null or absent. Add it with "
-            "trajkit.add_advantages, and filter out rows whose advantage is null"
+            "trajkit.add_advantages (trajkit export: --advantage), and filter out rows "
+            "whose advantage is null"
         )
+    if not np.isfinite(gain).all():
+        raise ExportError(f"{row.place}: advantage is {gain}: expected finite numbers")
     return gain
 
 
-def token_scales(
-    rows: list[ExportRow], reduce: Reduce = "mean", *, divided: bool = True
-) -> list[float]:
-    """What a trained token of each row counts in the trainer's loss, for its advantage.
+def token_scales(rows: list[ExportRow], reduce: Reduce = "mean") -> list[float]:
+    """What a trained token of each row counts in the sum over rollouts.
 
-    The trainer's sum over the batch's trained tokens, which it divides by their number if
-    ``divided``, is then `trajkit.training.reference_loss` of the same rows.
+    A sum over tokens with these scales is the ``rl_sum`` of
+    `trajkit.learn.reference_loss`. They don't depend on the other rows of the table.
     """
     check_choice("reduce", reduce, Reduce)
-    n_trained = [int(row.loss_mask.sum()) for row in rows]
-    scale = 1 / max(len({row.rollout for row in rows}), 1)
-    if divided:
-        scale *= sum(n_trained)
+    for row in rows:
+        if row.row_weight is None or not 0 <= row.row_weight < float("inf"):
+            raise ExportError(
+                f"{row.place}: row_weight is {row.row_weight}, but the row trains tokens. "
+                "Set it with trajkit.add_weights"
+            )
     return [
-        row.row_weight * scale / (n if reduce == "mean" else 1)
-        for row, n in zip(rows, n_trained, strict=True)
+        float(row.row_weight) / (int(row.loss_mask.sum()) if reduce == "mean" else 1)
+        for row in rows
     ]
+
+
+def step_scales(
+    rows: list[ExportRow], weighted: bool | StepCounts, target: str
+) -> list[float] | None:
+    """What a trained token counts in a trainer's mean over the tokens of a step.
+
+    That mean is then `trajkit.learn.reference_loss` of the step's rows. None without
+    weights.
+    """
+    if weighted is False:
+        return None
+    if not isinstance(weighted, StepCounts):
+        raise ExportError(
+            f"weighted={weighted!r}: {target} divides by the trained tokens of its step, "
+            "which these rows alone do not tell. Pass weighted=step_counts(all rows of "
+            "the step), from trajkit.export"
+        )
+    factor = weighted.tokens / weighted.rollouts
+    return [scale * factor for scale in token_scales(rows)]
 
 
 def one_row_per_rollout(rows: list[ExportRow], target: str) -> None:
@@ -290,6 +434,34 @@ def one_row_per_rollout(rows: list[ExportRow], target: str) -> None:
             )
 
 
+def groups_in_order(
+    rows: list[ExportRow], target: str, option: str, size: int | None
+) -> None:
+    """Raise ExportError unless groups are consecutive rows, and equally many each."""
+    seen: dict[int, int] = {}
+    for group, members in groupby(rows, lambda row: row.group):
+        first, *others = members
+        if group in seen:
+            raise ExportError(
+                f"{first.place}: other groups lie between the rows of group "
+                f"{first.uid!r}, but {target} takes each run of {option} rows for a "
+                "group. Sort the rows by group, as the trainer repeats its prompts"
+            )
+        seen[group] = 1 + len(others)
+        expected = size or next(iter(seen.values()))
+        if seen[group] != expected:
+            raise ExportError(
+                f"{first.place}: group {first.uid!r} has {seen[group]} rows, but "
+                f"{expected} were expected: {target} takes each run of {option} rows for "
+                "a group"
+            )
+
+
+def has_payload(table: pa.Table, name: str) -> bool:
+    """Whether some row has the payload."""
+    return name in table.column_names and table.column(name).null_count < len(table)
+
+
 def optional_column(rows: TableLike, name: str) -> list[Any]:
     """A column of rows as Python objects; None for each row if it is missing."""
     table = as_table(rows)
@@ -299,16 +471,101 @@ def optional_column(rows: TableLike, name: str) -> list[Any]:
     return found
 
 
-def routed_experts(rows: TableLike) -> list[list[Any]] | None:
-    """The payload ``routed_experts`` per row, or None if the rows have no such column."""
+def routed_experts(rows: TableLike, checked: list[ExportRow]) -> list[Array] | None:
+    """The payload ``routed_experts``, or None if the rows have none.
+
+    Per row an int array of shape (n_tokens - 1, layers, experts): the last token of a row
+    was not forwarded, or its experts are of no use.
+    """
     table = as_table(rows)
-    if "routed_experts" not in table.column_names:
+    if not has_payload(table, "routed_experts"):
         return None
-    found: list[list[Any]] = optional_column(table, "routed_experts")
-    for line, each in enumerate(found):
-        if each is None or None in each[:-1]:
+    found = []
+    for row in checked:
+        n, tokens = len(row.input_ids), table["routed_experts"][row.line].values
+        if (
+            tokens is None
+            or len(tokens) not in (n - 1, n)
+            or tokens[: n - 1].null_count
+        ):
             raise ExportError(
-                f"{place(table, line)}: routed_experts is null for a token: the trainer "
-                "needs the experts of every token but the last"
+                f"{row.place}: routed_experts is null or has another length than the "
+                f"{n} tokens: the trainer needs the experts of every token but the last"
             )
+        # flatten looks at the slice alone
+        layers = tokens[: n - 1].flatten()
+        experts = layers.flatten()
+        shape = n - 1, len(layers) // max(n - 1, 1), len(experts) // max(len(layers), 1)
+        even = all(
+            pc.all(pc.equal(pc.list_value_length(lists), size)).as_py()
+            for lists, size in ((tokens[: n - 1], shape[1]), (layers, shape[2]))
+        )
+        if not even or experts.null_count or pc.min(experts).as_py() < 0:
+            raise ExportError(
+                f"{row.place}: routed_experts has other layers or numbers of experts in "
+                "some tokens, or numbers below 0"
+            )
+        found.append(np.asarray(experts, np.int32).reshape(shape))
+    return found
+
+
+def sampling_masks(rows: TableLike, checked: list[ExportRow]) -> list[Any] | None:
+    """The payload ``sampling_mask``, or None if the rows have none.
+
+    Per row a list with the ids that each token was sampled from; [] for tokens that are
+    not trained, or whose support was not cut.
+    """
+    if not has_payload(as_table(rows), "sampling_mask"):
+        return None
+    given = optional_column(rows, "sampling_mask")
+    found = []
+    for row in checked:
+        each = given[row.line] or [None] * len(row.input_ids)
+        if len(each) != len(row.input_ids):
+            raise ExportError(
+                f"{row.place}: sampling_mask has {len(each)} entries for "
+                f"{len(row.input_ids)} tokens"
+            )
+        masks = [
+            list(ids or []) if trained else []
+            for ids, trained in zip(each, row.loss_mask, strict=True)
+        ]
+        for k, ids in enumerate(masks):
+            if ids and row.input_ids[k] not in ids:
+                raise ExportError(
+                    f"{row.place}: the sampling_mask of token {k} lacks the token itself, "
+                    f"{row.input_ids[k]}, so it belongs to another token"
+                )
+        found.append(masks)
+    return found
+
+
+def token_values(
+    rows: TableLike, checked: list[ExportRow], name: str, *, null: bool = True
+) -> list[Any]:
+    """A column of one float per token; None for rows without it.
+
+    ``null``: values off the loss mask may be null, and become 0.0.
+    """
+    given = optional_column(rows, name)
+    found: list[Any] = []
+    for row in checked:
+        values = given[row.line]
+        if values is not None:
+            if len(values) != len(row.input_ids):
+                raise ExportError(
+                    f"{row.place}: {len(values)} values of {name} for "
+                    f"{len(row.input_ids)} tokens"
+                )
+            array = np.array([np.nan if v is None else v for v in values], np.float64)
+            needed = np.ones(len(values), bool)
+            if null:
+                needed = row.loss_mask | np.array([v is not None for v in values])
+            for k in np.flatnonzero(needed & ~np.isfinite(array))[:1]:
+                raise ExportError(
+                    f"{row.place}: {name} of token {k} is {values[k]}: expected a finite "
+                    "number"
+                )
+            values = np.where(needed, array, 0.0).tolist()
+        found.append(values)
     return found

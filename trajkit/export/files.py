@@ -1,71 +1,110 @@
-"""Files of exported rows."""
+"""Files of exported rows that a trainer loads by itself."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from trajkit.export import (
-    areal,
-    nemo_rl,
-    openrlhf,
-    prime_rl,
-    sft,
-    skyrl,
-    slime,
-    tinker,
-    trl,
-    verl,
-)
+from trajkit.errors import ArgumentError
+from trajkit.export import FILE_FORMATS, prime_rl, sft, slime, tinker
+from trajkit.io.formats import replacing
+
+Write: TypeAlias = Callable[..., object]
 
 
-def _fields(make: Callable[[pa.Table], Any]) -> Callable[[pa.Table, Path], Path]:
-    """Write the fields as JSON Lines, one line per row, rollout or output."""
+_NAMES = {
+    "llama-factory": "tokenized",
+    "prime-rl": "step_0",
+    "sft": "rows.parquet",
+    "skyrl-sft": "rows.parquet",
+    "slime": "rollout_0.pt",
+    "tinker": "datums.jsonl",
+}
 
-    def write(rows: pa.Table, folder: Path) -> Path:
-        found = make(rows)
-        path = folder / "fields.jsonl"
-        lines = found if isinstance(found, list) else [found]
-        with path.open("w", encoding="utf-8") as file:
-            for line in lines:
-                text = json.dumps(line, default=lambda array: array.tolist())
-                file.write(text + "\n")
+
+def path_of(target: str, folder: Path) -> Path:
+    """The file or folder that `write_export` makes in ``folder``."""
+    if folder.suffix and not folder.is_dir():
+        raise ArgumentError(
+            f"{folder}: expected a directory, in which the file gets its name"
+        )
+    return folder / _NAMES[target]
+
+
+def write_export(rows: pa.Table, target: str, folder: Path, **options: Any) -> Path:
+    """Write the file or folder of a trainer, and return its path.
+
+    Parameters
+    ----------
+    rows : table
+        As for the function of the trainer.
+    target : str
+        A name in `trajkit.export.FILE_FORMATS`.
+    folder : Path
+        The folder for it; it is made if it does not exist, and removed again if the export
+        fails.
+    **options
+        Of the trainer's function.
+    """
+    path = path_of(target, folder)
+    existed = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _WRITE[target](rows, path, **options)
         return path
+    finally:
+        if not existed and not any(folder.iterdir()):
+            folder.rmdir()
 
-    return write
 
-
-def _parquet(make: Callable[[pa.Table], pa.Table]) -> Callable[[pa.Table, Path], Path]:
-    def write(rows: pa.Table, folder: Path) -> Path:
+def _parquet(make: Callable[..., pa.Table]) -> Write:
+    def write(rows: pa.Table, path: Path, **options: Any) -> None:
         from pyarrow import parquet as pq
 
-        path = folder / "rows.parquet"
-        pq.write_table(make(rows), path)
-        return path
+        table = make(rows, **options)
+        with replacing(path) as draft:
+            pq.write_table(table, draft)
 
     return write
 
 
-def _slime(rows: pa.Table, folder: Path) -> Path:
-    path = folder / "rollout_0.pt"
-    slime.write_debug_rollout(rows, path)
-    return path
+def _llama_factory(rows: pa.Table, path: Path, **options: Any) -> None:
+    dataset = sft.dataset(rows, **options)
+    with prime_rl.new_folder(path) as draft:
+        dataset.save_to_disk(draft)
 
 
-TARGETS: dict[str, Callable[[pa.Table, Path], Path]] = {
-    "areal": _fields(lambda rows: areal.trajectory_fields(rows, weighted=True)),
-    "nemo-rl": _fields(nemo_rl.message_log_fields),
-    "openrlhf": _fields(openrlhf.execution_fields),
-    "prime-rl": _fields(lambda rows: prime_rl.sample_fields(rows, env_name="trajkit")),
+def _tinker(rows: pa.Table, path: Path) -> None:
+    """The two arguments of a ``Datum`` per line; tinker knows the types of these lists."""
+    datums = [
+        {
+            "model_input": fields["model_input"],
+            "loss_fn_inputs": {
+                name: fields[name].tolist()
+                for name in ("target_tokens", "logprobs", "advantages")
+            },
+        }
+        for fields in tinker.datum_fields(rows)
+    ]
+    text = "".join(json.dumps(datum) + "\n" for datum in datums)
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+def _prime_rl(rows: pa.Table, path: Path, *, seq_len: int, **options: Any) -> None:
+    prime_rl.write_micro_batches(
+        rows, path.parent, 0, seq_len, env_name="trajkit", **options
+    )
+
+
+_WRITE: dict[str, Write] = {
+    "llama-factory": _llama_factory,
+    "prime-rl": _prime_rl,
     "sft": _parquet(sft.labels_table),
-    "skyrl": _fields(skyrl.generator_fields),
     "skyrl-sft": _parquet(sft.mask_table),
-    "slime": _slime,
-    "tinker": _fields(tinker.datum_fields),
-    "trl": _fields(trl.rollout_func_fields),
-    "trl-async": _fields(trl.rollout_sample_fields),
-    "verl": _fields(verl.agent_loop_fields),
+    "slime": slime.write_debug_rollout,
+    "tinker": _tinker,
 }
-"""How each target's file is written."""
+assert set(_WRITE) == set(_NAMES) == set(FILE_FORMATS)

@@ -1,7 +1,7 @@
 """Rows as NeMo-RL message logs.
 
-Source: NeMo-RL at 7ea279a (``algorithms/grpo.py``, ``data/llm_message_utils.py``); spec,
-training formats 7.
+Source: https://github.com/NVIDIA-NeMo/RL/tree/7ea279a (``algorithms/grpo.py``,
+``data/llm_message_utils.py``).
 """
 
 from itertools import chain, pairwise
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trajkit._arrow.canonical import TableLike
-from trajkit.export._rows import checked_rows, objects_of
+from trajkit.export._rows import checked_rows, objects_of, routed_experts
 
 
 def message_log_fields(rows: TableLike) -> list[list[dict[str, Any]]]:
@@ -25,13 +25,16 @@ def message_log_fields(rows: TableLike) -> list[list[dict[str, Any]]]:
     list of list of dict
         One list per row. Messages have ``role`` (``user`` first, ``assistant`` if trained,
         else ``tool``), ``content`` (empty), ``token_ids`` and
-        ``token_loss_mask`` (int64) and ``generation_logprobs`` (float32).
+        ``token_loss_mask`` (int64) and ``generation_logprobs`` (float32), and
+        ``routed_experts`` (int32) if the rows have this payload.
 
         NeMo-RL groups rows by the ids of their first prompt. Rows that a fork opened have
-        other prompts, so compute advantages with `trajkit.training.advantages`.
+        other prompts, so compute advantages with `trajkit.learn.advantages`.
     """
     logs = []
-    for row in checked_rows(rows):
+    checked = checked_rows(rows, "NeMo-RL", carried=("routed_experts",))
+    experts = routed_experts(rows, checked)
+    for k, row in enumerate(checked):
         edges = [0, *(1 + np.flatnonzero(np.diff(row.loss_mask))), len(row.input_ids)]
         logs.append(
             [
@@ -46,6 +49,11 @@ def message_log_fields(rows: TableLike) -> list[list[dict[str, Any]]]:
                 for other in ["tool" if start else "user"]
             ]
         )
+        if experts is not None:
+            # an entry for every token: that of the last one is not used
+            every = np.concatenate([experts[k], experts[k][-1:]])
+            for message, (start, stop) in zip(logs[-1], pairwise(edges), strict=True):
+                message["routed_experts"] = every[start:stop]
     return logs
 
 

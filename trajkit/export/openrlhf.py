@@ -1,28 +1,45 @@
 """Rows as the results of OpenRLHF's ``AgentExecutor.execute``.
 
-Source: OpenRLHF at 3c3be62 (``utils/agent.py``,
-``trainer/ppo_utils/samples_generator.py``); spec, training formats 10.
+Source: https://github.com/OpenRLHF/OpenRLHF/tree/3c3be62 (``utils/agent.py``,
+``trainer/ppo_utils/samples_generator.py``).
 """
 
 from typing import Any
 
 import numpy as np
 
+from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
-from trajkit.export._rows import checked_rows, one_row_per_rollout, rewards_of
+from trajkit.export._rows import (
+    checked_rows,
+    groups_in_order,
+    one_row_per_rollout,
+    rewards_of,
+)
 
 
 def execution_fields(
-    rows: TableLike, *, prompt: str = "", label: str = ""
+    rows: TableLike,
+    *,
+    prompt: str = "",
+    label: str = "",
+    max_len: int = 2048,
+    n_samples_per_prompt: int | None = None,
 ) -> list[dict[str, Any]]:
     """Rows as the dicts that ``execute`` returns, one per rollout.
 
     Parameters
     ----------
     rows : table
-        With one row per rollout.
+        With one row per rollout, the rollouts of a group one after another: OpenRLHF takes
+        runs of ``n_samples_per_prompt`` samples for groups.
     prompt, label : str
         Written to every dict.
+    max_len : int
+        ``--data.max_len`` of the trainer, with its default. OpenRLHF truncates longer rows
+        without a message, so they are refused here.
+    n_samples_per_prompt : int, optional
+        That of the trainer. None: the number of rows of the first group.
 
     Returns
     -------
@@ -33,10 +50,13 @@ def execution_fields(
     Raises
     ------
     ExportError
-        A reward is null, or a rollout has several rows.
+        A reward is null, a rollout has several rows, a row is longer than ``max_len``, or
+        the rows of a group are no neighbours or not ``n_samples_per_prompt``.
     """
-    checked = checked_rows(rows)
+    limit = "data.max_len", chosen_int("max_len", max_len, 1)
+    checked = checked_rows(rows, "OpenRLHF", max_tokens=limit)
     one_row_per_rollout(checked, "OpenRLHF")
+    groups_in_order(checked, "OpenRLHF", "n_samples_per_prompt", n_samples_per_prompt)
     found = []
     for row, reward in zip(checked, rewards_of(checked), strict=True):
         edges = np.flatnonzero(np.diff(row.loss_mask, prepend=False, append=False))

@@ -1,25 +1,31 @@
-"""Rows for supervised fine-tuning with transformers, TRL or SkyRL.
+"""Rows for supervised fine-tuning with transformers, TRL, Axolotl, LLaMA-Factory or SkyRL.
 
-Source: spec, training formats 4 and 6. Labels are aligned with the ids, since models shift
-them. ``labels`` is the only column that TRL's SFTTrainer always applies: it ignores
-``loss_mask``, and ``completion_mask`` unless ``completion_only_loss`` is set.
+Labels are aligned with the ids, since models shift them. ``labels`` is the only column that
+TRL's SFTTrainer 1.16.0 always applies: it ignores ``loss_mask``, and ``completion_mask``
+unless ``completion_only_loss`` is set. Axolotl 0.19.0 takes rows for tokenized only if they
+have ``attention_mask`` too (``utils/data/wrappers.py``).
 """
 
-from collections.abc import Callable
+import warnings
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
-from trajkit.export._rows import ExportRow, checked_rows
+from trajkit.errors import LongRowsWarning
+from trajkit.export._rows import PAYLOADS, ExportRow, checked_rows
 
 IGNORED = -100
 """The label of a token that is not trained."""
 
+DEFAULT_MAX_LENGTH = 1024
+"""``max_length`` of TRL's ``SFTConfig`` where it is not set."""
 
-def labels_table(rows: TableLike) -> pa.Table:
-    """Rows with ``input_ids`` and ``labels``, both ``list<int32>``.
+
+def labels_table(rows: TableLike, *, max_length: int | None = None) -> pa.Table:
+    """Rows with ``input_ids``, ``attention_mask`` and ``labels``, all ``list<int32>``.
 
     TRL packs only columns with lists of the same type.
 
@@ -27,11 +33,25 @@ def labels_table(rows: TableLike) -> pa.Table:
     ----------
     rows : table
         Supervised training has no weights: filter rows by reward before.
+    max_length : int, optional
+        The length at which the trainer cuts rows, and drops those that train nothing then:
+        ``SFTConfig(max_length=...)`` in TRL, ``sequence_len`` in Axolotl. Longer rows are
+        refused. None: no row is, and those beyond TRL's default of 1024 are warned of.
 
     Returns
     -------
     Table
         One line per row. ``labels`` is -100 where ``loss_mask`` is false.
+
+    Raises
+    ------
+    ExportError
+        A row is longer than ``max_length``.
+
+    Warns
+    -----
+    LongRowsWarning
+        Without ``max_length``: rows are longer than TRL's default.
 
     Examples
     --------
@@ -39,42 +59,66 @@ def labels_table(rows: TableLike) -> pa.Table:
     >>> turns = tk.from_records(
     ...     [{"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}]
     ... )
-    >>> labels_table(tk.linearize(turns)).to_pylist()
-    [{'input_ids': [1, 2, 3], 'labels': [-100, 2, 3]}]
+    >>> labels_table(tk.linearize(turns))["labels"].to_pylist()
+    [[-100, 2, 3]]
     """
-    return _table(rows, "labels", _labels, pa.int32())
+    limit = None
+    if max_length is not None:
+        limit = "max_length", chosen_int("max_length", max_length, 1)
+    checked = _checked(rows, limit)
+    longest = max((len(row.input_ids) for row in checked), default=0)
+    if limit is None and longest > DEFAULT_MAX_LENGTH:
+        warnings.warn(
+            f"the longest row has {longest} tokens, but SFTTrainer cuts rows at "
+            f"SFTConfig.max_length, which is {DEFAULT_MAX_LENGTH} unless it is set, and "
+            f"drops those that train nothing then. Set it to {longest} or None",
+            LongRowsWarning,
+            stacklevel=2,
+        )
+    return _table(
+        input_ids=[row.input_ids for row in checked],
+        attention_mask=[np.ones(len(row.input_ids), np.int32) for row in checked],
+        labels=[_labels(row) for row in checked],
+    )
+
+
+def _checked(
+    rows: TableLike, max_tokens: tuple[str, int] | None = None
+) -> list[ExportRow]:
+    return checked_rows(
+        *(rows, "the supervised trainer"),
+        logprobs=False,
+        carried=PAYLOADS,  # which no supervised loss reads
+        max_tokens=max_tokens,
+    )
 
 
 def _labels(row: ExportRow) -> Any:
     return np.where(row.loss_mask, row.input_ids, IGNORED)
 
 
-def _table(
-    rows: TableLike, name: str, values: Callable[[ExportRow], Any], type_: pa.DataType
-) -> pa.Table:
-    """``input_ids`` of each row, and a column with a value per token."""
-    checked = checked_rows(rows, logprobs=False)
-    ids = [row.input_ids for row in checked]
-    return pa.table(
-        {
-            "input_ids": pa.array(ids, pa.list_(pa.int32())),
-            name: pa.array([values(row) for row in checked], pa.list_(type_)),
-        }
-    )
+def _table(**columns: list[Any]) -> pa.Table:
+    type_ = pa.list_(pa.int32())
+    return pa.table({name: pa.array(each, type_) for name, each in columns.items()})
 
 
-def dataset(rows: TableLike) -> Any:
-    """`labels_table` as a ``datasets.Dataset``, without a copy."""
+def dataset(rows: TableLike, *, max_length: int | None = None) -> Any:
+    """`labels_table` as a ``datasets.Dataset``, without a copy.
+
+    Saved with ``save_to_disk`` it is a ``tokenized_path`` of LLaMA-Factory.
+    """
     import datasets
 
-    return datasets.Dataset(labels_table(rows))
+    return datasets.Dataset(labels_table(rows, max_length=max_length))
 
 
-def dataset_dict(**splits: TableLike) -> Any:
+def dataset_dict(*, max_length: int | None = None, **splits: TableLike) -> Any:
     """A ``datasets.DatasetDict`` of tables of rows, such as ``train=`` and ``test=``."""
     import datasets
 
-    return datasets.DatasetDict({name: dataset(rows) for name, rows in splits.items()})
+    return datasets.DatasetDict(
+        {name: dataset(rows, max_length=max_length) for name, rows in splits.items()}
+    )
 
 
 def mask_table(rows: TableLike) -> pa.Table:
@@ -83,7 +127,11 @@ def mask_table(rows: TableLike) -> pa.Table:
     Write it with ``pyarrow.parquet.write_table``. The loader also takes trajkit's own
     Parquet files; this table has no other columns.
     """
-    return _table(rows, "loss_mask", lambda row: row.loss_mask.view(np.int8), pa.int8())
+    checked = _checked(rows)
+    return _table(
+        input_ids=[row.input_ids for row in checked],
+        loss_mask=[row.loss_mask.astype(np.int32) for row in checked],
+    )
 
 
 def padded_labels(rows: TableLike, pad_token_id: int) -> dict[str, Any]:
@@ -93,7 +141,7 @@ def padded_labels(rows: TableLike, pad_token_id: int) -> dict[str, Any]:
     -------
     dict of str to ndarray of int64, shape (n_rows, longest row)
     """
-    checked = checked_rows(rows, logprobs=False)
+    checked = _checked(rows)
     shape = len(checked), max((len(row.input_ids) for row in checked), default=0)
     batch = {
         "input_ids": np.full(shape, pad_token_id, np.int64),

@@ -1,14 +1,26 @@
 """Rows as SkyRL's ``GeneratorOutput``.
 
-Source: SkyRL at a956457 (``skyrl/train/generators/base.py``,
-``skyrl/train/utils/trainer_utils.py``); spec, training formats 6. For supervised training
-see `trajkit.export.sft.mask_table`.
+Source: https://github.com/NovaSky-AI/SkyRL/tree/a956457
+(``skyrl/train/generators/base.py``, ``skyrl/train/utils/trainer_utils.py``);
+``rollout_sample_support`` came later. For supervised training see
+`trajkit.export.sft.mask_table`.
 """
 
 from typing import Any
 
+import numpy as np
+
 from trajkit._arrow.canonical import TableLike
-from trajkit.export._rows import checked_rows, objects_of, rewards_of
+from trajkit.export._rows import (
+    PAYLOADS,
+    Array,
+    ExportRow,
+    checked_rows,
+    objects_of,
+    rewards_of,
+    routed_experts,
+    sampling_masks,
+)
 
 
 def generator_fields(rows: TableLike) -> dict[str, Any]:
@@ -20,15 +32,20 @@ def generator_fields(rows: TableLike) -> dict[str, Any]:
         Lists with one element per row. ``trajectory_ids`` are strings
         ``{group}_{repetition}``; `generator_output` makes ``TrajectoryID`` objects.
         ``is_last_step`` has Python bools, which SkyRL's validator requires. SkyRL computes
-        the advantage of a rollout from its last row.
+        the advantage of a rollout from its last row. The payloads ``routed_experts`` and
+        ``sampling_mask`` become ``rollout_expert_indices``, without an entry for the last
+        token, and ``rollout_sample_support``.
 
     Raises
     ------
     ExportError
         A reward is null.
     """
-    checked = checked_rows(rows, response=True)
-    return {
+    checked = checked_rows(
+        rows, "SkyRL", response=True, carried=("routed_experts", "sampling_mask")
+    )
+    experts, masks = routed_experts(rows, checked), sampling_masks(rows, checked)
+    fields = {
         "prompt_token_ids": [row.prompt for row in checked],
         "response_ids": [row.response(row.input_ids) for row in checked],
         "rewards": rewards_of(checked),
@@ -37,16 +54,38 @@ def generator_fields(rows: TableLike) -> dict[str, Any]:
         "rollout_metrics": None,
         "rollout_logprobs": [row.response(row.logprobs) for row in checked],
         "trajectory_ids": [f"{row.uid}_{row.repetition}" for row in checked],
-        "rollout_expert_indices": None,
+        "rollout_expert_indices": None if experts is None else [*map(_small, experts)],
         "is_last_step": [bool(row.is_last) for row in checked],
         "pixel_values": None,
         "image_grid_thw": None,
     }
+    if masks is not None:
+        fields["rollout_sample_support"] = [
+            _support(row, each) for row, each in zip(checked, masks, strict=True)
+        ]
+    return fields
+
+
+def _small(experts: Array) -> Array:
+    """The experts in the smallest type that SkyRL takes."""
+    return experts.astype(np.min_scalar_type(int(experts.max())))
+
+
+def _support(row: ExportRow, masks: list[list[int]]) -> Array:
+    """The ids that each token of the response was sampled from, the token's own first."""
+    n = row.prompt_length
+    table = np.full((len(masks) - n, max(map(len, masks))), -1, np.int32)
+    for line, (own, ids) in enumerate(zip(row.input_ids[n:], masks[n:], strict=True)):
+        if ids:
+            table[line, : len(ids)] = [own, *(k for k in ids if k != own)]
+    return table
 
 
 def uids(rows: TableLike) -> list[str]:
-    """The group of each row: its ``group_id``, or its session without one."""
-    return [row.uid for row in checked_rows(rows, response=True)]
+    """The group of each row: its ``group_id``, or a name of its session without one."""
+    return [
+        row.uid for row in checked_rows(rows, "SkyRL", response=True, carried=PAYLOADS)
+    ]
 
 
 @objects_of(generator_fields)

@@ -1,16 +1,20 @@
 """Rows as slime's ``Sample`` objects, and a manager that records turns for slime.
 
-Source: slime at 624b824 (``slime/utils/types.py``, ``slime/ray/rollout.py``,
-``slime/agent/trajectory.py``); spec, training formats 1.
+Source: https://github.com/THUDM/slime/tree/624b824 (``slime/utils/types.py``,
+``slime/ray/rollout.py``, ``slime/agent/trajectory.py``).
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
 from trajkit.errors import ExportError
 from trajkit.export._rows import (
@@ -20,10 +24,15 @@ from trajkit.export._rows import (
     objects_of,
     rewards_of,
     routed_experts,
+    sampling_masks,
+    token_values,
 )
+from trajkit.io.formats import replacing
+from trajkit.learn._checks import warn_without_signal
+from trajkit.pipeline.rows import linearize
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.recorder import Recorder
+from trajkit.turns.records import from_records
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,39 +45,58 @@ def sample_fields(
     Parameters
     ----------
     rows : table
-        A payload ``routed_experts`` is carried along, without the entry of the last
-        token.
+        The payloads ``routed_experts`` (without the entry of the last token),
+        ``sampling_mask`` and ``teacher_logprobs`` are carried along.
     first_index, first_group_index : int
         ``index`` and ``rollout_id`` of the first rollout, and ``group_index`` of the first
-        group. They count up in order of the rows.
+        group. They count up in order of the samples.
 
     Returns
     -------
     list of dict
-        One per row. All rows of a rollout have its full reward and the same
-        ``rollout_id``, so slime's loss divides by ``rollout_mask_sum`` as
-        ``add_weights(rows, "rollout")`` does.
+        One per row, those of a group one after another. All rows of a rollout have its
+        full reward and the same ``rollout_id``, so slime's loss divides by
+        ``rollout_mask_sum`` as ``add_weights(rows, "rollout")`` does.
 
     Raises
     ------
     ExportError
         A reward is null.
     """
-    checked = checked_rows(rows, response=True)
-    rewards = rewards_of(checked)
-    experts = routed_experts(rows)
+    chosen_int("first_index", first_index, 0)
+    chosen_int("first_group_index", first_group_index, 0)
+    checked = checked_rows(
+        rows,
+        "slime",
+        response=True,
+        carried=("routed_experts", "sampling_mask", "teacher_logprobs"),
+    )
+    experts, masks = routed_experts(rows, checked), sampling_masks(rows, checked)
+    teacher = token_values(rows, checked, "teacher_logprobs")
+    rollouts: dict[int, int] = {}
     samples = []
-    for row, reward in zip(checked, rewards, strict=True):
+    # slime's own function takes runs of samples for groups
+    for k, reward in sorted(
+        enumerate(rewards_of(checked)), key=lambda each: checked[each[0]].group
+    ):
+        row = checked[k]
         fields = _fields(row, reward)
         fields["group_index"] = first_group_index + row.group
-        fields["index"] = fields["rollout_id"] = first_index + row.rollout
+        number = rollouts.setdefault(row.rollout, len(rollouts))
+        fields["index"] = fields["rollout_id"] = first_index + number
         if experts is not None:
-            fields["rollout_routed_experts"] = experts[row.line][:-1]
+            fields["rollout_routed_experts"] = experts[k].tolist()
+        if masks is not None:
+            ids = masks[k][row.prompt_length :]
+            fields["rollout_top_p_token_ids"] = [*chain.from_iterable(ids)]
+            fields["rollout_top_p_token_offsets"] = [0, *accumulate(map(len, ids))]
+        if teacher[k] is not None:
+            fields["teacher_log_probs"] = teacher[k][row.prompt_length :]
         samples.append(fields)
     return samples
 
 
-def _fields(row: ExportRow, reward: float) -> dict[str, Any]:
+def _fields(row: ExportRow, reward: float | None) -> dict[str, Any]:
     versions = row.weight_versions or {}
     return {
         "tokens": row.input_ids.tolist(),
@@ -107,7 +135,8 @@ def write_debug_rollout(rows: TableLike, path: str | Path, rollout_id: int = 0) 
     import torch
 
     fields = sample_fields(rows)
-    torch.save({"rollout_id": rollout_id, "samples": fields}, path)
+    with replacing(Path(path)) as draft:
+        torch.save({"rollout_id": rollout_id, "samples": fields}, draft)
 
 
 def reward_post_process(
@@ -142,6 +171,7 @@ def reward_post_process(
     if not args.rewards_normalization or args.advantage_estimator not in estimators:
         return raw, raw
     groups: dict[object, dict[object, float]] = {}
+    keys = []
     for sample, reward in zip(samples, raw, strict=True):
         rollout = sample.index if sample.rollout_id is None else sample.rollout_id
         if rollout is None:
@@ -149,28 +179,47 @@ def reward_post_process(
                 "a sample has neither rollout_id nor index: rows of one rollout must "
                 "share one"
             )
-        known = groups.setdefault(sample.group_index, {}).setdefault(rollout, reward)
-        if known != reward:
+        # a rollout without a group is one of its own
+        named = ("group", sample.group_index)
+        if sample.group_index is None:
+            named = ("rollout", rollout)
+        keys.append((named, rollout))
+        first = groups.setdefault(named, {}).setdefault(rollout, reward)
+        if not math.isclose(first, reward, rel_tol=1e-9, abs_tol=1e-9):
             raise ExportError(
-                f"rollout {rollout}: its samples have rewards {known} and {reward}: "
-                "expected one reward"
+                f"rollout {rollout}: its samples have rewards {first} and {reward}: "
+                "expected one finite reward"
             )
-    rewards = []
-    for sample, reward in zip(samples, raw, strict=True):
-        rollouts = list(groups[sample.group_index].values())
-        gain = reward - sum(rollouts) / len(rollouts)
-        scales = args.advantage_estimator != "reinforce_plus_plus_baseline"
+    scales = args.advantage_estimator != "reinforce_plus_plus_baseline"
+    gains: dict[tuple[object, object], float] = {}
+    for group, members in groups.items():
+        rewards = np.array([*members.values()])
+        own = rewards - rewards.mean()
+        if np.ptp(rewards) <= 1e-9 * max(1.0, np.abs(rewards).max()):
+            own[:] = 0.0  # equal but for rounding
         if scales and args.grpo_std_normalization:
-            std = float(np.std(rollouts, ddof=1)) if len(rollouts) > 1 else 0.0
-            gain /= std + 1e-6
-        rewards.append(gain)
-    return raw, rewards
+            own /= (np.std(rewards, ddof=1) if len(rewards) > 1 else 0.0) + 1e-6
+        for rollout, gain in zip(members, own.tolist(), strict=True):
+            gains[group, rollout] = gain
+    warn_without_signal(
+        np.array([*gains.values()]),
+        np.array(
+            [reward for members in groups.values() for reward in members.values()]
+        ),
+        np.repeat(np.arange(len(groups)), [*map(len, groups.values())]),
+    )
+    return raw, [gains[key] for key in keys]
 
 
 class TrajectoryManager:
     """A drop-in for ``slime.agent.trajectory.TrajectoryManager`` with any policy.
 
     Assign it to an adapter: ``adapter.manager = TrajectoryManager(policy="faithful")``.
+
+    The adapter answers the agent before it records a turn, so `record_turn` takes what
+    slime takes. A turn that trajkit cannot train is logged and counted in the metadata of
+    the session's samples: ``turns_untrained`` where a logprob is above 0 or not finite, and
+    ``turns_left_out`` where ids are no token ids.
 
     Parameters
     ----------
@@ -190,19 +239,19 @@ class TrajectoryManager:
         if fork_threshold_tokens is not None:
             choices["fork_threshold"] = fork_threshold_tokens
         self._policy = named_policy(policy, **choices)
-        self._recorder = Recorder()
+        self._turns: dict[Any, list[dict[str, Any]]] = {}
 
-    def has_session(self, sid: str) -> bool:
+    def has_session(self, sid: Any) -> bool:
         """Whether the session has a recorded turn."""
-        return self._recorder.has_session(sid)
+        return sid in self._turns
 
-    def turn_count(self, sid: str) -> int:
+    def turn_count(self, sid: Any) -> int:
         """Number of recorded turns, 0 for an unknown session."""
-        return self._recorder.n_turns(sid) if self.has_session(sid) else 0
+        return len(self._turns.get(sid, ()))
 
     def record_turn(
         self,
-        sid: str,
+        sid: Any,
         *,
         turn: Any,
         prompt_messages: Sequence[dict[str, Any]],
@@ -224,25 +273,39 @@ class TrajectoryManager:
         if not prompt_messages:
             _LOG.warning("session %r: a turn without messages is not recorded", sid)
             return
-        n_logprobs, n_output = len(turn.output_log_probs), len(turn.output_ids)
-        assert n_logprobs in (0, n_output), (
-            f"session {sid!r}: output_log_probs has {n_logprobs} values for {n_output} "
+        logprobs, n_output = list(turn.output_log_probs or ()), len(turn.output_ids)
+        assert len(logprobs) in (0, n_output), (
+            f"session {sid!r}: output_log_probs has {len(logprobs)} values for {n_output} "
             "output ids"
         )
-        self._recorder.record(
-            sid,
-            prompt_ids=turn.prompt_ids,
-            output_ids=turn.output_ids,
-            output_logprobs=turn.output_log_probs or None,
-            finish_reason=turn.finish_reason,
-            ill_formed=turn.ill_formed,
-            prompt_messages=list(prompt_messages),
-            response_message=response_message,
-        )
+        reason = turn.finish_reason
+        record = {
+            "prompt_ids": list(turn.prompt_ids),
+            "output_ids": list(turn.output_ids),
+            "output_logprobs": logprobs or None,
+            "finish_reason": None if reason is None else str(reason),
+            "ill_formed": bool(turn.ill_formed),
+            "prompt_messages": [_message(message) for message in prompt_messages],
+            "response_message": (
+                None if response_message is None else _message(response_message)
+            ),
+        }
+        turns = self._turns.setdefault(sid, [])
+        where = f"session {sid!r}, turn {len(turns)}"
+        if not all(
+            isinstance(token, int | np.integer) and 0 <= token < 2**31
+            for token in chain(turn.prompt_ids, turn.output_ids)
+        ):
+            _LOG.warning("%s: ids that are no token ids; the turn is left out", where)
+            record = {}
+        elif not all(-math.inf < value <= _LARGEST for value in logprobs):
+            _LOG.warning("%s: a logprob that is none; the turn is not trained", where)
+            record |= {"output_logprobs": None, "trainable": False}
+        turns.append(record)
 
     def get_trajectory(
         self,
-        sid: str,
+        sid: Any,
         *,
         base_sample: Any,
         reward: float = 0.0,
@@ -261,28 +324,37 @@ class TrajectoryManager:
             Added to the metadata of every sample.
         max_sample_tokens : int
             Truncate samples to this many tokens; 0 does not.
+
+        Raises
+        ------
+        TrajkitError
+            The turns make no samples. The session is kept.
         """
         if not self.has_session(sid):
             return []
-        popped = self._recorder.pop(
-            sid, self._policy, max_row_tokens=max_sample_tokens or None
-        )
-        rollout_id = base_sample.rollout_id
+        turns = self._turns[sid]
+        counts = {
+            "turns_left_out": sum(not turn for turn in turns),
+            "turns_untrained": sum("trainable" in turn for turn in turns),
+        }
+        known = [
+            {"session_id": "", "turn_index": number, **turn}
+            for number, turn in enumerate(turns)
+            if turn
+        ]
         found = []
-        for row in checked_rows(popped.rows, response=True, logprobs=False):
+        for row in self._rows(known, max_sample_tokens or None) if known else ():
             fields = _fields(row, reward)
-            # The shortest decimals of the same float32, as slime's own manager keeps them.
-            fields["rollout_log_probs"] = [
-                float(str(each)) for each in row.logprobs[row.prompt_length :]
-            ]
+            fields["rollout_log_probs"] = _doubles(row, turns)
             fields["metadata"] = {
                 **(extra_metadata or {}),
                 **{name: getattr(row, name) for name in FLAGS},
+                **{name: count for name, count in counts.items() if count},
             }
-            status = type(base_sample.status)
+            rollout_id = base_sample.rollout_id
             found.append(
                 type(base_sample)(
-                    **{**fields, "status": status.COMPLETED},
+                    **{**fields, "status": type(base_sample.status).COMPLETED},
                     index=base_sample.index,
                     group_index=base_sample.group_index,
                     rollout_id=base_sample.index if rollout_id is None else rollout_id,
@@ -290,9 +362,60 @@ class TrajectoryManager:
                     label=base_sample.label,
                 )
             )
+        self.drop_session(sid)
         return found
 
-    def drop_session(self, sid: str) -> None:
+    def _rows(
+        self, turns: list[dict[str, Any]], max_row_tokens: int | None
+    ) -> list[ExportRow]:
+        policy = replace(self._policy, keep_untrained=max_row_tokens is not None)
+        rows = linearize(from_records(turns), policy, max_row_tokens=max_row_tokens)
+        return checked_rows(
+            *(rows, "slime"), response=True, logprobs=False, untrained=True
+        )
+
+    def drop_session(self, sid: Any) -> None:
         """Forget a session; an unknown one is ignored, as in slime."""
-        if self.has_session(sid):
-            self._recorder.drop(sid)
+        self._turns.pop(sid, None)
+
+
+_LARGEST = 1e-4
+"""The largest logprob of `trajkit.schema.TURNS`: above 0 it is rounding."""
+
+
+def _doubles(row: ExportRow, turns: list[dict[str, Any]]) -> list[float]:
+    """The logprobs of the response as the engine gave them, not rounded to float32."""
+    found = [0.0] * len(row.input_ids)
+    for span in row.spans:
+        given = turns[span["turn_index"]]["output_logprobs"]
+        if given and span["kind"] == "trained":
+            own = given[span["output_start"] : span["output_stop"]]
+            found[span["start"] : span["stop"]] = map(float, own)
+    return found[row.prompt_length :]
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a message as JSON can have it; equal messages stay equal."""
+    copied: dict[str, Any] = _plain(dict(message))
+    if not isinstance(message.get("role"), str):
+        copied["role"] = repr(message.get("role"))
+    return copied
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.isascii():
+        return value
+    if isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value):
+        return value
+    if isinstance(value, int) and abs(value) < 2**63:
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    number = hex(value) if isinstance(value, int) else repr(value)
+    return f"\0{type(value).__name__} {number}"

@@ -1,7 +1,7 @@
 """Rows as Tinker's ``Datum``.
 
 Source: tinker 0.38.0 (``tinker/types/datum.py``), tinker-cookbook 0.6.1
-(``rl/data_processing.py``); spec, training formats 8.
+(``rl/data_processing.py``).
 """
 
 from typing import Any
@@ -36,10 +36,11 @@ def datum_fields(
         With a column ``advantage``, per row or per token.
     weighted : bool
         Fold row weights into the advantages. Tinker sums the losses of tokens, so its loss
-        is then `trajkit.training.reference_loss` of the same rows. False: every token has
-        the plain advantage, as in the cookbook.
+        is then the ``rl_sum`` of `trajkit.learn.reference_loss`: a sum over rollouts,
+        whether they are exported together or one by one. False: every token has the plain
+        advantage, as in the cookbook.
     reduce : {"mean", "sum"}
-        How the row weights are meant; see `trajkit.training.reference_loss`.
+        How the row weights are meant; see `trajkit.learn.reference_loss`.
     sequence_ids : table, optional
         ``session_id``, ``turn_index`` and ``sequence_id``: Tinker's
         ``SampledSequence.sequence_id`` of each turn. Default:
@@ -62,13 +63,14 @@ def datum_fields(
     Raises
     ------
     ExportError
-        An advantage is null or absent; or a turn of a row has no ``sequence_id``.
+        An advantage is null or absent; with ``weighted``, a row weight is null; or a turn
+        of a row has no ``sequence_id``.
     """
-    checked = checked_rows(rows)
+    checked = checked_rows(rows, "Tinker")
     gains = token_advantages(checked)
     scales = [1.0] * len(checked)
     if weighted:
-        scales = token_scales(checked, reduce, divided=False)
+        scales = token_scales(checked, reduce)
     known = None
     if sequence_ids is not None:
         columns = tuples(

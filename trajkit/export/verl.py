@@ -1,7 +1,7 @@
 """Rows as verl's ``AgentLoopOutput`` objects and padded ``DataProto`` batches.
 
 Source: verl 0.9.1 (``experimental/agent_loop/agent_loop.py``, ``protocol.py``,
-``trainer/ppo/v1/utils.py``); spec, training formats 2.
+``trainer/ppo/v1/utils.py``).
 """
 
 from pathlib import Path
@@ -46,10 +46,16 @@ def agent_loop_fields(
     ExportError
         A reward is null.
     """
-    checked = checked_rows(rows, response=True, images=images is not None)
-    experts = routed_experts(rows)
+    checked = checked_rows(
+        rows,
+        "verl",
+        response=True,
+        images=images is not None,
+        carried=("routed_experts",),
+    )
+    experts = routed_experts(rows, checked)
     rollouts: list[list[dict[str, Any]]] = []
-    for row, reward in zip(checked, rewards_of(checked), strict=True):
+    for k, (row, reward) in enumerate(zip(checked, rewards_of(checked), strict=True)):
         if row.rollout == len(rollouts):
             rollouts.append([])
         mask = row.response(row.loss_mask)
@@ -69,10 +75,11 @@ def agent_loop_fields(
         }
         if experts is not None:
             # verl expects an entry for every token; that of the last is zero
-            known = experts[row.line]
-            if known[-1] is None:
-                known = [*known[:-1], np.zeros_like(known[0])]
-            fields["routed_experts"] = np.array(known, np.int16)
+            last = np.zeros_like(experts[k][:1])
+            every = np.concatenate([experts[k], last])
+            if every.max() > np.iinfo(np.int16).max:
+                raise ExportError(f"{row.place}: expert {every.max()} is no int16")
+            fields["routed_experts"] = every.astype(np.int16)
         if images is not None and row.mm_items:
             fields["multi_modal_data"] = {"images": _opened(row, Path(images))}
         rollouts[row.rollout].append(fields)
@@ -127,7 +134,7 @@ def padded_fields(
     ExportError
         As `agent_loop_fields`; or a prompt or response is too long: nothing is truncated.
     """
-    checked = checked_rows(rows, response=True)
+    checked = checked_rows(rows, "a padded batch of verl", response=True)
     shape = len(checked), prompt_length + response_length
     input_ids = np.full(shape, pad_token_id, np.int64)
     attention, mask = np.zeros((2, *shape), np.int64)

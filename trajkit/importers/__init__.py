@@ -1,11 +1,13 @@
-"""Turns from the records of other systems: a module per format.
+"""Turns from the records of other systems.
 
-A format is a module with a ``NAME``, a ``detect`` that recognizes files by their beginning,
-and a ``read`` that yields records (`trajkit.importers.findings.Format`). `reader` decides
-for all formats which records become turns, and what the report lists.
+A format is a table (`trajkit.importers.formats`): how a file is recognised, and at which
+paths its records have what. `reader` decides for all formats which records become turns,
+and what the report lists.
 """
 
-from trajkit.importers.reader import FORMATS, import_turns
+from trajkit.importers.formats import FORMATS
+from trajkit.importers.reader import import_turns
 from trajkit.importers.stream import import_file
+from trajkit.importers.tables import TARGETS
 
-__all__ = ["FORMATS", "import_file", "import_turns"]
+__all__ = ["FORMATS", "TARGETS", "import_file", "import_turns"]

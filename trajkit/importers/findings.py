@@ -1,16 +1,11 @@
 """Records of foreign formats, and the report of an import."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from os import PathLike
-from pathlib import Path
-from typing import Protocol, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
-from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.schema import IMPORT_REPORT
 
 LEFT_OUT = (
@@ -19,12 +14,15 @@ LEFT_OUT = (
     "truncated",
     "no_prompt_ids",
     "no_output_ids",
+    "no_session_id",
     "no_parent",
     "lost",
     "not_a_prefix",
     "refused",
+    "copied",
     "other_version",
     "other_file",
+    "empty",
     "invalid",
 )
 """Why a record is left out; docs/import.md explains each."""
@@ -32,16 +30,23 @@ LEFT_OUT = (
 KEPT = (
     "no_logprobs",
     "logprobs_unaligned",
+    "rounded_logprobs",
+    "usage_contradicts",
     "no_session_id",
+    "session_in_two_files",
     "cut_output",
     "versions_unplaced",
     "not_sampled",
+    "no_end_token",
+    "recorded_parents",
+    "reply_of_a_request",
+    "no_reply",
+    "mask_unread",
+    "reward_unread",
+    "reward_varies",
+    "unread",
 )
-"""What a turn that is kept lacks."""
-
-
-Sources: TypeAlias = str | PathLike[str] | Iterable[str | PathLike[str]]
-"""A path, or an iterable of paths."""
+"""What a turn that is kept lacks, or what was left behind."""
 
 
 class Refused(Exception):
@@ -66,6 +71,16 @@ class Finding:
     detail: str = ""
     # what it lacks if it is kept: of `KEPT`, with detail
     remarks: list[tuple[str, str]] = field(default_factory=list)
+    # what the source states about numbers of tokens: its name, "prompt_ids" or
+    # "output_ids", and the number
+    claims: list[tuple[str, str, object]] = field(default_factory=list)
+    # keys that may name the run, and keys that no field reads, with their values
+    run_keys: dict[str, object] = field(default_factory=dict)
+    unread: dict[str, object] = field(default_factory=dict)
+    # of the request, for text that a tokenizer encodes
+    tools: object = None
+    # tells apart the conversations of a file
+    origin: str = ""
 
     def refuse(self, problem: str, detail: str = "") -> "Finding":
         """Mark the record as left out."""
@@ -88,14 +103,14 @@ class Notes:
         self._rows: list[dict[str, object]] = []
 
     def add(
-        self, file: Path, found: Finding, problem: str, detail: str, *, kept: bool
+        self, file: str, found: Finding, problem: str, detail: str, *, kept: bool
     ) -> None:
         """Add a problem of a record."""
         if problem not in (KEPT if kept else LEFT_OUT):
             raise ValueError(f"{problem!r} is not a known problem")
         self._rows.append(
             {
-                "file": str(file),
+                "file": file,
                 "place": _escaped(found.place),
                 "session_id": _escaped(found.session),
                 "problem": problem,
@@ -112,50 +127,6 @@ class Notes:
 def _escaped(text: str | None) -> str | None:
     """The text, with lone surrogates escaped."""
     return text and text.encode("utf-8", "backslashreplace").decode()
-
-
-class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer with a chat template, as transformers has them."""
-
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, object]],
-        *,
-        tools: object,
-        add_generation_prompt: bool,
-        tokenize: bool,
-    ) -> object:
-        """The text that the template makes of messages."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Head:
-    """The beginning of a file, which identifies its format."""
-
-    file: Path
-    # its first bytes
-    magic: bytes
-    # its first complete JSON object, if there is one
-    value: dict[str, object] | None
-    # why it could not be read
-    trouble: str = ""
-
-    def has(self, *names: str) -> bool:
-        """Whether the object has all of these keys."""
-        return self.value is not None and self.value.keys() >= set(names)
-
-
-class Format(Protocol):
-    """A module that reads a foreign format."""
-
-    # its name as a value of --from
-    NAME: str
-
-    def detect(self, head: Head) -> bool:
-        """Whether a file seems to have this format, given its beginning."""
-
-    def read(self, file: Path, tokenizer: ChatTokenizer | None) -> Iterator[Finding]:
-        """The records of a file in order."""
 
 
 def text_of(value: object) -> str | None:
@@ -215,6 +186,11 @@ def versions_of(value: object, n_output: int) -> list[dict[str, object]] | None:
     return [{"version": name, "start": 0, "stop": n_output}]
 
 
+def finish_of(value: object) -> str | None:
+    """A finish reason: text, or SGLang's object with a ``type``."""
+    return text_of(value.get("type") if isinstance(value, dict) else value)
+
+
 def list_of(value: object) -> list[object]:
     """The value if it is a list, else an empty one."""
     return value if isinstance(value, list) else []
@@ -223,3 +199,26 @@ def list_of(value: object) -> list[object]:
 def object_of(value: object) -> dict[str, object]:
     """The value if it is an object, else an empty one."""
     return value if isinstance(value, dict) else {}
+
+
+def reward_of(found: Finding, value: object, name: str = "reward") -> float | None:
+    """A reward that is a finite number; anything else is noted."""
+    number = number_of(value)
+    if value is None or number is not None:
+        return number
+    if isinstance(value, dict) and value:
+        path = name.split("|")[0]
+        listed = ", ".join(map(str, value))
+        first = f"{path}.{next(iter(value))}"
+        text = f"{path} has the parts {listed}: --map reward={first} takes one"
+    elif isinstance(value, dict | list) and not value:
+        return None
+    else:
+        text = f"{name.split('|')[0]} is {_short(value)}: expected a finite number"
+    found.remarks.append(("reward_unread", text))
+    return None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -9,11 +9,14 @@ import pyarrow as pa
 from trajkit._arrow import lazy_compute as pc
 from trajkit._streams.lockstep import batches_in
 from trajkit.errors import FormatError
-from trajkit.importers.findings import ChatTokenizer, Sources
-from trajkit.importers.reader import imported
+from trajkit.importers.reader import Contradicted, Options, imported
+from trajkit.importers.sources import SUFFIXES, Sources
+from trajkit.importers.transcripts import ChatTokenizer
+from trajkit.io.guard import check_outputs, inputs_of, is_parts
 from trajkit.io.tables import write_tables, write_turns
 from trajkit.jobs.group_sessions import TEMPORARY, index_sessions
-from trajkit.jobs.stages import Made, Target, Watch, folder_of, is_parts, run_job
+from trajkit.jobs.stages import Made, Target, Watch, folder_of, run_job
+from trajkit.turns.mapping import MapLike
 from trajkit.turns.validation import Nonfinite
 
 
@@ -22,7 +25,9 @@ def import_file(
     output: str | os.PathLike[str],
     format: str = "auto",
     *,
+    map: MapLike | None = None,
     tokenizer: ChatTokenizer | None = None,
+    contradicted: Contradicted = "untrain",
     nonfinite_logprobs: Nonfinite = "raise",
     watch: Watch | None = None,
 ) -> tuple[dict[str, int], pa.Table]:
@@ -35,7 +40,7 @@ def import_file(
 
     Parameters
     ----------
-    source, format, tokenizer, nonfinite_logprobs
+    source, format, map, tokenizer, contradicted, nonfinite_logprobs
         As for `trajkit.import_turns`.
     output : path
         A file. It is not written if there are no turns.
@@ -54,8 +59,12 @@ def import_file(
     FormatError
         As for `trajkit.import_turns`; ``output`` is a directory.
     """
+    options = Options(format, map, tokenizer, contradicted, nonfinite_logprobs)
     if is_parts(output):
         raise FormatError(f"{output} is a directory: pass a file")
+    source = [source] if isinstance(source, str | os.PathLike) else list(source)
+    outputs = {"output": (output, "turns")}
+    check_outputs(outputs, inputs_of(source, None, SUFFIXES))
     sessions = 0
 
     def stage(turns: pa.Table) -> Made:
@@ -66,7 +75,7 @@ def import_file(
     folder = folder_of(output)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
         path = Path(root, "turns.arrows")
-        tables, notes = imported(source, format, tokenizer, nonfinite_logprobs)
+        tables, notes = imported(source, options)
         write_tables(batches_in(tables), path)
         if not index_sessions([path], "arrows").turns:
             return {"sessions": 0, "turns": 0}, notes.table()

@@ -1,120 +1,174 @@
-"""Chat transcripts: text that no engine sampled, encoded by a tokenizer.
+"""Text that no engine sampled, encoded by a tokenizer with a chat template.
 
-Each reply becomes a call. Its prompt is the chat template's text of the messages before it,
-and its output is what the template appends for the reply. ``sampled`` is false,
-``call_kind`` is "transcript", and there are no logprobs.
+The prompt of a reply is the template's text of the messages before it. Its output is what
+an engine would sample: the template's text of the reply, with the token that ends it.
+``sampled`` is false, ``call_kind`` is "transcript", and there are no logprobs.
 """
 
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
+from typing import Protocol, TypeAlias
 
-from trajkit.analysis.tokenizer import Codec
-from trajkit.errors import FormatError
-from trajkit.importers.findings import ChatTokenizer, Finding, Head, Refused, text_of
-from trajkit.importers.json_files import findings
+import numpy as np
 
-NAME = "chat"
+from trajkit.analysis.tokenizer import Codec, Ids, Tokenizer
+from trajkit.errors import ArgumentError
+from trajkit.importers.findings import Finding, Refused, object_of
 
-# ShareGPT's names of roles
-_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-}
+_Message: TypeAlias = dict[str, object]
 
 
-def detect(head: Head) -> bool:
-    """A list of messages, and no ids or response."""
-    known = head.has("messages") or head.has("conversations")
-    others = ("prompt_ids", "response", "nodes", "trajectory", "trace_id")
-    return known and not any(head.has(name) for name in others)
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer with a chat template, as transformers has them."""
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, object]],
+        *,
+        tools: object,
+        add_generation_prompt: bool,
+        tokenize: bool,
+    ) -> object:
+        """The text that the template makes of messages."""
 
 
-def read(file: Path, tokenizer: ChatTokenizer | None) -> Iterator[Finding]:
-    """A call for each reply of each transcript."""
-    if tokenizer is None:
-        raise FormatError(
-            f"{file}: a transcript has no token ids: pass a tokenizer with a chat template"
+class Encoder:
+    """Makes calls of text."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        for name in ("encode", "decode", "apply_chat_template"):
+            if not callable(getattr(tokenizer, name, None)):
+                raise ArgumentError(
+                    f"tokenizer is a {type(tokenizer).__name__}, which has no method "
+                    f"{name}: expected a tokenizer with a chat template, such as "
+                    "transformers.AutoTokenizer.from_pretrained(...)"
+                )
+        if getattr(tokenizer, "chat_template", "") is None:
+            raise ArgumentError("tokenizer has no chat template: set its chat_template")
+        self._tokenizer = tokenizer
+        self._codec = Codec(tokenizer)
+        # some models mark their roles with added tokens that are not special
+        added = getattr(tokenizer, "get_added_vocab", dict)()
+        self._added = {*added.values()}
+
+    def replies(self, found: Finding, messages: object) -> Iterator[Finding]:
+        """A call for each reply of a conversation."""
+        listed = (
+            [object_of(one) for one in messages] if isinstance(messages, list) else []
         )
-    return findings(file, partial(_calls, file, tokenizer))
-
-
-def _calls(
-    file: Path, tokenizer: ChatTokenizer, place: str, value: dict[str, object]
-) -> Iterator[Finding]:
-    # each transcript is a session; the file's name makes its name unique
-    name = text_of(value.get("session_id")) or text_of(value.get("id"))
-    found = Finding(place, name or f"{file.name}, {place}")
-    with found:
-        messages = _messages(value.get("messages", value.get("conversations")))
-        replies = [k for k, one in enumerate(messages) if one["role"] == "assistant"]
+        replies = [k for k, one in enumerate(listed) if one.get("role") == "assistant"]
         if not replies:
-            raise Refused("no_output_ids", "it has no reply")
-    if found.problem:
-        yield found
-        return
-    for k in replies:
-        one = Finding(f"{place}, message {k}", found.session)
-        with one:
-            one.fields = _reply(messages[: k + 1], value.get("tools"), tokenizer)
-            one.remarks.append(("not_sampled", ""))
-        yield one
+            yield found.refuse("no_output_ids", "it has no reply")
+        for k in replies:
+            one = Finding(
+                f"{found.place}, message {k}",
+                found.session,
+                dict(found.fields),
+                remarks=list(found.remarks),
+                run_keys=found.run_keys,
+                unread=found.unread if k == replies[0] else {},
+                tools=found.tools,
+                origin=found.origin,
+            )
+            following = listed[k + 1] if k + 1 < len(listed) else None
+            one.fields |= {"prompt_messages": listed[:k], "response_message": listed[k]}
+            yield self.encoded(one, following)
 
+    def encoded(self, found: Finding, following: _Message | None = None) -> Finding:
+        """A call with messages and without ids, with the ids of its text."""
+        with found:
+            before = found.fields.get("prompt_messages")
+            reply = found.fields.get("response_message")
+            if not isinstance(before, list) or not before:
+                raise Refused("no_prompt_ids", "no message comes before it")
+            if not isinstance(reply, dict):
+                raise Refused("no_output_ids", "it has no reply")
+            prompt, output = self._ids(found, before, reply, following)
+            found.fields |= {
+                "prompt_ids": prompt,
+                "output_ids": output,
+                "call_kind": "transcript",
+                "sampled": False,
+            }
+            # what the source counted are other tokens
+            found.claims.clear()
+            found.remarks.append(("not_sampled", ""))
+        return found
 
-def _reply(
-    messages: list[dict[str, object]], tools: object, tokenizer: ChatTokenizer
-) -> dict[str, object]:
-    """The call whose reply is the last of the messages."""
-    before = messages[:-1]
-    if not before:
-        raise Refused("no_prompt_ids", "no message comes before it")
-    texts = []
-    for shown, asks in ((before, True), (messages, False)):
+    def _ids(
+        self,
+        found: Finding,
+        before: list[_Message],
+        reply: _Message,
+        following: _Message | None,
+    ) -> tuple[Ids, Ids]:
+        tools = found.tools
+        prompt = self._text(before, tools, asks=True)
+        complete = self._text([*before, reply], tools)
+        if not complete.startswith(prompt):
+            detail = "with the reply, the template renders another prompt"
+            raise Refused("not_a_prefix", detail)
+        output = self._codec.ids(complete[len(prompt) :])
+        start = self._codec.ids(prompt)
+        end = self._end_token(before, reply, tools, following)
+        ends = self._codec.special(output)
+        if end is not None:
+            ends |= output == end
+        # what follows an end token, such as a line feed, is the template's
+        for last in np.flatnonzero(ends)[-1:].tolist():
+            if not self._codec.text(output[last + 1 :]).strip():
+                return start, output[: last + 1]
+        if end is None:
+            found.remarks.append(("no_end_token", "no special token ends the reply"))
+            return start, output
+        return start, np.append(output, np.int32(end))
+
+    def _end_token(
+        self,
+        before: list[_Message],
+        reply: _Message,
+        tools: object,
+        following: _Message | None,
+    ) -> int | None:
+        """The token with which the template ends a reply, or else begins the next role."""
+        short: list[_Message] = [{"role": "user", "content": "x"}]
+        short.append({"role": "assistant", "content": "x"})
         try:
-            text = tokenizer.apply_chat_template(
-                shown, tools=tools, add_generation_prompt=asks, tokenize=False
+            shown = self._text(short[:1], tools, asks=True), self._text(short, tools)
+        except Refused:
+            shown = "", ""
+        closing = shown[1].removeprefix(shown[0]).partition("x")[2]
+        if shown[1].startswith(shown[0]) and closing.strip():
+            return self._marker(closing.lstrip())
+        if following is None:
+            calls = bool(reply.get("tool_calls"))
+            following = {"role": "tool" if calls else "user", "content": "x"}
+        # what a later message makes of a reply may differ: of its reasoning, above all
+        for messages in ([*before, reply], short):
+            try:
+                text = self._text(messages, tools)
+                longer = self._text([*messages, following], tools)
+            except Refused:
+                continue
+            if longer.startswith(text):
+                return self._marker(longer[len(text) :])
+        return None
+
+    def _marker(self, text: str) -> int | None:
+        """The first token of a text, if it is a special token or an added one."""
+        ids = self._codec.ids(text)[:1]
+        if len(ids) and (self._codec.special(ids)[0] or int(ids[0]) in self._added):
+            return int(ids[0])
+        return None
+
+    def _text(
+        self, messages: list[_Message], tools: object, *, asks: bool = False
+    ) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tools=tools, add_generation_prompt=asks, tokenize=False
+                )
             )
         # a template may raise an error of jinja2, or anything in its filters
         except Exception as error:
             raise Refused("refused", str(error)) from None
-        texts.append(str(text))
-    prompt, complete = texts
-    if not complete.startswith(prompt):
-        detail = "with the reply, the template renders another prompt"
-        raise Refused("not_a_prefix", detail)
-    codec = Codec(tokenizer)
-    return {
-        "prompt_ids": codec.ids(prompt),
-        "output_ids": codec.ids(complete[len(prompt) :]),
-        "prompt_messages": before,
-        "response_message": messages[-1],
-        "call_kind": "transcript",
-        "sampled": False,
-    }
-
-
-def _messages(listed: object) -> list[dict[str, object]]:
-    """The messages in OpenAI's form."""
-    if not isinstance(listed, list):
-        detail = f"its messages are a {type(listed).__name__}, not a list"
-        raise Refused("unreadable", detail)
-    messages = []
-    for k, one in enumerate(listed):
-        if not isinstance(one, dict):
-            detail = f"message {k} is a {type(one).__name__}, not an object"
-            raise Refused("unreadable", detail)
-        if "from" in one and "role" not in one:
-            role = _ROLES.get(str(one["from"]))
-            if role is None:
-                known = ", ".join(_ROLES)
-                detail = f"message {k} is from {one['from']!r}: expected one of {known}"
-                raise Refused("unreadable", detail)
-            one = {"role": role, "content": one.get("value")}
-        if not isinstance(one.get("role"), str):
-            raise Refused("unreadable", f"message {k} has no role")
-        messages.append(one)
-    return messages

@@ -1,53 +1,49 @@
 """Traces of verifiers and prime-rl: message graphs, and the earlier lists of steps.
 
 A graph has a node per message with the ids that the message adds. A sampled node is a call,
-and the ids on the path to it are its prompt (spec: prime-rl 1.3). Earlier versions had a
-list of steps with complete prompts (spec: prime-rl 1.1).
+and the ids on the path to it are its prompt. Earlier versions had a
+list of steps with complete prompts.
 """
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from trajkit.importers.findings import (
-    ChatTokenizer,
     Finding,
-    Head,
     Refused,
     list_of,
     number_of,
     object_of,
+    reward_of,
     text_of,
     time_of,
     unless_empty,
 )
-from trajkit.importers.json_files import findings
+from trajkit.importers.responses import usage_claims
 from trajkit.io.json_numbers import EACH, IDS, Shape
 
-NAME = "verifiers"
-
-_SHAPE: Shape = {
+SHAPE: Final[Shape] = {
     "nodes": {EACH: {"token_ids": IDS}},
     "trajectory": {EACH: {"tokens": {"prompt_ids": IDS, "completion_ids": IDS}}},
 }
+"""The long arrays of a trace."""
+
+# per sampled token of a node, by the orchestrator and the trainer
+_TRAINER = (
+    *("advantages", "reference_logprobs", "trainer_logprobs", "entropies"),
+    *("loss_weights", "routed_experts", "sampling_mask", "kept_tokens"),
+    "multi_modal_data",
+)
 
 _Ids = npt.NDArray[np.int32]
 
 
-def detect(head: Head) -> bool:
-    """A trace with nodes, or a rollout with a trajectory."""
-    return head.has("nodes", "task") or head.has("trajectory", "example_id")
-
-
-def read(file: Path, tokenizer: ChatTokenizer | None) -> Iterator[Finding]:
-    """The calls of each trace, in order."""
-    return findings(file, partial(_calls, file), _SHAPE)
-
-
-def _calls(file: Path, place: str, record: dict[str, object]) -> Iterator[Finding]:
+def read(file: Path, place: str, record: dict[str, object]) -> Iterator[Finding]:
+    """The calls of a trace, in order."""
     if isinstance(record.get("nodes"), list):
         return _graph(place, record)
     if isinstance(record.get("trajectory"), list):
@@ -63,15 +59,15 @@ def _graph(place: str, trace: dict[str, object]) -> Iterator[Finding]:
         "agent_id": text_of(agent.get("name")),
         "trainable": False if agent.get("trainable") is False else None,
         "group_id": text_of(task.get("key")) or text_of(task.get("hash")),
-        "reward": _reward(trace.get("rewards")),
     }
+    unread = {f"trace.{name}": trace[name] for name in ("errors",) if trace.get(name)}
     nodes = [object_of(node) for node in list_of(trace["nodes"])]
     recorded = [object_of(call) for call in list_of(trace.get("calls"))]
     calls = {call["node"]: call for call in recorded if type(call.get("node")) is int}
     # ids on the path to each node, including it; None if some are unknown
     paths: list[_Ids | None] = []
     for k, node in enumerate(nodes):
-        found = Finding(f"{place}, node {k}", session, dict(common))
+        found = Finding(f"{place}, node {k}", session, dict(common), unread=unread)
         own = node.get("token_ids")
         parent = node.get("parent")
         before: _Ids | None = np.empty(0, np.int32)
@@ -86,8 +82,14 @@ def _graph(place: str, trace: dict[str, object]) -> Iterator[Finding]:
         paths.append(np.concatenate([before, ids]) if known else None)
         if node.get("sampled") is not True:
             continue
+        unread = {}
+        found.unread |= {
+            f"nodes.{name}": node[name] for name in _TRAINER if node.get(name)
+        }
         with found:
+            found.fields["reward"] = _reward(found, trace.get("rewards"))
             found.fields |= _about(nodes, k, calls.get(k, {}))
+            found.claims += usage_claims(_usage(calls.get(k, {}).get("usage")))
             if not isinstance(ids, np.ndarray):
                 raise Refused("unreadable", "token_ids are not ids")
             if before is None:
@@ -139,6 +141,15 @@ def _about(
     }
 
 
+def _usage(given: object) -> dict[str, object]:
+    """The usage of a call, whose prompt_tokens lack those that were cached."""
+    usage = object_of(given)
+    counts = [usage.get("prompt_tokens"), usage.get("cached_input_tokens") or 0]
+    if all(type(count) is int for count in counts):
+        return {**usage, "prompt_tokens": sum(counts)}  # type: ignore[arg-type]
+    return usage
+
+
 def _steps(place: str, rollout: dict[str, object], file: Path) -> Iterator[Finding]:
     example = text_of(rollout.get("example_id"))
     for k, given in enumerate(list_of(rollout["trajectory"])):
@@ -160,7 +171,21 @@ def _steps(place: str, rollout: dict[str, object], file: Path) -> Iterator[Findi
             "response_message": replies[0] if len(replies) == 1 else None,
             "group_id": example,
             "agent_id": text_of(step.get("trajectory_id")),
-            "reward": number_of(rollout.get("reward")),
+            "reward": reward_of(found, rollout.get("reward")),
+        }
+        if not found.remarks:
+            # of a step that was cut, the provider counted more tokens
+            usage = object_of(object_of(step.get("response")).get("usage"))
+            found.claims += usage_claims(usage)
+        found.unread |= {
+            f"trajectory.{name}": step[name]
+            for name in ("advantage", "reward")
+            if step.get(name) is not None
+        }
+        found.unread |= {
+            f"trajectory.tokens.{name}": ids[name]
+            for name in ("routed_experts", "multi_modal_data")
+            if ids.get(name)
         }
         yield found
 
@@ -168,7 +193,7 @@ def _steps(place: str, rollout: dict[str, object], file: Path) -> Iterator[Findi
 def _check_tokens(tokens: dict[str, object]) -> None:
     """Refuse a truncated prompt, and a mask that does not mark all ids as sampled.
 
-    The masks that verifiers writes do (spec: prime-rl 1.1).
+    The masks that verifiers writes do.
     """
     if tokens.get("overlong_prompt") is True:
         detail = "its prompt was truncated to the maximum length"
@@ -183,15 +208,21 @@ def _check_tokens(tokens: dict[str, object]) -> None:
     raise Refused("unreadable", detail)
 
 
-def _reward(rewards: object) -> float | None:
+def _reward(found: Finding, rewards: object) -> float | None:
     """The sum of a trace's weighted rewards; None if one is missing."""
     if not isinstance(rewards, dict) or not rewards:
         return None
     total = 0.0
-    for reward in rewards.values():
-        score = number_of(object_of(reward).get("score"))
-        weight = number_of(object_of(reward).get("weight", 1.0))
+    for name, reward in rewards.items():
+        # earlier versions have the weighted number
+        parts = reward if isinstance(reward, dict) else {"score": reward}
+        score, weight = (
+            number_of(parts.get("score")),
+            number_of(parts.get("weight", 1.0)),
+        )
         if score is None or weight is None:
+            text = f"rewards.{name} is {reward!r}: expected a score and a weight"
+            found.remarks.append(("reward_unread", text))
             return None
         total += score * weight
     return total

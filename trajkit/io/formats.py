@@ -13,7 +13,15 @@ import pyarrow as pa
 from trajkit.errors import FormatError, TrajkitError
 
 Format: TypeAlias = Literal[
-    "parquet", "arrow", "arrows", "jsonl", "jsonl.gz", "jsonl.zst"
+    "parquet",
+    "arrow",
+    "arrows",
+    "jsonl",
+    "jsonl.gz",
+    "jsonl.zst",
+    "json",
+    "json.gz",
+    "json.zst",
 ]
 
 _SUFFIXES: dict[str, Format] = {
@@ -28,6 +36,9 @@ _SUFFIXES: dict[str, Format] = {
     ".ndjson.gz": "jsonl.gz",
     ".jsonl.zst": "jsonl.zst",
     ".ndjson.zst": "jsonl.zst",
+    ".json": "json",
+    ".json.gz": "json.gz",
+    ".json.zst": "json.zst",
 }
 _FIRST_BYTES: tuple[tuple[bytes, Format], ...] = (
     (b"PAR1", "parquet"),
@@ -36,13 +47,24 @@ _FIRST_BYTES: tuple[tuple[bytes, Format], ...] = (
     (b"\x1f\x8b", "jsonl.gz"),
     (b"\x28\xb5\x2f\xfd", "jsonl.zst"),
     (b"{", "jsonl"),
+    (b"[", "json"),
 )
-_CODECS = {"jsonl.gz": "gzip", "jsonl.zst": "zstd"}
+_CODECS = {
+    f"{text}.{end}": codec
+    for text in ("jsonl", "json")
+    for end, codec in (("gz", "gzip"), ("zst", "zstd"))
+}
 _FORMATS = ", ".join(get_args(Format))
 
 
 def is_json(kind: Format) -> bool:
-    return kind.startswith("jsonl")
+    """Whether a format is text: JSON lines, or one JSON value."""
+    return kind.startswith("json")
+
+
+def is_one_value(kind: Format) -> bool:
+    """Whether a file may be one array or object of JSON. It may have lines, too."""
+    return kind.split(".")[0] == "json"
 
 
 def name_of(file: Path | BinaryIO) -> str:
@@ -56,6 +78,10 @@ def format_of(file: Path | BinaryIO, *, writing: bool = False) -> Format:
     """The format of a path, by suffix, or of an open file, by its first bytes."""
     if isinstance(file, Path):
         kind = kind_of(file)
+        if kind is not None and writing and is_one_value(kind):
+            raise FormatError(
+                f"{file}: JSON is written as lines: give the file the suffix .jsonl"
+            )
         if kind is not None:
             return kind
         if not writing and not file.exists():
@@ -86,7 +112,7 @@ def format_of(file: Path | BinaryIO, *, writing: bool = False) -> Format:
 def check_text(head: bytes, name: str) -> None:
     """Raise FormatError if a file with a JSON suffix begins like another format."""
     for magic, kind in _FIRST_BYTES:
-        if head.startswith(magic) and kind != "jsonl":
+        if head.startswith(magic) and not is_json(kind):
             raise FormatError(
                 f"{name} has the suffix of JSON lines but contains {kind}: rename it, or "
                 f"pass format={kind!r}"
@@ -100,6 +126,23 @@ def kind_of(path: Path) -> Format | None:
     return _SUFFIXES[max(found, key=len)] if found else None
 
 
+def without_suffix(path: Path) -> Path:
+    """The path without the suffix of its format."""
+    name = path.name.lower()
+    ends = [suffix for suffix in _SUFFIXES if name.endswith(suffix)]
+    return path.with_name(path.name[: -len(max(ends, key=len))]) if ends else path
+
+
+def is_listed(path: Path) -> bool:
+    """Whether readers of a directory take a file of this name.
+
+    They leave out JSON that is not in lines by its suffix: directories of runs and models
+    contain settings.
+    """
+    kind = kind_of(path)
+    return kind is not None and not is_one_value(kind)
+
+
 def paths_in(path: Path) -> list[Path]:
     """The path itself, or the files of known formats below a directory, sorted."""
     if not path.is_dir():
@@ -107,13 +150,14 @@ def paths_in(path: Path) -> list[Path]:
     found = sorted(
         file
         for file in path.rglob("*")
-        if kind_of(file) is not None
+        if is_listed(file)
         and file.is_file()
         and not any(p.startswith((".", "_")) for p in file.relative_to(path).parts)
     )
     if not found:
         raise FormatError(
-            f"{path} contains no file of a known format ({', '.join(_SUFFIXES)})"
+            f"{path} contains no file of a known format ({', '.join(_SUFFIXES)}); a .json "
+            "file is read where its own path is given"
         )
     return found
 

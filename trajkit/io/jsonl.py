@@ -20,7 +20,14 @@ from trajkit.errors import (
     SchemaError,
     TornLogWarning,
 )
-from trajkit.io.formats import Format, bytes_limit, check_text, name_of, open_input
+from trajkit.io.formats import (
+    Format,
+    bytes_limit,
+    check_text,
+    is_one_value,
+    name_of,
+    open_input,
+)
 from trajkit.io.json_numbers import IDS, ITEMS, Reader, Shape
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep, parse
@@ -75,14 +82,33 @@ def lines(
     that is not a JSON object is a FormatError, but if it is the last one and has no end,
     it gives a TornLogWarning.
     """
-    return (value for _, value in raw_lines(file, kind, shape))
+    return (value for _, _, value in _numbered(file, kind, shape))
 
 
-def raw_lines(
-    file: Path | BinaryIO, kind: Format, shape: Shape | None = None
-) -> Iterator[tuple[bytes, Record]]:
+def raw_lines(file: Path, kind: Format) -> Iterator[tuple[bytes, Record]]:
     """`lines` together with their text."""
+    return ((line, value) for _, line, value in _numbered(file, kind))
+
+
+def numbered_lines(file: Path, kind: Format) -> Iterator[tuple[int, Record]]:
+    """`lines` with their numbers, from 1; in an array, the numbers of its items."""
+    return ((number, value) for number, _, value in _numbered(file, kind))
+
+
+def _numbered(
+    file: Path | BinaryIO, kind: Format, shape: Shape | None = None
+) -> Iterator[tuple[int, bytes, Record]]:
     name = name_of(file)
+    if is_one_value(kind):
+        start = None if isinstance(file, Path) else file.tell()
+        with open_input(file, kind) as source:
+            whole = _one_value(source, name)
+        if not isinstance(file, Path):
+            file.seek(start or 0)
+        if whole is not None:
+            for number, item in enumerate(_items(whole, name), 1):
+                yield number, text_of(item), item
+            return
     read = _plain if shape is None else Reader(shape).read
     source = open_input(file, kind)
     for number, (line, complete) in enumerate(split_lines(source, name), 1):
@@ -110,7 +136,47 @@ def raw_lines(
         # one character is found much faster than several
         dollar = line.find(b"$")
         has_bytes = dollar > 0 and line.find(_BYTES_MARK, dollar - 2) >= 0
-        yield line, _restored(value) if has_bytes else value
+        yield number, line, _restored(value) if has_bytes else value
+
+
+def _one_value(source: pa.NativeFile, name: str) -> bytes | None:
+    """The text of a file that is one JSON value; None if it has lines of objects."""
+    most = max_line_bytes()
+    try:
+        text: bytes = source.read(most + 1)
+    except UNREADABLE as error:
+        raise FormatError(f"{name} cannot be decompressed: {error}") from None
+    first, _, rest = text.lstrip().partition(b"\n")
+    if not first.startswith(b"["):
+        try:
+            if not first or (isinstance(parse(first.decode()), dict) and rest.strip()):
+                return None
+        except ValueError:  # an object over several lines, or no JSON
+            pass
+    if len(text) > most:
+        raise FormatError(
+            f"{name} is one JSON value of more than {most} bytes: write a call per line, "
+            f"or set the environment variable {MAX_LINE_BYTES} to allow more"
+        )
+    return text
+
+
+def _items(text: bytes, name: str) -> Iterator[Record]:
+    """The objects of a JSON array, or the only object."""
+    try:
+        found = parse(text.decode())
+    except ValueError as error:
+        where, what = name, str(error)
+        if isinstance(error, json.JSONDecodeError):
+            where, what = (
+                f"{name}, line {error.lineno}, column {error.colno}",
+                error.msg,
+            )
+        raise FormatError(f"{where}: {what}") from None
+    for number, value in enumerate(found if isinstance(found, list) else [found], 1):
+        if not isinstance(value, dict):
+            raise FormatError(f"{name}, item {number} is not a JSON object")
+        yield _restored(value)
 
 
 def _plain(line: bytes) -> object:
@@ -237,6 +303,11 @@ def _dump(row: Record) -> str:
                     "Arrow IPC, or leave the column out"
                 ) from None
         raise
+
+
+def text_of(record: Record) -> bytes:
+    """The line of a record that was read."""
+    return _dump(record).encode()
 
 
 def _text(value: object) -> str:

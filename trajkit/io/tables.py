@@ -10,13 +10,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, TypeGuard
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arguments import arrow_source
+from trajkit._arguments import arrow_source, check_choice
 from trajkit._arrow.canonical import (
     Plan,
     TableLike,
@@ -29,7 +29,7 @@ from trajkit._arrow.canonical import (
 from trajkit._arrow.categories import normalize_categories
 from trajkit._arrow.take import take_values
 from trajkit._streams.session_batches import check_same_form
-from trajkit.errors import FormatError, SchemaError
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, SchemaError
 from trajkit.io import jsonl
 from trajkit.io.arrow import read_batches, storable, table_kind, write_batches
 from trajkit.io.formats import (
@@ -41,43 +41,60 @@ from trajkit.io.formats import (
     paths_in,
     replacing,
 )
+from trajkit.io.guard import check_not_read, reading
 from trajkit.io.jsonl import Record
 from trajkit.io.parquet_polars import write_parquet
-from trajkit.schema import AMENDMENTS, ROWS, SESSIONS, TURNS
+from trajkit.io.sources import Naming, Paths, SessionPrefix, paths_of, placed
+from trajkit.schema import AMENDMENTS, REPORT, ROWS, SESSIONS, TURNS
 from trajkit.turns.amendments import Amendments
+from trajkit.turns.mapping import Map, MapLike, read_map
 from trajkit.turns.records import from_records
 from trajkit.turns.session_metadata import last_lines
 from trajkit.turns.validation import Nonfinite, check_table, check_turns
 
-Source: TypeAlias = str | os.PathLike[str] | BinaryIO | TableLike
+Source: TypeAlias = Paths | BinaryIO | TableLike
 Sink: TypeAlias = str | os.PathLike[str] | BinaryIO
 _ANY_ROWS = pa.schema([], metadata=ROWS.metadata)
+# columns that tell a report from a table of sessions
+_REPORTED = frozenset({"tokens_sampled", "tokens_trained", *SESSIONS.names})
 
 
 def read_turns(
     source: Source,
     *,
     format: Format | None = None,
+    map: MapLike | None = None,
     nonfinite_logprobs: Nonfinite = "raise",
+    session_prefix: SessionPrefix | None = None,
 ) -> pa.Table:
     """Recorded turns, in the schema's canonical form.
 
     Parameters
     ----------
-    source : path, open binary file, or table
+    source : path, list of paths, open binary file, or table
         A file with the suffix ``.parquet``; ``.arrow``, ``.feather`` or ``.ipc`` (Arrow
         IPC, file or stream form); ``.arrows`` (stream form); ``.jsonl`` or ``.ndjson``,
         plain or with ``.gz`` or ``.zst`` added (one call per line, as
-        `trajkit.from_records` takes them). A directory is read recursively in path
-        order, JSON Lines files last; hidden files and files whose metadata name another
-        table (sessions, rows, a report) are skipped. Amendments in a directory are
-        applied: a turn that they call context only has ``trainable = false``, and the
-        column ``amended`` gives the reason. Turns may be in delta form.
+        `trajkit.from_records` takes them); ``.json`` (lines, or one array of calls). A
+        path with ``*`` is a pattern. A directory is read recursively in path order, JSON
+        Lines files last. Hidden files, files with the suffix ``.json`` and files whose
+        metadata name another table (sessions, rows, a report) are skipped there.
+        Amendments in a directory are applied: a turn that they call context only has
+        ``trainable = false``, and the column ``amended`` gives the reason. Turns may be in
+        delta form.
     format : str, optional
         Overrides suffix and first bytes: "parquet", "arrow", "arrows", "jsonl",
-        "jsonl.gz" or "jsonl.zst".
+        "jsonl.gz", "jsonl.zst", "json", "json.gz" or "json.zst".
+    map : dict, str or path, optional
+        As for `trajkit.from_records`, which then takes every line or row as a record.
     nonfinite_logprobs : {"raise", "null"}
         As for `trajkit.from_records`.
+    session_prefix : {"file", "folder", "no"}, optional
+        What to put before session ids: the path of their file without its suffix, or of
+        its directory, relative to ``source`` (or to the directory that the paths have in
+        common). None and "no": nothing. With None, a session whose calls start over in
+        another file is an error; calls with a ``turn_index``, and calls whose prompt
+        extends that of an earlier call, do not start over.
 
     Returns
     -------
@@ -101,18 +118,29 @@ def read_turns(
     TornLogWarning
         A log ends within an entry; the text names the file and the bytes left out.
     """
+    check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
+    paths = paths_of(source)
+    naming = Naming.of(paths or [], session_prefix)
+    if map is not None:
+        records = _renamed(source, format, read_map(map), naming)
+        return from_records(records, nonfinite_logprobs=nonfinite_logprobs)
     files: Source | list[Path] = source
     amendments = None
-    if _is_directory(source):
-        files, amendments = turn_files(source, format)
+    if paths is not None:
+        files, amendments = turn_files(paths, format, naming)
     read = partial(from_records, nonfinite_logprobs=nonfinite_logprobs)
-    tables = [
-        canonical(table, turns_schema(table.column_names))
-        for table in turn_tables(files, format, read)
-    ]
-    check_same_form(tables)
-    turns = gather(_concat(tables, TURNS), "turn_index")
-    turns = check_turns(turns, nonfinite_logprobs)
+    try:
+        tables = [
+            canonical(table, turns_schema(table.column_names))
+            for table in turn_tables(files, format, read, naming=naming)
+        ]
+        check_same_form(tables)
+        turns = gather(_concat(tables, TURNS), "turn_index")
+        turns = check_turns(turns, nonfinite_logprobs)
+    except InvalidTurnsError as error:
+        if not isinstance(files, list) or paths is None:
+            raise
+        raise placed(error, files, format, naming) from None
     return turns if amendments is None else amendments.fold_into(turns)
 
 
@@ -150,13 +178,21 @@ def write_turns(
     _write(tables, TURNS, sink, format)
 
 
-def read_sessions(source: Source, *, format: Format | None = None) -> pa.Table:
+def read_sessions(
+    source: Source,
+    *,
+    format: Format | None = None,
+    session_prefix: SessionPrefix | None = None,
+) -> pa.Table:
     """The sessions table, as `trajkit.linearize` takes it for ``sessions``.
 
     Parameters
     ----------
     source, format
-        As for `read_turns`. In a directory, the files of sessions are read.
+        As for `read_turns`. In a directory, the files of sessions are read. The report of
+        `trajkit.linearize` has the columns of a sessions table, too.
+    session_prefix : {"folder", "no"}, optional
+        As for `read_turns`. A file of sessions is not one of turns, so "file" is refused.
 
     Returns
     -------
@@ -171,20 +207,61 @@ def read_sessions(source: Source, *, format: Format | None = None) -> pa.Table:
     SchemaError
         A column is missing or has another type.
     """
-    if _is_directory(source):
-        found = _files_of(source, format)
-        if "sessions" not in found:
-            raise FormatError(f"{source} has no file of sessions")
-        source = found["sessions"]
-    tables = iter_tables(source, format=format, plan=lambda names: SESSIONS)
-    return last_lines(_concat([canonical(one, SESSIONS) for one in tables], SESSIONS))
+    paths = paths_of(source)
+    if paths is None:
+        parts: list[tuple[Path | None, pa.Table]] = [
+            (None, table)
+            for table in iter_tables(source, format=format, plan=_session_plan)
+        ]
+        naming = Naming.of([], None)
+    else:
+        files = _session_files(paths, format)
+        if not files:
+            raise FormatError(f"{paths[0]} has no file of sessions")
+        naming = Naming.of(paths, session_prefix)
+        parts = [
+            (file, table)
+            for file in files
+            for table in iter_tables(file, format=format, plan=_session_plan)
+        ]
+    if naming.mode == "file":
+        raise ArgumentError(
+            "session_prefix='file' does not say to which file of turns a file of sessions "
+            "belongs: take 'folder', or pass sessions with complete ids"
+        )
+    tables = []
+    for file, table in parts:
+        if _REPORTED <= {*table.column_names}:
+            table = table.select(SESSIONS.names).replace_schema_metadata(None)
+        table = canonical(table, SESSIONS)
+        tables.append(table if file is None else naming.table(table, file))
+    return last_lines(_concat(tables, SESSIONS))
 
 
-def sessions_below(source: Source) -> pa.Table | None:
-    """`read_sessions` of a directory that has files of sessions; otherwise None."""
-    if _is_directory(source) and "sessions" in _files_of(source, None):
-        return read_sessions(source)
-    return None
+def _session_plan(names: list[str]) -> pa.Schema:
+    """The plan of sessions, or of a report, which has their columns."""
+    return REPORT if _REPORTED <= {*names} else SESSIONS
+
+
+def _session_files(paths: list[Path], format: Format | None) -> list[Path]:
+    """The paths that are files, and the files of sessions below the others."""
+    return [
+        file
+        for path in paths
+        for file in (
+            _files_of(path, format).get("sessions", []) if path.is_dir() else [path]
+        )
+    ]
+
+
+def sessions_below(
+    source: Source, session_prefix: SessionPrefix | None = None
+) -> pa.Table | None:
+    """`read_sessions` of the directories that have files of sessions; otherwise None."""
+    folders = [path for path in paths_of(source) or [] if path.is_dir()]
+    if not _session_files(folders, None):
+        return None
+    return read_sessions(folders, session_prefix=session_prefix)
 
 
 def write_sessions(
@@ -204,7 +281,15 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     """
     tables = iter_tables(source, format=format, plan=rows_schema)
     rows = _concat([canonical_rows(table) for table in tables], ROWS)
-    return normalize_categories(check_table(gather(rows, "row_index"), "rows"))
+    try:
+        rows = check_table(gather(rows, "row_index"), "rows")
+    except InvalidTurnsError as error:
+        paths = paths_of(source)
+        if paths is None:
+            raise
+        files = [file for path in paths for file in paths_in(path)]
+        raise placed(error, files, format, Naming.of(paths, "no")) from None
+    return normalize_categories(rows)
 
 
 def scan_rows(
@@ -232,8 +317,16 @@ def scan_rows(
     FormatError, SchemaError, InvalidTurnsError
         As `read_rows`, except for rules on values.
     """
-    for table in iter_tables(source, format=format, batch_rows=batch_rows):
-        yield from canonical_rows(table).to_batches(max_chunksize=batch_rows)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for table in iter_tables(source, format=format, batch_rows=batch_rows):
+            yield from canonical_rows(table).to_batches(max_chunksize=batch_rows)
+
+    found = batches()
+    paths = paths_of(source)
+    if paths is not None:
+        reading(found, paths)
+    return found
 
 
 def read_any_rows(source: Source, *, format: Format | None = None) -> pa.Table:
@@ -257,7 +350,7 @@ def iter_tables(
 
     ``plan`` returns the schema that a file should have, given its columns.
     """
-    for part in _parts(source, format, plan, batch_rows):
+    for _, part in _parts(source, format, plan, batch_rows):
         if isinstance(part, Iterator):
             yield from part
         else:
@@ -328,10 +421,6 @@ def integers(
     return np.asarray(column.cast(pa.int64(), safe=False).to_numpy())
 
 
-def _is_directory(source: Source) -> TypeGuard[str | os.PathLike[str]]:
-    return isinstance(source, str | os.PathLike) and Path(source).is_dir()
-
-
 def _files_of(
     directory: str | os.PathLike[str], format: Format | None
 ) -> dict[str, list[Path]]:
@@ -348,35 +437,50 @@ def _files_of(
 
 
 def log_files(
-    path: str | os.PathLike[str], format: Format | None = None
+    source: Paths, format: Format | None = None
 ) -> tuple[list[Path], list[Path]]:
-    """The files of turns of a path in order, and the files of their amendments.
+    """The files of turns of paths in order, and the files of their amendments.
 
     JSON Lines files come last, because their lines are numbered together. Files whose
     metadata name another table are left out; a directory without a file of turns is an
     error.
     """
-    if not Path(path).is_dir():
-        return [Path(path)], []
-    files = _files_of(path, format)
-    turns = sorted(
-        [*files.pop("turns", []), *files.pop("", [])],
-        key=lambda file: (is_json(format or format_of(file)), file),
-    )
-    if not turns:
-        others = (f"{kind} ({found[0].name})" for kind, found in files.items())
-        raise FormatError(f"{path} has no file of turns, only {', '.join(others)}")
-    return turns, files.get("amendments", [])
+    turns: list[Path] = []
+    amendments: list[Path] = []
+    paths = paths_of(source) or []
+    for path in paths:
+        if not path.is_dir():
+            turns.append(path)
+            continue
+        files = _files_of(path, format)
+        own = [*files.pop("turns", []), *files.pop("", [])]
+        if not own:
+            others = (f"{kind} ({found[0].name})" for kind, found in files.items())
+            raise FormatError(f"{path} has no file of turns, only {', '.join(others)}")
+        turns += sorted(own)
+        amendments += files.get("amendments", [])
+    if len(turns) > 1:
+        turns.sort(key=lambda file: is_json(format or format_of(file)))
+    return turns, amendments
 
 
 def turn_files(
-    path: str | os.PathLike[str], format: Format | None = None
+    source: Paths, format: Format | None = None, naming: Naming | None = None
 ) -> tuple[list[Path], Amendments | None]:
-    """The files of turns of a path, as `log_files` returns them, and their amendments."""
-    turns, files = log_files(path, format)
+    """The files of turns of paths, as `log_files` returns them, and their amendments."""
+    turns, files = log_files(source, format)
     if not files:
         return turns, None
-    lines = [canonical(part, AMENDMENTS) for part in iter_tables(files, format=format)]
+    if naming is not None and naming.mode == "file":
+        raise ArgumentError(
+            f"{files[0]} amends turns of several files, which session_prefix='file' would "
+            "tell apart: take 'folder'"
+        )
+    lines = []
+    for file in files:
+        for part in iter_tables(file, format=format):
+            part = canonical(part, AMENDMENTS)
+            lines.append(part if naming is None else naming.table(part, file))
     return turns, Amendments(_concat(lines, AMENDMENTS))
 
 
@@ -385,23 +489,48 @@ def turn_tables(
     format: Format | None,
     read: Callable[[Iterable[Record]], pa.Table],
     batch_rows: int | None = None,
+    naming: Naming | None = None,
 ) -> Iterator[pa.Table]:
     """Turns as stored, ``batch_rows`` at a time; None: all JSON lines make one table.
 
     ``read`` makes turns of JSON lines. They come last, in lists that end with a session:
-    turns without a number are counted across the files of a log.
+    turns without a number are counted across the files of a log. ``naming`` prefixes the
+    sessions of paths.
     """
-    lines: list[Iterator[Record]] = []
-    for part in _parts(source, format, turns_schema, batch_rows, of_lines=jsonl.calls):
+    lines: list[tuple[Path, Iterator[Record]]] = []
+    files = source if isinstance(source, list) else None
+    for k, part in _parts(source, format, turns_schema, batch_rows, jsonl.calls):
         if isinstance(part, Iterator):
-            lines.append(part)
-        else:
+            lines.append((files[k] if files else Path(), part))
+        elif naming is None or files is None:
             yield part
-    records = itertools.chain.from_iterable(lines)
+        else:
+            yield naming.table(part, files[k])
+    if naming is None or (len(lines) < 2 and not naming.mode):
+        records: Iterator[Record] = itertools.chain.from_iterable(
+            own for _, own in lines
+        )
+    else:
+        records = naming.records(lines)
     if batch_rows is not None:
         yield from map(read, jsonl.by_session(records, batch_rows))
     elif (first := next(records, None)) is not None:
         yield read(itertools.chain([first], records))
+
+
+def _renamed(
+    source: Source, format: Format | None, own: Map, naming: Naming
+) -> Iterator[Record]:
+    """The lines and rows of files, under the names of a mapping."""
+    paths = [file for path in paths_of(source) or [] for file in paths_in(path)]
+
+    def files() -> Iterator[tuple[Path, Iterator[Record]]]:
+        for k, part in _parts(source, format, of_lines=jsonl.lines):
+            records = part if isinstance(part, Iterator) else part.to_pylist()
+            file = paths[k] if paths else Path()
+            yield file, (own.renamed(record) for record in records)
+
+    return naming.records(files())
 
 
 def _parts(
@@ -410,31 +539,37 @@ def _parts(
     plan: Plan | None = None,
     batch_rows: int | None = None,
     of_lines: Callable[[Path | BinaryIO, Format], Iterator[Record]] | None = None,
-) -> Iterator[pa.Table | Iterator[Record]]:
-    """Tables as stored; JSON lines become tables too, unless ``of_lines`` is given."""
-    is_path = isinstance(source, str | os.PathLike)
-    table = None if is_path else arrow_source(source)
+) -> Iterator[tuple[int, pa.Table | Iterator[Record]]]:
+    """Tables as stored, with the number of their file.
+
+    JSON lines become tables too, unless ``of_lines`` is given.
+    """
+    paths = paths_of(source)
+    table = arrow_source(source) if paths is None else None
     if table is not None:
-        yield from _tables(table)
+        yield from ((0, one) for one in _tables(table))
         return
     files: Iterable[Path | BinaryIO] = [source]  # type: ignore[list-item]
-    if isinstance(source, list):
-        files = source
-    elif isinstance(source, str | os.PathLike):
-        files = paths_in(Path(source))
-    for file in files:
+    if paths is not None:
+        files = [file for path in paths for file in paths_in(path)]
+    elif not hasattr(source, "read"):
+        raise ArgumentError(
+            f"a source of type {type(source).__name__} cannot be read: expected a path, a "
+            "list of paths, an open binary file or a table"
+        )
+    for k, file in enumerate(files):
         kind = format or format_of(file)
         if is_json(kind):
             objects = (of_lines or jsonl.lines)(file, kind)
             if plan is not None:
                 objects = jsonl.planned(objects, plan, name_of(file))
             if of_lines is None:
-                yield from jsonl.tables(objects, name_of(file))
+                yield from ((k, one) for one in jsonl.tables(objects, name_of(file)))
             else:
-                yield objects
+                yield k, objects
         else:
             for batch in read_batches(file, kind, batch_rows, plan):
-                yield pa.Table.from_batches([batch])
+                yield k, pa.Table.from_batches([batch])
 
 
 def _concat(tables: list[pa.Table], schema: pa.Schema) -> pa.Table:
@@ -464,6 +599,8 @@ def _write(
 ) -> None:
     target = Path(sink) if isinstance(sink, str | os.PathLike) else sink
     kind = format or format_of(target, writing=True)
+    if isinstance(target, Path):
+        check_not_read(target)
     if kind == "parquet":
         tables = map(storable, tables)
         if isinstance(target, Path):

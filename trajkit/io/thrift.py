@@ -1,7 +1,7 @@
 """Integers in thrift's compact protocol, which frames the metadata of Parquet files.
 
-Arrow's Python objects end the process where the metadata of a column is invalid, so the
-footer is read here. Field numbers are those of parquet.thrift.
+pyarrow aborts the process on invalid metadata of a column, so the footer is read
+here. Field numbers are those of parquet.thrift.
 """
 
 import pyarrow as pa

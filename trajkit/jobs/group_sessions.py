@@ -16,21 +16,24 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
 
+from trajkit._arguments import check_choice
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import canonical, check_session_id, turns_schema
 from trajkit._arrow.take import take_rows
 from trajkit._streams import limits
-from trajkit._streams.lockstep import batches_in
+from trajkit._streams.lockstep import batches_in, one_batch
 from trajkit._streams.session_batches import concat, rechunk, whole_sessions
 from trajkit.errors import FormatError, InvalidTurnsError, TornLogWarning
 from trajkit.io import jsonl
 from trajkit.io.arrow import key_batches, read_batches
 from trajkit.io.formats import Format, format_of, is_json
+from trajkit.io.guard import reading
+from trajkit.io.sources import Naming, Paths, SessionPrefix, paths_of, placed
 from trajkit.io.tables import gather, integers, read_turns, turn_files, turn_tables
 from trajkit.schema import TURNS
 from trajkit.turns.amendments import Amendments
@@ -42,9 +45,11 @@ TEMPORARY = ".trajkit-gather-"
 """Prefix of the directories in which sessions are grouped."""
 
 # estimated bytes of text per byte of a file
-_INFLATED = {"jsonl": 1, "jsonl.gz": 8, "jsonl.zst": 8}
+_INFLATED = {
+    kind: 8 if "." in kind else 1 for kind in get_args(Format) if is_json(kind)
+}
 
-# the column of a table that replaces a session which JSON lines spell wrongly: why
+# column with the reason, in the placeholder table of a rejected session
 _REASON = "trajkit.turns.reject_sessions"
 
 
@@ -99,7 +104,10 @@ class SessionIndex:
 
 
 def index_sessions(
-    paths: Iterable[Path], format: Format | None, order: str | None = "turn_index"
+    paths: Iterable[Path],
+    format: Format | None,
+    order: str | None = "turn_index",
+    naming: Naming | None = None,
 ) -> SessionIndex:
     """Scan files for session ids and the column ``order``, by which a session ascends.
 
@@ -112,12 +120,14 @@ def index_sessions(
         warnings.simplefilter("ignore", TornLogWarning)
         for path in paths:
             kind = format or format_of(path)
+            prefix = "" if naming is None else naming.prefix(path)
             if is_json(kind):
                 index.n_bytes += path.stat().st_size * _INFLATED[kind]
                 for record in jsonl.lines(path, kind):
                     number = None if order is None else record.get(order)
+                    name = _session_of(record)
                     index.add(
-                        pa.array([_session_of(record)], pa.string()),
+                        pa.array([name and prefix + name], pa.string()),
                         np.array([number]) if type(number) is int else None,
                     )
                 continue
@@ -127,6 +137,8 @@ def index_sessions(
                 if "session_id" in keys.schema.names:
                     check_session_id(keys.schema)
                     ids = keys.column("session_id").cast(pa.string())
+                    if prefix:
+                        ids = pc.binary_join_element_wise(prefix, ids, "")
                 index.add(ids, None if order is None else integers(keys, order))
     return index
 
@@ -164,19 +176,23 @@ class Log:
     parent of the temporary directory.
     """
 
-    source: str | os.PathLike[str]
+    source: Paths
     format: Format | None = None
     nonfinite_logprobs: Nonfinite = "raise"
     reject: bool = False
     gather: bool = True
     folder: str | os.PathLike[str] | None = None
+    session_prefix: SessionPrefix | None = None
 
     def index(self) -> SessionIndex:
         """The sessions of the files."""
-        return index_sessions(self._files()[0], self.format)
+        return index_sessions(self._files()[0], self.format, naming=self._naming())
 
     def _files(self) -> tuple[list[Path], Amendments | None]:
-        return turn_files(self.source, self.format)
+        return turn_files(self.source, self.format, self._naming())
+
+    def _naming(self) -> Naming:
+        return Naming.of(paths_of(self.source) or [], self.session_prefix)
 
     def pieces(
         self, index: SessionIndex, skip: int = 0
@@ -186,6 +202,16 @@ class Log:
         ``index`` is of the files as they are. The first ``skip`` turns are left out; they
         must be those of complete pieces. Raises as `read_turns`.
         """
+        try:
+            yield from self._pieces(index, skip)
+        except InvalidTurnsError as error:
+            raise self.placed(error) from None
+
+    def placed(self, error: InvalidTurnsError) -> InvalidTurnsError:
+        """The error with its file and line, as `trajkit.io.sources.placed` adds them."""
+        return placed(error, self._files()[0], self.format, self._naming())
+
+    def _pieces(self, index: SessionIndex, skip: int) -> Generator[Piece, None, None]:
         if not index.turns:
             turns = read_turns(self.source, format=self.format)
             yield Piece(turns, 0, REJECTED.empty_table())
@@ -217,7 +243,8 @@ class Log:
     def _tables(self, batch_rows: int | None) -> Iterator[pa.Table]:
         """The turns as stored; JSON lines end with a session."""
         files = self._files()[0]
-        return turn_tables(files, self.format, self._from_records, batch_rows)
+        naming = self._naming()
+        return turn_tables(files, self.format, self._from_records, batch_rows, naming)
 
     def _from_records(self, records: Iterable[jsonl.Record]) -> pa.Table:
         """The turns of complete sessions; of a rejected session, ids and the reason."""
@@ -250,21 +277,30 @@ class Log:
             return
         with closing(spilled(self._spill, buckets, self.folder)) as folders:
             for folder in folders:
-                yield replace(self, source=folder, format=None)._sorted()
+                # their sessions have prefixes, and were checked
+                own = replace(self, source=folder, format=None, session_prefix="no")
+                yield own._sorted()
 
     def _sorted(self) -> pa.Table:
         return gather(concat(self._tables(None)), "turn_index")
 
     def _spill(self, spill: "Spill") -> None:
+        naming = self._naming()
+        texts: list[Path] = []
         for path in self._files()[0]:
             kind = self.format or format_of(path)
             if is_json(kind):
-                for line, record in jsonl.raw_lines(path, kind):
-                    spill.add_line(line, _session_of(record))
-            else:
-                rows = limits.MIN_READ_ROWS
-                for batch in read_batches(path, kind, rows, turns_schema):
-                    spill.add(batch)
+                texts.append(path)
+                continue
+            for batch in read_batches(path, kind, limits.MIN_READ_ROWS, turns_schema):
+                table = naming.table(pa.Table.from_batches([batch]), path)
+                spill.add(one_batch(table))
+        lines = {
+            path: jsonl.raw_lines(path, self.format or format_of(path))
+            for path in texts
+        }
+        for line, record in naming.lines(lines.items()):
+            spill.add_line(line, _session_of(record))
 
 
 def _after(skip: int, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -277,12 +313,13 @@ def _after(skip: int, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def scan_turns(
-    source: str | os.PathLike[str],
+    source: Paths,
     *,
     format: Format | None = None,
     nonfinite_logprobs: Nonfinite = "raise",
     gather: bool = True,
     folder: str | os.PathLike[str] | None = None,
+    session_prefix: SessionPrefix | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """The turns of files batch by batch, as `trajkit.read_turns` returns them.
 
@@ -292,9 +329,9 @@ def scan_turns(
 
     Parameters
     ----------
-    source : path
-        A file or a directory, as for `trajkit.read_turns`.
-    format, nonfinite_logprobs
+    source : path or list of paths
+        Files or directories, as for `trajkit.read_turns`.
+    format, nonfinite_logprobs, session_prefix
         As for `trajkit.read_turns`.
     gather : bool
         False: a scattered session is an error.
@@ -317,9 +354,21 @@ def scan_turns(
     --------
     ``tk.write_rows(tk.linearize(tk.scan_turns("log")), "rows.parquet")``
     """
-    log = Log(source, format, nonfinite_logprobs, gather=gather, folder=folder)
-    with closing(log.pieces(log.index())) as found:
-        yield from batches_in(piece.turns for piece in found)
+    check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
+    log = Log(
+        *(source, format, nonfinite_logprobs),
+        gather=gather,
+        folder=folder,
+        session_prefix=session_prefix,
+    )
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with closing(log.pieces(log.index())) as found:
+            yield from batches_in(piece.turns for piece in found)
+
+    found = batches()
+    reading(found, paths_of(source) or [])
+    return found
 
 
 def bucket_numbers(index: SessionIndex) -> dict[str | None, int]:

@@ -242,11 +242,11 @@ def _check_empty(folder: Path) -> None:
         )
 
 
-def fingerprint(
-    source: str | os.PathLike[str], files: Iterable[Path]
-) -> list[list[object]]:
-    """Relative path, size and modification time of each file of a source."""
-    root = Path(source)
+def fingerprint(paths: Sequence[Path], files: Iterable[Path]) -> list[list[object]]:
+    """Path, size and modification time of each file; the path is relative to a directory
+    if that is the only one of ``paths``.
+    """
+    root = paths[0] if len(paths) == 1 else Path()
     return [
         [str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns]
         for path in files

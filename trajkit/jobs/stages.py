@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,14 +25,16 @@ from trajkit._streams.prefetch import prefetch
 from trajkit._streams.session_batches import path_tokens, session_ends
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.io.formats import Format, check_folder, kind_of
+from trajkit.io.guard import Input, check_outputs, is_parts, turns_inputs
+from trajkit.io.sources import Paths, SessionPrefix, paths_of
 from trajkit.io.tables import log_files, write_rows, write_tables, write_turns
 from trajkit.jobs.group_sessions import Log, Piece, SessionIndex
 from trajkit.jobs.outputs import Manifest, Write, atomic_writers, fingerprint
+from trajkit.learn.weights import By, add_weights
 from trajkit.pipeline.rows import Layout, linearize
 from trajkit.pipeline.suffix_layout import full_pieces, row_pieces
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.training.row_weights import By, add_weights
 from trajkit.turns.delta import compact, expand
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
 from trajkit.turns.table import locate
@@ -87,6 +89,8 @@ class JobOptions(TypedDict, total=False):
     gather : bool
         Whether scattered sessions are grouped in temporary files next to the output; see
         `trajkit.scan_turns`. False: they are an error.
+    session_prefix : {"file", "folder", "no"}, optional
+        As for `trajkit.read_turns`.
     watch : Watch, optional
         Functions that report progress.
     """
@@ -95,19 +99,22 @@ class JobOptions(TypedDict, total=False):
     format: Format | None
     nonfinite_logprobs: Nonfinite
     gather: bool
+    session_prefix: SessionPrefix | None
     watch: Watch | None
 
 
 def run_job(
-    source: str | os.PathLike[str],
+    source: Paths,
     stage: Stage,
     targets: Mapping[str, Target],
     *,
     job: Mapping[str, object] | None = None,
+    inputs: Iterable[Input] = (),
     rejected: str | os.PathLike[str] | None = None,
     format: Format | None = None,
     nonfinite_logprobs: Nonfinite = "raise",
     gather: bool = True,
+    session_prefix: SessionPrefix | None = None,
     watch: Watch | None = None,
 ) -> dict[str, int]:
     """Apply a stage to the turns of files, an empty table if there are none.
@@ -116,9 +123,11 @@ def run_job(
     result has the sums of the integer columns of "report", and the numbers of turns,
     rejected sessions and violations. With ``job`` (what the outputs depend on besides
     the options here, in JSON's types), a first target that is a directory gets parts and
-    their manifest; then all targets are directories.
+    their manifest; then all targets are directories. No target may be one of the source's
+    files or of the other ``inputs``.
     """
     watch = watch or Watch()
+    paths = paths_of(source) or []
     targets = dict(targets)
     if rejected is not None:
         targets["rejected"] = Target(rejected, write_tables)
@@ -128,8 +137,11 @@ def run_job(
     first = next(iter(targets.values()), None)
     folder = None if first is None else folder_of(first.path)
     parts = job is not None and first is not None and is_parts(first.path)
-    _check_paths({name: path for name, (path, _) in outputs.items()}, parts=parts)
-    log = Log(source, format, nonfinite_logprobs, rejected is not None, gather, folder)
+    _check_paths(targets, [*turns_inputs(paths), *inputs], parts=parts)
+    log = Log(
+        *(paths, format, nonfinite_logprobs, rejected is not None, gather, folder),
+        session_prefix,
+    )
     index = log.index()
     if not parts:
         watch.begins(index, 0)
@@ -140,8 +152,9 @@ def run_job(
         **(job or {}),
         "rejected": log.reject,
         "nonfinite_logprobs": nonfinite_logprobs,
+        "session_prefix": session_prefix,
         "outputs": sorted(targets),
-        "source": fingerprint(source, itertools.chain(*log_files(source, format))),
+        "source": fingerprint(paths, itertools.chain(*log_files(paths, format))),
         "limits": [limits.FILE_TURNS, limits.READ_TOKENS],
     }
     folders = [path for path, _ in outputs.values()]
@@ -163,12 +176,6 @@ def run_job(
     return dict(manifest.totals)
 
 
-def is_parts(output: str | os.PathLike[str]) -> bool:
-    """Whether the output is a directory of parts."""
-    text = os.fspath(output)
-    return text.endswith(os.sep) or os.path.isdir(text)
-
-
 def folder_of(output: str | os.PathLike[str]) -> Path:
     """The directory that contains the output; FileNotFoundError if it is missing."""
     folder = Path(output).resolve().parent
@@ -176,17 +183,19 @@ def folder_of(output: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def _check_paths(paths: Mapping[str, Path], *, parts: bool) -> None:
-    """Raise ArgumentError if two targets are the same, or files mix with directories."""
-    names: dict[Path, str] = {}
-    for name, path in paths.items():
-        other = names.setdefault(path.resolve(), name)
-        if other != name:
-            raise ArgumentError(
-                f"{other} and {name} both go to {path}: each needs its own path"
-            )
+def _check_paths(
+    targets: Mapping[str, Target], inputs: list[Input], *, parts: bool
+) -> None:
+    """Raise ArgumentError if a target is an input or another target, or files mix with
+    directories.
+    """
+    check_outputs(
+        {name: (target.path, name) for name, target in targets.items()}, inputs
+    )
+    for name, target in targets.items():
+        path = Path(target.path)
         if parts and kind_of(path):
-            main = next(iter(paths.values()))
+            main = Path(next(iter(targets.values())).path)
             raise ArgumentError(
                 f"{name} goes to the file {path}, and {main} is a directory of parts: "
                 "give a directory"
@@ -259,7 +268,7 @@ def _counts(name: str, table: pa.Table) -> Mapping[str, int]:
 
 
 def linearize_file(
-    source: str | os.PathLike[str],
+    source: Paths,
     output: str | os.PathLike[str],
     policy: str | Policy = "faithful",
     *,
@@ -280,8 +289,8 @@ def linearize_file(
 
     Parameters
     ----------
-    source : path
-        A file or a directory, as for `trajkit.read_turns`.
+    source : path or list of paths
+        Files or directories, as for `trajkit.read_turns`.
     output : path
         A file, or a directory of parts (an existing one, or a path that ends with a
         separator). An interrupted run continues after its last complete part of a
@@ -356,7 +365,7 @@ def linearize_file(
 
 
 def compact_file(
-    source: str | os.PathLike[str],
+    source: Paths,
     output: str | os.PathLike[str],
     **options: Unpack[JobOptions],
 ) -> dict[str, int]:
@@ -387,7 +396,7 @@ def compact_file(
 
 
 def expand_file(
-    source: str | os.PathLike[str],
+    source: Paths,
     output: str | os.PathLike[str],
     **options: Unpack[JobOptions],
 ) -> dict[str, int]:

@@ -24,6 +24,8 @@ from trajkit._streams.lockstep import SessionCursor, one_batch
 from trajkit._streams.session_batches import concat
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.io.formats import paths_in
+from trajkit.io.guard import Input, check_outputs, is_parts, turns_inputs
+from trajkit.io.sources import Paths, paths_of
 from trajkit.io.tables import (
     iter_tables,
     read_any_rows,
@@ -47,7 +49,6 @@ from trajkit.jobs.stages import (
     Watch,
     facts_digest,
     folder_of,
-    is_parts,
     run_job,
 )
 from trajkit.policies import Policy
@@ -60,7 +61,7 @@ from trajkit.verification.run import any_rows, judge_of, numbered, session_fault
 
 def verify_file(
     rows: str | os.PathLike[str],
-    turns: str | os.PathLike[str],
+    turns: Paths,
     output: str | os.PathLike[str],
     policy: str | Policy | None = None,
     *,
@@ -82,7 +83,7 @@ def verify_file(
     rows : path
         A file or a directory of rows, from `trajkit.linearize` or another system.
     turns : path
-        A file or a directory, as for `trajkit.read_turns`.
+        A file or a directory, or a list of them, as for `trajkit.read_turns`.
     output : path
         The file of the violations, or a directory of parts, as for
         `jobs.linearize_file`. Violations of sessions as such (no turns, not contiguous)
@@ -112,6 +113,7 @@ def verify_file(
     """
     judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
     path = Path(rows)
+    inputs = [Input(path)]
     index = index_sessions(paths_in(path), None, None)
     if None in index.turns:
         if len(index.turns) > 1:
@@ -123,10 +125,13 @@ def verify_file(
                 f"the rows of {path} have no session_id, so they are verified together: "
                 "pass a file as output, and no file for rejected sessions"
             )
+        outputs = {"violations": (output, "violations")}
+        check_outputs(outputs, [*turns_inputs(paths_of(turns) or []), *inputs])
         table = read_turns(
             turns,
             format=options.get("format"),
             nonfinite_logprobs=options.get("nonfinite_logprobs", "raise"),
+            session_prefix=options.get("session_prefix"),
         )
         found = judge.found(any_rows(read_any_rows(path)), table)
         write_table(found, output)
@@ -148,7 +153,7 @@ def verify_file(
 
     job = {
         "stage": "verify",
-        "rows": fingerprint(rows, paths_in(path)),
+        "rows": fingerprint([path], paths_in(path)),
         "policy": None if judge.policy is None else asdict(judge.policy),
         "reward": facts_digest(judge.facts),
         "max_row_tokens": max_row_tokens,
@@ -157,7 +162,7 @@ def verify_file(
     options["watch"] = replace(watch, begins=begins)
     targets = {"violations": Target(output, write_tables)}
     with closing(reader):
-        return run_job(turns, stage, targets, job=job, **options)
+        return run_job(turns, stage, targets, job=job, inputs=inputs, **options)
 
 
 class _RowReader:

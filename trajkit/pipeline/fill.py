@@ -11,6 +11,7 @@ from trajkit import _core
 from trajkit._arrow.buffers import pooled
 from trajkit._arrow.categories import dictionary_for
 from trajkit._arrow.export import Array, Column, record_batch
+from trajkit._kernel_names import numbers
 from trajkit._streams import limits
 from trajkit.pipeline.payloads import PathRanges
 from trajkit.pipeline.plan import Plan, choices_of, row_offsets
@@ -22,6 +23,9 @@ from trajkit.schema import ROWS, ROWS_SUFFIX, SPAN, SPAN_KINDS
 from trajkit.turns.calls import Calls, Longs, Records
 from trajkit.turns.prefix_forest import Forest
 from trajkit.turns.table import runs_of
+
+numbers("SpanKind", SPAN_KINDS)
+numbers("SpanLine", [field.name for field in SPAN][:-1])
 
 
 def row_batches(
@@ -38,7 +42,7 @@ def row_batches(
 ) -> Iterator[tuple[Records, pa.RecordBatch]]:
     """`trajkit.schema.ROWS` of a plan, or ``ROWS_SUFFIX``, each batch when it is asked for.
 
-    With each batch come the rows of the plan that it has. ``facts`` are of the same
+    Yields (rows of the plan, batch). ``facts`` are of the same
     sessions; ``ranges`` gives the parts of rows that are parts of recorded paths.
     ``stored`` of the rows is set at once: where what is written of each starts.
     """

@@ -8,10 +8,11 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, canonical
+from trajkit._kernel_names import numbers
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import InvalidTurnsError
 from trajkit.pipeline.subagents import find_dispatches
-from trajkit.policies import NAMED_CHOICES, ParentBy, Policy
+from trajkit.policies import TIE_BREAKS, ParentBy, Policy
 from trajkit.policies import policy as chosen_policy
 from trajkit.schema import DRIFT, LINK_REASONS, LINKS, SEGMENT_KINDS
 from trajkit.turns.call_order import by_prompt
@@ -25,6 +26,9 @@ from trajkit.turns.prefix_forest import Forest, grow
 from trajkit.turns.records import as_turns
 from trajkit.turns.structs import LINK
 from trajkit.turns.validation import check_table
+
+_REASONS = numbers("LinkReason", LINK_REASONS)
+numbers("SegmentKind", ("none", *SEGMENT_KINDS))  # as the records have them
 
 BY_MESSAGES: tuple[ParentBy, ...] = ("messages", "agents", "generations")
 
@@ -96,7 +100,7 @@ def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
             forest.paths,
             keyed.requests,
             policy.merge_threshold,
-            NAMED_CHOICES["tie_break"].index(policy.tie_break),
+            TIE_BREAKS[policy.tie_break],
             links,
         )
     elif policy.parent_by == "agents":
@@ -147,9 +151,9 @@ def _link_in_order(calls: Calls, policy: Policy, links: Records) -> None:
     links["order"][ranked] = index - first
     links["rewritten_by"] = -1
     links["parent"] = index - 1 if previous else -1
-    links["link_reason"] = LINK_REASONS.index("previous" if previous else "root")
+    links["link_reason"] = _REASONS["previous" if previous else "root"]
     links["parent"][starts] = -1
-    links["link_reason"][starts] = LINK_REASONS.index("root")
+    links["link_reason"][starts] = _REASONS["root"]
 
 
 def n_by_tokens(calls: Calls, policy: Policy) -> Longs:

@@ -8,7 +8,8 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow.buffers import pooled
-from trajkit.policies import NAMED_CHOICES, Policy
+from trajkit._kernel_names import numbers
+from trajkit.policies import DRIFT_ACTIONS, TRAINING_ROWS, Policy
 from trajkit.schema import REPORT
 from trajkit.turns.call_order import by_creation
 from trajkit.turns.calls import Calls, Ints, Longs, Records
@@ -17,6 +18,7 @@ from trajkit.turns.structs import CHOICES, ROW
 
 COUNTS = tuple(REPORT.names[REPORT.names.index("turns") :])
 """The columns of the report that the kernel counts, in its order."""
+numbers("ReportCount", COUNTS)
 
 NO_LIMIT = np.iinfo(np.int64).max
 """Of a number that a policy does not limit."""
@@ -47,8 +49,8 @@ def choices_of(policy: Policy, max_tokens: int) -> Records:
         "fork_threshold": policy.fork_threshold,
         "max_tokens": max_tokens,
         "max_rows": NO_LIMIT if policy.max_rows is None else policy.max_rows,
-        "on_drift": NAMED_CHOICES["on_drift"].index(policy.on_drift),
-        "train_in": NAMED_CHOICES["train_in"].index(policy.train_in),
+        "on_drift": DRIFT_ACTIONS[policy.on_drift],
+        "train_in": TRAINING_ROWS[policy.train_in],
         "keep_prefix": policy.keep_prefix,
         "keep_untrained": policy.keep_untrained,
         "keep_empty": policy.keep_empty,

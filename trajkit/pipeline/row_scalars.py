@@ -7,23 +7,18 @@ from trajkit import _core
 from trajkit._arrow.categories import dictionary_for
 from trajkit._arrow.export import Column
 from trajkit._arrow.take import take_run
+from trajkit._kernel_names import numbers
 from trajkit.errors import SchemaError
+from trajkit.learn.rewards import final_rows, spread
 from trajkit.policies import Policy
 from trajkit.schema import ROWS, SEGMENT_KINDS
-from trajkit.training.rewards import final_rows, spread
 from trajkit.turns.calls import Calls, Records
 
 # columns in the order in which the kernel fills them (_native/fill/row_scalars.pxi)
-_INTS = (
-    "row_index",
-    "suffix_start",
-    "prompt_length",
-    "parent_row",
-    "shared_length",
-    "last_turn",
-)
+_INTS = tuple(_core.ENUMS["RowInt"])
 _NULLABLE = ("parent_row", "row_weight", "segment_kind")
 _FLAGS = ("truncated", "use_tool", "ill_formed")
+numbers("RowBit", _NULLABLE + _FLAGS)
 
 
 def row_scalars(

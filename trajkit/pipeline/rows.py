@@ -239,7 +239,7 @@ def linearize(
 
 
 def reads_turns(policy: Policy) -> bool:
-    """Whether a policy reads the bodies of messages, or which tokens have a logprob.
+    """Whether linearize needs columns besides ids, keys and flags.
 
     If not, rows depend on the records of calls and the keys of messages alone.
     """
@@ -265,7 +265,7 @@ def _tables(made: list[Batches], schema: pa.Schema, report: bool) -> object:
 def _pairs(
     batches: Iterable[pa.RecordBatch], report: pa.RecordBatch | None
 ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
-    """Pair each batch with a report: empty, but for the last batch."""
+    """Yield (batch, report); only the last report has rows."""
     assert report is not None
     before: pa.RecordBatch | None = None
     for batch in batches:

@@ -54,7 +54,7 @@ class Spliced:
         length = self.calls["prompt_len"][call] - place
         inside = np.clip(n_tokens - place, 0, length)
         found = np.stack([row, place, call, start, inside])
-        # rows start with prompts up to the first that repeats its row in other tokens
+        # until the first call whose prompt has its row in other tokens
         other = np.cumsum((parent >= 0) & ~self.whole[call])
         heads = (parent >= 0) & (other == other[offsets[:-1]][row])
         zero = np.zeros_like(row)

@@ -6,7 +6,6 @@ is not installed, and for its tables what the function that makes them raises.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,21 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table
-from trajkit.analysis.colors import (
-    COLORS,
-    MUTED,
-    OUTPUTS,
-    REGIONS,
-    ROLES,
-    TEXT,
-    TIMES,
-)
-from trajkit.analysis.run_metrics import metrics_by_step
+from trajkit._arrow.canonical import TableLike
+from trajkit.analysis.colors import MUTED, OUTPUTS, ROLES, TEXT, TIMES
 from trajkit.errors import ArgumentError
 from trajkit.plot.markup import printable, words
-from trajkit.plot.run_values import Values, run_values, tokens_by_fate
 from trajkit.plot.timeline import Slice, slices_of
 from trajkit.plot.turn_tokens import session_tokens
 from trajkit.policies import Policy
@@ -59,14 +47,6 @@ _STYLE: dict[Any, Any] = {
     "xtick.labelcolor": TEXT,
     "ytick.color": MUTED,
     "ytick.labelcolor": TEXT,
-}
-_TRENDS = {
-    "reward/mean": "mean reward",
-    "tokens/trained_share": "share of sampled tokens trained",
-    "drift/turn_share": "share of turns that drift",
-    "length/turns": "turns per session",
-    "length/output": "output tokens per turn",
-    "logprob/mean": "mean logprob",
 }
 
 
@@ -107,110 +87,6 @@ def tokens(
         below.set(title=title, ylabel="tokens", xlabel="turn")
         step = -(-n // 40)
         below.set_xticks(range(0, n, step), [str(turn) for turn in found.turns[::step]])
-    return figure
-
-
-def drift(drift: TableLike) -> Figure:
-    """Turns that drift and the sampled tokens at stake, by cause and region.
-
-    Parameters
-    ----------
-    drift : table
-        `trajkit.schema.DRIFT`, from `trajkit.classify_drift`.
-    """
-    table = as_table(drift)
-    drifted = table.filter(pc.greater(table["size"], 0))
-    lines = drifted.select(["cause", "region", "tokens_after_drift"]).to_pylist()
-    at_stake: Counter[str] = Counter()
-    for line in lines:
-        at_stake[line["cause"]] += line["tokens_after_drift"]
-    causes = sorted(at_stake, key=lambda cause: (at_stake[cause], cause))
-    title = f"Drift: {len(lines):,} of {table.num_rows:,} turns that continue another"
-    with _figure(title) as figure:
-        figure.set_size_inches(9, 1.8 + 0.32 * max(len(causes), 1))
-        axes = figure.subplots(1, 2, sharey=True)
-        for ax, name in zip(axes, ("turns", "sampled tokens at stake"), strict=True):
-            counts = {region: np.zeros(len(causes)) for region in REGIONS}
-            for line in lines:
-                n = 1 if name == "turns" else line["tokens_after_drift"]
-                counts[line["region"]][causes.index(line["cause"])] += n
-            _bars(ax.barh, counts, REGIONS)
-            ax.xaxis.set_major_formatter("{x:,.0f}")
-            for y, total in enumerate(np.sum([*counts.values()], 0)):
-                _label(ax, total, y, f"{total:,.0f}")
-            ax.set(title=name, ylim=(-0.6, max(len(causes), 2) - 0.4))
-            ax.set_yticks(range(len(causes)), [words(cause) for cause in causes])
-            ax.margins(x=0.12)
-            ax.locator_params(axis="x", integer=True)
-        _legend(figure, REGIONS, {line["region"] for line in lines})
-    return figure
-
-
-def policies(simulation: TableLike) -> Figure:
-    """What each policy trains, loses (by reason) and costs.
-
-    Parameters
-    ----------
-    simulation : table
-        `trajkit.schema.SIMULATION`, from `trajkit.simulate`.
-    """
-    lines = as_table(simulation).to_pylist()[::-1]
-    sampled = lines[0]["tokens_sampled"] if lines else 0
-    fates = [tokens_by_fate(line) for line in lines]
-    counts = {kind: np.array([fate[kind] for fate in fates]) for kind in OUTPUTS}
-    with _figure(f"What policies keep of {sampled:,} sampled tokens") as figure:
-        figure.set_size_inches(10, 1.9 + 0.3 * len(lines))
-        kept, cost = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-        shares = {kind: 100 * of / max(sampled, 1) for kind, of in counts.items()}
-        _bars(kept.barh, shares, OUTPUTS)
-        kept.xaxis.set_major_formatter("{x:,.0f}")
-        for y, share in enumerate(shares["trained"]):
-            _label(kept, 100, y, f"{share:.1f} %")
-        kept.set(title="sampled tokens, in percent", xlim=(0, 100))
-        kept.set_yticks(range(len(lines)), [line["policy"] for line in lines])
-        forward = [line["tokens_forward"] for line in lines]
-        shared = [line["tokens_forward_shared"] for line in lines]
-        cost.barh(range(len(lines)), forward, color=COLORS["context"])
-        cost.barh(range(len(lines)), shared, color=MUTED, height=0.35)
-        for y, line in enumerate(lines):
-            _label(cost, forward[y], y, f"{line['rows']:,} rows")
-        cost.set(title="tokens of all rows (dark: shared prefixes once)")
-        cost.margins(x=0.2)
-        cost.locator_params(axis="x", nbins=5)
-        cost.xaxis.set_major_formatter("{x:,.0f}")
-        _legend(figure, OUTPUTS, {kind for kind, of in counts.items() if of.sum()})
-    return figure
-
-
-def run(
-    turns: TableLike, report: TableLike, policy: str | Policy = "faithful"
-) -> Figure:
-    """The distributions of a run, and its averages over the training steps.
-
-    Histograms, and a curve of each average if there are two steps or more.
-
-    Parameters
-    ----------
-    turns, report, policy
-        As for `trajkit.analysis.metrics_by_step`.
-    """
-    values = run_values(turns, report)
-    steps = metrics_by_step(turns, report, policy)
-    trends = _TRENDS if len(steps) > 1 else {}
-    rows = -(-len(values) // 3) + -(-len(trends) // 3)
-    title = f"{len(values[0].numbers):,} sessions, {len(values[1].numbers):,} turns"
-    with _figure(title) as figure:
-        figure.set_size_inches(10, 0.6 + 2.3 * rows)
-        axes = iter(figure.subplots(rows, 3, squeeze=False).flat)
-        for one, ax in zip(values, axes, strict=False):
-            _histogram(ax, one)
-        for (name, title), ax in zip(trends.items(), axes, strict=False):
-            known = [step for step in steps if name in steps[step]]
-            means = [steps[step][name] for step in known]
-            ax.plot(known, means, color=COLORS["trained"], marker="o", markersize=3)
-            ax.set(title=title, xlabel="step")
-            if not known:
-                _note(ax, "unknown")
     return figure
 
 
@@ -285,8 +161,8 @@ def _figure(title: str) -> Iterator[Figure]:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ArgumentError(
-            "this picture needs matplotlib: pip install 'trajkit[plot]'. `forest`, `trace` "
-            "and `report` work without it"
+            "this picture needs matplotlib: pip install 'trajkit[plot]'. `forest` and "
+            "`trace` work without it"
         ) from error
     with mpl.rc_context(_STYLE):
         figure = Figure(layout="constrained")
@@ -315,24 +191,6 @@ def _bars(
             label = f"{words(kind)} {of.sum():,.0f}"
             draw(range(len(of)), of, width, base, color=colors[kind], label=label)
             base = base + of
-
-
-def _label(ax: Axes, x: float, y: float, text: str) -> None:
-    """A text to the right of the end of a bar."""
-    place: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points"}
-    ax.annotate(text, (x, y), **place, va="center", annotation_clip=False)
-
-
-def _histogram(ax: Axes, values: Values) -> None:
-    ax.set(title=values.title, ylabel=values.of)
-    if not len(values.numbers):
-        _note(ax, "unknown")
-        return
-    ax.stairs(*values.histogram(), fill=True, color=COLORS["trained"])
-    ax.axvline(values.numbers.mean(), color=TEXT, linewidth=1, linestyle=":")
-    ax.set_xlabel(f"mean {values.numbers.mean():,.4g}, max {values.numbers.max():,.4g}")
-    ax.locator_params(axis="x", nbins=6)
-    ax.locator_params(axis="y", integer=True)
 
 
 def _note(ax: Axes, text: str) -> None:

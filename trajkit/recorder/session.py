@@ -95,7 +95,7 @@ class Recording:
             trainable is not False,
             use_tool is True,
             ill_formed is True,
-            STOPS.index(reason) if reason in STOPS else 0,
+            STOPS.get(reason, STOPS["other"]),
         )
 
     def match(

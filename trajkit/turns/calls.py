@@ -15,6 +15,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arrow.buffers import pooled, pooled_zeros
 from trajkit._arrow.canonical import place
+from trajkit._kernel_names import numbers
 from trajkit.errors import InvalidTurnsError
 from trajkit.turns.structs import CALL, REQUEST
 from trajkit.turns.table import Turns, locate, runs_of
@@ -23,37 +24,30 @@ Records: TypeAlias = npt.NDArray[np.void]
 Longs: TypeAlias = npt.NDArray[np.int64]
 Ints: TypeAlias = npt.NDArray[np.int32]
 
-# The columns that the kernel reads, in its order (arrow/import.pxi); their names in delta
-# form, where they differ; and the columns that only the delta form has.
-_COLUMNS = (
-    "turn_index",
-    "prompt_ids",
-    "output_ids",
-    "output_logprobs",
-    "finish_reason",
-    "messages",
-    "response",
-    "use_tool",
-    "ill_formed",
-    "trainable",
-    "output_mask",
-)
-_DELTA_NAMES = {"prompt_ids": "suffix_ids", "messages": "suffix_messages"}
+# Only the delta form has the last columns that the kernel reads (arrow/import.pxi); others
+# have other names in it.
 _DELTA_COLUMNS = ("base_turn", "shared_length", "shared_messages")
-# The error texts of the faults that the kernel reports, from 1 on. A column stands for its
-# value or, if that is a list, for its length.
-_FAULTS = (
-    "{own} contains a null; every id is needed",
-    "output_ids contains a null; every id is needed",
-    "{output_logprobs} logprobs for {output_ids} output ids",
-    "a message has no key, which is needed to find parents",
-    "follows turn {before}; turn_index must ascend within a session",
-    "base_turn {base_turn} is not an earlier turn of the session",
-    "shared_length is {shared_length}: expected 0 to {most}, tokens of the base",
-    "shared_messages is {shared_messages}: expected 0 to {most}, messages of the base",
-    "{output_mask} elements of output_mask for {output_ids} output ids",
-    "output_mask contains a null; expected true or false for every output id",
-)
+_COLUMNS = tuple(n for n in _core.ENUMS["TurnColumn"] if n not in _DELTA_COLUMNS)
+_DELTA_NAMES = {"prompt_ids": "suffix_ids", "messages": "suffix_messages"}
+# The error texts of the faults that the kernel reports. A column's name is replaced by its
+# value or, if that is a list, by its length.
+_FAULTS = {
+    "none": "",
+    "own_null": "{own} contains a null; every id is needed",
+    "out_null": "output_ids contains a null; every id is needed",
+    "logprobs": "{output_logprobs} logprobs for {output_ids} output ids",
+    "key": "a message has no key, which is needed to find parents",
+    "order": "follows turn {before}; turn_index must ascend within a session",
+    "base": "base_turn {base_turn} is not an earlier turn of the session",
+    "shared": "shared_length is {shared_length}: expected 0 to {most}, tokens of the base",
+    "shared_messages": "shared_messages is {shared_messages}: expected 0 to {most}, "
+    "messages of the base",
+    "mask_length": "{output_mask} elements of output_mask for {output_ids} output ids",
+    "mask_null": "output_mask contains a null; expected true or false for every output id",
+}
+_TEXT_OF_FAULT = {
+    number: _FAULTS[name] for name, number in numbers("TurnFault", [*_FAULTS]).items()
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +179,7 @@ def read_calls(turns: pa.Table | Turns) -> Calls:
 
 def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:
     """The error text of a fault that the kernel found."""
-    text, names = _FAULTS[fault - 1], table.column_names
+    text, names = _TEXT_OF_FAULT[fault], table.column_names
     values = {name: table.column(name)[row] for name in names if f"{{{name}}}" in text}
     fields = {
         name: len(value) if hasattr(value, "__len__") else value

@@ -18,6 +18,7 @@ from trajkit.schema import MM_ITEM, TURNS, WEIGHT_VERSION
 from trajkit.turns.calls import Longs
 from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep
 from trajkit.turns.flat_buffers import offsets_of
+from trajkit.turns.mapping import MapLike, read_map
 from trajkit.turns.messages import NO_IDS, Ids, MessageBook, check_text, encode
 from trajkit.turns.mm_items import Ints
 from trajkit.turns.python_lists import ListBuilder, checked_ids, read_logprobs
@@ -44,6 +45,7 @@ _SPELLED["logprobs"] = "output_logprobs"
 def from_records(
     records: Iterable[Record],
     *,
+    map: MapLike | None = None,
     nonfinite_logprobs: Literal["raise", "null"] = "raise",
 ) -> pa.Table:
     """Make a table of turns from recorded calls, one dict per call.
@@ -58,8 +60,8 @@ def from_records(
         that are not listed become extra columns; an array of several dimensions becomes
         a nested list. Messages must not change while the records are read.
 
-        ``session_id`` : str
-            The agent run.
+        ``session_id`` : str or int
+            The agent run; an integer becomes its text.
         ``prompt_ids``, ``output_ids`` : ints in [0, 2**31)
             A list, tuple, range, or one-dimensional array or buffer of integers, not
             bools.
@@ -87,6 +89,10 @@ def from_records(
         ``mm_items`` : list of dict
             The images of the prompt, as `trajkit.schema.MM_ITEM` has them; their tokens
             in ``prompt_ids`` are `trajkit.turns.content_ids`.
+    map : dict, str or path, optional
+        Where the records have these keys, if not at their top under these names, as for
+        `trajkit.import_turns`: ``{"session_id": "run.id"}``,
+        ``"session_id=run.id,prompt_ids=prompt_token_ids"``, or a TOML file.
     nonfinite_logprobs : {"raise", "null"}
         How to treat NaN, the infinities, and values of -9999 and below, which engines
         write if they have no logprob.
@@ -103,8 +109,11 @@ def from_records(
         and rule.
     """
     batch = _Batch()
+    own = None if map is None else read_map(map)
     for number, record in enumerate(records):
         try:
+            if own is not None and isinstance(record, Mapping):
+                record = own.renamed(record)
             batch.add(record, number)
         except RecursionError:
             raise InvalidTurnsError(
@@ -164,11 +173,17 @@ class _Batch:
             if name not in FIELDS:
                 check_extra(name, f"record {number} has the key", record)
         session_id = record.get("session_id")
+        if isinstance(session_id, int | np.integer) and not isinstance(
+            session_id, bool
+        ):
+            session_id = str(session_id)
         if not isinstance(session_id, str):
             found = f"session_id is {session_id!r}"
             if "session_id" not in record:
                 found = f"no session_id, only {', '.join(map(str, record))}"
-            raise InvalidTurnsError(f"record {number}: {found}: expected a string")
+            raise InvalidTurnsError(
+                f"record {number}: {found}: expected a string or an integer"
+            )
         session = self.sessions.get(session_id)
         if session is None:
             check_text(session_id, f"record {number}: session_id")

@@ -16,7 +16,7 @@ Bools = npt.NDArray[np.bool_]
 
 def aborted_calls(calls: Calls) -> Bools:
     """Calls whose finish_reason is "abort", shape (n_calls,)."""
-    aborted: Bools = calls.calls["stop"] == STOPS.index("abort")
+    aborted: Bools = calls.calls["stop"] == STOPS["abort"]
     return aborted
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import schema
+from trajkit._arguments import check_choice
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import (
     TableLike,
@@ -39,7 +40,9 @@ REJECTED = pa.schema(
         pa.field("session_id", pa.string(), nullable=False),
         # the first rule that it breaks, with position and value
         pa.field("reason", pa.string(), nullable=False),
-    ]
+    ],
+    # so that readers of a directory of turns skip it
+    metadata={"trajkit.table": "rejected"},
 )
 """The rejected sessions that `reject_sessions` returns: one row per session."""
 
@@ -208,13 +211,17 @@ def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
     return _checked(_settle(turns, nonfinite_logprobs), _stored_checks(turns)[1])
 
 
-def reject_turns(turns: pa.Table, nonfinite: Nonfinite) -> tuple[pa.Table, pa.Table]:
-    """As `reject_sessions`, by the rules of `check_turns`."""
-    return _reject(turns, *_stored_checks(turns), nonfinite)
+def reject_turns(
+    turns: pa.Table, nonfinite: Nonfinite, *, bodies: bool = False
+) -> tuple[pa.Table, pa.Table]:
+    """As `reject_sessions`, by the rules of `check_turns`, and those on ``bodies``."""
+    return _reject(turns, *_stored_checks(turns, bodies=bodies), nonfinite)
 
 
-def _stored_checks(turns: pa.Table) -> tuple[pa.Schema, tuple[Check, ...]]:
-    plan, checks = _plan(turns, "turns", bodies=False)
+def _stored_checks(
+    turns: pa.Table, *, bodies: bool = False
+) -> tuple[pa.Schema, tuple[Check, ...]]:
+    plan, checks = _plan(turns, "turns", bodies)
     return plan, tuple(one for one in checks if one is not turn_rules.prompts_not_empty)
 
 
@@ -329,10 +336,7 @@ def _settle(table: pa.Table, nonfinite: Nonfinite) -> pa.Table:
     """Turns with 0.0 under every null logprob, and null for values that are none."""
     if "output_logprobs" not in table.column_names:
         return table
-    if nonfinite not in ("raise", "null"):
-        raise ValueError(
-            f"nonfinite_logprobs={nonfinite!r}: expected 'raise' or 'null'"
-        )
+    check_choice("nonfinite_logprobs", nonfinite, Nonfinite)
     at = table.column_names.index("output_logprobs")
     column = table.column(at)
     chunks = [_settle_chunk(chunk, nonfinite == "null") for chunk in column.chunks]

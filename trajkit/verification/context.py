@@ -102,9 +102,14 @@ class Case:
         calls = self.turns.calls
         failed = errored(self.facts)
         flags: Bools = calls.calls["trainable"].astype(np.bool_)
-        if self.policy is None or not self.policy.train_aborted:
+        if self.policy is not None and not self.policy.train_aborted:
             flags &= ~aborted_calls(calls)
         return flags & ~failed[calls.session_of()]
+
+    @property
+    def trains_again(self) -> bool:
+        """Whether a token may train in several rows."""
+        return self.policy is None or self.policy.train_in == "every"
 
     @property
     def splices(self) -> bool:
@@ -148,7 +153,7 @@ class Case:
         """
         calls, outputs = self.turns.calls, self.turns.outputs
         policy = self.policy
-        if policy is not None and not policy.keeps_all:
+        if policy is None or not policy.keeps_all:
             return np.zeros(len(outputs.values), np.bool_)
         owner = outputs.owner
         tokens = self.routed[owner] & self.may_train

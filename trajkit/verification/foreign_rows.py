@@ -84,6 +84,8 @@ def verify_located(case: Case) -> None:
         for first, n in consecutive(at, np.zeros(len(at), np.int64)):
             detail = f"loss_mask is true for {n} tokens that are no turn's output"
             case.report("mask", detail, row, None, at[first])
+    if case.policy is None:  # it may lose or leave out any output
+        return
     _look_everywhere(case, found)
     _not_located(case, found)
 
@@ -155,18 +157,18 @@ class _Located:
             left[at] = False
             twice[at] = -1
             self._compare(row, call, start, at)
-            if not place.in_context and not case.splices:
+            if not (place.in_context or case.splices or case.policy is None):
                 n_prompt = len(case.turns.prompts[call])
                 detail = (
                     f"trained at token {start}, sampled at token {n_prompt} or after other "
                     "tokens"
                 )
                 case.report("context", detail, row, call, at[0])
-        again = np.flatnonzero(twice >= 0)
+        again = np.flatnonzero((twice >= 0) & (not case.trains_again))
         for first, n in consecutive(again, twice[again]):
             detail = f"{n} tokens that an earlier row trains"
             case.report("trained_twice", detail, row, twice[again[first]], again[first])
-        left[again] = False
+        left[twice >= 0] = False
         return left
 
     def _compare(self, row: int, call: int, start: int, at: Longs) -> None:
@@ -249,11 +251,8 @@ def _look_everywhere(case: Case, found: _Located) -> None:
 def _not_located(case: Case, found: _Located) -> None:
     """Report outputs that no row contains, and tokens that no row trains."""
     outputs = case.turns.outputs
-    hidden = [
-        call
-        for call in np.flatnonzero((outputs.lengths > 0) & case.trainable)
-        if call not in found.seen
-    ]
+    due = np.bincount(outputs.owner, case.must_train, len(outputs)) > 0
+    hidden = [call for call in np.flatnonzero(due) if call not in found.seen]
     for call in hidden:
         detail = (
             f"no row contains the prompt's end followed by the {outputs.lengths[call]} "

@@ -1,9 +1,11 @@
 """`verify`: compare rows with the turns they came from and list every violation."""
 
+import math
 from collections.abc import Container, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TypedDict, Unpack, overload
+from operator import itemgetter
+from typing import TypedDict, Unpack, get_args, overload
 
 import numpy as np
 import pyarrow as pa
@@ -25,13 +27,13 @@ from trajkit._streams.lockstep import (
 from trajkit._streams.session_batches import whole_sessions
 from trajkit.errors import SchemaError
 from trajkit.pipeline.suffix_layout import full_rows
-from trajkit.policies import Policy
+from trajkit.policies import PRESETS, MissingLogprobs, Policy, Rewards
 from trajkit.policies import policy as named_policy
 from trajkit.turns.calls import Calls, read_calls
 from trajkit.turns.flat_buffers import flat_rows, flat_turns, sessions_of, spans_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
-from trajkit.verification import row_rules, span_rules, splice_rules
+from trajkit.verification import policy_rows, row_rules, span_rules, splice_rules
 from trajkit.verification.context import Case, Violation, violations_table
 from trajkit.verification.foreign_rows import foreign_rows, verify_located
 from trajkit.verification.row_rules import WeighBy
@@ -93,11 +95,16 @@ def verify(
         batches of a session are contiguous, and rows have their sessions in the order
         of the turns. Rows then need a ``session_id``.
     policy : str or Policy, optional
-        The policy that made the rows. It decides how often a token may train:
-        ``slime``, ``trl``, ``segments`` and ``miles`` train no token twice; ``nemo``
-        trains each token of a row's turns once in that row; ``polar`` trains each token
-        once or reports it as cut or dropped. Other policies, and None, train every
-        token that may be trained exactly once.
+        The policy that made the rows. Rows that break no other rule are compared with
+        those that `trajkit.linearize` makes under it, which is the rule ``policy``. Before
+        that, it decides how often a token may train: ``slime``, ``trl``, ``segments`` and
+        ``miles`` train no token twice; ``nemo`` trains each token of a row's turns once
+        in that row; ``polar`` trains each token once or reports it as cut or dropped;
+        other policies train every token that may be trained exactly once. None: only
+        what is true under every policy is checked. Trained tokens were sampled and have
+        the engine's logprobs, but which of them train, and how often, is not judged.
+        Rows with spans then pass if they keep the rules of some preset; else the
+        violations are those of the preset with the fewest.
     reward, sessions : optional
         As given to `trajkit.linearize`. Without them and without rewards in the turns,
         the rewards of a session's rows must be equal, or the policy's shares of one
@@ -137,8 +144,10 @@ def verify(
     ... )
     >>> tk.verify(tk.linearize(turns), turns).num_rows
     0
-    >>> rows = {"input_ids": [[1, 2, 3]], "loss_mask": [[0, 1, 0]]}
-    >>> found = tk.verify(pa.table(rows), turns)
+    >>> rows = pa.table({"input_ids": [[1, 2, 3]], "loss_mask": [[0, 1, 0]]})
+    >>> tk.verify(rows, turns).num_rows
+    0
+    >>> found = tk.verify(rows, turns, "faithful")
     >>> found.select(["turn_index", "token", "rule"]).to_pylist()
     [{'turn_index': 0, 'token': 1, 'rule': 'not_trained'}]
     """
@@ -189,7 +198,7 @@ def numbered(
     first, counted = 0, None
     for batch in batches:
         if not isinstance(batch, pa.RecordBatch):
-            yield batch  # `Beside` refuses it
+            yield batch  # SessionCursor raises SchemaError for it
             continue
         table = pa.Table.from_batches([batch])
         names = table.column_names
@@ -245,6 +254,44 @@ class Judge:
 
     def found(self, rows: pa.Table, turns: pa.Table) -> pa.Table:
         """Violations in rows that `any_rows` has cast, compared with these turns."""
+        if self.policy is not None or "spans" not in rows.column_names:
+            return violations_table(*self._found(rows, turns))
+        return self._under_any_policy(rows, turns)
+
+    def _under_any_policy(self, rows: pa.Table, turns: pa.Table) -> pa.Table:
+        """The violations that rows of no policy have: of the policy with the fewest."""
+        best: dict[str | None, list[Violation]] = {}
+        fewest: tuple[float, Policy] = math.inf, PRESETS["faithful"]
+        names: list[str] = []
+        left = rows, turns
+        for policies in (PRESETS.values(), None):
+            for policy in policies or _variants(fewest[1]):
+                judge = replace(self, policy=policy)
+                found, known = judge._found(*left, compared=False)
+                own: dict[str | None, list[Violation]] = {}
+                for one in found:
+                    own.setdefault(one.session_id, []).append(one)
+                fewest = min(fewest, (len(found), policy), key=itemgetter(0))
+                first = not names
+                names = names or known
+                if first:
+                    best = own
+                for name in [*best]:
+                    best[name] = min(best[name], own.get(name, []), key=len)
+                best = {name: kept for name, kept in best.items() if kept}
+                if not best:
+                    return violations_table([], names)
+                wrong = pa.array([*best], pa.string())
+                left = tuple(
+                    table.filter(pc.is_in(table["session_id"].cast(pa.string()), wrong))
+                    for table in left
+                )
+        return violations_table([one for kept in best.values() for one in kept], names)
+
+    def _found(
+        self, rows: pa.Table, turns: pa.Table, *, compared: bool = True
+    ) -> tuple[list[Violation], list[str]]:
+        """The violations, and the sessions; ``compared`` with the policy's rows, too."""
         own = "spans" in rows.column_names
         calls = read_calls(turns)
         found: list[Violation] = []
@@ -276,7 +323,22 @@ class Judge:
                 _verify_own(case, self.known, self.weigh_by)
             else:
                 verify_located(case)
-        return violations_table(found, names)
+            if compared:
+                policy_rows.compare(case, own=own)
+        return found, names
+
+
+def _variants(policy: Policy) -> Iterator[Policy]:
+    """The policy with other choices on which rules depend."""
+    for missing in get_args(MissingLogprobs):
+        for aborted in (False, True):
+            for rewards in get_args(Rewards):
+                yield named_policy(
+                    policy,
+                    missing_logprobs=missing,
+                    train_aborted=aborted,
+                    rewards=rewards,
+                )
 
 
 def _parts(calls: Calls, session: Rows) -> Iterator[tuple[Calls, Rows]]:

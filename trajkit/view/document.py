@@ -26,6 +26,7 @@ SCRIPTS = (
     "drift.js",
     "forest.js",
     "tokens.js",
+    "conversation.js",
     "compare.js",
     "run.js",
     "app.js",
@@ -110,6 +111,7 @@ def page(
     rows: TableLike | None = None,
     pack_tokens: int | None = None,
     against: tuple[str, TableLike, TableLike | None] | None = None,
+    paper: bool = False,
 ) -> str:
     """Make one HTML file of a run. It needs no server and no network.
 
@@ -135,6 +137,9 @@ def page(
         Show the packs of at most this many tokens that the rows of a session make.
     against : tuple, optional
         The title, turns and sessions (or None) of a second run to compare with.
+    paper : bool
+        Show the run and one session after the other, to be printed or saved as a PDF. The
+        page says how many sessions of a larger run it leaves out.
     """
     named = chosen(policies)
     runs = [(title, turns, sessions), *([] if against is None else [against])]
@@ -157,7 +162,7 @@ def page(
         )
         data.append((f"index-{number}", packed(tables.index(name, len(runs)))))
         data += _data(tables, number)
-    return document(title, data)
+    return document(title, data, "paper" if paper else "file")
 
 
 def chosen(policies: Chosen) -> list[Policy]:
@@ -185,7 +190,7 @@ def _data(tables: ViewTables, run: int) -> Iterator[tuple[str, bytes]]:
 def document(
     title: str,
     data: Iterable[tuple[str, bytes]] = (),
-    mode: Literal["file", "live"] = "file",
+    mode: Literal["file", "live", "paper"] = "file",
 ) -> str:
     """The HTML around the data.
 
@@ -199,6 +204,8 @@ def document(
         "default-src": "'none'",
         "script-src": hashes,
         "style-src": _hash(style),
+        # thumbnails of images that messages contain
+        "img-src": "data:",
         "connect-src": "'self'" if mode == "live" else "'none'",
         "base-uri": "'none'",
         "form-action": "'none'",

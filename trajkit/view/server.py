@@ -87,6 +87,9 @@ class LiveRun:
                     return packed({**index, **live, "version": self._version})
                 case "vocabulary":
                     return packed(self._of_run(policies).vocabulary())
+                case "search":
+                    tables = self._of_run(self._options.policies)
+                    return packed(tables.search(query["word"][0]))
                 case "session":
                     session_id = query["id"][0]
                     return self._tables(policies, session_id).chunk(session_id)

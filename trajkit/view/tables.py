@@ -26,10 +26,11 @@ from trajkit.analysis.row_reasons import why
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.simulation import Simulation, label
 from trajkit.analysis.tokenizer import Tokenizer
+from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, MENDS
 from trajkit.packs.packing import pack
 from trajkit.pipeline.links import link
 from trajkit.pipeline.rows import linearize
-from trajkit.policies import Policy
+from trajkit.policies import Policy, rule_of
 from trajkit.schema import LOSSES
 from trajkit.turns.delta import compact
 from trajkit.turns.session_metadata import session_facts
@@ -234,7 +235,9 @@ class ViewTables:
         return {
             "title": title,
             "runs": n_runs,
-            "losses": list(LOSSES),
+            "losses": {name: LOSS_WORDS[name] for name in LOSSES},
+            "groups": LOSS_GROUPS,
+            "causes": MENDS,
             "text": self._text,
             "tokenizer": self._tokenizer is not None,
             "policies": simulation.table().to_pylist(),
@@ -314,6 +317,22 @@ class ViewTables:
         return gzip.compress(
             struct.pack("<I", len(head)) + head + sink.getvalue().to_pybytes(), mtime=0
         )
+
+    def search(self, word: str) -> list[str]:
+        """The sessions one of whose messages contains a word, in either case."""
+        if not self._text:
+            return []
+        found: set[str] = set()
+        for name in ("suffix_messages", "response"):
+            column = self._turns.table[name]
+            ids = self._turns.table["session_id"]
+            if name == "suffix_messages":
+                ids = ids.take(pc.list_parent_indices(column))
+                column = pc.list_flatten(column)
+            bodies = pc.struct_field(column, "body")
+            hits = pc.match_substring(bodies, word, ignore_case=True)
+            found.update(ids.filter(hits.fill_null(False)).to_pylist())
+        return [session_id for session_id in self.session_ids if session_id in found]
 
     def vocabulary(self) -> dict[str, Any] | None:
         """The text of every token that occurs; None without a tokenizer or text."""
@@ -423,23 +442,14 @@ def _finite(number: float | None) -> float | None:
 
 
 def _rule(policy: Policy) -> str:
-    """What a policy does where a prompt drifts, in a sentence or two."""
-    n = policy.fork_threshold
+    """What a policy does where a prompt drifts, in a few sentences."""
     if policy.parent_by == "none":
         return "Every call is a row."
     if policy.parent_by == "generations":
+        n = policy.fork_threshold
         return f"A call is refused if its prompt drifts by {n:,} or more tokens."
-    rule = {
-        "fork": "A new row starts.",
-        "absorb_short_reply": f"If the next reply has fewer than {n:,} tokens, the row "
-        "continues with the prompt's tokens; otherwise a new row starts.",
-        "absorb_short_drift": f"If fewer than {n:,} tokens of the row differ, the row "
-        "continues with the prompt's tokens; otherwise a new row starts.",
-        "absorb_any": "The row continues with the prompt's tokens.",
-        "splice": "The row keeps the reply as sampled and continues after the prompt's "
-        "next end of turn.",
-    }[policy.on_drift]
-    if policy.on_drift.startswith("absorb"):
+    rule = rule_of(policy, "on_drift")
+    if policy.absorbs:
         rule += (
             " A reply that drifted is then trained up to the drift."
             if policy.keep_prefix

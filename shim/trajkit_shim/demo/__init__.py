@@ -112,6 +112,9 @@ def run_demo(
     ):
         rollouts.try_out()
         ended = rollouts.run(url)
+    # so that commands show text
+    tokenizer = out / "tokenizer.json"
+    load_tokenizer().backend_tokenizer.save(str(tokenizer))
     turns, table = tk.read_turns(log.path), out / "agents/sessions.parquet"
     graded = tk.read_sessions(table)
     for policy in PRESETS:
@@ -128,7 +131,10 @@ def run_demo(
         for command in (f"drift {run}", f"simulate {run} --sessions {ends}"):
             sys.stdout.write(f"\n$ trajkit {command}\n")
             main(shlex.split(command))
-        sys.stdout.write(f"\nrows   {out}/rows-POLICY.parquet\nagents {out}/agents\n")
+        sys.stdout.write(
+            f"\nrows      {out}/rows-POLICY.parquet\nagents    {out}/agents\n"
+            f"tokenizer {tokenizer} (--tokenizer, for files elsewhere)\n"
+        )
     return 0 if all(rollout.reward == 1 for rollout in ended) else 1
 
 

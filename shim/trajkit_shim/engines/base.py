@@ -4,9 +4,9 @@ An engine sees ids and sampling parameters, but no text and no messages. The gat
 tokenizes and detokenizes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,11 @@ class Sampling:
     extra: dict[str, object] = field(default_factory=dict)
 
 
+ENDED = frozenset({"stop", "tool_calls"})
+"""Finish reasons of replies that the model ended. With ``length`` they are those of
+complete replies; a word that is not known is of an incomplete one."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSpan:
     """Output tokens ``start:stop`` were sampled with the weights ``version``."""
@@ -48,7 +53,8 @@ class Sample:
     # shape (n_output,): log-probability of each output id under the distribution it was
     # drawn from
     output_logprobs: npt.NDArray[np.float32] | None
-    finish_reason: str  # the engine's own word: stop, length, abort, ...
+    # the engine's own word: stop, length, abort, ...
+    finish_reason: str | None
     weight_versions: tuple[WeightSpan, ...] = ()
     # prompt tokens taken from the engine's prefix cache
     cached_tokens: int | None = None
@@ -57,6 +63,18 @@ class Sample:
     prompt_ids: npt.NDArray[np.int32] | None = None
     # shape (n_prompt + n_output - 1, n_layers, n_experts): of every token but the last
     routed_experts: npt.NDArray[np.int16] | None = None
+    # for each output id the ids that could have been drawn in its place, itself included
+    sampling_mask: Sequence[Sequence[int]] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the model ended the reply, or a stop string did."""
+        return self.finish_reason in ENDED
+
+    @property
+    def complete(self) -> bool:
+        """Whether the reply is what was asked for. Others are context only."""
+        return self.ended or self.finish_reason == "length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +84,6 @@ class EngineInfo:
     model: str
     vocab_size: int  # prompt ids must lie in [0, vocab_size)
     max_context_tokens: int  # prompt and output together
-
-
-OnTokens: TypeAlias = Callable[[Sequence[int]], None]
-"""Receives new output ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +108,6 @@ class EngineRequest:
     session_id: str
     # in order; only for engines with a true ``takes_images``
     images: Sequence[PromptImage] = ()
-    # Called on the event loop with output ids as they come, any number at a time, unless
-    # the engine cannot report them. Together they are a prefix of the output ids.
-    on_tokens: OnTokens | None = None
 
 
 class Engine(Protocol):
@@ -105,7 +116,7 @@ class Engine(Protocol):
     async def info(self) -> EngineInfo: ...
 
     async def generate(self, request: EngineRequest) -> Sample:
-        """Draw one sample.
+        """Draw one sample, and return it once it is complete.
 
         Cancelling the awaiting task aborts the call at the engine. Raises `EngineError`:
         400 if the prompt or a parameter is invalid, 5xx if the engine failed.

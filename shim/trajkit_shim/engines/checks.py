@@ -83,7 +83,61 @@ def too_long(n_prompt: int, max_tokens: int, least: str = "") -> EngineError:
     )
 
 
-def check_consumed(prompt_ids: npt.NDArray[np.int32], sample: base.Sample) -> None:
+def check_sample(
+    sample: base.Sample,
+    prompt_ids: npt.NDArray[np.int32],
+    sampling: base.Sampling,
+    info: base.EngineInfo,
+) -> None:
+    """Raise `EngineError` for a sample that cannot be of this prompt and parameters.
+
+    A logprob is wrong if it is above 0 by more than rounding, or the -9999 that some
+    engines write for one that is missing or not finite. Weight versions must cover each
+    id once, and a sampling mask must contain it.
+    """
+    _check_consumed(prompt_ids, sample)
+    ids, logprobs = sample.output_ids, sample.output_logprobs
+    if len(ids) > sampling.max_new_tokens:
+        asked = f"{sampling.max_new_tokens} were asked for"
+        raise EngineError(f"the engine gave {len(ids)} output ids, but {asked}")
+    check_ids(ids, info)
+    if not sampling.extra.get("ignore_eos"):
+        end = _first(np.isin(ids[:-1], sampling.stop_token_ids))
+        if end is not None:
+            more = f"{len(ids) - end - 1} ids after {ids[end]}, which ends a reply"
+            raise EngineError(f"the engine's output_ids have {more}")
+    if logprobs is not None:
+        if len(logprobs) != len(ids):
+            counts = f"{len(logprobs)} logprobs for {len(ids)} output ids"
+            raise EngineError(f"the engine gave {counts}")
+        wrong = _first(not_logprobs(logprobs) | (logprobs > MAX_LOGPROB))
+        if wrong is not None:
+            raise EngineError(
+                f"the engine's output_logprobs[{wrong}] = {logprobs[wrong]} is not a "
+                "log-probability: it is above 0, or what an engine writes for one that is "
+                "missing or not finite"
+            )
+    spans = [(span.start, span.stop) for span in sample.weight_versions]
+    ends = [0, *sorted(stop for _, stop in spans)]
+    if spans and (spans != [*pairwise(ends)] or ends[-1] != len(ids)):
+        shown = ", ".join(f"{start}:{stop}" for start, stop in spans)
+        raise EngineError(
+            f"the engine's weight versions cover {shown} of {len(ids)} output ids: "
+            "they must cover each id once"
+        )
+    mask = sample.sampling_mask
+    if mask is not None:
+        if len(mask) != len(ids):
+            counts = f"{len(mask)} sampling masks for {len(ids)} output ids"
+            raise EngineError(f"the engine gave {counts}")
+        for place, (token, allowed) in enumerate(zip(ids.tolist(), mask, strict=True)):
+            check_ids(allowed, info, f"the engine's sampling_mask[{place}]")
+            if token not in allowed:
+                wrong_mask = f"sampling_mask[{place}] lacks {token}, which was drawn"
+                raise EngineError(f"the engine's {wrong_mask}")
+
+
+def _check_consumed(prompt_ids: npt.NDArray[np.int32], sample: base.Sample) -> None:
     """Raise `EngineError` if the engine reports a prompt other than the one sent."""
     ids = sample.prompt_ids
     n_consumed = sample.prompt_tokens if ids is None else len(ids)
@@ -97,45 +151,14 @@ def check_consumed(prompt_ids: npt.NDArray[np.int32], sample: base.Sample) -> No
         raise EngineError(f"the engine consumed {consumed} but {given}")
 
 
-def check_sample(
-    sample: base.Sample, info: base.EngineInfo, max_new_tokens: int
-) -> None:
-    """Raise `EngineError` for a sample that cannot be correct.
-
-    A logprob is wrong if it is above 0 by more than rounding, or the -9999 that some
-    engines write for a missing one. Weight versions must cover each id once.
-    """
-    ids, logprobs = sample.output_ids, sample.output_logprobs
-    if len(ids) > max_new_tokens:
-        asked = f"{max_new_tokens} were asked for"
-        raise EngineError(f"the engine gave {len(ids)} output ids, but {asked}")
-    check_ids(ids, info)
-    if logprobs is not None:
-        if len(logprobs) != len(ids):
-            counts = f"{len(logprobs)} logprobs for {len(ids)} output ids"
-            raise EngineError(f"the engine gave {counts}")
-        wrong = _first(not_logprobs(logprobs) | (logprobs > MAX_LOGPROB))
-        if wrong is not None:
-            raise EngineError(
-                f"the engine's output_logprobs[{wrong}] = {logprobs[wrong]} is not a "
-                "log-probability"
-            )
-    spans = [(span.start, span.stop) for span in sample.weight_versions]
-    ends = [0, *sorted(stop for _, stop in spans)]
-    if spans and (spans != [*pairwise(ends)] or ends[-1] != len(ids)):
-        shown = ", ".join(f"{start}:{stop}" for start, stop in spans)
-        raise EngineError(
-            f"the engine's weight versions cover {shown} of {len(ids)} output ids: "
-            "they must cover each id once"
-        )
-
-
 async def check_engine(engine: base.Engine) -> base.EngineInfo:
     """Sample two tokens, close the engine, and return what it serves.
 
     Raises `ConnectionError` if its samples cannot be trained.
     """
-    sampling = base.Sampling(max_new_tokens=2, temperature=1.0)
+    # for a sampling mask a vLLM server asks for a limit
+    top_k = 20 if getattr(engine, "sampling_masks", False) else None
+    sampling = base.Sampling(max_new_tokens=2, temperature=1.0, top_k=top_k)
     request = base.EngineRequest(
         prompt_ids=np.zeros(1, np.int32),
         sampling=sampling,
@@ -145,7 +168,7 @@ async def check_engine(engine: base.Engine) -> base.EngineInfo:
     try:
         info = await engine.info()
         sample = await engine.generate(request)
-        check_sample(sample, info, sampling.max_new_tokens)
+        check_sample(sample, request.prompt_ids, sampling, info)
         if isinstance(engine, base.CheckedEngine):
             await engine.check(request)
     except EngineError as error:

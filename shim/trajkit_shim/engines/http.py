@@ -1,49 +1,78 @@
-"""Inference servers reached with JSON over HTTP: requests, streams, errors."""
+"""Inference servers reached with JSON over HTTP: requests, answers, errors."""
 
 import asyncio
 import contextlib
 import json
-import operator
 import socket
 import zlib
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, cast
 
-import httpx
-import numpy as np
-import numpy.typing as npt
+import aiohttp
 
-from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sampling
+from trajkit_shim.engines.acceptance import Answer, accept
+from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample, Sampling
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 
 # A long reply takes minutes; a running server accepts a connection at once.
-_TIMEOUT = httpx.Timeout(1800.0, connect=10.0)
+_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=1800.0)
+# The servers close an idle connection after 5 seconds (uvicorn), and a call that is sent
+# at that moment is lost.
+_IDLE_SECONDS = 3.0
 # A machine that is gone is noticed after half a minute, also while its reply is awaited.
-# Not every system has all of these options.
-_KEEP_ALIVE = tuple(
+# Not every system has every option.
+_KEEP_ALIVE = [
     (level, getattr(socket, name), value)
     for level, name, value in (
         (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+        (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
         (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 15),
         (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 5),
         (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
         (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 30_000),
     )
     if hasattr(socket, name)
-)
+]
 _RETRY_AFTER = 5
 
 # raised by a reply with missing, mistyped or too large fields
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+def _open_socket(address: tuple[Any, ...]) -> socket.socket:
+    opened = socket.socket(*address[:3])
+    for option in _KEEP_ALIVE:
+        opened.setsockopt(*option)
+    return opened
+
+
+class Connections:
+    """The connections of one engine. They belong to the event loop that uses them."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    def session(self) -> aiohttp.ClientSession:
+        """Return the session, which the first call opens; `EngineError` once closed."""
+        if self._closed:
+            raise EngineError("the connections to the engine are closed", 503)
+        if self._session is None:
+            # sessions bound the number of concurrent calls, so the pool does not
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_open_socket
+            )
+            self._session = aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT)
+        return self._session
+
+    async def close(self) -> None:
+        """Close the connections."""
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
 
 
 class EngineServer:
@@ -53,99 +82,69 @@ class EngineServer:
     fails, cannot be reached, or does not return what is expected.
     """
 
-    def __init__(
-        self, name: str, base_url: str, client: httpx.AsyncClient | None = None
-    ) -> None:
+    def __init__(self, name: str, base_url: str, connections: Connections) -> None:
         self.name = name
         self.base_url = base_url.rstrip("/")
-        # sessions bound the number of concurrent calls, so the pool does not
-        self.client = client or httpx.AsyncClient(
-            timeout=_TIMEOUT,
-            transport=httpx.AsyncHTTPTransport(
-                limits=httpx.Limits(max_connections=None),
-                socket_options=_KEEP_ALIVE,
-                trust_env=False,
-            ),
-            trust_env=False,
-        )
+        self._connections = connections
 
     async def get(self, path: str) -> Json:
         """Return the JSON object at a path."""
-        async with self._answer("GET", path) as response:
-            return self._object(path, await response.aread())
+        return await self._ask("GET", path)
 
     async def post(
         self, path: str, body: Json, headers: Mapping[str, str] | None = None
     ) -> Json:
         """Send a request and return the JSON object of its answer."""
-        async with self._answer("POST", path, body, headers) as response:
-            return self._object(path, await response.aread())
-
-    async def events(
-        self, path: str, body: Json, headers: Mapping[str, str] | None = None
-    ) -> AsyncIterator[Json]:
-        """Yield the objects of a server-sent event stream, which ends with ``[DONE]``."""
-        async with self._answer("POST", path, body, headers) as response:
-            async for line in response.aiter_lines():
-                if not line.startswith("data:"):
-                    continue
-                data = line.removeprefix("data:").strip()
-                if data == "[DONE]":
-                    return
-                value = self._object(path, data)
-                if value.get("error") is not None:
-                    raise self._error(502, data)
-                yield value
-        raise EngineError(f"{path} of the {self.name} server broke off its stream")
+        return await self._ask("POST", path, body, headers)
 
     async def notify(self, path: str, body: Json) -> None:
-        """Send a request whose answer does not matter; ignore connection failures."""
-        with contextlib.suppress(httpx.HTTPError):
-            await self.client.post(self.base_url + path, json=body, timeout=5.0)
+        """Send a request whose answer does not matter; ignore failures."""
+        with contextlib.suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(5.0):
+                await self._ask("POST", path, body)
 
-    async def close(self) -> None:
-        """Close the connections."""
-        await self.client.aclose()
-
-    @contextlib.asynccontextmanager
-    async def _answer(
+    async def _ask(
         self,
         method: str,
         path: str,
         body: Json | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[httpx.Response]:
-        """Yield the answer to a request, to be read in this context."""
-        url = self.base_url + path
+    ) -> Json:
+        data = None if body is None else json.dumps(body).encode()
+        sent = {"Content-Type": "application/json", **(headers or {})}
         try:
-            async with self.client.stream(
-                method, url, json=body, headers=headers
-            ) as response:
-                if response.status_code >= 400:
-                    await response.aread()
-                    raise self._error(response.status_code, response.text)
-                yield response
-        except httpx.HTTPError as error:
+            async with self._connections.session().request(
+                method,
+                self.base_url + path,
+                data=data,
+                headers=sent,
+                allow_redirects=False,
+            ) as answer:
+                text = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = f"cannot be reached: {type(error).__name__}: {error}"
-            text = f"the {self.name} server at {self.base_url} {reason}"
-            if isinstance(error, httpx.ConnectError):
+            message = f"the {self.name} server at {self.base_url} {reason}"
+            if isinstance(error, aiohttp.ClientConnectorError):
                 # a server that restarts is back soon
-                raise EngineError(text, 503, retry_after=_RETRY_AFTER) from error
-            raise EngineError(text) from error
-
-    def _object(self, path: str, text: str | bytes) -> Json:
+                raise EngineError(message, 503, retry_after=_RETRY_AFTER) from error
+            raise EngineError(message) from error
+        if answer.status >= 300:
+            raise self._error(answer.status, text)
         where = f"{path} of the {self.name} server"
+        if answer.content_type == "text/event-stream":
+            text = _only_event(text, where)
         try:
-            value = json.loads(text)
+            # some paths have no body
+            value = json.loads(text or b"{}")
         except ValueError as error:
             raise EngineError(f"{where}: {error}", answered=200) from error
         if not isinstance(value, dict):
             raise EngineError(f"{where} gave no object: {value!r}", answered=200)
         return value
 
-    def _error(self, status: int, text: str) -> EngineError:
+    def _error(self, status: int, body: bytes) -> EngineError:
         """The error of an answer: its message, or else the beginning of its text."""
-        message: object = None
+        text, message = body.decode("utf-8", "replace"), None
         with contextlib.suppress(ValueError, LookupError, TypeError):
             error = json.loads(text)["error"]
             message = error["message"] if isinstance(error, dict) else error
@@ -157,7 +156,20 @@ class EngineServer:
         return EngineError(reason, shown, answered=status)
 
 
-class HttpEngine:
+def _only_event(text: bytes, where: str) -> bytes:
+    """The one event of a proxy that streams each reply, also where nobody asked for it."""
+    events = [
+        event.removeprefix(b"data:").strip()
+        for event in text.replace(b"\r\n", b"\n").split(b"\n\n")
+        if event.startswith(b"data:")
+    ]
+    if len(events) != 2 or events[1] != b"[DONE]":
+        message = f"{where} streamed {len(events)} events, but one reply was asked for"
+        raise EngineError(message, answered=200)
+    return events[0]
+
+
+class HttpEngine(ABC):
     """What the engines on an HTTP server have in common.
 
     Parameters
@@ -168,70 +180,135 @@ class HttpEngine:
     vocab_size : int
         Of the model (`engines.model_config.vocab_size`). The servers do not report it,
         and an id outside it can crash them.
-    client : httpx.AsyncClient, optional
-        Used instead of a new client; closed with the engine.
+    check_prompts : bool, optional
+        Have the server return each prompt, which must be the one that was sent.
+    experts_per_token : int, optional
+        Have it return the experts that each token was routed to, this many per layer.
+    sampling_masks : bool, optional
+        Have it return the ids that could have been drawn for each output id.
     """
 
     server_name: ClassVar[str]
     generate_path: ClassVar[str]
 
     def __init__(
-        self, *base_urls: str, vocab_size: int, client: httpx.AsyncClient | None = None
+        self,
+        *base_urls: str,
+        vocab_size: int,
+        check_prompts: bool = False,
+        experts_per_token: int | None = None,
+        sampling_masks: bool = False,
     ) -> None:
+        self.sampling_masks = sampling_masks
         self._vocab_size = vocab_size
-        self._servers = [
-            EngineServer(self.server_name, url, client) for url in base_urls
-        ]
-        self._info: EngineInfo | None = None
+        self._check_prompts = check_prompts
+        self._experts_per_token = experts_per_token
+        self._connections = Connections()
+        self._servers = [self._server(url) for url in base_urls]
+        self._asked: asyncio.Task[EngineInfo] | None = None
+        self._unfinished = set[asyncio.Task[None]]()
 
     async def info(self) -> EngineInfo:
         """Model name, vocabulary size and context length; requested once."""
-        if self._info is None:
-            served = cast(Any, await (await self._members())[0].get("/v1/models"))
-            with reading(self.server_name, "id and max_model_len of /v1/models"):
-                model = served["data"][0]
-                self._info = EngineInfo(
-                    model=str(model["id"]),
-                    vocab_size=self._vocab_size,
-                    max_context_tokens=int(model["max_model_len"]),
-                )
-        return self._info
+        if self._asked is None:
+            self._asked = asyncio.create_task(self._ask_info())
+        asked = self._asked
+        try:
+            # those who wait share the answer, also if the first one leaves
+            return await asyncio.shield(asked)
+        except EngineError:
+            if self._asked is asked:
+                self._asked = None
+            raise
+
+    async def generate(self, request: EngineRequest) -> Sample:
+        """See `Engine.generate`."""
+        info = await self.info()
+        # its prefix cache has the session's earlier calls
+        place = zlib.crc32(request.session_id.encode()) % len(self._servers)
+        server, path = self._servers[place], self.generate_path
+        if request.images:
+            # megabytes to encode
+            body, headers = await asyncio.to_thread(self._body, request)
+        else:
+            body, headers = self._body(request)
+        try:
+            reply = await server.post(path, body, headers)
+        except (asyncio.CancelledError, EngineError) as error:
+            # a server behind a proxy would continue to sample
+            if getattr(error, "answered", None) is None:
+                await self._finish(server.notify(*self._abort(request.request_id)))
+            raise
+        if self._experts_per_token is not None:
+            # about ten million numbers for a long call
+            return await asyncio.to_thread(self._read, reply, request, info)
+        return self._read(reply, request, info)
+
+    def _read(
+        self, reply: Mapping[str, Any], request: EngineRequest, info: EngineInfo
+    ) -> Sample:
+        with reading(self.server_name, f"reply to {self.generate_path}"):
+            answer, more_ids = self._answer(reply, request)
+            return accept(answer, request, info, self.server_name, more_ids)
 
     async def close(self) -> None:
         """Close the connections."""
-        for server in self._servers:
-            await server.close()
+        if self._asked is not None:
+            self._asked.cancel()
+            await asyncio.wait([self._asked])
+        if self._unfinished:
+            await asyncio.wait(self._unfinished)
+        await self._connections.close()
+
+    @abstractmethod
+    def _body(self, request: EngineRequest) -> tuple[Json, dict[str, str]]:
+        """The body and the headers of a call."""
+
+    @abstractmethod
+    def _answer(
+        self, reply: Mapping[str, Any], request: EngineRequest
+    ) -> tuple[Answer, Sequence[str]]:
+        """What a reply says, and other forms of the request's id."""
+
+    @abstractmethod
+    def _abort(self, request_id: str) -> tuple[str, Json]:
+        """The path and the body that abort a call."""
+
+    async def _ask_info(self) -> EngineInfo:
+        return await self._describe((await self._members())[0])
+
+    async def _describe(self, server: EngineServer) -> EngineInfo:
+        served = cast(Any, await server.get("/v1/models"))
+        with reading(self.server_name, "id and max_model_len of /v1/models"):
+            model = served["data"][0]
+            return EngineInfo(
+                model=str(model["id"]),
+                vocab_size=self._vocab_size,
+                max_context_tokens=int(model["max_model_len"]),
+            )
 
     async def _members(self) -> Sequence[EngineServer]:
         """The servers of the model; at least one."""
         return self._servers
 
-    async def _exchange(
-        self,
-        request: EngineRequest,
-        body: Json,
-        headers: Mapping[str, str],
-        add: Callable[[Json], list[int]],
-        abort: tuple[str, Json],
-    ) -> None:
-        """Send a call to its session's server, and ``add`` the events of its reply.
+    async def _finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what has to be done also if the caller is cancelled."""
+        task = asyncio.create_task(work)
+        self._unfinished.add(task)
+        task.add_done_callback(self._unfinished.discard)
+        await asyncio.shield(task)
 
-        A reply that is not streamed is one event. ``add`` returns an event's new output
-        ids. If the call fails or is cancelled, ``abort`` (path and body) is sent, because
-        the server would continue to sample.
-        """
-        # its prefix cache has the session's earlier calls
-        place = zlib.crc32(request.session_id.encode()) % len(self._servers)
-        server, path = self._servers[place], self.generate_path
-        try:
-            if request.on_tokens is None:
-                add(await server.post(path, body, headers))
-                return
-            async for event in server.events(path, {**body, "stream": True}, headers):
-                request.on_tokens(add(event))
-        except (asyncio.CancelledError, EngineError):
-            await asyncio.shield(server.notify(*abort))
-            raise
+    def _server(self, url: str) -> EngineServer:
+        return EngineServer(self.server_name, url, self._connections)
+
+    async def _order(self, path: str, body: Json) -> list[Json]:
+        """Send a request to all servers; return once each has answered or failed."""
+        orders = [server.post(path, body) for server in await self._members()]
+        answers = await asyncio.gather(*orders, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return cast("list[Json]", answers)
 
 
 @contextlib.contextmanager
@@ -243,29 +320,6 @@ def reading(server: str, what: str) -> Iterator[None]:
         reason = f"{type(error).__name__}: {error}"
         message = f"the {server} server's {what} cannot be read: {reason}"
         raise EngineError(message) from error
-
-
-def token_ids(values: Iterable[Any]) -> npt.NDArray[np.int32]:
-    """Return the ids of a reply; raise unless each is an integer within int32."""
-    return np.array(list(map(operator.index, values)), np.int32)
-
-
-def logprobs_of(
-    scored: Sequence[tuple[float, object]], labels: Sequence[object]
-) -> npt.NDArray[np.float32]:
-    """Return logprobs given with their tokens, which must be ``labels``."""
-    if len(scored) != len(labels):
-        counts = f"{len(scored)} tokens for {len(labels)} output ids"
-        raise ValueError(f"logprobs of {counts}")
-    for place, ((_, token), label) in enumerate(zip(scored, labels, strict=True)):
-        if token != label:
-            raise ValueError(f"logprob {place} is of token {token}, not {label}")
-    return np.array([logprob for logprob, _ in scored], np.float32)
-
-
-def as_count(value: object) -> int | None:
-    """Return a number of tokens, or None if the server does not report it."""
-    return value if isinstance(value, int) else None
 
 
 def sampling_fields(sampling: Sampling, names: Mapping[str, str]) -> Json:

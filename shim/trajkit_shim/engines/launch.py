@@ -92,8 +92,6 @@ def running_server(
             *("setpriv", "--pdeathsig", "KILL", "--"),
             *(python, "-m", "sglang.launch_server", "--model-path", model),
             *("--host", _HOST, "--port", str(port)),
-            # otherwise each event of a stream repeats the reply
-            "--incremental-streaming-output",
             *arguments,
         ]
         server = _Server(command, f"http://{_HOST}:{port}", output, start_seconds)

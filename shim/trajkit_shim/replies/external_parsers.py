@@ -11,10 +11,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-import httpx
-
 from trajkit_shim.chat.reply import Call, Parsed
-from trajkit_shim.engines.http import EngineServer, reading
+from trajkit_shim.engines.http import Connections, EngineServer, reading
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Ids
@@ -28,8 +26,9 @@ class SGLangParser(ReplyParser):
     Without ``--tool-call-parser`` or ``--reasoning-parser`` that part is not parsed.
     """
 
-    def __init__(self, base_url: str, client: httpx.AsyncClient | None = None) -> None:
-        self._server = EngineServer("SGLang", base_url, client)
+    def __init__(self, base_url: str) -> None:
+        self._connections = Connections()
+        self._server = EngineServer("SGLang", base_url, self._connections)
         self._names: tuple[str | None, str | None] | None = None
 
     async def names(self) -> tuple[str | None, str | None]:
@@ -65,7 +64,7 @@ class SGLangParser(ReplyParser):
         return await asyncio.to_thread(_parsed, text, reasoning, rest, calls)
 
     async def close(self) -> None:
-        await self._server.close()
+        await self._connections.close()
 
     async def _separate(self, parser: str, text: str) -> tuple[Any, Any]:
         """The reasoning of a reply and the rest of its text; None: none."""

@@ -20,7 +20,7 @@ from trajkit import Recorder, schema
 from trajkit.io.ipc_compression import IpcCompressor
 from trajkit_shim.chat.request import LoggedMessage
 from trajkit_shim.engines.base import WeightSpan
-from trajkit_shim.engines.routed_experts import COLUMN, experts_cell
+from trajkit_shim.engines.payloads import EXPERTS, MASK, experts_cell, mask_cell
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.conversation import START, next_position
 from trajkit_shim.sessions.append_log import AppendLog
@@ -46,11 +46,6 @@ class Provenance:
     request_id: str  # the id of the engine call
     # request_id of the session's first turn with an identical request; null: none
     resend_of: str | None = None
-    # request_id of the turn whose delivered reply an unmarked retry asks for again
-    # (answers); null if this turn is not a retry
-    retry_of: str | None = None
-    # index among the replies to one request; null: it asked for one
-    choice: int | None = None
     model: str
     protocol: str | None = None  # protocol of the client
     # who called, and what for (client_identity); null: unknown
@@ -97,6 +92,8 @@ SESSION_LINES = pa.schema(
         pa.field("output_tokens", pa.int64()),
         # given when it was opened and finished, as JSON
         pa.field("metadata", pa.string()),
+        # what of its requests had no effect, and how often, as JSON
+        pa.field("ignored", pa.string()),
         pa.field("written_at", pa.timestamp("us", tz="UTC")),
     ],
     metadata=schema.SESSIONS.metadata,
@@ -113,7 +110,7 @@ class LoggedTurn(Provenance):
     prompt_ids: npt.NDArray[np.int32]
     output_ids: npt.NDArray[np.int32]
     output_logprobs: npt.NDArray[np.float32] | None
-    finish_reason: str
+    finish_reason: str | None
     messages: list[LoggedMessage]
     response: LoggedMessage | None  # None: no client will send it back
     # for the delta form: the position after each message (`prompting.conversation`)
@@ -127,7 +124,9 @@ class LoggedTurn(Provenance):
     # those of the tokens before
     prompt_message_index: npt.NDArray[np.int32] | None = None
     message_tool_names: list[str | None] | None = None
-    routed_experts: npt.NDArray[np.int16] | None = None  # as `Sample.routed_experts`
+    # as in `Sample`
+    routed_experts: npt.NDArray[np.int16] | None = None
+    sampling_mask: Sequence[Sequence[int]] | None = None
     mm_items: list[Json] | None = None  # the images of the prompt
 
 
@@ -190,9 +189,9 @@ class TurnLog:
     prompt adds to an earlier turn of its session, compressed. ``fsync``: also write each
     turn to disk, so that it survives a crash of the machine; all calls wait for it.
     ``max_file_bytes`` limits one file, ``max_total_bytes`` all files of turns.
-    ``routed_experts`` adds the column `engines.routed_experts.COLUMN`, ``attributed`` those
-    of `trajkit.schema.ATTRIBUTION` (columns of nulls would take 0.4 kB per turn), and
-    ``images`` is for a model that takes images.
+    ``routed_experts`` and ``sampling_masks`` add the columns of `engines.payloads`,
+    ``attributed`` those of `trajkit.schema.ATTRIBUTION` (columns of nulls would take
+    0.4 kB per turn), and ``images`` is for a model that takes images.
     """
 
     def __init__(
@@ -204,6 +203,7 @@ class TurnLog:
         max_file_bytes: int | None = 1 << 30,
         max_total_bytes: int | None = None,
         routed_experts: bool = False,
+        sampling_masks: bool = False,
         attributed: bool = True,
         images: bool = False,
     ) -> None:
@@ -213,14 +213,21 @@ class TurnLog:
         self._form = form
         columns = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
         # columns that the log does not have, and the option that left them out
-        self._left_out = {} if routed_experts else {COLUMN.name: "routed_experts=False"}
+        payloads = {EXPERTS: routed_experts, MASK: sampling_masks}
+        self._left_out = {
+            field.name: f"{option}=False"
+            for (field, kept), option in zip(
+                payloads.items(), ("routed_experts", "sampling_masks"), strict=True
+            )
+            if not kept
+        }
         self._left_out |= {} if images else {"mm_items": "images=False"}
         if not attributed:
             self._left_out |= dict.fromkeys(_SHOWN, "attributed=False")
         kept = [field for field in columns if field.name not in self._left_out]
         self._columns = pa.struct(kept)
-        experts = [COLUMN] if routed_experts else []
-        self._schema = pa.schema([*kept, *experts], columns.metadata)
+        added = [field for field, kept in payloads.items() if kept]
+        self._schema = pa.schema([*kept, *added], columns.metadata)
         self._serialize: Callable[[pa.RecordBatch], pa.Buffer] = (
             pa.RecordBatch.serialize if form == "full" else IpcCompressor(self._schema)
         )
@@ -275,8 +282,10 @@ class TurnLog:
         try:
             # converting all values together takes less time than one by one
             columns = pa.array([row], self._columns).flatten()
-            if COLUMN.name not in self._left_out:
+            if EXPERTS.name not in self._left_out:
                 columns.append(experts_cell(turn.routed_experts))
+            if MASK.name not in self._left_out:
+                columns.append(mask_cell(turn.sampling_mask))
             batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
             self._turns.append(self._serialize(batch))
         except Exception:

@@ -145,6 +145,8 @@ ELSEWHERE = ("demo", "serve", "rollout", "import", "train-demo")
 OWN, ROWS = "turns.jsonl", "rows.parquet"
 
 
+# what the command prints about rows longer than a trainer's default
+@pytest.mark.filterwarnings("ignore::trajkit.errors.LongRowsWarning")
 @pytest.mark.parametrize("command", list(printed_commands()), ids=" ".join)
 def test_printed_commands_run_on_what_the_demo_wrote(
     tmp_path, monkeypatch, capsys, demo, command

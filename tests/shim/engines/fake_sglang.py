@@ -21,7 +21,6 @@ parser.add_argument("-m", dest="module")
 parser.add_argument("--model-path")
 parser.add_argument("--host")
 parser.add_argument("--port", type=int)
-parser.add_argument("--incremental-streaming-output", action="store_true")
 parser.add_argument("--served-model-name", default="fake")
 parser.add_argument("--ids", type=json.loads, default=[104, 105])
 parser.add_argument("--fake")
@@ -69,6 +68,7 @@ class Handler(BaseHTTPRequestHandler):
             ids = options.ids[: body["sampling_params"]["max_new_tokens"]]
             version = {"version": state["version"], "start": 0, "end": len(ids)}
             meta = {
+                "id": body["rid"],
                 "output_token_logprobs": [[-0.5, token, None] for token in ids],
                 "finish_reason": {"type": "stop"},
                 "prompt_tokens": len(body["input_ids"]),

@@ -1,150 +1,39 @@
-"""The vLLM client against a double of the server's token-level API.
+"""The vLLM client against what a real server answered; `test_vllm_real` asks one."""
 
-The shapes of requests, replies, events and errors are those of vLLM's ``GenerateRequest``,
-``GenerateResponse`` and ``GenerateStreamResponse``; no server was run.
-"""
+import base64
+import io
 
-import asyncio
-import itertools
-import json
-from contextlib import asynccontextmanager
-
-import httpx
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from aiohttp import web
 
-from tests.shim.fakes import engine_request
-from trajkit_shim.engines.base import WeightSpan
-from trajkit_shim.engines.checks import check_engine, check_sample
-from trajkit_shim.engines.vllm import VLLMEngine, VLLMReply
+from tests.shim.engines.double import (
+    PROMPT,
+    RECORDED,
+    Double,
+    recorded,
+    sample,
+    with_id,
+)
+from trajkit_shim.engines.base import TensorEngine, UpdatableEngine, WeightSpan
+from trajkit_shim.engines.checks import check_engine
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
 
-PROMPT = np.array([1, 88, 86, 80], np.int32)
-IDS = [1680, 2333, 859, 2]
-
-
-def scored(ids, logprob=-1.5):
-    return {
-        "content": [
-            {
-                "token": f"token_id:{token}",
-                "logprob": logprob,
-                "bytes": None,
-                "top_logprobs": [{"token": f"token_id:{token}", "logprob": logprob}],
-            }
-            for token in ids
-        ]
-    }
-
-
-def reply(ids=IDS, logprob=-1.5, **changes):
-    choice = {
-        "index": 0,
-        "logprobs": scored(ids, logprob),
-        "finish_reason": "stop",
-        "token_ids": ids,
-        "routed_experts": None,
-    }
-    return {
-        "request_id": "generate-tokens-r1",
-        "choices": [choice | changes],
-        "usage": {
-            "prompt_tokens": len(PROMPT),
-            "completion_tokens": len(ids),
-            "total_tokens": len(PROMPT) + len(ids),
-            "prompt_tokens_details": {"cached_tokens": 3},
-        },
-        "prompt_logprobs": None,
-        "kv_transfer_params": None,
-    }
-
-
-def streamed(*pieces, last=b"data: [DONE]\n\n"):
-    """The events of a stream that brings the ids in these pieces."""
-    events = [
-        {
-            "request_id": "generate-tokens-r1",
-            "choices": [
-                {
-                    "index": 0,
-                    "logprobs": scored(ids),
-                    "finish_reason": "stop" if k == len(pieces) - 1 else None,
-                    "token_ids": ids,
-                }
-            ],
-            "usage": None,
-        }
-        for k, ids in enumerate(pieces)
-    ]
-    events.append({"request_id": "r", "choices": [], "usage": reply()["usage"]})
-    body = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in events)
-    return Response(body + last, media_type="text/event-stream")
-
-
-class Double:
-    """Answers with the replies given, in order."""
-
-    def __init__(self, *replies):
-        self.replies = list(replies)
-        self.requests = []
-        self.headers = []
-        self.aborted = []
-        self.entered = asyncio.Event()
-        self.hold = False
-        self.models = {"data": [{"id": "tiny", "max_model_len": 32768}]}
-
-    async def generate(self, request: Request) -> Response:
-        self.requests.append(await request.json())
-        self.headers.append(request.headers)
-        self.entered.set()
-        if self.hold:
-            await asyncio.Event().wait()
-        given_ = self.replies.pop(0)
-        return given_ if isinstance(given_, Response) else JSONResponse(given_)
-
-    async def abort(self, request: Request) -> Response:
-        self.aborted += (await request.json())["request_ids"]
-        return Response()
-
-    async def show_models(self, _: Request) -> Response:
-        return JSONResponse(self.models)
-
-    def app(self) -> Starlette:
-        return Starlette(
-            routes=[
-                Route("/inference/v1/generate", self.generate, methods=["POST"]),
-                Route("/abort_requests", self.abort, methods=["POST"]),
-                Route("/v1/models", self.show_models),
-            ]
-        )
-
-
-@asynccontextmanager
-async def engine_of(double, **options):
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(app=double.app()))
-    engine = VLLMEngine("http://vllm/", vocab_size=4032, client=client, **options)
-    yield engine
-    await engine.close()
-    assert client.is_closed
-
-
-async def sample(engine, prompt=PROMPT, told=None, **sampling):
-    asked = {"max_new_tokens": 6, **sampling}
-    on_tokens = None if told is None else told.append
-    return await engine.generate(engine_request(prompt, on_tokens=on_tokens, **asked))
+AS_SAMPLED = {
+    "n": 1,
+    "logprobs": 0,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "include_stop_str_in_output": True,
+}
+UNSHAPED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
 
 async def test_what_is_sent():
-    double = Double(reply(), reply())
-    async with engine_of(double) as engine:
+    double = Double("vllm", "basic", "basic")
+    async with double.engine() as engine:
         await sample(engine)
         await sample(
             engine,
@@ -155,189 +44,261 @@ async def test_what_is_sent():
             structural_tag={"type": "structural_tag"},
             extra={"min_tokens": 1, "logprobs": 5},
         )
-    as_sampled = {
-        "n": 1,
-        "logprobs": 0,
-        "skip_special_tokens": False,
-        "spaces_between_special_tokens": False,
-        "include_stop_str_in_output": True,
-    }
-    unshaped = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    plain, shaped = double.requests
+    (plain, heads), (shaped, _) = double.calls
     assert plain == {
         "request_id": "r1",
         "token_ids": PROMPT.tolist(),
-        "sampling_params": {"max_tokens": 6, **unshaped, **as_sampled},
+        "sampling_params": {"max_tokens": 40, **UNSHAPED, **AS_SAMPLED},
+        # else a server with a parser of reasoning ignores a grammar until its end
+        "reasoning_ended": True,
     }
     assert shaped["sampling_params"] == {
-        "max_tokens": 6,
-        **unshaped,
+        **UNSHAPED,
+        "max_tokens": 40,
         "temperature": 0.5,
         "stop": ["\n"],
         "stop_token_ids": [2],
         "seed": 7,
         "structured_outputs": {"structural_tag": '{"type": "structural_tag"}'},
         "min_tokens": 1,
-        **as_sampled,
+        **AS_SAMPLED,
     }
-    assert [headers["x-session-id"] for headers in double.headers] == ["s1"] * 2
-    assert double.aborted == []
-
-
-async def test_what_is_read():
-    double = Double(reply(), {**reply(), "weight_version": "step-3", "usage": None})
-    async with engine_of(double) as engine:
-        info = await engine.info()
-        first, second = await sample(engine), await sample(engine)
-        check_sample(first, info, 1000)
-        check_sample(second, info, 1000)
-    assert (info.model, info.vocab_size, info.max_context_tokens) == (
-        "tiny",
-        4032,
-        32768,
-    )
-    assert first.output_ids.dtype == np.int32
-    assert first.output_ids.tolist() == IDS
-    assert first.output_logprobs.dtype == np.float32
-    assert first.output_logprobs.tolist() == [-1.5] * 4
-    assert first.finish_reason == "stop"
-    assert (first.cached_tokens, second.cached_tokens) == (3, None)
-    assert (first.prompt_tokens, second.prompt_tokens) == (4, None)
-    assert first.weight_versions == ()
-    assert second.weight_versions == (WeightSpan("step-3", 0, 4),)
-
-
-async def test_a_server_with_logprobs_from_before_shaping_is_refused():
-    """The only token that can be sampled has a logprob of 0 after shaping."""
-    double = Double(reply(IDS[:2]), reply(logprob=0.0))
-    async with engine_of(double) as engine:
-        assert (await check_engine(engine)).model == "tiny"
-    probe = double.requests[1]["sampling_params"]
-    assert (probe["top_k"], probe["temperature"]) == (1, 1.0)
-    double = Double(reply(IDS[:2]), reply(logprob=-1e-6))
-    async with engine_of(double) as engine:
-        with pytest.raises(ConnectionError, match="--logprobs-mode processed_logprobs"):
-            await check_engine(engine)
+    assert (heads["x-session-id"], heads["x-request-id"]) == ("s1", "r1")
 
 
 async def test_a_greedy_call_has_the_logprobs_of_its_only_token():
     """vLLM gives those from before a call became greedy."""
-    double = Double(reply())
-    async with engine_of(double) as engine:
+    double = Double("vllm", "basic")
+    async with double.engine() as engine:
         await sample(engine, temperature=0.0, top_p=0.5)
-    (sent,) = double.requests
-    named = ("temperature", "top_p", "top_k")
+    (sent, _), named = double.calls[0], ("temperature", "top_p", "top_k")
     assert [sent["sampling_params"][name] for name in named] == [1.0, 1.0, 1]
 
 
-async def test_a_stream():
-    double = Double(streamed(IDS[:1], IDS[1:3], IDS[3:]))
-    told = []
-    async with engine_of(double) as engine:
-        result = await sample(engine, told=told)
-    assert [ids for ids in told if ids] == [IDS[:1], IDS[1:3], IDS[3:]]
-    assert result.output_ids.tolist() == IDS
-    assert result.output_logprobs.tolist() == [-1.5] * 4
-    assert (result.finish_reason, result.cached_tokens) == ("stop", 3)
-    assert double.requests[0]["stream"] is True
+@pytest.mark.parametrize("name", ["basic", "cut_tail", "greedy", "prompt", "stop_id"])
+async def test_recorded_replies(name):
+    reply = RECORDED["vllm"][name]["reply"]
+    (choice,) = reply["choices"]
+    async with Double("vllm", name).engine() as engine:
+        sampled = await sample(engine)
+    assert sampled.output_ids.tolist() == choice["token_ids"]
+    given = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert sampled.output_logprobs.tolist() == np.float32(given).tolist()
+    assert sampled.finish_reason == choice["finish_reason"]
+    assert sampled.weight_versions == (WeightSpan("step-1", 0, len(given)),)
 
 
-@given(st.lists(st.lists(st.integers(0, 4031), max_size=4), min_size=1, max_size=6))
-def test_the_events_of_a_stream_add_up_to_the_reply(pieces):
-    gathered, whole = VLLMReply(), VLLMReply()
-    lines = streamed(*pieces).body.decode().split("\n\n")
-    events = [line.removeprefix("data: ") for line in lines if line]
-    told = [gathered.add(json.loads(event)) for event in events[:-1]]
-    assert [ids for ids in told if ids] == [ids for ids in pieces if ids]
-    whole.add(reply([*itertools.chain(*pieces)]))
-    result, expected = gathered.sample(), whole.sample()
-    assert result.output_ids.tolist() == expected.output_ids.tolist()
-    assert result.output_logprobs.tolist() == expected.output_logprobs.tolist()
-    assert result.finish_reason == expected.finish_reason
+async def test_a_reply_while_the_weights_changed_and_one_that_was_aborted():
+    async with Double("vllm", "spans", "aborted").engine() as engine:
+        changed, aborted = await sample(engine), await sample(engine)
+    first, second = changed.weight_versions
+    assert (first.version, second.version) == ("step-1", "step-2")
+    assert (first.start, first.stop) == (0, second.start)
+    assert second.stop == len(changed.output_ids) == 40
+    assert (aborted.finish_reason, aborted.complete) == ("abort", False)
+    assert len(aborted.output_ids) == 3
+
+
+async def test_logprobs_whose_ids_are_texts():
+    """The form of ``return_tokens_as_token_ids``."""
+    reply = with_id("vllm", recorded("vllm"), "r1")
+    scored = reply["choices"][0]["logprobs"]
+    scored["content"] = [
+        {"token": f"token_id:{entry['token_id']}", "logprob": entry["logprob"]}
+        for entry in scored["content"]
+    ]
+    double = Double("vllm", web.json_response(reply))
+    async with double.engine() as engine:
+        assert len((await sample(engine)).output_ids) == 6
+    scored["content"][2]["token"] = "token_id:-1"
+    async with Double("vllm", web.json_response(reply)).engine() as engine:
+        with pytest.raises(EngineError, match="logprob 2 is of token '-1'"):
+            await sample(engine)
+
+
+@pytest.mark.parametrize("indices", [[], [1], [0, 0], [0, 1]])
+async def test_another_number_of_choices(indices):
+    reply = with_id("vllm", recorded("vllm"), "r1")
+    (choice,) = reply["choices"]
+    reply["choices"] = [{**choice, "index": index} for index in indices]
+    async with Double("vllm", web.json_response(reply)).engine() as engine:
+        with pytest.raises(EngineError, match="the one with index 0 was asked for"):
+            await sample(engine)
 
 
 @pytest.mark.parametrize(
-    ("answer", "match"),
+    ("name", "status", "match"),
     [
-        pytest.param(streamed(IDS, last=b""), "broke off", id="no end"),
-        pytest.param(
-            streamed(IDS, last=b'data: {"error": {"message": "out of memory"}}\n\n'),
-            "out of memory",
-            id="an error",
-        ),
-        pytest.param(
-            Response(b'data: {"choices": [{}]}\n\n'), "cannot be read", id="no ids"
-        ),
-        pytest.param(Response(b"data: {\n\n"), "/generate", id="no JSON"),
-        pytest.param(JSONResponse({"error": {"message": "no"}}, 400), "no", id="400"),
+        ("too_long", 400, "longer than the maximum model length of 32768"),
+        ("bad_top_p", 400, r"top_p must be in \(0, 1\], got 0.0"),
+        ("queue_full", 503, "vLLM server answered 503"),
+        ("mask_refused", 502, "vLLM server answered 500"),
+        ("no_key", 502, "401: Unauthorized"),
+        ("no_route", 502, "for /inference/v1/generate: start it with --enable-scale"),
     ],
 )
-async def test_streams_that_fail(answer, match):
-    double = Double(answer)
-    async with engine_of(double) as engine:
-        with pytest.raises(EngineError, match=match):
-            await sample(engine, told=[])
-    assert double.aborted == ["generate-tokens-r1"]
-
-
-@pytest.mark.parametrize(
-    ("answer", "status", "match"),
-    [
-        pytest.param(
-            JSONResponse({"error": {"message": "too long", "code": 400}}, 400),
-            400,
-            "400: too long",
-            id="too long",
-        ),
-        pytest.param(Response("busy", 503), 503, "503: busy", id="busy"),
-        pytest.param(Response("", 404), 502, "404", id="no such endpoint"),
-        pytest.param(JSONResponse({"error": "x"}, 500), 502, "500: x", id="failed"),
-        pytest.param(Response("hello"), 502, "/generate", id="no JSON"),
-        pytest.param({}, 502, "choices", id="nothing"),
-        pytest.param(reply(logprobs=None), 502, "cannot be read", id="no logprobs"),
-        pytest.param(reply(logprobs=scored([5])), 502, "of 1 tokens for 4", id="one"),
-        pytest.param(
-            reply(logprobs=scored([5] * 4)), 502, "logprob 0 is of", id="of other ids"
-        ),
-        pytest.param(reply(index=1), 502, r"choices \[1\]", id="the second choice"),
-        pytest.param(
-            {**reply(), "choices": 2 * reply()["choices"]},
-            502,
-            r"choices \[0, 0\], but one was asked for",
-            id="two choices",
-        ),
-    ],
-)
-async def test_what_the_server_refuses_or_fails(answer, status, match):
-    async with engine_of(Double(answer)) as engine:
+async def test_recorded_refusals(name, status, match):
+    async with Double("vllm", name).engine() as engine:
         with pytest.raises(EngineError, match=match) as caught:
             await sample(engine)
     assert caught.value.status == status
 
 
-async def test_a_missing_logprob_is_no_logprob():
-    """vLLM writes -9999 for one."""
-    async with engine_of(Double(reply(logprob=-9999.0))) as engine:
-        result = await sample(engine)
-        with pytest.raises(EngineError, match="not a log-probability"):
-            check_sample(result, await engine.info(), 1000)
+def with_logprobs(value):
+    """A reply of one id eight times, as the check at the start asks for it."""
+    reply = with_id("vllm", recorded("vllm", "stop_id"), "r1")
+    (choice,) = reply["choices"]
+    choice["token_ids"] *= 8
+    choice["logprobs"]["content"] *= 8
+    choice["logprobs"]["content"][0]["logprob"] = value
+    choice["weight_versions"][0]["end"] = 8
+    reply["usage"] |= {"prompt_tokens": 1, "completion_tokens": 8, "total_tokens": 9}
+    return reply
 
 
-async def test_cancelling_aborts_the_call_at_the_server():
-    double = Double()
-    double.hold = True
-    async with engine_of(double) as engine:
-        call = asyncio.create_task(sample(engine))
-        await double.entered.wait()
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-    assert double.aborted == ["generate-tokens-r1"]
+@pytest.mark.parametrize("logprob", [0.0, -1e-6])
+async def test_a_server_with_logprobs_from_before_shaping_is_refused(logprob):
+    """The only token that is allowed has a logprob of 0 after shaping."""
+    double = Double("vllm", "prompt", with_logprobs(logprob))
+    first = recorded("vllm", "prompt")
+    first["usage"] |= {"prompt_tokens": 1, "total_tokens": 3}
+
+    def reply(kept, body):
+        return web.json_response(
+            with_id("vllm", first if kept == "prompt" else kept, body["request_id"])
+        )
+
+    first["prompt_token_ids"] = [0]
+    double._reply = reply
+    async with double.engine() as engine:
+        if logprob:
+            with pytest.raises(ConnectionError, match="--logprobs-mode processed_logp"):
+                await check_engine(engine)
+        else:
+            assert (await check_engine(engine)).model == "tiny"
+    probe = double.calls[1][0]["sampling_params"]
+    assert probe["allowed_token_ids"] == [0]
 
 
-async def test_a_server_that_does_not_tell_its_context_length():
-    double = Double()
-    double.models = {"data": []}
-    async with engine_of(double) as engine:
-        with pytest.raises(EngineError, match="max_model_len"):
-            await engine.info()
+# Payloads
+
+
+async def test_the_experts_that_tokens_were_routed_to():
+    prompt = np.array(RECORDED["vllm"]["experts"]["request"]["token_ids"], np.int32)
+    double = Double("vllm", "experts", "mask")
+    async with double.engine(experts_per_token=2) as engine:
+        sampled = await sample(engine, prompt)
+        with pytest.raises(EngineError, match="gave no routed_experts: it needs"):
+            await sample(engine, prompt)
+    assert sampled.routed_experts.shape == (17, 2, 2)
+    assert sampled.routed_experts.dtype == np.int16
+    # as the recording has it in clear
+    assert sampled.routed_experts[:2].tolist() == [[[5, 4], [2, 1]], [[6, 3], [2, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("experts", "match"),
+    [
+        (np.zeros((14, 2, 3), np.uint8), r"of shape \(14, 2, 3\) for 15 tokens"),
+        (np.zeros((15, 2, 2), np.uint8), "for 15 tokens with 3 a layer"),
+        (np.zeros((15, 6), np.uint8), r"shape \(15, 6\)"),
+        (np.full((15, 2, 3), 40_000, np.uint16), "expected numbers in"),
+        (np.full((15, 2, 3), -1, np.int32), r"in \[-1, -1\]"),
+        (np.zeros((15, 2, 3)), "experts are float64"),
+        (np.array([[[{}]]], object), "cannot be read"),
+        ("====", "cannot be read"),
+        ("AAAA", "cannot be read"),
+        (7, "gave no routed_experts"),
+    ],
+)
+async def test_experts_that_cannot_be(experts, match):
+    if isinstance(experts, np.ndarray):
+        file = io.BytesIO()
+        np.save(file, experts)
+        experts = base64.b64encode(file.getvalue()).decode()
+    reply = with_id("vllm", recorded("vllm"), "r1")
+    reply["choices"][0]["routed_experts"] = experts
+    double = Double("vllm", web.json_response(reply))
+    async with double.engine(experts_per_token=3) as engine:
+        with pytest.raises(EngineError, match=match):
+            await sample(engine)
+
+
+async def test_sampling_masks():
+    prompt = np.array(RECORDED["vllm"]["mask"]["request"]["token_ids"], np.int32)
+    double = Double("vllm", "mask", "experts")
+    async with double.engine(sampling_masks=True) as engine:
+        sampled = await sample(engine, prompt, top_k=3)
+        with pytest.raises(EngineError, match="gave no sampling mask"):
+            await sample(engine, prompt, top_k=3)
+        # the server fails without a message
+        with pytest.raises(EngineError, match="only for calls with top_k") as caught:
+            await sample(engine, prompt)
+    assert caught.value.status == 400
+    (choice,) = RECORDED["vllm"]["mask"]["reply"]["choices"]
+    assert sampled.sampling_mask == choice["sampling_mask"]
+    assert len(double.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda mask: mask[:-1], "2 sampling masks for 3 output ids"),
+        (lambda mask: [[1], *mask[1:]], r"sampling_mask\[0\] lacks 3803"),
+        (
+            lambda mask: [[*mask[0], 4032], *mask[1:]],
+            r"mask\[0\]\[3\] = 4032 is outside",
+        ),
+        (lambda mask: [[*mask[0], 1.0], *mask[1:]], "expected a list of ids"),
+        (lambda mask: [None, *mask[1:]], "expected a list of ids"),
+        (lambda mask: "abc", "expected a list of ids"),
+    ],
+)
+async def test_sampling_masks_that_cannot_be(change, match):
+    prompt = np.array(RECORDED["vllm"]["mask"]["request"]["token_ids"], np.int32)
+    reply = with_id("vllm", recorded("vllm", "mask"), "r1")
+    (choice,) = reply["choices"]
+    choice["sampling_mask"] = change(choice["sampling_mask"])
+    double = Double("vllm", web.json_response(reply))
+    async with double.engine(sampling_masks=True) as engine:
+        with pytest.raises(EngineError, match=match):
+            await sample(engine, prompt, top_k=3)
+
+
+# Weights
+
+
+async def test_pausing_and_updating():
+    names = ("pause", "resume", "collective_rpc", "reset_prefix_cache")
+    paths = {name: {"status": "ok"} for name in names}
+    renamed = RECORDED["vllm"]["update_weight_version"]["reply"]
+    double = Double("vllm", **paths, update_weight_version=renamed)
+    async with double.engine() as engine:
+        assert isinstance(engine, UpdatableEngine)
+        assert not isinstance(engine, TensorEngine)
+        await engine.pause()
+        await engine.update_weights("/new", "step-1")
+        await engine.resume()
+    load = {"method": "reload_weights", "kwargs": {"weights_path": "/new"}}
+    assert double.asked == [
+        ("/pause?mode=keep", {}),
+        ("/collective_rpc", load),
+        ("/reset_prefix_cache", {}),
+        ("/update_weight_version", {"new_version": "step-1"}),
+        ("/resume", {}),
+    ]
+
+
+async def test_a_server_without_its_developer_mode():
+    async with Double("vllm").engine() as engine:
+        with pytest.raises(EngineError, match="start it with VLLM_SERVER_DEV_MODE=1"):
+            await engine.pause()
+
+
+async def test_weights_that_cannot_be_loaded_get_no_name():
+    failed = web.json_response({"error": {"message": "no such folder"}}, status=500)
+    double = Double("vllm", collective_rpc=failed)
+    async with double.engine() as engine:
+        with pytest.raises(EngineError, match="no such folder"):
+            await engine.update_weights("/bad", "step-2")
+    assert double.counted() == {"/collective_rpc": 1}

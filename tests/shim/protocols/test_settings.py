@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import trajkit as tk
 from tests.shim.clients import in_process
 from tests.shim.fakes import AS_STRING, RENDERER, ScriptedEngine, byte_renderer
 from tests.shim.protocols.test_required import BODIES, PATHS
@@ -124,7 +125,10 @@ async def test_unknown_fields_are_counted_in_the_session(tmp_path, name):
             )
             assert answer.status_code == 200
         session = (await gateway.http.get("/sessions/s")).json()
-    assert session["ignored"] == {"surprise": 2}
+        assert session["ignored"] == {"surprise": 2}
+        await gateway.http.post("/sessions/s/finish")
+        (line,) = tk.read_sessions(gateway.log.directory).to_pylist()
+    assert json.loads(line["ignored"]) == {"surprise": 2}
 
 
 def test_names_of_ignored_fields_are_bounded():

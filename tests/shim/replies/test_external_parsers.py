@@ -1,8 +1,9 @@
 """Replies that other parsers than the gateway's take apart."""
 
+import asyncio
 import json
+from contextlib import ExitStack
 
-import httpx
 import openai
 import pytest
 from starlette.applications import Starlette
@@ -18,6 +19,7 @@ from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.replies.external_parsers import SGLangParser, as_sampled
+from trajkit_shim.serve import running
 
 pytestmark = pytest.mark.anyio
 
@@ -70,9 +72,19 @@ class Server:
             Route("/separate_reasoning", self.reasoning, methods=["POST"]),
             Route("/parse_function_call", self.calls, methods=["POST"]),
         ]
-        transport = httpx.ASGITransport(app=Starlette(routes=routes))
-        client = httpx.AsyncClient(transport=transport)
-        return SGLangParser("http://sglang", client)
+        return Closing(Starlette(routes=routes))
+
+
+class Closing(SGLangParser):
+    """The parser of a server on a thread, which is closed with it."""
+
+    def __init__(self, app):
+        self._stack = ExitStack()
+        super().__init__(self._stack.enter_context(running(app)))
+
+    async def close(self):
+        await super().close()
+        await asyncio.to_thread(self._stack.close)
 
 
 BOTH = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}

@@ -3,14 +3,14 @@
 
 (() => {
   const { h, n } = TK;
-  const TABS = { losses: "Not trained", drift: "Drift", forest: "Calls", tokens: "Tokens", verify: "Verify" };
+  const TABS = { conversation: "Conversation", losses: "Not trained", drift: "Drift", forest: "Calls", tokens: "Tokens", verify: "Verify" };
   const KEYS = [
     ["j k", "next and previous turn"],
     ["n p", "next and previous drift"],
     ["l", "next loss of the policy"],
     ["\u2190 \u2192", "previous and next token"],
     ["[ ]", "previous and next session"],
-    ["1 2 3 4 5", Object.values(TABS).join(", ")],
+    ["1 2 3 4 5 6", Object.values(TABS).join(", ")],
     ["r", "the run"],
     ["o", "the other of two runs"],
     ["?", "this help"],
@@ -88,7 +88,7 @@
     const state = { r: null, s: null, p: null, tab: null, t: null, k: null, b: null, f: null };
     for (const name of Object.keys(state)) if (given.get(name)) state[name] = given.get(name);
     for (const name of NUMBERS) state[name] = /^\d+$/.test(state[name] || "") ? Number(state[name]) : null;
-    if (!(state.tab in TABS)) state.tab = "losses";
+    if (!(state.tab in TABS)) state.tab = null;
     return state;
   };
 
@@ -114,6 +114,10 @@
   async function render(before) {
     if (app.state.p === null && app.index.policies.length) app.state.p = app.index.policies[0].policy;
     const number = sessionNumber();
+    if (document.documentElement.dataset.mode === "paper") {
+      TK.runHead();
+      return renderPaper();
+    }
     document.title = (number < 0 ? "" : TK.visible(app.state.s) + " \u00b7 ") + TK.visible(app.index.title);
     TK.runHead();
     if (number < 0) {
@@ -135,14 +139,24 @@
   function renderSession(number, before) {
     const { session, state } = app;
     const view = app.view();
+    state.tab ??= firstTab(session, view);
     const scroll = before && before.s === state.s ? main.scrollTop : 0;
+    TK.replace(main, sessionHead(number, view), sessionTabs(number, view));
+    main.scrollTop = scroll;
+    TK.afterPanel?.();
+    TK.afterPanel = null;
+  }
+
+  // Facts of the session, and what policies do with its sampled tokens.
+  function sessionHead(number, view) {
+    const { session, state } = app;
     const choose = (turn, offset, span) => {
       const place = { t: turn, k: session.promptLength[turn] + offset };
       if (!span || span.kind === "trained" || span.drift === null)
         return app.go({ ...place, tab: state.tab === "drift" ? "losses" : state.tab });
       return app.go({ tab: "drift", t: span.drift });
     };
-    const lines = session.policies.map((one) => ({
+    const line = (one) => ({
       label: one.label,
       counts: one.report,
       title: `${TK.n(session.sampled)} sampled tokens of ${TK.plural(session.count, "turn")}`,
@@ -154,7 +168,7 @@
           return choose(turn, offset, span);
         },
       }),
-    }));
+    });
     const sessions = app.index.sessions;
     const facts = [
       sessions.reward[number] !== null && `reward ${sessions.reward[number]}`,
@@ -163,17 +177,32 @@
       `${TK.plural(session.count, "turn")}, ${n(sessions.context[number])} tokens of context`,
       sessions.logprob[number] !== null && `mean logprob ${sessions.logprob[number].toFixed(3)}`,
     ];
-    TK.replace(
-      main,
+    return [
       h(
         "header",
         { class: "session" },
-        h("h2", {}, h("bdi", {}, state.s)),
+        h("h2", {}, h("bdi", {}, session.id)),
         h("p", { class: "note" }, facts.filter(Boolean).join(" \u00b7 ")),
       ),
-      TK.policyTable(lines, view.label, (label) => app.go({ p: label })),
+      TK.policyTable(
+        [line(view)],
+        view.label,
+        (label) => app.go({ p: label }),
+      ),
+      h(
+        "details",
+        { class: "all-policies", open: app.unfolded, ontoggle: (event) => (app.unfolded = event.target.open) },
+        h("summary", {}, `${TK.plural(session.policies.length, "policy", "policies")} to choose from`),
+        TK.policyTable(session.policies.map(line), view.label, (label) => app.go({ p: label })),
+        TK.morePolicies(),
+      ),
       TK.legend(),
-      TK.morePolicies(),
+    ];
+  }
+
+  function sessionTabs(number, view) {
+    const { session, state } = app;
+    return [
       h(
         "div",
         { class: "tabs", role: "tablist", "aria-label": "Parts of the session" },
@@ -199,11 +228,31 @@
         { id: "panel", role: "tabpanel", "aria-labelledby": "tab-" + state.tab, class: "panel-" + state.tab },
         panels[state.tab](view),
       ),
-    );
-    main.scrollTop = scroll;
-    TK.afterPanel?.();
-    TK.afterPanel = null;
+    ];
   }
+
+  // On paper: the run, then one session after the other.
+  const SESSIONS_ON_PAPER = 20;
+  async function renderPaper() {
+    const { id } = app.index.sessions;
+    const shown = id.slice(0, SESSIONS_ON_PAPER);
+    const parts = [TK.runPage()];
+    if (shown.length < id.length)
+      parts.push(h("p", { class: "note" }, `The first ${shown.length} of ${n(id.length)} sessions follow; --sessions, --sample and --worst choose others.`));
+    for (const number of shown.keys()) {
+      app.session = await open(number);
+      const view = app.view();
+      parts.push(sessionHead(number, view), h("h3", {}, TABS.losses), panels.losses(view));
+    }
+    app.session = null;
+    TK.replace(main, parts);
+  }
+
+  // What a session opens with: its text, else what the policy loses, else its tokens.
+  const firstTab = (session, view) => {
+    if (app.index.text && session.messages.some(([, body]) => body !== null)) return "conversation";
+    return view.lost.length ? "losses" : "tokens";
+  };
 
   const tabCount = (tab, view) => {
     const counts = {
@@ -216,6 +265,7 @@
   };
 
   const panels = {
+    conversation: (view) => TK.conversation(app.session, view, app),
     losses: (view) => TK.losses(app.session, view, app),
     drift: (view) => TK.driftPanel(app.session, view, app),
     forest: (view) => TK.forest(app.session, view, app),
@@ -289,6 +339,7 @@
     app.session = null;
     TK.sidebar();
     await app.show();
+    if (app.state.f) await (app.shown = TK.searchTexts());
   };
 
   async function start() {

@@ -34,6 +34,12 @@
 
   const index = async (policies, run) => json(await (TK.live ? fetched("index", query(policies, { run })) : embedded("index-" + run)));
 
+  // A session's chunk: a JSON object, and its turns as an Arrow stream.
+  const opened = (bytes) => {
+    const length = new DataView(bytes.buffer).getUint32(0, true);
+    return { head: json(bytes.subarray(4, 4 + length)), stream: () => bytes.slice(4 + length) };
+  };
+
   TK.live = document.documentElement.dataset.mode === "live";
   // `policies` are names with choices, as "slime fork_threshold=256". A file has only those
   // that it was made with. `run` is 0, or 1 for the second of two runs.
@@ -45,6 +51,21 @@
     },
     session: async (number, id, policies, run) =>
       new TK.Session(await (TK.live ? fetched("session", query(policies, { id, run })) : embedded(`session-${run}-${number}`))),
+    // Numbers of the sessions whose messages contain a word. `goOn(done, all)` says whether the
+    // result is still wanted; null if not.
+    search: async (word, run, ids, goOn) => {
+      if (TK.live) {
+        const found = new Set(json(await fetched("search", query([], { word, run }))));
+        return new Set([...ids.keys()].filter((k) => found.has(ids[k])));
+      }
+      const found = new Set();
+      for (const k of ids.keys()) {
+        if (!goOn(k, ids.length)) return null;
+        const { head } = opened(await embedded(`session-${run}-${k}`));
+        if (head.messages.some(([, body]) => body?.toLowerCase().includes(word))) found.add(k);
+      }
+      return found;
+    },
     vocabulary: async (run) => {
       const bytes = await (TK.live ? fetched("vocabulary", query([], { run })) : embedded("vocabulary-" + run));
       return bytes && bytes.length > 4 ? new TK.Vocabulary(json(bytes)) : null;
@@ -82,9 +103,8 @@
   // One session. Turns are named by their place in the session, `turnIndex` has their numbers.
   TK.Session = class {
     constructor(bytes) {
-      const length = new DataView(bytes.buffer).getUint32(0, true);
-      const head = json(bytes.subarray(4, 4 + length));
-      const table = fl.tableFromIPC(bytes.slice(4 + length));
+      const { head, stream } = opened(bytes);
+      const table = fl.tableFromIPC(stream());
       const column = (name) => table.getChild(name);
       this.id = head.id;
       this.messages = head.messages;
@@ -115,6 +135,8 @@
       this.links = head.links.map((one) => new Links(this, one));
       this.policies = head.policies.map((one) => new PolicyView(this, one));
       this.paths = new Map();
+      // the turns that sampled each message
+      this.repliesOf = Map.groupBy([...Array(this.count).keys()], (k) => this.response[k]);
     }
 
     pathLength(k) {

@@ -56,7 +56,7 @@ const TK = {};
 
   const NUMBER = new Intl.NumberFormat("en-US");
   TK.n = (x) => (x === null || x === undefined ? "\u2013" : NUMBER.format(x));
-  TK.plural = (count, noun) => `${TK.n(count)} ${noun}${count === 1 ? "" : "s"}`;
+  TK.plural = (count, noun, many = noun + "s") => `${TK.n(count)} ${count === 1 ? noun : many}`;
   TK.percent = (part, total) => {
     if (!total) return "\u2013";
     const share = (100 * part) / total;

@@ -22,9 +22,9 @@
       drift.region === "last_reply"
         ? `turn ${turn}'s reply at token ${drift.lcp - session.promptLength[parent]} of ${session.outputLength[parent]}`
         : drift.region === "earlier_reply"
-          ? `turn ${turn}'s path inside an earlier reply, at token ${n(drift.lcp)}`
-          : `turn ${turn}'s path outside its replies, at token ${n(drift.lcp)}`;
-    return `turn ${session.turnIndex[k]}'s prompt leaves ${where} (${TK.driftCause(links, k)})`;
+          ? `turn ${turn}'s path at token ${n(drift.lcp)}, inside an earlier reply`
+          : `turn ${turn}'s prompt at token ${n(drift.lcp)}, before any reply`;
+    return `turn ${session.turnIndex[k]}'s prompt differs from ${where} (${TK.driftCause(links, k)})`;
   };
 
   // A token as text over its id.
@@ -191,7 +191,7 @@
       "table",
       { class: "groups" },
       h("caption", { class: "hidden" }, "Drift by cause"),
-      TK.head(["cause", byText ? null : "in", "differences", "turns", "sampled tokens after it", "examples"], (k) => k > 1 && k < 5),
+      TK.head(["cause", byText ? null : "in", "differences", "turns", "sampled tokens after it", "what it means, and what to change"], (k) => k > 1 && k < 5),
       h(
         "tbody",
         {},
@@ -207,6 +207,7 @@
             h(
               "td",
               { class: "examples" },
+              (app.index.causes[group.cause] || []).map((text) => h("div", {}, text.replaceAll("`", ""))),
               group.examples
                 .slice(0, 6)
                 .map(([session, turn]) =>

@@ -71,7 +71,7 @@
         title,
         rect(links.leaves[k], start, y(k), { fill: "var(--prompt)" }),
         spans.map((span) => rect(start + span.output_start, start + span.output_stop, y(k), { fill: `var(--${TK.group(span.kind)})` })),
-        drift && h("rect", { x: x(links.leaves[k]) - 1, y: y(k) - 2, width: 3, height: BAR + 4, fill: "var(--absorbed)" }),
+        drift && h("rect", { x: x(links.leaves[k]) - 1, y: y(k) - 2, width: 3, height: BAR + 4, fill: "var(--drift)" }),
         k === app.state.t && rect(links.leaves[k], session.pathLength(k), y(k), { class: "outline" }),
       );
     };

@@ -4,33 +4,9 @@
 (() => {
   const { h, n } = TK;
 
-  // Reasons in words (trajkit.schema.LOSSES), and the group of the legend that each is in.
-  const REASONS = {
-    absorbed: ["absorbed", "its row continued after drift with the ids of the next prompt in its place"],
-    restarted: ["absorbed", "its row restarted, because a later prompt departs inside the prompt that opened it"],
-    rewritten: ["absorbed", "a later request showed another message in its place"],
-    cut: ["cut", "it is beyond the maximum row length"],
-    no_splice_point: ["cut", "its row ended before it, because a prompt has no end of turn to continue from"],
-    over_max_rows: ["refused", "its row exceeds the policy's maximum number of rows"],
-    quarantined: ["refused", "every chain with its turn contains an ambiguous turn or a retry"],
-    refused: ["refused", "its prompt does not continue the tokens of the turn that its messages continue"],
-    retried: ["refused", "nothing continues its turn, and a later turn has the same parent"],
-    unrouted: ["refused", "its request has no messages, and the policy links turns by messages"],
-    not_selected: ["refused", "the policy returns one row per session, and it is in another"],
-    untrainable: ["context", "its turn may not be trained, or its session ended in an error"],
-    aborted: ["context", "its generation was aborted"],
-    masked: ["context", "the turn's output mask excludes it"],
-    no_logprob: ["context", "the engine returned no logprob for it"],
-  };
-  const LEGEND = {
-    trained: "trained",
-    absorbed: "absorbed: lost to drift",
-    cut: "cut: beyond the end of its row",
-    refused: "refused: in no row",
-    context: "context: may not be trained",
-  };
-  TK.reasonText = (kind) => (REASONS[kind] ? REASONS[kind][1] : "a row trains it");
-  TK.group = (kind) => (kind === "trained" ? kind : (REASONS[kind] || ["context"])[0]);
+  // The words are those of the report and the terminal (trajkit/analysis/words.py).
+  TK.reasonText = (kind) => TK.app.index.losses[kind]?.[1] ?? "A row trains it.";
+  TK.group = (kind) => (kind === "trained" ? kind : (TK.app.index.losses[kind]?.[0] ?? "context"));
   // The colours are in the style sheet: Okabe and Ito's, distinct with colour blindness.
   TK.color = (kind) => TK.css("--" + TK.group(kind));
 
@@ -38,14 +14,14 @@
     h(
       "ul",
       { class: "legend", "aria-label": "Colours" },
-      Object.entries(LEGEND).map(([group, text]) =>
+      Object.entries(TK.app.index.groups).map(([group, text]) =>
         h("li", {}, h("i", { class: "swatch", style: { background: `var(--${group})` } }), text),
       ),
     );
 
   // "1,210 absorbed, 4 masked"
   TK.lossText = (counts) =>
-    TK.app.index.losses
+    Object.keys(TK.app.index.losses)
       .filter((reason) => counts["lost_" + reason])
       .map((reason) => `${n(counts["lost_" + reason])} ${TK.words(reason)}`)
       .join(", ");
@@ -62,7 +38,7 @@
   // A bar of a policy's shares, for the run and for sessions that are not open.
   TK.shareBar = (counts) => {
     const parts = [["trained", counts.tokens_trained]];
-    for (const reason of TK.app.index.losses) parts.push([reason, counts["lost_" + reason] || 0]);
+    for (const reason of Object.keys(TK.app.index.losses)) parts.push([reason, counts["lost_" + reason] || 0]);
     return h(
       "div",
       { class: "sharebar", "aria-hidden": "true" },
@@ -162,7 +138,7 @@
       const { turn, offset } = at(event);
       const span = view.span(turn, offset);
       canvas.title = span
-        ? TK.visible(`turn ${session.turnIndex[turn]}, sampled token ${offset}: ${TK.words(span.kind)} (${TK.reasonText(span.kind)})`)
+        ? TK.visible(`turn ${session.turnIndex[turn]}, sampled token ${offset}: ${TK.words(span.kind)}. ${TK.reasonText(span.kind)}`)
         : "";
     });
     return canvas;

@@ -6,18 +6,56 @@
   const side = document.getElementById("side");
   let list = null;
 
+  // Words of the filter, and the ranges among them.
+  const RANGE = /^(\w+):([^:]*):([^:]*)$/;
+  const filterWords = () => (TK.app.state.f || "").toLowerCase().split(" ").filter(Boolean);
+
+  // Sessions whose messages contain a word, by run and word.
+  const textMatches = new Map();
+  const matchKey = (word) => `${TK.app.state.r ?? 0} ${word}`;
+
+  // Looks for the filter's words in the messages of all sessions.
+  TK.searchTexts = async () => {
+    const run = TK.app.state.r ?? 0;
+    const text = TK.app.state.f;
+    for (const word of filterWords().filter((one) => !RANGE.test(one) && !textMatches.has(matchKey(one)))) {
+      const key = matchKey(word);
+      const found = await TK.source.search(word, run, TK.app.index.sessions.id, (done, all) => {
+        note(`searching the messages: ${n(done)} of ${n(all)} sessions`);
+        return TK.app.state.f === text;
+      });
+      if (found === null) return; // the filter was changed meanwhile
+      textMatches.set(key, found);
+    }
+    note(null);
+    await TK.app.show();
+  };
+
+  const note = (text) => TK.replace(side.querySelector(".filter-note"), text);
+
+  // What is wrong with the filter, if anything.
+  const filterFault = () => {
+    for (const word of filterWords()) {
+      const [, name, low, high] = word.match(RANGE) || [];
+      if (name === undefined) continue;
+      if (!(name in MEASURES)) return `unknown filter ${name}: expected one of ${Object.keys(MEASURES).join(", ")}`;
+      for (const end of [low, high]) if (Number.isNaN(Number(end))) return `${word}: expected numbers, such as ${name}:0:20`;
+    }
+    return null;
+  };
+
   // Numbers of the sessions that the filter shows, in the chosen order.
   TK.filtered = () => {
     const { sessions } = TK.app.index;
-    const words = (TK.app.state.f || "").toLowerCase().split(" ").filter(Boolean);
-    const tests = words.map((word) => {
-      const [, name, low, high] = word.match(/^(\w+):([^:]*):([^:]*)$/) || [];
+    const tests = filterWords().map((word) => {
+      const [, name, low, high] = word.match(RANGE) || [];
       if (name in MEASURES)
         return (k) => {
           const value = MEASURES[name].value(k);
           return value !== null && value >= (low === "" ? -Infinity : Number(low)) && value < (high === "" ? Infinity : Number(high));
         };
-      return (k) => `${sessions.id[k]} ${sessions.group[k] ?? ""} ${sessions.error[k] ?? ""}`.toLowerCase().includes(word);
+      const inText = textMatches.get(matchKey(word));
+      return (k) => inText?.has(k) || `${sessions.id[k]} ${sessions.group[k] ?? ""} ${sessions.error[k] ?? ""}`.toLowerCase().includes(word);
     });
     const found = sessions.id.map((_, k) => k).filter((k) => tests.every((test) => test(k)));
     const by = MEASURES[sortBy];
@@ -107,12 +145,14 @@
     const search = h("input", {
       type: "search",
       placeholder: "filter",
-      "aria-label": "Filter sessions",
+      title: "Enter searches the messages of all sessions",
+      "aria-label": "Filter sessions; Enter searches the messages",
       value: TK.app.state.f || "",
       oninput: () => {
         TK.app.state.f = search.value;
         TK.app.go({ f: search.value });
       },
+      onkeydown: (event) => event.key === "Enter" && (TK.app.shown = TK.searchTexts()),
     });
     const order = h(
       "select",
@@ -123,10 +163,10 @@
           refresh();
         },
       },
-      h("option", { value: "" }, "recorded"),
-      Object.entries(MEASURES).map(([name, { text }]) => h("option", { value: name }, "worst: " + text)),
+      h("option", { value: "" }, "as recorded"),
+      Object.entries(MEASURES).map(([name, { text }]) => h("option", { value: name }, "sort by " + text)),
     );
-    TK.replace(side, h("div", { class: "filter" }, search, order), list.element);
+    TK.replace(side, h("div", { class: "filter" }, search, order), h("p", { class: "filter-note note", role: "status" }), list.element);
     TK.setFilter = (text) => {
       search.value = text;
       return TK.app.go({ f: text, s: null });
@@ -138,6 +178,7 @@
     const search = side.querySelector("input");
     if (document.activeElement !== search) search.value = TK.app.state.f || "";
     TK.shown = TK.filtered();
+    note(filterFault());
     list.resize(TK.shown.length);
   }
 
@@ -239,8 +280,9 @@
     return h(
       "figure",
       {},
-      h("figcaption", {}, text, h("small", {}, ` ${format(low)} to ${format(high)}`)),
+      h("figcaption", {}, text),
       h("svg", { width: WIDE, height: HIGH, role: "group", "aria-label": text }, [...Array(count).keys()].map(bar)),
+      h("div", { class: "axis" }, h("small", {}, format(low)), h("small", {}, `at most ${TK.plural(most, "session")}`), h("small", {}, format(high))),
     );
   }
 

@@ -12,7 +12,7 @@
   const BODY = 20000;
   const MASK = "what the policy does";
   const VERSION = "weight version";
-  const HUES = ["--trained", "--cut", "--refused", "--absorbed", "--context"];
+  const HUES = ["--trained", "--end", "--no_row", "--drift", "--context"];
 
   // What lies at a token of the path: the turn that sampled it and where, or null.
   const originOf = (ranges, k) => {
@@ -82,7 +82,7 @@
       return ({ turn, offset }) => {
         const value = column.at(turn)?.[offset] ?? null;
         if (value === null) return null;
-        const color = !logprob && value > 0 ? "--trained" : "--absorbed";
+        const color = !logprob && value > 0 ? "--trained" : "--drift";
         return mix(color, Math.min(Math.abs(value) / (bound || 1), 1) * 0.8);
       };
     }
@@ -192,7 +192,7 @@
           : "no turn of this path",
       ],
       ...values,
-      span && [view.label, `${TK.words(span.kind)}: ${TK.reasonText(span.kind)}`],
+      span && [view.label, `${TK.words(span.kind)}. ${TK.reasonText(span.kind)}`],
       span && ["row", span.row_index ?? "none"],
       origin && ["weight version", session.version(origin.turn, origin.offset) ?? "\u2013"],
     ];

@@ -16,7 +16,7 @@ from trajkit_shim.engines.embedded.vocabulary import END, shipped
 
 # After this many tokens a stream gets an event. Other calls may run, and a cancelled
 # call ends.
-_TOKENS_PER_EVENT = 8
+_TOKENS_AT_ONCE = 8
 
 
 class EmbeddedEngine:
@@ -88,9 +88,8 @@ class EmbeddedEngine:
                 finish_reason = "stop"
                 break
             state = state.after(token)
-            if len(ids) % _TOKENS_PER_EVENT == 0:
-                if request.on_tokens is not None:
-                    request.on_tokens(ids[-_TOKENS_PER_EVENT:])
+            if len(ids) % _TOKENS_AT_ONCE == 0:
+                # other calls are served, too
                 await asyncio.sleep(0)
         return base.Sample(
             output_ids=np.array(ids, np.int32),

@@ -1,0 +1,320 @@
+"""A client of the trainer's routes: sessions, pauses and new weights.
+
+`AsyncGatewayClient` is for an event loop, `GatewayClient` for threads. Both take one
+gateway or several, for example one per node, and treat them as one.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+import httpx
+
+from trajkit_shim.errors import GatewayError
+from trajkit_shim.json_input import Json
+
+# how long an answer may take, apart from what the request itself waits for
+_ANSWER_SECONDS = 60.0
+# a server reads weights from a disk or over a network
+_UPDATE_SECONDS = 3600.0
+# A lease is renewed this often before it would end. One failed renewal ends no pause.
+_RENEWALS = 4
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """What an agent needs: the gateway's base URL, and the session's key."""
+
+    session_id: str
+    api_key: str
+    base_url: str
+
+
+class AsyncGatewayClient:
+    """A client of one or more gateways.
+
+    Every method raises `GatewayError` with the status and the message of a gateway's
+    error, and `ConnectionError` if a gateway cannot be reached or its answer cannot be
+    read.
+
+    Parameters
+    ----------
+    urls : str or sequence of str
+        Base URLs, for example ``http://127.0.0.1:8765``. A session is opened at the
+        gateway with the fewest open sessions of this client; pauses and weights are for
+        all gateways.
+    token : str
+        The admin token, if the gateways have one.
+    http : httpx.AsyncClient, optional
+        Used instead of a new one; closed with this client.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        token: str = "",
+        *,
+        http: httpx.AsyncClient | None = None,
+    ) -> None:
+        self.urls = [urls] if isinstance(urls, str) else list(urls)
+        if not self.urls:
+            raise ValueError("urls is empty: at least one gateway is needed")
+        self.urls = [url.rstrip("/") for url in self.urls]
+        self._headers = {"x-admin-token": token} if token else {}
+        self._http = http or httpx.AsyncClient(
+            trust_env=False, limits=httpx.Limits(max_connections=None)
+        )
+        # the gateway of each session that this client opened, and those not ended yet
+        self._owners: dict[str, str] = {}
+        self._running = set[str]()
+        self._open = dict.fromkeys(self.urls, 0)
+        self._renewing: asyncio.Task[None] | None = None
+        self._lost: Exception | None = None  # why a pause could not be renewed
+
+    async def models(self) -> list[str]:
+        """Return the names of the models that are served."""
+        data = (await self._ask(self.urls[0], "GET", "/v1/models"))["data"]
+        return [str(model["id"]) for model in data]
+
+    async def open(
+        self, /, session_id: str | None = None, **terms: object
+    ) -> OpenSession:
+        """Open a session. ``terms``: further fields of ``POST /sessions``.
+
+        Examples are ``max_turns``, ``sampling``, ``group_id`` and ``metadata``.
+        """
+        url = min(self.urls, key=self._open.__getitem__)
+        body = {**terms, **({} if session_id is None else {"session_id": session_id})}
+        # counted before the answer, or calls at the same time would all go to one
+        self._open[url] += 1
+        try:
+            opened = await self._ask(url, "POST", "/sessions", body)
+            session = OpenSession(
+                *(opened[name] for name in ("session_id", "api_key", "base_url"))
+            )
+        except BaseException:
+            self._open[url] -= 1
+            raise
+        self._owners[session.session_id] = url
+        self._running.add(session.session_id)
+        return session
+
+    async def finish(self, /, session_id: str, **outcome: object) -> Json:
+        """End a session, and return what ``GET /sessions/{id}`` shows of it.
+
+        ``outcome``: ``reward``, ``error``, ``metadata``; ``wait_seconds`` that running
+        calls may take. A later reward is sent the same way.
+        """
+        ended: Json = await self._of_session("POST", session_id, "/finish", outcome)
+        self._ended(session_id)
+        return ended
+
+    async def drop(self, session_id: str) -> Json:
+        """End a session, and take its turns out of training."""
+        dropped: Json = await self._of_session("POST", session_id, "/drop", {})
+        self._ended(session_id)
+        return dropped
+
+    async def describe(self, session_id: str) -> Json:
+        """Return what a gateway knows of a session."""
+        described: Json = await self._of_session("GET", session_id, "")
+        return described
+
+    async def pause(self, seconds: float = 600.0) -> None:
+        """Pause the engines until `resume`.
+
+        The pause is a lease of ``seconds``, which this client renews. It ends by itself
+        if the client's process dies. If a gateway fails, none stays paused.
+        """
+        await self._stop_renewing()
+        try:
+            await self._lease(seconds)
+        except BaseException:
+            with suppress(Exception):
+                await asyncio.shield(self._everywhere("/engine/resume", {}))
+            raise
+        self._lost = None
+        self._renewing = asyncio.create_task(self._renew(seconds))
+
+    async def update_weights(
+        self,
+        source: str | Sequence[str],
+        version: str,
+        load_format: str | None = None,
+    ) -> None:
+        """Load weights while paused, and name them ``version``.
+
+        ``source``: a model directory that the servers can read, or tensors, which the
+        servers read as ``load_format``. Raises as `pause`, and if a renewal of the pause
+        failed since: then some tokens may be from other weights.
+        """
+        if self._lost is not None:
+            raise self._lost
+        body: Json = {"weight_version": version}
+        if isinstance(source, str):
+            body["model_path"] = source
+        else:
+            body |= {"tensors": list(source), "load_format": load_format}
+        await self._everywhere("/engine/update", body, _UPDATE_SECONDS)
+
+    async def resume(self) -> None:
+        """End the pause. A gateway that fails to resume does so when its lease ends."""
+        await self._stop_renewing()
+        await self._everywhere("/engine/resume", {})
+
+    async def close(self) -> None:
+        """Close the connections; a pause then ends with its lease."""
+        await self._stop_renewing()
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _of_session(
+        self, method: str, session_id: str, what: str, body: Json | None = None
+    ) -> Any:
+        """Send a request about a session to its gateway."""
+        path, wait = f"/sessions/{session_id}{what}", (body or {}).get("wait_seconds")
+        seconds = _ANSWER_SECONDS + (wait if isinstance(wait, (int, float)) else 0.0)
+        owner = self._owners.get(session_id)
+        # a session of another client may be at any of them
+        *others, last = self.urls if owner is None else [owner]
+        for url in others:
+            try:
+                return await self._ask(url, method, path, body, seconds)
+            except GatewayError as error:
+                if error.status != 404:
+                    raise
+        return await self._ask(last, method, path, body, seconds)
+
+    def _ended(self, session_id: str) -> None:
+        if session_id in self._running:
+            self._running.remove(session_id)
+            self._open[self._owners[session_id]] -= 1
+
+    async def _lease(self, seconds: float) -> None:
+        await self._everywhere("/engine/pause", {"timeout_s": seconds})
+
+    async def _renew(self, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds / _RENEWALS)
+            try:
+                await self._lease(seconds)
+            except (GatewayError, ConnectionError) as error:
+                self._lost = error
+
+    async def _stop_renewing(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait([self._renewing])
+            self._renewing = None
+
+    async def _everywhere(
+        self, path: str, body: Json, seconds: float = _ANSWER_SECONDS
+    ) -> None:
+        """Send a request to all gateways; return once each has answered or failed."""
+        asked = [self._ask(url, "POST", path, body, seconds) for url in self.urls]
+        for answer in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
+
+    async def _ask(
+        self,
+        url: str,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        seconds: float = _ANSWER_SECONDS,
+    ) -> Any:
+        where = f"{method} {path} of the gateway at {url}"
+        try:
+            answer = await self._http.request(
+                method,
+                url + path,
+                json=body,
+                headers=self._headers,
+                timeout=httpx.Timeout(seconds, connect=10.0),
+            )
+        except httpx.HTTPError as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ConnectionError(f"{where}: {reason}") from error
+        try:
+            value = answer.json()
+            if not answer.is_error:
+                return value
+            error_of = value["error"]
+            message, code = error_of["message"], error_of["code"]
+        except (LookupError, TypeError, ValueError) as error:
+            shown = f"{answer.status_code} {answer.text[:400]}"
+            raise ConnectionError(f"{where}: it answered {shown}") from error
+        raise GatewayError(f"{where}: {message}", answer.status_code, code=code)
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncGatewayClient, _P], Coroutine[Any, Any, _T]],
+) -> Callable[Concatenate["GatewayClient", _P], _T]:
+    """The method of `GatewayClient` that waits for one of `AsyncGatewayClient`."""
+
+    @wraps(method)
+    def wait(self: "GatewayClient", /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return self._wait(method(self._client, *args, **kwargs))
+
+    return wait
+
+
+class GatewayClient:
+    """`AsyncGatewayClient` for threads; its methods wait for the answer.
+
+    They may be called from several threads at the same time. A thread of its own sends
+    the requests, and renews the lease of a pause.
+    """
+
+    def __init__(self, urls: str | Sequence[str], token: str = "") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="trajkit-client", daemon=True
+        )
+        self._thread.start()
+        self._client = AsyncGatewayClient(urls, token)
+        self.urls = self._client.urls
+
+    models = _blocking(AsyncGatewayClient.models)
+    open = _blocking(AsyncGatewayClient.open)
+    finish = _blocking(AsyncGatewayClient.finish)
+    drop = _blocking(AsyncGatewayClient.drop)
+    describe = _blocking(AsyncGatewayClient.describe)
+    pause = _blocking(AsyncGatewayClient.pause)
+    update_weights = _blocking(AsyncGatewayClient.update_weights)
+    resume = _blocking(AsyncGatewayClient.resume)
+
+    def close(self) -> None:
+        """Close the connections; a pause then ends with its lease."""
+        if not self._loop.is_closed():
+            self._wait(self._client.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            # after an interrupt nobody waits for it
+            future.cancel()

@@ -1,0 +1,690 @@
+"""What commands read and write: nothing is overwritten, merged, or lost without a word."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import trajkit as tk
+from trajkit import cli
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
+from trajkit.export import files
+from trajkit.io import guard
+from trajkit.policies import PRESETS
+
+
+def call(session, prompt, output=(3,), **more):
+    logprobs = [-0.5] * len(output)
+    ids = {
+        "prompt_ids": [*prompt],
+        "output_ids": [*output],
+        "output_logprobs": logprobs,
+    }
+    return {"session_id": session, **ids, **more}
+
+
+def write(path, *calls):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(one) + "\n" for one in calls))
+    return path
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with calls, turns, rows and a page, as the working directory."""
+    monkeypatch.chdir(tmp_path)
+    turns = tk.read_turns(write(tmp_path / "c.jsonl", call("a", [1, 2])))
+    write(tmp_path / "run/c.jsonl", call("a", [1, 2]))
+    tk.write_turns(turns, "t.parquet")
+    tk.write_rows(tk.linearize(turns), "r.parquet")
+    tk.write_rows(tk.linearize(turns), tmp_path / "run/r.parquet")
+    Path("p.html").write_text("a page")
+    os.symlink("c.jsonl", "link.jsonl")
+    os.link("c.jsonl", "hard.jsonl")
+    return tmp_path
+
+
+def contents(folder):
+    return {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# --- no output replaces an input
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *(
+            ["linearize", source, "-o", output]
+            for source in ("c.jsonl", "link.jsonl", "hard.jsonl")
+            for output in ("c.jsonl", "./c.jsonl", "run/../c.jsonl", "hard.jsonl")
+        ),
+        ["linearize", "c.jsonl", "-o", "link.jsonl"],
+        ["linearize", "t.parquet", "-o", "x.parquet", "--report", "t.parquet"],
+        ["linearize", "t.parquet", "-o", "x.parquet", "--rejected", "./t.parquet"],
+        ["linearize", "c.jsonl", "-o", "x.parquet", "--sessions", "s", "--report", "s"],
+        ["linearize", "run", "-o", "run/c.jsonl"],
+        ["compact", "t.parquet", "-o", "t.parquet"],
+        ["expand", "c.jsonl", "t.parquet", "-o", "t.parquet"],
+        ["drift", "t.parquet", "-o", "t.parquet"],
+        ["import", "c.jsonl", "-o", "c.jsonl"],
+        ["import", "c.jsonl", "-o", "x.parquet", "--report", "c.jsonl"],
+        ["verify", "r.parquet", "t.parquet", "-o", "t.parquet"],
+        ["verify", "r.parquet", "t.parquet", "-o", "r.parquet"],
+        ["pack", "r.parquet", "-o", "r.parquet", "--max-tokens", "10"],
+        ["view", "c.jsonl", "-o", "c.jsonl"],
+        ["view", "c.jsonl", "-o", "r.parquet", "--rows", "r.parquet"],
+        ["plot", "trace", "c.jsonl", "-o", "c.jsonl"],
+    ],
+    ids=" ".join,
+)
+def test_an_output_that_is_an_input_is_refused(place, capsys, argv):
+    write(place / "s", {"session_id": "a", "reward": 1.0})
+    before = contents(place)
+    assert cli.main(argv) == cli.BAD_USAGE
+    assert "which it would replace" in capsys.readouterr().err
+    assert contents(place) == before
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["linearize", "run", "-o", "run/x.jsonl"],
+        ["expand", "run", "-o", "run/x.parquet"],
+        ["compact", "run", "-o", "run/parts/"],
+        ["import", "run", "-o", "run/x.jsonl"],
+        ["drift", "run", "-o", "run/deep/../drift.jsonl"],
+        ["pack", "run", "-o", "run/packs.parquet", "--max-tokens", "10"],
+    ],
+    ids=" ".join,
+)
+def test_an_output_that_the_next_run_would_read_is_refused(place, capsys, argv):
+    (place / "run/deep").mkdir()
+    before = contents(place)
+    assert cli.main(argv) == cli.BAD_USAGE
+    assert "the next run would take it for an input" in capsys.readouterr().err
+    assert contents(place) == before
+
+
+@pytest.mark.parametrize("output", ["run/x.parquet", "run/_x.jsonl", "run/rows/"])
+def test_an_output_that_readers_skip_may_be_with_the_input(place, output):
+    assert cli.main(["linearize", "run", "-o", output]) == cli.DONE
+    assert tk.read_turns("run").num_rows == 1
+
+
+def test_a_directory_of_parts_contains_no_input(place, capsys):
+    before = contents(place)
+    assert cli.main(["linearize", "run/c.jsonl", "-o", "run/"]) == cli.BAD_USAGE
+    assert "contains the input run/c.jsonl" in capsys.readouterr().err
+    assert contents(place) == before
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("x.parquet", "x.parquet"),
+        ("x.parquet", "X.parquet"),
+        ("x.parquet", "./x.parquet"),
+    ],
+)
+def test_two_outputs_are_two_files(place, capsys, first, second):
+    argv = ["linearize", "c.jsonl", "-o", first, "--report", second]
+    assert cli.main(argv) == cli.BAD_USAGE
+    assert "are one path" in capsys.readouterr().err
+    assert not Path(first).exists()
+
+
+def test_an_export_does_not_replace_its_rows(place, capsys):
+    os.makedirs("out")
+    os.rename("r.parquet", "out/rows.parquet")
+    before = contents(place)
+    argv = ["export", "out/rows.parquet", "--to", "sft", "-o", "out"]
+    assert cli.main(argv) == cli.BAD_USAGE
+    assert "out/rows.parquet" in capsys.readouterr().err
+    assert contents(place) == before
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda: tk.write_turns(tk.scan_turns("t.parquet"), "t.parquet"),
+        lambda: tk.write_turns(tk.scan_turns(["c.jsonl"]), "link.jsonl"),
+        lambda: tk.write_rows(tk.linearize(tk.scan_turns("t.parquet")), "./t.parquet"),
+        lambda: tk.write_rows(tk.scan_rows("r.parquet"), "r.parquet"),
+        lambda: tk.jobs.linearize_file("t.parquet", "t.parquet"),
+        lambda: tk.jobs.verify_file("r.parquet", "t.parquet", "r.parquet"),
+        lambda: tk.importers.import_file("c.jsonl", "hard.jsonl"),
+    ],
+)
+def test_functions_do_not_write_over_what_they_read(place, copy):
+    before = contents(place)
+    with pytest.raises(ArgumentError, match="replace"):
+        copy()
+    assert contents(place) == before
+
+
+def test_a_file_whose_scan_has_ended_may_be_replaced(place):
+    scan = tk.scan_turns("t.parquet")
+    turns = pa.Table.from_batches(scan)
+    tk.write_turns(turns, "t.parquet")
+    stopped = tk.scan_rows("r.parquet")
+    next(stopped)
+    stopped.close()
+    tk.write_rows(tk.read_rows("r.parquet"), "r.parquet")
+    assert tk.read_turns("t.parquet") == turns
+
+
+def test_no_clobber_keeps_what_exists(place, capsys):
+    before = contents(place)
+    for argv in (
+        ["view", "c.jsonl", "-o", "p.html"],
+        ["linearize", "c.jsonl", "-o", "t.parquet"],
+        ["linearize", "c.jsonl", "-o", "x.parquet", "--report", "t.parquet"],
+    ):
+        assert cli.main([*argv, "--no-clobber"]) == cli.BAD_USAGE
+        assert "exists, and --no-clobber is given" in capsys.readouterr().err
+    os.makedirs("out")
+    Path("out/rows.parquet").write_text("mine")
+    argv = ["export", "r.parquet", "--to", "sft", "-o", "out", "--no-clobber"]
+    assert cli.main(argv) == cli.BAD_USAGE
+    assert Path("out/rows.parquet").read_text() == "mine"
+    del before
+    assert cli.main(["linearize", "c.jsonl", "-o", "y.parquet", "--no-clobber"]) == 0
+
+
+def test_a_page_replaces_a_page_completely_or_not_at_all(place, monkeypatch):
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["view", "c.jsonl", "-o", "p.html"])
+    monkeypatch.undo()
+    assert (place / "p.html").read_text() == "a page"
+    assert not list(place.glob(".p.html*"))
+
+
+def test_a_case_insensitive_system_is_seen_by_the_inode(place, monkeypatch):
+    """As where C.JSONL opens c.jsonl: both names have one device and inode."""
+    own = guard.identity("c.jsonl")
+    real = guard.identity
+    spelled = lambda path: own if Path(path).name.lower() == "c.jsonl" else real(path)  # noqa: E731
+    monkeypatch.setattr(guard, "identity", spelled)
+    assert cli.main(["linearize", "c.jsonl", "-o", "C.JSONL"]) == cli.BAD_USAGE
+    assert not Path("C.JSONL").exists()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["view", "c.jsonl", "-o", "page.pdf"],
+        ["plot", "trace", "c.jsonl", "-o", "trace.svg"],
+        ["export", "r.parquet", "--to", "sft", "-o", "rows.pdf"],
+    ],
+    ids=" ".join,
+)
+def test_a_name_of_another_kind_of_file_is_refused(place, capsys, argv):
+    assert cli.main(argv) == cli.BAD_USAGE
+    assert argv[-1] in capsys.readouterr().err
+    assert not Path(argv[-1]).exists()
+
+
+# --- sessions of several files
+
+
+def two_runs(folder):
+    for step in (1, 2):
+        calls = call("0", [step, 9]), call("0", [step, 9, 3, 6])
+        write(folder / f"step{step}.jsonl", *calls)
+    return folder
+
+
+def scanned_turns(source, **options):
+    return pa.Table.from_batches(tk.scan_turns(source, **options))
+
+
+@pytest.mark.parametrize("read", [tk.read_turns, scanned_turns])
+def test_a_session_that_starts_over_in_a_second_file_is_refused(tmp_path, read):
+    log = two_runs(tmp_path / "log")
+    words = (
+        r"session '0' is in .*step1\.jsonl and in .*step2\.jsonl.*--session-prefix file"
+    )
+    for source in (log, sorted(log.iterdir()), f"{log}/*.jsonl"):
+        with pytest.raises(InvalidTurnsError, match=words):
+            read(source)
+    with pytest.raises(ArgumentError, match="session_prefix='files'"):
+        read(log, session_prefix="files")
+
+
+def test_prefixes_tell_sessions_apart(tmp_path, capsys):
+    log = two_runs(tmp_path / "log")
+    turns = tk.read_turns(log, session_prefix="file")
+    assert turns["session_id"].to_pylist() == ["step1/0"] * 2 + ["step2/0"] * 2
+    assert turns["turn_index"].to_pylist() == [0, 1] * 2
+    scanned = pa.Table.from_batches(tk.scan_turns(log, session_prefix="file"))
+    assert scanned.combine_chunks() == turns.combine_chunks()
+    assert (
+        len({*tk.read_turns(log, session_prefix="no")["session_id"].to_pylist()}) == 1
+    )
+    rows = str(tmp_path / "rows.parquet")
+    argv = ["linearize", str(log), "-o", rows]
+    assert cli.main(argv) == cli.BAD_DATA
+    assert "step2.jsonl" in capsys.readouterr().err
+    assert cli.main([*argv, "--session-prefix", "file"]) == cli.DONE
+    assert "sessions 2, turns 4" in capsys.readouterr().out
+    verified = ["verify", rows, str(log), "--session-prefix", "file", "--policy"]
+    assert cli.main([*verified, "faithful"]) == cli.DONE
+
+
+def test_folders_tell_runs_apart_with_their_sessions(tmp_path):
+    for step, reward in ((1, 0.5), (2, 1.0)):
+        run = tmp_path / f"run{step}"
+        write(run / "turns.jsonl", call("0", [step, 9]))
+        line = {"session_id": ["0"], "reward": [reward]}
+        tk.write_sessions(pa.table(line), run / "sessions.parquet")
+    turns = tk.read_turns(tmp_path, session_prefix="folder")
+    sessions = tk.read_sessions(tmp_path, session_prefix="folder")
+    rows = tk.linearize(turns, sessions=sessions)
+    pairs = zip(
+        *(rows[name].to_pylist() for name in ("session_id", "reward")), strict=True
+    )
+    assert [*pairs] == [("run1/0", 0.5), ("run2/0", 1.0)]
+    with pytest.raises(ArgumentError, match="take 'folder'"):
+        tk.read_sessions(tmp_path, session_prefix="file")
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_scattered_sessions_are_told_apart_and_checked(
+    tmp_path, monkeypatch, scattered
+):
+    """Also where sessions go through temporary files."""
+    from trajkit._streams import limits
+
+    monkeypatch.setattr(limits, "BUCKET_BYTES", 1)
+    for step in (1, 2):
+        calls = [call(name, [step, *range(9, 9 + k)]) for k in (1, 2) for name in "ab"]
+        calls = calls if scattered else sorted(calls, key=lambda one: one["session_id"])
+        write(tmp_path / f"step{step}.jsonl", *calls)
+    with pytest.raises(InvalidTurnsError, match="its calls start over there"):
+        list(tk.scan_turns(tmp_path))
+    whole = tk.read_turns(tmp_path, session_prefix="file")
+    scanned = pa.Table.from_batches(tk.scan_turns(tmp_path, session_prefix="file"))
+    assert scanned.combine_chunks() == whole.combine_chunks()
+    assert len({*whole["session_id"].to_pylist()}) == 4
+
+
+def test_a_log_that_was_continued_is_one_session(tmp_path):
+    """A later call extends an earlier prompt, be it of a sub-agent, or has its number."""
+    write(tmp_path / "1.jsonl", call("s", [1, 2]), call("s", [7, 8]))
+    write(tmp_path / "2.jsonl", call("s", [7, 8, 5]), call("s", [1, 2, 3, 4]))
+    assert tk.read_turns(tmp_path)["turn_index"].to_pylist() == [0, 1, 2, 3]
+    write(tmp_path / "2.jsonl", call("s", [6], turn_index=2))
+    assert tk.read_turns(tmp_path)["turn_index"].to_pylist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "arrows"])
+def test_two_logs_that_number_the_same_turn_are_two_sessions(tmp_path, suffix):
+    for name in "ab":
+        turns = tk.from_records([call("s", [1, 2]), call("s", [1, 2, 3, 4])])
+        tk.write_turns(turns, tmp_path / f"{name}.{suffix}")
+    words = (
+        rf"session 's' is in .*a\.{suffix} and in .*b\.{suffix}, and both have a turn"
+    )
+    for read in (tk.read_turns, lambda path: list(tk.scan_turns(path))):
+        with pytest.raises(InvalidTurnsError, match=words):
+            read(tmp_path)
+    named = tk.read_turns(tmp_path, session_prefix="file")["session_id"].to_pylist()
+    assert named == ["a/s", "a/s", "b/s", "b/s"]
+
+
+def test_parts_of_a_table_are_one_table(tmp_path):
+    turns = tk.from_records([call("s", [1]), call("s", [1, 3, 4]), call("t", [2])])
+    tk.write_turns(turns.slice(1), tmp_path / "1.parquet")
+    tk.write_turns(turns.slice(0, 1), tmp_path / "2.parquet")
+    assert tk.read_turns(tmp_path)["turn_index"].to_pylist() == [0, 1, 0]
+
+
+def test_a_file_given_twice_counts_once_or_is_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", call("s", [1]))
+    with pytest.raises(ArgumentError, match="given twice"):
+        tk.read_turns([path, tmp_path / "../" / tmp_path.name / "a.jsonl"])
+
+
+# --- inputs as people have them
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps([call("a", [1]), call("b", [2])]),
+        json.dumps([call("a", [1]), call("b", [2])], indent=1),
+        "\n".join(json.dumps(one) for one in (call("a", [1]), call("b", [2]))),
+    ],
+    ids=["array", "indented", "lines"],
+)
+def test_json_is_an_array_or_lines(tmp_path, text):
+    path = tmp_path / "calls.json"
+    path.write_text(text)
+    assert tk.read_turns(path)["session_id"].to_pylist() == ["a", "b"]
+    with path.open("rb") as file:
+        assert tk.read_turns(file, format="json").num_rows == 2
+    scanned = pa.Table.from_batches(tk.scan_turns(path))
+    assert scanned["session_id"].to_pylist() == ["a", "b"]
+    assert cli.main(["linearize", str(path), "-o", f"{tmp_path}/rows.parquet"]) == 0
+
+
+def test_json_of_one_call_is_one_call(tmp_path):
+    path = tmp_path / "call.json"
+    path.write_text(json.dumps(call("a", [1]), indent=2))
+    assert tk.read_turns(path).num_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1, 2]", "item 1 is not a JSON object"),
+        ("[{}", "line 1, column 4"),
+        ("x", "line 1"),
+    ],
+)
+def test_other_json_is_refused(tmp_path, text, said):
+    path = tmp_path / "call.json"
+    path.write_text(text)
+    with pytest.raises(FormatError, match=said):
+        tk.read_turns(path)
+
+
+def test_json_settings_in_a_run_are_no_calls(tmp_path):
+    write(tmp_path / "calls.jsonl", call("a", [1]))
+    (tmp_path / "config.json").write_text('{"model": "m"}')
+    assert tk.read_turns(tmp_path).num_rows == 1
+    (tmp_path / "calls.jsonl").unlink()
+    with pytest.raises(FormatError, match=r"a \.json file is read where its own path"):
+        tk.read_turns(tmp_path)
+
+
+def test_several_inputs_and_patterns(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        write(tmp_path / f"{name}.jsonl", call(name, [1]))
+    for source in (["a.jsonl", "b.jsonl"], ["*.jsonl"], ["."]):
+        assert cli.main(["stats", *source]) == cli.DONE
+        assert "sessions: 2" in capsys.readouterr().out
+        assert cli.main(["linearize", *source, "-o", "rows.parquet"]) == cli.DONE
+        assert "sessions 2" in capsys.readouterr().out
+        assert cli.main(["show", *source]) == cli.DONE
+        assert "session b" in capsys.readouterr().out
+        assert cli.main(["simulate", *source]) == cli.DONE
+        assert "turns 2" in capsys.readouterr().out
+    assert cli.main(["simulate", "*.feather"]) == cli.BAD_FILE
+    assert "*.feather: no file has such a name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["linearize", "-o", "x.parquet"],
+        ["compact", "-o", "x.parquet"],
+        ["expand", "-o", "x.parquet"],
+        *(["drift"], ["simulate"], ["head"], ["stats"], ["show"], ["why"], ["tree"]),
+        ["view", "-o", "x.html"],
+        ["plot", "forest", "-o", "x.svg"],
+        ["import", "--from", "openai", "-o", "x.parquet"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("source", ["empty.jsonl", "empty.parquet"])
+def test_an_empty_input_is_an_error_of_every_command(place, capsys, argv, source):
+    Path("empty.jsonl").write_text("")
+    tk.write_turns(tk.from_records([]), "empty.parquet")
+    at = 2 if argv[0] == "plot" else 1
+    code = cli.main([*argv[:at], source, *argv[at:]])
+    assert code in (cli.BAD_DATA, cli.BAD_FILE)
+    assert code == cli.BAD_DATA or argv[0] == "import"
+    assert not [*place.glob("x.*")]
+    if argv[0] != "import":
+        assert f"{source}: no " in capsys.readouterr().err
+
+
+# --- errors name the place, and other sessions are shown
+
+
+def test_an_error_names_file_and_line(tmp_path, capsys):
+    write(tmp_path / "one.jsonl", call("a", [1]))
+    write(tmp_path / "two.jsonl", call("c", [1]), call("b", [1]), call("b", [1, -7]))
+    words = r"two\.jsonl, line 3: session 'b', turn 1: prompt_ids\[1\] is -7"
+    for read in (tk.read_turns, lambda path: list(tk.scan_turns(path))):
+        with pytest.raises(InvalidTurnsError, match=words):
+            read(tmp_path)
+    write(tmp_path / "two.jsonl", call("c", [1]), {**call("b", [1]), "session_id": 7.5})
+    for read in (tk.read_turns, lambda path: list(tk.scan_turns(path))):
+        with pytest.raises(InvalidTurnsError, match=r"two\.jsonl, line 2: record"):
+            read(tmp_path)
+    array = tmp_path / "array.json"
+    array.write_text(json.dumps([call("c", [1]), call("b", [-1])]))
+    with pytest.raises(InvalidTurnsError, match=r"array\.json, line 2: session 'b'"):
+        tk.read_turns(array)
+
+
+def test_an_error_in_a_table_names_its_file(tmp_path):
+    lines = tk.from_records([call("a", [1]), call("it's", [2])]).to_pylist()
+    for k, line in enumerate(lines):
+        line["output_ids"] = [-1] if k else [3]
+        table = pa.Table.from_pylist([line], tk.schema.TURNS)
+        pq.write_table(table, tmp_path / f"{k}.parquet")
+    with pytest.raises(
+        InvalidTurnsError, match=r"/1\.parquet: session \"it's\", turn 0"
+    ):
+        tk.read_turns(tmp_path)
+
+
+def test_nonfinite_logprobs_is_a_flag(tmp_path, capsys):
+    path = write(tmp_path / "a.jsonl", call("a", [1], output_logprobs=[-9999.0]))
+    for argv in (["show"], ["simulate"], ["linearize", "-o", f"{tmp_path}/r.parquet"]):
+        argv = [argv[0], str(path), *argv[1:]]
+        assert cli.main(argv) == cli.BAD_DATA
+        assert "nonfinite_logprobs" in capsys.readouterr().err
+        assert cli.main([*argv, "--nonfinite-logprobs", "null"]) == cli.DONE
+    capsys.readouterr()
+
+
+def half_a_run(tmp_path):
+    """Session "b" lost its first turn, which has the body of a message."""
+    user, reply = (dict(role=r, content="x") for r in ("user", "assistant"))
+    first = {"prompt_messages": [user], "response_message": reply}
+    later = {**first, "prompt_messages": [user, reply, user]}
+    calls = [
+        one
+        for name in "ab"
+        for one in (call(name, [1], [2], **first), call(name, [1, 2, 3], [4], **later))
+    ]
+    path = tmp_path / "turns.parquet"
+    tk.write_turns(tk.from_records(calls).take([0, 1, 3]), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("command", ["view", "show", "why", "tree"])
+def test_a_bad_session_is_left_out_with_a_warning(tmp_path, capsys, command):
+    turns, page = half_a_run(tmp_path), tmp_path / "page.html"
+    options = ["-o", str(page)] if command == "view" else []
+    assert cli.main([command, turns, *options]) == cli.DONE
+    out, err = capsys.readouterr()
+    assert err.startswith("trajkit: warning: session 'b' is left out: ")
+    assert page.exists() if options else "session a" in out
+    assert "session b" not in out
+
+
+def test_bad_sessions_alone_are_an_error(tmp_path, capsys):
+    path = write(tmp_path / "a.jsonl", call("a", [1, -7]))
+    assert cli.main(["view", str(path), "-o", f"{tmp_path}/p.html"]) == cli.BAD_DATA
+    assert "a.jsonl, line 1: session 'a', turn 0: prompt_ids[1] is -7" in (
+        capsys.readouterr().err
+    )
+
+
+# --- rows of other systems, unknown ids, rewards
+
+
+def test_rows_of_other_systems_are_taken_by_every_command_for_rows(place, capsys):
+    write(place / "rows.jsonl", {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]})
+    for argv in (["show"], ["why"], ["verify"], ["head"], ["stats"]):
+        turns = ["c.jsonl"] if argv == ["verify"] else []
+        assert cli.main([*argv, "rows.jsonl", *turns]) == cli.DONE
+    out = capsys.readouterr().out
+    assert (
+        "row 0: it shares no token with an earlier row. It trains 1 token of 3." in out
+    )
+    more = {"input_ids": [1, 2, 5, 6], "loss_mask": [1, 0, 1, 1]}
+    write(place / "rows.jsonl", {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}, more)
+    assert cli.main(["why", "rows.jsonl"]) == cli.DONE
+    words = (
+        "row 1: it shares its first 2 tokens with row 0. It trains 3 tokens in 2 ranges"
+    )
+    assert words in capsys.readouterr().out
+
+
+def test_ids_without_a_token_are_shown_as_ids(tmp_path, capsys):
+    from tokenizers import Tokenizer, models
+
+    words = models.WordLevel({"yes": 0, "no": 1}, unk_token="no")
+    Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    path = write(tmp_path / "calls.jsonl", call("a", [0, 70001], [1, 90002]))
+    options = ["--tokenizer", str(tmp_path)]
+    assert cli.main(["show", str(path), *options]) == cli.DONE
+    out = capsys.readouterr().out
+    assert "yes⟨70001⟩" in out
+    assert "no⟨90002⟩" in out
+    page = tmp_path / "page.html"
+    assert cli.main(["view", str(path), "-o", str(page), *options]) == cli.DONE
+    from trajkit.cli.tokenizer import load_tokenizer
+    from trajkit.view.vocabulary import Vocabulary
+
+    pieces = Vocabulary(load_tokenizer(tmp_path)).pieces([0, 90002])
+    assert pieces["text"] == ["yes", "⟨90002⟩"]
+    assert pieces["special"] == [0, 0]
+
+
+def test_a_report_is_a_table_of_sessions(tmp_path, capsys):
+    calls = [
+        call(n, [1], [2, 3], reward=r, group_id="g") for n, r in (("a", 1), ("b", 0))
+    ]
+    path, rows = write(tmp_path / "c.jsonl", *calls), str(tmp_path / "rows.parquet")
+    for suffix in ("parquet", "jsonl"):
+        report = str(tmp_path / f"report.{suffix}")
+        argv = ["linearize", str(path), "-o", rows, "--report", report]
+        assert cli.main(argv) == cli.DONE
+        out = tmp_path / suffix
+        argv = ["export", rows, "--to", "tinker", "-o", str(out), "--sessions", report]
+        assert cli.main(argv) == cli.DONE
+        lines = map(json.loads, (out / "datums.jsonl").read_text().splitlines())
+        gains = [{*line["loss_fn_inputs"]["advantages"]} - {0.0} for line in lines]
+        # 0.5 or -0.5, over the two trained tokens of the row
+        assert gains == [{0.25}, {-0.25}]
+    capsys.readouterr()
+
+
+# --- policy options
+
+
+@pytest.mark.parametrize(
+    "command", ["linearize", "drift", "show", "why", "tree", "verify"]
+)
+def test_commands_of_one_policy_have_its_options(place, capsys, command):
+    argv = {
+        "linearize": ["linearize", "c.jsonl", "-o", "x.parquet"],
+        "verify": ["verify", "r.parquet", "c.jsonl"],
+    }.get(command, [command, "c.jsonl"])
+    options = ["--policy", "slime", "--set", "layout=all", "--fork-threshold", "3"]
+    assert cli.main([*argv, *options]) == cli.BAD_USAGE
+    assert "layout=all: no such choice" in capsys.readouterr().err
+    assert cli.main([*argv, "--policy", "slime", "--fork-threshold", "3"]) == cli.DONE
+
+
+def test_a_fork_threshold_belongs_to_the_policy_before_it(place, capsys):
+    def simulated(*options):
+        assert cli.main(["simulate", "c.jsonl", "--json", *options]) == cli.DONE
+        lines = json.loads(capsys.readouterr().out)["policies"]
+        return [line["policy"] for line in lines]
+
+    options = ["--policy", "slime", "--fork-threshold", "3", "--policy", "slime"]
+    assert simulated(*options) == ["slime(fork_threshold=3)", "slime"]
+    every = simulated("--fork-threshold", "3")
+    assert len(every) == len(PRESETS)
+    assert [one for one in every if "(" in one] == [
+        f"{name}(fork_threshold=3)" for name in ("slime", "trl", "miles")
+    ]
+    argv = ["simulate", "c.jsonl", "--policy", "faithful", "--fork-threshold", "3"]
+    assert cli.main(argv) == cli.BAD_USAGE
+
+
+# --- the program itself: one sentence, and an exit code
+
+
+def program(folder, *words):
+    path = Path(sys.executable).with_name("trajkit")
+    return subprocess.run([path, *words], capture_output=True, text=True, cwd=folder)
+
+
+def test_the_program_keeps_its_input(place):
+    before = contents(place)
+    done = program(place, "linearize", "c.jsonl", "-o", "link.jsonl")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("trajkit: --out link.jsonl is the input c.jsonl")
+    assert contents(place) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["view", "c.jsonl", "--port", "99999"], "99999 is not a port"),
+        (["serve", "--out", "x", "--port", "-1"], "-1 is not a port"),
+        (["show", "c.jsonl", "--tokenizer", "Qwen/Qwen3-8B"], "Nothing is downloaded"),
+    ],
+    ids=["port", "port of the gateway", "tokenizer"],
+)
+def test_the_program_refuses_in_one_sentence(place, words, said):
+    done = program(place, *words)
+    assert done.returncode in (cli.BAD_USAGE, cli.BAD_FILE)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ModuleNotFoundError(
+                "No module named 'no_such_thing'", name="no_such_thing"
+            ),
+            "this needs no_such_thing, which is not installed: pip install no_such_thing",
+        ),
+        (
+            ImportError("cannot import name 'X' from 'pyarrow'", name="pyarrow.lib"),
+            "the installed pyarrow does not fit: cannot import name 'X'",
+        ),
+    ],
+    ids=["missing", "too old"],
+)
+def test_a_missing_or_old_package_is_wrong_usage(
+    place, monkeypatch, capsys, error, said
+):
+    def fail(*_):
+        raise error
+
+    from trajkit.export import files
+
+    monkeypatch.setitem(files._WRITE, "sft", fail)
+    argv = ["export", "r.parquet", "--to", "sft", "-o", "out"]
+    assert cli.main(argv) == cli.BAD_USAGE
+    assert capsys.readouterr().err.startswith(f"trajkit: {said}")
+
+
+def test_a_fault_of_trajkit_is_no_missing_package(place, monkeypatch):
+    def fail(*_):
+        raise ModuleNotFoundError("No module named 'trajkit.no'", name="trajkit.no")
+
+    monkeypatch.setitem(files._WRITE, "sft", fail)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["export", "r.parquet", "--to", "sft", "-o", "out"])

@@ -1,0 +1,625 @@
+"""What a trainer would lose, cut or regroup without a word, exports write or refuse."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import trajkit as tk
+from tests.export.group_of_rows import one_row_each, plain, sample_rows
+from trajkit import export
+from trajkit.cli import main
+from trajkit.errors import ExportError, LongRowsWarning, NoSignalWarning
+from trajkit.export import (
+    FILE_FORMATS,
+    areal,
+    nemo_rl,
+    openrlhf,
+    prime_rl,
+    sft,
+    skyrl,
+    slime,
+    tinker,
+    trl,
+    verl,
+)
+
+EXPORTS = {
+    "areal": lambda rows: areal.trajectory_fields(rows, reward="advantage"),
+    "nemo_rl": nemo_rl.message_log_fields,
+    "openrlhf": openrlhf.execution_fields,
+    "prime_rl": lambda rows: prime_rl.sample_fields(rows, env_name="demo"),
+    "skyrl": skyrl.generator_fields,
+    "slime": slime.sample_fields,
+    "tinker": tinker.datum_fields,
+    "trl": trl.rollout_func_fields,
+    "trl_async": trl.rollout_sample_fields,
+    "verl": verl.agent_loop_fields,
+}
+
+
+def group(rewards, groups, *, sessions=None, tokens=3):
+    """One row for each rollout."""
+    names = sessions or [f"s{k}" for k in range(len(rewards))]
+    turns = tk.from_records(
+        [
+            {
+                "session_id": name,
+                "prompt_ids": [1, 2],
+                "output_ids": [3] * tokens,
+                "output_logprobs": [-1.0] * tokens,
+            }
+            for name in names
+        ]
+    )
+    facts = pa.table({"session_id": names, "reward": rewards, "group_id": groups})
+    return tk.linearize(turns, "faithful", sessions=facts)
+
+
+def with_column(rows, name, values, type_=None):
+    column = pa.array(values, type_)
+    if name in rows.column_names:
+        return rows.set_column(rows.column_names.index(name), name, column)
+    return rows.append_column(name, column)
+
+
+def payload(rows, name):
+    """A payload of the sample rows: one entry per token."""
+    sizes = map(len, rows["input_ids"].to_pylist())
+    if name == "routed_experts":
+        values = [[[[k, 300 * (k == 2)]] for k in range(n - 1)] + [None] for n in sizes]
+    elif name == "sampling_mask":
+        values = [
+            [
+                [7, token] if trained else None
+                for token, trained in zip(ids, mask, strict=True)
+            ]
+            for ids, mask in zip(
+                rows["input_ids"].to_pylist(),
+                rows["loss_mask"].to_pylist(),
+                strict=True,
+            )
+        ]
+    else:
+        values = [[None, *[-0.5] * (n - 1)] for n in sizes]
+    return with_column(rows, name, values)
+
+
+CARRIED = {
+    "routed_experts": {"nemo_rl", "prime_rl", "skyrl", "slime", "verl"},
+    "sampling_mask": {"prime_rl", "skyrl", "slime"},
+    "ref_logprobs": {"prime_rl"},
+    "teacher_logprobs": {"prime_rl", "slime"},
+}
+
+
+@pytest.mark.parametrize("target", EXPORTS)
+@pytest.mark.parametrize("name", CARRIED)
+def test_payloads_are_carried_or_refused(name, target):
+    rows = payload(one_row_each(sample_rows()), name)
+    if target in CARRIED[name]:
+        without = str(plain(EXPORTS[target](rows.drop_columns([name]))))
+        assert str(plain(EXPORTS[target](rows))) != without
+    else:
+        with pytest.raises(ExportError, match=f"payload {name}, for which the format"):
+            EXPORTS[target](rows)
+
+
+def test_a_payload_that_no_row_has_is_none():
+    rows = one_row_each(sample_rows())
+    given = with_column(
+        rows, "sampling_mask", [None, None], pa.list_(pa.list_(pa.int32()))
+    )
+    assert plain(trl.rollout_sample_fields(given)) == plain(
+        trl.rollout_sample_fields(rows)
+    )
+
+
+def test_prime_rl_has_experts_for_every_token():
+    rows = payload(one_row_each(sample_rows()), "routed_experts")
+    found = prime_rl.sample_fields(rows, env_name="e")[1]["routed_experts"]
+    assert (found["shape"], found["dtype"]) == ([5, 1, 2], "uint16")
+    assert plain(np.frombuffer(found["data"], "<u2")) == [
+        0,
+        0,
+        1,
+        0,
+        2,
+        300,
+        3,
+        0,
+        3,
+        0,
+    ]
+    ((batch,),) = prime_rl.micro_batch_fields(
+        rows, 16, env_name="e", pad_to_multiple_of=8
+    )
+    joined = np.frombuffer(batch["routed_experts"]["data"], "<u2").reshape(16, 2)
+    assert batch["routed_experts"]["shape"] == [16, 1, 2]
+    assert plain(joined[8:15, 0]) == [7, 0, 1, 2, 3, 3, 0]
+
+
+def test_prime_rl_has_a_count_for_every_token():
+    rows = payload(one_row_each(sample_rows()), "sampling_mask")
+    found = prime_rl.sample_fields(rows, env_name="e")[1]["sampling_mask"]
+    assert plain(np.frombuffer(found["counts"], "<i4")) == [0, 0, 0, 2, 2]
+    assert plain(np.frombuffer(found["ids"], "<i4")) == [7, 41, 7, 42]
+    ((batch,),) = prime_rl.micro_batch_fields(
+        rows, 16, env_name="e", pad_to_multiple_of=8
+    )
+    counts = np.frombuffer(batch["sampling_mask"]["counts"], "<i4")
+    assert (len(counts), counts.sum()) == (16, 2 * 7)
+    assert len(batch["sampling_mask"]["ids"]) == 4 * 2 * 7
+
+
+def test_skyrl_has_the_sampled_token_first():
+    rows = payload(
+        payload(one_row_each(sample_rows()), "sampling_mask"), "routed_experts"
+    )
+    found = skyrl.generator_fields(rows)
+    assert plain(found["rollout_sample_support"][1]) == [[41, 7], [42, 7]]
+    assert plain(found["rollout_sample_support"][0][2]) == [-1, -1]
+    experts = found["rollout_expert_indices"][1]
+    assert (experts.shape, experts.dtype) == ((4, 1, 2), np.uint16)
+
+
+def test_slime_has_offsets_of_the_response():
+    rows = one_row_each(sample_rows())
+    for name in ("routed_experts", "sampling_mask", "teacher_logprobs"):
+        rows = payload(rows, name)
+    found = slime.sample_fields(rows)[0]
+    assert found["rollout_top_p_token_offsets"] == [0, 2, 4, 4, 6, 8, 10]
+    assert found["rollout_top_p_token_ids"][:4] == [7, 21, 7, 22]
+    assert found["teacher_log_probs"] == [-0.5] * 6
+    assert len(found["rollout_routed_experts"]) == 8
+
+
+def test_nemo_rl_experts_are_those_of_their_message():
+    rows = payload(one_row_each(sample_rows()), "routed_experts")
+    for log in nemo_rl.message_log_fields(rows):
+        joined = np.concatenate([message["routed_experts"] for message in log])
+        n = sum(len(message["token_ids"]) for message in log)
+        assert plain(joined[:, 0, 0]) == [*range(n - 1), n - 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        (
+            "sampling_mask",
+            [None, None, None, [7], [7, 32]],
+            "token 3 lacks the token itself",
+        ),
+        ("sampling_mask", [None, None], "2 entries for 5 tokens"),
+        (
+            "ref_logprobs",
+            [None, None, None, None, -1.0],
+            "ref_logprobs of token 3 is None",
+        ),
+        ("ref_logprobs", [0.0, float("nan"), 0.0, 0.0, 0.0], "of token 1 is nan"),
+        ("ref_logprobs", [0.0], "1 values of ref_logprobs for 5"),
+        ("observation_weight", [0.0, 0.5, None, 0.0, 0.0], "of token 2 is None"),
+        ("observation_weight", [0.5], "1 values of observation_weight for 5"),
+        (
+            "routed_experts",
+            [[[1]], None, [[1]], [[1]], None],
+            "the experts of every token",
+        ),
+        (
+            "routed_experts",
+            [[[1]], [[1, 2]], [[1]], [[1]], None],
+            "other layers or numbers",
+        ),
+        ("routed_experts", [[[1]], [[-1]], [[1]], [[1]], None], "numbers below 0"),
+        ("routed_experts", None, "routed_experts is null"),
+    ],
+)
+def test_values_per_token_that_do_not_fit_are_refused(name, value, match):
+    rows = payload(one_row_each(sample_rows()), name)
+    (first, _) = rows[name].to_pylist()
+    if name == "observation_weight":
+        first = [0.0, *first[1:]]
+    rows = with_column(rows, name, [first, value])
+    with pytest.raises(ExportError, match=f"session 's1', row 0: .*{match}"):
+        prime_rl.sample_fields(rows, env_name="e")
+
+
+def test_prime_rl_has_one_field_for_two_kinds_of_reference():
+    rows = payload(
+        payload(one_row_each(sample_rows()), "ref_logprobs"), "teacher_logprobs"
+    )
+    with pytest.raises(ExportError, match="Drop one of the columns"):
+        prime_rl.sample_fields(rows, env_name="e")
+    fields = prime_rl.sample_fields(rows.drop_columns(["ref_logprobs"]), env_name="e")
+    assert fields[1]["ref_logprobs"] == [0.0, *[-0.5] * 4]
+
+
+# --- groups
+
+
+@pytest.mark.parametrize("export", [trl.rollout_func_fields, openrlhf.execution_fields])
+def test_groups_by_position_are_consecutive_and_even(export):
+    rewards = [1.0, 0.0, 1.0, 0.0]
+    export(group(rewards, ["g", "g", "h", "h"]))
+    with pytest.raises(
+        ExportError, match="other groups lie between the rows of group 'g'"
+    ):
+        export(group(rewards, ["g", "h", "g", "h"]))
+    with pytest.raises(ExportError, match="group 'h' has 1 rows, but 3 were expected"):
+        export(group(rewards, ["g", "g", "g", "h"]))
+
+
+def test_groups_have_as_many_rows_as_the_trainer_generates():
+    rows = group([1.0, 0.0, 1.0, 0.0], ["g", "g", "h", "h"])
+    for make, name in (
+        (trl.rollout_func_fields, "num_generations"),
+        (openrlhf.execution_fields, "n_samples_per_prompt"),
+    ):
+        make(rows, **{name: 2})
+        with pytest.raises(ExportError, match="has 2 rows, but 4 were expected"):
+            make(rows, **{name: 4})
+
+
+def test_slime_samples_of_a_group_are_consecutive():
+    rows = group([1.0, 0.0, 0.0, 1.0], ["g", "h", "g", "h"])
+    found = slime.sample_fields(rows)
+    assert [one["group_index"] for one in found] == [0, 0, 1, 1]
+    assert [one["reward"] for one in found] == [1.0, 0.0, 0.0, 1.0]
+    assert [one["metadata"]["session_id"] for one in found] == ["s0", "s2", "s1", "s3"]
+    assert [one["rollout_id"] for one in found] == [0, 1, 2, 3]
+
+
+def test_a_session_without_a_group_joins_none_with_its_name():
+    rows = group(
+        [1.0, 0.0, 1.0, 0.0], ["a", "a", None, None], sessions=["x", "y", "a", "b"]
+    )
+    for uids in (
+        skyrl.uids(rows),
+        [one[0]["extra_fields"]["uid"] for one in verl.agent_loop_fields(rows)],
+        verl.padded_fields(rows, 2, 3, 0)["uid"].tolist(),
+    ):
+        assert uids[0] == uids[1] == "a"
+        assert len(set(uids)) == 3
+    assert len({*skyrl.generator_fields(rows)["trajectory_ids"]}) == 4
+    assert len(areal.trajectory_fields(rows)) == 3
+
+
+def test_slime_rollouts_without_a_group_are_groups_of_their_own():
+    args = SimpleNamespace(
+        advantage_estimator="grpo",
+        rewards_normalization=True,
+        grpo_std_normalization=False,
+    )
+    samples = [
+        SimpleNamespace(
+            index=k, rollout_id=k, group_index=g, get_reward_value=lambda args, r=r: r
+        )
+        for k, (g, r) in enumerate([(None, 1.0), (None, 0.0), (1, 1.0), (1, 0.0)])
+    ]
+    assert slime.reward_post_process(args, samples)[1] == [0.0, 0.0, 0.5, -0.5]
+    for sample, reward in zip(samples, (0.1 + 0.2, 0.3), strict=False):
+        sample.group_index, sample.get_reward_value = 1, lambda args, r=reward: r
+    with pytest.warns(NoSignalWarning, match="all 2 advantages are 0"):
+        assert slime.reward_post_process(args, samples[:2])[1] == [0.0, 0.0]
+
+
+# --- weights
+
+
+def uneven():
+    """Rollout a has one row, rollout b three of other lengths."""
+    call = {"session_id": "b", "output_ids": [5, 6], "output_logprobs": [-1.0] * 2}
+    calls = [{**call, "prompt_ids": [1, n]} for n in (7, 8)]
+    calls.append(
+        {**call, "prompt_ids": [9], "output_ids": [5], "output_logprobs": [-1.0]}
+    )
+    first = {
+        "session_id": "a",
+        "prompt_ids": [1],
+        "output_ids": [2],
+        "output_logprobs": [-1.0],
+    }
+    rows = tk.linearize(tk.from_records([first, *calls]), "per_call")
+    gains = pa.table({"session_id": ["a", "b"], "advantage": [1.0, -1.0]})
+    return tk.add_advantages(rows, gains)
+
+
+COUNTS = export.StepCounts(rollouts=2, tokens=6)
+
+
+@pytest.mark.parametrize(
+    "weighted",
+    [
+        lambda rows: trl.rollout_sample_fields(rows, weighted=True),
+        tinker.datum_fields,
+        lambda rows: tinker.datum_fields(rows, reduce="sum"),
+        lambda rows: prime_rl.sample_fields(rows, env_name="e", weighted=COUNTS),
+        lambda rows: areal.trajectory_fields(rows, weighted=COUNTS),
+    ],
+)
+def test_weights_do_not_depend_on_the_other_rows(weighted):
+    rows = uneven()
+
+    def factors(fields):
+        names = {"advantage", "advantages", "rl_weights", "rewards"}
+        return [{k: plain(v) for k, v in one.items() if k in names} for one in fields]
+
+    alone = factors(weighted(rows.slice(0, 1))) + factors(weighted(rows.slice(1)))
+    assert factors(weighted(rows)) == alone
+    assert alone[0] != alone[1]
+
+
+def test_counts_of_a_step_are_those_of_its_rows():
+    assert export.step_counts(uneven()) == COUNTS
+    assert export.step_counts(tk.suffix_rows(uneven())) == COUNTS
+
+
+@pytest.mark.parametrize(
+    "export",
+    [
+        lambda rows: prime_rl.sample_fields(rows, env_name="e", weighted=True),
+        lambda rows: areal.trajectory_fields(rows, weighted=True),
+    ],
+)
+def test_weights_over_a_step_need_its_counts(export):
+    with pytest.raises(
+        ExportError, match=r"weighted=True: .* divides by the trained tokens"
+    ):
+        export(uneven())
+
+
+@pytest.mark.parametrize("weight", [None, float("nan"), -1.0])
+def test_a_row_weight_that_is_no_number_is_refused(weight):
+    rows = with_column(uneven(), "row_weight", [1.0, 1.0, weight, 1.0], pa.float64())
+    for make in (
+        tinker.datum_fields,
+        lambda rows: trl.rollout_sample_fields(rows, weighted=True),
+    ):
+        with pytest.raises(ExportError, match="session 'b', row 1: row_weight is"):
+            make(rows)
+
+
+# --- values
+
+
+@pytest.mark.parametrize("target", ["areal", "prime_rl", "tinker", "trl_async"])
+def test_advantages_are_finite(target):
+    rows = with_column(one_row_each(sample_rows()), "advantage", [1.0, float("nan")])
+    with pytest.raises(ExportError, match="session 's1', row 0: advantage is nan"):
+        EXPORTS[target](rows)
+
+
+@pytest.mark.parametrize("target", ["openrlhf", "skyrl", "slime", "trl", "verl"])
+def test_rewards_are_finite(target):
+    rows = with_column(one_row_each(sample_rows()), "reward", [1.0, float("inf")])
+    with pytest.raises(ExportError, match="session 's1', row 0: reward is inf"):
+        EXPORTS[target](rows)
+
+
+@pytest.mark.parametrize("target", ["skyrl", "slime", "trl", "verl"])
+def test_a_row_without_a_prompt_is_refused(target):
+    rows = with_column(one_row_each(sample_rows()), "prompt_length", [0, 3], pa.int32())
+    with pytest.raises(ExportError, match="prompt_length, which is 0: expected 1 to 3"):
+        EXPORTS[target](rows)
+
+
+@pytest.mark.parametrize("target", ["areal", "prime_rl", "tinker", "trl_async"])
+def test_advantages_that_are_all_0_are_told(target):
+    rows = with_column(one_row_each(sample_rows()), "advantage", [0.0, 0.0])
+    with pytest.warns(NoSignalWarning, match="advantages of these 2 rows are 0"):
+        EXPORTS[target](rows)
+    EXPORTS[target](rows.slice(0, 1))  # a rollout of a larger group
+
+
+@pytest.mark.parametrize("target", ["openrlhf", "skyrl", "slime", "trl", "verl"])
+@pytest.mark.parametrize(
+    ("rewards", "groups"),
+    [
+        ([1.0, 0.0], ["g", "h"]),
+        ([0.3, 0.1 + 0.2], ["g", "g"]),
+        ([1.0, 0.0], [None, None]),
+    ],
+)
+def test_groups_without_a_spread_are_told(target, rewards, groups):
+    rows = group(rewards, groups)
+    with pytest.warns(NoSignalWarning, match="no group of these 2 rows"):
+        EXPORTS[target](rows)
+    EXPORTS[target](rows.slice(0, 1))
+
+
+# --- lengths
+
+
+def test_rows_beyond_the_trainers_limit_are_refused():
+    rows = group([1.0, 0.0], ["g", "g"], tokens=2047)
+    for make, name in (
+        (openrlhf.execution_fields, "max_len"),
+        (
+            lambda rows, **limit: prime_rl.sample_fields(
+                with_column(rows, "advantage", [1.0, -1.0]), env_name="e", **limit
+            ),
+            "seq_len",
+        ),
+    ):
+        with pytest.raises(
+            ExportError, match=f"2049 tokens, but .* cuts rows at .*{name} 2048"
+        ):
+            make(rows)
+        make(rows, **{name: 2049})
+    with pytest.raises(ExportError, match=r"2049 tokens, but .* max_length 2048"):
+        sft.labels_table(rows, max_length=2048)
+
+
+def test_rows_that_trl_would_cut_are_told():
+    rows = group([1.0], ["g"], tokens=1023)
+    with pytest.warns(
+        LongRowsWarning, match=r"has 1025 tokens, .* Set it to 1025 or None"
+    ):
+        sft.labels_table(rows)
+    assert sft.labels_table(rows, max_length=1025).num_rows == 1
+    assert sft.labels_table(group([1.0], ["g"], tokens=1022)).num_rows == 1
+
+
+# --- files
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Rows of a group with two rewards, and one with one."""
+    for name, rewards in (("rows", [1.0, 0.0]), ("equal", [1.0, 1.0])):
+        tk.write_rows(group(rewards, ["g", "g"]), tmp_path / f"{name}.parquet")
+    return tmp_path
+
+
+def run(folder, rows, target, *words):
+    command = ["export", str(folder / f"{rows}.parquet"), "--to", target]
+    return main([*command, "-o", str(folder / "out"), *words])
+
+
+def test_supervised_files_are_what_axolotl_takes_for_tokenized(files, capsys):
+    assert run(files, "rows", "sft") == 0
+    table = pq.read_table(files / "out" / "rows.parquet")
+    assert table.column_names == ["input_ids", "attention_mask", "labels"]
+    assert "2 rows for sft" in capsys.readouterr().out
+
+
+def test_llama_factory_loads_the_folder(files):
+    datasets = pytest.importorskip("datasets")
+    assert run(files, "rows", "llama-factory") == 0
+    found = datasets.load_from_disk(str(files / "out" / "tokenized"))
+    assert found.column_names == ["input_ids", "attention_mask", "labels"]
+    assert found[0]["labels"] == [-100, -100, 3, 3, 3]
+    assert [path.name for path in (files / "out").iterdir()] == ["tokenized"]
+
+
+def test_advantages_come_from_the_rows_or_from_sessions(files):
+    sessions = files / "sessions.jsonl"
+    lines = [{"session_id": f"s{k}", "reward": k, "group_id": "g"} for k in range(2)]
+    sessions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = []
+    for words in (
+        ["--advantage", "group_mean"],
+        ["--advantage", "group_std"],
+        ["--sessions", str(sessions)],
+    ):
+        assert run(files, "rows", "tinker", *words) == 0
+        lines = (files / "out" / "datums.jsonl").read_text().splitlines()
+        gains = [json.loads(line)["loss_fn_inputs"]["advantages"][-1] for line in lines]
+        found.append(np.array(gains) * 3)
+    np.testing.assert_allclose(found[0], [0.5, -0.5], rtol=1e-6)
+    np.testing.assert_allclose(found[1], [0.5**0.5, -(0.5**0.5)], rtol=1e-5)
+    np.testing.assert_allclose(found[2], [-0.5, 0.5], rtol=1e-6)
+
+
+def test_sessions_take_the_report_of_linearize(files):
+    report = files / "report.parquet"
+    turns = tk.from_records(
+        [
+            {
+                "session_id": f"s{k}",
+                "prompt_ids": [1, 2],
+                "output_ids": [3],
+                "output_logprobs": [-1.0],
+                "reward": float(k),
+                "group_id": "g",
+            }
+            for k in range(2)
+        ]
+    )
+    tk.write_turns(turns, files / "turns.parquet")
+    words = ["-o", str(files / "rows.parquet"), "--report", str(report)]
+    assert main(["linearize", str(files / "turns.parquet"), *words]) == 0
+    assert run(files, "rows", "tinker", "--sessions", str(report)) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "target", "words", "match"),
+    [
+        ("equal", "tinker", ["--advantage", "group_mean"], "all 2 advantages are 0"),
+        ("equal", "prime-rl", ["--advantage", "group_mean"], "all 2 advantages are 0"),
+        ("rows", "tinker", [], "advantage is null or absent"),
+        ("rows", "sft", ["--max-length", "4"], "5 tokens, but"),
+        ("rows", "sft", ["--advantage", "none"], "does nothing with --to sft"),
+        ("rows", "slime", ["--max-length", "9"], "does nothing with --to slime"),
+    ],
+)
+def test_failing_exports_leave_nothing_behind(
+    files, capsys, rows, target, words, match
+):
+    before = sorted(files.rglob("*"))
+    assert run(files, rows, target, *words) != 0
+    assert match in capsys.readouterr().err
+    assert sorted(files.rglob("*")) == before
+
+
+def test_a_failing_export_keeps_the_file_of_the_last_one(files):
+    assert run(files, "rows", "tinker", "--advantage", "group_mean") == 0
+    before = {path: path.read_bytes() for path in (files / "out").iterdir()}
+    assert run(files, "rows", "tinker") != 0
+    assert {path: path.read_bytes() for path in (files / "out").iterdir()} == before
+
+
+def test_a_missing_package_is_one_line(files):
+    """Without torch, as a user without it has it."""
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['datasets'] = None\n"
+        "sys.modules['msgspec'] = None\n"
+        "from trajkit.cli import main\n"
+        "sys.exit(main())\n"
+    )
+    for target, name in (
+        ("slime", "torch"),
+        ("llama-factory", "datasets"),
+        ("prime-rl", "msgspec"),
+    ):
+        words = ["--advantage", "group_mean"] if target == "prime-rl" else []
+        done = subprocess.run(
+            [
+                *(sys.executable, "-c", code, "export", "rows.parquet"),
+                *("--to", target, "-o", "out", *words),
+            ],
+            capture_output=True,
+            text=True,
+            cwd=files,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert done.stderr == (
+            f"trajkit: this needs {name}, which is not installed: pip install {name}\n"
+        )
+        assert not (files / "out").exists()
+
+
+def test_every_file_format_is_one_that_the_help_names(capsys):
+    with pytest.raises(SystemExit):
+        main(["export", "--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in FILE_FORMATS)
+
+
+def test_the_micro_batches_of_a_step_appear_together(tmp_path, monkeypatch):
+    msgspec = pytest.importorskip("msgspec")
+    rows = sample_rows()
+    options = {"env_name": "e", "ranks": 2}
+    encode, calls = msgspec.msgpack.encode, []
+
+    def full(content):
+        calls.append(content)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return encode(content)
+
+    monkeypatch.setattr(msgspec.msgpack, "encode", full)
+    with pytest.raises(OSError, match="No space left"):
+        prime_rl.write_micro_batches(rows, tmp_path, 3, 16, **options)
+    assert [*tmp_path.rglob("*")] == []
+    prime_rl.write_micro_batches(rows, tmp_path, 3, 16, **options)
+    with pytest.raises(FileExistsError, match="step_3"):
+        prime_rl.write_micro_batches(rows, tmp_path, 3, 16, **options)
+    assert len([*tmp_path.rglob("*.*")]) == 2

@@ -1,0 +1,1 @@
+"""Faults that are planted one by one, to see whether the tests catch them."""

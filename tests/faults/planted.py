@@ -1,0 +1,1045 @@
+"""The faults: one piece of text of one file each, and what it becomes.
+
+A fault of a kernel is an expression, or a statement of one line (which becomes nothing). All
+of them are built into one extension, and a variable of the environment selects one.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Change(NamedTuple):
+    """What is wrong then, the text that occurs once in the file, and what it becomes."""
+
+    idea: str
+    old: str
+    new: str
+    # of a kernel: the expression within ``old`` that ``new`` takes the place of
+    within: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The faults of one file, and the tests that should catch them."""
+
+    file: str
+    tests: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+
+def _place(file: str, tests: str, *changes: tuple[str, ...]) -> Place:
+    return Place(file, tuple(tests.split()), tuple(Change(*one) for one in changes))
+
+
+PYTHON = (
+    _place(
+        "trajkit/turns/turn_rules.py",
+        "tests/turns/test_validation.py tests/turns/test_mm_items.py "
+        "tests/turns/test_delta.py",
+        (
+            "-9999 itself is a logprob",
+            "(numbers <= NO_LOGPROB, ",
+            "(numbers < NO_LOGPROB, ",
+        ),
+        (
+            "a logprob of 1e-4 is refused",
+            "(numbers > MAX_LOGPROB, _POSITIVE)",
+            "(numbers >= MAX_LOGPROB, _POSITIVE)",
+        ),
+        (
+            "a span of weights may run backwards",
+            "(lows != due) | (highs < lows)",
+            "(lows != due)",
+        ),
+        (
+            "spans of weights are checked against turns of other chunks",
+            "here & given & (last != n_output)",
+            "given & (last != n_output)",
+        ),
+        (
+            "an image may end beyond the prompt",
+            "inside = start < end if may_be_cut else stop <= end",
+            "inside = start < end",
+        ),
+        (
+            "an image may have no token",
+            "last <= start < stop and inside",
+            "last <= start <= stop and inside",
+        ),
+        (
+            "the first content id is an id of the engine",
+            '0 <= item["token_id"] < FIRST_CONTENT_ID',
+            '0 <= item["token_id"] <= FIRST_CONTENT_ID',
+        ),
+        (
+            "a body in another session counts",
+            "names = sessions * (len(codes) + 1) + codes",
+            "names = codes",
+        ),
+        (
+            "a turn may be its own base",
+            "late = base_row >= np.arange(len(table))",
+            "late = base_row > np.arange(len(table))",
+        ),
+        (
+            "messages are shared with a base without a list",
+            "np.where(none | nulls(listed)[base_row], 0, total[base_row])",
+            "np.where(none, 0, total[base_row])",
+        ),
+        (
+            "the role in a body is not compared",
+            'if message.get("role") != role:',
+            'if not message.get("role"):',
+        ),
+        (
+            "numbers of a sliced array begin at its buffer",
+            "np.frombuffer(data, np.float32, len(values), 4 * values.offset)",
+            "np.frombuffer(data, np.float32, len(values))",
+        ),
+    ),
+    _place(
+        "trajkit/turns/table_rules.py",
+        "tests/turns/test_validation.py tests/pipeline/test_links.py "
+        "tests/pipeline/test_suffix_layout.py",
+        (
+            "a parent may be a negative turn",
+            "good = (values >= 0) & fits(",
+            "good = fits(",
+        ),
+        (
+            "parents come first in order in every session",
+            "(before >= order) & np.isin(session, later)",
+            "(before >= order)",
+        ),
+        (
+            "resync_length may be null alone",
+            "(path != prompt) | (path != length)",
+            "(path != prompt)",
+        ),
+        (
+            "suffix_start may be negative",
+            "(first < 0) | (first > shared)",
+            "(first > shared)",
+        ),
+        (
+            "a row without a response is refused",
+            "broken(values > n_ids, rule, values, n_ids)",
+            "broken(values >= n_ids, rule, values, n_ids)",
+        ),
+        (
+            "a row may share tokens with no row",
+            "broken(nulls(parent) & (shared > 0), rule, shared)",
+            "broken(nulls(parent) & (shared < 0), rule, shared)",
+        ),
+        (
+            "a row that its parent contains is refused",
+            "found & (shared > of_parent)",
+            "found & (shared >= of_parent)",
+        ),
+        (
+            "the sum of a rollout is not compared with the row",
+            "broken(sums < n_trained, rule, sums, n_trained)",
+            "broken(sums < 0, rule, sums, n_trained)",
+        ),
+        (
+            "an output range may run backwards",
+            "(out_start < 0) | (out_stop < out_start)",
+            "(out_start < 0)",
+        ),
+        ("a weight of 1 is refused", "(values > 1)", "(values >= 1)"),
+        (
+            "trained tokens outside of spans are not counted",
+            "broken(claimed != masked, rule, masked, claimed)",
+            "broken(claimed > masked, rule, masked, claimed)",
+        ),
+    ),
+    _place(
+        "trajkit/turns/validation.py",
+        "tests/turns/test_validation.py tests/pipeline/test_suffix_layout.py",
+        (
+            "a list of null becomes an empty one",
+            "mask=chunk.is_null() if chunk.null_count else None,",
+            "mask=None,",
+        ),
+        (
+            "the last reason is given, not the first",
+            "if name not in reasons:",
+            "if name is not None:",
+        ),
+        (
+            "null ids are not found before the layout changes",
+            "read_ids |= any(chunk.values.null_count for chunk in rows.column(ids).chunks)",
+            "read_ids |= False",
+        ),
+    ),
+    _place(
+        "trajkit/turns/records.py",
+        "tests/turns/test_records.py tests/turns/test_messages.py",
+        (
+            "replies stay in the order of records",
+            "responses = responses[order]",
+            "responses = responses",
+        ),
+        (
+            "sessions of messages stay in the order of records",
+            "numbers = numbers[order]",
+            "numbers = numbers",
+        ),
+        (
+            "a bool of numpy is a turn_index",
+            "isinstance(given, (bool, np.bool_))",
+            "isinstance(given, bool)",
+        ),
+        (
+            "turn_index may be 2**31",
+            "0 <= turn_index < 2**31",
+            "0 <= turn_index <= 2**31",
+        ),
+        (
+            "use_tool=None is derived",
+            'elif name == "use_tool" and name not in record:',
+            'elif name == "use_tool":',
+        ),
+        (
+            "an empty span of weights is refused",
+            'span["start"] != due or span["stop"] < due',
+            'span["start"] != due or span["stop"] <= due',
+        ),
+        (
+            "2 is a bool of a mask",
+            "(mask != 0) & (mask != 1)",
+            "(mask < 0) | (mask > 2)",
+        ),
+    ),
+    _place(
+        "trajkit/turns/python_lists.py",
+        "tests/turns/test_records.py tests/recorder/test_recorder.py",
+        (
+            "ids of 2**31 and above wrap around",
+            "bad = (numbers < 0) | (numbers > 0x7FFFFFFF)",
+            "bad = numbers < 0",
+        ),
+        (
+            "an empty array of logprobs for no output is a list",
+            "len(values) == n_outputs > 0:",
+            "len(values) == n_outputs:",
+        ),
+        (
+            "nulls of an Arrow array become NaN",
+            "return values.to_numpy() if values.null_count == 0 else values.to_pylist()",
+            "return values.to_numpy(zero_copy_only=False)",
+        ),
+        (
+            "what a mask hides is read",
+            "return list(values.tolist())  # None where masked",
+            "array = np.asarray(values)",
+        ),
+        (
+            "bytes are a list of ids",
+            "None if view.itemsize == 1",
+            "None if view.itemsize == 0",
+        ),
+    ),
+    _place(
+        "trajkit/turns/delta.py",
+        "tests/turns/test_delta.py tests/jobs/test_stages.py",
+        (
+            "attribution of shared tokens is lost where it says something",
+            "clear = counts[begins + np.minimum(shared, n)] == counts[begins]",
+            "clear = np.ones(len(n), np.bool_)",
+        ),
+        (
+            "a null list of attribution gets elements",
+            "(n == n_prompt - shared) & ~absent",
+            "(n == n_prompt - shared)",
+        ),
+        (
+            "a prompt does not share the base's reply",
+            "(n_messages + _replied(calls))[bases]",
+            "n_messages[bases]",
+        ),
+        (
+            "a message with a body is shared",
+            "np.minimum(np.minimum(bare, n_messages), most)",
+            "np.minimum(n_messages, most)",
+        ),
+        (
+            "messages of other roles are shared",
+            'for name in ("key", "role"):\n        both',
+            'for name in ("key",):\n        both',
+        ),
+        (
+            "a reply counts without a list of messages",
+            "np.logical_and(known, reply)",
+            "reply",
+        ),
+    ),
+    _place(
+        "trajkit/turns/session_metadata.py",
+        "tests/pipeline/test_rows.py tests/training/test_session_rewards.py",
+        (
+            "a reward of None does not contradict the turns",
+            "same = pc.equal(own, given).fill_null(False)",
+            "same = pc.equal(own, given).fill_null(True)",
+        ),
+        (
+            "a column of nulls in sessions counts",
+            "stated = [n for n in OF_TURNS if table.column(n).null_count < len(table)]",
+            "stated = list(OF_TURNS)",
+        ),
+    ),
+    _place(
+        "trajkit/turns/amendments.py",
+        "tests/turns/test_amendments.py",
+        (
+            "an amendment without trainable makes context",
+            "pc.equal(self._trainable.take(found), False).fill_null(False)",
+            "pc.equal(self._trainable.take(found), False).fill_null(True)",
+        ),
+        (
+            "amendments of other turns count",
+            "known = self._keys_known[at] == keys",
+            "known = self._keys_known[at] >= keys",
+        ),
+    ),
+    _place(
+        "trajkit/turns/call_order.py",
+        "tests/pipeline/test_links.py tests/pipeline/test_rows.py "
+        "tests/pipeline/test_policies.py",
+        (
+            "retries are not ranked by request_id",
+            'keys = [_ranks(calls, "request_id"), calls.calls["prompt_len"], '
+            "calls.session_of()]",
+            'keys = [calls.calls["prompt_len"], calls.session_of()]',
+        ),
+        (
+            "request_id goes before started_at",
+            '[_ranks(calls, "request_id"), _ranks(calls, "started_at")]',
+            '[_ranks(calls, "started_at"), _ranks(calls, "request_id")]',
+        ),
+        (
+            "equal times rank by turn before request_id",
+            'tiebreaker="min"',
+            'tiebreaker="first"',
+        ),
+    ),
+    _place(
+        "trajkit/turns/trainability.py",
+        "tests/pipeline/test_policies.py tests/pipeline/test_rows.py",
+        (
+            "tokens of an aborted turn of context are lost twice",
+            'now = aborted & (calls.calls["trainable"] != 0)',
+            "now = aborted",
+        ),
+        (
+            "turns of context need logprobs",
+            'missing[calls.calls["trainable"] == 0] = 0',
+            "missing[:0] = 0",
+        ),
+    ),
+    _place(
+        "trajkit/turns/message_equality.py",
+        "tests/turns/test_message_equality.py tests/pipeline/test_graph.py",
+        (
+            "an empty tool_call_id is a missing one",
+            '(name == "content" and value == "")',
+            'value == ""',
+        ),
+        (
+            "reasoning of a user counts",
+            'if not missing and its_role in ("", role):',
+            "if not missing:",
+        ),
+        (
+            "an empty list is a value",
+            'value is not None and value != "" and value != []',
+            'value is not None and value != ""',
+        ),
+        (
+            "a tool call without a function has no name",
+            "holder = function if isinstance(function, dict) else call",
+            "holder = function if isinstance(function, dict) else {}",
+        ),
+        (
+            "cache_control within objects counts",
+            "within.extend(value.values())",
+            "within.extend(())",
+        ),
+    ),
+    _place(
+        "trajkit/turns/messages.py",
+        "tests/turns/test_messages.py tests/turns/test_records.py "
+        "tests/recorder/test_message_lists.py",
+        (
+            "a body that comes after its key is not stored",
+            "return known if has_body or message.body is None else -1",
+            "return known",
+        ),
+    ),
+    _place(
+        "trajkit/pipeline/links.py",
+        "tests/pipeline/test_links.py tests/pipeline/test_rows.py",
+        (
+            "empty lists are not counted as routed by tokens",
+            'which |= calls.requests["n_keys"] + calls.requests["shared"] == 0',
+            "which |= False",
+        ),
+        (
+            "an lcp may be negative",
+            "other | (lcp < 0) | (lcp > most)",
+            "other | (lcp > most)",
+        ),
+        (
+            "an order may be the number of calls",
+            'links["order"] >= np.diff(calls.session_offsets)[session]',
+            'links["order"] > np.diff(calls.session_offsets)[session]',
+        ),
+    ),
+    _place(
+        "trajkit/pipeline/payloads.py",
+        "tests/pipeline/test_payloads.py",
+        (
+            "a null element hides the last turn's",
+            "new = valid[sources] & (at[places] < 0)",
+            "new = at[places] < 0",
+        ),
+        (
+            "elements come from beyond what a base shares",
+            "np.minimum(end, forest.shared[run.call]) - run.first",
+            "end - run.first",
+        ),
+        (
+            "a list of n - 1 elements is never that of the outputs",
+            "lacks_last & short,",
+            "short,",
+        ),
+        (
+            "a start may be negative",
+            "given & ((starts < 0) | (starts + length > calls.path_len))",
+            "given & (starts + length > calls.path_len)",
+        ),
+        (
+            "nothing comes before a given start",
+            "np.where(given, starts > 0, partial)",
+            "np.where(given, False, partial)",
+        ),
+        (
+            "in delta form a list without the last token is refused",
+            "delta & (new | (new_short & ~output))",
+            "delta & new",
+        ),
+    ),
+    _place(
+        "trajkit/pipeline/weight_versions.py",
+        "tests/pipeline/test_rows.py tests/pipeline/test_payloads.py",
+        (
+            "the last weights are those of the first output",
+            "((out_start, 1), (out_stop - 1, -1))",
+            "((out_start, 1), (out_stop - 1, 1))",
+        ),
+        (
+            "outputs that are lost have weights",
+            "sampled = stop > start",
+            "sampled = stop >= start",
+        ),
+        (
+            "the token after the last span has its weights",
+            "(token < self.stops[at])",
+            "(token <= self.stops[at])",
+        ),
+    ),
+    _place(
+        "trajkit/pipeline/fill.py",
+        "tests/pipeline/test_rows.py tests/pipeline/test_policies.py "
+        "tests/pipeline/test_bounds.py",
+        (
+            "numbers stay under nulls",
+            "logprobs[drops] = 0.0",
+            "logprobs[:0] = 0.0",
+        ),
+        (
+            "offsets of a later batch do not begin at 0",
+            "here = here - here[:, :1]",
+            "here = here - 0",
+        ),
+    ),
+    _place(
+        "trajkit/pipeline/splice.py",
+        "tests/pipeline/test_splice.py",
+        (
+            "stop_sequence does not end a turn",
+            '("stop", "tool_calls", "stop_sequence")',
+            '("stop", "tool_calls")',
+        ),
+        (
+            "a prompt that skips tokens begins its row",
+            'whole = (links["lcp"] == before) & (before == starts)',
+            'whole = links["lcp"] == before',
+        ),
+        (
+            "payloads of prompts behind a splice count",
+            "heads = (parent >= 0) & (other == other[offsets[:-1]][row])",
+            "heads = parent >= 0",
+        ),
+    ),
+    _place(
+        "trajkit/pipeline/subagents.py",
+        "tests/pipeline/test_segments.py",
+        (
+            "the first of several dispatches counts",
+            "numbers.setdefault(ids[-1], len(numbers))",
+            "numbers.setdefault(ids[0], len(numbers))",
+        ),
+        (
+            "a tool's name with a quote is not found",
+            "re.escape(_quoted(tool))",
+            "re.escape(f'\"{tool}\"')",
+        ),
+    ),
+    _place(
+        "trajkit/pipeline/rows.py",
+        "tests/pipeline/test_rows.py tests/pipeline/test_policies.py",
+        (
+            "links of a later part refer to the first",
+            "here[name][here[name] >= 0] -= lo",
+            "here[name][here[name] >= 0] -= 0",
+        ),
+        (
+            "aborted tokens count as untrainable, too",
+            'plan.counted("lost_untrainable")[:] -= aborted',
+            'plan.counted("lost_untrainable")[:] -= 0 * aborted',
+        ),
+        (
+            "a policy that needs logprobs does not read the table",
+            'if policy.on_drift == "splice" or policy.missing_logprobs == "raise":',
+            'if policy.on_drift == "splice":',
+        ),
+    ),
+    _place(
+        "trajkit/policies.py",
+        "tests/pipeline/test_policies.py tests/verification/test_verify.py "
+        "tests/pipeline/test_splice.py",
+        (
+            "the last token id ends no turn",
+            "if token > _LAST_TOKEN:",
+            "if token >= _LAST_TOKEN:",
+        ),
+        (
+            "a policy of one chain keeps everything",
+            'return self.places_all and self.row_selection == "all"',
+            "return self.places_all",
+        ),
+        (
+            "generations place every turn",
+            '            "prefix",\n            "generations",\n        )',
+            '            "prefix",\n        )',
+        ),
+    ),
+    _place(
+        "trajkit/verification/context.py",
+        "tests/verification/test_verify.py",
+        (
+            "the token at the cap must train",
+            "+ at < self.cap\n",
+            "+ at <= self.cap\n",
+        ),
+        (
+            "a list that its base supplies is empty",
+            '(requests["n_keys"] != 0) | (requests["shared"] != 0)',
+            '(requests["n_keys"] != 0)',
+        ),
+        (
+            "tokens without a logprob must train",
+            'self.policy.missing_logprobs == "untrain"',
+            'self.policy.missing_logprobs == "untrained"',
+        ),
+    ),
+    _place(
+        "trajkit/verification/row_rules.py",
+        "tests/verification/test_verify.py",
+        (
+            "a row may end anywhere in its path",
+            "return min(n, case.cap or n) == len(ids) or _is_trimmed(",
+            "return n >= len(ids) or _is_trimmed(",
+        ),
+        ("weights may be off by a thousandth", "_ROUNDING = 1e-9", "_ROUNDING = 1e-3"),
+        (
+            "turns need not end with last_turn",
+            "if last is not None and listed[-1:] != [last]:",
+            "if last is not None and last not in listed:",
+        ),
+        (
+            "weights of an empty range count",
+            'max(one["start"], pieces.out_start[k]) < min(',
+            'max(one["start"], pieces.out_start[k]) <= min(',
+        ),
+        (
+            "use_tool of a row may be true for no turn",
+            "if flag is bool(due[row]) or (flag and _unseen(case, row, name)):",
+            "if flag is bool(due[row]) or flag:",
+        ),
+    ),
+    _place(
+        "trajkit/verification/span_rules.py",
+        "tests/verification/test_verify.py",
+        (
+            "a logprob may be where the engine gave none",
+            "differ = (rows.given != given) | (given & (rows.logprobs != expected))",
+            "differ = given & (rows.logprobs != expected)",
+        ),
+        (
+            "every row trains a token once: counted over all rows",
+            "counted = source + pieces.row[owner] * len(case.turns.outputs.values)",
+            "counted = source",
+        ),
+        (
+            "an absorbed span may be anywhere before its place",
+            'earlier = (pieces.kind == "absorbed") & (',
+            'earlier = (pieces.kind == "absorbed") | (',
+        ),
+    ),
+    _place(
+        "trajkit/verification/foreign_rows.py",
+        "tests/verification/test_verify.py",
+        (
+            "outputs are found between two ids",
+            "if at % _ID_BYTES == 0:",
+            "if at % 1 == 0:",
+        ),
+        (
+            "NaN is a logprob",
+            "nothing = ~rows.given[flat] | (here == 0) | np.isnan(here)",
+            "nothing = ~rows.given[flat] | (here == 0)",
+        ),
+    ),
+    _place(
+        "trajkit/verification/splice_rules.py",
+        "tests/pipeline/test_splice.py tests/verification/test_verify.py",
+        (
+            "a spliced row may end early without a cap",
+            "(state.position > n and n == self.case.cap)",
+            "(state.position > n)",
+        ),
+        (
+            "a later dropped turn need not continue the one before",
+            "if not reading.extends(before, call):",
+            "if call < before:",
+        ),
+    ),
+    _place(
+        "trajkit/recorder/message_lists.py",
+        "tests/recorder/test_message_lists.py tests/recorder/test_match.py",
+        (
+            "messages that a base supplies entirely match no call",
+            "if n >= one.shared:",
+            "if n > one.shared:",
+        ),
+    ),
+    _place(
+        "trajkit/recorder/session.py",
+        "tests/recorder/test_recorder.py tests/recorder/test_match.py",
+        (
+            "rewards of calls are not read",
+            "or any(one.name in OF_TURNS for one in extra):",
+            "or False:",
+        ),
+        (
+            "masks of calls are not read",
+            '*map(type, columns["output_mask"])}',
+            "}",
+        ),
+        (
+            "messages match where no id does",
+            "                n_messages = 0\n",
+            "                pass\n",
+        ),
+    ),
+    _place(
+        "trajkit/recorder/extra_columns.py",
+        "tests/recorder/test_recorder.py",
+        (
+            "a time without a zone is taken",
+            "isinstance(value, datetime) and value.tzinfo is not None",
+            "isinstance(value, datetime)",
+        ),
+        (
+            "metadata overwrites payloads",
+            "        if name in result:\n",
+            "        if name in {}:\n",
+        ),
+    ),
+    _place(
+        "trajkit/_arrow/canonical.py",
+        "tests/turns/test_validation.py tests/turns/test_table.py tests/arrow",
+        (
+            "floats beyond int32 are ids",
+            "& (values >= limits.min) & (values <= limits.max)",
+            "& (values >= limits.min)",
+        ),
+        (
+            "offsets of a slice are not copied",
+            "if first or array.offset:",
+            "if first:",
+        ),
+    ),
+    _place(
+        "trajkit/_streams/session_batches.py",
+        "tests/streams/test_streams.py",
+        (
+            "a session may come twice in a batch",
+            "if name in ended or name == current:",
+            "if name in ended:",
+        ),
+    ),
+    _place(
+        "trajkit/_streams/lockstep.py",
+        "tests/streams/test_streams.py tests/verification/test_verify.py",
+        (
+            "a session that comes too late is skipped",
+            "self._taken.update(wanted.to_pylist())",
+            "self._taken.update(())",
+        ),
+    ),
+)
+
+NATIVE = (
+    _place(
+        "_native/plan/plan.pxi",
+        "tests/pipeline/test_policies.py tests/pipeline/test_segments.py "
+        "tests/pipeline/test_splice.py tests/pipeline/test_suffix_layout.py "
+        "tests/pipeline/test_forest_routes.py tests/pipeline/test_links.py "
+        "tests/pipeline/test_rows.py",
+        (
+            "drift at the end of the first prompt restarts a row",
+            "return MEET_ABSORB if link.lcp >= opened else MEET_RESTART",
+            "link.lcp > opened",
+            "link.lcp >= opened",
+        ),
+        (
+            "drift at the start of a reply forks",
+            "if link.lcp < parent.prompt_len:",
+            "link.lcp <= parent.prompt_len",
+            "link.lcp < parent.prompt_len",
+        ),
+        (
+            "a reply as long as the threshold is short",
+            "return MEET_ABSORB if calls[call].out_len < choices.fork_threshold else MEET_FORK",
+            "calls[call].out_len <= choices.fork_threshold",
+            "calls[call].out_len < choices.fork_threshold",
+        ),
+        (
+            "drift as long as the threshold is short",
+            "if choices.on_drift == ON_DRIFT_ABSORB_SHORT_DRIFT and "
+            "drift < choices.fork_threshold:",
+            "drift <= choices.fork_threshold",
+            "drift < choices.fork_threshold",
+        ),
+        (
+            "a suffix may begin after the first trained token",
+            "row.stored = min(row.stored, part.start)",
+            "row.stored",
+            "min(row.stored, part.start)",
+        ),
+        (
+            "duplicates of other chains are not counted",
+            "if owned or part.kind in (SPAN_DUPLICATE, SPAN_UNTRAINABLE):",
+            "owned",
+            "owned or part.kind in (SPAN_DUPLICATE, SPAN_UNTRAINABLE)",
+        ),
+        (
+            "dropped calls count in a row",
+            "if plan.links[call].splice != SPLICE_DROPPED:",
+            "True",
+            "plan.links[call].splice != SPLICE_DROPPED",
+        ),
+        (
+            "a row that ends with a prompt at the cap is not cut to a call",
+            "row.n_calls > 1 and calls[row.last].prompt_len >= plan.choices.max_tokens",
+            "calls[row.last].prompt_len > plan.choices.max_tokens",
+            "calls[row.last].prompt_len >= plan.choices.max_tokens",
+        ),
+        (
+            "a reply that was replaced wholly keeps its tokens when its successor is cut",
+            "if plan.choices.keep_prefix and lcp >= calls[row.last].prompt_len:",
+            "lcp > calls[row.last].prompt_len",
+            "lcp >= calls[row.last].prompt_len",
+        ),
+        (
+            "absorbed tokens of a cut row are lost twice",
+            "totals[SPAN_CUT] = before - totals[SPAN_TRAINED] - totals[SPAN_ABSORBED]",
+            "before - totals[SPAN_TRAINED]",
+            "before - totals[SPAN_TRAINED] - totals[SPAN_ABSORBED]",
+        ),
+        (
+            "a row shares more than its parent has",
+            "row.shared = min(min(nodes[node].stop, row.n_tokens), plan.rows[by].n_tokens)",
+            "min(nodes[node].stop, row.n_tokens)",
+            "min(min(nodes[node].stop, row.n_tokens), plan.rows[by].n_tokens)",
+        ),
+        (
+            "a call that opens a spliced row is a root",
+            "link.parent < 0 and link.splice != SPLICE_OPENS",
+            "True",
+            "link.splice != SPLICE_OPENS",
+        ),
+        (
+            "a row that ends where its prompt does is kept",
+            "if row.n_tokens < full and row.n_tokens <= row.prompt_len:",
+            "row.n_tokens < row.prompt_len",
+            "row.n_tokens <= row.prompt_len",
+        ),
+        (
+            "tokens of an empty row that was cut are not counted",
+            "report[REPORT_LOST_CUT] += totals[SPAN_CUT]  # if it was cut to a call",
+            "",
+        ),
+        (
+            "duplicates of removed rows are counted",
+            "report[REPORT_TOKENS_DUPLICATED] -= totals[SPAN_DUPLICATE]",
+            "",
+        ),
+        (
+            "the main chain is the last of its root",
+            "if best < 0 or plan.births[plan.roots[leaf]] < plan.births[plan.roots[best]]:",
+            "plan.births[plan.roots[leaf]] <= plan.births[plan.roots[best]]",
+            "plan.births[plan.roots[leaf]] < plan.births[plan.roots[best]]",
+        ),
+        (
+            "flags of a chain begin at a fork",
+            "plan.flags[i] |= plan.flags[parent] & CALL_CHAIN_FLAGS",
+            "",
+        ),
+        (
+            "rows above what is new are not counted",
+            "report[REPORT_ROWS_UNTRAINED] += plan.forks[top]",
+            "",
+        ),
+    ),
+    _place(
+        "_native/fill/fill.pxi",
+        "tests/pipeline/test_rows.py tests/pipeline/test_policies.py "
+        "tests/pipeline/test_splice.py",
+        (
+            "the logprobs of a later part are those of the first",
+            "bit = call.valid_bit + span.out_start + i",
+            "call.valid_bit + i",
+            "call.valid_bit + span.out_start + i",
+        ),
+        (
+            "an earlier drift is forgotten behind a later one",
+            "replaced = min(replaced, links[call].lcp)",
+            "links[call].lcp",
+            "min(replaced, links[call].lcp)",
+        ),
+    ),
+    _place(
+        "_native/forest/forest.pxi",
+        "tests/pipeline/test_bounds.py tests/turns/test_delta.py "
+        "tests/pipeline/test_policies.py",
+        (
+            "a node loses its siblings when it is split",
+            "nodes[upper].sibling = nodes[node].sibling",
+            "",
+        ),
+        (
+            "a base may be in an earlier session",
+            "elif base < session_offsets[s] or base >= i:",
+            "base < 0",
+            "base < session_offsets[s]",
+        ),
+    ),
+    _place(
+        "_native/route/route.pxi",
+        "tests/pipeline/test_links.py tests/pipeline/test_graph.py "
+        "tests/pipeline/test_forest_routes.py tests/pipeline/test_policies.py",
+        (
+            "a reply as long as the threshold is rewritten",
+            "and calls[call].out_len < merge_threshold",
+            "calls[call].out_len <= merge_threshold",
+            "calls[call].out_len < merge_threshold",
+        ),
+        (
+            "a reply that was continued is rewritten",
+            "assistant and call >= 0 and tree.nodes[child].child < 0",
+            "True",
+            "tree.nodes[child].child < 0",
+        ),
+        (
+            "a reply with siblings is rewritten",
+            "if depth < total and merge_threshold > 0 and tree.nodes[node].n_assistants == 1:",
+            "tree.nodes[node].n_assistants >= 1",
+            "tree.nodes[node].n_assistants == 1",
+        ),
+        (
+            "of equal paths any call is the parent",
+            "size < least or size == least and call < best",
+            "size < least",
+            "size < least or size == least and call < best",
+        ),
+        (
+            "the first of several paths that are repeated is the parent",
+            "better = shared == size and call > best",
+            "shared == size and best < 0",
+            "shared == size and call > best",
+        ),
+        (
+            "a rewritten reply still is above what follows",
+            "tree.nodes[child].above = tree.nodes[node].above",
+            "",
+        ),
+        (
+            "of equally long repeats the last counts",
+            "if shared > longest or calls[call].prompt_len < calls[best].prompt_len:",
+            "True",
+            "shared > longest or calls[call].prompt_len < calls[best].prompt_len",
+        ),
+        (
+            "a reply that repeats no more than a path goes before it",
+            "while node >= 0 and min(nodes[node].stop, calls[index].prompt_len) > covered:",
+            "min(nodes[node].stop, calls[index].prompt_len) >= covered",
+            "min(nodes[node].stop, calls[index].prompt_len) > covered",
+        ),
+    ),
+    _place(
+        "_native/route/by_agents.pxi",
+        "tests/pipeline/test_segments.py tests/pipeline/test_golden.py",
+        (
+            "a repeated prompt continues itself",
+            "return 0 < before.prompt_len <= shared and "
+            "before.prompt_len < calls[index].prompt_len",
+            "True",
+            "before.prompt_len < calls[index].prompt_len",
+        ),
+        (
+            "a sub-agent starts a sub-agent",
+            "if to_main and dispatches[i] >= 0:",
+            "dispatches[i] >= 0",
+            "to_main and dispatches[i] >= 0",
+        ),
+    ),
+    _place(
+        "_native/route/by_prefix.pxi",
+        "tests/pipeline/test_forest_routes.py tests/pipeline/test_golden.py",
+        ("equal paths are no ambiguity", "router.several[node] = True", ""),
+        (
+            "a chain below a quarantined call is sound",
+            "if links[i].parent < 0 or state[links[i].parent] & STATE_SOUND:",
+            "1",
+            "state[links[i].parent] & STATE_SOUND",
+        ),
+    ),
+    _place(
+        "_native/route/by_generations.pxi",
+        "tests/pipeline/test_forest_routes.py tests/pipeline/test_golden.py",
+        (
+            "drift as long as the threshold may be trimmed",
+            "if drift > 0 and (shared < calls[parent].prompt_len or drift >= threshold):",
+            "drift > threshold",
+            "drift >= threshold",
+        ),
+    ),
+    _place(
+        "_native/route/by_chain_ends.pxi",
+        "tests/pipeline/test_forest_routes.py tests/pipeline/test_golden.py",
+        (
+            "of equal ends the last chain wins",
+            "if best < 0 or ends.first_of[end] < ends.first_of[best]:",
+            "ends.first_of[end] > ends.first_of[best]",
+            "ends.first_of[end] < ends.first_of[best]",
+        ),
+    ),
+    _place(
+        "_native/plan/splice.pxi",
+        "tests/pipeline/test_splice.py tests/pipeline/test_golden.py",
+        (
+            "an end of turn at the end of the previous prompt is not seen",
+            "paths.calls, paths.nodes, paths.ends[call], last.prompt_len,",
+            "last.prompt_len + 1",
+            "last.prompt_len",
+        ),
+    ),
+    _place(
+        "_native/drift/drift.pxi",
+        "tests/analysis/test_drift.py",
+        (
+            "a short resync is the last in the prompt",
+            "if k > 0 and k >= longest:",
+            "k > longest",
+            "k >= longest",
+        ),
+        (
+            "replies that a prompt lost count as earlier ones",
+            "reach = min(reach, links[x].lcp)",
+            "",
+        ),
+        (
+            "drift at the start of a reply is in the prompt",
+            "if calls[x].prompt_len <= lcp < stop:",
+            "calls[x].prompt_len < lcp < stop",
+            "calls[x].prompt_len <= lcp < stop",
+        ),
+    ),
+    _place(
+        "_native/pack/row_forest.pxi",
+        "tests/training/test_packs.py tests/training/test_packs_verify.py",
+        (
+            "a row that shares what its parent shares hangs on it",
+            "while p >= 0 and rows[r].shared <= rows[p].shared:",
+            "rows[r].shared < rows[p].shared",
+            "rows[r].shared <= rows[p].shared",
+        ),
+        (
+            "a segment hangs on one that ends where it starts",
+            "while p >= first and ends[p] <= starts[k]:",
+            "ends[p] < starts[k]",
+            "ends[p] <= starts[k]",
+        ),
+    ),
+    _place(
+        "_native/pack/fill_packs.pxi",
+        "tests/training/test_packs.py tests/training/test_packs_verify.py",
+        (
+            "a null logprob of an edge is given",
+            "given[stop + e] = 0",
+            "",
+        ),
+        (
+            "a suffix that begins with a trained token is refused",
+            "if bad < 0 and counts[r] and rows[r].stored == 0:",
+            "True",
+            "rows[r].stored == 0",
+        ),
+    ),
+    _place(
+        "_native/arrow/import.pxi",
+        "tests/turns/test_table.py tests/pipeline/test_rows.py tests/streams",
+        (
+            "validity of sliced logprobs begins at their buffer",
+            "call.valid_bit = items.offset + run.start",
+            "run.start",
+            "items.offset + run.start",
+        ),
+        (
+            "a sliced mask begins at its buffer",
+            "call.mask_bit = items.offset + run.start",
+            "run.start",
+            "items.offset + run.start",
+        ),
+        (
+            "sliced messages begin at their buffer",
+            "within = run.start + items.offset  # a struct's children do not know its offset",
+            "run.start",
+            "run.start + items.offset",
+        ),
+    ),
+    _place(
+        "_native/forest/growth.pxi",
+        "tests/recorder",
+        (
+            "of calls with one prompt the first is the base, whatever its output",
+            "if position == n and n_output:",
+            "0",
+            "n_output",
+        ),
+    ),
+)

@@ -1,0 +1,494 @@
+"""What a source has beside a call is taken, or has a line in the report."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+import trajkit as tk
+from tests import foreign
+from trajkit.cli import main
+from trajkit.errors import ArgumentError, FormatError
+from trajkit.importers.reader import rounded
+
+RECORD = {
+    "session_id": "s",
+    "prompt_ids": [1, 2],
+    "output_ids": [3, 4],
+    "output_logprobs": [-0.5, -0.25],
+    "prompt_messages": [{"role": "user", "content": "q"}],
+    "response_message": {"role": "assistant", "content": "a"},
+    "finish_reason": "stop",
+}
+
+
+def line(**changes):
+    """A line of a log of requests and responses."""
+    response = foreign.chat_response({**RECORD, **changes.pop("record", {})})
+    return {"request": {"messages": []}, "response": response, **changes}
+
+
+def imported(tmp_path, lines, *args, **options):
+    foreign.write_lines(tmp_path / "log.jsonl", lines)
+    turns, report = tk.import_turns(tmp_path / "log.jsonl", *args, **options)
+    return turns, report.to_pylist()
+
+
+def problems(report):
+    return [row["problem"] for row in report]
+
+
+# --- sessions
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"trajectory_id": "r"},
+        {"rollout_id": 3},
+        {"runId": "r"},
+        {"episode_id": 0},
+        {"task_id": "t"},
+        {"conversation_id": "c"},
+        {"uid": "u", "index": 1},
+        {"metadata": {"trajectory_id": "r"}},
+        {"extra": {"sample_index": 4}},
+        {"headers": {"X-Session-ID": "s"}},
+        {"request": {"messages": [], "metadata": {"thread_id": "x"}}},
+    ],
+)
+def test_a_key_that_may_name_the_run_is_not_passed_over(tmp_path, keys):
+    turns, report = imported(tmp_path, [line(**keys)] * 2)
+    assert turns.num_rows == 0
+    assert [problem for problem in problems(report) if problem != "unread"] == [
+        "no_session_id"
+    ] * 2
+    (name,) = [*keys][:1]
+    assert name in report[0]["detail"]
+    assert "--map session_id=" in report[0]["detail"]
+
+
+def test_the_mapping_names_the_run(tmp_path):
+    lines = [line(uid=f"u{k % 2}", index=k, run={"id": k // 2}) for k in range(4)]
+    for path, names in (
+        ("uid", ["u0", "u1"]),
+        ("run.id", ["0", "1"]),
+        ("uid+index", ["u0/0", "u1/1", "u0/2", "u1/3"]),
+        ("absent|uid", ["u0", "u1"]),
+        ("@file", ["log"]),
+        ("@file+index", ["log/0", "log/1", "log/2", "log/3"]),
+    ):
+        turns, _ = imported(tmp_path, lines, map={"session_id": path})
+        assert turns["session_id"].unique().to_pylist() == names
+
+
+def test_a_log_that_names_nothing_is_one_session_of_its_file(tmp_path):
+    turns, report = imported(tmp_path, [line(latency=3), line()])
+    assert turns["session_id"].to_pylist() == ["log", "log"]
+    assert problems(report) == ["no_session_id"]
+
+
+def test_two_files_of_one_name_are_two_sessions(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        foreign.write_lines(tmp_path / name / "log.jsonl", [line()])
+    turns, _ = tk.import_turns([tmp_path / "a" / "log.jsonl", tmp_path / "b"])
+    assert turns["session_id"].to_pylist() == ["log", str(tmp_path / "b" / "log.jsonl")]
+
+
+def test_a_session_of_two_files_is_noted(tmp_path):
+    for name in "ab":
+        foreign.write_lines(tmp_path / f"{name}.jsonl", [line(session_id=0)] * 2)
+    turns, report = tk.import_turns(tmp_path)
+    assert turns["session_id"].to_pylist() == ["0"] * 4
+    assert report["problem"].to_pylist() == ["session_in_two_files"]
+    assert str(tmp_path / "a.jsonl") in report["detail"][0].as_py()
+    turns, report = tk.import_turns(tmp_path, map="session_id=@file+session_id")
+    assert turns["session_id"].to_pylist() == ["a/0", "a/0", "b/0", "b/0"]
+    assert report.num_rows == 0
+
+
+@pytest.mark.parametrize("session", [17, -1, 2**70])
+def test_a_number_names_a_session(tmp_path, session):
+    turns, report = imported(tmp_path, [line(session_id=session, group_id=5)])
+    assert turns["session_id"].to_pylist() == [str(session)]
+    assert turns["group_id"].to_pylist() == ["5"]
+    assert report == []
+    record = {"session_id": session, "prompt_ids": [1], "output_ids": [2]}
+    foreign.write_lines(tmp_path / "turns.jsonl", [record])
+    assert tk.read_turns(tmp_path / "turns.jsonl")["session_id"][0].as_py() == str(
+        session
+    )
+
+
+@pytest.mark.parametrize("session", [True, 1.5, ["s"], {"a": 1}])
+def test_a_session_of_another_type_is_refused(tmp_path, session):
+    turns, report = imported(tmp_path, [line(session_id=session)])
+    assert (turns.num_rows, problems(report)) == (0, ["unreadable"])
+    assert repr(session) in report[0]["detail"]
+
+
+def test_a_record_without_the_key_of_the_mapping_is_left_out(tmp_path):
+    lines = [line(run="a"), line(), line(run=None)]
+    turns, report = imported(tmp_path, lines, map="session_id=run")
+    assert turns["session_id"].to_pylist() == ["a"]
+    assert problems(report) == ["no_session_id"] * 2
+
+
+# --- rewards and what else is beside a call
+
+
+def test_a_reward_is_taken(tmp_path):
+    lines = [
+        line(session_id=k, reward=reward) for k, reward in enumerate([0.75, 1, None])
+    ]
+    turns, report = imported(tmp_path, lines)
+    assert turns["reward"].to_pylist() == [0.75, 1.0, None]
+    assert report == []
+
+
+@pytest.mark.parametrize(
+    ("reward", "detail"),
+    [
+        ({"accuracy": 1.0, "length": 0.2}, "--map reward=reward.accuracy"),
+        (True, "reward is True: expected a finite number"),
+        ("1.0", "reward is '1.0'"),
+        (float("nan"), "reward is nan"),
+        (10**400, "reward is 1000"),
+        ([1.0], "reward is [1.0]"),
+    ],
+)
+def test_a_reward_that_is_no_number_has_a_line(tmp_path, reward, detail):
+    turns, report = imported(tmp_path, [line(session_id="s", reward=reward)])
+    assert turns["reward"].to_pylist() == [None]
+    assert problems(report) == ["reward_unread"]
+    assert detail in report[0]["detail"]
+
+
+def test_a_part_of_a_reward_can_be_chosen(tmp_path):
+    sample = {"index": 0, "tokens": [1, 2, 3], "response_length": 1, "loss_mask": None}
+    sample |= {"reward": {"accuracy": 1.0, "length": 0.2}}
+    foreign.write_slime(tmp_path, [sample])
+    turns, report = tk.import_turns(tmp_path, map="reward=reward.accuracy")
+    assert turns["reward"].to_pylist() == [1.0]
+    assert "reward_unread" not in report["problem"].to_pylist()
+
+
+def test_a_reward_that_changes_within_a_session_is_noted(tmp_path):
+    lines = [line(session_id="s", reward=reward) for reward in (0.0, 1.0, 0.0)]
+    _, report = imported(tmp_path, lines)
+    assert problems(report) == ["reward_varies"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "target"),
+    [
+        ("score", 0.5, "reward"),
+        ("scores", {"a": 1}, "reward"),
+        ("success", True, "reward"),
+        ("uid", "u", "group_id"),
+        ("agent_name", "solver", "agent_id"),
+        ("response_mask", [1], "output_mask"),
+        ("is_trainable", 1, "trainable"),
+        ("policy_version", 3, "weight_version"),
+        ("advantage", -1.5, None),
+        ("parent_id", "c1", None),
+        ("routed_experts", [[1]], None),
+        ("error", "timeout", None),
+        ("metadata", {"reward_model_score": 2}, "reward"),
+        ("extra", {"truncated": True}, None),
+    ],
+)
+def test_a_fact_that_no_field_reads_has_one_line(tmp_path, key, value, target):
+    lines = [line(session_id="s", **{key: value})] * 3
+    _, report = imported(tmp_path, lines)
+    assert problems(report) == ["unread"]
+    assert "of 3 records was not read" in report[0]["detail"]
+    assert key in report[0]["detail"]
+    advised = f"--map {target}={key}" if target else "was not read"
+    assert advised in report[0]["detail"]
+    if target:
+        inner = f"{key}.{next(iter(value))}" if isinstance(value, dict) else key
+        _, report = imported(tmp_path, lines, map={target: inner})
+        assert "unread" not in problems(report) or target in (
+            "reward",
+            "weight_version",
+        )
+
+
+def test_a_false_or_empty_fact_needs_no_line(tmp_path):
+    empty = {"error": None, "truncated": False, "mask": [], "labels": {}, "agent": ""}
+    _, report = imported(tmp_path, [line(session_id="s", **empty)])
+    assert report == []
+
+
+# --- numbers of tokens that the source states
+
+
+def usage_of(prompt, output):
+    return {"prompt_tokens": prompt, "completion_tokens": output}
+
+
+def contradicting():
+    """Logs of several formats whose second number of tokens is wrong."""
+    chat = foreign.chat_response(RECORD) | {"usage": usage_of(2, 3)}
+    prompt = foreign.chat_response(RECORD) | {"usage": usage_of(3, 2)}
+    named = {"input_tokens": 2, "output_tokens": 3}
+    responses = foreign.chat_response(RECORD) | {"usage": named}
+    native = foreign.native_response(RECORD)
+    native["meta_info"] |= usage_of(2, 1)
+    within = foreign.sglang_chat_response(RECORD)
+    within["choices"][0]["meta_info"] |= usage_of(9, 2)
+    two = foreign.chat_response(RECORD)
+    two["choices"] *= 2
+    two["usage"] = usage_of(2, 5)
+    text = foreign.chat_response(RECORD) | {"usage": usage_of(2, "2")}
+    for name, response in {
+        "chat": chat,
+        "prompt": prompt,
+        "responses": responses,
+        "choices": two,
+        "text": text,
+        "sglang chat": within,
+    }.items():
+        value = {"session_id": "s", "request": {"messages": []}, "response": response}
+        yield name, "openai", [value]
+    asked = {"input_ids": [1, 2]}
+    value = {"session_id": "s", "request": asked, "response": native}
+    yield "sglang", "openai", [value]
+    yield "plain", "records", [foreign.plain_record(RECORD) | {"usage": usage_of(2, 3)}]
+    yield "polar", "polar", [foreign.polar_completion(RECORD, 0) | {"response": chat}]
+
+
+@pytest.mark.parametrize(
+    ("format", "lines"),
+    [pytest.param(*rest, id=name) for name, *rest in contradicting()],
+)
+def test_usage_that_contradicts_the_ids_untrains(tmp_path, format, lines):
+    turns, report = imported(tmp_path, lines, format)
+    assert set(problems(report)) == {"usage_contradicts"}
+    assert set(turns["trainable"].to_pylist()) == {False}
+    rows = tk.linearize(turns)
+    assert not any(any(mask) for mask in rows["loss_mask"].to_pylist())
+    turns, report = imported(tmp_path, lines, format, contradicted="train")
+    assert set(problems(report)) == {"usage_contradicts"}
+    assert turns["trainable"].null_count == len(turns)
+
+
+def test_usage_of_a_trajectory_and_of_a_trace(tmp_path):
+    foreign.write_atif(tmp_path, [RECORD])
+    path = tmp_path / "0" / "trajectory.json"
+    value = json.loads(path.read_text())
+    value["steps"][1]["metrics"]["completion_tokens"] = 7
+    path.write_text(json.dumps(value))
+    _, report = tk.import_turns(path)
+    assert report["problem"].to_pylist() == ["usage_contradicts"]
+    assert "metrics.completion_tokens is 7" in report["detail"][0].as_py()
+    message = {"role": "assistant", "content": "a"}
+    nodes = [
+        {"parent": None, "message": {"role": "user", "content": ""}, "token_ids": [1]},
+        {"parent": 0, "message": message, "sampled": True, "token_ids": [2]}
+        | {"mask": [True], "logprobs": [-0.5]},
+    ]
+    trace = {"id": "s", "task": {}, "nodes": nodes}
+    trace["calls"] = [{"node": 1, "usage": usage_of(1, 2)}]
+    turns, report = imported(tmp_path, [trace])
+    assert problems(report) == ["usage_contradicts"]
+    assert turns["trainable"].to_pylist() == [False]
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        usage_of(2, 2),
+        usage_of(2.0, 2),
+        {"prompt_tokens": None},
+        {"total_tokens": 4},
+        None,
+        # what Anthropic counts without the cached tokens
+        {"input_tokens": 1, "cache_read_input_tokens": 1, "output_tokens": 2},
+    ],
+)
+def test_usage_that_fits_or_says_nothing(tmp_path, usage):
+    value = line(session_id="s")
+    value["response"]["usage"] = usage
+    turns, report = imported(tmp_path, [value])
+    assert report == []
+    assert turns["trainable"].to_pylist() == [None]
+
+
+def test_usage_of_several_choices_is_their_sum(tmp_path):
+    value = line(session_id="s")
+    value["response"]["choices"] *= 3
+    value["response"]["usage"] = usage_of(2, 6)
+    _, report = imported(tmp_path, [value])
+    assert report == []
+
+
+# --- logprobs
+
+
+@pytest.mark.parametrize(
+    ("values", "decimals"),
+    [
+        ([-3.1416, -0.0, -12.5001], 4),
+        ([-0.1], 4),
+        ([-8.02546, -7.31131, -1.20007], 5),
+        ([-0.012346] * 8, 6),
+        ([None, -0.3], 4),
+        # as engines compute them
+        ([-8.025457382202148, -0.5], 0),
+        ([-0.5, -0.25, -3.0], 0),
+        ([float(np.float32(-1.7)), -2.0], 0),
+        ([-8.025457, -1.2000551], 0),
+        ([], 0),
+        ([float("nan"), "x"], 0),
+        ([-9999.0], 0),
+        ([10**400], 0),
+    ],
+)
+def test_rounded_logprobs(values, decimals):
+    assert rounded(values) == decimals
+
+
+def test_rounded_logprobs_have_a_line(tmp_path):
+    record = {"output_logprobs": [-3.1416, -0.0]}
+    _, report = imported(tmp_path, [line(session_id="s", record=record)])
+    assert problems(report) == ["rounded_logprobs"]
+    assert "at most 4 decimals" in report[0]["detail"]
+
+
+# --- what the source recorded
+
+
+def test_recorded_parents_have_a_line(tmp_path):
+    entries = [foreign.nemo_entry(RECORD, k) for k in range(2)]
+    for entry in entries:
+        entry |= {"parent_call_id": None, "parent_resolution": "root"}
+    foreign.write_lines(tmp_path / "r.tokens.jsonl", entries)
+    _, report = tk.import_turns(tmp_path)
+    assert report["problem"].to_pylist() == ["recorded_parents"]
+    assert "2 calls" in report["detail"][0].as_py()
+
+
+def test_prompts_of_a_capture_may_continue_a_parent(tmp_path):
+    first = foreign.nemo_entry(RECORD, 0)
+    second = foreign.nemo_entry({**RECORD, "prompt_ids": [7]}, 1)
+    second |= {"prompt_is_delta": True, "parent_call_id": "c0", "schema_version": 5}
+    lost = {**second, "model_call_id": "c2", "parent_call_id": "c9"}
+    foreign.write_lines(tmp_path / "r.tokens.jsonl", [first, second, lost])
+    turns, report = tk.import_turns(tmp_path)
+    assert turns["prompt_ids"].to_pylist() == [[1, 2], [1, 2, 3, 4, 7]]
+    assert report["problem"].to_pylist() == ["no_parent", "recorded_parents"]
+
+
+def test_what_a_trainer_wrote_into_a_trace_has_a_line(tmp_path):
+    message = {"role": "assistant", "content": "a"}
+    nodes = [
+        {"parent": None, "message": {"role": "user", "content": ""}, "token_ids": [1]},
+        {"parent": 0, "message": message, "sampled": True, "token_ids": [2]}
+        | {"mask": [True], "logprobs": [-0.5], "advantages": [1.0], "entropies": [0.5]},
+    ]
+    trace = {"id": "s", "task": {}, "nodes": nodes, "errors": [{"type": "E"}]}
+    _, report = imported(tmp_path, [trace])
+    assert [row["detail"].split()[0] for row in report] == [
+        "trace.errors",
+        "nodes.advantages",
+        "nodes.entropies",
+    ]
+
+
+def test_a_mask_makes_spans_and_is_checked(tmp_path):
+    record = {
+        "session_id": "s",
+        "prompt_ids": [1],
+        "response_ids": [2, 3, 4, 5],
+        "response_mask": [1, 0, 0, 1],
+        "response_logprobs": [-0.5, 0.0, 0.0, -0.25],
+    }
+    full = {**record, "response_mask": [0, 1, 1, 0, 0]}
+    odd = [
+        {**record, "response_mask": mask} for mask in ([1], [2, 0, 0, 0], "x", [0] * 4)
+    ]
+    turns, report = imported(tmp_path, [record, full, *odd])
+    assert turns["prompt_ids"].to_pylist() == [[1], [1, 2, 3, 4], [1]]
+    assert turns["output_ids"].to_pylist() == [[2], [5], [2, 3]]
+    assert turns["output_logprobs"].to_pylist() == [[-0.5], [-0.25], [-0.5, 0.0]]
+    assert problems(report) == ["unreadable"] * 3 + ["no_output_ids"]
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"tokenizer": "model"}, "tokenizer is a str"),
+        ({"tokenizer": 5}, "tokenizer is a int"),
+        ({"map": 5}, "map is a int"),
+        ({"map": "session_id"}, "neither"),
+        ({"map": "sesion_id=a"}, "did you mean session_id"),
+        ({"map": {"session_id": ""}}, "path ''"),
+        ({"map": {"session_id": 4}}, "path 4"),
+        ({"map": "reward=a,reward=b"}, "given twice"),
+        ({"map": "logprobs=a,output_logprobs=b"}, "given twice"),
+        ({"map": {}}, "no fields"),
+        ({"contradicted": "ignore"}, "expected one of 'untrain', 'train'"),
+        ({"nonfinite_logprobs": "zero"}, "expected one of"),
+        ({"format": "yaml"}, "expected one of"),
+    ],
+)
+def test_a_wrong_argument_is_one_error(tmp_path, options, word):
+    foreign.write_lines(tmp_path / "log.jsonl", [line(session_id="s")])
+    with pytest.raises((ArgumentError, FormatError), match=word):
+        tk.import_turns(tmp_path / "log.jsonl", **options)
+
+
+@pytest.mark.parametrize("source", [None, 5, b"log.jsonl", {"a": 1}, [3]])
+def test_a_source_is_paths(source):
+    with pytest.raises(ArgumentError, match=r"expected .*path"):
+        tk.import_turns(source)
+
+
+def test_a_path_that_no_record_has_is_an_error(tmp_path):
+    with pytest.raises(FormatError, match=r"no record has scor .map: reward=scor."):
+        imported(tmp_path, [line(session_id="s", score=1)], map="reward=scor")
+
+
+# --- unknown formats, and nothing
+
+
+def test_an_unknown_format_says_what_was_seen_and_what_is_missing(tmp_path):
+    value = {"request": {}, "reply": {}, "session_id": "s"}
+    with pytest.raises(FormatError) as raised:
+        imported(tmp_path, [value])
+    text = str(raised.value)
+    assert "has the keys request, reply, session_id" in text
+    assert "most like openai" in text
+    assert "lacks response" in text
+    assert "--map session_id=PATH,prompt_ids=PATH" in text
+    assert "return_token_ids" in text
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n\n", b"[]", b"{}", b"7", b"null", gzip.compress(b"", mtime=0)]
+)
+def test_a_file_of_nothing_is_an_error_or_a_line(tmp_path, content):
+    for name in ("x.json", "x.jsonl"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(FormatError, match="unknown format"):
+            tk.import_turns(tmp_path / name)
+        turns, report = tk.import_turns(tmp_path / name, "openai")
+        assert turns.num_rows == 0
+        assert report.num_rows == 1
+
+
+def test_the_command_says_why_there_are_no_turns(tmp_path, capsys):
+    foreign.write_lines(tmp_path / "log.jsonl", [line(trajectory_id="r")])
+    output = str(tmp_path / "turns.parquet")
+    assert main(["import", str(tmp_path / "log.jsonl"), "-o", output]) == 1
+    assert "--map session_id=trajectory_id" in capsys.readouterr().err
+    mapped = ["--map", "session_id=trajectory_id"]
+    assert main(["import", str(tmp_path / "log.jsonl"), "-o", output, *mapped]) == 0
+    assert tk.read_turns(output)["session_id"].to_pylist() == ["r"]

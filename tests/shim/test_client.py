@@ -1,0 +1,221 @@
+"""`GatewayClient` against gateways that listen on sockets."""
+
+import asyncio
+import queue
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+
+from tests.shim.fakes import RENDERER, ScriptedEngine
+from trajkit import read_sessions
+from trajkit_shim.app import create_app
+from trajkit_shim.call import Options
+from trajkit_shim.client import AsyncGatewayClient, GatewayClient
+from trajkit_shim.errors import EngineError, GatewayError
+from trajkit_shim.serve import running
+from trajkit_shim.sessions.turn_log import TurnLog
+
+
+class Updatable(ScriptedEngine):
+    """Notes what it was asked to do; ``fails``: by the name of what fails, its error."""
+
+    def __init__(self, *script):
+        super().__init__(*script)
+        self.asked, self.fails = [], {}
+        self._noted = queue.SimpleQueue()
+
+    async def _note(self, *what):
+        self.asked.append(what)
+        self._noted.put(what)
+        if what[0] in self.fails:
+            raise self.fails[what[0]]
+
+    async def pause(self):
+        await self._note("pause")
+
+    async def update_weights(self, path, version):
+        await self._note("update", path, version)
+
+    async def update_tensors(self, tensors, load_format, version):
+        await self._note("tensors", tensors, load_format, version)
+
+    async def resume(self):
+        await self._note("resume")
+
+    async def next(self):
+        """The next thing that it was asked to do, from another loop."""
+        return await asyncio.to_thread(self._noted.get, timeout=60)
+
+
+@contextmanager
+def gateways(directory, *engines, **options):
+    """Yield the URLs of gateways with these engines, each with a log of its own."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                running(
+                    create_app(
+                        engine,
+                        RENDERER,
+                        TurnLog(directory / str(number)),
+                        Options(**options),
+                    )
+                )
+            )
+            for number, engine in enumerate(engines)
+        ]
+
+
+def call(session):
+    """The text of a reply to an agent that uses what `open` returned."""
+    answer = httpx.post(
+        f"{session.base_url}/v1/chat/completions",
+        json={"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+        headers={"authorization": f"Bearer {session.api_key}"},
+        trust_env=False,
+    )
+    return answer.raise_for_status().json()["choices"][0]["message"]["content"]
+
+
+def test_a_session_from_its_opening_to_its_reward(tmp_path):
+    with (
+        gateways(tmp_path, ScriptedEngine("hello"), admin_token="t") as urls,
+        GatewayClient(urls[0] + "/", "t") as client,
+    ):
+        assert client.models() == ["scripted"]
+        session = client.open("a", max_turns=1, metadata={"task": 7})
+        assert (session.session_id, session.base_url) == ("a", urls[0])
+        assert call(session) == "hello"
+        assert client.describe("a")["turns"] == 1
+        assert client.finish("a", reward=0.5, wait_seconds=1)["status"] == "closed"
+        assert client.finish("a", reward=0.75)["reward"] == 0.75
+        dropped = client.open().session_id
+        assert client.drop(dropped)["ended_by"] == "drop"
+    rewards = read_sessions(tmp_path / "0").select(["session_id", "reward"])
+    assert rewards.to_pylist()[0] == {"session_id": "a", "reward": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("token", "status", "match"),
+    [("", 401, "admin token is missing"), ("t", 409, "'a' was opened before")],
+)
+def test_errors_have_the_status_and_the_place(tmp_path, token, status, match):
+    with gateways(tmp_path, ScriptedEngine(), admin_token="t") as urls:
+        with GatewayClient(urls, "t") as other:
+            other.open("a")
+        with (
+            GatewayClient(urls, token) as client,
+            pytest.raises(GatewayError, match=match) as caught,
+        ):
+            client.open("a")
+    assert caught.value.status == status
+    assert f"POST /sessions of the gateway at {urls[0]}" in str(caught.value)
+
+
+def test_a_gateway_that_is_gone_or_is_none(tmp_path):
+    with gateways(tmp_path, ScriptedEngine()) as urls:
+        pass
+    with GatewayClient(urls) as client, pytest.raises(ConnectionError, match=urls[0]):
+        client.open()
+    with pytest.raises(ValueError, match="at least one"):
+        GatewayClient([])
+
+    async def other_server(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
+        writer.close()
+
+    async def ask():
+        server = await asyncio.start_server(other_server, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, AsyncGatewayClient(url) as client:
+            with pytest.raises(ConnectionError, match="it answered 200 hi"):
+                await client.models()
+
+    asyncio.run(ask())
+
+
+def test_sessions_are_spread_over_gateways_and_found_again(tmp_path):
+    with gateways(tmp_path, *(ScriptedEngine() for _ in range(3))) as urls:
+        with GatewayClient(urls) as client:
+            opened = [client.open(str(number)) for number in range(6)]
+            assert sorted(session.base_url for session in opened) == sorted(2 * urls)
+            # a free place is used next
+            client.finish(opened[4].session_id)
+            assert client.open().base_url == opened[4].base_url
+        with GatewayClient(urls) as other:
+            for number in range(6):
+                assert other.finish(str(number), reward=1.0)["reward"] == 1.0
+            with pytest.raises(GatewayError, match="no session") as caught:
+                other.finish("unknown")
+    assert caught.value.status == 404
+
+
+@pytest.mark.anyio
+async def test_many_openings_at_once_are_spread_too(tmp_path):
+    with gateways(tmp_path, ScriptedEngine(), ScriptedEngine()) as urls:
+        async with AsyncGatewayClient(urls) as client:
+            opened = await asyncio.gather(*(client.open() for _ in range(40)))
+            places = [session.base_url for session in opened]
+            assert {places.count(url) for url in urls} == {20}
+            # a refused session takes no place
+            for _ in range(3):
+                with pytest.raises(GatewayError):
+                    await client.open(max_turns=-1)
+            assert [await client.open() for _ in range(2)][1].base_url in urls
+            assert sorted(client._open.values()) == [21, 21]
+
+
+def test_new_weights_at_all_gateways(tmp_path):
+    engines = [Updatable(), Updatable()]
+    with gateways(tmp_path, *engines) as urls, GatewayClient(urls) as client:
+        with pytest.raises(GatewayError, match="not paused"):
+            client.update_weights("/new", "step-1")
+        client.pause(60)
+        client.update_weights("/new", "step-1")
+        client.update_weights(["AAAA"], "step-2", "flattened_bucket")
+        client.resume()
+    for engine in engines:
+        assert engine.asked == [
+            ("pause",),
+            ("update", "/new", "step-1"),
+            ("tensors", ["AAAA"], "flattened_bucket", "step-2"),
+            ("resume",),
+        ]
+
+
+@pytest.mark.anyio
+async def test_the_lease_is_renewed_until_the_client_resumes_or_is_gone(tmp_path):
+    engine = Updatable()
+    with gateways(tmp_path, engine) as urls:
+        async with AsyncGatewayClient(urls) as client:
+            await client.pause(0.4)
+            # it lasts twice its duration, and does not end meanwhile
+            assert {await engine.next() for _ in range(9)} == {("pause",)}
+            await client.resume()
+            while await engine.next() != ("resume",):
+                pass
+            await client.pause(0.4)
+        while await engine.next() != ("resume",):
+            pass
+
+
+@pytest.mark.anyio
+async def test_one_gateway_that_cannot_pause_leaves_none_paused(tmp_path):
+    engines = [Updatable(), Updatable()]
+    engines[1].fails["pause"] = EngineError("no GPU", 502)
+    with gateways(tmp_path, *engines) as urls:
+        async with AsyncGatewayClient(urls) as client:
+            with pytest.raises(GatewayError, match="no GPU"):
+                await client.pause()
+            assert engines[0].asked == [("pause",), ("resume",)]
+            del engines[1].fails["pause"]
+            await client.pause(0.1)
+            engines[1].fails["pause"] = EngineError("lost", 502)
+            while client._lost is None:
+                await asyncio.sleep(0)
+            # tokens may be from either weights now
+            with pytest.raises(GatewayError, match="lost"):
+                await client.update_weights("/new", "step-1")
+            assert ("update", "/new", "step-1") not in engines[0].asked

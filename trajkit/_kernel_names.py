@@ -1,0 +1,21 @@
+"""Names that Python and the compiled kernels share, compared at import."""
+
+from collections.abc import Mapping, Sequence
+
+from trajkit._core import ENUMS
+
+
+def numbers(enum: str, names: Sequence[str]) -> Mapping[str, int]:
+    """The kernels' number for each name of an enum.
+
+    Raises ImportError unless the kernels have these names in this order: another one would
+    exchange meanings.
+    """
+    known = ENUMS[enum]
+    if tuple(known) != tuple(names):
+        raise ImportError(
+            f"the kernels have the names {', '.join(known)} of {enum}, and Python has "
+            f"{', '.join(names)}: write both in one order (_native/), and build "
+            "trajkit._core again: python setup.py build_ext --inplace"
+        )
+    return known

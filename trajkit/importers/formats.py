@@ -1,0 +1,635 @@
+"""The formats, each a table: how it is recognised, and where its calls have what."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from trajkit.importers import verifiers
+from trajkit.importers.findings import (
+    Finding,
+    Refused,
+    list_of,
+    object_of,
+    unless_empty,
+)
+from trajkit.importers.pickles import plain
+from trajkit.importers.tables import Format, Value, is_answer
+from trajkit.turns.mapping import route
+
+# how engines give token ids
+_ENGINES = (
+    "record the engine's responses to requests with return_token_ids and logprobs (vLLM), "
+    "or with return_token_ids, return_prompt_token_ids, return_meta_info and logprobs "
+    "(SGLang); `trajkit serve` asks for them itself"
+)
+_PROMPT = (
+    "prompt_token_ids|prompt_ids|input_token_ids|prompt_tokens|input_ids|input_tokens"
+)
+_OUTPUT = (
+    "output_token_ids|completion_token_ids|response_token_ids|generation_token_ids|"
+    "generated_token_ids|token_ids|output_ids|completion_ids|response_ids|output_tokens|"
+    "completion_tokens|response_tokens"
+)
+_LOGPROBS = (
+    "output_logprobs|completion_logprobs|response_logprobs|generation_log_probs|"
+    "output_token_logprobs|rollout_log_probs|token_logprobs|logprobs|log_probs|"
+    "old_log_probs|logprob"
+)
+_MASK = (
+    "output_mask|response_mask|completion_mask|action_mask|loss_mask|env_mask|tool_mask"
+)
+_NOT_CHAT = ("response", "nodes", "trajectory", "trace_id", "choices", "steps")
+_ROLES = {
+    "system": "system",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant"), "assistant"),
+    "tool": "tool",
+}
+
+
+# --- preparation of records
+
+
+def _polar(record: Value, root: Value) -> Value:
+    if any(_is_cut(record.get(name)) for name in (*_POLAR, "response")) or any(
+        mark in record for mark in _CUT
+    ):
+        raise Refused("truncated", "Polar truncates fields larger than a mebibyte")
+    if not isinstance(record.get("response"), dict) or not any(
+        isinstance(record.get(name), dict) for name in _POLAR
+    ):
+        raise Refused("unreadable", "no request, or no response")
+    return record
+
+
+_POLAR = ("transformed_request", "request")
+# keys that Polar writes instead of a field larger than a mebibyte
+_CUT = ("__truncated", "_truncated_keys_omitted")
+
+
+def _is_cut(value: object) -> bool:
+    pending = [value]
+    while pending:
+        within = pending.pop()
+        if isinstance(within, dict):
+            if any(mark in within for mark in _CUT):
+                return True
+            pending.extend(within.values())
+        elif isinstance(within, list):
+            pending.extend(within)
+    return False
+
+
+def polar_order(completion: Value) -> tuple[str, str]:
+    """Polar's sort key: the time of the response as text, then the name."""
+    time, name = completion.get("timestamp"), completion.get("completion_id")
+    return str(time or ""), str(name or "")
+
+
+# TOKEN_ENTRY_RECORD_SCHEMA_VERSION; a newer version may have other meanings
+_NEWEST_GYM = 5
+
+
+def _gym(record: Value, root: Value) -> Value:
+    version = record.get("schema_version", _NEWEST_GYM)
+    if type(version) is not int or not 1 <= version <= _NEWEST_GYM:
+        text = f"schema_version {version}: expected 1 to {_NEWEST_GYM}"
+        raise Refused("other_version", text)
+    if "staging_key" in record:
+        raise Refused(
+            "no_prompt_ids", "its token ids are in another store (staging_key)"
+        )
+    if record.get("prompt_is_delta") is True:
+        return {
+            **record,
+            "prompt_token_ids": None,
+            "delta": record.get("prompt_token_ids"),
+        }
+    return record
+
+
+def _gym_lost(file: Path, session: str | None, seen: set[str]) -> Iterator[Finding]:
+    """Calls that the capture began and did not cancel, or marked as lost."""
+    begun: set[str] = set()
+    stem = file.name.split(".tokens.")[0]
+    for suffix in ("intents", "incomplete"):
+        listing = file.with_name(f"{stem}.tokens.{suffix}")
+        if listing.is_file():
+            for line in listing.read_text("utf-8", "backslashreplace").split():
+                if line.startswith("-"):
+                    begun.discard(line[1:])
+                else:
+                    begun.add(line)
+    if lost := sorted(begun - seen):
+        detail = f"calls that began and have no entry: {', '.join(lost)}"
+        yield Finding("its intents", session, problem="lost", detail=detail)
+
+
+# finish reason by Sample.Status of slime
+_STATUS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
+
+
+def _slime(record: Value, root: Value) -> Value:
+    """A sample is a row of tokens, whose last ``response_length`` are the response."""
+    tokens, length = _numbers(record.get("tokens")), record.get("response_length")
+    if tokens is None or tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+        raise Refused("no_prompt_ids", "no tokens")
+    if type(length) is not int or not 0 <= length <= len(tokens):
+        raise Refused(
+            "unreadable", f"response_length {length!r} of {len(tokens)} tokens"
+        )
+    given = record.get("loss_mask")
+    mask = np.ones(length, np.int64) if given is None else _numbers(given)
+    if mask is None or mask.shape != (length,):
+        raise Refused("unreadable", f"a loss_mask that does not have {length} tokens")
+    if not mask.any():
+        raise Refused("no_output_ids", "its loss mask is empty")
+    logprobs = plain(record.get("rollout_log_probs"))
+    if isinstance(logprobs, np.ndarray):
+        logprobs = logprobs if logprobs.ndim == 1 else None
+    removed = record.get("remove_sample") is True
+    return {
+        **record,
+        "prompt_ids": tokens[: len(tokens) - length],
+        "output_ids": tokens[len(tokens) - length :],
+        "loss_mask": mask != 0,
+        "rollout_log_probs": logprobs,
+        "finish_reason": _STATUS.get(str(record.get("status"))),
+        "trainable": False if removed else None,
+    }
+
+
+def _numbers(value: object) -> np.ndarray | None:
+    """The numbers of a list, tensor or array; None for anything else."""
+    value = plain(value)
+    if isinstance(value, np.ndarray):
+        return value if value.dtype.kind in "biuf" else None
+    if not isinstance(value, list):
+        return None
+    try:
+        array = np.array(value) if value else np.empty(0, np.int64)
+    except (ValueError, OverflowError):
+        return None
+    return array if array.dtype.kind in "biuf" else None
+
+
+def _atif(record: Value, root: Value) -> Value | None:
+    if record.get("is_copied_context") is True:
+        raise Refused("copied", "it was copied from an earlier trajectory")
+    calls = record.get("llm_call_count")
+    if type(calls) is int and calls == 0:
+        return None
+    if type(calls) is int and calls > 1:
+        raise Refused("unreadable", f"it sums up {calls} calls (llm_call_count)")
+    return record
+
+
+def _atif_roots(root: Value, depth: int = 0) -> Iterator[tuple[str, Value]]:
+    """A trajectory and the trajectories of its sub-agents, as of one session."""
+    yield "", root
+    session = root.get("session_id") or root.get("trajectory_id")
+    for k, one in enumerate(list_of(root.get("subagent_trajectories"))):
+        below = object_of(one)
+        agent = below.get("trajectory_id") or object_of(below.get("agent")).get("name")
+        below = {"session_id": session, **below, "@agent": agent}
+        below["session_id"] = below["session_id"] or session
+        if depth < _MOST_DEEP:
+            for where, each in _atif_roots(below, depth + 1):
+                yield f", subagent {k}{where}", each
+
+
+# trajectories within trajectories
+_MOST_DEEP = 32
+
+
+# --- conversations
+
+
+def _atif_talk(root: Value) -> object:
+    talk: list[Value] = []
+    for step in map(object_of, list_of(root.get("steps"))):
+        source, text = step.get("source"), step.get("message")
+        message: Value = {
+            "role": source if source != "agent" else "assistant",
+            "content": text,
+        }
+        if source == "agent":
+            calls = [object_of(call) for call in list_of(step.get("tool_calls"))]
+            if step.get("reasoning_content"):
+                message["reasoning_content"] = step["reasoning_content"]
+            if calls:
+                message["tool_calls"] = [
+                    {
+                        "id": call.get("tool_call_id"),
+                        "type": "function",
+                        "function": {
+                            "name": call.get("function_name"),
+                            "arguments": call.get("arguments"),
+                        },
+                    }
+                    for call in calls
+                ]
+        talk.append(message)
+        for result in map(
+            object_of, list_of(object_of(step.get("observation")).get("results"))
+        ):
+            talk.append(
+                {
+                    "role": "tool" if result.get("source_call_id") else "user",
+                    "tool_call_id": result.get("source_call_id"),
+                    "content": result.get("content"),
+                }
+            )
+    return talk
+
+
+def chat_talk(root: Value) -> object:
+    """The messages in OpenAI's form."""
+    listed = root.get("messages", root.get("conversations"))
+    if not isinstance(listed, list):
+        detail = f"its messages are a {type(listed).__name__}, not a list"
+        raise Refused("unreadable", detail)
+    messages = []
+    for k, one in enumerate(listed):
+        if not isinstance(one, dict):
+            detail = f"message {k} is a {type(one).__name__}, not an object"
+            raise Refused("unreadable", detail)
+        if "from" in one and "role" not in one:
+            role = _ROLES.get(str(one["from"]))
+            if role is None:
+                known = ", ".join(_ROLES)
+                detail = f"message {k} is from {one['from']!r}: expected one of {known}"
+                raise Refused("unreadable", detail)
+            one = {"role": role, "content": one.get("value")}
+        if not isinstance(one.get("role"), str):
+            raise Refused("unreadable", f"message {k} has no role")
+        messages.append(one)
+    return messages
+
+
+def _talk_at(name: str) -> Callable[[Value], object]:
+    """The conversation under a key."""
+    return lambda root: chat_talk({"messages": root.get(name)})
+
+
+def _within(prefix: str, paths: str) -> str:
+    """The paths below another one."""
+    return "|".join(f"{prefix}.{path}" for path in paths.split("|"))
+
+
+def _has_ids(value: Value) -> bool:
+    return all(
+        isinstance(route(paths).find(value), list | np.ndarray)
+        for paths in (_PROMPT, _OUTPUT)
+    )
+
+
+def _span(record: Value, root: Value) -> Value | None:
+    """A span of a model's call; None for any other."""
+    named = record.get("attributes")
+    if isinstance(named, list):
+        named = {str(object_of(one).get("key")): one for one in named}
+    names = [str(name) for name in object_of(named)]
+    is_call = any(name.startswith("gen_ai.") or "token_ids" in name for name in names)
+    operation = route("attributes.gen_ai.operation.name").find(record)
+    if not is_call or operation in ("execute_tool", "invoke_agent", "create_agent"):
+        return None
+    usage = {
+        name: route(f"attributes.gen_ai.usage.{name}").find(record)
+        for name in ("input_tokens", "output_tokens")
+    }
+    return {**record, "usage": usage}
+
+
+_REQUEST = "request.body|request|request_body.body|request_body"
+_RESPONSE = "response.body|response|response_body.body|response_body"
+
+_ALL = (
+    Format(
+        "openai",
+        "a log of requests with the responses of vLLM, SGLang or a server like them",
+        keys=(("request", "response"), ("request_body", "response_body")),
+        test=lambda value: "completion_id" not in value,
+        fields={
+            "session_id": "session_id|metadata.session_id|"
+            "request.session_id|request.metadata.session_id|request.body.session_id|"
+            "request.body.metadata.session_id|request_body.session_id|"
+            "request_body.metadata.session_id",
+            "request": _REQUEST,
+            "response": _RESPONSE,
+        },
+        ids=_ENGINES,
+    ),
+    Format(
+        "polar",
+        "Polar's completions",
+        keys=(("completion_id",), ("session_id", "completions")),
+        each="completions",
+        item="completion",
+        order=polar_order,
+        fields={
+            "session_id": "session_id|/session_id",
+            "request": "transformed_request|request",
+            "response": "response",
+            "request_id": "completion_id",
+            # Polar sets it when the response is complete
+            "ended_at": "timestamp",
+            "started_at": "",
+        },
+        prepare=_polar,
+        # the agent received only the first choice
+        first_choice=True,
+        ids=_ENGINES,
+    ),
+    Format(
+        "nemo",
+        "NeMo Gym's token captures",
+        keys=(("rollout_id", "model_call_id"),),
+        fields={
+            "session_id": "rollout_id",
+            "prompt_ids": "prompt_token_ids",
+            "output_ids": "generation_token_ids",
+            "output_logprobs": "generation_log_probs",
+            "request_id": "model_call_id",
+            "model": "model",
+            "started_at": "created_at",
+            "parent": "parent_call_id",
+            "parent_resolution": "parent_resolution|parent_call_id",
+            "delta_ids": "delta",
+        },
+        prepare=_gym,
+        beside=_gym_lost,
+        file_suffix=".tokens.jsonl",
+        knows=("schema_version", "fingerprint_version", "parent_resolution_reason"),
+    ),
+    Format(
+        "rllm",
+        "traces of rLLM's gateway",
+        keys=(("trace_id", "completion_token_ids"),),
+        containers=("sqlite", "json", "rows"),
+        fields={
+            "session_id": "@session|session_id",
+            "prompt_ids": "prompt_token_ids",
+            "output_ids": "completion_token_ids",
+            "output_logprobs": "logprobs",
+            "finish_reason": "finish_reason",
+            "prompt_messages": "messages",
+            "response_message": "response_message",
+            "weight_version": "weight_version",
+            "request_id": "trace_id",
+            "model": "model",
+            # rLLM sets it when the response is complete
+            "ended_at": "timestamp",
+            "started_at": "",
+            "parent": "parent_trace_id",
+            "delta_ids": "prompt_delta_token_ids",
+            "usage": "raw_response.usage",
+        },
+        # a trace without ids has an empty list
+        prepare=lambda record, root: {
+            **record,
+            "completion_token_ids": unless_empty(record.get("completion_token_ids")),
+        },
+    ),
+    Format(
+        "verifiers",
+        "traces of verifiers",
+        keys=(("nodes", "task"), ("trajectory", "example_id")),
+        read=verifiers.read,
+        arrays=verifiers.SHAPE,
+        ids=(
+            'verifiers records token ids for clients of type "renderer" or "train"; '
+            "its evaluations through other endpoints have text only"
+        ),
+    ),
+    Format(
+        "slime",
+        "a dump of slime's --save-debug-rollout-data",
+        containers=("pickle",),
+        fields={
+            "session_id": "@session",
+            "prompt_ids": "prompt_ids",
+            "output_ids": "output_ids",
+            "output_logprobs": "rollout_log_probs",
+            "output_mask": "loss_mask",
+            "finish_reason": "finish_reason",
+            "trainable": "trainable",
+            "group_id": "group_index|group_id",
+            "weight_versions": "weight_versions",
+        },
+        prepare=_slime,
+        knows=("index", "remove_sample", "response_length", "tokens", "label"),
+    ),
+    Format(
+        "atif",
+        "a trajectory of Harbor (ATIF)",
+        keys=(("schema_version", "steps"),),
+        test=lambda value: str(value["schema_version"]).startswith("ATIF"),
+        roots=_atif_roots,
+        each="steps",
+        item="step",
+        only="source=agent",
+        fields={
+            "session_id": "/session_id|/trajectory_id",
+            "agent_id": "/@agent|/agent.name",
+            "prompt_ids": "metrics.prompt_token_ids",
+            "output_ids": "metrics.completion_token_ids",
+            "output_logprobs": "metrics.logprobs",
+            "model": "model_name|/agent.model_name",
+            "usage": "metrics",
+            "started_at": "",
+            "ended_at": "timestamp",
+            "reward": "/extra.reward|/reward",
+        },
+        prepare=_atif,
+        talk=_atif_talk,
+        knows=("step_id", "schema_version"),
+        ids=(
+            "Harbor's agents write them with collect_rollout_details, from an engine that "
+            "returns token ids"
+        ),
+    ),
+    Format(
+        "inspect",
+        "an Inspect log",
+        keys=(("eval", "samples"), ("epoch", "events"), ("epoch", "messages")),
+        containers=("inspect", "json"),
+        unfold="samples",
+        each="events",
+        item="event",
+        only="event=model",
+        fields={
+            "session_id": "/uuid|/id+/epoch",
+            "group_id": "/id",
+            "reward": "/scores",
+            "agent_id": "role",
+            "model": "model",
+            "request": "call.request",
+            "response": "call.response|output",
+            "started_at": "timestamp",
+            "ended_at": "completed",
+        },
+        talk=_talk_at("messages"),
+        ids=f"with token ids only where the provider's raw response has them: {_ENGINES}",
+    ),
+    Format(
+        "sweagent",
+        "a trajectory of SWE-agent",
+        keys=(("trajectory", "history"), ("trajectory", "environment")),
+        fields={},
+        talk=_talk_at("history"),
+        ids=f"SWE-agent writes no token ids: {_ENGINES}",
+    ),
+    Format(
+        "openhands",
+        "events of OpenHands",
+        keys=(
+            ("source", "action"),
+            ("source", "observation"),
+            ("source", "kind", "timestamp"),
+        ),
+        fields={},
+        ids=(
+            "OpenHands' events have neither token ids nor the complete requests: import "
+            f"its completion logs (log_completions) instead, and {_ENGINES}"
+        ),
+    ),
+    Format(
+        "verl",
+        "a rollout dump of verl",
+        keys=(("input", "output", "score"), ("input", "output", "gts")),
+        test=lambda value: isinstance(value["output"], str),
+        fields={},
+        ids=(
+            "verl's rollout_data_dir has decoded text only: write the AgentLoopOutput of "
+            "each trajectory (prompt_ids, response_ids, response_mask, response_logprobs) "
+            "as JSON lines, which import as records"
+        ),
+    ),
+    Format(
+        "langfuse",
+        "observations of Langfuse",
+        keys=(
+            ("traceId", "type", "input"),
+            ("traceId", "type", "output"),
+            ("observations",),
+        ),
+        each="observations",
+        item="observation",
+        only="type=GENERATION",
+        fields={
+            "session_id": "sessionId|/sessionId|traceId",
+            "prompt_ids": _within("metadata", _PROMPT),
+            "output_ids": _within("metadata", _OUTPUT),
+            "output_logprobs": _within("metadata", _LOGPROBS),
+            "request": "input",
+            "response": "output",
+            "prompt_messages": "input.messages|input",
+            "response_message": "output",
+            "finish_reason": "metadata.finish_reason",
+            "model": "model",
+            "usage": "usage",
+            "request_id": "id",
+            "started_at": "startTime",
+            "ended_at": "endTime",
+        },
+        ids=(
+            "Langfuse has them only in an observation's metadata (prompt_token_ids, "
+            f"token_ids), or if its output is the engine's whole response: {_ENGINES}"
+        ),
+    ),
+    Format(
+        "otel",
+        "spans of OpenTelemetry",
+        keys=(
+            ("resourceSpans",),
+            ("traceId", "spanId"),
+            ("trace_id", "span_id"),
+            ("context", "attributes", "kind"),
+        ),
+        unfold="resourceSpans.*.scopeSpans.*.spans",
+        fields={
+            "session_id": "attributes.session.id|attributes.gen_ai.conversation.id|"
+            "attributes.langfuse.session.id|rollout_id|traceId|trace_id|"
+            "context.trace_id",
+            "agent_id": "attributes.gen_ai.agent.id|attributes.gen_ai.agent.name",
+            "prompt_ids": _within("attributes", f"{_PROMPT}|gen_ai.prompt_token_ids"),
+            "output_ids": _within(
+                "attributes",
+                f"{_OUTPUT}|gen_ai.token_ids|gen_ai.completion_token_ids|"
+                "gen_ai.response_token_ids",
+            ),
+            "output_logprobs": _within("attributes", f"{_LOGPROBS}|gen_ai.logprobs"),
+            "finish_reason": "attributes.gen_ai.response.finish_reasons.0",
+            "model": "attributes.gen_ai.response.model|attributes.gen_ai.request.model",
+            "usage": "usage",
+            "reward": "attributes.reward",
+            "request_id": "attributes.gen_ai.response.id|spanId|span_id|context.span_id",
+        },
+        prepare=_span,
+        ids=(
+            "the conventions of OpenTelemetry for gen_ai have no token ids: set the span's "
+            "attributes prompt_token_ids and response_token_ids, and "
+            f"{_ENGINES}"
+        ),
+    ),
+    Format(
+        "records",
+        "records with token ids at their top",
+        test=lambda value: _has_ids(value),
+        generic=True,
+        needs_reply=True,
+        fields={
+            "session_id": "session_id|metadata.session_id|extra.session_id",
+            "prompt_ids": _PROMPT,
+            "output_ids": _OUTPUT,
+            "output_logprobs": _LOGPROBS,
+            "output_mask": _MASK,
+            "prompt_messages": "prompt_messages|messages",
+            "response_message": "response_message|message|response|completion",
+            "finish_reason": "finish_reason|stop_reason",
+            "weight_version": "weight_version",
+            "weight_versions": "weight_versions",
+            "model": "model",
+            "request_id": "request_id",
+            "usage": "usage",
+            "turn_index": "turn_index",
+        },
+        ids=_ENGINES,
+    ),
+    Format(
+        "responses",
+        "responses of vLLM or SGLang",
+        keys=(
+            ("choices",),
+            ("output_ids", "meta_info"),
+            ("input", "output"),
+            ("messages", "response"),
+        ),
+        test=lambda value: is_answer(value.get("output", value.get("response", value))),
+        generic=True,
+        fields={
+            "request": "input|@self",
+            "response": "output|response|@self",
+            "prompt_messages": "input.messages|input|messages",
+            "session_id": "session_id|metadata.session_id|input.session_id|"
+            "input.metadata.session_id",
+            "started_at": "started_at|timestamp|created",
+        },
+        ids=_ENGINES,
+    ),
+    Format(
+        "chat",
+        "chat transcripts",
+        keys=(("messages",), ("conversations",)),
+        test=lambda value: not any(name in value for name in _NOT_CHAT),
+        generic=True,
+        fields={"session_id": "session_id|id|conversation_id|uuid|uid"},
+        talk=chat_talk,
+        ids="",
+    ),
+)
+
+FORMATS: dict[str, Format] = {one.name: one for one in _ALL}
+"""The formats by name."""

@@ -1,0 +1,135 @@
+"""Where files come from: paths, patterns, directories, standard input, addresses."""
+
+import glob
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias
+
+from trajkit.errors import ArgumentError, FormatError
+
+Sources: TypeAlias = str | PathLike[str] | Iterable[str | PathLike[str]]
+"""A path, or an iterable of paths."""
+
+# files of a directory that may contain records
+_JSON = (
+    f".{kind}{end}"
+    for kind in ("json", "jsonl", "ndjson")
+    for end in ("", ".gz", ".zst")
+)
+SUFFIXES = (
+    *_JSON,
+    *(".db", ".sqlite", ".sqlite3", ".pt", ".pkl", ".eval", ".traj"),
+    *(".parquet", ".arrow"),
+)
+"""Ends of the names of files in a directory that may contain records."""
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A file to read, and what the report calls it."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The files of a directory."""
+
+    name: str
+    files: list[Local]
+
+
+def stem_of(path: Path) -> str:
+    """The name of a file without its suffixes."""
+    name = path.name
+    for end in (".gz", ".zst"):
+        name = name.removesuffix(end)
+    return PurePosixPath(name).stem or path.name
+
+
+def files_of(source: Sources) -> Iterator[Local | Folder]:
+    """The files and directories of a source; temporary copies last for one step."""
+    if isinstance(source, str | PathLike):
+        source = [source]
+    elif isinstance(source, bytes | dict) or not isinstance(source, Iterable):
+        raise ArgumentError(
+            f"source is a {type(source).__name__}: expected a path, or paths"
+        )
+    for given in source:
+        if not isinstance(given, str | PathLike):
+            raise ArgumentError(f"source has a {type(given).__name__}: expected paths")
+        yield from _of_path(fspath(given))
+
+
+def _of_path(text: str) -> Iterator[Local | Folder]:
+    if text == "-":
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "stdin")
+            with path.open("wb") as copy:
+                shutil.copyfileobj(sys.stdin.buffer, copy)
+            yield Local("standard input", path)
+        return
+    if "://" in text:
+        yield from _fetched(text)
+        return
+    path = Path(text)
+    if path.is_dir():
+        yield Folder(text, [Local(str(one), one) for one in _in_directory(path)])
+        return
+    if not path.exists() and glob.has_magic(text):
+        found = sorted(glob.glob(text, recursive=True))
+        if not found:
+            raise FormatError(f"{text}: no file has a name of this pattern")
+        for one in found:
+            yield from _of_path(one)
+        return
+    path.stat()  # the same error in every format if it is missing
+    yield Local(text, path)
+
+
+def _in_directory(path: Path) -> list[Path]:
+    return sorted(
+        file
+        for file in path.rglob("*")
+        if file.name.lower().endswith(SUFFIXES)
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+
+
+def _fetched(address: str) -> Iterator[Local | Folder]:
+    """Temporary copies of what is at an address of fsspec."""
+    try:
+        import fsspec  # type: ignore[import-untyped]
+    except ModuleNotFoundError:
+        raise ArgumentError(f"{address} needs fsspec: pip install fsspec") from None
+    try:
+        system, path = fsspec.core.url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise ArgumentError(f"{address}: {error}") from None
+    with tempfile.TemporaryDirectory() as folder:
+        if not glob.has_magic(path) and not system.isdir(path):
+            yield _copy(system, path, folder, 0)
+            return
+        listed = system.glob(path) if glob.has_magic(path) else system.find(path)
+        names = [one for one in sorted(listed) if one.lower().endswith(SUFFIXES)]
+        copies = [_copy(system, one, folder, k) for k, one in enumerate(names)]
+        yield Folder(address, copies)
+
+
+def _copy(system: Any, path: str, folder: str, number: int) -> Local:
+    within = Path(folder, str(number))
+    within.mkdir()
+    copy = within / (PurePosixPath(path).name or "file")
+    name = system.unstrip_protocol(path)
+    try:
+        system.get_file(path, str(copy))
+    except FileNotFoundError:
+        raise FormatError(f"{name}: no such file") from None
+    return Local(name, copy)

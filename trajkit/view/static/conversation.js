@@ -1,0 +1,187 @@
+"use strict";
+// The conversation of a turn: its messages as a reader expects them, and what the policy does
+// with the tokens of each reply.
+
+(() => {
+  const { h, n } = TK;
+  // characters of a long text that are shown before it is unfolded
+  const SHORT = 1200;
+  const IMAGE = /^data:image\/(?:png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]+$/;
+
+  // The turn whose reply a message of a request is, or undefined. Of several equal replies, one
+  // of `ancestors` is preferred.
+  const turnOf = (session, numbers, k, ancestors) => {
+    const matches = (session.repliesOf.get(numbers[k]) || []).filter((turn) => {
+      const request = session.request(turn);
+      return request !== null && request.length === k && request.every((number, i) => number === numbers[i]);
+    });
+    return matches.find((turn) => ancestors.has(turn)) ?? matches.at(-1);
+  };
+
+  const folded = (text) => {
+    if (text.length <= SHORT) return h("bdi", {}, text);
+    const shown = h("bdi", {}, text.slice(0, SHORT));
+    const more = (event) => {
+      shown.append(TK.visible(text.slice(SHORT)));
+      event.target.remove();
+    };
+    return [shown, h("button", { onclick: more }, `show ${n(text.length - SHORT)} more characters`)];
+  };
+
+  const unfold = (name, content) => h("details", { class: "part" }, h("summary", {}, name), content);
+
+  const json = (value) => folded(typeof value === "string" ? value : JSON.stringify(value, null, 2));
+
+  // The arguments of a tool call, a text with its own lines each. What is not a JSON object is
+  // shown as it was sampled.
+  const callArguments = (value) => {
+    let read = value;
+    if (typeof value === "string")
+      try {
+        read = JSON.parse(value);
+      } catch {
+        read = null;
+      }
+    if (read === null || typeof read !== "object" || Array.isArray(read)) return h("pre", {}, json(value));
+    return h(
+      "dl",
+      { class: "arguments" },
+      Object.entries(read).map(([name, one]) => [h("dt", {}, h("bdi", {}, name)), h("dd", {}, h("pre", {}, json(one)))]),
+    );
+  };
+
+  // A part of a message's content: text, an image, or what the page does not know, as JSON.
+  const part = (one) => {
+    if (typeof one === "string") return h("div", { class: "words" }, folded(one));
+    const text = one?.text ?? one?.content;
+    if (typeof text === "string" && /text$/.test(one.type ?? "text")) return h("div", { class: "words" }, folded(text));
+    const url = one?.image_url?.url ?? one?.image_url;
+    if (typeof url === "string" && IMAGE.test(url)) return h("img", { src: url, alt: "image of the message", class: "thumbnail" });
+    if (typeof url === "string") return h("div", { class: "note" }, "image ", h("bdi", {}, url.slice(0, 100)));
+    return unfold(String(one?.type ?? "part"), h("pre", {}, json(one)));
+  };
+
+  const KNOWN = ["role", "content", "tool_calls", "tool_call_id", "name"];
+  const REASONING = ["reasoning_content", "reasoning", "thinking"];
+
+  const parts = (message) => {
+    const content = message.content ?? [];
+    const reasoning = REASONING.map((name) => message[name]).find((text) => typeof text === "string" && text !== "");
+    const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [];
+    const other = Object.keys(message).filter((name) => !KNOWN.includes(name) && !(REASONING.includes(name) && message[name] === reasoning));
+    return [
+      reasoning && unfold("reasoning", h("pre", {}, folded(reasoning))),
+      (Array.isArray(content) ? content : [content]).filter((one) => one !== "").map(part),
+      calls.map((call) =>
+        h(
+          "div",
+          { class: "tool-call" },
+          h("b", {}, h("bdi", {}, call?.function?.name ?? call?.name ?? "call")),
+          callArguments(call?.function?.arguments ?? call?.arguments ?? call),
+        ),
+      ),
+      other.length > 0 && unfold(other.join(", "), h("pre", {}, json(Object.fromEntries(other.map((name) => [name, message[name]]))))),
+    ];
+  };
+
+  const read = (body) => {
+    try {
+      const message = JSON.parse(body);
+      return message !== null && typeof message === "object" && !Array.isArray(message) ? message : { content: String(body) };
+    } catch {
+      return { content: body };
+    }
+  };
+
+  // What the policy does with the tokens of a reply, and the drift of the prompts that follow.
+  const fate = (session, view, turn, app) => {
+    const spans = view.spansOf.get(turn) || [];
+    const counts = new Map();
+    for (const span of spans) counts.set(span.kind, (counts.get(span.kind) ?? 0) + span.length);
+    const drifts = [...view.links.drift.keys()].filter((k) => view.links.parent[k] === turn);
+    return h(
+      "footer",
+      {},
+      h(
+        "span",
+        { class: "sharebar", "aria-hidden": "true" },
+        spans.map((span) => h("i", { style: { background: TK.color(span.kind), flexGrow: span.length } })),
+      ),
+      h(
+        "button",
+        { onclick: () => app.go({ tab: "tokens", t: turn, k: session.promptLength[turn] }) },
+        `turn ${session.turnIndex[turn]}: ${TK.plural(session.outputLength[turn], "token")}`,
+      ),
+      h("span", { class: "note" }, [...counts].map(([kind, count]) => `${n(count)} ${TK.words(kind)}`).join(", ")),
+      drifts.map((k) =>
+        h(
+          "button",
+          { class: "drifted", onclick: () => app.go({ tab: "drift", t: k }) },
+          `drift in turn ${session.turnIndex[k]}: ${TK.driftCause(view.links, k)}`,
+        ),
+      ),
+    );
+  };
+
+  const article = (session, view, number, turn, app) => {
+    const [role, body] = session.messages[number];
+    return h(
+      "article",
+      {
+        class: "message " + (["system", "user", "assistant", "tool"].includes(role) ? role : "other"),
+        "data-turn": turn ?? null,
+        style: turn === undefined ? {} : { borderColor: TK.color(mainKind(view, turn)) },
+      },
+      h("h3", {}, h("bdi", {}, role), role === "assistant" && turn === undefined && h("small", {}, " not a recorded reply")),
+      body === null ? h("p", { class: "note" }, "The log does not have the text.") : parts(read(body)),
+      turn !== undefined && fate(session, view, turn, app),
+    );
+  };
+
+  // The kind that most tokens of a reply have.
+  const mainKind = (view, turn) => {
+    const spans = view.spansOf.get(turn) || [];
+    return spans.reduce((best, span) => (span.length > best.length ? span : best), { kind: "untrainable", length: -1 }).kind;
+  };
+
+  // The last turns of the conversations: those that no turn continues.
+  const leaves = (session, view) => {
+    const continued = new Set(view.links.parent.filter((parent) => parent !== null));
+    return [...Array(session.count).keys()].filter((k) => !continued.has(k));
+  };
+
+  // The turn that is shown first: the last of those with the most messages.
+  const longest = (session) => {
+    const size = (k) => session.request(k)?.length ?? -1;
+    return [...Array(session.count).keys()].reduce((best, k) => (size(k) >= size(best) ? k : best), 0);
+  };
+
+  TK.conversation = (session, view, app) => {
+    const main = longest(session);
+    const turn = app.state.t ?? main;
+    const numbers = session.request(turn);
+    const listed = [...new Set([...leaves(session, view), main, turn])].sort((a, b) => a - b);
+    const agents = session.facts.agent_id;
+    const choice = h(
+      "select",
+      { "aria-label": "Conversation", onchange: (event) => app.go({ t: Number(event.target.value) }) },
+      listed.map((k) =>
+        h("option", { value: String(k), selected: k === turn }, `until turn ${session.turnIndex[k]}${agents?.[k] ? `, agent ${agents[k]}` : ""}`),
+      ),
+    );
+    const tools = h("div", { class: "tools" }, h("label", {}, "conversation ", choice));
+    if (numbers === null) return [tools, h("p", { class: "note" }, "This turn was recorded without messages. The tab Tokens has its ids.")];
+    const ancestors = new Set();
+    for (let k = turn; k !== null; k = view.links.parent[k]) ancestors.add(k);
+    const reply = session.response[turn];
+    return [
+      tools,
+      h(
+        "div",
+        { class: "conversation" },
+        numbers.map((number, k) => article(session, view, number, turnOf(session, numbers, k, ancestors), app)),
+        reply !== null && article(session, view, reply, turn, app),
+      ),
+    ];
+  };
+})();
