@@ -10,7 +10,7 @@ import asyncio
 import ipaddress
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from urllib.parse import urlsplit
@@ -171,8 +171,7 @@ def _protocol_of(path: str) -> WireProtocol:
 class _App(Gateway):
     """The routes."""
 
-    # of requests for the number of tokens
-    _counting = asyncio.Semaphore(2)
+    _n_bytes = 0  # of the bodies of requests
 
     def routes(self) -> Iterator[Route]:
         """Yield all routes."""
@@ -224,7 +223,7 @@ class _App(Gateway):
     async def read(
         self, protocol: WireProtocol, verb: Verb, body: bytes
     ) -> ChatRequest:
-        """Read the body of a request; its images are fetched."""
+        """Read the body of a request, and its images."""
         read = partial(protocol.read, images=self.image_policy, count=verb == "count")
 
         @timing.step()
@@ -243,8 +242,24 @@ class _App(Gateway):
             message = f"{len(chat.messages)} messages; the limit is {limit}"
             raise GatewayError(message, 413, code="too_many_messages")
         if not text_only:
-            chat = replace(chat, images=await self.images.take(chat.messages))
+            chat = replace(chat, images=self.images.take(chat.messages))
         return replace(chat, stream=True) if verb == "stream" else chat
+
+    @contextmanager
+    def working(self, headers: Headers) -> Iterator[None]:
+        """Work on a request in this context; raises a 503 if there is too much work."""
+        length, most = headers.get("content-length", ""), self.options.max_body_bytes
+        # a longer one is refused when it is read
+        n_bytes = min(int(length), most) if length.isdecimal() else most
+        limit = max(self.options.max_work_bytes, most)
+        if self._n_bytes + n_bytes > limit:
+            message = f"the requests at work have more than {limit} bytes together"
+            raise GatewayError(message, 503, code="busy", retry_after=5)
+        self._n_bytes += n_bytes
+        try:
+            yield
+        finally:
+            self._n_bytes -= n_bytes
 
     def variables(self, session: Session, chat: ChatRequest) -> Json:
         """The template's variables: the session's, the request's, the gateway's."""
@@ -265,7 +280,7 @@ class _App(Gateway):
         session = context.session
         session.check_open()
         session.counts.token_counts += 1
-        async with self._counting:
+        async with self.counting:
             n_tokens = await count_tokens(context)
         session.left("prompt_tokens", n_tokens)
         return n_tokens
@@ -284,110 +299,66 @@ class _App(Gateway):
         if self.log.full:
             message = "the log is full: it has reached its maximum size"
             raise GatewayError(message, 507, code="log_full")
-        reserved = session.admit(context.chat.n)
-        # the reply that may be asked for again is the one that the client has now
-        run = partial(self._run, context, session.retried(digest))
-        clock = session.clock.time
-        call = SharedCall(run, session.amend, clock, digest, reserved)
+        reserved = session.admit()
+        run = partial(self._run, context)
+        call = SharedCall(run, session.amend, digest, reserved)
         session.calls[call] = None
         call.work.add_done_callback(lambda _: session.calls.pop(call, None))
         return call
 
-    async def _run(
-        self, context: CallContext, retried: SharedCall | None, call: SharedCall
-    ) -> Reply:
-        """Sample and record a call. ``retried``: `Session.retried` when it began."""
+    async def _run(self, context: CallContext, call: SharedCall) -> Reply:
+        """Sample and record a call."""
         try:
             prepared = await prepare_call(context, call.reserved)
             await self.images.write(context.chat.images)
-            return self._record(context, call, prepared, retried)
+            return self._record(context, call, prepared)
         except GatewayError as error:
             context.session.counts.failed += error.status >= 500
             raise
 
     @timing.step()
-    def _record(
-        self,
-        context: CallContext,
-        call: SharedCall,
-        prepared: list[ModelCall],
-        retried: SharedCall | None,
-    ) -> Reply:
-        """Write and count the turns of a call, and return its reply.
+    def _record(self, context: CallContext, call: SharedCall, made: ModelCall) -> Reply:
+        """Write and count the turn of a call, and return its reply.
 
-        Does not await, so no other call interferes. If a turn cannot be written, or the
-        engine aborted it, the others are context only.
+        Does not await, so no other call interferes.
         """
-        session, restored = context.session, prepared[0].restored
+        session, turn, counts = context.session, made.turn, context.session.counts
         # closing the session cancelled the work
         if session.closed:
             raise closed_error(session.session_id)
-        last = next(restored.replies, None)
-        if last is not None:
-            session.confirm(restored.positions[last])
-        if retried is not None and retried.confirmed:
-            retried = None
-        shared = {
-            "resend_of": session.request_ids.get(call.digest),
-            "retry_of": retried and retried.request_id,
-            **session.agent_starts.find(restored, context.caller),
-        }
-        turns, replies = list[int](), list[Reply]()
-        try:
-            for each in prepared:
-                vars(each.turn).update(shared)
-                turn_index = self._record_turn(context, each)
-                if each.reply is not None:
-                    turns.append(turn_index)
-                    replies.append(each.reply)
-            for each in prepared:
-                if each.reply is None:
-                    n_output = len(each.turn.output_ids)
-                    reason = each.turn.finish_reason or "no reason"
-                    message = f"the engine broke off the call after {n_output} tokens"
-                    raise EngineError(f"{message}, with {reason}", 503)
-        except GatewayError:
-            session.amend(turns, "undelivered", False)
-            raise
-        call.turns, call.request_id = turns, prepared[0].turn.request_id
-        call.positions = [each.position for each in prepared]
-        session.remember(call)
-        if retried is not None:
-            session.counts.retried += 1
-            if not self.options.train_retried:
-                retried.retry()
-        session.counts.tools_left_out.update(context.chat.left_out)
-        session.counts.ignored.update(context.chat.ignored)
-        session.counts.sampling_overruled.update(prepared[0].overruled)
-        first, *others = replies
-        return first.joined(others)
-
-    def _record_turn(self, context: CallContext, call: ModelCall) -> int:
-        """Write and count one turn; return its index."""
-        session, turn = context.session, call.turn
-        counts = session.counts
-        turn_index = counts.turns
         # of earlier turns; a full disk may have room again
         session.write_amendments()
+        turn.resend_of = session.request_ids.get(call.digest)
+        vars(turn).update(session.agent_starts.find(made.restored, context.caller))
+        turn_index = counts.turns
         with writing("the turn"):
             self.log.append(turn, turn_index, session.written)
-        answered = call.reply is not None
         counts.prompts[turn.render_reason or "append"] += 1
         counts.turns += 1
-        counts.answered += answered
         counts.prompt_tokens += len(turn.prompt_ids)
         counts.output_tokens += len(turn.output_ids)
         if self.options.attributed:
             counts.unattributed += turn.prompt_message_index is None
-        session.conversation.count(call.restored)
-        if answered:
-            session.conversation.remember(call.restored.position, call.message)
-            session.agent_starts.add(turn_index, turn.agent_id, call.message)
-            if call.node is not None:
-                session.conversation.add(
-                    call.position, call.node, call.base, self.cache_budget
-                )
-        return turn_index
+        session.conversation.count(made.restored)
+        if made.reply is None:
+            reason = turn.finish_reason or "no reason"
+            message = (
+                f"the engine broke off the call after {len(turn.output_ids)} tokens"
+            )
+            raise EngineError(f"{message}, with {reason}", 503)
+        counts.answered += 1
+        session.conversation.remember(made.restored.position, made.message)
+        session.agent_starts.add(turn_index, turn.agent_id, made.message)
+        if made.node is not None:
+            session.conversation.add(
+                made.position, made.node, made.base, self.cache_budget
+            )
+        call.turn, call.request_id = turn_index, turn.request_id
+        session.remember(call)
+        counts.tools_left_out.update(context.chat.left_out)
+        counts.ignored.update(context.chat.ignored)
+        counts.sampling_overruled.update(made.overruled)
+        return made.reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,6 +381,10 @@ class _Endpoint:
         self.gateway.timings.add(timed)
 
     async def _answer(self, request: Request, session: Session, send: Send) -> None:
+        with self.gateway.working(request.headers):
+            await self._work(request, session, send)
+
+    async def _work(self, request: Request, session: Session, send: Send) -> None:
         gateway, protocol, verb = self.gateway, self.protocol, self.verb
         body = await read_body(request, gateway.options)
         chat = await gateway.read(protocol, verb, body)

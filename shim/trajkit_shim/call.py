@@ -8,7 +8,6 @@ import asyncio
 import json
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -29,7 +28,6 @@ from trajkit_shim.chat.request import ChatRequest, Required, logged_message
 from trajkit_shim.chat.sampling_params import (
     ignored_params,
     is_fixed,
-    nth_seed,
     resolve,
     without_fixed,
 )
@@ -73,6 +71,8 @@ class Options:
     # limits of a request, which is rejected with 413, 431 and 413 respectively
     max_body_bytes: int = 16 << 20
     max_header_bytes: int = 32 << 10
+    # bytes of all requests' bodies at once; beyond it requests get 503
+    max_work_bytes: int = 4 << 30
     max_messages: int = 10_000
     # what the model does with images, which are stored in the log's folder `images`; or
     # reject a request with an image (400), or replace the image by a text
@@ -87,9 +87,6 @@ class Options:
     attributed: bool = True
     # train the harness's own calls too (`sessions.client_identity`)
     train_side_calls: bool = False
-    # train a turn whose delivered reply an unmarked retry asks for again, also if no later
-    # request contains the reply (`sessions.answers`)
-    train_retried: bool = True
     # parses replies, and is closed with the app; default: the gateway's own parser, for
     # the form of tool calls that the chat template asks for
     reply_parser: ReplyParser | None = None
@@ -133,6 +130,8 @@ class Gateway:
         self.sessions = SessionStore(
             log, clock=options.clock, max_ended=options.max_ended_sessions
         )
+        # requests for the number of tokens, which take much memory
+        self.counting = asyncio.Semaphore(2)
         images, limits = options.images, options.image_limits
         self.images = ImageStore(log.directory / "images", limits, fsync=log.fsync)
         places = None
@@ -164,11 +163,8 @@ class CallContext:
     variables: Mapping[str, object] = field(default_factory=dict)
 
 
-async def prepare_call(
-    context: CallContext,
-    reserved: Amounts,
-) -> "list[ModelCall]":
-    """Render, sample and parse one call; return one per reply that is asked for.
+async def prepare_call(context: CallContext, reserved: Amounts) -> "ModelCall":
+    """Render, sample and parse one call.
 
     ``reserved``: gets the tokens that the call may use. Raises `GatewayError`: an
     invalid request, or a session without tokens for it. `EngineError`: the prompt is
@@ -179,19 +175,8 @@ async def prepare_call(
     info = replace(info, max_context_tokens=min(limit, info.max_context_tokens))
     call = await asyncio.to_thread(ModelCall, context, info)
     call.resolve_sampling(reserved)
-    n = context.chat.n
-    if n == 1:
-        await call.run(0)
-        return [call]
-    calls = [copy(call) for _ in range(n)]
-    try:
-        async with asyncio.TaskGroup() as group:
-            for choice, each in enumerate(calls):
-                group.create_task(each.run(choice))
-    except ExceptionGroup as errors:
-        # the first cancelled the others
-        raise errors.exceptions[0] from None
-    return calls
+    await call.run()
+    return call
 
 
 # a longer prompt than this many contexts is not counted
@@ -233,10 +218,7 @@ def _build_prompt(
 
 
 class ModelCall:
-    """One reply to a request, from its prompt to what is recorded and answered.
-
-    A copy that is made before `run` is a call for another reply to the prompt.
-    """
+    """One reply to a request, from its prompt to what is recorded and answered."""
 
     # set by `run`
     turn: LoggedTurn
@@ -279,10 +261,10 @@ class ModelCall:
 
     def resolve_sampling(self, reserved: Amounts) -> None:
         """Decide the parameters, and reserve their tokens in the session's quota."""
-        session, n = self._context.session, self._request.n
+        session = self._context.session
         n_prompt, limit = len(self._prompt.ids), self._options.max_new_tokens
-        session.left("prompt_tokens", n * n_prompt, reserved)
-        left = session.left("output_tokens", n, reserved)
+        session.left("prompt_tokens", n_prompt, reserved)
+        left = session.left("output_tokens", 1, reserved)
         pins, client = session.terms.pins, session.terms.client_sampling
         required, self.overruled = self._request.required, list[str]()
         if is_fixed("response_format", pins, client) and required.schema is not None:
@@ -294,7 +276,7 @@ class ModelCall:
         self.sampling = resolve(
             without_fixed(self._request.sampling, pins, client),
             pins,
-            max_tokens=limit if left is None else min(limit, left // n),
+            max_tokens=limit if left is None else min(limit, left),
             room=self._info.max_context_tokens - n_prompt,
             end_ids=self._renderer.end_ids,
             client=client,
@@ -307,16 +289,11 @@ class ModelCall:
             ),
         )
         self.overruled += ignored_params(self._request.sampling, self.sampling)
-        reserved.prompt_tokens = n * n_prompt
-        reserved.output_tokens = n * self.sampling.max_new_tokens
+        reserved.prompt_tokens = n_prompt
+        reserved.output_tokens = self.sampling.max_new_tokens
 
-    async def run(self, choice: int) -> None:
-        """Sample and parse, again if a pause cut the call off before it streamed."""
-        self._choice = None if self._request.n == 1 else choice
-        if choice and self.sampling.seed is not None:
-            # a pair of equal replies is of no use
-            seed = nth_seed(self.sampling.seed, choice)
-            self.sampling = replace(self.sampling, seed=seed)
+    async def run(self) -> None:
+        """Sample and parse, again if a pause cut the call off."""
         self._request_id = uuid.uuid4().hex
         self._identity = Identity(
             self._context.protocol.call_prefix, short=self._renderer.short_call_ids
@@ -416,7 +393,6 @@ class ModelCall:
             sampling_mask=sample.sampling_mask,
             started_at=self._started_at,
             ended_at=ended_at,
-            choice=self._choice,
             protocol=self._context.protocol.name,
             **asdict(caller),
             prompt_message_index=prompt.message_index,

@@ -68,8 +68,6 @@ def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> No
     --return-sampling-mask, and top_k in every session
 --train-side-calls  train the calls that a known agent makes for itself too, such as
     compactions and titles
---skip-retried  turns whose delivered reply is asked for again, by a request that is not
-    marked as a retry, are context only
 --model DIR  the model's config, tokenizer and chat template (not for embedded)
 --chat-template FILE  in the place of the model's own
 --chat-template-kwargs JSON  variables of the chat template, such as
@@ -91,7 +89,6 @@ def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> No
 --images {{auto,refuse,omit}}  auto: accept images if the model takes them (only with
     SGLang), else reject requests with images (the default); refuse: reject them; omit:
     replace each image by a text
---fetch-images  fetch images that requests name by a URL, from public hosts
 --image-bytes N {8 << 20}  maximum size of one image (default: %(default)s)
 --images-per-prompt N 100  maximum number of images (default: %(default)s)
 """,
@@ -161,7 +158,6 @@ def engine_app(
                 past=arguments.past_reasoning,
                 variables=_variables(parser, arguments.chat_template_kwargs),
                 train_side_calls=arguments.train_side_calls,
-                train_retried=not arguments.skip_retried,
                 reply_parser=reply_parser,
                 **images,
                 **options,
@@ -226,7 +222,6 @@ def _image_options(arguments: argparse.Namespace) -> dict[str, Any]:
         max_bytes=arguments.image_bytes,
         max_images=arguments.images_per_prompt,
         max_total_bytes=getattr(arguments, "log_bytes", None),
-        fetch=arguments.fetch_images,
     )
     # a client sends the images of a conversation with every request
     return {"images": model, "image_limits": limits, "max_body_bytes": _IMAGE_BODY}

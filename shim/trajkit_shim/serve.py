@@ -3,7 +3,9 @@
 import asyncio
 import gc
 import ipaddress
+import logging
 import math
+import re
 import resource
 import socket
 import threading
@@ -18,6 +20,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _CLOSING_SECONDS = 15
 
+# open files that are no connections
+_OTHER_FILES = 64
 # more would slow programs down that look at every file they may have
 _FILES = 1 << 16
 
@@ -101,7 +105,15 @@ def _allow_files() -> None:
     """Raise the soft limit of open files, often 1,024: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    # macOS allows less than it says
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+
+
+def _max_connections() -> int:
+    """How many clients the open files suffice for; a call may need one at the engine."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(16, (soft - _OTHER_FILES) // 2)
 
 
 def is_loopback(host: str) -> bool:
@@ -179,6 +191,29 @@ class _Protocol(H11Protocol):
             self._late = self.loop.call_later(REQUEST_SECONDS, close)
 
 
+# characters that a terminal obeys
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class PlainFormatter(logging.Formatter):
+    """Writes no control characters: what clients sent may be in a traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line with control characters spelled out."""
+        return _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().format(record))
+
+
+_LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"plain": {"()": PlainFormatter}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "plain"}},
+    "loggers": {
+        "uvicorn": {"handlers": ["stderr"], "level": "WARNING", "propagate": False}
+    },
+}
+
+
 class _Server(uvicorn.Server):
     """Has the app end its calls after a while, rather than cancel their requests."""
 
@@ -190,11 +225,14 @@ class _Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             http=_Protocol,
+            log_config=_LOGGING,
             log_level="warning",
             # its lines would contain the key that Gemini clients put in the URL
             access_log=False,
             lifespan="on",
             ws="none",
+            # more get 503 at once
+            limit_concurrency=_max_connections(),
             # an agent's tools may run for minutes between two calls, and a call that
             # arrives while its connection is being closed is lost
             timeout_keep_alive=600,
@@ -202,12 +240,14 @@ class _Server(uvicorn.Server):
         )
         super().__init__(config)
         self._drain_seconds = drain_seconds
+        self._n_signals = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         again = self.should_exit
+        self._n_signals += 1
         super().handle_exit(sig, frame)
         # a third one ends the process without the app's own end
-        self.force_exit = len(self._captured_signals) > 2
+        self.force_exit = self._n_signals > 2
         if again:
             self._drain(0.0)
 

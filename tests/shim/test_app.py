@@ -676,3 +676,38 @@ async def test_paths_that_nothing_answers(tmp_path, method, path, status, words)
     assert reply.status_code == status
     assert set(reply.json()) == words
     assert ("status" in reply.json()["error"]) == ("v1beta" in path)
+
+
+async def test_too_many_calls_of_a_session_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("trajkit_shim.sessions.sessions.MAX_CALLS", 1)
+    held = Held("a")
+    async with in_process(ScriptedEngine(held, "b"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        first = asyncio.create_task(ask(client))
+        await held.entered.wait()
+        with pytest.raises(openai.RateLimitError) as caught:
+            await ask(client)
+        held.release.set()
+        await first
+        await ask(client)
+    assert caught.value.code == "too_many_calls"
+
+
+async def test_too_many_bytes_at_once(tmp_path):
+    held = Held("a")
+    options = {"max_body_bytes": 1000, "max_work_bytes": 1100}
+    async with in_process(
+        ScriptedEngine(held, "b"), RENDERER, tmp_path, **options
+    ) as gateway:
+        client = await gateway.open()
+        long = [{"role": "user", "content": "x" * 800}]
+        first = asyncio.create_task(
+            client.chat.completions.create(model="m", messages=long)
+        )
+        await held.entered.wait()
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(model="m", messages=long)
+        held.release.set()
+        await first
+        await client.chat.completions.create(model="m", messages=long)
+    assert (caught.value.status_code, caught.value.code) == (503, "busy")

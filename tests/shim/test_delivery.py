@@ -264,7 +264,7 @@ async def test_what_is_lost_is_not_trained_and_counted(gateway):
 
 def shared_call(run, amend=None):
     """A call that is of no session."""
-    return SharedCall(run, amend, lambda: 0.0, b"", Amounts())
+    return SharedCall(run, amend, b"", Amounts())
 
 
 @given(delivery_steps)
@@ -273,7 +273,7 @@ def test_a_turn_trains_once_any_connection_was_reached(steps):
     lines = []
 
     async def record(call):
-        call.turns = [0]
+        call.turn = 0
 
     async def deliver():
         call = shared_call(record, lambda _, *line: lines.append(line))

@@ -4,11 +4,9 @@ import asyncio
 import base64
 import io
 import json
-import ssl
 import threading
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from hashlib import sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +18,8 @@ import trajkit as tk
 from tests.shim.clients import InProcess, in_process, read_log
 from tests.shim.sglang_cpu.make_vision_model import write_processor
 from trajkit.turns import engine_ids
-from trajkit_shim.chat import fetch_image
 from trajkit_shim.chat.image_store import ImageLimits, ImageStore, open_image
 from trajkit_shim.engines.base import EngineInfo, Sample
-from trajkit_shim.errors import GatewayError
 from trajkit_shim.prompting.image_places import load_image_model
 from trajkit_shim.prompting.render import load_renderer
 
@@ -369,12 +365,7 @@ async def test_a_reply_with_the_token_of_an_image_ends_the_use_of_images(opened,
         pytest.param("data:image/png;base64,é", {}, "invalid_image", id="not-ascii"),
         pytest.param("data:image/png;base64,eA==", {}, "invalid_image", id="no-image"),
         pytest.param("http://example.org/", {}, "image_not_fetched", id="url"),
-        pytest.param(
-            "file:///etc/passwd", {"fetch": True}, "image_not_fetched", id="file"
-        ),
-        pytest.param(
-            "http://127.0.0.1/", {"fetch": True}, "image_not_fetched", id="private"
-        ),
+        pytest.param("file:///etc/passwd", {}, "image_not_fetched", id="file"),
     ],
 )
 async def test_what_is_refused(opened, url, limits, code):
@@ -434,175 +425,6 @@ def test_a_processor_whose_libraries_are_missing(model, monkeypatch):
     rule = r"It requires the PIL library\. Install it\. Or serve with --images refuse"
     with pytest.raises(ValueError, match=rule):
         load_image_model(model)
-
-
-@pytest.mark.parametrize(
-    "host",
-    [
-        *("127.0.0.1", "0.0.0.0", "10.1.2.3", "192.168.0.1", "169.254.169.254"),
-        *("100.64.0.1", "224.0.0.1", "[::1]", "[fe80::1]", "[::ffff:127.0.0.1]"),
-        *("[64:ff9b::7f00:1]", "[2002:7f00:1::]", "localhost", "2130706433"),
-        *("[::7f00:1]", "[fec0::1]"),
-    ],
-)
-async def test_private_hosts_are_never_asked(monkeypatch, host):
-    def never(*_, **__):
-        raise AssertionError("connected")
-
-    monkeypatch.setattr(fetch_image.httpx.AsyncClient, "stream", never)
-    with pytest.raises(GatewayError, match="not public"):
-        await fetch(f"http://{host}/image.png")
-
-
-def test_a_public_address_is_public():
-    assert fetch_image.is_public("93.184.216.34")
-    assert fetch_image.is_public("2606:2800:220:1::")
-
-
-class Answers(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        server = self.server
-        server.paths.append(self.path)
-        path, _, length = self.path.partition("-")
-        self.send_response(302 if path == "/moved" else 200)
-        if path == "/slow":
-            self.drip()
-        self.send_header("location", "/image")
-        self.send_header("content-length", str(len(PNG) + int(length or 0)))
-        self.end_headers()
-        server.clients.append(self.client_address)
-        server.hosts.append(self.headers["host"])
-        server.encodings.append(self.headers["accept-encoding"])
-        self.wfile.write(PNG + b"x" * int(length or 0))
-
-    def drip(self):
-        """Send a header every now and then, until the client has left."""
-        self.flush_headers()
-        never = threading.Event()
-        with suppress(ConnectionError):
-            for _ in range(200):
-                never.wait(0.02)
-                self.wfile.write(b"x: y\r\n")
-            self.server.patient += 1
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def web(monkeypatch):
-    monkeypatch.setattr(fetch_image, "is_public", lambda _: True)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    server.hosts, server.encodings, server.paths = [], [], []
-    server.clients = []
-    server.patient = 0
-    server.url = f"http://localhost:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-async def fetch(*urls, max_bytes=8 << 20, max_total_bytes=64 << 20):
-    return await fetch_image.fetch_images(
-        urls, max_bytes=max_bytes, max_total_bytes=max_total_bytes
-    )
-
-
-async def test_an_image_is_fetched_from_the_address_that_was_checked(web):
-    url = f"{web.url}/image"
-    assert await fetch(url, max_bytes=len(PNG) + 5) == {url: PNG}
-    assert web.hosts == [f"localhost:{web.server_port}"]
-    # the bytes are taken as they come
-    assert web.encodings == ["identity"]
-    for path, words in (("moved", "answered 302"), ("image-9", "longer than")):
-        with pytest.raises(GatewayError, match=f"{path}: .*{words}"):
-            await fetch(f"{web.url}/{path}", max_bytes=len(PNG) + 5)
-
-
-async def test_a_server_that_never_ends_its_headers(monkeypatch, web):
-    monkeypatch.setattr(fetch_image, "_SECONDS", 1)
-    with pytest.raises(GatewayError, match=r"slow: .* took longer than 1 seconds"):
-        await fetch(f"{web.url}/slow", f"{web.url}/image")
-    # the time is that of all images of the request
-    assert web.paths == ["/slow"]
-    # it would have sent the image in the end
-    assert web.patient == 0
-
-
-async def test_certificates_are_read_once_and_not_on_the_event_loop(monkeypatch, web):
-    threads, read = [], ssl.create_default_context
-
-    def recorded(*arguments, **options):
-        threads.append(threading.current_thread())
-        return read(*arguments, **options)
-
-    monkeypatch.setattr(ssl, "create_default_context", recorded)
-    fetch_image._ssl_context.cache_clear()
-    for i in range(2):
-        await fetch(f"{web.url}/image-{i}", f"{web.url}/image")
-    assert len(threads) == 1
-    assert threads[0] is not threading.current_thread()
-
-
-async def test_no_connection_is_used_for_two_images(web):
-    await fetch(*(f"{web.url}/image-{i}" for i in range(3)))
-    assert len(set(web.clients)) == 3
-
-
-async def test_the_images_of_a_request_have_a_limit_together(web):
-    urls = [f"{web.url}/image-{i}" for i in (1, 2)]
-    total = 2 * len(PNG) + 3
-    assert len(await fetch(*urls, max_total_bytes=total)) == 2
-    with pytest.raises(GatewayError, match=f"more than {total - 1} bytes together"):
-        await fetch(*urls, max_total_bytes=total - 1)
-
-
-async def test_images_that_are_sent_leave_less_for_those_at_urls(opened, web):
-    total = len(PNG) + len(JPEG)
-    gateway = await opened(ImageLimits(fetch=True, max_request_bytes=total))
-    gateway.engine.script = [gateway.reply("red")]
-    body = chat(JPEG)
-    parts = body["messages"][0]["content"]
-    for path, rule in (
-        ("image-1", f"more than {len(PNG)} bytes together"),
-        ("image", None),
-    ):
-        parts[2:] = [{"type": "image_url", "image_url": {"url": f"{web.url}/{path}"}}]
-        answer = await gateway.post("/v1/chat/completions", body)
-        assert answer.status_code == (400 if rule else 200), answer.text
-        assert (rule or "") in answer.text
-
-
-async def test_an_image_at_a_url_is_placed_and_stored(opened, web):
-    gateway = await opened(ImageLimits(fetch=True))
-    gateway.engine.script = [gateway.reply("red")]
-    body = chat(PNG)
-    parts = body["messages"][0]["content"]
-    parts[1]["image_url"]["url"] = f"{web.url}/image"
-    parts.append(parts[1])
-    answer = await gateway.post("/v1/chat/completions", body)
-    assert answer.status_code == 200, answer.text
-    assert [image.data for image in gateway.engine.images[0]] == [PNG, PNG]
-    assert stored_in(gateway) == [sha256(PNG).hexdigest()]
-    assert web.paths == ["/image"]
-
-
-async def test_too_many_images_are_refused_before_any_is_fetched(opened, web):
-    gateway = await opened(ImageLimits(fetch=True, max_images=2))
-    body = chat(PNG)
-    parts = body["messages"][0]["content"]
-    parts += [
-        {"type": "image_url", "image_url": {"url": f"{web.url}/image-{i}"}}
-        for i in range(2)
-    ]
-    answer = await gateway.post("/v1/chat/completions", body)
-    assert answer.json()["error"]["message"] == "3 images; the limit is 2"
-    assert web.paths == []
 
 
 def stored_in(gateway):
@@ -748,7 +570,7 @@ async def test_an_image_is_known_as_long_as_one_of_its_requests(tmp_path):
 
     async def take():
         image = open_image(PNG, "here", store.limits)
-        return await store.take([{"role": "user", "content": [image]}])
+        return store.take([{"role": "user", "content": [image]}])
 
     first, second = await take(), await take()
     name = first[0].name

@@ -6,11 +6,10 @@ import anthropic
 import openai
 import pytest
 
-import trajkit as tk
 from tests.shim.clients import http_of, in_process
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from trajkit_shim.errors import EngineError
-from trajkit_shim.sessions.answers import KEPT, UNMARKED_SECONDS, is_retry
+from trajkit_shim.sessions.answers import KEPT, is_retry
 
 pytestmark = pytest.mark.anyio
 
@@ -286,114 +285,3 @@ async def test_the_official_clients_say_that_they_retry(tmp_path):
 )
 def test_says_retry(headers, said):
     assert is_retry(headers) is said
-
-
-class Seconds:
-    """The event loop's clock, with time that passes when it is told to."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def time(self):
-        return self.now
-
-    def call_later(self, delay, callback):
-        return asyncio.get_running_loop().call_later(delay, callback)
-
-
-def marks(gateway):
-    """Of each turn: index of the turn that it retries, whether it trains, and why not."""
-    turns = tk.read_turns(gateway.log.directory).to_pylist()
-    ids = [turn["request_id"] for turn in turns]
-    return [
-        (
-            None if turn["retry_of"] is None else ids.index(turn["retry_of"]),
-            turn["trainable"],
-            turn.get("amended"),
-        )
-        for turn in turns
-    ]
-
-
-PLAIN = (None, True, None)
-
-
-@pytest.mark.parametrize("trained", [True, False])
-async def test_an_unmarked_retry_of_a_delivered_reply(tmp_path, trained):
-    clock = Seconds()
-    options = {"clock": clock, "train_retried": trained}
-    engine = ScriptedEngine(*"abcde")
-    async with in_process(engine, RENDERER, tmp_path, **options) as gateway:
-        session = await opened(gateway)
-        await session.ask()
-        clock.now += UNMARKED_SECONDS
-        await session.ask()
-        # another request, another session, and one that is too late
-        await session.ask(body("another"))
-        await (await opened(gateway)).ask()
-        clock.now += UNMARKED_SECONDS + 0.1
-        await session.ask()
-        shown = await session.shown()
-    first = PLAIN if trained else (None, False, "retried")
-    assert marks(gateway) == [first, (0, True, None), PLAIN, PLAIN, PLAIN]
-    assert shown["retried"] == 1
-    assert shown["undelivered"] == 0
-
-
-def continued(reply, text="hi"):
-    """The request after a reply."""
-    said = {"role": "assistant", "content": reply}
-    messages = [{"role": "user", "content": "hi"}, said]
-    return {**body(), "messages": [*messages, {"role": "user", "content": text}]}
-
-
-async def test_a_request_with_the_reply_is_no_retry(tmp_path):
-    options = {"train_retried": False}
-    engine = ScriptedEngine(*"abc")
-    async with in_process(engine, RENDERER, tmp_path, **options) as gateway:
-        session = await opened(gateway)
-        await session.ask()
-        await session.ask(continued("a"))
-        # the client has the first reply and wants another
-        await session.ask()
-    assert marks(gateway) == [PLAIN] * 3
-
-
-async def test_a_reply_that_is_continued_after_its_retry_trains(tmp_path):
-    options = {"train_retried": False}
-    engine = ScriptedEngine(*"abcd")
-    async with in_process(engine, RENDERER, tmp_path, **options) as gateway:
-        session = await opened(gateway)
-        await session.ask()
-        await session.ask()
-        await session.ask()
-        assert [amended for _, _, amended in marks(gateway)] == ["retried"] * 2 + [None]
-        await session.ask(continued("a"))
-        turns = marks(gateway)
-    assert turns == [
-        (None, True, "continued"),
-        (0, False, "retried"),
-        (1, True, None),
-        PLAIN,
-    ]
-
-
-async def test_a_marked_retry_is_not_an_unmarked_one(tmp_path):
-    async with in_process(ScriptedEngine("a"), RENDERER, tmp_path) as gateway:
-        session = await opened(gateway)
-        await session.ask()
-        await session.ask(**RETRY)
-        assert (await session.shown())["retried"] == 0
-    assert marks(gateway) == [PLAIN]
-
-
-async def test_requests_at_the_same_time_are_no_retries(tmp_path):
-    held = Held("a")
-    async with in_process(ScriptedEngine(held, "b"), RENDERER, tmp_path) as gateway:
-        session = await opened(gateway)
-        first = asyncio.create_task(session.ask())
-        await held.entered.wait()
-        await session.ask()
-        held.release.set()
-        await first
-    assert marks(gateway) == [PLAIN] * 2

@@ -1,9 +1,11 @@
 """The gateway on a socket."""
 
 import asyncio
+import logging
 import os
 import resource
 import socket
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,7 +19,7 @@ from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine
 from trajkit_shim import serve
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
-from trajkit_shim.serve import running
+from trajkit_shim.serve import PlainFormatter, running
 from trajkit_shim.sessions.turn_log import TurnLog
 
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
@@ -255,3 +257,15 @@ def test_an_address_in_use_is_refused(tmp_path):
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match="in use"), running(app, port=port):
             pass
+
+
+def test_no_control_character_is_logged():
+    try:
+        raise ValueError("\x1b]0;title\x07 \x9b2J\ra")
+    except ValueError:
+        record = logging.LogRecord(
+            "uvicorn", logging.ERROR, "f", 1, "a\x1b[31m", (), sys.exc_info()
+        )
+    text = PlainFormatter().format(record)
+    assert text.startswith("a\\x1b[31m\nTraceback")
+    assert text.endswith("ValueError: \\x1b]0;title\\x07 \\x9b2J\\ra")

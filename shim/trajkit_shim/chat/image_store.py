@@ -15,7 +15,6 @@ from pathlib import Path
 from threading import Lock
 from weakref import WeakValueDictionary
 
-from trajkit_shim.chat.fetch_image import fetch_images
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Json, refuse
 
@@ -32,8 +31,6 @@ class ImageLimits:
     max_images: int = 100  # of one prompt
     max_request_bytes: int = 64 << 20  # of all images that one request brings
     max_total_bytes: int | None = None  # of the store
-    # whether an image that is given as a URL is fetched, from public hosts only
-    fetch: bool = False
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
@@ -92,12 +89,12 @@ class ImageStore:
         # only as long as a request has them
         self._requested: WeakValueDictionary[str, Image] = WeakValueDictionary()
 
-    async def take(self, messages: Sequence[Json]) -> list[Image]:
+    def take(self, messages: Sequence[Json]) -> list[Image]:
         """Return the images that messages bring, and put their names in their places.
 
         The store knows the images as long as the caller keeps them. Raises `GatewayError`:
-        there are too many, they are too large together, or one cannot be fetched (400), or
-        they cannot be stored later (507).
+        there are too many, they are too large together (400), or they cannot be stored
+        later (507).
         """
         limits = self.limits
         places = [
@@ -113,24 +110,16 @@ class ImageStore:
         parts = [content[i] for content, i in places]
         given = {part.name: part for part in parts if isinstance(part, Image)}
         n_bytes = sum(len(image.data) for image in given.values())
-        left = limits.max_request_bytes - n_bytes
-        if left < 0:
+        if n_bytes > limits.max_request_bytes:
             message = f"the request's images have {n_bytes} bytes together; the limit "
             message += f"is {limits.max_request_bytes}"
             raise GatewayError(message, code="image_too_large")
-        urls = {part for part in parts if isinstance(part, str)}
-        data = await fetch_images(urls, limits.max_bytes, left) if urls else {}
-        fetched = {
-            url: await asyncio.to_thread(open_image, data[url], url[:200], limits)
-            for url in urls
-        }
         brought: list[Image] = []
         for content, i in places:
             part = content[i]
-            image = fetched[part] if isinstance(part, str) else part
-            if isinstance(image, Image):
+            if isinstance(part, Image):
                 # others may have the same image
-                image = self._requested.setdefault(image.name, image)
+                image = self._requested.setdefault(part.name, part)
                 brought.append(image)
                 content[i] = {"type": "image", "sha256": image.name}
         self._new(brought)

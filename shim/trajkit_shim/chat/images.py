@@ -4,8 +4,8 @@ The content of a message with images is a list of parts: ``{"type": "text", "tex
 and ``{"type": "image", "sha256": ...}``. Every other content is a string. The bytes of an
 image are in the store (`chat.image_store`), under the SHA-256 of the bytes.
 
-While a request is read, a `GivenImage` is in the place of a part, and then an `Image` or
-the URL of one to be fetched, until `ImageStore.take` has its name.
+While a request is read, a `GivenImage` is in the place of a part, and then an `Image`,
+until `ImageStore.take` has its name.
 """
 
 import base64
@@ -117,15 +117,13 @@ def read_images(messages: Iterable[Json], images: Images) -> None:
         ]
 
 
-def _read(given: GivenImage, images: Images) -> Image | str:
+def _read(given: GivenImage, images: Images) -> Image:
     part, name = given.part, given.name
     if isinstance(images, str):
         refuse_content(part, name, given.kind)
     url = given.url(part)
     found = _DATA_URL.match(url)
     if found is None:
-        if images.fetch:
-            return url
         rule = "images at URLs are not fetched here: send the image itself, as base64"
         part.refuse(name, rule, "image_not_fetched")
     try:

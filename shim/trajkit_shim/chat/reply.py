@@ -2,7 +2,6 @@
 
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Literal
@@ -77,27 +76,6 @@ class Reply(Parsed):
     usage: Usage
     # tokens after the reasoning, without the end of the message; None: not asked for
     tokens: tuple[Token, ...] | None = None
-    # the other replies to the same request; the usage is of all of them
-    others: "tuple[Reply, ...]" = ()
-
-    @property
-    def choices(self) -> "tuple[Reply, ...]":
-        """All replies to the request."""
-        return (self, *self.others)
-
-    def joined(self, others: "Sequence[Reply]") -> "Reply":
-        """Return this reply with the others to the same request."""
-        every = [self.usage, *(other.usage for other in others)]
-        usage = replace(
-            self.usage,
-            output_tokens=sum(one.output_tokens for one in every),
-            reasoning_tokens=sum(one.reasoning_tokens for one in every),
-        )
-        siblings = tuple(
-            replace(other, reply_id=self.reply_id, created=self.created)
-            for other in others
-        )
-        return replace(self, usage=usage, others=siblings)
 
     @property
     def ending(self) -> Literal["cut", "calls", "stop_sequence", "end"]:

@@ -110,7 +110,6 @@ class ChatRequest:
     stream: bool
     required: Required = Required()
     thinking: "Thinking" = field(default_factory=lambda: Thinking())
-    n: int = 1  # number of replies, each a turn
     logprobs: bool = False  # the reply has the logprobs of its tokens
     # end a stream with token counts (OpenAI Chat Completions)
     include_usage: bool = False

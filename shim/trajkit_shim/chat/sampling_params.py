@@ -176,11 +176,5 @@ def ignored_params(requested: SamplingParams, resolved: Sampling) -> list[str]:
     return lost + ["max_tokens"] * ((requested.max_tokens or limit) < limit)
 
 
-def nth_seed(seed: int, n: int) -> int:
-    """Return ``seed`` + ``n``; after the largest seed comes the smallest."""
-    least, most = _SEEDS
-    return (seed + n - least) % (most + 1 - least) + least
-
-
 def _first(value: T | None, default: T | None) -> T | None:
     return default if value is None else value

@@ -10,7 +10,7 @@ several threads at once.
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import takewhile
@@ -213,10 +213,9 @@ class ChatRenderer:
 
     def controls(
         self, text: str, start: int = 0, stop: int | None = None
-    ) -> "list[re.Match[str]]":
-        """Return the control tokens in a part of `text`, in order."""
-        stop = len(text) if stop is None else stop
-        return list(self._control.finditer(text, start, stop))
+    ) -> "Iterator[re.Match[str]]":
+        """Yield the control tokens in a part of `text`, in order."""
+        return self._control.finditer(text, start, len(text) if stop is None else stop)
 
     def is_special(self, token: str) -> bool:
         """Return whether a control token is special, rather than markup."""

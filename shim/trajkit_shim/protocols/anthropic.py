@@ -171,7 +171,7 @@ def _write(reply: Reply, _: chat.ChatRequest) -> dict[str, Any]:
         "type": "message",
         "role": "assistant",
         "model": reply.model,
-        "content": [_block(block, reply) for block in stream.blocks(reply, done=True)],
+        "content": [_block(block, reply) for block in stream.blocks(reply)],
         "stop_reason": reason,
         "stop_sequence": reply.stop_sequence if reason == "stop_sequence" else None,
         "usage": {

@@ -61,6 +61,7 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     names = [str(chat.function_of(tool)["name"]) for tool in tools.functions]
     config = fields.section("generationConfig")
     config.only(_CONFIG, _NEUTRAL)
+    config.get("candidateCount", chat.as_one_reply)
     return chat.ChatRequest(
         messages=front + messages,
         tools=(tools.functions or None) if mode != "NONE" else None,
@@ -73,7 +74,6 @@ def _parse(fields: Fields) -> chat.ChatRequest:
         ),
         sampling=_sampling(config),
         thinking=_thinking(fields, config),
-        n=config.get("candidateCount", chat.as_one_reply) or 1,
         logprobs=config.flag("responseLogprobs"),
         stream=False,
         left_out=tuple(tools.left_out),
@@ -227,11 +227,8 @@ def _sampling(config: Fields) -> SamplingParams:
 
 
 def _write(reply: Reply, _: chat.ChatRequest) -> Json:
-    candidates = [
-        _candidate(one, [_part(b, one) for b in stream.blocks(one, done=True)], i)
-        for i, one in enumerate(reply.choices)
-    ]
-    return _body(reply, candidates)
+    parts = [_part(block, reply) for block in stream.blocks(reply)]
+    return _body(reply, [_candidate(reply, parts)])
 
 
 def _part(block: Block, reply: Reply) -> Json:
@@ -244,8 +241,8 @@ def _part(block: Block, reply: Reply) -> Json:
     return {"text": block.text, "thought": True, "thoughtSignature": signed}
 
 
-def _candidate(reply: Reply, parts: list[Json], index: int, last: bool = True) -> Json:
-    candidate: Json = {"content": {"role": "model", "parts": parts}, "index": index}
+def _candidate(reply: Reply, parts: list[Json], last: bool = True) -> Json:
+    candidate: Json = {"content": {"role": "model", "parts": parts}, "index": 0}
     if last:
         candidate["finishReason"] = "MAX_TOKENS" if reply.cut else "STOP"
     if last and reply.tokens is not None:
@@ -287,18 +284,17 @@ class _Chunks(stream.Events):
         return event(_error(error))
 
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        for index, one in enumerate(reply.choices):
-            steps = [step for step in self.steps(one, done=True) if step.what == "text"]
-            # the last chunk has the finish reason, and always a part
-            *parts, last = [_new_part(step) for step in steps] or [{"text": ""}]
-            chunks = [_candidate(one, [part], index, last=False) for part in parts]
-            for chunk in (*chunks, _candidate(one, [last], index)):
-                yield event(_body(reply, [chunk]))
+        steps = [step for step in self.steps(reply) if step.what == "text"]
+        # the last chunk has the finish reason, and always a part
+        *parts, last = [_new_part(step) for step in steps] or [{"text": ""}]
+        chunks = [_candidate(reply, [part], last=False) for part in parts]
+        for chunk in (*chunks, _candidate(reply, [last])):
+            yield event(_body(reply, [chunk]))
 
     def write(self, step: Step) -> Iterator[bytes]:
         if step.what == "text":
             part = _new_part(step)
-            candidate = _candidate(step.reply, [part], 0, last=False)
+            candidate = _candidate(step.reply, [part], last=False)
             yield event(_body(step.reply, [candidate]))
 
 

@@ -40,6 +40,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
 def _parse(fields: Fields) -> chat.ChatRequest:
     stream = fields.flag("stream")
     options = fields.section("stream_options")
+    fields.get("n", chat.as_one_reply)
     options.only({"include_usage", "include_obfuscation"})
     tools = chat.Tools()
     for tool in fields.objects("tools"):
@@ -60,7 +61,6 @@ def _parse(fields: Fields) -> chat.ChatRequest:
         sampling=parse_sampling(fields),
         thinking=thinking(fields),
         left_out=tuple(tools.left_out),
-        n=fields.get("n", chat.as_one_reply) or 1,
         logprobs=fields.flag("logprobs"),
         stream=stream,
         include_usage=options.flag("include_usage"),
@@ -173,15 +173,13 @@ def _tool_call(call: Fields) -> Json:
 
 def write(reply: Reply, _: chat.ChatRequest) -> Json:
     """Return the body of a reply that is not streamed."""
-    choices = []
-    for index, one in enumerate(reply.choices):
-        message: Json = {"role": "assistant", "content": one.text, "refusal": None}
-        if one.reasoning is not None:
-            message["reasoning_content"] = one.reasoning
-        if one.calls:
-            message["tool_calls"] = [_call(call) for call in one.calls]
-        choices.append({"index": index, "message": message, **_ending(one)})
-    body = _body(reply, "chat.completion", choices)
+    message: Json = {"role": "assistant", "content": reply.text, "refusal": None}
+    if reply.reasoning is not None:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [_call(call) for call in reply.calls]
+    choice: Json = {"index": 0, "message": message, **_ending(reply)}
+    body = _body(reply, "chat.completion", [choice])
     return {**body, "usage": _usage(reply.usage)}
 
 
@@ -225,7 +223,7 @@ class _Chunks(Events):
     """The chunks of a streamed reply, including ``[DONE]``.
 
     Role; reasoning, content and tool calls in sampled order; the finish reason with all
-    logprobs; the same for each other choice; then the usage, if the client asked for it.
+    logprobs; then the usage, if the client asked for it.
     """
 
     def ping(self) -> bytes:
@@ -234,9 +232,9 @@ class _Chunks(Events):
     def error(self, error: GatewayError) -> bytes:
         return event(error_body(error)) + DONE
 
-    def blocks(self, reply: Reply, *, done: bool) -> list[Block]:
+    def blocks(self, reply: Reply) -> list[Block]:
         # here white space alone is content too
-        return blocks(reply, done=done, spaces=True)
+        return blocks(reply, spaces=True)
 
     def write(self, step: Step) -> Iterator[bytes]:
         reply = step.reply
@@ -260,7 +258,7 @@ class _Chunks(Events):
 
     def _chunk(self, reply: Reply, delta: Json, ending: Json | None = None) -> bytes:
         ending = ending or {"logprobs": None, "finish_reason": None}
-        choice = {"index": self.choice, "delta": delta, **ending}
+        choice = {"index": 0, "delta": delta, **ending}
         # with include_usage every chunk but the last has a null usage
         usage: Json = {"usage": None} if self.request.include_usage else {}
         return event({**_body(reply, _CHUNK, [choice]), **usage})

@@ -174,7 +174,7 @@ def _reasoning(item: Fields) -> str:
 
 def _write(reply: Reply, request: chat.ChatRequest) -> Json:
     response = _response(f"resp_{reply.reply_id}", reply.created)
-    return response | _outcome(reply, _items(reply, request, _blocks(reply, done=True)))
+    return response | _outcome(reply, _items(reply, request, _blocks(reply)))
 
 
 def _response(response_id: str, created: int) -> Json:
@@ -221,10 +221,10 @@ def _outcome(reply: Reply, items: list[Json]) -> Json:
     }
 
 
-def _blocks(reply: Reply, *, done: bool) -> list[Block]:
+def _blocks(reply: Reply) -> list[Block]:
     """The blocks that become items; a complete reply has a text or a call."""
-    found = stream.blocks(reply, done=done)
-    if done and isinstance(found[-1], Thought):
+    found = stream.blocks(reply)
+    if isinstance(found[-1], Thought):
         found.append(reply.text)
     return found
 
@@ -301,8 +301,8 @@ class _Events(stream.Events):
         self._response["error"] = {"code": code, "message": error.message}
         return self._status("failed")
 
-    def blocks(self, reply: Reply, *, done: bool) -> list[Block]:
-        found = _blocks(reply, done=done)
+    def blocks(self, reply: Reply) -> list[Block]:
+        found = _blocks(reply)
         self._items = _items(reply, self.request, found)
         return found
 

@@ -24,11 +24,10 @@ class Thought:
 Block: TypeAlias = Thought | str | Call
 
 
-def blocks(reply: Reply, *, done: bool, spaces: bool = False) -> list[Block]:
-    """Return reasoning, texts and calls, in order.
+def blocks(reply: Reply, *, spaces: bool = False) -> list[Block]:
+    """Return reasoning, texts and calls, in order; at least one block.
 
-    White space alone is a block only with ``spaces``, because clients reject it. A
-    complete reply (``done``) has at least one block.
+    White space alone is a block only with ``spaces``, because clients reject it.
     """
     found: list[Block] = []
     if reply.reasoning is not None:
@@ -36,7 +35,7 @@ def blocks(reply: Reply, *, done: bool, spaces: bool = False) -> list[Block]:
     for part in reply.parts:
         if spaces or isinstance(part, Call) or part.strip():
             found.append(part)
-    return found or ([reply.text] if done else [])
+    return found or [reply.text]
 
 
 def assistant(parts: Iterable[Thought | str | Json]) -> Json:
@@ -58,8 +57,8 @@ def signature(reply: Reply) -> str:
 class Step:
     """What is new in a stream.
 
-    A block begins, gets new text or arguments (never empty), and ends. A choice closes
-    after its blocks. All choices are done.
+    A block begins, gets its text or arguments (never empty), and ends. The reply closes
+    after its blocks, and is done.
     """
 
     what: Literal["begin", "text", "end", "close", "done"]
@@ -74,49 +73,33 @@ class Events(ABC):
 
     def __init__(self, request: ChatRequest) -> None:
         self.request = request
-        self.choice = 0  # its index
-        self._streamed: list[Block] = []  # all but the last have ended
 
     @abstractmethod
     def ping(self) -> bytes:
         """Return a keep-alive event. Clients accept any number between other events."""
 
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        """Yield the rest of the complete reply, to the end of the stream."""
-        for self.choice, one in enumerate(reply.choices):
-            for step in self.steps(one, done=True):
-                yield from self.write(step)
+        """Yield the reply, to the end of the stream."""
+        for step in self.steps(reply):
+            yield from self.write(step)
         yield from self.write(Step("done", reply))
 
     @abstractmethod
     def error(self, error: GatewayError) -> bytes:
         """Return the end of a stream that failed."""
 
-    def steps(self, reply: Reply, *, done: bool) -> Iterator[Step]:
-        """Yield what is new in a choice since the last call.
-
-        The last block may grow, unless the reply is complete (``done``). The next choice
-        begins then.
-        """
-        before, found = self._streamed, self.blocks(reply, done=done)
-        self._streamed = [] if done else found
-        for index in range(max(0, len(before) - 1), len(found)):
-            block, streamed = found[index], ""
-            if index < len(before):
-                streamed = _text(before[index])
-            else:
-                yield Step("begin", reply, index, block)
-            text = _text(block)[len(streamed) :]
-            if text:
+    def steps(self, reply: Reply) -> Iterator[Step]:
+        """Yield the blocks of a reply."""
+        for index, block in enumerate(self.blocks(reply)):
+            yield Step("begin", reply, index, block)
+            if text := _text(block):
                 yield Step("text", reply, index, block, text)
-            if done or index < len(found) - 1:
-                yield Step("end", reply, index, block)
-        if done:
-            yield Step("close", reply)
+            yield Step("end", reply, index, block)
+        yield Step("close", reply)
 
-    def blocks(self, reply: Reply, *, done: bool) -> list[Block]:
+    def blocks(self, reply: Reply) -> list[Block]:
         """Return the blocks that are streamed."""
-        return blocks(reply, done=done)
+        return blocks(reply)
 
     @abstractmethod
     def write(self, step: Step) -> Iterator[bytes]:

@@ -3,15 +3,12 @@
 A turn is recorded before its answer is sent. The answer counts as delivered once its
 last byte was handed to the operating system on an open connection. A turn whose answer
 was lost is amended to be context only; if the answer is sent again and arrives, the turn
-is amended back. The same holds for a turn whose request came again although the answer
-counts as delivered, until a request contains the answer.
+is amended back.
 
 A client whose connection broke sends its request again. If a header marks it as a retry,
 or the session was opened with ``replay``, the request joins the call that is still
 running or gets the recorded reply, rather than a new sample. Any other request whose
-bytes equal an earlier one is sampled, and its turn names the earlier one. It is an
-unmarked retry if the reply to the latest equal one was delivered at most
-`UNMARKED_SECONDS` before, and no request has contained that reply since.
+bytes equal an earlier one is sampled, and its turn names the earlier one.
 """
 
 import asyncio
@@ -26,10 +23,6 @@ from trajkit_shim.errors import GatewayError
 
 KEPT = 32
 """Number of a session's latest answers that can be sent again or amended."""
-
-UNMARKED_SECONDS = 60.0
-"""How long after the delivery of its reply a request is an unmarked retry. Claude Code
-2.1.197 waits up to 38 seconds."""
 
 # the retry count of OpenAI's and Anthropic's clients
 _RETRY_HEADER = "x-stainless-retry-count"
@@ -70,27 +63,23 @@ class SharedCall:
     returns its reply; cancelled when the last connection leaves.
     """
 
-    # of a recorded call: its turns that have an answer, the id of the first one, and the
-    # position after each reply (`prompting.conversation`)
-    turns: Sequence[int] = ()
+    # of a recorded call: its turn and the id of its request
+    turn: int | None = None
     request_id: str
-    positions: Sequence[bytes] = ()
 
     def __init__(
         self,
         run: "Callable[[SharedCall], Coroutine[Any, Any, Reply]]",
         amend: Amend,
-        time: Callable[[], float],
         digest: bytes,
         reserved: Amounts,
     ) -> None:
         self.digest, self.reserved = digest, reserved
-        self._amend, self._time = amend, time
+        self._amend = amend
         self._n_connections = 0
         self._ended: GatewayError | None = None
-        self.reached_at: float | None = None  # when the answer first arrived
-        self.confirmed = False  # a request contained the answer
-        self._lost = self._retried = False
+        # the answer has arrived, or every connection was lost before that
+        self._reached = self._lost = False
         self.work = asyncio.create_task(run(self))
 
     def end(self, error: GatewayError) -> None:
@@ -117,28 +106,17 @@ class SharedCall:
         finally:
             self._n_connections -= 1
             if not self._n_connections:
-                if not self.turns:
+                if self.turn is None:
                     self.work.cancel()
                     await asyncio.gather(self.work, return_exceptions=True)
-                if self.turns and self.reached_at is None and not self._lost:
+                if self.turn is not None and not (self._reached or self._lost):
                     self._lost = True
-                    self._amend(self.turns, "undelivered", False)
+                    self._amend([self.turn], "undelivered", False)
 
     def reached(self) -> None:
         """Note that the answer has arrived on a connection."""
-        if self.reached_at is None:
-            self.reached_at = self._time()
+        if not self._reached:
+            self._reached = True
             if self._lost:
-                self._amend(self.turns, "delivered", None)
-
-    def retry(self) -> None:
-        """Exclude the turns from training: their request came again."""
-        self._retried = True
-        self._amend(self.turns, "retried", False)
-
-    def confirm(self) -> None:
-        """Note that a request contains the answer."""
-        self.confirmed = True
-        if self._retried:
-            self._retried = False
-            self._amend(self.turns, "continued", None)
+                assert self.turn is not None
+                self._amend([self.turn], "delivered", None)

@@ -21,7 +21,7 @@ from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import refuse
 from trajkit_shim.prompting.conversation import Conversation, Known
 from trajkit_shim.sessions.agent_starts import AgentStarts
-from trajkit_shim.sessions.answers import KEPT, UNMARKED_SECONDS, Amounts, SharedCall
+from trajkit_shim.sessions.answers import KEPT, Amounts, SharedCall
 from trajkit_shim.sessions.append_log import LogFullError
 from trajkit_shim.sessions.turn_log import TurnLog, WrittenTurns
 
@@ -30,6 +30,9 @@ _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")
 
 MAX_OUTCOME = 1 << 18
 """Maximum length of a session's metadata as JSON, together with its error."""
+
+MAX_CALLS = 512
+"""Maximum number of calls of one session at once."""
 
 _as_json = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -96,7 +99,6 @@ class Counts(Amounts):
     turns: int = 0  # recorded turns, including aborted ones; the next turn's index
     undelivered: int = 0  # answered turns whose answer was lost
     failed: int = 0  # calls that the engine or this gateway could not answer
-    retried: int = 0  # unmarked retries
     replayed: int = 0  # requests that got an earlier reply or joined a running call
     dropped: int = 0  # turns below this index were dropped
     unattributed: int = 0  # recorded turns without attribution
@@ -146,6 +148,7 @@ class Record:
         return {
             **self.describe(),
             "metadata": _as_json(self.outcome["metadata"]),
+            "ignored": _as_json(self.counts.ignored),
             "written_at": datetime.now(UTC),
         }
 
@@ -206,12 +209,15 @@ class Session:
             raise GatewayError(message, 403, code=f"max_{unit}_exceeded")
         return int(limit - used)
 
-    def admit(self, n: int) -> Amounts:
-        """Return what one more call of ``n`` replies reserves; raise if it cannot begin."""
+    def admit(self) -> Amounts:
+        """Return what one more call reserves; raise if it cannot begin."""
         self.check_open()
-        for name, needed in ("answered", n), ("prompt_tokens", 1), ("output_tokens", n):
-            self.left(name, needed)
-        return Amounts(answered=n)
+        if len(self.calls) >= MAX_CALLS:
+            message = f"{MAX_CALLS} calls of the session are running"
+            raise GatewayError(message, 429, code="too_many_calls", retry_after=1)
+        for name in ("answered", "prompt_tokens", "output_tokens"):
+            self.left(name, 1)
+        return Amounts(answered=1)
 
     def again(self, digest: bytes) -> SharedCall | None:
         """Return the latest call with an equal request that was recorded, or that runs.
@@ -221,23 +227,6 @@ class Session:
         running = (c for c in reversed(self.calls) if not c.work.cancelling())
         calls = (*reversed(self.answers), *running)
         return next((call for call in calls if call.digest == digest), None)
-
-    def retried(self, digest: bytes) -> SharedCall | None:
-        """Return the recorded call that an unmarked retry asks for again, if it is one.
-
-        A request that contains the reply may still come (`SharedCall.confirmed`).
-        """
-        call = self.again(digest)
-        at = None if call is None else call.reached_at
-        late = at is None or self.clock.time() - at > UNMARKED_SECONDS
-        return None if late else call
-
-    def confirm(self, position: bytes) -> None:
-        """Note that a request contains the reply before a position as its last."""
-        for call in reversed(self.answers):
-            if position in call.positions:
-                call.confirm()
-                break
 
     def remember(self, call: SharedCall) -> None:
         """Keep a call that was recorded."""
@@ -361,6 +350,12 @@ class SessionStore:
         """Close a session that has been idle for that long, or look again later."""
         busy = session.requests or session.closing
         idle = 0.0 if busy else session.clock.time() - session.active_at
+        if idle >= ttl:
+            try:
+                session.write_amendments()
+            except GatewayError:
+                # it does not end before they are written
+                idle = 0.0
         if idle < ttl:
             look = partial(self._look, session, ttl)
             session.timer = session.clock.call_later(ttl - idle, look)

@@ -46,11 +46,6 @@ class Provenance:
     request_id: str  # the id of the engine call
     # request_id of the session's first turn with an identical request; null: none
     resend_of: str | None = None
-    # request_id of the turn whose delivered reply an unmarked retry asks for again
-    # (answers); null if this turn is not a retry
-    retry_of: str | None = None
-    # index among the replies to one request; null: it asked for one
-    choice: int | None = None
     model: str
     protocol: str | None = None  # protocol of the client
     # who called, and what for (client_identity); null: unknown
@@ -97,6 +92,8 @@ SESSION_LINES = pa.schema(
         pa.field("output_tokens", pa.int64()),
         # given when it was opened and finished, as JSON
         pa.field("metadata", pa.string()),
+        # what of its requests had no effect, and how often, as JSON
+        pa.field("ignored", pa.string()),
         pa.field("written_at", pa.timestamp("us", tz="UTC")),
     ],
     metadata=schema.SESSIONS.metadata,

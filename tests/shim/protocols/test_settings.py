@@ -4,9 +4,17 @@ import json
 
 import pytest
 
+import trajkit as tk
 from tests.shim.clients import in_process
-from tests.shim.fakes import AS_STRING, RENDERER, ScriptedEngine, byte_renderer
+from tests.shim.fakes import (
+    AS_STRING,
+    RENDERER,
+    ScriptedEngine,
+    byte_renderer,
+    parse_reply,
+)
 from tests.shim.protocols.test_required import BODIES, PATHS
+from trajkit_shim.chat.reply import Usage, make_reply
 from trajkit_shim.protocols import PROTOCOLS
 
 pytestmark = pytest.mark.anyio
@@ -124,7 +132,10 @@ async def test_unknown_fields_are_counted_in_the_session(tmp_path, name):
             )
             assert answer.status_code == 200
         session = (await gateway.http.get("/sessions/s")).json()
-    assert session["ignored"] == {"surprise": 2}
+        assert session["ignored"] == {"surprise": 2}
+        await gateway.http.post("/sessions/s/finish")
+        (line,) = tk.read_sessions(gateway.log.directory).to_pylist()
+    assert json.loads(line["ignored"]) == {"surprise": 2}
 
 
 def test_names_of_ignored_fields_are_bounded():
@@ -265,3 +276,23 @@ async def test_a_count_obeys_the_session_s_limits(tmp_path):
     # the last one is more than four contexts
     assert statuses == [403, 403, 200, 400]
     assert session["token_counts"] == 2
+
+
+@EACH
+def test_tokens_of_reasoning_are_counted(name):
+    usage = Usage(
+        prompt_tokens=5, output_tokens=9, cached_tokens=None, reasoning_tokens=4
+    )
+    reply = make_reply(parse_reply("Yes."), "stop", model="m", usage=usage)
+    protocol = BY_NAME[name]
+    body = protocol.write(reply, protocol.read(BODIES[name]))
+    counts = body.get("usage") or body["usageMetadata"]
+    # Gemini does not count them as the answer's
+    sampled = {
+        "openai_chat": "completion_tokens",
+        "anthropic": "output_tokens",
+        "openai_responses": "output_tokens",
+        "gemini": "candidatesTokenCount",
+    }
+    assert counts[sampled[name]] == (5 if name == "gemini" else 9)
+    assert name != "gemini" or counts["thoughtsTokenCount"] == 4

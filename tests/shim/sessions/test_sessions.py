@@ -200,7 +200,7 @@ def test_a_budget_is_never_overdrawn(calls, prompts, outputs):
             end()
             continue
         try:
-            reserved = session.admit(1)
+            reserved = session.admit()
             session.left("prompt_tokens", prompt)
             granted = min(wish, session.left("output_tokens", 1))
         except GatewayError:
