@@ -25,10 +25,10 @@ PUBLIC = [
     trajkit,
     trajkit.analysis,
     trajkit.jobs,
-    trajkit.observations,
+    trajkit.learn,
+    trajkit.packs,
     trajkit.plot,
     trajkit.recorder,
-    trajkit.training,
     trajkit.turns,
     trajkit.view,
 ]

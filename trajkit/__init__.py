@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from trajkit import export as export
     from trajkit import importers as importers
     from trajkit import jobs as jobs
+    from trajkit import learn as learn
     from trajkit import observations as observations
+    from trajkit import packs as packs
     from trajkit import plot as plot
     from trajkit import policies as policies
     from trajkit import recorder as recorder
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from trajkit.io.tables import write_sessions as write_sessions
     from trajkit.io.tables import write_turns as write_turns
     from trajkit.jobs.group_sessions import scan_turns as scan_turns
+    from trajkit.learn.baselines import add_advantages as add_advantages
+    from trajkit.learn.weights import add_weights as add_weights
     from trajkit.packs.balancing import balance as balance
     from trajkit.packs.packing import pack as pack
     from trajkit.packs.unpacking import unpack as unpack
@@ -42,8 +46,6 @@ if TYPE_CHECKING:
     from trajkit.policies import Policy as Policy
     from trajkit.policies import policy as policy
     from trajkit.recorder.recorder import Recorder as Recorder
-    from trajkit.training.baselines import add_advantages as add_advantages
-    from trajkit.training.row_weights import add_weights as add_weights
     from trajkit.turns.delta import compact as compact
     from trajkit.turns.delta import expand as expand
     from trajkit.turns.records import from_records as from_records
@@ -61,6 +63,8 @@ else:
             "io.tables": "read_rows read_sessions read_turns scan_rows write_rows "
             "write_sessions write_turns",
             "jobs.group_sessions": "scan_turns",
+            "learn.baselines": "add_advantages",
+            "learn.weights": "add_weights",
             "packs.balancing": "balance",
             "packs.packing": "pack",
             "packs.unpacking": "unpack",
@@ -70,8 +74,6 @@ else:
             "pipeline.suffix_layout": "full_rows suffix_rows",
             "policies": "Policy policy",
             "recorder.recorder": "Recorder",
-            "training.baselines": "add_advantages",
-            "training.row_weights": "add_weights",
             "turns.delta": "compact expand",
             "turns.records": "from_records",
             "turns.validation": "validate",
@@ -83,7 +85,9 @@ else:
             "export",
             "importers",
             "jobs",
+            "learn",
             "observations",
+            "packs",
             "plot",
             "policies",
             "recorder",

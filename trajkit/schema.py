@@ -225,7 +225,7 @@ TURN_REWARDS = _schema(
     # null: unscorable, never 0
     pa.field("reward", pa.float64()),
 )
-"""A reward per turn, as `trajkit.training.spread_rewards` takes it."""
+"""A reward per turn, as `trajkit.learn.spread_rewards` takes it."""
 
 SEGMENT_REWARDS = _schema(
     "segment_rewards",
@@ -235,7 +235,7 @@ SEGMENT_REWARDS = _schema(
     # null: unscorable, never 0
     pa.field("reward", pa.float64()),
 )
-"""A reward per segment, as `trajkit.training.spread_rewards` takes it."""
+"""A reward per segment, as `trajkit.learn.spread_rewards` takes it."""
 
 ATTRIBUTION = _schema(
     "turns",
@@ -254,7 +254,23 @@ ATTRIBUTION = _schema(
     pa.field("message_tool_names", pa.large_list(pa.string())),
 )
 """Optional columns of ``turns`` that attribute prompt tokens to messages. They are read
-by `trajkit.observations.observation_weights`."""
+by `trajkit.learn.observation_weights`."""
+
+PAYLOADS = _defined("""Extra columns of turns that have a rule of their own.
+
+    `trajkit.validate` checks it, and `trajkit.linearize` carries them as its ``payloads``.
+
+routed_experts
+    Per token of prompt and output, or of all but the last: the experts that it was sent
+    to, a list per layer. A list that could be of the output ids alone as well is of all
+    ids but the last, as engines return it.
+sampling_mask
+    Per output id: the ids that it was drawn from after top-p and top-k, itself among
+    them. Null or empty: nothing was cut off, or it is not known.
+ref_logprobs, teacher_logprobs
+    Log-probabilities under another model, per output id, or per token of prompt and
+    output.
+""")
 
 LOSSES = _defined("""Reasons why no row trains a sampled token.
 

@@ -269,7 +269,7 @@ def describe_drift(
     _check_length("links", links.shape[0], n_calls)
     _check_length("out", out.shape[0], N_DRIFT_LINES)
     _check_length("out", out.shape[1], n_calls)
-    _check_parents(links, n_calls)
+    _check_parents(forest, links)
     if min_run < 1:
         raise LayoutError(f"min_run is {min_run}: expected 1 or more")
     if n_calls == 0:

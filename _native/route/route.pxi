@@ -201,7 +201,7 @@ cdef int32_t _route_call(
         node = child
         depth += 1
 
-    # Rewrite-merge (spec: slime R-5): a changed reply replaces a short one.
+    # As slime's TrajectoryManager does: a changed reply replaces a short one.
     if depth < total and merge_threshold > 0 and tree.nodes[node].n_assistants == 1:
         assistant = (
             requests[base].reply_is_assistant != 0 if depth < request.shared
@@ -637,12 +637,22 @@ def route_messages(
             )
 
 
-cdef _check_parents(const Link[::1] links, int64_t n_calls):
-    """Raise unless every parent is another call; they may still be a circle."""
-    cdef int64_t i
-    for i in range(n_calls):
-        if links[i].parent >= n_calls or links[i].parent == i:
-            raise LayoutError(f"links[{i}]: parent {links[i].parent} is no other call")
+cdef _check_parents(CallForest forest, const Link[::1] links):
+    """Raise unless every parent is another call of the session; they may still be a circle.
+
+    Paths of two sessions have no node in common to climb to.
+    """
+    cdef int64_t s, i, lo, hi
+    cdef int32_t parent
+    for s in range(forest.n_sessions):
+        lo, hi = forest.session_offsets[s], forest.session_offsets[s + 1]
+        for i in range(lo, hi):
+            parent = links[i].parent
+            if parent == i or (parent >= 0 and not lo <= parent < hi):
+                raise LayoutError(
+                    f"links[{i}]: parent {parent} is no other call of its session, which has "
+                    f"the calls {lo} to {hi - 1}"
+                )
 
 
 def measure_links(CallForest forest not None, Link[::1] links not None):
@@ -650,7 +660,7 @@ def measure_links(CallForest forest not None, Link[::1] links not None):
     cdef int64_t i
     cdef Paths paths
     _check_length("links", links.shape[0], forest.n_calls)
-    _check_parents(links, forest.n_calls)
+    _check_parents(forest, links)
     if forest.n_calls == 0:
         return
     paths = _paths(forest)

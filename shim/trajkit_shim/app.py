@@ -283,9 +283,13 @@ class _App(Gateway):
         chat = context.read.chat
         # several replies are streamed once all are complete
         streamed = call.update if chat.stream and chat.n == 1 else None
-        prepared = await prepare_call(context, call.reserved, streamed)
-        await self.images.write(chat.images)
-        reply = self._record(context, call, prepared, retried)
+        try:
+            prepared = await prepare_call(context, call.reserved, streamed)
+            await self.images.write(chat.images)
+            reply = self._record(context, call, prepared, retried)
+        except GatewayError as error:
+            context.session.counts.failed += error.status >= 500
+            raise
         # it stays in memory with the call
         call.partial = None
         return reply

@@ -673,7 +673,9 @@ def test_a_missing_or_old_package_is_wrong_usage(
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(files, "write_export", fail)
+    from trajkit.export import files
+
+    monkeypatch.setitem(files._WRITE, "sft", fail)
     argv = ["export", "r.parquet", "--to", "sft", "-o", "out"]
     assert cli.main(argv) == cli.BAD_USAGE
     assert capsys.readouterr().err.startswith(f"trajkit: {said}")
@@ -683,7 +685,7 @@ def test_a_fault_of_trajkit_is_no_missing_package(place, monkeypatch):
     def fail(*_):
         raise ModuleNotFoundError("No module named 'trajkit.no'", name="trajkit.no")
 
-    monkeypatch.setattr(files, "write_export", fail)
+    monkeypatch.setitem(files._WRITE, "sft", fail)
     with pytest.raises(ModuleNotFoundError):
         cli.main(["export", "r.parquet", "--to", "sft", "-o", "out"])
 

@@ -584,7 +584,7 @@ def weighted_rows():
 
 def test_weighted_advantages_give_the_reference_loss():
     rows, now = weighted_rows()
-    due = float(tk.training.reference_loss(rows, now).total)
+    due = float(tk.learn.reference_loss(rows, now).total)
     ends = np.cumsum([0, *map(len, rows["input_ids"].to_pylist())])
     total = 0.0
     for k, datum in enumerate(tinker.datum_fields(rows)):

@@ -59,7 +59,7 @@ def rows_of(n_rows):
     turns = [call for name, n in n_rows.items() for call in calls(name, n)]
     rows = tk.linearize(tk.from_records(turns), sessions=sessions)
     assert len(rows) == sum(n_rows.values())
-    return tk.add_advantages(rows, tk.training.advantages(sessions))
+    return tk.add_advantages(rows, tk.learn.advantages(sessions))
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def now(ids):
 
 def reference(rows):
     flat = np.concatenate([now(ids) for ids in rows["input_ids"].to_pylist()])
-    return float(tk.training.reference_loss(rows, flat).total)
+    return float(tk.learn.reference_loss(rows, flat).total)
 
 
 def token_mean(rows):
@@ -99,7 +99,7 @@ def token_mean(rows):
     n = sum(map(sum, rows["loss_mask"].to_pylist())) / len(set(rows["session_id"]))
     weighed = tk.add_weights(rows, "constant", constant=n)
     flat = np.concatenate([now(ids) for ids in rows["input_ids"].to_pylist()])
-    return float(tk.training.reference_loss(weighed, flat, reduce="sum").total)
+    return float(tk.learn.reference_loss(weighed, flat, reduce="sum").total)
 
 
 def terms(gain, new, old):
@@ -330,7 +330,7 @@ def test_tinker(forked, reduce):
     if reduce == "sum":
         forked = tk.add_weights(forked, "rollout")
     flat = np.concatenate([now(ids) for ids in forked["input_ids"].to_pylist()])
-    due = float(tk.training.reference_loss(forked, flat, reduce=reduce).rl_sum)
+    due = float(tk.learn.reference_loss(forked, flat, reduce=reduce).rl_sum)
     total = 0.0
     for datum in tinker.datum_fields(forked, reduce=reduce):
         ids = [*datum["model_input"], int(datum["target_tokens"][-1])]
@@ -406,7 +406,7 @@ def test_sft(forked):
     ]
     rows = forked.append_column("observation_weight", pa.array(weights))
     flat = np.concatenate([now(ids) for ids in rows["input_ids"].to_pylist()])
-    loss = tk.training.reference_loss(rows, flat)
+    loss = tk.learn.reference_loss(rows, flat)
     due = loss.observation_sum / loss.observation_count
     assert np.concatenate(parts).mean() == pytest.approx(due)
     masks = sft.mask_table(forked)["loss_mask"].to_pylist()

@@ -118,7 +118,7 @@ def test_verl_computes_the_loss_of_rollouts():
     found = agg_loss(-gains * ratio, mask, loss_agg_mode="token-mean")
     n_trained = sum(map(sum, rows["loss_mask"].to_pylist()))
     weighed = tk.add_weights(rows, "constant", constant=n_trained / 2)
-    loss = tk.training.reference_loss(weighed, now, reduce="sum")
+    loss = tk.learn.reference_loss(weighed, now, reduce="sum")
     assert float(found) == pytest.approx(float(loss.total), rel=1e-5)
 
 

@@ -449,6 +449,8 @@ def test_a_wrong_argument_is_one_error(tmp_path, options, word):
 def test_a_source_is_paths(source):
     with pytest.raises(ArgumentError, match=r"expected .*path"):
         tk.import_turns(source)
+    with pytest.raises(ArgumentError, match=r"expected .*path"):
+        tk.importers.import_file(source, "turns.parquet")
 
 
 def test_a_path_that_no_record_has_is_an_error(tmp_path):
@@ -472,7 +474,7 @@ def test_an_unknown_format_says_what_was_seen_and_what_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\n\n", b"[]", b"{}", b"7", b"null", gzip.compress(b"")]
+    "content", [b"", b"\n\n", b"[]", b"{}", b"7", b"null", gzip.compress(b"", mtime=0)]
 )
 def test_a_file_of_nothing_is_an_error_or_a_line(tmp_path, content):
     for name in ("x.json", "x.jsonl"):

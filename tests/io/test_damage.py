@@ -66,28 +66,28 @@ TAKES_TURNS = {
     "rejected": tk.turns.reject_sessions,
     "simulate": tk.simulate,
     "verify": lambda turns: tk.verify(ROWS, turns),
-    "observations": lambda turns: tk.observations.observation_weights(turns, ROWS),
-    "report of observations": lambda turns: tk.observations.observation_weights(
-        turns, ROWS, report=True
+    "observations": lambda turns: tk.learn.observation_weights(ROWS, turns),
+    "report of observations": lambda turns: tk.learn.observation_weights(
+        ROWS, turns, report=True
     ),
     "write_turns": lambda turns: tk.write_turns(turns, BytesIO(), format="arrow"),
     "read_turns": tk.read_turns,
 }
 TAKES_ROWS = {
     "weigh": tk.add_weights,
-    "spread_rewards": tk.training.spread_rewards,
+    "spread_rewards": tk.learn.spread_rewards,
     "add_advantages": lambda rows: tk.add_advantages(
-        rows, tk.training.advantages(SESSIONS, "none")
+        rows, tk.learn.advantages(SESSIONS, "none")
     ),
     "full_rows": tk.full_rows,
     "suffix_rows": tk.suffix_rows,
     "verify": lambda rows: tk.verify(rows, TURNS),
-    "observations": lambda rows: tk.observations.observation_weights(TURNS, rows),
+    "observations": lambda rows: tk.learn.observation_weights(rows, TURNS),
     "validate": tk.validate,
     "read_rows": tk.read_rows,
     "iter_rows": lambda rows: list(tk.scan_rows(rows)),
     "write_rows": lambda rows: tk.write_rows(rows, BytesIO(), format="arrow"),
-    "reference_loss": lambda rows: tk.training.reference_loss(rows, np.zeros(21)),
+    "reference_loss": lambda rows: tk.learn.reference_loss(rows, np.zeros(21)),
 }
 TAKES_OTHERS = {
     "links of linearize": (LINKS, lambda bad: tk.linearize(TURNS, links=bad)),
@@ -95,9 +95,9 @@ TAKES_OTHERS = {
     "drift": (DRIFT, lambda bad: tk.linearize(TURNS, links=LINKS, drift=bad)),
     "sessions": (SESSIONS, lambda bad: tk.linearize(TURNS, sessions=bad)),
     "reward": (SESSIONS, lambda bad: tk.linearize(TURNS, reward=bad)),
-    "advantages": (SESSIONS, lambda bad: tk.training.advantages(bad, "none")),
+    "advantages": (SESSIONS, lambda bad: tk.learn.advantages(bad, "none")),
     "sessions of advantages": (
-        tk.training.advantages(SESSIONS, "none"),
+        tk.learn.advantages(SESSIONS, "none"),
         lambda bad: tk.add_advantages(ROWS, bad),
     ),
     "read_sessions": (SESSIONS, tk.read_sessions),

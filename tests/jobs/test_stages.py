@@ -1097,11 +1097,11 @@ def test_advantages_take_two_passes(tmp_path, small):
         }
     )
     linearize_file(log, rows, report=report, sessions=known)
-    given = tk.training.advantages(pq.read_table(report))
+    given = tk.learn.advantages(pq.read_table(report))
     weighed = tk.add_advantages(tk.scan_rows(rows, batch_rows=3), given)
     tk.write_rows(weighed, tmp_path / "weighed.parquet")
     whole, counts = tk.linearize(tk.read_turns(log), sessions=known, report=True)
-    expected = tk.add_advantages(whole, tk.training.advantages(counts))
+    expected = tk.add_advantages(whole, tk.learn.advantages(counts))
     got = tk.read_rows(tmp_path / "weighed.parquet")
     assert got.to_pylist() == expected.to_pylist()
 

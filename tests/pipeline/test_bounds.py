@@ -118,6 +118,22 @@ def test_rows_that_do_not_fit_their_columns_are_refused(fill, change, match):
         fill(change)
 
 
+def test_rows_of_links_that_lead_outside_are_refused():
+    calls, forest, links, policy = linked("slime")
+    plan = plan_rows(calls, forest, links, policy, NO_LIMIT)
+    links["parent"][1] = 1 << 20
+    with pytest.raises(LayoutError, match="is no row of 2 calls"):
+        _core.fill_rows(
+            forest.paths,
+            links,
+            choices_of(policy, NO_LIMIT),
+            plan.owners,
+            calls.turn_index,
+            **changed(plan, {}, None),
+            uncached=False,
+        )
+
+
 @pytest.mark.parametrize("fill", [fill_rows, fill_splices])
 @pytest.mark.parametrize("name", ["token_offsets", "span_offsets"])
 def test_offsets_of_rows_begin_with_0(fill, name):

@@ -111,7 +111,7 @@ def test_skyrl(session):
         given = turns.select(["session_id", "turn_index"]).append_column(
             "reward", pa.array(session["knobs"]["turn_rewards"])
         )
-        rows = tk.training.spread_rewards(rows, "last_turn", turn_rewards=given)
+        rows = tk.learn.spread_rewards(rows, "last_turn", turn_rewards=given)
     last = turns["turn_index"][-1].as_py()
     for row, peer in zip(rows.to_pylist(), expected, strict=True):
         response = slice(row["prompt_length"], None)

@@ -237,16 +237,21 @@ def test_links_are_those_of_the_rows_of_the_policy(name):
     [
         pytest.param({"parent": 1}, "parent 1 is no other call", id="itself"),
         pytest.param({"parent": 1 << 30}, "is no other call", id="far outside"),
+        # their paths have no node in common: a climb to it would not end
+        pytest.param({"parent": 2}, "2 is no other call of its session", id="the next"),
+        pytest.param({"parent": 0}, "which has the calls 1 to 1", id="the one before"),
         pytest.param({"lcp": 3}, "not within both paths", id="lcp beyond the prompt"),
         pytest.param({"lcp": -1}, "not within both paths", id="lcp below 0"),
     ],
 )
 def test_kernels_refuse_links_that_lead_outside(change, match):
+    session = "second" if change.get("parent") == 0 else "s"
     calls = read_calls(
         turns_table(
             [
                 {"prompt_ids": [1], "output_ids": [2]},
-                {"prompt_ids": [1, 2], "output_ids": [3]},
+                {"prompt_ids": [1, 2], "output_ids": [3], "session_id": session},
+                {"prompt_ids": [1, 2, 3], "output_ids": [4], "session_id": "later"},
             ]
         )
     )

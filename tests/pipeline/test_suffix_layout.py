@@ -100,14 +100,14 @@ def test_weights_and_rewards_are_those_of_the_full_layout(turns, choice):
         ],
         names,
     )
-    scored = tk.training.advantages(facts)
+    scored = tk.learn.advantages(facts)
     for change in (
         *(
             lambda rows, by=by: tk.add_weights(rows, by)
             for by in ("token", "row", "rollout")
         ),
         lambda rows: tk.add_advantages(rows, scored),
-        lambda rows: tk.training.spread_rewards(rows, "uniform"),
+        lambda rows: tk.learn.spread_rewards(rows, "uniform"),
     ):
         assert tk.full_rows(change(suffix)) == change(full)
 
@@ -220,9 +220,9 @@ def test_stages_that_need_whole_rows_say_so():
         "no column 'input_ids' of rows .*: these rows have the layout 'suffix', full_"
     )
     with pytest.raises(SchemaError, match=said):
-        tk.observations.observation_weights(DRIFTING, rows)
+        tk.learn.observation_weights(rows, DRIFTING)
     with pytest.raises(SchemaError, match=said):
-        tk.training.reference_loss(rows, pa.array([0.0]).to_numpy())
+        tk.learn.reference_loss(rows, pa.array([0.0]).to_numpy())
 
 
 def test_a_name_that_the_other_layout_uses_is_refused():

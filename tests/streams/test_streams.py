@@ -83,7 +83,7 @@ OF_LINKS = {
 }
 OF_ROWS = {
     "weigh": lambda rows: tk.add_weights(rows, "row"),
-    "spread_rewards": lambda rows: tk.training.spread_rewards(rows, "uniform"),
+    "spread_rewards": lambda rows: tk.learn.spread_rewards(rows, "uniform"),
     "suffix_rows": tk.suffix_rows,
     "validate rows": tk.validate,
 }
@@ -152,10 +152,8 @@ def test_what_rows_are_given_from_tables(data, turns):
     sessions, rewards = advantages_of(rows), turn_rewards_of(table)
     for stage in (
         lambda rows: tk.add_advantages(rows, sessions),
-        lambda rows: tk.training.spread_rewards(
-            rows, "last_turn", turn_rewards=rewards
-        ),
-        lambda rows: tk.training.spread_rewards(rows, "per_turn", turn_rewards=rewards),
+        lambda rows: tk.learn.spread_rewards(rows, "last_turn", turn_rewards=rewards),
+        lambda rows: tk.learn.spread_rewards(rows, "per_turn", turn_rewards=rewards),
     ):
         assert lines(stage(iter(cut(choose, rows)))) == stage(rows).to_pylist()
 
@@ -164,22 +162,18 @@ def test_what_rows_are_given_from_tables(data, turns):
 def test_observations_beside_turns(data, turns):
     table = attributed(turns)
     rows, choose = tk.linearize(table, "strict"), chooser(data)
-    for rule in ("echo", "prime"):
-        known = {"rule": rule, "missing": "skip"}
-        whole, report = tk.observations.observation_weights(
-            table, rows, report=True, **known
-        )
+    whole, report = tk.learn.observation_weights(
+        rows, table, report=True, missing="skip"
+    )
 
-        def both():
-            return iter(cut(choose, table)), iter(cut(choose, rows))
+    def both():
+        return iter(cut(choose, rows)), iter(cut(choose, table))
 
-        assert (
-            lines(tk.observations.observation_weights(*both(), **known))
-            == whole.to_pylist()
-        )
-        pairs = list(tk.observations.observation_weights(*both(), report=True, **known))
-        assert lines(some for some, _ in pairs) == whole.to_pylist()
-        assert lines(told for _, told in pairs) == report.to_pylist()
+    found = tk.learn.observation_weights(*both(), missing="skip")
+    assert lines(found) == whole.to_pylist()
+    pairs = list(tk.learn.observation_weights(*both(), report=True, missing="skip"))
+    assert lines(some for some, _ in pairs) == whole.to_pylist()
+    assert lines(told for _, told in pairs) == report.to_pylist()
 
 
 @given(data=st.data(), turns=runs())
@@ -397,8 +391,8 @@ def test_few_batches_are_held(name):
         stage, sources = tk.verify, {"rows": rows, "turns": table}
     elif name == "observations":
         stage, sources = (
-            tk.observations.observation_weights,
-            {"turns": table, "rows": rows},
+            tk.learn.observation_weights,
+            {"rows": rows, "turns": table},
         )
     else:
         stage = OF_TURNS[name]
@@ -443,7 +437,7 @@ def test_a_stream_without_rows_gives_a_batch_without_rows(name, seen):
         **{name: (stage, (turns, links)) for name, stage in OF_LINKS.items()},
         **{name: (stage, (rows,)) for name, stage in OF_ROWS.items()},
         "verify": (tk.verify, (rows, turns)),
-        "observations": (tk.observations.observation_weights, (turns, rows)),
+        "observations": (tk.learn.observation_weights, (rows, turns)),
         "linearize": (tk.linearize, (turns,)),
     }[name]
     given = [

@@ -24,10 +24,10 @@ from trajkit.torch.masks import dense_mask
 from trajkit.torch.models import edge_logprobs
 
 
-def by_rows(model, rows):
+def by_rows(model, rows, attention="sdpa"):
     """Logprobs by (row, position), the loss, and its gradients."""
-    logprobs = row_logprobs(model, rows)
-    loss = tk.training.reference_loss(rows, logprobs).rl_sum
+    logprobs = row_logprobs(model, rows, attention)
+    loss = tk.learn.reference_loss(rows, logprobs).rl_sum
     loss.backward()
     lengths = [len(ids) for ids in rows["input_ids"].to_pylist()]
     starts = np.cumsum([0, *lengths])

@@ -9,10 +9,12 @@ import torch
 
 import trajkit as tk
 from tests.torch.cases import SESSIONS, packs_of, rows_of
+from tests.torch.tiny_models import make
 from trajkit.errors import ArgumentError, InvalidTurnsError, LayoutError
 from trajkit.torch.datasets import PackDataset
 from trajkit.torch.logprobs import gather_logprobs
 from trajkit.torch.losses import nll_loss, observation_loss, policy_loss
+from trajkit.torch.models import model_inputs
 
 
 def scored(rows):
@@ -41,7 +43,7 @@ def sum_over(rows, loss, cut=True, **options):
 def test_the_policy_loss_is_that_of_the_rows(case, reduce):
     rows = tk.add_weights(rows_of(case), "token" if reduce == "mean" else "rollout")
     values, _ = scored(rows)
-    expected = tk.training.reference_loss(rows, values, reduce=reduce).rl_sum
+    expected = tk.learn.reference_loss(rows, values, reduce=reduce).rl_sum
     found = sum_over(rows, policy_loss, reduce=reduce)
     assert float(found) == pytest.approx(float(expected), rel=1e-12)
 
@@ -111,7 +113,7 @@ def test_the_observation_loss_is_that_of_the_rows():
         "observation_weight", pa.array(weights, pa.large_list(pa.float32()))
     )
     values, starts = scored(rows)
-    expected = tk.training.reference_loss(rows, values)
+    expected = tk.learn.reference_loss(rows, values)
     packs = tk.pack(rows, 1_000, columns=["advantage", "observation_weight"])
     (pack,) = PackDataset(packs)
     logprobs = of_edges(pack, values, starts).requires_grad_()
@@ -140,6 +142,69 @@ def test_a_trained_token_without_a_logprob_is_refused():
         policy_loss(zeros, pack)
     assert torch.isfinite(policy_loss(zeros, pack, old_logprobs=zeros))
     assert torch.isfinite(nll_loss(zeros, pack))
+
+
+LOSSES = {
+    "advantage": policy_loss,
+    "score": lambda x, p: policy_loss(x, p, advantage="score"),
+    "logprob": policy_loss,
+    "old logprob": lambda x, p: policy_loss(x, p, old_logprobs=p.column("old logprob")),
+    "row_weight": nll_loss,
+    "observation_weight": observation_loss,
+}
+
+
+def with_value(pack, name, edges, value):
+    """A pack with this value at some edges of a column."""
+    field = {"logprob": "edge_logprob", "row_weight": "edge_weight"}.get(name)
+    values = getattr(pack, field) if field else pack.columns["advantage"]
+    values = values.clone()
+    values[edges] = value
+    if field:
+        return replace(pack, **{field: values})
+    return replace(pack, columns={**pack.columns, name: values})
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_that_spoil_a_loss_are_refused_with_their_rows(name, value):
+    pack = PackDataset(packs_of(rows_of("siblings")))[0]
+    bad = (pack.edge_row == 1) | (pack.edge_row == 3)
+    pack = with_value(pack, name, bad, value)
+    edge = int(bad.nonzero()[0])
+    where = (
+        f"edge {edge} .row {pack.edge_row[edge]}, position {pack.edge_position[edge]}"
+    )
+    said = "null or NaN" if value != value else value
+    pattern = rf"^{name} is {said} for 2 of the pack's rows \(1, 3\), first at {where}"
+    zeros = torch.zeros(len(bad), requires_grad=True)
+    with pytest.raises(InvalidTurnsError, match=pattern):
+        LOSSES[name](zeros, pack)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["advantage", "score", "logprob", "old logprob"])
+def test_edges_without_a_weight_may_have_any_value(name, value):
+    pack = PackDataset(packs_of(rows_of("siblings")))[0]
+    unused = pack.edge_row == 2
+    pack = with_value(pack, "row_weight", unused, 0.0)
+    expected, found = (torch.zeros(len(unused), requires_grad=True) for _ in range(2))
+    LOSSES[name](expected, with_value(pack, name, unused, 0.0)).backward()
+    LOSSES[name](found, with_value(pack, name, unused, value)).backward()
+    assert torch.equal(found.grad, expected.grad)
+    assert found.grad.any()
+
+
+def test_a_null_reward_is_refused_before_it_trains():
+    calls = rows_of("siblings")
+    rewards = [1.0, None, 0.0, None][: len(calls)]
+    rows = calls.append_column("score", pa.array(rewards, pa.float64()))
+    (pack,) = PackDataset(tk.pack(rows, 1_000, columns=["score"]))
+    zeros = torch.zeros(len(pack.edge_source))
+    with pytest.raises(
+        InvalidTurnsError, match=r"score is null or NaN .* rows \(1, 3\)"
+    ):
+        policy_loss(zeros, pack, advantage="score")
 
 
 def test_wrong_arguments_are_refused():
@@ -231,3 +296,18 @@ def test_hidden_states_of_another_pack_are_refused():
         LayoutError, match=r"hidden states of shape \(2, 5\) for a pack"
     ):
         gather_logprobs(torch.zeros(2, 5), torch.nn.Identity(), pack)
+
+
+def test_padding_is_not_the_token_without_an_embedding():
+    model = make("llama", pad_token_id=0, head_dim=8)
+    model.model.embed_tokens.padding_idx = 0
+    padded = PackDataset(packs_of(rows_of("nemo"), align=80))
+    pack = padded[0]
+    ids = model_inputs(model, pack)["input_ids"][0]
+    n = int((pack.input_ids != 0).sum())
+    assert len(ids) > n
+    assert torch.equal(ids[:n], pack.input_ids[:n])
+    assert set(ids[n:].tolist()) == {1}
+    assert model_inputs(model, padded.empty_pack())["input_ids"].tolist() == [[1]]
+    model.model.embed_tokens.padding_idx = 60
+    assert torch.equal(model_inputs(model, pack)["input_ids"][0], pack.input_ids)

@@ -20,12 +20,14 @@ def pack_of(rows):
     return PackDataset(packs_of(rows))[0]
 
 
-def error(model, rows, pack, logprobs):
+def error(model, rows, pack, logprobs, attention="sdpa"):
     """The largest difference of edges from their tokens in the rows."""
     lengths = torch.tensor([len(ids) for ids in rows["input_ids"].to_pylist()])
     starts = lengths.cumsum(0) - lengths
     with torch.no_grad():
-        expected = row_logprobs(model, rows)[starts[pack.edge_row] + pack.edge_position]
+        expected = row_logprobs(model, rows, attention)[
+            starts[pack.edge_row] + pack.edge_position
+        ]
     return float((logprobs.detach() - expected).abs().max())
 
 

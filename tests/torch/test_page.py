@@ -2,17 +2,22 @@
 
 import inspect
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import trajkit.torch
+from tests.torch.test_varlen import flash_attn_varlen_func
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_snippets_of_the_page_train(capsys):
+def test_the_snippets_of_the_page_train(capsys, monkeypatch):
+    kernels = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setitem(sys.modules, "flash_attn", kernels)
     page = (ROOT / "docs/torch.md").read_text(encoding="utf-8")
     snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     known = {}

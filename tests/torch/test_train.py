@@ -285,7 +285,8 @@ def drifting_turns(model):
             prompt = [*prompt, *output[2:], 30 + turn]
         return records
 
-    return tk.from_records(run(lambda: TorchEngine(model), work))
+    records = run(lambda: TorchEngine(model), work)
+    return tk.from_records([r | {"session_id": name} for name in "ab" for r in records])
 
 
 @pytest.mark.parametrize("policy", ["faithful", "slime", "trl", "polar"])
@@ -294,9 +295,12 @@ def test_only_rows_out_of_context_have_a_mismatch(policy):
     turns = drifting_turns(model)
     model.set_attn_implementation("trajkit")
     sessions = pa.Table.from_pylist(
-        [{"session_id": "a", "reward": 1.0, "group_id": "a", "error": None}], SESSIONS
+        [
+            {"session_id": name, "reward": reward, "group_id": "g", "error": None}
+            for name, reward in (("a", 1.0), ("b", 0.0))
+        ],
+        SESSIONS,
     )
-    # a group of one has no deviation, so nothing is updated
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     line = learn(model, optimizer, turns, sessions, policy, Settings())
     simulated = tk.simulate(turns, [policy]).to_pylist()[0]

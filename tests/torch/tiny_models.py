@@ -58,9 +58,9 @@ def float64_throughout():
         torch.float32, torch.float, torch.Tensor.float = kept
 
 
-def row_logprobs(model, rows):
+def row_logprobs(model, rows, attention="sdpa"):
     """Of every token of every row given those before it; 0 for the first of a row."""
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(attention)
     parts = []
     for row in rows["input_ids"].to_pylist():
         ids = torch.tensor(row)

@@ -117,7 +117,7 @@ def test_the_loss_over_edges_is_the_reference_loss(library, reduce, random):
     table = rows_table(lines).append_column("observation_weight", pa.array(weights))
     ends = np.cumsum([0] + [len(line["input_ids"]) for line in lines])
     now = tensor([-random.random() for _ in range(ends[-1])], library)
-    expected = tk.training.reference_loss(table, now, reduce=reduce)
+    expected = tk.learn.reference_loss(table, now, reduce=reduce)
 
     packs = tk.pack(
         tk.suffix_rows(table),
@@ -425,7 +425,7 @@ def test_rows_without_their_parent_are_refused():
         (ArgumentError, "max_tokens=0", {"max_tokens": 0}),
         (ArgumentError, "positions are of 32 bits", {"max_tokens": 2**31}),
         (SchemaError, "columns has 'weight', but packs have", {"columns": ["weight"]}),
-        (SchemaError, "columns='reward': expected a seq", {"columns": "reward"}),
+        (ArgumentError, "columns='reward': expected a seq", {"columns": "reward"}),
         (SchemaError, "same has 'rewards': rows have no", {"same": ["rewards"]}),
         (SchemaError, "columns has 'x': rows have no", {"columns": ["x"]}),
     ],

@@ -12,6 +12,7 @@ from trajkit import schema
 from trajkit._arrow.canonical import canonical
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.turns.messages import message_body, message_key
+from trajkit.turns.turn_rules import MAX_LOGPROB
 from trajkit.turns.validation import reject_sessions, validate
 
 KEY = b"0123456789abcdef"
@@ -114,6 +115,12 @@ GOOD = [
     pytest.param(
         "turns", [{**TURN, "messages": [MESSAGE, AGAIN]}], id="body shown before"
     ),
+    # rounding may take a logprob to 1e-4, and -9999 is what an engine writes for none
+    pytest.param(
+        "turns",
+        [{**TURN, "output_logprobs": [float(MAX_LOGPROB), -9998.0]}],
+        id="bounds",
+    ),
     pytest.param("turns", [DELTA, LATER], id="delta"),
     pytest.param(
         "turns",
@@ -123,6 +130,10 @@ GOOD = [
     pytest.param("sessions", [SESSION, {**SESSION, "session_id": "b"}], id="sessions"),
     pytest.param("links", [LINK, CHILD], id="links"),
     pytest.param("links", [{**LINK, "rewritten_by": 2}, CHILD], id="rewritten"),
+    # the parent comes first in the turns, so it need not in order
+    pytest.param(
+        "links", [{**LINK, "order": 1}, {**CHILD, "order": 0}], id="order of turns"
+    ),
     pytest.param("drift", [DRIFT], id="drift"),
     pytest.param(
         "drift",
@@ -138,6 +149,21 @@ GOOD = [
         id="clean",
     ),
     pytest.param("rows", [ROW, SECOND], id="rows"),
+    pytest.param(
+        "rows",
+        [
+            {
+                **ROW,
+                "prompt_length": 4,
+                "loss_mask": [False] * 4,
+                "logprobs": [None] * 4,
+                "spans": [],
+                "row_weight": None,
+                "rollout_mask_sum": 0,
+            }
+        ],
+        id="no response",
+    ),
 ]
 
 
@@ -210,6 +236,7 @@ BAD = [
     ("turns", [but(TURN, output_logprobs=[NAN, 0.0])], r"\[0\] is nan"),
     ("turns", [but(TURN, output_logprobs=[0.0, 1.0])], r"\[1\] is 1.0: .* at most 0"),
     ("turns", [but(TURN, output_logprobs=[0.0, -1e5])], r"is -100000.0: engines"),
+    ("turns", [but(TURN, output_logprobs=[0.0, -9999.0])], r"is -9999.0: engines"),
     ("turns", [but(TURN, messages=[None])], r"messages\[0\] is null"),
     ("turns", [but(TURN, messages=[but(MESSAGE, key=None)])], "has no key"),
     (
@@ -280,6 +307,14 @@ BAD = [
     ("turns", [but(DELTA, suffix_ids=[-1])], r"suffix_ids\[0\] is -1"),
     ("turns", [DELTA, but(LATER, shared_messages=3)], "3: expected 0 to 2"),
     ("turns", [but(DELTA, shared_messages=None)], "are null together"),
+    (
+        "turns",
+        [
+            but(DELTA, shared_messages=None, suffix_messages=None),
+            but(LATER, shared_messages=1),
+        ],
+        "1: expected 0 to 0",
+    ),
     ("turns", [but(DELTA, suffix_messages=[AGAIN])], "has no body"),
     # sessions
     ("sessions", [SESSION, SESSION], "session 'a': the session has a row already"),
@@ -327,6 +362,11 @@ BAD = [
         "'last_reply' with a size of 0",
     ),
     ("drift", [but(DRIFT, resync_path=3)], "resync columns are null together"),
+    (
+        "drift",
+        [but(DRIFT, resync_path=3, resync_prompt=3)],
+        "resync columns are null together",
+    ),
     # rows
     ("rows", [ROW, ROW], "session 'a', row 0: row_index is repeated"),
     ("rows", [but(ROW, input_ids=[1, 2, 3, -4])], r"input_ids\[3\] is -4"),
@@ -377,6 +417,11 @@ BAD = [
     ("rows", [span(stop=5, output_stop=3)], "2:5 .* must lie within the row"),
     ("rows", [span(start=3)], "must be as long as its output range"),
     ("rows", [span(output_start=-1)], "its output range runs backwards"),
+    (
+        "rows",
+        [but(ROW, spans=[but(LOST, output_start=2, output_stop=0), SPAN])],
+        "its output range runs backwards",
+    ),
     ("rows", [span(turn_index=-1)], "its turn_index is negative"),
     ("rows", [span(start=1, output_stop=3)], "loss_mask is true in trained spans"),
     ("rows", [span(kind="duplicate")], "loss_mask is true in trained spans"),
@@ -441,7 +486,7 @@ IDS = {"session_id": ["a"], "turn_index": [0], "prompt_ids": [[1]], "output_ids"
         pytest.param(
             {"prompt_ids": None}, "no column 'prompt_ids' of turns", id="none"
         ),
-        pytest.param({"session_id": [1]}, "'session_id' is int64", id="numeric id"),
+        pytest.param({"session_id": [1.5]}, "'session_id' is double", id="float id"),
         pytest.param({"turn_index": ["0"]}, "'turn_index' is string", id="text index"),
         pytest.param({"prompt_ids": [[1.0]]}, "element is double", id="float ids"),
         pytest.param({"prompt_ids": [[True]]}, "element is bool", id="bool ids"),
@@ -524,13 +569,13 @@ def test_tables_of_another_kind_or_version_are_refused(metadata, match):
     ("table", "kind", "match"),
     [
         (pa.table({"x": [1]}), None, "fit no table"),
-        (pa.table({"x": [1]}), "moves", "kind 'moves' does not exist"),
+        (pa.table({"x": [1]}), "moves", "kind='moves': expected one of"),
         ([1, 2], "turns", "list is not a table"),
         (pa.table([[1], [2]], names=["reward"] * 2), "sessions", "occurs 2 times"),
     ],
 )
 def test_what_is_no_table_is_refused(table, kind, match):
-    with pytest.raises(SchemaError, match=match):
+    with pytest.raises((ArgumentError, SchemaError), match=match):
         validate(table, kind)
 
 
@@ -581,6 +626,16 @@ def test_slices_of_lists_with_nulls_are_taken():
             assert (
                 out["output_logprobs"].to_pylist() == logprobs[start:stop].to_pylist()
             )
+
+
+def test_logprobs_of_a_slice_are_its_own():
+    table = table_of(
+        "turns", [TURN, but(TURN, turn_index=1, output_logprobs=[NAN] * 2)]
+    )
+    first, second = validate(table.slice(0, 1)), table.slice(1)
+    assert first["output_logprobs"].to_pylist() == [TURN["output_logprobs"]]
+    with pytest.raises(InvalidTurnsError, match=r"turn 1: output_logprobs\[0\] is nan"):
+        validate(second)
 
 
 def test_canonical_columns_are_not_copied():
@@ -678,3 +733,16 @@ def test_sessions_are_set_aside_whole_and_alone(records, data):
     assert set(bad["session_id"].to_pylist()) == bad_names
     keep = pa.array([name not in bad_names for name in names], pa.bool_())
     assert good.equals(turns.filter(keep))
+
+
+def test_numbers_name_sessions_and_groups():
+    """Ids are numbers in most systems; a table has them as text."""
+    call = {"prompt_ids": [1], "output_ids": [2]}
+    turns = tk.from_records([{**call, "session_id": k} for k in (7, 8)])
+    numbers = turns.set_column(0, "session_id", pa.array([7, 8], pa.uint16()))
+    assert validate(numbers).num_rows == 2
+    facts = {"session_id": [8, 7], "reward": [0.5, 1.0], "group_id": [3, None]}
+    rows = tk.linearize(numbers, sessions=pa.table(facts))
+    assert rows["session_id"].to_pylist() == ["7", "8"]
+    assert rows["reward"].to_pylist() == [1.0, 0.5]
+    assert rows["group_id"].to_pylist() == [None, "3"]

@@ -14,9 +14,9 @@ from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
 from trajkit._streams.lockstep import Source, Stream, map_sessions
 from trajkit.analysis.turn_lines import codes, turn_lines
-from trajkit.observations.attribution import SessionCalls
 from trajkit.pipeline.links import read_linked
 from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
+from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.calls import Calls, Ints, Records
 from trajkit.turns.prefix_forest import Forest, Paths
 from trajkit.turns.records import as_turns
@@ -96,8 +96,8 @@ def label_branches(
 
     References
     ----------
-    A retry has identical prompt ids, a later sibling has not: spec, peers miles, verl,
-    AReaL, "design pointers" 4.
+    A retry has identical prompt ids, a later sibling has not, as in miles'
+    https://github.com/radixark/miles/tree/31f1ca9/miles/rollout/session/v2/picker_hub
     """
     opening_tokens = chosen_int("opening_tokens", opening_tokens, 1)
 

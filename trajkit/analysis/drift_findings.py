@@ -14,9 +14,9 @@ from trajkit._streams.lockstep import Source, Stream, map_sessions
 from trajkit.analysis.drift_text import Side, Stretch, text_cause
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.analysis.turn_lines import codes, turn_lines
-from trajkit.observations.attribution import SessionCalls
 from trajkit.pipeline.links import read_linked
 from trajkit.schema import FINDINGS, TEXT_CAUSES
+from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.calls import Calls, Records
 from trajkit.turns.prefix_forest import Forest, Paths
 from trajkit.turns.records import as_turns

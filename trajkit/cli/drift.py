@@ -23,7 +23,7 @@ from trajkit.cli.text import text_table
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.io.tables import write_tables
 from trajkit.jobs.stages import Made, Target
-from trajkit.observations.attribution import SessionCalls
+from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.calls import read_calls
 from trajkit.turns.table import locate
 

@@ -3,7 +3,6 @@
 import argparse
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import trajkit as tk
@@ -33,14 +32,6 @@ _OPTIONS: dict[str, dict[str, str | None]] = {
 }
 """The targets of each option, and its name as an argument there."""
 
-# the files of targets that write one
-_NAMES = {
-    "sft": "rows.parquet",
-    "skyrl-sft": "rows.parquet",
-    "slime": "rollout_0.pt",
-    "tinker": "datums.jsonl",
-}
-
 
 @command(
     "export",
@@ -66,12 +57,12 @@ rows ROWS        rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of 
 --temperature X  prime-rl: the temperature that sampled the rows (default: 1)
 """,
     to={"required": True, "choices": FILE_FORMATS},
-    advantage={"choices": [*_ADVANTAGES]},
     writes="export",
+    advantage={"choices": [*_ADVANTAGES]},
 )
 def run(arguments: argparse.Namespace) -> None:
     """Write the file."""
-    from trajkit.export.files import write_export
+    from trajkit.export.files import path_of, write_export
 
     options: dict[str, object] = {"seq_len": 2048} if arguments.to == "prime-rl" else {}
     for name, targets in _OPTIONS.items():
@@ -86,14 +77,12 @@ def run(arguments: argparse.Namespace) -> None:
         argument = targets[arguments.to]
         if argument is not None:
             options[argument] = value
-    folder: Path = arguments.out
-    if folder.suffix and not folder.is_dir():
-        raise ArgumentError(
-            f"--out {folder}: expected a directory, in which the file gets its name"
-        )
-    if arguments.to in _NAMES:
-        outputs = {"the file": (folder / _NAMES[arguments.to], "export")}
-        check_outputs(outputs, inputs(arguments), clobber=not arguments.no_clobber)
+    folder = arguments.out
+    check_outputs(
+        {"the file": (path_of(arguments.to, folder), "export")},
+        inputs(arguments),
+        clobber=not arguments.no_clobber,
+    )
     rows = read_rows(arguments.rows)
     with warnings.catch_warnings():
         # A file of such rows would be of no use.
@@ -104,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
                 if sessions is None:
                     sessions = tk.export.sessions_of(rows)
                 chosen = _ADVANTAGES[arguments.advantage or "group_mean"]
-                gains = tk.training.advantages(sessions, **chosen)
+                gains = tk.learn.advantages(sessions, **chosen)
                 rows = tk.add_advantages(rows, gains)
             path = write_export(rows, arguments.to, folder, **options)
         except NoSignalWarning as warning:

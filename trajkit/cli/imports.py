@@ -88,6 +88,12 @@ def run(arguments: argparse.Namespace) -> None:
             ]
             head = ("problem", "record", "count", "first")
             text += f"\n{text_table(head, lines)}\n"
+            text += "".join(
+                f"\n{one['problem']}: {detail}"
+                for one in problems
+                for detail in one["details"]
+            )
+            text += "\n" * any(one["details"] for one in problems)
         if totals["turns"]:
             text += f"\nwritten to {arguments.out}"
     sys.stdout.write(text + "\n")
@@ -106,10 +112,17 @@ def no_turns(problems: list[dict[str, Any]]) -> str:
 
 
 def group(report: pa.Table) -> list[dict[str, Any]]:
-    """Each problem of a report with its count and its first record."""
+    """Each problem of a report with its count, its first record and some details."""
     groups: dict[tuple[str, bool], dict[str, Any]] = {}
     for row in report.to_pylist():
-        groups.setdefault((row["problem"], row["kept"]), {**row, "count": 0})[
-            "count"
-        ] += 1
+        key = row["problem"], row["kept"]
+        one = groups.setdefault(key, {**row, "count": 0, "details": []})
+        one["count"] += 1
+        detail, details = row["detail"], one["details"]
+        if detail and detail not in details and len(details) < _MOST_DETAILS:
+            details.append(detail)
     return list(groups.values())
+
+
+# of one problem; the report has all
+_MOST_DETAILS = 4

@@ -18,8 +18,8 @@ from trajkit.errors import LeftOutWarning
 from trajkit.io.sources import Paths, SessionPrefix
 from trajkit.io.tables import sessions_below
 from trajkit.jobs.group_sessions import Log
+from trajkit.learn.weights import By
 from trajkit.policies import DEFAULT_FORK_THRESHOLD, PRESETS
-from trajkit.training.row_weights import By
 from trajkit.turns.validation import reject_turns
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"

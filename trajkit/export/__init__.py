@@ -8,7 +8,14 @@ trainer's field names. The others return objects of the trainer's own classes, w
 import when they are called.
 """
 
+from typing import TYPE_CHECKING
+
 from trajkit._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from trajkit.export._rows import StepCounts as StepCounts
+    from trajkit.export._rows import sessions_of as sessions_of
+    from trajkit.export._rows import step_counts as step_counts
 
 MODULES = (
     "areal",
@@ -26,6 +33,7 @@ MODULES = (
 FILE_FORMATS = ("llama-factory", "prime-rl", "sft", "skyrl-sft", "slime", "tinker")
 """The formats of ``trajkit export``; `trajkit.export.files` writes them."""
 
-__getattr__, __dir__ = lazy_names(
-    __name__, {"_rows": "StepCounts step_counts sessions_of"}, MODULES
-)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__, {"_rows": "StepCounts sessions_of step_counts"}, MODULES
+    )

@@ -18,8 +18,9 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical_rows, place
 from trajkit._arrow.take import list_values
 from trajkit.errors import ExportError, NoSignalWarning
+from trajkit.learn._checks import session_codes, trained_tokens
 from trajkit.pipeline.suffix_layout import full_rows
-from trajkit.training._checks import session_codes, trained_tokens
+from trajkit.schema import PAYLOADS
 from trajkit.turns.mm_items import engine_ids
 from trajkit.turns.turn_rules import lengths
 
@@ -29,11 +30,9 @@ _Objects = TypeVar("_Objects")
 Array: TypeAlias = npt.NDArray[Any]
 
 Reduce: TypeAlias = Literal["mean", "sum"]
-"""How row weights are meant; see `trajkit.training.reference_loss`."""
+"""How row weights are meant; see `trajkit.learn.reference_loss`."""
 
 _LISTS = ("input_ids", "loss_mask", "logprobs")
-PAYLOADS = ("routed_experts", "sampling_mask", "ref_logprobs", "teacher_logprobs")
-"""Payloads of rows that change a trainer's loss; a format carries or refuses them."""
 
 FLAGS = ("truncated", "use_tool", "ill_formed")
 _COLUMNS = (
@@ -150,7 +149,7 @@ def step_counts(rows: TableLike) -> StepCounts:
 def sessions_of(rows: TableLike) -> pa.Table:
     """The sessions of rows with their rewards and groups.
 
-    They are what `trajkit.training.advantages` takes. Sessions without rows are missing,
+    They are what `trajkit.learn.advantages` takes. Sessions without rows are missing,
     but they count in the baseline of their group: take the report of `trajkit.linearize`
     where there are some.
 
@@ -176,6 +175,13 @@ def sessions_of(rows: TableLike) -> pa.Table:
     return found.replace_schema_metadata(None)
 
 
+def limit(option: str, value: int | None) -> tuple[str, int] | None:
+    """A trainer's option and its value, for `checked_rows`; None for no limit."""
+    if value is None:
+        return None
+    return option, chosen_int(option.rpartition(".")[2], value, 1)
+
+
 def checked_rows(
     rows: TableLike,
     target: str,
@@ -185,6 +191,7 @@ def checked_rows(
     images: bool = False,
     carried: Collection[str] = (),
     max_tokens: tuple[str, int] | None = None,
+    untrained: bool = False,
 ) -> list[ExportRow]:
     """The rows, checked for what every trainer needs (see docs/export.md).
 
@@ -192,6 +199,7 @@ def checked_rows(
     a mask for the response only. ``logprobs``: trained tokens need a logprob. ``images``:
     the format carries images. ``carried``: the payloads that it carries. ``max_tokens``:
     the trainer's option for the length of a row, beyond which it cuts, and its value.
+    ``untrained``: rows may train nothing.
     """
     table = full_rows(canonical_rows(as_table(rows)))
     _check_images(table, images)
@@ -242,13 +250,14 @@ def checked_rows(
             logprobs=values[tokens],
             line=line,
         )
-        _check_mask(row, response)
+        if row.loss_mask.any() or not untrained:
+            _check_mask(row, response)
         if max_tokens is not None and len(row.input_ids) > max_tokens[1]:
             raise ExportError(
                 f"{row.place}: {len(row.input_ids)} tokens, but {target} cuts rows at "
                 f"{max_tokens[0]} {max_tokens[1]}. Pass the trainer's value as "
-                f"{max_tokens[0].rpartition('.')[2]}=, raise it, or linearize with "
-                "max_row_tokens"
+                f"{max_tokens[0].rpartition('.')[2]}= (trajkit export: --max-length), "
+                "raise it, or linearize with max_row_tokens"
             )
         if logprobs and unknown[tokens].any():
             raise ExportError(
@@ -385,7 +394,7 @@ def token_scales(rows: list[ExportRow], reduce: Reduce = "mean") -> list[float]:
     """What a trained token of each row counts in the sum over rollouts.
 
     A sum over tokens with these scales is the ``rl_sum`` of
-    `trajkit.training.reference_loss`. They don't depend on the other rows of the table.
+    `trajkit.learn.reference_loss`. They don't depend on the other rows of the table.
     """
     check_choice("reduce", reduce, Reduce)
     for row in rows:
@@ -405,7 +414,7 @@ def step_scales(
 ) -> list[float] | None:
     """What a trained token counts in a trainer's mean over the tokens of a step.
 
-    That mean is then `trajkit.training.reference_loss` of the step's rows. None without
+    That mean is then `trajkit.learn.reference_loss` of the step's rows. None without
     weights.
     """
     if weighted is False:

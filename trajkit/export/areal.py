@@ -56,7 +56,7 @@ def trajectory_fields(
         several rows need "advantage".
     weighted : StepCounts, optional
         Fold row weights into the advantages, so that the loss of a step, a mean over its
-        trained tokens, is `trajkit.training.reference_loss` of the step's rows. The counts
+        trained tokens, is `trajkit.learn.reference_loss` of the step's rows. The counts
         are those of all rows of the step (`trajkit.export.step_counts`), with
         ``ppo_n_minibatches=1``. Implies ``reward="advantage"``.
 

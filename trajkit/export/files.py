@@ -11,7 +11,26 @@ from trajkit.errors import ArgumentError
 from trajkit.export import FILE_FORMATS, prime_rl, sft, slime, tinker
 from trajkit.io.formats import replacing
 
-Write: TypeAlias = Callable[..., Path]
+Write: TypeAlias = Callable[..., object]
+
+
+_NAMES = {
+    "llama-factory": "tokenized",
+    "prime-rl": "step_0",
+    "sft": "rows.parquet",
+    "skyrl-sft": "rows.parquet",
+    "slime": "rollout_0.pt",
+    "tinker": "datums.jsonl",
+}
+
+
+def path_of(target: str, folder: Path) -> Path:
+    """The file or folder that `write_export` makes in ``folder``."""
+    if folder.suffix and not folder.is_dir():
+        raise ArgumentError(
+            f"{folder}: expected a directory, in which the file gets its name"
+        )
+    return folder / _NAMES[target]
 
 
 def write_export(rows: pa.Table, target: str, folder: Path, **options: Any) -> Path:
@@ -28,54 +47,37 @@ def write_export(rows: pa.Table, target: str, folder: Path, **options: Any) -> P
         fails.
     **options
         Of the trainer's function.
-
-    Raises
-    ------
-    ArgumentError
-        A package that the file needs is missing.
     """
+    path = path_of(target, folder)
     existed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        return _WRITE[target](rows, folder, **options)
-    except ModuleNotFoundError as error:
-        raise ArgumentError(
-            f"--to {target} needs the package {error.name}: pip install {error.name}"
-        ) from None
+        _WRITE[target](rows, path, **options)
+        return path
     finally:
         if not existed and not any(folder.iterdir()):
             folder.rmdir()
 
 
 def _parquet(make: Callable[..., pa.Table]) -> Write:
-    def write(rows: pa.Table, folder: Path, **options: Any) -> Path:
+    def write(rows: pa.Table, path: Path, **options: Any) -> None:
         from pyarrow import parquet as pq
 
-        path = folder / "rows.parquet"
         table = make(rows, **options)
         with replacing(path) as draft:
             pq.write_table(table, draft)
-        return path
 
     return write
 
 
-def _slime(rows: pa.Table, folder: Path) -> Path:
-    path = folder / "rollout_0.pt"
-    slime.write_debug_rollout(rows, path)
-    return path
-
-
-def _llama_factory(rows: pa.Table, folder: Path, **options: Any) -> Path:
+def _llama_factory(rows: pa.Table, path: Path, **options: Any) -> None:
     dataset = sft.dataset(rows, **options)
-    with prime_rl.new_folder(folder / "tokenized") as draft:
+    with prime_rl.new_folder(path) as draft:
         dataset.save_to_disk(draft)
-    return folder / "tokenized"
 
 
-def _tinker(rows: pa.Table, folder: Path) -> Path:
+def _tinker(rows: pa.Table, path: Path) -> None:
     """The two arguments of a ``Datum`` per line; tinker knows the types of these lists."""
-    path = folder / "datums.jsonl"
     datums = [
         {
             "model_input": fields["model_input"],
@@ -89,14 +91,12 @@ def _tinker(rows: pa.Table, folder: Path) -> Path:
     text = "".join(json.dumps(datum) + "\n" for datum in datums)
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
-    return path
 
 
-def _prime_rl(rows: pa.Table, folder: Path, *, seq_len: int, **options: Any) -> Path:
-    paths = prime_rl.write_micro_batches(
-        rows, folder, 0, seq_len, env_name="trajkit", **options
+def _prime_rl(rows: pa.Table, path: Path, *, seq_len: int, **options: Any) -> None:
+    prime_rl.write_micro_batches(
+        rows, path.parent, 0, seq_len, env_name="trajkit", **options
     )
-    return paths[0].parent
 
 
 _WRITE: dict[str, Write] = {
@@ -104,7 +104,7 @@ _WRITE: dict[str, Write] = {
     "prime-rl": _prime_rl,
     "sft": _parquet(sft.labels_table),
     "skyrl-sft": _parquet(sft.mask_table),
-    "slime": _slime,
+    "slime": slime.write_debug_rollout,
     "tinker": _tinker,
 }
-assert set(_WRITE) == set(FILE_FORMATS)
+assert set(_WRITE) == set(_NAMES) == set(FILE_FORMATS)

@@ -29,7 +29,7 @@ def message_log_fields(rows: TableLike) -> list[list[dict[str, Any]]]:
         ``routed_experts`` (int32) if the rows have this payload.
 
         NeMo-RL groups rows by the ids of their first prompt. Rows that a fork opened have
-        other prompts, so compute advantages with `trajkit.training.advantages`.
+        other prompts, so compute advantages with `trajkit.learn.advantages`.
     """
     logs = []
     checked = checked_rows(rows, "NeMo-RL", carried=("routed_experts",))

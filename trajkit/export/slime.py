@@ -7,6 +7,7 @@ Source: https://github.com/THUDM/slime/tree/624b824 (``slime/utils/types.py``,
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from trajkit.export._rows import (
     token_values,
 )
 from trajkit.io.formats import replacing
+from trajkit.learn._checks import warn_without_signal
+from trajkit.pipeline.rows import linearize
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.recorder import Recorder
-from trajkit.training._checks import warn_without_signal
+from trajkit.turns.records import from_records
 
 _LOG = logging.getLogger(__name__)
 
@@ -164,7 +166,11 @@ def reward_post_process(
     ExportError
         A sample has no ``rollout_id``, or the samples of a rollout differ in reward.
     """
-    raw = [float(sample.get_reward_value(args)) for sample in samples]
+    given = [sample.get_reward_value(args) for sample in samples]
+    for number, reward in enumerate(given):
+        if reward is None:
+            raise ExportError(f"sample {number} has no reward: expected a number")
+    raw = [*map(float, given)]
     estimators = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
     if not args.rewards_normalization or args.advantage_estimator not in estimators:
         return raw, raw
@@ -214,6 +220,11 @@ class TrajectoryManager:
 
     Assign it to an adapter: ``adapter.manager = TrajectoryManager(policy="faithful")``.
 
+    The adapter answers the agent before it records a turn, so `record_turn` takes what
+    slime takes. A turn that trajkit cannot train is logged and counted in the metadata of
+    the session's samples: ``turns_untrained`` where a logprob is above 0 or not finite, and
+    ``turns_left_out`` where ids are no token ids.
+
     Parameters
     ----------
     policy : str or Policy
@@ -232,19 +243,19 @@ class TrajectoryManager:
         if fork_threshold_tokens is not None:
             choices["fork_threshold"] = fork_threshold_tokens
         self._policy = named_policy(policy, **choices)
-        self._recorder = Recorder()
+        self._turns: dict[Any, list[dict[str, Any]]] = {}
 
-    def has_session(self, sid: str) -> bool:
+    def has_session(self, sid: Any) -> bool:
         """Whether the session has a recorded turn."""
-        return self._recorder.has_session(sid)
+        return sid in self._turns
 
-    def turn_count(self, sid: str) -> int:
+    def turn_count(self, sid: Any) -> int:
         """Number of recorded turns, 0 for an unknown session."""
-        return self._recorder.n_turns(sid) if self.has_session(sid) else 0
+        return len(self._turns.get(sid, ()))
 
     def record_turn(
         self,
-        sid: str,
+        sid: Any,
         *,
         turn: Any,
         prompt_messages: Sequence[dict[str, Any]],
@@ -266,25 +277,39 @@ class TrajectoryManager:
         if not prompt_messages:
             _LOG.warning("session %r: a turn without messages is not recorded", sid)
             return
-        n_logprobs, n_output = len(turn.output_log_probs), len(turn.output_ids)
-        assert n_logprobs in (0, n_output), (
-            f"session {sid!r}: output_log_probs has {n_logprobs} values for {n_output} "
+        logprobs, n_output = list(turn.output_log_probs or ()), len(turn.output_ids)
+        assert len(logprobs) in (0, n_output), (
+            f"session {sid!r}: output_log_probs has {len(logprobs)} values for {n_output} "
             "output ids"
         )
-        self._recorder.record(
-            sid,
-            prompt_ids=turn.prompt_ids,
-            output_ids=turn.output_ids,
-            output_logprobs=turn.output_log_probs or None,
-            finish_reason=turn.finish_reason,
-            ill_formed=turn.ill_formed,
-            prompt_messages=list(prompt_messages),
-            response_message=response_message,
-        )
+        reason = turn.finish_reason
+        record = {
+            "prompt_ids": list(turn.prompt_ids),
+            "output_ids": list(turn.output_ids),
+            "output_logprobs": logprobs or None,
+            "finish_reason": None if reason is None else str(reason),
+            "ill_formed": bool(turn.ill_formed),
+            "prompt_messages": [_message(message) for message in prompt_messages],
+            "response_message": (
+                None if response_message is None else _message(response_message)
+            ),
+        }
+        turns = self._turns.setdefault(sid, [])
+        where = f"session {sid!r}, turn {len(turns)}"
+        if not all(
+            isinstance(token, int | np.integer) and 0 <= token < 2**31
+            for token in chain(turn.prompt_ids, turn.output_ids)
+        ):
+            _LOG.warning("%s: ids that are no token ids; the turn is left out", where)
+            record = {}
+        elif not all(-math.inf < value <= _LARGEST for value in logprobs):
+            _LOG.warning("%s: a logprob that is none; the turn is not trained", where)
+            record |= {"output_logprobs": None, "trainable": False}
+        turns.append(record)
 
     def get_trajectory(
         self,
-        sid: str,
+        sid: Any,
         *,
         base_sample: Any,
         reward: float = 0.0,
@@ -303,28 +328,37 @@ class TrajectoryManager:
             Added to the metadata of every sample.
         max_sample_tokens : int
             Truncate samples to this many tokens; 0 does not.
+
+        Raises
+        ------
+        TrajkitError
+            The turns make no samples. The session is kept.
         """
         if not self.has_session(sid):
             return []
-        popped = self._recorder.pop(
-            sid, self._policy, max_row_tokens=max_sample_tokens or None
-        )
-        rollout_id = base_sample.rollout_id
+        turns = self._turns[sid]
+        counts = {
+            "turns_left_out": sum(not turn for turn in turns),
+            "turns_untrained": sum("trainable" in turn for turn in turns),
+        }
+        known = [
+            {"session_id": "", "turn_index": number, **turn}
+            for number, turn in enumerate(turns)
+            if turn
+        ]
         found = []
-        for row in checked_rows(popped.rows, "slime", response=True, logprobs=False):
+        for row in self._rows(known, max_sample_tokens or None) if known else ():
             fields = _fields(row, reward)
-            # The shortest decimals of the same float32, as slime's own manager keeps them.
-            fields["rollout_log_probs"] = [
-                float(str(each)) for each in row.logprobs[row.prompt_length :]
-            ]
+            fields["rollout_log_probs"] = _doubles(row, turns)
             fields["metadata"] = {
                 **(extra_metadata or {}),
                 **{name: getattr(row, name) for name in FLAGS},
+                **{name: count for name, count in counts.items() if count},
             }
-            status = type(base_sample.status)
+            rollout_id = base_sample.rollout_id
             found.append(
                 type(base_sample)(
-                    **{**fields, "status": status.COMPLETED},
+                    **{**fields, "status": type(base_sample.status).COMPLETED},
                     index=base_sample.index,
                     group_index=base_sample.group_index,
                     rollout_id=base_sample.index if rollout_id is None else rollout_id,
@@ -332,9 +366,60 @@ class TrajectoryManager:
                     label=base_sample.label,
                 )
             )
+        self.drop_session(sid)
         return found
 
-    def drop_session(self, sid: str) -> None:
+    def _rows(
+        self, turns: list[dict[str, Any]], max_row_tokens: int | None
+    ) -> list[ExportRow]:
+        policy = replace(self._policy, keep_untrained=max_row_tokens is not None)
+        rows = linearize(from_records(turns), policy, max_row_tokens=max_row_tokens)
+        return checked_rows(
+            *(rows, "slime"), response=True, logprobs=False, untrained=True
+        )
+
+    def drop_session(self, sid: Any) -> None:
         """Forget a session; an unknown one is ignored, as in slime."""
-        if self.has_session(sid):
-            self._recorder.drop(sid)
+        self._turns.pop(sid, None)
+
+
+_LARGEST = 1e-4
+"""The largest logprob of `trajkit.schema.TURNS`: above 0 it is rounding."""
+
+
+def _doubles(row: ExportRow, turns: list[dict[str, Any]]) -> list[float]:
+    """The logprobs of the response as the engine gave them, not rounded to float32."""
+    found = [0.0] * len(row.input_ids)
+    for span in row.spans:
+        given = turns[span["turn_index"]]["output_logprobs"]
+        if given and span["kind"] == "trained":
+            own = given[span["output_start"] : span["output_stop"]]
+            found[span["start"] : span["stop"]] = map(float, own)
+    return found[row.prompt_length :]
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a message as JSON can have it; equal messages stay equal."""
+    copied: dict[str, Any] = _plain(dict(message))
+    if not isinstance(message.get("role"), str):
+        copied["role"] = repr(message.get("role"))
+    return copied
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.isascii():
+        return value
+    if isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value):
+        return value
+    if isinstance(value, int) and abs(value) < 2**63:
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    number = hex(value) if isinstance(value, int) else repr(value)
+    return f"\0{type(value).__name__} {number}"

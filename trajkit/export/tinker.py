@@ -36,11 +36,11 @@ def datum_fields(
         With a column ``advantage``, per row or per token.
     weighted : bool
         Fold row weights into the advantages. Tinker sums the losses of tokens, so its loss
-        is then the ``rl_sum`` of `trajkit.training.reference_loss`: a sum over rollouts,
+        is then the ``rl_sum`` of `trajkit.learn.reference_loss`: a sum over rollouts,
         whether they are exported together or one by one. False: every token has the plain
         advantage, as in the cookbook.
     reduce : {"mean", "sum"}
-        How the row weights are meant; see `trajkit.training.reference_loss`.
+        How the row weights are meant; see `trajkit.learn.reference_loss`.
     sequence_ids : table, optional
         ``session_id``, ``turn_index`` and ``sequence_id``: Tinker's
         ``SampledSequence.sequence_id`` of each turn. Default:

@@ -17,7 +17,7 @@ from trajkit.export._rows import (
     rewards_of,
     token_scales,
 )
-from trajkit.training._checks import check_number
+from trajkit.learn._checks import check_number
 
 
 def rollout_func_fields(
@@ -127,7 +127,7 @@ def by_rollout(trainer: type[Any], rollouts: float) -> type[Any]:
     The trainer divides the loss of each micro-batch by its number of trained tokens and by
     the number of micro-batches. The class that is returned multiplies by both and divides
     by ``rollouts``, so that a step's loss over weighted samples is the ``rl_sum`` of
-    `trajkit.training.reference_loss` divided by ``rollouts``, in any number of
+    `trajkit.learn.reference_loss` divided by ``rollouts``, in any number of
     micro-batches and ranks.
 
     Parameters

@@ -1,13 +1,16 @@
 """The objects in a file of any container, including damaged ones."""
 
+import struct
 import zipfile
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import pyarrow as pa
 
 from trajkit._arrow.canonical import UNREADABLE
 from trajkit._streams import limits
@@ -50,10 +53,19 @@ class Head:
 
     file: Path
     container: str
-    # its first complete object, if there is one
-    value: dict[str, object] | None = None
+    # its first complete objects
+    values: tuple[dict[str, object], ...] = ()
     # why it could not be read
     trouble: str = ""
+
+    @property
+    def value(self) -> dict[str, object] | None:
+        """Its first complete object, if there is one."""
+        return self.values[0] if self.values else None
+
+
+# objects by which a format is recognized: the first may be one of an error
+_MOST_SHOWN = 8
 
 
 def head_of(file: Path) -> Head:
@@ -68,9 +80,9 @@ def head_of(file: Path) -> Head:
         return Head(file, container)
     try:
         good = (one.value for one in objects(file, container) if one.bad is None)
-        return Head(file, container, next(good, None))
+        return Head(file, container, tuple(islice(good, _MOST_SHOWN)))
     except FormatError as error:
-        return Head(file, container, None, str(error))
+        return Head(file, container, (), str(error))
 
 
 def objects(file: Path, container: str, shape: Shape | None = None) -> Iterator[Text]:
@@ -208,13 +220,34 @@ def _inspect(file: Path, shape: Shape) -> Iterator[Text]:
                     yield _bad(name, "unreadable", f"it is longer than {most} bytes")
                     continue
                 try:
-                    yield _text(name, read(archive.read(name)))
+                    yield _text(name, read(_member(archive, name)))
                 except (ValueError, *_ZIP) as error:
                     yield _bad(name, "unreadable", str(error) or type(error).__name__)
     except _ZIP as error:
         raise FormatError(f"{file}: not a readable zip file: {error}") from None
 
 
+def _member(archive: zipfile.ZipFile, name: str) -> bytes:
+    """The bytes of a file in a zip file; Inspect compresses with Zstandard."""
+    info = archive.getinfo(name)
+    if info.compress_type != _ZSTANDARD:
+        return archive.read(name)
+    # Python reads it from 3.14 on
+    raw = archive.fp
+    if raw is None:
+        raise zipfile.BadZipFile(f"{name} is closed")
+    raw.seek(info.header_offset)
+    lengths = struct.unpack("<HH", raw.read(30)[26:30])
+    raw.seek(sum(lengths), 1)
+    packed = pa.BufferReader(raw.read(info.compress_size))
+    with pa.CompressedInputStream(packed, "zstd") as stream:
+        content = bytes(stream.read(info.file_size + 1))
+    if len(content) != info.file_size or zlib.crc32(content) != info.CRC:
+        raise zipfile.BadZipFile(f"{name} is damaged")
+    return content
+
+
+_ZSTANDARD = 93
 # a damaged zip file can raise these
 _ZIP = (
     zipfile.BadZipFile,
@@ -224,6 +257,7 @@ _ZIP = (
     OSError,
     KeyError,
     zlib.error,
+    struct.error,
 )
 
 

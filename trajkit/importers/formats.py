@@ -36,7 +36,9 @@ _LOGPROBS = (
     "output_token_logprobs|rollout_log_probs|token_logprobs|logprobs|log_probs|"
     "old_log_probs|logprob"
 )
-_MASK = "output_mask|response_mask|completion_mask|action_mask|loss_mask"
+_MASK = (
+    "output_mask|response_mask|completion_mask|action_mask|loss_mask|env_mask|tool_mask"
+)
 _NOT_CHAT = ("response", "nodes", "trajectory", "trace_id", "choices", "steps")
 _ROLES = {
     "system": "system",
@@ -172,10 +174,12 @@ def _numbers(value: object) -> np.ndarray | None:
     return array if array.dtype.kind in "biuf" else None
 
 
-def _atif(record: Value, root: Value) -> Value:
+def _atif(record: Value, root: Value) -> Value | None:
     if record.get("is_copied_context") is True:
         raise Refused("copied", "it was copied from an earlier trajectory")
     calls = record.get("llm_call_count")
+    if type(calls) is int and calls == 0:
+        return None
     if type(calls) is int and calls > 1:
         raise Refused("unreadable", f"it sums up {calls} calls (llm_call_count)")
     return record
@@ -285,15 +289,15 @@ def _span(record: Value, root: Value) -> Value | None:
     """A span of a model's call; None for any other."""
     named = record.get("attributes")
     if isinstance(named, list):
-        named = {object_of(one).get("key"): one for one in named}
+        named = {str(object_of(one).get("key")): one for one in named}
     names = [str(name) for name in object_of(named)]
     is_call = any(name.startswith("gen_ai.") or "token_ids" in name for name in names)
     operation = route("attributes.gen_ai.operation.name").find(record)
     if not is_call or operation in ("execute_tool", "invoke_agent", "create_agent"):
         return None
+    counts = ("input_tokens", "output_tokens", "prompt_tokens", "completion_tokens")
     usage = {
-        name: route(f"attributes.gen_ai.usage.{name}").find(record)
-        for name in ("input_tokens", "output_tokens")
+        name: route(f"attributes.gen_ai.usage.{name}").find(record) for name in counts
     }
     return {**record, "usage": usage}
 
@@ -440,7 +444,7 @@ _ALL = (
         },
         prepare=_atif,
         talk=_atif_talk,
-        knows=("step_id",),
+        knows=("step_id", "schema_version"),
         ids=(
             "Harbor's agents write them with collect_rollout_details, from an engine that "
             "returns token ids"
@@ -506,10 +510,16 @@ _ALL = (
     Format(
         "langfuse",
         "observations of Langfuse",
-        keys=(("traceId", "type", "input"), ("traceId", "type", "output")),
+        keys=(
+            ("traceId", "type", "input"),
+            ("traceId", "type", "output"),
+            ("observations",),
+        ),
+        each="observations",
+        item="observation",
         only="type=GENERATION",
         fields={
-            "session_id": "sessionId|traceId",
+            "session_id": "sessionId|/sessionId|traceId",
             "prompt_ids": _within("metadata", _PROMPT),
             "output_ids": _within("metadata", _OUTPUT),
             "output_logprobs": _within("metadata", _LOGPROBS),
@@ -541,7 +551,8 @@ _ALL = (
         unfold="resourceSpans.*.scopeSpans.*.spans",
         fields={
             "session_id": "attributes.session.id|attributes.gen_ai.conversation.id|"
-            "attributes.langfuse.session.id|traceId|trace_id|context.trace_id",
+            "attributes.langfuse.session.id|rollout_id|traceId|trace_id|"
+            "context.trace_id",
             "agent_id": "attributes.gen_ai.agent.id|attributes.gen_ai.agent.name",
             "prompt_ids": _within("attributes", f"{_PROMPT}|gen_ai.prompt_token_ids"),
             "output_ids": _within(
@@ -568,6 +579,7 @@ _ALL = (
         "records with token ids at their top",
         test=lambda value: _has_ids(value),
         generic=True,
+        needs_reply=True,
         fields={
             "session_id": "session_id|metadata.session_id|extra.session_id",
             "prompt_ids": _PROMPT,
@@ -589,12 +601,18 @@ _ALL = (
     Format(
         "responses",
         "responses of vLLM or SGLang",
-        keys=(("choices",), ("output_ids", "meta_info"), ("input", "output")),
-        test=lambda value: is_answer(value.get("output", value)),
+        keys=(
+            ("choices",),
+            ("output_ids", "meta_info"),
+            ("input", "output"),
+            ("messages", "response"),
+        ),
+        test=lambda value: is_answer(value.get("output", value.get("response", value))),
         generic=True,
         fields={
             "request": "input|@self",
-            "response": "output|@self",
+            "response": "output|response|@self",
+            "prompt_messages": "input.messages|input|messages",
             "session_id": "session_id|metadata.session_id|input.session_id|"
             "input.metadata.session_id",
             "started_at": "started_at|timestamp|created",
@@ -607,7 +625,7 @@ _ALL = (
         keys=(("messages",), ("conversations",)),
         test=lambda value: not any(name in value for name in _NOT_CHAT),
         generic=True,
-        fields={"session_id": "session_id|id"},
+        fields={"session_id": "session_id|id|conversation_id|uuid|uid"},
         talk=chat_talk,
         ids="",
     ),

@@ -14,6 +14,7 @@ from trajkit.errors import FormatError, InvalidTurnsError
 from trajkit.importers.containers import Head, head_of, objects
 from trajkit.importers.findings import Finding, Notes, has_items
 from trajkit.importers.formats import FORMATS
+from trajkit.importers.replies import Replies, find_replies
 from trajkit.importers.sources import Folder, Local, Sources, files_of, stem_of
 from trajkit.importers.tables import TARGETS, Format, Table, advice
 from trajkit.importers.transcripts import ChatTokenizer, Encoder
@@ -184,7 +185,11 @@ class _Import:
         session, n_records, named = None, 0, False
         paths: dict[str, np.ndarray] = {}
         parents: list[Finding] = []
+        replies = Replies()
+        if format.needs_reply and options.encoder is None:
+            replies = find_replies(_records(file, head, table))
         for found in _records(file, head, table):
+            self._reply(found, replies, n_records)
             n_records += 1
             if found.session is None and not found.problem:
                 named = self._name(file, found, noted=named)
@@ -229,7 +234,7 @@ class _Import:
         own = self._options.own
         if own is not None and n_records:
             for target in own.fields:
-                if target not in table.found and table.format.read is None:
+                if target not in table.found:
                     raise FormatError(
                         f"{file.name}: no record has {own.fields[target].text} (map: "
                         f"{target}={own.fields[target].text})"
@@ -247,6 +252,20 @@ class _Import:
                 "parents by messages and tokens, and do not use them"
             )
             self._notes.add(file.name, parents[0], "recorded_parents", text, kept=True)
+
+    def _reply(self, found: Finding, replies: Replies, number: int) -> None:
+        """Add the reply that a later request repeats, or leave out useless messages."""
+        fields = found.fields
+        if number in replies.of_call:
+            fields["response_message"] = replies.of_call[number]
+            found.remarks.append(("reply_of_a_request", "a later request repeats it"))
+        elif found.session in replies.without and fields.pop("prompt_messages", None):
+            text = (
+                "messages without replies, which no later request repeats, are left out, "
+                "so that calls are matched by tokens: --map response_message=PATH names "
+                "the reply"
+            )
+            found.remarks.append(("no_reply", text))
 
     def _name(self, file: Local, found: Finding, *, noted: bool) -> bool:
         """Name a session after its file, unless a key may name it.
@@ -503,19 +522,28 @@ def _format_of(file: Local, head: Head, options: Options) -> Format:
 
 def fitting(head: Head) -> list[Format]:
     """The formats that a file seems to have; a generic one only if no other fits."""
-    own = [one for one in FORMATS.values() if _fits(one, head)]
-    specific = [one for one in own if not one.generic]
-    if specific or not own or _is_turn(head.value):
-        return specific
-    return own[:1]
+    values = head.values or (None,)
+    for value in values:
+        specific = [
+            one
+            for one in FORMATS.values()
+            if not one.generic and _fits(one, head, value)
+        ]
+        if specific:
+            return specific
+    generic = (
+        one
+        for one in FORMATS.values()
+        if one.generic and any(_fits(one, head, value) for value in values)
+    )
+    return [] if _is_turn(head.value) else [*islice(generic, 1)]
 
 
-def _fits(format: Format, head: Head) -> bool:
+def _fits(format: Format, head: Head, value: dict[str, object] | None) -> bool:
     if head.container not in format.containers:
         return False
     if head.container not in ("json", "rows"):
         return True
-    value = head.value
     if value is None:
         # an empty capture of NeMo Gym
         suffix = format.file_suffix
@@ -547,21 +575,26 @@ def _unknown(head: Head) -> str:
         (len(present), -len(names), one, names)
         for one in FORMATS.values()
         for names in one.keys
-        if (present := [name for name in names if name in value])
+        if (present := [n for n in names if n in value and n != "session_id"])
     ]
-    if near:
-        _, _, one, names = max(near, key=lambda each: each[:2])
-        absent = ", ".join(name for name in names if name not in value)
-        lacks = f"it lacks {absent}" if absent else "its values are of other kinds"
-        text += f". It is most like {one.name} ({one.title}), but {lacks}"
-    prompt, output = (
-        route(FORMATS["records"].fields[n]) for n in ("prompt_ids", "output_ids")
+    records = FORMATS["records"]
+    absent = [
+        f"{name} ({', '.join(records.fields[name].split('|')[:3])}, ...)"
+        for name in ("prompt_ids", "output_ids")
+        if route(records.fields[name]).find(value) is None
+    ]
+    like = records
+    if near and len(absent) == 2:
+        _, _, like, names = max(near, key=lambda each: each[:2])
+        absent = [name for name in names if name not in value]
+    lacks = (
+        f"it lacks {', '.join(absent)}" if absent else "its values are of other kinds"
     )
-    if prompt.find(value) is None and output.find(value) is None:
-        text += ". No token ids are at its top"
+    text += f". It is most like {like.name} ({like.title}), but {lacks}"
     return (
         f"{text}. Name its fields, as in --map session_id=PATH,prompt_ids=PATH,"
-        "output_ids=PATH, or request=PATH,response=PATH for whole responses of an engine. "
+        "output_ids=PATH, or request=PATH,response=PATH for whole responses of an engine "
+        "(and each=PATH if the records are in a list of each object). "
         "Records without token ids allow only the import of text (--from chat with "
         f"--tokenizer): {FORMATS['records'].ids}"
     )

@@ -38,6 +38,7 @@ _Object = Mapping[str, object]
 _Source = tuple[list[object] | None, list[object]]
 """Ids (None: unknown) and their logprobs."""
 
+STREAMED: Final = "a part of a stream: log the complete response"
 _TOKEN_ID = "token_id:"
 _MOST_DIGITS = 10
 
@@ -51,6 +52,9 @@ def answers(
     first choice is a call.
     """
     listed = response if isinstance(response, list) else [response]
+    if any(map(_is_chunk, listed)):
+        yield found.refuse("unreadable", STREAMED)
+        return
     for k, answer in enumerate(listed):
         place = found.place if k == 0 else f"{found.place}, choice {k}"
         one = _copy(found, place)
@@ -62,6 +66,15 @@ def answers(
             one.fields["request_id"] = next(filter(None, map(text_of, names)), None)
         calls = list(_calls(one, _asked(request, k, len(listed)), answer))
         yield from calls[:1] if first else calls
+
+
+def _is_chunk(answer: object) -> bool:
+    """Whether an answer is a part of a stream."""
+    value = object_of(answer)
+    choices = [object_of(one) for one in list_of(value.get("choices"))]
+    meta = object_of(value.get("meta_info"))
+    unfinished = "finish_reason" in meta and meta["finish_reason"] is None
+    return unfinished or any("delta" in choice for choice in choices)
 
 
 def _copy(found: Finding, place: str) -> Finding:

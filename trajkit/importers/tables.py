@@ -1,5 +1,6 @@
 """A format as a table, and how records become calls by it."""
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from trajkit.errors import ArgumentError
 from trajkit.importers.findings import (
     Finding,
     Refused,
@@ -24,6 +26,7 @@ from trajkit.importers.findings import (
 from trajkit.importers.responses import (
     REQUEST,
     RESPONSE,
+    STREAMED,
     answers,
     logprobs_of,
     usage_claims,
@@ -49,16 +52,20 @@ TARGETS = (
 """The fields of a mapping."""
 
 COMMON = {
-    "session_id": "session_id|metadata.session_id|extra.session_id",
-    "agent_id": "agent_id|metadata.agent_id|extra.agent_id",
-    "group_id": "group_id|metadata.group_id|extra.group_id",
-    "reward": "reward|metadata.reward|extra.reward",
-    "trainable": "trainable|metadata.trainable|extra.trainable",
+    **{
+        name: f"{name}|metadata.{name}|extra.{name}|/{name}|/metadata.{name}"
+        for name in ("session_id", "agent_id", "group_id", "reward", "trainable")
+    },
     "started_at": "started_at|timestamp",
     "ended_at": "ended_at",
 }
 """What records of any format may have under trajkit's own names."""
 
+# fields that some systems write as the text of JSON
+_STRUCTURED = {
+    *("request", "response", "usage", "prompt_ids", "output_ids", "output_logprobs"),
+    *("output_mask", "prompt_messages", "response_message"),
+}
 # objects beside a call that hold facts of its run
 _ASIDE = (
     *("metadata", "meta", "extra", "extra_info", "extra_body", "info", "tags"),
@@ -129,6 +136,8 @@ class Format:
     beside: Callable[[Path, str | None, set[str]], Iterator[Finding]] | None = None
     # how the name of a file without records ends
     file_suffix: str = ""
+    # its records may have the messages of requests without replies
+    needs_reply: bool = False
     # only the first choice of a response is a call
     first_choice: bool = False
     # keys that are known and need no line
@@ -149,11 +158,19 @@ class Table:
             name: route(path) for name, path in fields.items() if path
         }
         own = given.fields if given else {}
+        if own and format.read is not None:
+            raise ArgumentError(
+                f"map: the format {format.name} is read by its own rules, and has no "
+                "paths to change"
+            )
         self.routes |= own
         self.each = (given and given.each) or format.each
         only = (given and given.only) or format.only
         self.only = tuple(only.split("=", 1)) if only else ()
-        self.known = {keys for one in self.routes.values() for keys in one.first_keys()}
+        parts = [part for one in self.routes.values() for part in one.parts()]
+        self.known = {part.keys for part in parts}
+        self.known_outside = {part.keys for part in parts if part.outer}
+        self.known_outside |= {tuple(_keys(path)[:1]) for path in (self.each,) if path}
         # fields of the user's mapping that some record had
         self.found: set[str] = set()
         self.has_ids = bool(
@@ -207,9 +224,10 @@ class Table:
             if isinstance(record, dict):
                 calls += self._record(file, where, record, root)
             else:
-                one = Finding(where).refuse("unreadable", _not_object(record))
-                self._session(one, file, {}, root)
-                calls.append(one)
+                one = Finding(where)
+                with one:
+                    self._session(one, file, {}, root)
+                calls.append(one.refuse("unreadable", _not_object(record)))
         if self.encoder is not None and not any(map(_has_ids, calls)):
             # text for supervised training
             if self.format.talk is not None:
@@ -239,11 +257,14 @@ class Table:
         yield found
 
     def _values(self, file: Path, record: Value, root: Value) -> dict[str, object]:
-        return {
+        values = {
             name: one.find(record, root, stem_of(file))
             for name, one in self.routes.items()
             if name != "session_id"
         }
+        for name in _STRUCTURED & values.keys():
+            values[name] = parsed(values[name])
+        return values
 
     def _record(
         self, file: Path, place: str, record: Value, root: Value
@@ -262,6 +283,7 @@ class Table:
                 prepared = self.format.prepare(record, root)
                 if prepared is None:
                     return
+                root = prepared if record is root else root
                 record = prepared
             self._beside(found, record, root)
             values = self._values(file, record, root)
@@ -283,6 +305,8 @@ class Table:
                 yield from several
                 return
             if "response" in self.routes and "output_ids" not in self.routes:
+                if isinstance(response, str) and response.lstrip().startswith("data:"):
+                    raise Refused("unreadable", STREAMED)
                 raise Refused("unreadable", "no request, or no response")
             self._common(found, values)
             self._direct(found, values)
@@ -307,20 +331,25 @@ class Table:
     def _beside(self, found: Finding, record: Value, root: Value) -> None:
         """Keep what may name the run, and what no field reads."""
         for outer in (root, record) if root is not record else (record,):
-            for path, value in _scalars_beside(outer):
-                name = "_".join(_WORD.findall(path.rpartition(".")[2])).lower()
-                if found.session is None and text_of(value) and _RUN.fullmatch(name):
-                    found.run_keys[path] = value
-            if outer is not record:
-                continue
+            slash = "/" if outer is root and root is not record else ""
+            known = self.known_outside if slash else self.known
             for path, value in _all_beside(outer):
                 keys = tuple(path.split("."))
-                name = "_".join(_WORD.findall(keys[-1])).lower()
-                read = any(
-                    keys[: len(k)] == k or k[: len(keys)] == keys for k in self.known
-                )
+                name = word(path)
+                if found.session is None and text_of(value) and _RUN.fullmatch(name):
+                    found.run_keys[f"{slash}{path}"] = value
+                read = any(keys[: len(k)] == k or k[: len(keys)] == keys for k in known)
                 if not read and path not in self.format.knows and _MATTERS.search(name):
-                    found.unread[path] = value
+                    found.unread[f"{slash}{path}"] = value
+            for name in ("request", "request_body", "input"):
+                metadata = object_of(object_of(outer.get(name)).get("metadata"))
+                for inner, value in metadata.items():
+                    if (
+                        found.session is None
+                        and text_of(value)
+                        and _RUN.fullmatch(word(inner))
+                    ):
+                        found.run_keys[f"{slash}{name}.metadata.{inner}"] = value
 
     def _common(self, found: Finding, values: Mapping[str, object]) -> None:
         """Fields of any call, with or without a response of an engine."""
@@ -340,8 +369,9 @@ class Table:
             found.unread[self._text("trainable")] = flag
         if values.get("turn_index") is not None:
             fields["turn_index"] = values["turn_index"]
-        if "prompt_messages" in values:
-            fields["prompt_messages"] = unless_empty(values["prompt_messages"])
+        messages = unless_empty(values.get("prompt_messages"))
+        if isinstance(messages, list) or self._is_own("prompt_messages"):
+            fields["prompt_messages"] = messages
         found.claims += usage_claims(
             object_of(values.get("usage")), self._text("usage")
         )
@@ -357,6 +387,10 @@ class Table:
         self._direct(direct, values)
         for name in own & direct.fields.keys():
             one.fields[name] = direct.fields[name]
+
+    def _is_own(self, name: str) -> bool:
+        """Whether the user's mapping has a field."""
+        return self.given is not None and name in self.given.fields
 
     def _text(self, name: str) -> str:
         return self.routes[name].text if name in self.routes else name
@@ -381,14 +415,18 @@ class Table:
         fields["response_message"] = (
             reply if isinstance(reply, dict) and reply else None
         )
-        if (
-            reply
-            and fields["response_message"] is None
-            and "response_message" in self.routes
-        ):
-            found.unread[self._text("response_message")] = reply
         fields["finish_reason"] = finish_of(values.get("finish_reason"))
         n = len(output) if isinstance(output, list | np.ndarray) else 0
+        for path, value in found.unread.items():
+            if (
+                "mask" in path
+                and isinstance(value, list)
+                and len(value) == n
+                and not all(value)
+            ):
+                text = f"{path} marks some of its tokens: --map output_mask={path} takes it"
+                found.remarks.append(("mask_unread", text))
+                fields["trainable"] = False
         _set_versions(found, values, n)
         fields["parent"] = text_of(values.get("parent"))
         fields["delta_ids"] = values.get("delta_ids")
@@ -409,9 +447,24 @@ def is_answer(value: object) -> bool:
     )
 
 
+def word(path: str) -> str:
+    """The last key of a path in lower case, with underscores between its words."""
+    return "_".join(_WORD.findall(path.rpartition(".")[2])).lower()
+
+
+def parsed(value: object) -> object:
+    """The value of a text of JSON; anything else unchanged."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
 def advice(path: str) -> str:
     """How to take a key that no field reads."""
-    name = "_".join(_WORD.findall(path.rpartition(".")[2])).lower()
+    name = word(path)
     for pattern, target in _TAKES:
         if pattern.search(name):
             return f": --map {target}={path} takes it"
@@ -430,8 +483,17 @@ def _set_versions(found: Finding, values: Mapping[str, object], n: int) -> None:
         else:
             listed = ", ".join(sorted(map(str, names)))
             found.remarks.append(("versions_unplaced", listed))
+        return
+    version = values.get("weight_version")
+    if isinstance(version, list) and len(version) == n > 0:
+        # one per token
+        starts = [k for k in range(n) if k == 0 or version[k] != version[k - 1]]
+        found.fields["weight_versions"] = [
+            {"version": text_of(version[start]), "start": start, "stop": stop}
+            for start, stop in zip(starts, [*starts[1:], n], strict=True)
+        ]
     else:
-        found.fields["weight_versions"] = versions_of(values.get("weight_version"), n)
+        found.fields["weight_versions"] = versions_of(version, n)
 
 
 def _spans(found: Finding, mask: object) -> Iterator[Finding]:
@@ -549,14 +611,6 @@ def _all_beside(value: Value, depth: int = 0) -> Iterator[tuple[str, object]]:
                 yield f"{name}.{inner}", within
         elif not _is_nothing(one):
             yield name, one
-
-
-def _scalars_beside(value: Value) -> Iterator[tuple[str, object]]:
-    yield from _all_beside(value)
-    for name in ("request", "request_body", "input"):
-        metadata = object_of(value.get(name)).get("metadata")
-        for inner, within in object_of(metadata).items():
-            yield f"{name}.metadata.{inner}", within
 
 
 def _is_nothing(value: object) -> bool:

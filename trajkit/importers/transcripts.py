@@ -46,6 +46,9 @@ class Encoder:
             raise ArgumentError("tokenizer has no chat template: set its chat_template")
         self._tokenizer = tokenizer
         self._codec = Codec(tokenizer)
+        # some models mark their roles with added tokens that are not special
+        added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+        self._added = {*added.values()}
 
     def replies(self, found: Finding, messages: object) -> Iterator[Finding]:
         """A call for each reply of a conversation."""
@@ -105,41 +108,56 @@ class Encoder:
             detail = "with the reply, the template renders another prompt"
             raise Refused("not_a_prefix", detail)
         output = self._codec.ids(complete[len(prompt) :])
-        ends = np.flatnonzero(self._codec.special(output))
-        if len(ends):
-            last = int(ends[-1])
-            # what follows an end token, such as a line feed, is the template's
+        start = self._codec.ids(prompt)
+        end = self._end_token(before, reply, tools, following)
+        ends = self._codec.special(output)
+        if end is not None:
+            ends |= output == end
+        # what follows an end token, such as a line feed, is the template's
+        for last in np.flatnonzero(ends)[-1:].tolist():
             if not self._codec.text(output[last + 1 :]).strip():
-                return self._codec.ids(prompt), output[: last + 1]
-        end = self._next_marker(before, reply, tools, following)
+                return start, output[: last + 1]
         if end is None:
             found.remarks.append(("no_end_token", "no special token ends the reply"))
-            return self._codec.ids(prompt), output
-        return self._codec.ids(prompt), np.append(output, np.int32(end))
+            return start, output
+        return start, np.append(output, np.int32(end))
 
-    def _next_marker(
+    def _end_token(
         self,
         before: list[_Message],
         reply: _Message,
         tools: object,
         following: _Message | None,
     ) -> int | None:
-        """The special token with which the template begins the message after a reply."""
+        """The token with which the template ends a reply, or else begins the next role."""
+        short: list[_Message] = [{"role": "user", "content": "x"}]
+        short.append({"role": "assistant", "content": "x"})
+        try:
+            shown = self._text(short[:1], tools, asks=True), self._text(short, tools)
+        except Refused:
+            shown = "", ""
+        closing = shown[1].removeprefix(shown[0]).partition("x")[2]
+        if shown[1].startswith(shown[0]) and closing.strip():
+            return self._marker(closing.lstrip())
         if following is None:
             calls = bool(reply.get("tool_calls"))
             following = {"role": "tool" if calls else "user", "content": "x"}
-        plain: _Message = {"role": "assistant", "content": "x"}
-        for said in (reply, plain):
-            # what a later message makes of a reply may differ: of reasoning, above all
+        # what a later message makes of a reply may differ: of its reasoning, above all
+        for messages in ([*before, reply], short):
             try:
-                text = self._text([*before, said], tools)
-                longer = self._text([*before, said, following], tools)
+                text = self._text(messages, tools)
+                longer = self._text([*messages, following], tools)
             except Refused:
                 continue
             if longer.startswith(text):
-                ids = self._codec.ids(longer[len(text) :])
-                if len(ids) and self._codec.special(ids[:1])[0]:
-                    return int(ids[0])
+                return self._marker(longer[len(text) :])
+        return None
+
+    def _marker(self, text: str) -> int | None:
+        """The first token of a text, if it is a special token or an added one."""
+        ids = self._codec.ids(text)[:1]
+        if len(ids) and (self._codec.special(ids)[0] or int(ids[0]) in self._added):
+            return int(ids[0])
         return None
 
     def _text(

@@ -89,7 +89,7 @@ def _graph(place: str, trace: dict[str, object]) -> Iterator[Finding]:
         with found:
             found.fields["reward"] = _reward(found, trace.get("rewards"))
             found.fields |= _about(nodes, k, calls.get(k, {}))
-            found.claims += usage_claims(object_of(calls.get(k, {}).get("usage")))
+            found.claims += usage_claims(_usage(calls.get(k, {}).get("usage")))
             if not isinstance(ids, np.ndarray):
                 raise Refused("unreadable", "token_ids are not ids")
             if before is None:
@@ -141,6 +141,15 @@ def _about(
     }
 
 
+def _usage(given: object) -> dict[str, object]:
+    """The usage of a call, whose prompt_tokens lack those that were cached."""
+    usage = object_of(given)
+    counts = [usage.get("prompt_tokens"), usage.get("cached_input_tokens") or 0]
+    if all(type(count) is int for count in counts):
+        return {**usage, "prompt_tokens": sum(counts)}  # type: ignore[arg-type]
+    return usage
+
+
 def _steps(place: str, rollout: dict[str, object], file: Path) -> Iterator[Finding]:
     example = text_of(rollout.get("example_id"))
     for k, given in enumerate(list_of(rollout["trajectory"])):
@@ -164,8 +173,10 @@ def _steps(place: str, rollout: dict[str, object], file: Path) -> Iterator[Findi
             "agent_id": text_of(step.get("trajectory_id")),
             "reward": reward_of(found, rollout.get("reward")),
         }
-        usage = object_of(object_of(step.get("response")).get("usage"))
-        found.claims += usage_claims(usage)
+        if not found.remarks:
+            # of a step that was cut, the provider counted more tokens
+            usage = object_of(object_of(step.get("response")).get("usage"))
+            found.claims += usage_claims(usage)
         found.unread |= {
             f"trajectory.{name}": step[name]
             for name in ("advantage", "reward")

@@ -30,11 +30,11 @@ from trajkit.io.sources import Paths, SessionPrefix, paths_of
 from trajkit.io.tables import log_files, write_rows, write_tables, write_turns
 from trajkit.jobs.group_sessions import Log, Piece, SessionIndex
 from trajkit.jobs.outputs import Manifest, Write, atomic_writers, fingerprint
+from trajkit.learn.weights import By, add_weights
 from trajkit.pipeline.rows import Layout, linearize
 from trajkit.pipeline.suffix_layout import full_pieces, row_pieces
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.training.row_weights import By, add_weights
 from trajkit.turns.delta import compact, expand
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
 from trajkit.turns.table import locate

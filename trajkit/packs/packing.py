@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arguments import check_choice, chosen_int
+from trajkit._arguments import check_choice, chosen_int, chosen_names
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.buffers import pooled
 from trajkit._arrow.canonical import TableLike, as_table, canonical_rows, place
@@ -17,6 +17,7 @@ from trajkit._arrow.take import list_values, row_lengths, take_values
 from trajkit._streams.lockstep import Stream, batches_in, batches_of, is_stream
 from trajkit._streams.session_batches import concat, whole_sessions
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.learn.loss import Reduce
 from trajkit.packs import forest
 from trajkit.packs.bins import Bins, fill_bins
 from trajkit.packs.items import pack_items
@@ -31,7 +32,6 @@ from trajkit.packs.row_buffers import (
 )
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACKS
-from trajkit.training.loss import Reduce
 from trajkit.turns.calls import Ints, Longs
 from trajkit.turns.flat_buffers import Ragged, offsets_of, positions
 from trajkit.turns.validation import check_layout
@@ -71,9 +71,7 @@ class _Options:
                 "pack would be padded beyond it"
             )
         for argument in ("same", "columns"):
-            names = getattr(self, argument)
-            if isinstance(names, str) or not all(isinstance(n, str) for n in names):
-                raise SchemaError(f"{argument}={names!r}: expected a sequence of names")
+            chosen_names(argument, getattr(self, argument))
         for name in self.columns:
             if f"edge_{name}" in PACKS.names or list(self.columns).count(name) > 1:
                 raise SchemaError(
@@ -166,7 +164,7 @@ def pack(
         edges; their ``edge_weight`` is 0 unless they are trained.
     reduce : {"mean", "sum"}
         ``edge_weight`` is the row_weight divided by the row's trained tokens, or the
-        row_weight, as in `trajkit.training.reference_loss`.
+        row_weight, as in `trajkit.learn.reference_loss`.
 
     Returns
     -------

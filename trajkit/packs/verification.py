@@ -16,9 +16,9 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical, is_list
 from trajkit._arrow.take import list_values, take_values
 from trajkit.errors import SchemaError
+from trajkit.learn.loss import Reduce
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACK_VIOLATIONS, PACKS
-from trajkit.training.loss import Reduce
 from trajkit.turns.calls import Longs
 from trajkit.turns.flat_buffers import (
     FlatRows,

@@ -9,9 +9,9 @@ from trajkit._arrow.export import Column
 from trajkit._arrow.take import take_run
 from trajkit._kernel_names import numbers
 from trajkit.errors import SchemaError
+from trajkit.learn.rewards import final_rows, spread
 from trajkit.policies import Policy
 from trajkit.schema import ROWS, SEGMENT_KINDS
-from trajkit.training.rewards import final_rows, spread
 from trajkit.turns.calls import Calls, Records
 
 # columns in the order in which the kernel fills them (_native/fill/row_scalars.pxi)

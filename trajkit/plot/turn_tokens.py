@@ -14,10 +14,10 @@ from trajkit.analysis.colors import OUTPUTS, ROLES
 from trajkit.analysis.drift import classify_drift
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.errors import UnknownSessionError
-from trajkit.observations.attribution import SessionCalls
 from trajkit.pipeline.links import link
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
+from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.calls import read_calls
 from trajkit.turns.records import as_turns
 

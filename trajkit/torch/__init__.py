@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from trajkit.torch.datasets import PackDataset as PackDataset
     from trajkit.torch.datasets import RowDataset as RowDataset
     from trajkit.torch.datasets import pad_rows as pad_rows
-    from trajkit.torch.linear import carry_states as carry_states
     from trajkit.torch.logprobs import gather_logprobs as gather_logprobs
     from trajkit.torch.losses import nll_loss as nll_loss
     from trajkit.torch.losses import observation_loss as observation_loss
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
     from trajkit.torch.models import edge_logprobs as edge_logprobs
     from trajkit.torch.models import model_inputs as model_inputs
     from trajkit.torch.packs import Pack as Pack
+    from trajkit.torch.parallel import PackedModel as PackedModel
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "attention": "TreeAttention",
             "datasets": "PackDataset RowDataset pad_rows",
-            "linear": "carry_states",
             "logprobs": "gather_logprobs",
             "losses": "nll_loss observation_loss policy_loss",
             "masks": "cu_seqlens dense_mask flashmask_columns flex_block_mask "
@@ -43,5 +42,6 @@ else:
             "models": "carry_backward carry_logprobs check_model edge_logprobs "
             "model_inputs",
             "packs": "Pack",
+            "parallel": "PackedModel",
         },
     )

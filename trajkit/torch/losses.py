@@ -2,9 +2,10 @@
 
 Each function returns one sum. Sums over the packs of a step add up; divide by what the
 loss is a mean of, such as the number of rollouts in the step. What
-`trajkit.training.reference_loss` gives for the rows is what these give for their packs.
+`trajkit.learn.reference_loss` gives for the rows is what these give for their packs.
 """
 
+import math
 from typing import Literal, TypeAlias
 
 import torch
@@ -54,7 +55,8 @@ def policy_loss(
     Raises
     ------
     InvalidTurnsError
-        An edge with a weight has no recorded logprob, and ``old_logprobs`` is missing.
+        An edge with a weight has an advantage or a logprob of the behaviour policy that
+        is null, NaN or infinite. An edge with a weight of 0 may have any.
     LayoutError
         ``logprobs`` is not one value for each edge; or a ratio of sequences is asked for
         a part of a tree that was cut.
@@ -66,15 +68,20 @@ def policy_loss(
             "ratio='sequence' needs all edges of a row in one pack, and a tree of this "
             "pack continues in another one: pack with oversize='repeat'"
         )
+    used = _used(pack, pack.edge_weight, "row_weight")
+    _check_finite(pack, pack.column(advantage), used, advantage)
     if old_logprobs is None:
-        _check_recorded(pack)
+        _check_finite(pack, pack.edge_logprob, used, "logprob")
         old_logprobs = pack.edge_logprob
+    else:
+        _check_finite(pack, old_logprobs, used, "old logprob")
     old, weight, value = (
         x.to(logprobs) for x in (old_logprobs, pack.edge_weight, pack.column(advantage))
     )
-    used = weight != 0
-    # An edge without a weight has no part in the loss, whatever its logprob.
-    difference = torch.where(used, logprobs - old.nan_to_num(), 0.0)
+    used = used.to(logprobs.device)
+    # An edge without a weight has no part in the loss, whatever its values.
+    old, value = (torch.where(used, x, 0.0) for x in (old, value))
+    difference = torch.where(used, logprobs - old, 0.0)
     if ratio == "sequence":
         difference = _row_means(difference, used, pack.edge_row.to(logprobs.device))
     ratios = difference.exp()
@@ -85,15 +92,29 @@ def policy_loss(
     return -(weight * torch.where(used, gain, 0.0)).sum()
 
 
-def _check_recorded(pack: Pack) -> None:
-    missing = torch.isnan(pack.edge_logprob) & (pack.edge_weight != 0)
-    if bool(missing.any()):
-        edge = int(missing.nonzero()[0])
-        raise InvalidTurnsError(
-            f"edge {edge} (row {int(pack.edge_row[edge])}, position "
-            f"{int(pack.edge_position[edge])}) is trained and has no logprob: the ratio "
-            "needs what the engine gave"
-        )
+def _used(pack: Pack, weight: Tensor, name: str) -> Tensor:
+    """The edges that a loss counts, after a check of what it weighs them with."""
+    everywhere = torch.ones_like(weight, dtype=torch.bool)
+    _check_finite(pack, weight, everywhere, name)
+    return weight != 0
+
+
+def _check_finite(pack: Pack, values: Tensor, used: Tensor, name: str) -> None:
+    """Raise if a value of a used edge would make the loss NaN or infinite."""
+    bad = ~torch.isfinite(values) & used.to(values.device)
+    if not bool(bad.any()):
+        return
+    edge = int(bad.nonzero()[0])
+    value = float(values[edge])
+    rows = pack.edge_row[bad.to(pack.edge_row.device)].unique().tolist()
+    listed = ", ".join(map(str, rows[:10])) + (" ..." if len(rows) > 10 else "")
+    raise InvalidTurnsError(
+        f"{name} is {'null or NaN' if math.isnan(value) else value} for {len(rows)} of "
+        f"the pack's rows ({listed}), first at edge {edge} (row "
+        f"{int(pack.edge_row[edge])}, position {int(pack.edge_position[edge])}): the "
+        "loss and every gradient would be NaN or infinite. Give these rows a number, "
+        "or leave them out before packing"
+    )
 
 
 def _row_means(values: Tensor, used: Tensor, row: Tensor) -> Tensor:
@@ -113,9 +134,14 @@ def nll_loss(logprobs: Tensor, pack: Pack) -> Tensor:
     logprobs : float tensor, shape (n_edges,)
         As `gather_logprobs` gives them.
     pack : Pack
+
+    Raises
+    ------
+    InvalidTurnsError
+        A weight is null, NaN or infinite.
     """
     _check_length(logprobs, pack)
-    return -(pack.edge_weight.to(logprobs) * logprobs).sum()
+    return _weighed(logprobs, pack, pack.edge_weight, "row_weight")
 
 
 def observation_loss(
@@ -131,9 +157,20 @@ def observation_loss(
         With a column of observation weights, ``v``.
     weight : str
         The column that holds them.
+
+    Raises
+    ------
+    InvalidTurnsError
+        A weight is null, NaN or infinite.
     """
     _check_length(logprobs, pack)
-    return -(pack.column(weight).to(logprobs) * logprobs).sum()
+    return _weighed(logprobs, pack, pack.column(weight), weight)
+
+
+def _weighed(logprobs: Tensor, pack: Pack, weight: Tensor, name: str) -> Tensor:
+    used = _used(pack, weight, name).to(logprobs.device)
+    # An edge without a weight has no part in the loss, whatever its logprob.
+    return -torch.where(used, weight.to(logprobs) * logprobs, 0.0).sum()
 
 
 def _check_length(logprobs: Tensor, pack: Pack) -> None:

@@ -21,6 +21,8 @@ from trajkit.errors import LayoutError
 Ints: TypeAlias = npt.NDArray[np.integer]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Window: TypeAlias = int | MaskMod | None
+"""What a layer attends of a row: the last tokens, by a function of positions, or all."""
 
 BLOCK = 128
 """Tokens a side of a block of a `BlockMask`; the fastest that was measured."""
@@ -99,16 +101,17 @@ def dense_mask(
 
 
 def pair_mask(
-    query: TokenRanges, key: TokenRanges, device: torch.device, window: int | None
+    query: TokenRanges, key: TokenRanges, device: torch.device, window: Window
 ) -> Tensor:
     """As `dense_mask`, of queries against keys, each in an order of its own."""
     mask_mod = _mask_mod(query, key, device, window)
     q, kv = (torch.arange(len(side.enter), device=device) for side in (query, key))
-    return mask_mod(q, q, q[:, None], kv[None, :])[None, None]
+    zero = q.new_zeros(())
+    return mask_mod(zero, zero, q[:, None], kv[None, :])[None, None]
 
 
 def _mask_mod(
-    query: TokenRanges, key: TokenRanges, device: torch.device, window: int | None
+    query: TokenRanges, key: TokenRanges, device: torch.device, window: Window
 ) -> MaskMod:
     """The mask of a pair of indices, as FlexAttention compiles it."""
     end = _int32(key.end, device)
@@ -126,6 +129,13 @@ def _mask_mod(
     if window is None:
         return tree
     depth_q, depth_k = (_int32(side.position, device) for side in (query, key))
+    if callable(window):
+        seen = window
+
+        def inside(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return tree(b, h, q, kv) & seen(b, h, depth_q[q], depth_k[kv])
+
+        return inside
 
     def near(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return tree(b, h, q, kv) & (depth_q[q] - depth_k[kv] < window)
@@ -178,7 +188,7 @@ def block_mask(
     query: TokenRanges,
     key: TokenRanges,
     device: torch.device,
-    window: int | None = None,
+    window: Window = None,
     block_size: int = BLOCK,
 ) -> BlockMask:
     """The `BlockMask` of queries against keys, each in an order of its own.
@@ -209,14 +219,16 @@ def block_mask(
 
 
 def _blocks(
-    query: TokenRanges, key: TokenRanges, window: int | None, block_size: int
+    query: TokenRanges, key: TokenRanges, window: Window, block_size: int
 ) -> tuple[Bools, Bools]:
     """Blocks with a pair that may attend, and blocks in which every pair does."""
     first, last = (f(query.enter, block_size)[:, None] for f in (_least, _greatest))
     low, high = (f(key.enter, block_size)[None, :] for f in (_least, _greatest))
     visited = (low <= last) & (first < _greatest(key.end, block_size)[None, :])
     full = (high <= first) & (last < _least(key.end, block_size)[None, :])
-    if window is not None:
+    if callable(window):
+        full[:] = False
+    elif window is not None:
         near = _least(query.position, block_size)[:, None] - _greatest(
             key.position, block_size
         )
@@ -275,7 +287,8 @@ def cu_seqlens(subtree_end: Tensor) -> Tensor:
             token = start + int(bent[0])
             raise LayoutError(
                 f"token {token}: the tree of tokens {start} to {stop} branches after "
-                f"it (subtree_end {end[token]}), which cu_seqlens cannot express: use "
+                f"it (subtree_end {end[token]}), which one cu_seqlens cannot express: "
+                "use trajkit.packs.varlen, which gives two and the keys to gather, "
                 "flex_block_mask, or packs with layout='rows'"
             )
         bounds.append(stop)

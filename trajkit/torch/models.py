@@ -1,38 +1,59 @@
-"""Which models train correctly on tree packs, and a pack as a model's inputs."""
+"""A pack as a model's inputs, and the logprobs that the model gives its edges."""
 
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from transformers import PreTrainedModel
 
 from trajkit.errors import LayoutError, UnsupportedModelError
-from trajkit.torch.attention import ATTENTION, Kernel, TreeAttention
+from trajkit.torch.attention import Kernel, TreeAttention, tensor_masks
 from trajkit.torch.carried import CarriedStates, States
-from trajkit.torch.linear import carries_states, uncarried
+from trajkit.torch.checks import (
+    Check,
+    check_known,
+    check_lengths,
+    chooses_tokens,
+    layers_of,
+    try_model,
+)
 from trajkit.torch.logprobs import gather_logprobs
 from trajkit.torch.packs import Pack
-
-# Layers that carry a state, or gather neighbours, along the layout of the pack.
-_RECURRENT = re.compile(
-    "Mamba|SSM|DeltaNet|LinearAttention|LightningAttention|Recurrent|RgLru|Rwkv"
-    "|Retention|ShortConv|Indexer"
-)
-_MULTI_TOKEN = re.compile(r"(^|[._])(mtp|nextn)([._]|$)|multi_?token", re.IGNORECASE)
-_ROPE_OF_LENGTH = ("dynamic", "longrope")
-_DROPOUT = re.compile("(^|_)(dropout|dropout_p|pdrop|layerdrop)($|_prob$)")
+from trajkit.torch.states import follows
 
 
-def check_model(model: PreTrainedModel) -> None:
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The arguments of `edge_logprobs` and of those who call it for several packs."""
+
+    kernel: Kernel = "masked"
+    kernel_options: dict[str, Any] | None = None
+    temperature: float = 1.0
+    chunk_size: int = 2048
+    check: Check = "once"
+    local: bool = False
+
+
+def check_model(model: torch.nn.Module, *, check: Check = "once") -> None:
     """Checks that a model gives the tokens of a tree what it gives those of its rows.
+
+    First it looks for what is known to be wrong. Then it makes a trial: a small tree of
+    three branches, longer than the windows of the model, as a pack and as rows through
+    the model's own forward with its own attention, and compares the logprobs. The trial
+    changes no weight, gradient, flag or random state.
 
     Parameters
     ----------
     model : PreTrainedModel
-        A causal language model of transformers.
+        A causal language model of transformers, or one compiled or with adapters (PEFT).
+    check : {"always", "once", "never"}
+        When to make the trial. "once": unless a model of the same classes, code and
+        configuration has passed it in this process. A model on the meta device is not
+        tried.
 
     Raises
     ------
@@ -41,12 +62,10 @@ def check_model(model: PreTrainedModel) -> None:
 
         - an attention that is not ``"trajkit"``: flash attention cannot express the
           mask, and others would derive one from the positions;
-        - layers other than full and sliding attention (linear attention, Mamba, short
-          convolutions, sparse attention): their state runs on through other branches.
-          `carry_states` makes those of Qwen3-Next follow the tree;
+        - layers with a state that cannot start at a branch (Mamba 1, lightning attention);
         - heads that predict several tokens ahead, along the layout of the pack;
-        - RoPE whose frequencies depend on the longest position of the batch;
-        - dropout in training mode.
+        - dropout, or other random numbers, in training mode;
+        - logprobs of a tree that are not those of its rows.
 
     Notes
     -----
@@ -54,130 +73,114 @@ def check_model(model: PreTrainedModel) -> None:
     rows count a shared token in every row. They are no part of the logprobs; leave
     ``output_router_logits`` off, or accept another weighting.
     """
-    name = type(model).__name__
-    linear = any(carries_states(module) for module in model.modules())
-    allowed = {"full_attention", "sliding_attention"}
-    if linear:
-        allowed.add("linear_attention")
-    for config in _configs(model.config):
-        _check_config(name, config, allowed)
-    if not (model._supports_attention_backend or linear):
-        raise UnsupportedModelError(
-            f"{name} does not hand keyword arguments to its attention layers "
-            "(_supports_attention_backend is false): the tree would not reach them"
-        )
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} has an encoder: packs are for decoders")
-    for path, module in uncarried(model):
-        kind = type(module).__name__
-        if _RECURRENT.search(kind) or isinstance(module, torch.nn.Conv1d):
-            raise UnsupportedModelError(
-                f"{name}: {path} ({kind}) mixes tokens along the pack and not along a "
-                "row, so branches would leak into each other: train on padded or "
-                "varlen rows"
-            )
-        if _MULTI_TOKEN.search(path) or _MULTI_TOKEN.search(kind):
-            raise UnsupportedModelError(
-                f"{name}: {path} ({kind}) predicts several tokens ahead, which are not "
-                "the next tokens of a pack: remove these layers or train on rows"
-            )
-
-
-def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """The configuration and that of the text model in a model of several parts."""
-    yield config
-    text = config.get_text_config(decoder=True)
-    if text is not config:
-        yield text
-
-
-def _check_config(name: str, config: PreTrainedConfig, allowed: set[str]) -> None:
-    used = config._attn_implementation
-    if used != ATTENTION:
-        raise UnsupportedModelError(
-            f"{name} runs attention {used!r}, which does not read the tree of a pack: "
-            f"call model.set_attn_implementation({ATTENTION!r})"
-        )
-    types = {*(getattr(config, "layer_types", None) or ())}
-    if types - allowed:
-        raise UnsupportedModelError(
-            f"{name} has layers of {sorted(types - allowed)}, which mix tokens along the "
-            "pack and not along a row, so branches would leak into each other: train on "
-            "padded or varlen rows, or for Qwen3-Next call trajkit.torch.carry_states"
-        )
-    for kind in _rope_types(config):
-        if kind in _ROPE_OF_LENGTH:
-            raise UnsupportedModelError(
-                f"{name} uses {kind} RoPE, whose frequencies depend on the longest "
-                "position of a batch and so on what a pack holds: configure a fixed "
-                "factor (yarn, linear)"
-            )
-
-
-def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
-    """The kinds of RoPE, of all layer types."""
-    given = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in given.values() if isinstance(value, dict)]
-    for parameters in nested or [given]:
-        yield parameters.get("rope_type", "default")
-
-
-def _check_dropout(model: PreTrainedModel) -> None:
-    config = model.config.get_text_config(decoder=True)
-    for key, value in config.to_dict().items():
-        if _DROPOUT.search(key) and isinstance(value, float) and value > 0:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has {key}={value} in training mode: rows that "
-                "share a token would share what it drops. Set it to 0"
-            )
+    _ready(model, _Options(check=check, local=True))
 
 
 def model_inputs(
-    model: PreTrainedModel,
+    model: torch.nn.Module,
     pack: Pack,
     *,
     kernel: Kernel = "masked",
     kernel_options: dict[str, Any] | None = None,
+    check: Check = "once",
+    local: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments with which a model runs on a pack.
 
     Parameters
     ----------
     model : PreTrainedModel
-        Loaded with ``attn_implementation="trajkit"``. `check_model` looks at it.
+        Loaded with ``attn_implementation="trajkit"``; also compiled, or with adapters.
     pack : Pack
         Its masks are built on the CPU, so pass the pack as the dataset gives it.
     kernel, kernel_options
         As for `TreeAttention`.
+    check
+        As for `check_model`, which looks at the model.
+    local : bool
+        Gradients stay on this rank, or the caller reduces them. Without it a model that
+        several ranks train must be in a wrapper: see `PackedModel`.
 
     Returns
     -------
     dict
-        ``input_ids`` and ``position_ids`` of shape (1, n_tokens) on the model's device,
-        ``tree`` and ``use_cache=False``.
+        ``input_ids``, ``attention_mask`` (all true) and ``position_ids`` of shape
+        (1, n_tokens) on the model's device, ``tree`` and ``use_cache=False``.
 
     Raises
     ------
     UnsupportedModelError
-        As for `check_model`.
+        As for `check_model`; or RoPE has frequencies of the longest row, and a row of
+        the pack is long enough to change them.
     LayoutError
-        A tree of the pack continues in another pack.
+        A tree of the pack continues in another pack; or several ranks run, and the model
+        is not in a wrapper.
     """
-    return _inputs(model, pack, None, _Options(kernel, kernel_options))
+    options = _Options(kernel, kernel_options, check=check, local=local)
+    return _inputs(_ready(model, options), pack, None, options)
+
+
+def _ready(model: torch.nn.Module, options: _Options) -> PreTrainedModel:
+    """The transformers model in ``model``, after all checks."""
+    causal = check_known(model)
+    if not (options.local or isinstance(causal, FSDPModule)):
+        check_single_rank()
+    tried = replace(
+        options, temperature=1.0, chunk_size=2048, check="never", local=True
+    )
+    _inside(causal, lambda: try_model(model, options.check, _tried, tried))
+    return causal
+
+
+def check_single_rank() -> None:
+    """Raise if other ranks train the model, too."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    n = distributed.get_world_size()
+    if n > 1:
+        raise LayoutError(
+            f"{n} ranks run, and nothing would average their gradients: wrap "
+            "trajkit.torch.PackedModel(model) in DistributedDataParallel, fully_shard or "
+            "a trainer and call it with a pack, or pass local=True if you reduce "
+            "gradients by yourself"
+        )
+
+
+def _inside(model: PreTrainedModel, function: Callable[[], Any]) -> Any:
+    """Calls a function as a forward of the model, so that FSDP2 gathers its weights."""
+    if not isinstance(model, FSDPModule):
+        return function()
+    if "trajkit_forward" not in vars(model):
+        model.trajkit_forward = _call
+        register_fsdp_forward_method(model, "trajkit_forward")
+    return model.trajkit_forward(function)
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    return function()
 
 
 def _inputs(
     model: PreTrainedModel,
     pack: Pack,
     carried: CarriedStates | None,
-    options: "_Options",
+    options: _Options,
 ) -> dict[str, Any]:
-    check_model(model)
-    if model.training:
-        _check_dropout(model)
-    device = model.get_input_embeddings().weight.device
+    check_lengths(model, 1 + int(pack.position_ids.max()))
+    embeddings = model.get_input_embeddings()
+    device = embeddings.weight.device
+    ids = pack.input_ids[None].to(device)
+    unused = getattr(embeddings, "padding_idx", None)
+    if unused is not None:
+        # The embedding of padding is zero, where norms of some models have no gradient.
+        alone = pack.subtree_end == torch.arange(1, 1 + len(pack.subtree_end))
+        padding = (alone & (pack.position_ids == 0)).to(device) & (ids == unused)
+        ids = torch.where(padding, (unused + 1) % len(embeddings.weight), ids)
     return {
-        "input_ids": pack.input_ids[None].to(device),
+        "input_ids": ids,
+        # without it, models guess packed rows from positions that go back
+        "attention_mask": torch.ones_like(ids, dtype=torch.bool),
         "position_ids": pack.position_ids[None].to(device),
         "tree": TreeAttention(
             pack, device, options.kernel, options.kernel_options, carried
@@ -187,19 +190,24 @@ def _inputs(
 
 
 def edge_logprobs(
-    model: PreTrainedModel,
+    model: torch.nn.Module,
     pack: Pack,
     *,
     temperature: float = 1.0,
     chunk_size: int = 2048,
     kernel: Kernel = "masked",
     kernel_options: dict[str, Any] | None = None,
+    check: Check = "once",
+    local: bool = False,
 ) -> Tensor:
     """The logprob that a model gives the target of each edge of a pack.
 
+    Logits are what the model's own forward makes of its last hidden states, with soft
+    caps and scales.
+
     Parameters
     ----------
-    model, pack, kernel, kernel_options
+    model, pack, kernel, kernel_options, check, local
         As for `model_inputs`.
     temperature, chunk_size
         As for `gather_logprobs`.
@@ -210,36 +218,31 @@ def edge_logprobs(
 
     Raises
     ------
-    UnsupportedModelError
-        As for `check_model`; or the model changes its logits after the output
-        projection (soft caps, scales), which `gather_logprobs` must then be given.
-    LayoutError
-        A tree of the pack continues in another pack: see `carry_backward`.
+    UnsupportedModelError, LayoutError
+        As for `model_inputs`; for a part of a tree see `carry_backward`.
     """
-    options = _Options(kernel, kernel_options, temperature, chunk_size)
+    options = _Options(kernel, kernel_options, temperature, chunk_size, check, local)
+    causal = _ready(model, options)
+    found: Tensor = _inside(causal, lambda: _logprobs(causal, pack, None, options))
+    return found
+
+
+def _tried(model: PreTrainedModel, pack: Pack, options: _Options) -> Tensor:
+    """As `edge_logprobs`, for a trial."""
     return _logprobs(model, pack, None, options)
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """The arguments of `edge_logprobs` and of those who call it for several packs."""
-
-    kernel: Kernel
-    kernel_options: dict[str, Any] | None
-    temperature: float = 1.0
-    chunk_size: int = 2048
-
-
-def _hidden(
+def _outputs(
     model: PreTrainedModel,
     pack: Pack,
     carried: CarriedStates | None,
     options: _Options,
-) -> Tensor:
-    """The last hidden states of a pack."""
+) -> Any:
+    """What the layers of a model give for a pack."""
     inputs = _inputs(model, pack, carried, options)
-    hidden: Tensor = model.base_model(**inputs).last_hidden_state
-    return hidden
+    chooses = chooses_tokens(model)
+    with tensor_masks(inputs["tree"]) if chooses else contextlib.nullcontext():
+        return layers_of(model)(**inputs)
 
 
 def _logprobs(
@@ -249,10 +252,26 @@ def _logprobs(
     options: _Options,
 ) -> Tensor:
     """As `edge_logprobs`."""
-    head = _output_head(model)
-    hidden = _hidden(model, pack, carried, options)
+    outputs = _outputs(model, pack, carried, options)
+    kind = type(outputs)
+
+    def head(states: Tensor) -> Tensor:
+        """The model's forward after its layers, whatever it does there."""
+        layers = layers_of(model)
+        before = vars(layers).get("forward")
+        layers.forward = lambda *args, **kwargs: kind(last_hidden_state=states[None])
+        try:
+            # not the call: hooks of the model run once, for the pack
+            none = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
+            logits: Tensor = model.forward(input_ids=none, use_cache=False).logits[0]
+        finally:
+            del layers.forward
+            if before is not None:
+                layers.forward = before
+        return logits
+
     return gather_logprobs(
-        hidden,
+        outputs.last_hidden_state,
         head,
         pack,
         temperature=options.temperature,
@@ -261,13 +280,15 @@ def _logprobs(
 
 
 def carry_logprobs(
-    model: PreTrainedModel,
+    model: torch.nn.Module,
     parts: Sequence[Pack],
     *,
     temperature: float = 1.0,
     chunk_size: int = 2048,
     kernel: Kernel = "masked",
     kernel_options: dict[str, Any] | None = None,
+    check: Check = "once",
+    local: bool = False,
 ) -> list[Tensor]:
     """As `edge_logprobs`, without gradients, for the packs of a tree in several packs.
 
@@ -276,7 +297,7 @@ def carry_logprobs(
 
     Parameters
     ----------
-    model, temperature, chunk_size, kernel, kernel_options
+    model, temperature, chunk_size, kernel, kernel_options, check, local
         As for `edge_logprobs`.
     parts : sequence of Pack
         The packs of one list of `PackDataset.parts`, in order.
@@ -288,25 +309,26 @@ def carry_logprobs(
     Raises
     ------
     UnsupportedModelError
-        As for `edge_logprobs`; or the model has linear attention, whose state would have
-        to be carried as well; or it runs a layer twice.
+        As for `edge_logprobs`; or the model has layers with a state, which would have to
+        be carried as well; or layers that choose tokens; or it runs a layer twice.
     LayoutError
         The packs are not all parts of one tree, in order.
     """
-    _check_parts(model, parts)
-    options = _Options(kernel, kernel_options, temperature, chunk_size)
+    options = _Options(kernel, kernel_options, temperature, chunk_size, check, local)
+    causal = _ready(model, options)
+    _check_parts(causal, parts)
     found = []
     states: States = {}
     with torch.no_grad():
         for pack in parts:
             carried = CarriedStates(pack, states)
-            found.append(_logprobs(model, pack, carried, options))
+            found.append(_logprobs(causal, pack, carried, options))
             states = carried.handed
     return found
 
 
 def carry_backward(
-    model: PreTrainedModel,
+    model: torch.nn.Module,
     parts: Sequence[Pack],
     loss: Callable[[Tensor, Pack], Tensor],
     *,
@@ -314,6 +336,8 @@ def carry_backward(
     chunk_size: int = 2048,
     kernel: Kernel = "masked",
     kernel_options: dict[str, Any] | None = None,
+    check: Check = "once",
+    local: bool = False,
 ) -> Tensor:
     """Forward and backward of a tree in several packs, with one pack in memory at a time.
 
@@ -325,7 +349,7 @@ def carry_backward(
 
     Parameters
     ----------
-    model, temperature, chunk_size, kernel, kernel_options
+    model, temperature, chunk_size, kernel, kernel_options, check, local
         As for `edge_logprobs`. Gradients are added to ``grad`` of its parameters.
     parts : sequence of Pack
         The packs of one list of `PackDataset.parts`, in order.
@@ -349,19 +373,20 @@ def carry_backward(
     each cut. This is the schedule of "redundancy-free tree partitioning" (Tree Training,
     arXiv:2511.00413) and of DTA (arXiv:2602.00482), over the cuts of `trajkit.pack`.
     """
-    _check_parts(model, parts)
-    options = _Options(kernel, kernel_options, temperature, chunk_size)
+    options = _Options(kernel, kernel_options, temperature, chunk_size, check, local)
+    causal = _ready(model, options)
+    _check_parts(causal, parts)
     prefixes: list[States] = [{}]
     with torch.no_grad():
         for pack in parts[:-1]:
             carried = CarriedStates(pack, prefixes[-1])
-            _hidden(model, pack, carried, options)
+            _outputs(causal, pack, carried, options)
             prefixes.append(carried.handed)
     values = []
     gradients: States = {}
     for pack in reversed(parts):
         carried = CarriedStates(pack, prefixes.pop(), gradients)
-        value = loss(_logprobs(model, pack, carried, options), pack)
+        value = loss(_logprobs(causal, pack, carried, options), pack)
         value.backward()
         values.append(value.detach())
         gradients = carried.prefix_gradients()
@@ -379,21 +404,9 @@ def _check_parts(model: PreTrainedModel, parts: Sequence[Pack]) -> None:
                 f"{len(one)} are handed to it: pass the packs of one list of "
                 "PackDataset.parts(), all of them and in order"
             )
-    if len(parts) > 1 and any(carries_states(module) for module in model.modules()):
+    carried = any(follows(module) for module in model.modules())
+    if len(parts) > 1 and (carried or chooses_tokens(model)):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has linear attention, whose state is not carried from "
-            "pack to pack: pack with oversize='repeat'"
+            f"{type(model).__name__} has layers with a state, or that choose tokens, and "
+            "these are not carried from pack to pack: pack with oversize='repeat'"
         )
-
-
-def _output_head(model: PreTrainedModel) -> torch.nn.Module:
-    config = model.config.get_text_config(decoder=True)
-    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, key, None) not in (None, 1, 1.0):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} applies {key} to its logits: call "
-                "gather_logprobs with a function that does so too"
-            )
-    # transformers does not annotate it
-    head: torch.nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return head

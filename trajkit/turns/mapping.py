@@ -63,9 +63,9 @@ class Route:
                 return "/".join(map(str, values))
         return None
 
-    def first_keys(self) -> Iterator[_Keys]:
-        """The keys of each path that begins at the record."""
-        return (part.keys for parts in self.ways for part in parts if not part.outer)
+    def parts(self) -> Iterator[Part]:
+        """All of its paths."""
+        return (part for parts in self.ways for part in parts)
 
 
 def route(text: object) -> Route:
@@ -102,7 +102,7 @@ class Map:
 
         Keys that no path begins with stay.
         """
-        used = {keys[0] for one in self.fields.values() for keys in one.first_keys()}
+        used = {part.keys[0] for one in self.fields.values() for part in one.parts()}
         kept = {name: value for name, value in record.items() if name not in used}
         for name, one in self.fields.items():
             value = one.find(record, record)

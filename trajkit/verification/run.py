@@ -1,5 +1,7 @@
 """`verify`: compare rows with the turns they came from and list every violation."""
 
+from __future__ import annotations  # a signature shows the words below
+
 import math
 from collections.abc import Container, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -164,7 +166,7 @@ def judge_of(
     sessions: TableLike | None,
     max_row_tokens: int | None,
     weigh_by: WeighBy,
-) -> "Judge":
+) -> Judge:
     """Check the options of `verify`."""
     if max_row_tokens is not None:
         max_row_tokens = chosen_int("max_row_tokens", max_row_tokens, 1)
@@ -177,7 +179,7 @@ def judge_of(
     return Judge(chosen, max_row_tokens, facts, known, weigh_by)
 
 
-def _streamed(rows: Source, turns: Source, judge: "Judge") -> Iterator[pa.Table]:
+def _streamed(rows: Source, turns: Source, judge: Judge) -> Iterator[pa.Table]:
     beside = SessionCursor("rows", numbered(batches_of(rows)), "turns")
     for table in whole_sessions(batches_of(turns)):
         yield judge.found(beside.take(table), table)

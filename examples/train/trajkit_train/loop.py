@@ -16,8 +16,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import trajkit as tk
+from trajkit.learn import advantages
 from trajkit.torch import PackDataset, edge_logprobs, nll_loss, policy_loss
-from trajkit.training import advantages
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.engines.base import Engine

@@ -29,7 +29,7 @@ KEPT = 32
 
 UNMARKED_SECONDS = 60.0
 """How long after the delivery of its reply a request is an unmarked retry. Claude Code
-waits up to 38 seconds (spec: engines-and-clients 6.1)."""
+2.1.197 waits up to 38 seconds."""
 
 # the retry count of OpenAI's and Anthropic's clients
 _RETRY_HEADER = "x-stainless-retry-count"

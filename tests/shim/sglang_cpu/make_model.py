@@ -1,6 +1,6 @@
 """A Qwen3 of a million random parameters, for the tokenizer in the directory.
 
-python make_model.py DIRECTORY
+python make_model.py DIRECTORY [SEED]
 """
 
 import sys
@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 directory = sys.argv[1]
 tokenizer = AutoTokenizer.from_pretrained(directory)
-torch.manual_seed(0)
+torch.manual_seed(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
 config = Qwen3Config(
     # ids beyond the tokenizer's are in the table, as they are in real models
     vocab_size=(len(tokenizer) + 63) // 64 * 64,

@@ -1,0 +1,244 @@
+"""Faults in exporters, masks, losses and balance, and the tests that should catch them.
+
+    python -m tests.faults_export [WORD ...]
+
+Each fault is a change of one text in a copy of the package; a word picks the faults with it
+in their file or text. The program names those that no test catches, and ends with 1 if more
+than one of them is left.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+EXPORT = "tests/export"
+LEARN = "tests/learn"
+PACKS = "tests/training/test_packs_balance.py"
+
+FAULTS = [
+    # groups, repetitions, and the order of rows
+    ("export/_rows.py", 'key = own["session_id"], None', "key = None, None", EXPORT),
+    (
+        "export/_rows.py",
+        'return f"session {self.session_id}"',
+        "return self.session_id",
+        EXPORT,
+    ),
+    (
+        "export/_rows.py",
+        "members[group] += line == 0",
+        "members[group] += True",
+        EXPORT,
+    ),
+    ("export/_rows.py", "repetition=members[group] - 1", "repetition=0", EXPORT),
+    ("export/_rows.py", "np.flatnonzero(np.diff(session) < 0)", "()", EXPORT),
+    ("export/_rows.py", "        if group in seen:", "        if False:", EXPORT),
+    (
+        "export/_rows.py",
+        "if seen[group] != expected:",
+        "if seen[group] > expected:",
+        EXPORT,
+    ),
+    (
+        "export/slime.py",
+        "key=lambda each: checked[each[0]].group",
+        "key=lambda each: 0",
+        EXPORT,
+    ),
+    ("export/slime.py", "first_index + number", "first_index + row.line", EXPORT),
+    (
+        "export/areal.py",
+        "groups.setdefault(row.group, [])",
+        "groups.setdefault(row.line, [])",
+        EXPORT,
+    ),
+    ("export/trl.py", "first_group_id + row.group", "first_group_id", EXPORT),
+    (
+        "export/skyrl.py",
+        "{row.uid}_{row.repetition}",
+        "{row.uid}_{row.row_index}",
+        EXPORT,
+    ),
+    # masks and positions
+    ("export/_rows.py", "if first == 0:", "if first < 0:", EXPORT),
+    (
+        "export/_rows.py",
+        "not 0 < row.prompt_length <= first",
+        "not 0 < row.prompt_length",
+        EXPORT,
+    ),
+    (
+        "export/areal.py",
+        "np.flatnonzero(row.loss_mask)[-1]) + 1",
+        "np.flatnonzero(row.loss_mask)[-1]) + 2",
+        EXPORT,
+    ),
+    ("export/areal.py", "number, CONTEXT_VERSION)", "0, CONTEXT_VERSION)", EXPORT),
+    ("export/nemo_rl.py", '"tool" if start else "user"', '"assistant"', EXPORT),
+    (
+        "export/openrlhf.py",
+        "prepend=False, append=False",
+        "prepend=True, append=False",
+        EXPORT,
+    ),
+    ("export/tinker.py", "(gain * scale)[1:]", "(gain * scale)[:-1]", EXPORT),
+    ("export/tinker.py", "row.loss_mask[1:]", "row.loss_mask[:-1]", EXPORT),
+    (
+        "export/sft.py",
+        "np.where(row.loss_mask, row.input_ids, IGNORED)",
+        "row.input_ids",
+        EXPORT,
+    ),
+    (
+        "export/verl.py",
+        "scores[line, stop - 1] = reward",
+        "scores[line, -1] = reward",
+        EXPORT,
+    ),
+    (
+        "export/prime_rl.py",
+        "bounds = [*sizes[:-1], sum(sizes[-1:]) + n_padding]",
+        "bounds = [*sizes, n_padding]",
+        EXPORT,
+    ),
+    # payloads, versions and limits
+    (
+        "export/prime_rl.py",
+        "np.concatenate([experts, experts[-1:]])",
+        "np.concatenate([experts, experts[:1]])",
+        EXPORT,
+    ),
+    (
+        "export/prime_rl.py",
+        '"<u2" if every.max() > 255',
+        '"<u2" if every.max() > 2**16',
+        EXPORT,
+    ),
+    ("export/skyrl.py", "[own, *(k for k in ids if k != own)]", "ids", EXPORT),
+    (
+        "export/slime.py",
+        "[0, *accumulate(map(len, ids))]",
+        "[*accumulate(map(len, ids))]",
+        EXPORT,
+    ),
+    ("export/_rows.py", "if ids and row.input_ids[k] not in ids:", "if False:", EXPORT),
+    (
+        "export/_rows.py",
+        "len(row.input_ids) > max_tokens[1]",
+        "len(row.input_ids) > max_tokens[1] + 1",
+        EXPORT,
+    ),
+    (
+        "export/areal.py",
+        "if name is None and version is not None:",
+        "if name is None:",
+        EXPORT,
+    ),
+    (
+        "export/slime.py",
+        "return found[row.prompt_length :]",
+        "return found[: len(found) - row.prompt_length]",
+        EXPORT,
+    ),
+    # weights, advantages and losses
+    (
+        "export/_rows.py",
+        "factor = weighted.tokens / weighted.rollouts",
+        "factor = weighted.tokens",
+        EXPORT,
+    ),
+    (
+        "export/_rows.py",
+        "row.row_weight is None or not 0 <= row.row_weight",
+        "not 0 <= (row.row_weight or 0)",
+        EXPORT,
+    ),
+    (
+        "export/_rows.py",
+        "np.where(row.loss_mask, gain, 0.0)",
+        "np.broadcast_to(gain, row.loss_mask.shape)",
+        EXPORT,
+    ),
+    ("export/slime.py", "own[:] = 0.0  # equal", "pass  # equal", EXPORT),
+    ("learn/_checks.py", "top - bottom <= tolerance * size", "top == bottom", LEARN),
+    ("learn/_checks.py", "if not len(gains) or gains.any():", "if True:", LEARN),
+    (
+        "learn/baselines.py",
+        "(n - 1, 1)\n        base, known",
+        "(n, 1)\n        base, known",
+        LEARN,
+    ),
+    (
+        "learn/loss.py",
+        "fill_null(np.nan).to_numpy()",
+        "fill_null(0.0).to_numpy()",
+        LEARN,
+    ),
+    ("learn/loss.py", "np.flatnonzero(~np.isfinite(factor))[:1]", "()", LEARN),
+    ("learn/rewards.py", "np.maximum(n_trained[line], 1)", "1", LEARN),
+    ("learn/weights.py", "mask=mask_sum == 0", "mask=None", LEARN),
+    (
+        "learn/observations.py",
+        "covered = np.where(complete, _ALL, np.maximum(covered, seen))",
+        "covered = seen",
+        LEARN,
+    ),
+    ("packs/balancing.py", "size = ranks if equal_counts else 1", "size = 1", PACKS),
+]
+
+
+def caught(copy: Path, tests: str) -> bool:
+    """Whether the tests fail on the copy of the package."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    run = subprocess.run(
+        [*command, "-n", "0", tests],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy), "TRAJKIT_HYPOTHESIS": "quick"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode not in (0, 1):
+        sys.exit(
+            f"pytest ended with {run.returncode}:\n{run.stdout[-2000:]}{run.stderr}"
+        )
+    return run.returncode == 1
+
+
+def main() -> int:
+    chosen = [
+        fault
+        for fault in FAULTS
+        if all(any(word in text for text in fault[:2]) for word in sys.argv[1:])
+    ]
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        copy.mkdir()
+        for name in ("trajkit", "tests", "pyproject.toml", "shim", "examples"):
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, copy / name)
+            else:
+                shutil.copy(source, copy)
+        for name, text, fault, tests in chosen:
+            path = copy / "trajkit" / name
+            before = path.read_text("utf-8")
+            if before.count(text) != 1:
+                sys.exit(f"{name} has {before.count(text)} times: {text}")
+            path.write_text(before.replace(text, fault), "utf-8")
+            if not caught(copy, tests):
+                missed += 1
+                sys.stdout.write(f"MISSED {name}: {text} -> {fault}\n")
+                sys.stdout.flush()
+            path.write_text(before, "utf-8")
+    sys.stdout.write(f"{len(chosen) - missed} of {len(chosen)} faults are caught\n")
+    return int(missed > 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""Advantages follow their published formulas, over rollouts and never over rows."""
+
+import statistics
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.learn.test_row_weights import (
+    KEEPS_ALL,
+    joined,
+    toy_model,
+    with_logprobs,
+)
+from tests.strategies import runs
+from tests.tables import by_session, turns_table
+from trajkit.errors import ArgumentError
+
+REWARDS = st.none() | st.sampled_from([0.0, 1.0, 0.5, -2.0, 0.1, 1e6])
+
+
+def sessions_table(lines):
+    rewards, groups = zip(*lines, strict=True) if lines else ((), ())
+    return pa.table(
+        {
+            "session_id": [f"s{k}" for k in range(len(lines))],
+            "reward": pa.array(rewards, pa.float64()),
+            "group_id": pa.array(groups, pa.string()),
+        }
+    )
+
+
+def expected(lines, baseline, scale, epsilon, clip, drop_constant):
+    """Each advantage by the formulas of the docstring, one rollout at a time."""
+    gains = []
+    for k, (reward, group) in enumerate(lines):
+        others = [
+            r
+            for j, (r, g) in enumerate(lines)
+            if j != k and r is not None and g == group and g is not None
+        ]
+        everyone = [*others, reward]
+        if reward is None or (baseline == "leave_one_out" and not others):
+            gains.append(None)
+            continue
+        base = {
+            "none": 0.0,
+            "group_mean": sum(everyone) / len(everyone),
+            "leave_one_out": sum(others) / max(len(others), 1),
+        }[baseline]
+        same = bool(others) and len(set(everyone)) == 1
+        if same and baseline != "none":
+            base = reward
+        gain = reward - base
+        if (same and drop_constant) or (scale == "group_std" and not others):
+            gain = None
+        elif scale == "group_std":
+            std = statistics.stdev(everyone) + epsilon
+            gain = gain / std if std else 0.0
+        gains.append(gain)
+    known = [gain for gain in gains if gain is not None]
+    if scale == "batch_std":
+        mean = statistics.fmean(known) if known else 0.0
+        std = statistics.stdev(known) + epsilon if len(known) > 1 else None
+        gains = [
+            None if gain is None or std is None else (gain - mean) / std if std else 0.0
+            for gain in gains
+        ]
+    if clip is not None:
+        gains = [g if g is None else min(max(g, -clip), clip) for g in gains]
+    return gains
+
+
+@pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
+@pytest.mark.parametrize("scale", ["none", "group_std", "batch_std"])
+@pytest.mark.parametrize("baseline", ["none", "group_mean", "leave_one_out"])
+@given(
+    st.lists(st.tuples(REWARDS, st.sampled_from(["g", "h", None])), max_size=9),
+    st.sampled_from([1e-6, 1e-4, 0.5]),
+    st.none() | st.sampled_from([0.25, 2.0]),
+    st.booleans(),
+)
+def test_advantages_are_those_of_the_formulas(
+    baseline, scale, lines, epsilon, clip, drop_constant
+):
+    table = tk.learn.advantages(
+        sessions_table(lines),
+        baseline,
+        scale=scale,
+        epsilon=epsilon,
+        clip=clip,
+        drop_constant=drop_constant,
+    )
+    due = expected(lines, baseline, scale, epsilon, clip, drop_constant)
+    for gain, wanted in zip(table["advantage"].to_pylist(), due, strict=True):
+        assert (gain is None) == (wanted is None)
+        assert wanted is None or gain == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+def test_groups_of_equal_rewards_are_constant_and_can_be_dropped():
+    table = sessions_table(
+        [(1.0, "g"), (1.0, "g"), (0.0, "h"), (1.0, "h"), (2.0, None), (None, "g")]
+    )
+    kept = tk.learn.advantages(table, scale="group_std", epsilon=0.0)
+    assert kept["constant"].to_pylist() == [True, True, False, False, False, None]
+    assert kept["advantage"].to_pylist()[:2] == [0.0, 0.0]
+    dropped = tk.learn.advantages(table, drop_constant=True)
+    assert dropped["advantage"].to_pylist() == [None, None, -0.5, 0.5, 0.0, None]
+
+
+@pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
+def test_equal_rewards_that_do_not_add_up_exactly_are_constant():
+    """The mean of three times 0.1 is not 0.1 in floating point."""
+    given = sessions_table([(0.1, "g")] * 3)
+    for options in ({}, {"scale": "group_std", "epsilon": 0.0}):
+        table = tk.learn.advantages(given, **options)
+        assert table["constant"].to_pylist() == [True] * 3
+        assert table["advantage"].to_pylist() == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"scale": "std"}, "scale='std'"),
+        ({"epsilon": -1.0}, "epsilon=-1.0: expected"),
+        ({"epsilon": float("nan")}, "epsilon=nan: expected"),
+        ({"clip": 0.0}, "clip=0.0: expected"),
+        ({"clip": float("nan")}, "clip=nan: expected"),
+    ],
+)
+def test_options_outside_their_range_are_refused(options, match):
+    with pytest.raises(ArgumentError, match=match):
+        tk.learn.advantages(sessions_table([(1.0, "g")]), **options)
+
+
+@pytest.mark.parametrize("policy", KEEPS_ALL)
+@given(runs(max_sessions=2, max_turns=4))
+def test_constant_weights_sum_every_token_of_a_rollout(policy, turns):
+    """Dr. GRPO: the sum over the rollout's tokens divided by one constant."""
+    turns = with_logprobs(turns)
+    # Message routing places no turn with an empty list of messages.
+    turns = [{**t, "prompt_messages": t["prompt_messages"] or None} for t in turns]
+    table = turns_table(turns)
+    rewards = {name: 1.0 + k for k, name in enumerate(by_session(turns))}
+    rows = tk.linearize(table, tk.policy(policy, train_aborted=True), reward=rewards)
+    weighed = tk.add_weights(rows, "constant", constant=32)
+    scores = np.linspace(-1, 1, 11 * 64).reshape(11, 64)
+    each = [toy_model(ids, scores) for ids in weighed["input_ids"].to_pylist()]
+    loss = tk.learn.reference_loss(weighed, joined(each, scores), reduce="sum")
+    due = 0.0
+    for name, calls in by_session(turns).items():
+        for call in calls:
+            prompt = call["prompt_ids"]
+            now = toy_model([*prompt, *call["output_ids"]], scores)[len(prompt) :]
+            for new, old in zip(now, call["output_logprobs"], strict=True):
+                due -= rewards[name] * np.e ** (new - old) / 32
+    assert float(loss.rl_sum) == pytest.approx(due)
+
+
+@pytest.mark.parametrize(
+    ("by", "constant"),
+    [("constant", None), ("token", 3.0), ("constant", 0.0), ("constant", float("inf"))],
+)
+def test_constant_weights_need_a_finite_constant(by, constant):
+    rows = tk.linearize(
+        tk.from_records([{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}])
+    )
+    with pytest.raises(ArgumentError, match="constant="):
+        tk.add_weights(rows, by, constant=constant)

@@ -1,0 +1,535 @@
+"""Weights make the number of rows neutral; baselines count rollouts, not rows."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.golden_sessions import golden
+from tests.libraries import LIBRARIES, joined, tensor
+from tests.strategies import END, STARTS, runs
+from tests.tables import by_session, turns_table
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.schema import REPORT, SESSIONS
+
+KEEPS_ALL = ["faithful", "strict", "per_call", "skyrl", "graph"]
+"""Policies that train every sampled token once."""
+
+N_STATES = 11
+N_VOCABULARY = max(END, *STARTS.values()) + 1
+
+
+def with_logprobs(turns):
+    """The same turns, each output with logprobs, every turn trainable."""
+    return [
+        {
+            **turn,
+            "trainable": None,
+            "output_logprobs": [-0.25 * (1 + k % 5) for k in range(n)],
+        }
+        for turn in turns
+        for n in [len(turn["output_ids"])]
+    ]
+
+
+def toy_model(ids, scores):
+    """The logprob of each id after those before it: a softmax per state of a hash."""
+    places, states = [], []
+    state = 0
+    for token in ids:
+        states.append(state)
+        places.append(token)
+        state = (state * 7 + token + 1) % N_STATES
+    logits = scores[np.array(states, np.int64)]
+    chosen = logits[np.arange(len(ids)), np.array(places, np.int64)]
+    if isinstance(scores, np.ndarray):
+        return chosen - np.log(np.exp(logits).sum(axis=1))
+    return chosen - logits.logsumexp(dim=1)
+
+
+def loss_over_rows(rows, scores, reduce):
+    each = [toy_model(ids, scores) for ids in rows["input_ids"].to_pylist()]
+    return tk.learn.reference_loss(rows, joined(each, scores), reduce=reduce)
+
+
+def loss_over_rollouts(turns, rewards, scores):
+    """The mean over rollouts of the mean over their sampled tokens, call by call."""
+    losses = []
+    for name, calls in by_session(turns).items():
+        terms = []
+        for call in calls:
+            prompt = call["prompt_ids"]
+            now = toy_model([*prompt, *call["output_ids"]], scores)[len(prompt) :]
+            for new, old in zip(now, call["output_logprobs"], strict=True):
+                terms.append(-rewards[name] * np.e ** (new - old))
+        if terms:
+            losses.append(sum(terms) / len(terms))
+    return sum(losses) / max(len(losses), 1)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("policy", KEEPS_ALL)
+@given(runs(max_sessions=2, max_turns=4), st.randoms(use_true_random=False))
+def test_the_loss_over_rows_is_that_of_the_rollouts(policy, library, turns, random):
+    turns = with_logprobs(turns)
+    # a list of no messages is not placed by message routing, and trained by no row
+    turns = [{**t, "prompt_messages": t["prompt_messages"] or None} for t in turns]
+    rewards = {name: random.uniform(-2, 2) for name in by_session(turns)}
+    scores = tensor(
+        [[random.uniform(-1, 1) for _ in range(N_VOCABULARY)] for _ in range(N_STATES)],
+        library,
+    )
+    whole = tk.policy(policy, train_aborted=True)
+    rows = tk.linearize(turns_table(turns), whole, reward=rewards)
+    expected = pytest.approx(
+        float(loss_over_rollouts(turns, rewards, scores)), rel=1e-6, abs=1e-9
+    )
+    for by, reduce in (("token", "mean"), ("rollout", "sum")):
+        loss = loss_over_rows(tk.add_weights(rows, by), scores, reduce)
+        assert float(loss.total) == expected
+
+
+@given(runs(), st.sampled_from([*KEEPS_ALL, "slime", "trl"]))
+def test_weights_of_a_rollout_sum_to_one(turns, policy):
+    rows = tk.linearize(turns_table(turns), policy)
+    assert tk.add_weights(rows).equals(rows)
+    for by in ("token", "row", "rollout"):
+        weighed = tk.add_weights(rows, by)
+        sums = {}
+        for row in weighed.to_pylist():
+            n = sum(row["loss_mask"])
+            share = row["row_weight"]
+            if row["rollout_mask_sum"] == 0:
+                assert share is None
+                continue
+            assert (share == 0) == (n == 0)
+            sums.setdefault(row["session_id"], []).append(
+                share * n if by == "rollout" else share
+            )
+        assert [sum(shares) for shares in sums.values()] == pytest.approx(
+            [1.0] * len(sums)
+        )
+        assert tk.validate(weighed).equals(weighed)
+
+
+def test_weights_follow_the_rows_that_are_left():
+    rows = tk.linearize(forks(), "per_call")
+    assert rows["row_weight"].to_pylist() == [0.5, 0.25, 0.25]
+    weighed = tk.add_weights(rows.slice(1))
+    assert weighed["row_weight"].to_pylist() == [0.5, 0.5]
+    assert weighed["rollout_mask_sum"].to_pylist() == [2, 2]
+    assert tk.add_weights(rows.slice(0, 0)).num_rows == 0
+
+
+def forks(**extra):
+    """Three calls that have nothing in common, of 2, 1 and 1 sampled tokens."""
+    return tk.from_records(
+        {"session_id": "a", "prompt_ids": prompt, "output_ids": output, **extra}
+        for prompt, output in [([1], [5, 6]), ([2], [7]), ([3], [8])]
+    )
+
+
+def rewards_of(mode, rows, **options):
+    return tk.learn.spread_rewards(rows, mode, **options)["reward"].to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("copy", [3.0, 3.0, 3.0]),
+        ("uniform", [1.0, 1.0, 1.0]),
+        ("final_only", [0.0, 0.0, 3.0]),
+    ],
+)
+def test_reward_modes(mode, expected):
+    rows = tk.linearize(forks(), reward=3.0)
+    assert rewards_of(mode, rows) == expected
+    unscored = tk.linearize(forks(), reward=None)
+    assert rewards_of(mode, unscored) == [None] * 3
+
+
+def normalize_categories(rows, kinds):
+    place = rows.schema.get_field_index("segment_kind")
+    return rows.set_column(place, "segment_kind", kinds)
+
+
+def test_the_final_row_has_the_greatest_row_index_wherever_it_is():
+    rows = tk.linearize(forks(), "per_call", reward=3.0)
+    assert rewards_of("final_only", rows.take([2, 0, 1])) == [3.0, 0.0, 0.0]
+
+
+def test_final_only_goes_by_the_kind_of_a_segment_where_rows_have_one():
+    rows = tk.linearize(forks(), reward=3.0)
+    kinds = pa.array(["history_replaced", "final", "subagent"]).dictionary_encode()
+    assert rewards_of("final_only", normalize_categories(rows, kinds)) == [
+        0.0,
+        3.0,
+        0.0,
+    ]
+    nothing = pa.array(["history_replaced", None, "subagent"])
+    assert rewards_of("final_only", normalize_categories(rows, nothing)) == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in golden("segments_rewards")
+        if case.get("mode") in ("uniform", "copy", "final_only")
+        and all(s["source"] is not None for s in case["expected"]["samples"])
+    ],
+    ids=lambda case: str(case["mode"]),
+)
+def test_reward_modes_are_those_of_segments(case):
+    samples = case["expected"]["samples"]
+    turns = tk.from_records(
+        {"session_id": "a", "prompt_ids": [k], "output_ids": [5]}
+        for k in range(len(samples))
+    )
+    kinds = pa.array([case["kinds"][sample["source"]] for sample in samples])
+    rows = tk.linearize(turns, "per_call", reward=case["reward"])
+    rows = normalize_categories(rows, kinds)
+    assert rewards_of(case["mode"], rows) == [s["reward"] for s in samples]
+
+
+def turn_rewards(*values, session="a"):
+    return pa.table(
+        {
+            "session_id": pa.array([session] * len(values), pa.string()),
+            "turn_index": pa.array(range(len(values)), pa.int32()),
+            "reward": pa.array(values, pa.float64()),
+        }
+    )
+
+
+def test_a_row_has_the_rewards_of_the_turns_that_it_trains():
+    given = turn_rewards(1.0, 2.0, 4.0)
+    assert rewards_of("per_turn", tk.linearize(forks()), turn_rewards=given) == [
+        1.0,
+        2.0,
+        4.0,
+    ]
+    one = tk.linearize(forks().set_column(2, *growing_prompts()), "strict")
+    assert rewards_of("per_turn", one, turn_rewards=given) == [7.0]
+
+
+def growing_prompts():
+    lists = [[1], [1, 5, 6, 2], [1, 5, 6, 2, 7, 3]]
+    return "prompt_ids", pa.array(lists, pa.large_list(pa.int32()))
+
+
+def test_an_unscorable_turn_leaves_its_row_unscored():
+    given = turn_rewards(1.0, None, 4.0)
+    assert rewards_of("per_turn", tk.linearize(forks()), turn_rewards=given) == [
+        1.0,
+        None,
+        4.0,
+    ]
+
+
+def test_a_turn_that_rows_train_in_pieces_is_shared_out():
+    rows = tk.linearize(forks(), "per_call").slice(0, 1)
+    row = rows.to_pylist()[0]
+    span = row["spans"][0]
+    first = {
+        **row,
+        "loss_mask": [False, True, False],
+        "spans": [{**span, "stop": 2, "output_stop": 1}],
+    }
+    second = {
+        **row,
+        "row_index": 1,
+        "loss_mask": [False, False, True],
+        "spans": [{**span, "start": 2, "output_start": 1}],
+    }
+    pieces = pa.Table.from_pylist([first, second], rows.schema)
+    assert rewards_of("per_turn", pieces, turn_rewards=turn_rewards(3.0)) == [1.5, 1.5]
+
+
+@given(st.data(), runs(), st.sampled_from(KEEPS_ALL))
+def test_turn_rewards_add_up(data, turns, policy):
+    turns = with_logprobs(turns)
+    table = turns_table(
+        [{**t, "prompt_messages": t["prompt_messages"] or None} for t in turns]
+    )
+    values = data.draw(
+        st.lists(st.integers(-4, 4), min_size=len(table), max_size=len(table))
+    )
+    sampled = [len(ids) > 0 for ids in table["output_ids"].to_pylist()]
+    values = [v * s for v, s in zip(values, sampled, strict=True)]
+    given = table.select(["session_id", "turn_index"]).append_column(
+        "reward", pa.array(values, pa.float64())
+    )
+    rows = tk.linearize(table, tk.policy(policy, train_aborted=True))
+    rows = tk.learn.spread_rewards(rows, "per_turn", turn_rewards=given)
+    for name in by_session(turns):
+        mine = [r["reward"] for r in rows.to_pylist() if r["session_id"] == name]
+        theirs = [r["reward"] for r in given.to_pylist() if r["session_id"] == name]
+        assert sum(mine) == pytest.approx(sum(theirs))
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        pytest.param(turn_rewards(1.0), "row 1: trains turn 1", id="a turn without"),
+        pytest.param(
+            turn_rewards(1.0, 1.0, 1.0, 2.0),
+            r"turn 3: reward 2\.0, but no row",
+            id="a turn that no row trains",
+        ),
+        pytest.param(turn_rewards(1.0, float("nan"), 1.0), "finite", id="not a number"),
+        pytest.param(
+            pa.concat_tables([turn_rewards(1.0)] * 2), "turn 0: 2 lines", id="twice"
+        ),
+    ],
+)
+def test_turn_rewards_that_are_refused(given, match):
+    with pytest.raises(InvalidTurnsError, match=match):
+        rewards_of("per_turn", tk.linearize(forks()), turn_rewards=given)
+
+
+def test_turn_rewards_of_other_sessions_and_zeros_are_no_fault():
+    given = pa.concat_tables(
+        [
+            turn_rewards(1.0, 2.0, 4.0, 0.0),
+            turn_rewards(1.0, session="b"),
+        ]
+    )
+    rows = tk.linearize(forks())
+    assert rewards_of("per_turn", rows, turn_rewards=given) == [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        pytest.param(lambda r: tk.add_weights(r, "turn"), "weigh_by='turn'", id="by"),
+        pytest.param(
+            lambda r: tk.learn.spread_rewards(r, "half"), "mode='half'", id="mode"
+        ),
+        pytest.param(
+            lambda r: tk.learn.spread_rewards(r, "per_turn"),
+            "not given",
+            id="no rewards",
+        ),
+        pytest.param(
+            lambda r: tk.learn.spread_rewards(r, turn_rewards=turn_rewards()),
+            "mode='copy' with turn_rewards given",
+            id="rewards of another mode",
+        ),
+        pytest.param(
+            lambda r: tk.learn.advantages(group(1.0), "median"),
+            "baseline",
+            id="baseline",
+        ),
+        pytest.param(
+            lambda r: tk.learn.reference_loss(r, np.zeros(7), reduce="max"),
+            "reduce",
+            id="reduce",
+        ),
+    ],
+)
+def test_choices_that_do_not_exist(call, match):
+    with pytest.raises(ArgumentError, match=match):
+        call(tk.linearize(forks()))
+
+
+def group(*rewards, groups=None):
+    return pa.table(
+        {
+            "session_id": [f"s{k}" for k in range(len(rewards))],
+            "reward": pa.array(rewards, pa.float64()),
+            "group_id": pa.array(groups or ["g"] * len(rewards), pa.string()),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("baseline", "bases", "gains"),
+    [
+        ("none", [0.0, 0.0, None, 0.0], [1.0, 2.0, None, 6.0]),
+        ("group_mean", [3.0, 3.0, None, 3.0], [-2.0, -1.0, None, 3.0]),
+        ("leave_one_out", [4.0, 3.5, None, 1.5], [-3.0, -1.5, None, 4.5]),
+    ],
+)
+def test_an_unscorable_rollout_is_in_no_baseline(baseline, bases, gains):
+    table = tk.learn.advantages(group(1.0, 2.0, None, 6.0), baseline)
+    assert table["baseline"].to_pylist() == bases
+    assert table["advantage"].to_pylist() == gains
+    assert table["scored"].to_pylist() == [True, True, False, True]
+    assert table["trained"].to_pylist() == [None] * 4
+
+
+@pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
+def test_groups_are_apart_and_a_null_group_is_its_own():
+    table = tk.learn.advantages(
+        group(1.0, 3.0, 5.0, 7.0, groups=["g", "h", "g", None]), "leave_one_out"
+    )
+    assert table["advantage"].to_pylist() == [-4.0, None, 4.0, None]
+    table = tk.learn.advantages(group(1.0, 3.0, 5.0, 7.0, groups=["g", "h", "g", None]))
+    assert table["advantage"].to_pylist() == [-2.0, 0.0, 2.0, 0.0]
+    table = tk.learn.advantages(
+        group(1.0, 3.0, 5.0, 7.0, groups=["g", None, "g", None])
+    )
+    assert table["advantage"].to_pylist() == [-2.0, 0.0, 2.0, 0.0]
+    table = tk.learn.advantages(group(1.0, 3.0, groups=[None, None]))
+    assert table["advantage"].to_pylist() == [0.0, 0.0]
+
+
+def test_a_rollout_without_a_trained_token_shifts_the_baseline_and_says_so():
+    turns = pa.concat_tables(
+        [
+            forks(),
+            tk.from_records(
+                [
+                    {
+                        "session_id": "b",
+                        "prompt_ids": [1],
+                        "output_ids": [2],
+                        "trainable": False,
+                    }
+                ]
+            ),
+        ]
+    )
+    facts = pa.table(
+        {"session_id": ["a", "b"], "reward": [1.0, 0.0], "group_id": ["g", "g"]}
+    )
+    rows, report = tk.linearize(turns, sessions=facts, report=True)
+    table = tk.learn.advantages(report)
+    assert table["trained"].to_pylist() == [True, False]
+    # one rollout against one, although one of them made three rows and one none
+    assert table["advantage"].to_pylist() == [0.5, -0.5]
+    assert set(REPORT.names) <= set(table.column_names)
+    added = tk.add_advantages(rows, table)
+    assert added["advantage"].to_pylist() == [0.5] * 3
+
+
+def test_advantages_of_nothing():
+    assert tk.learn.advantages(SESSIONS.empty_table()).num_rows == 0
+
+
+@pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        pytest.param(
+            lambda: tk.learn.advantages(pa.concat_tables([group(1.0)] * 2)),
+            "session 's0': 2 lines",
+            id="twice",
+        ),
+        pytest.param(
+            lambda: tk.learn.advantages(group(float("inf"))),
+            "reward inf",
+            id="infinite",
+        ),
+        pytest.param(
+            lambda: tk.add_advantages(
+                tk.linearize(forks()), tk.learn.advantages(group(1.0))
+            ),
+            "session 'a' has rows",
+            id="no line",
+        ),
+        pytest.param(
+            lambda: tk.learn.reference_loss(tk.linearize(forks()), np.zeros(3)),
+            r"shape \(3,\)",
+            id="logprobs of other rows",
+        ),
+        pytest.param(
+            lambda: tk.learn.reference_loss(
+                tk.linearize(forks(), reward=1.0), np.zeros(7)
+            ),
+            "session 'a', row 0: token 1 is trained and has no logprob",
+            id="no logprob",
+        ),
+    ],
+)
+def test_tables_that_are_refused(call, match):
+    with pytest.raises(InvalidTurnsError, match=match):
+        call()
+
+
+# --- the reward of a row's last turn
+
+
+def test_a_row_has_the_reward_of_its_last_turn():
+    rows = tk.linearize(forks())
+    last = rows["last_turn"].to_pylist()
+    given = turn_rewards(*[float(k) for k in range(max(last) + 1)])
+    assert rewards_of("last_turn", rows, turn_rewards=given) == [float(k) for k in last]
+
+
+def test_a_last_turn_needs_a_reward_and_a_name():
+    rows = tk.linearize(forks())
+    last = max(rows["last_turn"].to_pylist())
+    with pytest.raises(InvalidTurnsError, match=f"ends with turn {last}, which has no"):
+        rewards_of("last_turn", rows, turn_rewards=turn_rewards(*[1.0] * last))
+    unnamed = rows.drop_columns("last_turn")
+    with pytest.raises(InvalidTurnsError, match="row 0: last_turn is null"):
+        rewards_of("last_turn", unnamed, turn_rewards=turn_rewards(1.0))
+    with pytest.raises(ArgumentError, match="mode='last_turn' with turn_rewards not"):
+        rewards_of("last_turn", rows)
+
+
+# --- advantages that are none
+
+
+def of_sessions(**columns):
+    return pa.table({"session_id": ["a"], **columns})
+
+
+@pytest.mark.parametrize(
+    ("sessions", "error", "match"),
+    [
+        pytest.param(
+            of_sessions(), SchemaError, "'advantage' of sessions is absent", id="none"
+        ),
+        pytest.param(
+            pa.table({"advantage": [1.0]}), SchemaError, "'session_id'", id="no session"
+        ),
+        pytest.param(
+            of_sessions(advantage=["1.0"]),
+            SchemaError,
+            "'advantage' is string",
+            id="text",
+        ),
+        pytest.param(
+            of_sessions(advantage=[True]), SchemaError, "'advantage' is bool", id="flag"
+        ),
+        pytest.param(
+            of_sessions(advantage=[float("nan")]),
+            InvalidTurnsError,
+            "session 'a': advantage nan: expected a finite number or null",
+            id="nan",
+        ),
+        pytest.param(
+            of_sessions(advantage=[float("-inf")]),
+            InvalidTurnsError,
+            "session 'a': advantage -inf",
+            id="infinite",
+        ),
+        pytest.param(
+            pa.table({"session_id": ["a", None], "advantage": [1.0, 2.0]}),
+            InvalidTurnsError,
+            "table row 1: session_id is null",
+            id="no name",
+        ),
+        pytest.param(
+            pa.table({"session_id": ["a", "a"], "advantage": [1.0, 2.0]}),
+            InvalidTurnsError,
+            "session 'a': 2 lines",
+            id="twice",
+        ),
+    ],
+)
+def test_advantages_that_are_none_are_refused(sessions, error, match):
+    with pytest.raises(error, match=match):
+        tk.add_advantages(tk.linearize(forks()), sessions)
+
+
+@pytest.mark.parametrize("advantage", [[1], [None], pa.array([1.0], pa.float32())])
+def test_whole_and_unknown_advantages_are_taken(advantage):
+    added = tk.add_advantages(tk.linearize(forks()), of_sessions(advantage=advantage))
+    assert added.schema.field("advantage").type == pa.float64()
+    assert set(added["advantage"].to_pylist()) <= {1.0, None}

@@ -1,0 +1,336 @@
+"""Advantages and rewards of turns and segments, over the steps of rollouts, not of rows."""
+
+import statistics
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from trajkit.errors import ArgumentError, InvalidTurnsError
+
+REWARDS = st.none() | st.sampled_from([0.0, 1.0, 0.5, -2.0, 0.1])
+
+
+def steps_table(lines, name="turn_index"):
+    sessions, indices, rewards = zip(*lines, strict=True) if lines else ((), (), ())
+    return pa.table(
+        {
+            "session_id": pa.array(sessions, pa.string()),
+            name: pa.array(indices, pa.int32()),
+            "reward": pa.array(rewards, pa.float64()),
+        }
+    )
+
+
+def sessions_table(groups):
+    return pa.table(
+        {"session_id": list(groups), "group_id": pa.array(groups.values(), pa.string())}
+    )
+
+
+def expected(lines, groups, credit, scale, epsilon):
+    """By the formula of the paper, one step at a time."""
+
+    def group_of(session):
+        return groups[session] or ("alone", session)
+
+    def relative(session, reward):
+        known = [
+            r for s, _, r in lines if r is not None and group_of(s) == group_of(session)
+        ]
+        gain = reward - statistics.fmean(known)
+        if len({*known}) == 1:
+            gain = 0.0
+        if scale == "group_std":
+            if len(known) == 1:
+                return None
+            deviation = statistics.stdev(known) + epsilon
+            gain = gain / deviation if deviation else 0.0
+        return gain
+
+    found = []
+    for session, index, reward in lines:
+        if reward is None or relative(session, reward) is None:
+            found.append(None)
+            continue
+        counted = [
+            relative(s, r)
+            for s, i, r in lines
+            if s == session
+            and r is not None
+            and (i == index or (credit == "to_go" and i > index))
+        ]
+        found.append(sum(counted))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
+@pytest.mark.parametrize("scale", ["none", "group_std"])
+@pytest.mark.parametrize("credit", ["to_go", "step"])
+@given(
+    st.dictionaries(
+        st.tuples(st.sampled_from("abcd"), st.integers(0, 5)), REWARDS, max_size=12
+    ),
+    st.lists(st.sampled_from(["g", "h", None]), min_size=4, max_size=4),
+    st.sampled_from(["turn_index", "row_index"]),
+    st.sampled_from([0.0, 1e-4]),
+)
+def test_steps_have_the_advantages_of_process_supervision(
+    credit, scale, steps, names, index, epsilon
+):
+    lines = [(session, k, reward) for (session, k), reward in steps.items()]
+    groups = dict(zip("abcd", names, strict=True))
+    table = tk.learn.step_advantages(
+        steps_table(lines, index),
+        sessions_table(groups),
+        credit=credit,
+        scale=scale,
+        epsilon=epsilon,
+    )
+    due = expected(lines, groups, credit, scale, epsilon)
+    assert table["advantage"].to_pylist() == [
+        None if gain is None else pytest.approx(gain, abs=1e-9) for gain in due
+    ]
+
+
+def drifting():
+    """A session whose second call keeps the first reply and whose third does not."""
+    replies = [[3, 4], [7, 8, 9], [6]]
+    prompts = [[1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 5]]
+    turns = [
+        {
+            "session_id": "a",
+            "prompt_ids": prompt,
+            "output_ids": reply,
+            "output_logprobs": [-0.5] * len(reply),
+        }
+        for prompt, reply in zip(prompts, replies, strict=True)
+    ]
+    return tk.linearize(tk.from_records(turns), reward=1.0)
+
+
+GAINS = pa.table(
+    {
+        "session_id": ["a"] * 3,
+        "turn_index": pa.array([2, 0, 1], pa.int32()),
+        "advantage": [0.25, 1.0, -2.0],
+    }
+)
+
+
+@pytest.mark.parametrize("suffix", [False, True])
+def test_each_trained_token_has_the_advantage_of_its_turn(suffix):
+    rows = drifting()
+    rows = tk.suffix_rows(rows) if suffix else rows
+    found = tk.add_advantages(rows, GAINS)
+    assert found["advantage"].to_pylist() == [
+        [0, 0, 1, 1, 0, -2, -2, -2],
+        [0, 0, 0, 0, 0.25],
+    ]
+    batches = tk.add_advantages(iter(rows.to_batches(max_chunksize=1)), GAINS)
+    assert pa.Table.from_batches(batches).equals(found)
+
+
+def test_the_loss_of_advantages_per_turn_is_that_of_each_turn():
+    """The loss is linear in advantages: it is the sum over turns trained alone."""
+    rows = drifting()
+    now = np.linspace(-2.0, -0.1, 13)
+    total = float(tk.learn.reference_loss(tk.add_advantages(rows, GAINS), now).total)
+    alone = 0.0
+    for k, gain in enumerate([1.0, -2.0, 0.25]):
+        one = GAINS.set_column(
+            2, "advantage", pa.array([float(t == k) for t in [2, 0, 1]])
+        )
+        alone += gain * float(
+            tk.learn.reference_loss(tk.add_advantages(rows, one), now).total
+        )
+    assert total == pytest.approx(alone)
+    packs = tk.pack(tk.add_advantages(rows, GAINS), 20, columns=["advantage"])
+    edges = 0.0
+    starts = [0, 8]
+    for pack in packs.to_pylist():
+        for row, at, weight, gain, old in zip(
+            *(
+                pack[f"edge_{name}"]
+                for name in ("row", "position", "weight", "advantage", "logprob")
+            ),
+            strict=True,
+        ):
+            edges -= weight * gain * np.exp(now[starts[row] + at] - old)
+    assert total == pytest.approx(edges)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (GAINS.slice(1), "session 'a', row 1: trains turn 2, which has no line in"),
+        (
+            GAINS.set_column(2, "advantage", pa.array([None, 1.0, 1.0])),
+            "session 'a', turn 2: advantage is null, but row 1 trains the turn",
+        ),
+        (pa.concat_tables([GAINS, GAINS.slice(2)]), "session 'a', turn 1: 2 lines"),
+    ],
+)
+def test_advantages_of_turns_that_cannot_be_right_are_refused(table, said):
+    with pytest.raises(InvalidTurnsError, match=said):
+        tk.add_advantages(drifting(), table)
+
+
+def segments():
+    """Two segments of one agent, whose second request forgets the first."""
+    turns = [
+        {
+            "session_id": "a",
+            "prompt_ids": prompt,
+            "output_ids": [9],
+            "prompt_messages": [{"role": "user", "content": text}],
+            "response_message": {"role": "assistant", "content": text},
+        }
+        for prompt, text in [([1, 2], "one"), ([3, 4], "two")]
+    ]
+    return tk.linearize(tk.from_records(turns), "segments", reward=1.0)
+
+
+def of_segments(*rewards):
+    return steps_table(
+        [("a", k, reward) for k, reward in enumerate(rewards)], "row_index"
+    )
+
+
+def test_a_row_has_the_reward_of_its_segment():
+    rows = segments()
+    assert len(rows) == 2
+    found = tk.learn.spread_rewards(
+        rows, "per_segment", segment_rewards=of_segments(0.25, None)
+    )
+    assert found["reward"].to_pylist() == [0.25, None]
+
+
+def test_a_row_has_the_advantage_of_its_segment():
+    table = tk.learn.step_advantages(
+        of_segments(1.0, 0.0), sessions_table({"a": "g"}), scale="none", credit="step"
+    )
+    found = tk.add_advantages(segments(), table)
+    assert found["advantage"].to_pylist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("rows", "rewards", "said"),
+    [
+        (segments, [1.0], "session 'a', row 1: the segment has no line in segment_rew"),
+        (segments, [1.0, 2.0, 3.0], "row 2: segment_rewards has a line, but the rows"),
+        (drifting, [1.0, 2.0], "row 0: segment_kind is null, and segment_rewards has"),
+    ],
+)
+def test_rewards_of_other_segments_are_refused(rows, rewards, said):
+    with pytest.raises(InvalidTurnsError, match=said):
+        tk.learn.spread_rewards(
+            rows(), "per_segment", segment_rewards=of_segments(*rewards)
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"credit": "all"}, "credit='all'"),
+        ({"scale": "batch_std"}, "scale='batch_std'"),
+        ({"epsilon": -1.0}, "epsilon=-1.0"),
+    ],
+)
+def test_choices_of_steps_that_do_not_exist_are_refused(options, said):
+    with pytest.raises(ArgumentError, match=said):
+        tk.learn.step_advantages(
+            of_segments(1.0), sessions_table({"a": None}), **options
+        )
+
+
+def test_rewards_of_another_session_are_refused():
+    with pytest.raises(InvalidTurnsError, match="'a' has rewards, but no line in sess"):
+        tk.learn.step_advantages(of_segments(1.0), sessions_table({"b": "g"}))
+    with pytest.raises(ArgumentError, match="'copy' with segment_rewards given"):
+        tk.learn.spread_rewards(segments(), segment_rewards=of_segments(1.0, 1.0))
+
+
+# --- a discount, along the tree of turns
+
+
+def turn_rewards(*rewards):
+    return pa.table(
+        {
+            "session_id": ["a"] * len(rewards),
+            "turn_index": pa.array(range(len(rewards)), pa.int32()),
+            "reward": pa.array(rewards, pa.float64()),
+        }
+    )
+
+
+ONE = pa.table({"session_id": ["a"], "group_id": ["g"], "reward": [1.0]})
+PLAIN = {"baseline": "none", "scale": "none"}
+
+
+def test_turn_level_gae_is_areal_s():
+    """AReaL's _compute_turn_level_gae at cbff54d gave these with gamma .9, lambda .5."""
+    table = tk.learn.step_advantages(
+        turn_rewards(1.0, -2.0, 4.0), ONE, discount=0.9 * 0.5, **PLAIN
+    )
+    assert table["advantage"].to_pylist() == pytest.approx([0.91, -0.2, 4.0])
+
+
+def test_a_branch_counts_for_the_turns_that_it_continues():
+    """Turns 1 and 2 continue turn 0; turn 3 continues turn 1."""
+    calls = [([1], [2]), ([1, 2, 3], [4]), ([1, 2, 5], [6]), ([1, 2, 3, 4, 7], [8])]
+    turns = tk.from_records(
+        [{"session_id": "a", "prompt_ids": p, "output_ids": o} for p, o in calls]
+    )
+    links = tk.link(turns)
+    assert links["parent"].to_pylist() == [None, 0, 0, 1]
+    rewards = turn_rewards(1.0, 2.0, None, 8.0)
+    found = tk.learn.step_advantages(
+        rewards.take([3, 1, 0, 2]), ONE, discount=0.5, links=links, **PLAIN
+    )
+    assert found["advantage"].to_pylist() == [8.0, 6.0, 4.0, None]
+    chain = tk.learn.step_advantages(rewards, ONE, discount=0.5, **PLAIN)
+    assert chain["advantage"].to_pylist() == [1 + 1 + 0 + 1, 2 + 0 + 2, None, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "options", "error", "match"),
+    [
+        (turn_rewards(1.0, 2.0), {"discount": 1.5}, ArgumentError, "discount=1.5"),
+        (turn_rewards(1.0, 2.0), {"discount": None}, ArgumentError, "discount=None"),
+        (
+            turn_rewards(1.0, 2.0),
+            {"baseline": "mean"},
+            ArgumentError,
+            "baseline='mean'",
+        ),
+        (
+            turn_rewards(1.0, 2.0).rename_columns(
+                ["session_id", "row_index", "reward"]
+            ),
+            {"links": []},
+            ArgumentError,
+            "links are of turns",
+        ),
+    ],
+)
+def test_choices_of_credit_that_are_refused(rewards, options, error, match):
+    with pytest.raises(error, match=match):
+        tk.learn.step_advantages(rewards, ONE, **options)
+
+
+def test_links_that_miss_a_turn_are_refused():
+    calls = [([1], [2]), ([1, 2, 3], [4])]
+    turns = tk.from_records(
+        [{"session_id": "a", "prompt_ids": p, "output_ids": o} for p, o in calls]
+    )
+    links = tk.link(turns)
+    with pytest.raises(InvalidTurnsError, match="turn 2: has a reward, but no line"):
+        tk.learn.step_advantages(turn_rewards(1.0, 2.0, 3.0), ONE, links=links)
+    with pytest.raises(
+        InvalidTurnsError, match="turn 1: continues turn 0, which has no"
+    ):
+        tk.learn.step_advantages(turn_rewards(1.0, 2.0).slice(1), ONE, links=links)

@@ -1,0 +1,460 @@
+"""A trial finds models that give a tree other logprobs than its rows, and only those."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import transformers
+
+from tests.torch.cases import packs_of, rows_of
+from tests.torch.test_mistakes import error
+from tests.torch.tiny_models import SIZES, float64_throughout, make
+from trajkit.errors import UnsupportedModelError
+from trajkit.torch import checks
+from trajkit.torch.datasets import PackDataset
+from trajkit.torch.models import check_model, edge_logprobs, model_inputs
+
+Llama = transformers.models.llama.modeling_llama
+
+
+def pack_of(case="siblings"):
+    return PackDataset(packs_of(rows_of(case)))[0]
+
+
+@pytest.fixture(autouse=True)
+def nothing_tried(monkeypatch):
+    """As in a new process."""
+    monkeypatch.setattr(checks, "_CHECKED", set())
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """How often a model was tried."""
+    seen = []
+    trial = checks._trial
+    monkeypatch.setattr(checks, "_trial", lambda m: seen.append(m) or trial(m))
+    return seen
+
+
+def random_model(config, dtype=torch.float64, **changes):
+    torch.manual_seed(1)
+    kind = getattr(transformers, config)
+    model = transformers.AutoModelForCausalLM.from_config(
+        kind(**SIZES | changes), attn_implementation="trajkit"
+    )
+    model.set_experts_implementation("eager")
+    with torch.no_grad():
+        # norms, biases and sinks that do something
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.rand_like(parameter) * 0.3)
+    return model.to(dtype).train()
+
+
+MOE = {"num_local_experts": 2, "num_experts_per_tok": 1}
+PHI = MOE | {"sliding_window": 5, "router_jitter_noise": 0.0}
+NARROW = {"attention_bias": False}
+ALIKE = {
+    "a window only in the mask, PhiMoE": ("PhimoeConfig", PHI),
+    "a window only in the mask, Qwen2-MoE": (
+        "Qwen2MoeConfig",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 8,
+        },
+    ),
+    "layers before the projection, ModernBERT": (
+        "ModernBertDecoderConfig",
+        {
+            "local_attention": 6,
+            "global_attn_every_n_layers": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "cls_token_id": 3,
+            "sep_token_id": 4,
+            "pad_token_id": 0,
+        },
+    ),
+    "soft caps and a window, Gemma 2": (
+        "Gemma2Config",
+        {
+            "sliding_window": 6,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "scaled logits, Cohere": ("CohereConfig", {"logit_scale": 0.3}),
+    "scaled logits, Granite": ("GraniteConfig", {"logits_scaling": 3.0}),
+    "sinks and windows, gpt-oss": ("GptOssConfig", MOE | {"sliding_window": 6}),
+    "chunks, Llama 4": (
+        "Llama4TextConfig",
+        MOE
+        | {
+            "attention_chunk_size": 6,
+            "intermediate_size_mlp": 16,
+            "no_rope_layers": [1, 0],
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", ["masked", "trunk"])
+@pytest.mark.parametrize("case", ["tail_changed", "several_sessions"])
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_models_do_beside_plain_attention_follows_the_tree(name, case, kernel):
+    config, changes = ALIKE[name]
+    model, rows = random_model(config, **changes), rows_of(case)
+    pack = pack_of(case)
+    with float64_throughout():
+        found = edge_logprobs(model, pack, kernel=kernel)
+        assert error(model, rows, pack, found, "eager") < 1e-12
+
+
+# Each makes a model whose layers do something that only the trial can find.
+
+
+def mask_is_causal(model):
+    for layer in model.model.layers:
+        plain = layer.self_attn.forward
+
+        def forward(hidden_states, *, tree=None, plain=plain, **kwargs):
+            if tree is not None:
+                tree = copy.copy(tree)
+                n = len(tree._tokens.end)
+                kind = type(tree._tokens)
+                tokens = tree._tokens
+                tree._tokens = tree._keys = kind(
+                    tokens.enter, tokens.end * 0 + n, tokens.position
+                )
+                tree._masks = {}
+            return plain(hidden_states, tree=tree, **kwargs)
+
+        layer.self_attn.forward = forward
+
+
+def mlp_looks_back(model):
+    mlp = model.model.layers[1].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: plain(x + 0.3 * x.roll(1, 1))
+
+
+def norm_over_the_pack(model):
+    norm = model.model.norm
+    plain = norm.forward
+    norm.forward = lambda x: plain(x - x.cumsum(1) / x.shape[1])
+
+
+def positions_are_ignored(model):
+    rotary = model.model.rotary_emb
+    plain = rotary.forward
+    rotary.forward = lambda x, position_ids: plain(
+        x, torch.arange(x.shape[1])[None].expand_as(position_ids)
+    )
+
+
+def window_in_the_layer(model):
+    """In eager attention alone, as where it is written into a layer's own code."""
+    for layer in model.model.layers:
+        plain = layer.self_attn.forward
+
+        def forward(hidden_states, attention_mask=None, plain=plain, **kwargs):
+            if isinstance(attention_mask, torch.Tensor):
+                n = attention_mask.shape[-1]
+                far = torch.ones(n, n, dtype=torch.bool).tril(-4)
+                attention_mask = attention_mask.masked_fill(far, -1e9)
+            return plain(hidden_states, attention_mask=attention_mask, **kwargs)
+
+        layer.self_attn.forward = forward
+
+
+def head_looks_back(model):
+    head = model.lm_head
+    plain = head.forward
+    head.forward = lambda x: plain(x + 0.3 * x.roll(1, -2))
+
+
+WRONG = [
+    mask_is_causal,
+    mlp_looks_back,
+    norm_over_the_pack,
+    positions_are_ignored,
+    window_in_the_layer,
+    head_looks_back,
+]
+VALUES = (
+    r"LlamaForCausalLM \(.*LlamaAttention.*\) gives a tree other logprobs than its rows: "
+    r"-\d.* in the tree and -\d.* in the row"
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", WRONG)
+def test_a_wrong_model_is_refused_at_its_first_pack(change, dtype):
+    model = make("llama", dtype)
+    change(model)
+    with pytest.raises(UnsupportedModelError, match=VALUES):
+        edge_logprobs(model, pack_of())
+    # and again
+    with pytest.raises(UnsupportedModelError, match=VALUES):
+        model_inputs(model, pack_of())
+    assert edge_logprobs(model, pack_of(), check="never").requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("scale", [0.02, 0.3, 0.6])
+def test_rounding_is_no_fault(name, dtype, scale):
+    model = make(name, dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale / 0.3 if parameter.ndim > 1 else 1)
+    check_model(model)
+
+
+def test_small_weights_hide_no_fault():
+    model = make("llama", torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.1 if parameter.ndim > 1 else 1)
+    mlp_looks_back(model)
+    with pytest.raises(UnsupportedModelError, match=VALUES):
+        check_model(model)
+
+
+def test_one_model_of_a_kind_is_tried(trials):
+    pack, model = pack_of(), make("llama")
+    for _ in range(3):
+        edge_logprobs(model, pack)
+    edge_logprobs(make("llama", seed=5), pack)
+    assert len(trials) == 1
+    edge_logprobs(model, pack, check="always")
+    edge_logprobs(make("qwen3"), pack)
+    assert len(trials) == 3
+    edge_logprobs(make("qwen3_moe"), pack, check="never")
+    assert len(trials) == 3
+    with pytest.raises(
+        ValueError, match=r"check='sometimes'.*'always', 'once', 'never'"
+    ):
+        check_model(model, check="sometimes")
+
+
+def patch_class(model, monkeypatch):
+    forward = Llama.LlamaMLP.forward
+    monkeypatch.setattr(Llama.LlamaMLP, "forward", lambda self, x: forward(self, x) * 2)
+
+
+def patch_module(model, monkeypatch):
+    rotate = Llama.apply_rotary_pos_emb
+    monkeypatch.setattr(Llama, "apply_rotary_pos_emb", lambda *a, **k: rotate(*a, **k))
+
+
+CHANGES = {
+    "a layer's forward": lambda model, patch: patch.setattr(
+        model.model.layers[0].mlp, "forward", lambda x: x
+    ),
+    "a bound argument": lambda model, patch: patch.setattr(
+        model.model.layers[0].mlp,
+        "forward",
+        functools.partial(type(model.model.layers[0].mlp).forward, None),
+    ),
+    "a setting of a layer": lambda model, patch: patch.setattr(
+        model.model.layers[0].self_attn, "scaling", 0.5
+    ),
+    "another layer": lambda model, patch: model.model.layers.append(
+        torch.nn.Identity()
+    ),
+    "a hook": lambda model, patch: model.model.norm.register_forward_hook(
+        lambda module, args, output: output
+    ),
+    "the configuration": lambda model, patch: setattr(
+        model.config, "rms_norm_eps", 0.1
+    ),
+    "a class": patch_class,
+    "a function of the code": patch_module,
+    "the mode": lambda model, patch: model.eval(),
+    "the dtype": lambda model, patch: model.float(),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_changed_model_is_of_another_kind(what, monkeypatch):
+    model = make("llama")
+    before = checks._kind(model)
+    assert checks._kind(make("llama", seed=4)) == before
+    CHANGES[what](model, monkeypatch)
+    assert checks._kind(model) != before
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_values_that_a_changed_layer_keeps_are_part_of_its_kind(size):
+    kinds = []
+    for n in (3, size):
+        model = make("llama")
+        model.model.layers[0].mlp.forward = (lambda k: lambda x: x.roll(k, 1))(n)
+        kinds.append(checks._kind(model))
+    assert (kinds[0] == kinds[1]) == (size == 3)
+
+
+def test_the_trial_leaves_no_trace():
+    model = make("llama")
+    model.model.layers[0].eval()
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    model.register_buffer("counter", torch.zeros(1))
+    model.model.register_forward_hook(lambda *a: model.counter.add_(1) and None)
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    check_model(model, check="always")
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model.lm_head.weight.grad, torch.ones_like(model.lm_head.weight))
+    assert all(p.grad is None for p in model.model.parameters())
+    assert model.counter == 0
+    assert model.config._attn_implementation == "trajkit"
+    assert torch.is_grad_enabled()
+
+
+def test_a_failed_trial_leaves_no_trace_either():
+    model = make("llama")
+    mlp_looks_back(model)
+    state = torch.get_rng_state()
+    with pytest.raises(UnsupportedModelError):
+        check_model(model)
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.config._attn_implementation == "trajkit"
+
+
+def test_a_model_without_weights_is_tried_when_it_has_some(trials):
+    with torch.device("meta"):
+        model = make("llama")
+    check_model(model)
+    assert not trials
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    with pytest.raises(UnsupportedModelError, match=r"not finite .*load its weights"):
+        check_model(model)
+
+
+def test_equal_weights_prove_nothing(trials):
+    model = make("llama")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    check_model(model)
+    check_model(model)
+    assert len(trials) == 2
+
+
+def test_checkpointed_and_compiled_models_are_tried():
+    model = make("llama")
+    model.activation_checkpointing_enable()
+    pack = pack_of()
+    plain = edge_logprobs(make("llama"), pack, check="never")
+    for given in (model, torch.compile(model)):
+        torch.testing.assert_close(edge_logprobs(given, pack, check="always"), plain)
+    wrong = make("llama")
+    mlp_looks_back(wrong)
+    with pytest.raises(UnsupportedModelError, match=VALUES):
+        edge_logprobs(torch.compile(wrong), pack)
+
+
+def test_autocast_does_not_blur_the_trial():
+    model = make("llama", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        check_model(model)
+    mlp_looks_back(model)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedModelError):
+        check_model(model)
+
+
+def dropped_in_code(model):
+    mlp = model.model.layers[0].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: torch.nn.functional.dropout(plain(x), 0.1, mlp.training)
+
+
+def dropout_attribute(model):
+    model.model.layers[0].mlp.resid_pdrop = 0.1
+
+
+def dropout_module(model):
+    model.model.layers[0].mlp.down_proj = torch.nn.Sequential(
+        model.model.layers[0].mlp.down_proj, torch.nn.Dropout(0.5)
+    )
+
+
+def noise_attribute(model):
+    model.model.embed_tokens.neftune_noise_alpha = 5.0
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        (dropped_in_code, "draws random numbers in training mode"),
+        (dropout_attribute, r"model.layers.0.mlp \(LlamaMLP\) has resid_pdrop=0.1"),
+        (dropout_module, r"layers.0.mlp.down_proj.1 \(Dropout\) has p=0.5 in training"),
+        (noise_attribute, r"embed_tokens \(Embedding\) has neftune_noise_alpha=5.0"),
+    ],
+)
+def test_what_is_random_is_refused_in_training_mode(change, pattern):
+    model = make("llama")
+    change(model)
+    with pytest.raises(UnsupportedModelError, match=pattern):
+        edge_logprobs(model, pack_of())
+    edge_logprobs(model.eval(), pack_of())
+
+
+def test_dropout_of_another_head_is_not_looked_at():
+    check_model(make("llama", classifier_dropout=0.1))
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.DataParallel, torch.nn.Sequential])
+def test_wrappers_are_refused_with_the_cure(wrap):
+    with pytest.raises(
+        UnsupportedModelError, match=r"trajkit.torch.PackedModel\(model\)"
+    ):
+        edge_logprobs(wrap(make("llama")), pack_of())
+
+
+def test_a_model_that_cannot_run_on_a_pack_says_why():
+    model = make("llama")
+
+    def forward(x):
+        raise RuntimeError("no packs, please")
+
+    def only_rows(x, plain=model.model.layers[0].mlp.forward):
+        return plain(x) if x.shape[1] < 45 else forward(x)
+
+    model.model.layers[0].mlp.forward = only_rows
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"LlamaAttention\) cannot run on a pack: RuntimeError: no packs",
+    ):
+        check_model(model)
+
+
+def test_a_mask_that_the_model_builds_by_itself_is_refused():
+    model = make("llama")
+    layer = model.model.layers[0].self_attn
+    plain = layer.forward
+    layer.forward = lambda hidden_states, attention_mask=None, **kwargs: plain(
+        hidden_states, attention_mask=torch.zeros(1, 1, 2, 2), **kwargs
+    )
+    pattern = (
+        r"cannot run on a pack: LayoutError: .* attention mask \(Tensor\) and a tree"
+    )
+    with pytest.raises(UnsupportedModelError, match=pattern):
+        check_model(model)
+
+
+def test_attention_to_later_tokens_is_refused():
+    model = make("llama", is_causal=False)
+    with pytest.raises(UnsupportedModelError, match="attend those after them"):
+        check_model(model)

@@ -1,0 +1,307 @@
+"""A step of TRL's own trainers (1.16.0) over exported rows."""
+
+import queue
+from types import SimpleNamespace
+
+import pytest
+
+import trajkit as tk
+from tests.trainers.steps import (
+    FORKED,
+    REWARDS,
+    assert_close,
+    gradient,
+    missing,
+    parameters,
+    reference,
+    rows_of,
+    tiny_model,
+    token_mean,
+    tokenizer,
+)
+from trajkit.export import sft, trl
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def config(kind, folder, **options):
+    """One step of gradient descent with rate 1: the weights move by the gradient."""
+    return kind(
+        output_dir=str(folder),
+        max_steps=1,
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0.0,
+        weight_decay=0.0,
+        warmup_steps=0,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        **options,
+    )
+
+
+def logged_loss(trainer):
+    return next(line["loss"] for line in trainer.state.log_history if "loss" in line)
+
+
+def attention_on_a_cpu(
+    query, key, value, cu_q, cu_k, max_q, max_k, *, softmax_scale, causal, window_size
+):
+    """What flash_attn_varlen_func computes: the last query sees the last key."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    assert causal
+    assert window_size == (-1, -1)
+    parts = []
+    for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+        q, k, v = (
+            part.transpose(0, 1) for part in (query[q0:q1], key[k0:k1], value[k0:k1])
+        )
+        ahead = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(
+            k.shape[1] - q.shape[1]
+        )
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=ahead, scale=softmax_scale, enable_gqa=True
+        )
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.fixture
+def async_trainer(monkeypatch, tmp_path):
+    """Makes an AsyncGRPOTrainer that trains the samples in a step."""
+    missing("torch", "trl.experimental.async_grpo")
+    from trl.experimental.async_grpo import (
+        AsyncGRPOConfig,
+        AsyncGRPOTrainer,
+        async_grpo_trainer,
+        packing,
+    )
+
+    monkeypatch.setattr(
+        packing,
+        "_flash_attn",
+        lambda: SimpleNamespace(flash_attn_varlen_func=attention_on_a_cpu),
+    )
+    # asked of the GPU's name
+    monkeypatch.setattr(
+        async_grpo_trainer, "get_peak_flops_per_device", lambda device, dtype: None
+    )
+    tiny_model(tmp_path)
+
+    def make(samples, micro_batches, wrapped=None):
+        from datasets import Dataset
+
+        buffer = queue.Queue()
+        for sample in [*samples, *samples]:  # the loader reads a batch ahead
+            buffer.put(sample)
+        worker = SimpleNamespace(
+            rollout_buffer=buffer,
+            metrics_queue=queue.Queue(),
+            start=lambda: None,
+            stop=lambda: None,
+            update_model_version=lambda version: None,
+            check_health=lambda stale_after_s: pytest.fail("the queue is empty"),
+        )
+        weights = SimpleNamespace(
+            init_weight_transfer=lambda: None,
+            destroy=lambda: None,
+            send_weights=lambda *args, **options: None,
+            pause=lambda: None,
+            resume=lambda: None,
+        )
+        kind = AsyncGRPOTrainer if wrapped is None else wrapped(AsyncGRPOTrainer)
+        arguments = config(
+            AsyncGRPOConfig,
+            tmp_path / "out",
+            per_device_train_batch_size=len(samples) // micro_batches,
+            gradient_accumulation_steps=micro_batches,
+            token_budget=0,
+            epsilon=1e9,
+            epsilon_high=1e9,
+            dtype="float32",
+        )
+        return kind(
+            model=str(tmp_path),
+            args=arguments,
+            train_dataset=Dataset.from_dict({"prompt": ["t1"] * 4}),
+            reward_funcs=[lambda **_: []],
+            processing_class=tokenizer(),
+            rollout_worker=worker,
+            weight_transfer=weights,
+        )
+
+    return make
+
+
+def trained(trainer):
+    """The loss of the step, and by how much it moved the weights."""
+    before = parameters(trainer.model)
+    trainer.train()
+    return logged_loss(trainer), before - parameters(trainer.model)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 11])
+def test_async_grpo_trains_rollouts_alike_in_any_number_of_micro_batches(
+    async_trainer, micro_batches
+):
+    rows = rows_of(FORKED)
+    # Rollouts one by one, as a worker exports them.
+    samples = [
+        sample
+        for name in REWARDS
+        for sample in trl.rollout_samples(
+            rows.filter(tk._arrow.lazy_compute.equal(rows["session_id"], name)),
+            weighted=True,
+        )
+    ]
+    trainer = async_trainer(
+        samples, micro_batches, lambda kind: trl.by_rollout(kind, len(REWARDS))
+    )
+    loss, moved = trained(trainer)
+    model = tiny_model()
+    due = reference(model, rows)
+    assert due.rl_count == len(REWARDS)
+    assert_close(loss, due.total.detach())
+    assert_close(moved, gradient(model, due.total))
+
+
+def test_async_grpo_without_weights_counts_tokens_of_a_micro_batch_alike(async_trainer):
+    rows = rows_of(FORKED)
+    loss, moved = trained(async_trainer(trl.rollout_samples(rows), 1))
+    model = tiny_model()
+    due = reference(model, token_mean(rows), reduce="sum").total
+    assert_close(loss, due.detach())
+    assert_close(moved, gradient(model, due))
+
+
+def test_async_grpo_weighs_micro_batches_alike_whatever_is_in_them(async_trainer):
+    """Why weights need `by_rollout`."""
+    rows = rows_of(FORKED)
+    loss, _ = trained(async_trainer(trl.rollout_samples(rows), 11))
+    due = reference(tiny_model(), token_mean(rows), reduce="sum").total
+    assert abs(loss - float(due)) > 0.02 * abs(float(due))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_grpo_takes_recorded_rollouts(tmp_path, micro_batches):
+    """Its ratio is to its own logprobs: without vLLM it does not read the recorded ones."""
+    missing("torch", "trl")
+    import torch
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    rows = rows_of(dict.fromkeys(REWARDS, 1))
+    fields = trl.rollout_func_fields(rows, num_generations=2)
+    model = tiny_model()
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=[lambda reward, **_: reward],
+        args=config(
+            GRPOConfig,
+            tmp_path,
+            per_device_train_batch_size=4 // micro_batches,
+            gradient_accumulation_steps=micro_batches,
+            num_generations=2,
+            scale_rewards="none",
+            beta=0.0,
+            loss_type="dapo",
+            shuffle_dataset=False,
+            max_completion_length=64,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["t1", "t2"]}),
+        processing_class=tokenizer(),
+        rollout_func=lambda prompts, trainer: fields,
+    )
+    loss, moved = trained(trainer)
+    model = tiny_model()
+    flat = [each.detach() for each in own_logprobs(model, rows)]
+    current = rows_with_logprobs(rows, flat)
+    due = reference(model, token_mean(current), reduce="sum").total
+    assert_close(moved, gradient(model, due))
+    assert loss == pytest.approx(float(due), abs=1e-4)
+    assert torch.isfinite(moved).all()
+
+
+def own_logprobs(model, rows):
+    from tests.trainers.steps import row_logprobs
+
+    return [row_logprobs(model, ids) for ids in rows["input_ids"].to_pylist()]
+
+
+def rows_with_logprobs(rows, logprobs):
+    """The rows as if the model itself had sampled them."""
+    import pyarrow as pa
+
+    values = [
+        [
+            float(value) if trained else None
+            for value, trained in zip(each, mask, strict=True)
+        ]
+        for each, mask in zip(logprobs, rows["loss_mask"].to_pylist(), strict=True)
+    ]
+    at = rows.column_names.index("logprobs")
+    field = rows.schema.field(at)
+    return rows.set_column(at, field, pa.array(values, field.type))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_sft_takes_the_mean_over_trained_tokens(tmp_path, packing):
+    missing("torch", "trl")
+    import pyarrow as pa
+    from trl import SFTConfig, SFTTrainer
+
+    rows = rows_of(FORKED)
+    longest = max(map(len, rows["input_ids"].to_pylist()))
+    trainer = SFTTrainer(
+        model=tiny_model(),
+        args=config(
+            SFTConfig,
+            tmp_path,
+            per_device_train_batch_size=22,
+            max_length=4 * longest if packing else longest,
+            packing=packing,
+            padding_free=False,
+        ),
+        train_dataset=sft.dataset(rows, max_length=longest),
+        processing_class=tokenizer(),
+    )
+    if packing:
+        assert len(trainer.train_dataset) < 22
+    loss, moved = trained(trainer)
+    model = tiny_model()
+    weights = [list(map(float, mask)) for mask in rows["loss_mask"].to_pylist()]
+    learned = reference(
+        model, rows.append_column("observation_weight", pa.array(weights))
+    )
+    due = learned.observation_sum / learned.observation_count
+    assert_close(loss, due.detach(), 1e-3)
+    assert_close(moved, gradient(model, due), 1e-3)
+
+
+def test_sft_drops_rows_beyond_its_default_length(tmp_path):
+    """What the export warns of: rows are cut at 1024, and those without a label vanish."""
+    missing("torch", "trl")
+    from trl import SFTConfig, SFTTrainer
+
+    turns = tk.from_records(
+        [{"session_id": "a", "prompt_ids": [1] * 1100, "output_ids": [2, 3]}]
+    )
+    with pytest.warns(tk.errors.LongRowsWarning, match="1102 tokens"):
+        dataset = sft.dataset(tk.linearize(turns))
+    for length, kept in ((None, 1), (1024, 0)):
+        options = {} if length == SFTConfig.max_length else {"max_length": length}
+        trainer = SFTTrainer(
+            model=tiny_model(),
+            args=config(SFTConfig, tmp_path, **options),
+            train_dataset=dataset,
+            processing_class=tokenizer(),
+        )
+        assert len(trainer.train_dataset) == kept

@@ -1,0 +1,216 @@
+"""A policy-gradient loss with an observation term, written to be read.
+
+It defines in ten lines the meaning of the weights in a rows table. Tests compare the
+losses of trainers with it.
+"""
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit._arguments import check_choice
+from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.canonical import TableLike, as_table, canonical, is_list, place
+from trajkit._arrow.take import list_values
+from trajkit.errors import ArgumentError, InvalidTurnsError
+from trajkit.learn._checks import session_codes
+from trajkit.schema import ROWS
+
+Tensor: TypeAlias = Any
+"""A numpy array or a torch tensor; trajkit does not import torch."""
+
+Reduce: TypeAlias = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Two sums and their denominators, which add up over ranks.
+
+    Attributes
+    ----------
+    rl_sum, observation_sum : scalar array or tensor
+        In nats; differentiable if the logprobs are.
+    rl_count, observation_count : int
+        Their denominators, which are independent.
+    """
+
+    rl_sum: Tensor
+    rl_count: int
+    observation_sum: Tensor
+    observation_count: int
+
+    @property
+    def total(self) -> Tensor:
+        """The loss; a term without tokens is 0."""
+        rl = self.rl_sum / max(self.rl_count, 1)
+        return rl + self.observation_sum / max(self.observation_count, 1)
+
+
+def reference_loss(
+    rows: TableLike,
+    logprobs: Tensor,
+    *,
+    reduce: Reduce = "mean",
+) -> Loss:
+    """The loss of rows whose tokens have these logprobs under the trained model.
+
+    ``w`` is the row_weight, ``A`` the advantage and ``M`` the trained tokens of a row,
+    ``r = exp(logprobs - behaviour logprobs)``, and ``v`` the observation_weight::
+
+        rl_sum          = sum over rows of  w * A * mean(-r over M)     reduce="mean"
+                                            w * A * sum(-r over M)      reduce="sum"
+        observation_sum = sum over tokens of  -v * logprobs
+
+    Observed tokens have no ratio, advantage or clipping: the derivative of
+    ``observation_sum`` by their logprob is ``-v``, that of ``rl_sum`` is 0.
+
+    Parameters
+    ----------
+    rows : table
+        `trajkit.schema.ROWS` with a column ``advantage`` (from
+        `trajkit.add_advantages`, per row or per token; default: the reward) and,
+        optionally,
+        ``observation_weight``.
+    logprobs : array, list or torch tensor of floats, shape (n_tokens,)
+        Log-probability of every token of every row given the tokens before it in its
+        row, rows concatenated. The first of each row is not read.
+    reduce : {"mean", "sum"}
+        Reduction over the tokens of a row: "mean" for row weights by "token" or "row",
+        "sum" for those by "rollout" (see `trajkit.add_weights`).
+
+    Returns
+    -------
+    Loss
+        ``rl_count`` is the number of rollouts with a trained token,
+        ``observation_count`` that of observed tokens. Rows with a null
+        advantage count neither in ``rl_sum`` nor in ``rl_count``.
+
+    Raises
+    ------
+    ArgumentError
+        ``reduce`` has an unknown value, or ``logprobs`` are no floats.
+    InvalidTurnsError
+        ``logprobs`` or the weights of a row have the wrong length; a trained token has
+        no finite behaviour logprob, advantage or weight.
+    """
+    check_choice("reduce", reduce, Reduce)
+    table = canonical(as_table(rows), ROWS)
+    n_ids = pc.list_value_length(table.column("input_ids")).to_numpy()
+    logprobs = _floats(logprobs)
+    if tuple(logprobs.shape) != (int(n_ids.sum()),):
+        raise InvalidTurnsError(
+            f"logprobs has shape {tuple(logprobs.shape)}: the rows have "
+            f"{n_ids.sum()} tokens"
+        )
+    row = np.repeat(np.arange(len(table)), n_ids)
+    session, _ = session_codes(table)
+    name = "advantage" if "advantage" in table.column_names else "reward"
+    scored = np.asarray(table.column(name).is_valid())
+    advantage = _advantages(table, name, n_ids)
+    trained = np.flatnonzero(
+        np.asarray(list_values(table.column("loss_mask"))) & scored[row]
+    )
+    of = row[trained]
+    weight = table.column("row_weight").fill_null(np.nan).to_numpy()
+    for k in of[~np.isfinite(weight[of])][:1]:
+        raise InvalidTurnsError(
+            f"{place(table, int(k))}: row_weight is {table['row_weight'][int(k)]}, but "
+            "the row trains tokens. Set it with trajkit.add_weights"
+        )
+    if reduce == "mean":
+        weight = weight / np.maximum(np.bincount(of, minlength=len(table)), 1)
+    behaviour = _behaviour(table, row, trained)
+    factor = weight[of] * advantage[trained]
+    for k in np.flatnonzero(~np.isfinite(factor))[:1]:
+        raise InvalidTurnsError(
+            f"{place(table, int(of[k]))}: {name} of a trained token is "
+            f"{advantage[trained[k]]}: expected a finite number"
+        )
+    ratio = math.e ** (logprobs[trained] - _constant(behaviour, logprobs))
+    rl_sum = -(_constant(factor, logprobs) * ratio).sum()
+
+    observed = np.empty(0, np.int64)
+    value = np.empty(0)
+    if "observation_weight" in table.column_names:
+        values = _per_token(table, "observation_weight", n_ids)
+        observed = np.flatnonzero(values)
+        value = values[observed]
+        for k in observed[~np.isfinite(value)][:1]:
+            raise InvalidTurnsError(
+                f"{place(table, int(row[k]))}: observation_weight {values[k]} of a "
+                "token: expected a finite number"
+            )
+    observation_sum = -(_constant(value, logprobs) * logprobs[observed]).sum()
+    n_rollouts = len(np.unique(session[of]))
+    return Loss(rl_sum, n_rollouts, observation_sum, len(observed))
+
+
+def _floats(logprobs: Any) -> Tensor:
+    """The logprobs as an array or a tensor of floats."""
+    if hasattr(logprobs, "new_tensor"):
+        floats = logprobs.is_floating_point()
+    else:
+        with suppress(TypeError, ValueError):
+            logprobs = np.asarray(logprobs)
+        floats = isinstance(logprobs, np.ndarray) and logprobs.dtype.kind == "f"
+    if not floats:
+        kind = getattr(logprobs, "dtype", type(logprobs).__name__)
+        raise ArgumentError(
+            f"logprobs of type {kind}: expected floats, in an array, a torch tensor or a "
+            "list of numbers"
+        )
+    return logprobs
+
+
+def _advantages(
+    table: pa.Table, name: str, n_ids: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """The advantage of every token; 0 in rows without one."""
+    column = table.column(name)
+    if not is_list(column.type):
+        return np.repeat(np.asarray(column.fill_null(0.0), np.float64), n_ids)
+    return _per_token(table, name, n_ids)
+
+
+def _constant(values: npt.NDArray[np.float64], like: Tensor) -> Tensor:
+    """The values as an array of the library and device of ``like``."""
+    if isinstance(like, np.ndarray):
+        return values
+    return like.new_tensor(values)
+
+
+def _per_token(
+    table: pa.Table, name: str, n_ids: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """The value of every token; 0 in rows without a list."""
+    column = table.column(name)
+    given = np.asarray(column.is_valid())
+    n = pc.list_value_length(column).fill_null(0).to_numpy()
+    bad = np.flatnonzero(given & (n != n_ids))
+    if len(bad):
+        row = int(bad[0])
+        raise InvalidTurnsError(
+            f"{place(table, row)}: {n[row]} values of {name} for {n_ids[row]} tokens"
+        )
+    values = np.zeros(int(n_ids.sum()))
+    values[np.repeat(given, n_ids)] = list_values(column).cast(pa.float64())
+    return values
+
+
+def _behaviour(
+    table: pa.Table, row: npt.NDArray[np.int64], trained: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    given = list_values(table.column("logprobs")).take(pa.array(trained))
+    values = np.asarray(given.fill_null(np.nan), np.float64)
+    for at in trained[~np.isfinite(values)][:1]:
+        token = at - np.searchsorted(row, row[at])
+        raise InvalidTurnsError(
+            f"{place(table, int(row[at]))}: token {token} is trained and has no "
+            "logprob that is finite: the ratio needs the engine's"
+        )
+    return values

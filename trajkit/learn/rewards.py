@@ -1,0 +1,301 @@
+"""Spread the reward of a rollout over its rows."""
+
+from typing import Literal, TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit._arguments import check_choice
+from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.canonical import (
+    TableLike,
+    as_table,
+    canonical,
+    canonical_rows,
+    place,
+)
+from trajkit._arrow.reshape import with_column
+from trajkit._arrow.take import list_values
+from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit.errors import ArgumentError, InvalidTurnsError
+from trajkit.learn._checks import (
+    Bools,
+    Longs,
+    check_finite,
+    check_once,
+    session_codes,
+)
+from trajkit.schema import SEGMENT_REWARDS, TURN_REWARDS
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+Spread: TypeAlias = Literal[
+    "copy", "uniform", "final_only", "per_turn", "last_turn", "per_segment"
+]
+
+
+@overload
+def spread_rewards(
+    rows: Stream | pa.RecordBatchReader,
+    mode: Spread = ...,
+    *,
+    turn_rewards: TableLike | None = ...,
+    segment_rewards: TableLike | None = ...,
+) -> Stream: ...
+@overload
+def spread_rewards(
+    rows: TableLike,
+    mode: Spread = ...,
+    *,
+    turn_rewards: TableLike | None = ...,
+    segment_rewards: TableLike | None = ...,
+) -> pa.Table: ...
+def spread_rewards(
+    rows: TableLike | Stream,
+    mode: Spread = "copy",
+    *,
+    turn_rewards: TableLike | None = None,
+    segment_rewards: TableLike | None = None,
+) -> pa.Table | Stream:
+    """Spread the reward of each rollout over its rows.
+
+    Parameters
+    ----------
+    rows : table, or iterator of record batches
+        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session. Each row
+        has the reward of its rollout, as `trajkit.linearize` writes it. Iterators as
+        for `trajkit.linearize`.
+    mode : {"copy", "uniform", "final_only", "per_turn", "last_turn", "per_segment"}
+        copy
+            Every row has the reward of the rollout.
+        uniform
+            Every row has the reward divided by the rollout's number of rows, including
+            rows without a trained token.
+        final_only
+            Final rows have the reward, all others 0. Rows of ``segment_kind`` ``final``
+            are final; in a rollout without kinds it is the last row. A rollout with
+            kinds but no final row has 0 everywhere.
+        per_turn
+            A row has the sum of the rewards of the turns that it trains. If several
+            rows train parts of a turn, each has a share by trained tokens.
+        last_turn
+            A row has the reward of its last turn. Rewards of its earlier turns do not
+            count.
+        per_segment
+            A row has the reward of its segment. Rows are those of the policy
+            ``segments``, where each row is one.
+    turn_rewards : table, for per_turn and last_turn
+        `trajkit.schema.TURN_REWARDS`, at most one line per turn.
+    segment_rewards : table, for per_segment
+        `trajkit.schema.SEGMENT_REWARDS`, at most one line per segment.
+
+    Returns
+    -------
+    Table
+        The rows with new rewards. A null reward gives null in all rows of the rollout;
+        with per_turn in the rows that train the turn; with last_turn in the rows that
+        end with it. For an iterator: an iterator of record batches.
+
+    Raises
+    ------
+    ArgumentError
+        The mode does not exist, or it does not go with ``turn_rewards`` or
+        ``segment_rewards``.
+    InvalidTurnsError
+        A turn or segment has two rewards or one that is not finite; one that the mode
+        needs has no line; with per_turn, no row trains a turn whose reward is not 0;
+        with per_segment, a row has no ``segment_kind``, or a segment has no row.
+
+    References
+    ----------
+    copy, uniform and final_only: the reward modes of slime's
+    https://github.com/THUDM/slime/blob/b6764131d/examples/coding_agent_rl/generate.py;
+    last_turn: the merge of scalar rewards in SkyRL's
+    https://github.com/NovaSky-AI/SkyRL/blob/a956457/skyrl/train/generators/utils.py
+    """
+    check_choice("mode", mode, Spread)
+    given = None
+    for name, table, schema, modes in (
+        ("turn_rewards", turn_rewards, TURN_REWARDS, ("per_turn", "last_turn")),
+        ("segment_rewards", segment_rewards, SEGMENT_REWARDS, ("per_segment",)),
+    ):
+        if (table is not None) != (mode in modes):
+            raise ArgumentError(
+                f"mode={mode!r} with {name} {'not ' if table is None else ''}given: "
+                f"{' and '.join(modes)} need {name}, and no other mode takes it"
+            )
+        if table is not None:
+            given = as_table(table).replace_schema_metadata(None)
+            given = canonical(given, schema)
+            check_once(given, schema.names[:2])
+            check_finite(given)
+    return map_sessions(lambda rows: _spread_over(rows, mode, given), ("rows", rows))
+
+
+def _spread_over(rows: pa.Table, mode: Spread, given: pa.Table | None) -> pa.Table:
+    table = canonical_rows(rows)
+    if given is not None:
+        of_step = {
+            "per_turn": _per_turn,
+            "last_turn": _last_turn,
+            "per_segment": _per_segment,
+        }[mode]
+        return with_column(table, "reward", of_step(table, given))
+    known = np.asarray(table.column("reward").is_valid())
+    reward = table.column("reward").fill_null(0.0).to_numpy()
+    if len(table):
+        session, _ = session_codes(table)
+        reward = spread(reward, mode, session, _final(table, session))
+    return with_column(table, "reward", pa.array(reward, mask=~known))
+
+
+def spread(reward: Floats, mode: Spread, session: Ints, final: Bools) -> Floats:
+    """Each row's share of the reward of its rollout; ``final`` is from `final_rows`."""
+    if mode == "uniform":
+        return reward / np.bincount(session)[session]
+    if mode == "final_only":
+        return np.where(final, reward, 0.0)
+    return reward
+
+
+def final_rows(session: Ints, index: Ints, of_kind: Bools, final: Bools) -> Bools:
+    """Mark final rows: those of kind final, or a rollout's last row if it has no kinds.
+
+    ``of_kind`` and ``final``: whether a row has a kind, and whether it is final.
+    """
+    kinds = np.bincount(session, of_kind)[session] > 0
+    last = np.full(int(session.max()) + 1, -1, np.int64)
+    np.maximum.at(last, session, index)
+    result: Bools = np.where(kinds, final, index == last[session])
+    return result
+
+
+def trained_turns(
+    table: pa.Table, given: pa.Table, what: str
+) -> tuple[Longs, Longs, Longs, Longs]:
+    """Row, start and stop of trained spans, and the line of their turn in ``given``.
+
+    Raises `InvalidTurnsError` if a trained turn has no line; ``what`` names the table.
+    """
+    spans = list_values(table.column("spans"))
+    row = np.repeat(
+        np.arange(len(table)), pc.list_value_length(table.column("spans")).to_numpy()
+    )
+    trained = np.asarray(pc.equal(pc.struct_field(spans, "kind"), "trained"))
+    stop, start, turn = (
+        np.asarray(pc.struct_field(spans, name))[trained]
+        for name in ("stop", "start", "turn_index")
+    )
+    row = row[trained]
+    lines = _lines(table.column("session_id").take(pa.array(row)), turn, given)
+    missing = np.flatnonzero(lines < 0)
+    if len(missing):
+        k = int(missing[0])
+        raise InvalidTurnsError(
+            f"{place(table, int(row[k]))}: trains turn {turn[k]}, which has no line "
+            f"in {what}"
+        )
+    return row, start, stop, lines
+
+
+def _lines(names: pa.ChunkedArray, index: Ints, given: pa.Table) -> Longs:
+    """The line of ``given`` for each pair of a session and an index, or -1."""
+    known = pc.unique(given.column("session_id"))
+    wanted, there = (
+        _ranks(np.asarray(pc.index_in(column, known).fill_null(-1)), number)
+        for column, number in (
+            (names, index.astype(np.int64)),
+            (given.column("session_id"), given.column(1).to_numpy()),
+        )
+    )
+    found = pc.index_in(pa.array(wanted), pa.array(there)).fill_null(-1)
+    return np.asarray(found, np.int64)
+
+
+def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
+    """The sum of each row's turn rewards."""
+    names = pc.unique(table.column("session_id"))
+    ours = given.filter(pc.is_in(given.column("session_id"), names))
+    row, start, stop, line = trained_turns(table, ours, "turn_rewards")
+    n_tokens = (stop - start).astype(np.float64)
+    n_trained = np.bincount(line, n_tokens, len(ours))
+    known = np.asarray(ours.column("reward").is_valid())
+    rewards = ours.column("reward").fill_null(0.0).to_numpy()
+    lost = np.flatnonzero((n_trained == 0) & (rewards != 0))
+    if len(lost):
+        k = int(lost[0])
+        raise InvalidTurnsError(
+            f"{place(ours, k)}: reward {rewards[k]}, but no row trains the turn"
+        )
+    shares = rewards[line] * n_tokens / np.maximum(n_trained[line], 1)
+    unknown = np.bincount(row, ~known[line], len(table)) > 0
+    return pa.array(np.bincount(row, shares, len(table)), mask=unknown)
+
+
+def _last_turn(table: pa.Table, given: pa.Table) -> pa.Array:
+    """The reward of each row's last turn."""
+    last = table.column("last_turn")
+    if last.null_count:
+        row = int(np.flatnonzero(np.asarray(last.is_null()))[0])
+        raise InvalidTurnsError(f"{place(table, row)}: last_turn is null")
+    line = _lines(table.column("session_id"), last.to_numpy(), given)
+    missing = np.flatnonzero(line < 0)
+    if len(missing):
+        row = int(missing[0])
+        raise InvalidTurnsError(
+            f"{place(table, row)}: ends with turn {last[row]}, which has no line in "
+            "turn_rewards"
+        )
+    return given.column("reward").combine_chunks().take(pa.array(line))
+
+
+def _per_segment(table: pa.Table, given: pa.Table) -> pa.Array:
+    """The reward of each row's segment."""
+    line = segment_lines(table, given, "segment_rewards")
+    return given.column("reward").combine_chunks().take(pa.array(line))
+
+
+def segment_lines(table: pa.Table, given: pa.Table, what: str) -> Longs:
+    """The line that ``given`` has for the segment of each row.
+
+    Raises `InvalidTurnsError` if a row is no segment or has no line, or a line has no row;
+    ``what`` names the table.
+    """
+    without = np.flatnonzero(np.asarray(table.column("segment_kind").is_null()))
+    if len(without):
+        raise InvalidTurnsError(
+            f"{place(table, int(without[0]))}: segment_kind is null, and {what} has "
+            "lines of segments: make rows with the policy segments"
+        )
+    line = _lines(
+        table.column("session_id"), table.column("row_index").to_numpy(), given
+    )
+    missing = np.flatnonzero(line < 0)
+    if len(missing):
+        raise InvalidTurnsError(
+            f"{place(table, int(missing[0]))}: the segment has no line in {what}"
+        )
+    ours = pc.is_in(given.column("session_id"), pc.unique(table.column("session_id")))
+    unused = np.setdiff1d(np.flatnonzero(np.asarray(ours)), line)
+    if len(unused):
+        raise InvalidTurnsError(
+            f"{place(given, int(unused[0]))}: {what} has a line, but the rows have no "
+            "such segment"
+        )
+    return line
+
+
+def _ranks(session: Longs, turn: Longs) -> Longs:
+    """One number per turn of a session."""
+    return session.astype(np.int64) << 32 | turn.astype(np.int64)
+
+
+def _final(table: pa.Table, session: Longs) -> Bools:
+    kinds = table.column("segment_kind").cast(pa.string())
+    return final_rows(
+        session,
+        table.column("row_index").to_numpy(),
+        np.asarray(kinds.is_valid()),
+        np.asarray(pc.equal(kinds, "final").fill_null(False)),
+    )
