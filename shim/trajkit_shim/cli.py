@@ -42,7 +42,7 @@ def add_serve(commands: Commands) -> None:
         f"""
 --host ADDRESS 127.0.0.1  default: %(default)s
 --port PORT 8765  0: any free one (default: %(default)s)
---out RUN  directory of the turn log; made if missing
+-o --out RUN  directory of the turn log; made if missing
 --log {{full,delta}}  delta: store only what each prompt adds to an earlier turn, compressed
     (default: %(default)s)
 --prompts {{append,render}}  append: extend the token ids of an earlier turn if the chat
@@ -83,7 +83,8 @@ def add_demo(commands: Commands) -> None:
     add_options(
         parser,
         """
---out RUN  directory of the run (default: the first free one of runs/demo, runs/demo-2, ...)
+-o --out RUN  directory of the run (default: the first free one of runs/demo, runs/demo-2,
+    ...)
 --sessions N 4  number of concurrent agents (default: %(default)s)
 --seed SEED  of the engine; random by default
 --json  print only one JSON object

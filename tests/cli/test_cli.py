@@ -1,6 +1,7 @@
 """The command line, in process but for one run from outside."""
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -355,21 +356,72 @@ def test_simulate_says_what_keeps_everything(capsys, turns):
     printed = run_json(capsys, "simulate", turns, "--pad", "8")
     expected = tk.simulate(tk.from_records(CALLS), pad_to=8).to_pylist()
     assert printed == {"cheapest": "faithful", "policies": expected}
-    assert cli.main(["simulate", turns, "--policy", "slime", "--policy", "strict"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    argv = ["simulate", turns, "--policy", "slime", "--policy", "strict"]
+    assert cli.main(argv) == 0
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines()]
     assert lines[0] == "turns 4, tokens sampled 8".split()
-    assert lines[2][:5] == ["policy", "rows", "trained", "of", "sampled"]
-    assert lines[4] == "slime 2 5 62.5 % 3 0 14 14 7".split()
+    assert lines[2][:6] == ["policy", "rows", "trained", "of", "sampled", "lost"]
+    assert lines[4] == "slime 2 5 62.5 % 3 14 14 7".split()
     assert lines[-1] == "keeps everything at the lowest cost: strict".split()
+    assert (
+        "slime loses 3 tokens (absorbed). Drift: its row continued with the next "
+        "prompt's ids instead.\nlose nothing: strict\n"
+    ) in text
+    assert cli.main([*argv, "--wide"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[4] == "slime 2 5 62.5 % 3 0 14 14 7".split()
+
+
+@pytest.mark.parametrize("options", [[], ["--pad", "1024"], ["--pack", "8192"]])
+def test_simulate_fits_100_columns(tmp_path, capsys, options):
+    """With numbers of ten digits, and every preset."""
+    calls = [
+        call(name, [1] * 9000, [2, *range(900)], [QUESTION], ANSWER)
+        for name in ("a", "b")
+    ]
+    path = tmp_path / "turns.parquet"
+    tk.write_turns(tk.from_records(calls), path)
+    options = [*options, "--policy", "slime", "--set", "fork_threshold=123456"]
+    assert cli.main(["simulate", str(path), *options]) == cli.DONE
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    assert "forward" in text
 
 
 def test_simulate_counts_packs(capsys, turns):
     printed = run_json(capsys, "simulate", turns, "--pack", "8")["policies"]
     expected = tk.simulate(tk.from_records(CALLS), pack_tokens=8).to_pylist()
     assert printed == expected
-    assert cli.main(["simulate", turns, "--policy", "strict", "--pack", "8"]) == 0
+    argv = ["simulate", turns, "--policy", "strict", "--pack", "8"]
+    assert cli.main(argv) == 0
+    assert " packs  packed " in capsys.readouterr().out.splitlines()[2]
+    assert cli.main([*argv, "--wide"]) == 0
     head = capsys.readouterr().out.splitlines()[2]
     assert head.endswith("longest row  packs  packed  attended pairs")
+
+
+@pytest.mark.parametrize("name", [*cli.MODULES, "help"])
+def test_help_of_a_command_is_its_help(capsys, name):
+    name = {"imports": "import"}.get(name, name)
+    texts = []
+    for argv in (["help", name], [name, "--help"]):
+        with contextlib.suppress(SystemExit):
+            assert cli.main(argv) == cli.DONE
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(f"usage: trajkit {name}")
+
+
+def test_help_lists_commands_and_suggests_one(capsys):
+    assert cli.main(["help"]) == cli.DONE
+    assert "say whether a trainer's mask trains what was sampled" in (
+        capsys.readouterr().out
+    )
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["help", "simulat"])
+    assert ended.value.code == cli.BAD_USAGE
+    assert "did you mean 'simulate'?" in capsys.readouterr().err
 
 
 def test_pack_writes_packs(tmp_path, capsys, turns):

@@ -35,7 +35,7 @@ from trajkit.turns.table import Turns
 _TRAINED = "trained"
 _PACKED = ("packs", "tokens_packed", "pairs_packed")
 # losses that the caller asked for
-_ASKED = ("untrainable", "aborted", "masked", "no_logprob")
+ASKED = ("untrainable", "aborted", "masked", "no_logprob")
 
 
 def simulate(
@@ -238,7 +238,7 @@ def cheapest_lossless(table: pa.Table) -> str | None:
     lossless = [
         line
         for line in table.to_pylist()
-        if line["tokens_lost"] == sum(line[f"lost_{reason}"] for reason in _ASKED)
+        if line["tokens_lost"] == sum(line[f"lost_{reason}"] for reason in ASKED)
         and not line["tokens_out_of_context"]
     ]
     if not lossless:

@@ -147,6 +147,15 @@ def _parser() -> argparse.ArgumentParser:
                 command.add(commands)
     for entry in sorted(entry_points(group="trajkit.commands"), key=lambda e: e.name):
         entry.load()(commands)
+    words = "print the help of a command"
+    known = [*commands.choices, "help"]
+    helper = commands.add_parser(
+        "help", help=words, description=f"{words}.".capitalize()
+    )
+    helper.add_argument("command", metavar="COMMAND", nargs="?", choices=known)
+    helper.set_defaults(
+        run=lambda given: commands.choices.get(given.command, parser).print_help()
+    )
     return parser
 
 

@@ -1,11 +1,15 @@
 """``trajkit simulate``: what each policy would keep, lose and cost on a run."""
 
 import argparse
+from collections.abc import Iterator
 from functools import partial
+from textwrap import fill
+from typing import Any
 
 import pyarrow as pa
 
-from trajkit.analysis.simulation import Simulation, cheapest_lossless
+from trajkit.analysis.simulation import ASKED, Simulation, cheapest_lossless
+from trajkit.analysis.words import LOSS_WORDS
 from trajkit.cli.file_options import print_result, run_stage
 from trajkit.cli.options import (
     add_policies,
@@ -17,6 +21,9 @@ from trajkit.cli.progress import Progress
 from trajkit.cli.text import share, text_table
 from trajkit.jobs.stages import Made
 
+WIDTH = 100
+"""Columns of the table, unless it is to be wide."""
+
 
 @command(
     "simulate",
@@ -24,12 +31,13 @@ from trajkit.jobs.stages import Made
 compare what the policies keep, lose and cost
 
 Count what the rows of every policy train, lose and cost, and name the policy that keeps
-everything at the lowest cost. 'forward' are the tokens of all rows; 'shared once' counts
-each shared prefix once.
+everything at the lowest cost. Then say in words what each policy loses, and why. 'forward'
+are the tokens of all rows; 'shared once' counts each shared prefix once.
 
 source, --json, --sessions
 --pad N   count the padding of each row to a multiple of N tokens
 --pack N  count the packs of N tokens that rows make as trees
+--wide    all counts, in a table that may be wider than 100 columns
 --max-row-tokens, --gather, --rejected
 """,
     extend=partial(
@@ -55,11 +63,79 @@ def run(arguments: argparse.Namespace) -> None:
     table = counts.table()
     cheapest = cheapest_lossless(table)
     facts = {"cheapest": cheapest, "policies": table.to_pylist()}
-    print_result(arguments, totals, facts, describe(table, cheapest))
+    text = describe(table, cheapest, wide=arguments.wide)
+    print_result(arguments, totals, facts, text)
 
 
-def describe(table: pa.Table, cheapest: str | None) -> str:
-    """The table and its result, for people."""
+def describe(table: pa.Table, cheapest: str | None, *, wide: bool = False) -> str:
+    """The table, what the policies lose, and the result, for people."""
+    policies = table.to_pylist()
+    first = policies[0] if policies else {"turns": 0, "tokens_sampled": 0}
+    result = "every policy here loses sampled tokens"
+    if cheapest is not None:
+        result = f"keeps everything at the lowest cost: {cheapest}"
+    shown = _wide(table) if wide else _narrow(table)
+    losses = "\n".join(_losses(policies))
+    return (
+        f"turns {first['turns']:,}, tokens sampled {first['tokens_sampled']:,}\n\n"
+        f"{shown}\n\n{losses}{result}"
+    )
+
+
+def _narrow(table: pa.Table) -> str:
+    """The most important counts, in as many columns as fit."""
+    policies = table.to_pylist()
+    columns = {"tokens_lost": "lost"}
+    if any(line["tokens_out_of_context"] for line in policies):
+        columns["tokens_out_of_context"] = "out of context"
+    columns["tokens_forward"] = "forward"
+    if any(line["tokens_padding"] is not None for line in policies):
+        columns["tokens_padding"] = "padding"
+    if any(line["packs"] is not None for line in policies):
+        columns |= {"packs": "packs", "tokens_packed": "packed"}
+    columns |= {"tokens_forward_shared": "shared once", "longest_row": "longest row"}
+    while True:
+        text = _table(policies, columns)
+        if len(columns) == 1 or max(map(len, text.splitlines())) <= WIDTH:
+            return text
+        columns.popitem()
+
+
+def _losses(policies: list[dict[str, Any]]) -> Iterator[str]:
+    """What each policy loses and why, in sentences."""
+    keeps = []
+    for line in policies:
+        sentences = [
+            f"{line['policy']} loses {_count(line[f'lost_{reason}'])} "
+            f"({reason.replace('_', ' ')}). {words}"
+            for reason, (_, words) in LOSS_WORDS.items()
+            if reason not in ASKED and line[f"lost_{reason}"]
+        ]
+        if line["tokens_out_of_context"]:
+            sentences.append(
+                f"{line['policy']} trains {_count(line['tokens_out_of_context'])} after "
+                "other tokens than they were sampled after."
+            )
+        if not sentences:
+            keeps.append(line["policy"])
+        yield from (fill(one, WIDTH, subsequent_indent="  ") for one in sentences)
+    if keeps:
+        yield fill(f"lose nothing: {', '.join(keeps)}", WIDTH, subsequent_indent="  ")
+    for reason in ASKED:
+        n = max((line[f"lost_{reason}"] for line in policies), default=0)
+        if n:
+            words = f"Up to {_count(n)} may not be trained. {LOSS_WORDS[reason][1]}"
+            yield fill(words, WIDTH, subsequent_indent="  ")
+    if policies:
+        yield "\n"
+
+
+def _count(n: int) -> str:
+    return f"{n:,} token" if n == 1 else f"{n:,} tokens"
+
+
+def _wide(table: pa.Table) -> str:
+    """All counts."""
     policies = table.to_pylist()
     # only reasons that occur
     reasons = {
@@ -80,22 +156,20 @@ def describe(table: pa.Table, cheapest: str | None) -> str:
             "tokens_packed": "packed",
             "pairs_packed": "attended pairs",
         }
-    head = ["policy", "rows", "trained", "of sampled", *extra.values()]
+    return _table(policies, extra)
+
+
+def _table(policies: list[dict[str, Any]], columns: dict[str, str]) -> str:
+    """A line per policy."""
+    head = ["policy", "rows", "trained", "of sampled", *columns.values()]
     lines = [
         [
             line["policy"],
             line["rows"],
             line["tokens_trained"],
             share(line["tokens_trained"], line["tokens_sampled"]),
-            *(line[name] for name in extra),
+            *(line[name] for name in columns),
         ]
         for line in policies
     ]
-    first = policies[0] if policies else {"turns": 0, "tokens_sampled": 0}
-    result = "every policy here loses sampled tokens"
-    if cheapest is not None:
-        result = f"keeps everything at the lowest cost: {cheapest}"
-    return (
-        f"turns {first['turns']:,}, tokens sampled {first['tokens_sampled']:,}\n\n"
-        f"{text_table(head, lines)}\n\n{result}"
-    )
+    return text_table(head, lines)
