@@ -667,3 +667,31 @@ def test_limits_are_numbers(export):
     for limit in ("9", 0, 9.5, True):
         with pytest.raises(ArgumentError, match=r"(max_len|max_length|seq_len)="):
             export(rows, limit)
+
+
+@pytest.mark.parametrize("value", ["2", 1.5, None, [1], True])
+@pytest.mark.parametrize(
+    ("export", "name"),
+    [
+        (lambda rows, n: verl.padded_fields(rows, n, 8, 0), "prompt_length"),
+        (lambda rows, n: verl.padded_fields(rows, 8, n, 0), "response_length"),
+        (lambda rows, n: verl.padded_fields(rows, 8, 8, n), "pad_token_id"),
+        (
+            lambda rows, n: trl.rollout_sample_fields(rows, model_version=n),
+            "model_version",
+        ),
+        (lambda rows, n: slime.sample_fields(rows, first_index=n), "first_index"),
+        (
+            lambda rows, n: trl.rollout_func_fields(rows, num_generations=n or "x"),
+            "num_generations",
+        ),
+        (
+            lambda rows, n: areal.trajectory_fields(rows, version=n or "x"),
+            "version",
+        ),
+    ],
+)
+def test_numbers_are_numbers(export, name, value):
+    rows = with_column(group([1.0, 0.0], ["g", "g"]), "advantage", [1.0, -1.0])
+    with pytest.raises(ArgumentError, match=f"{name}="):
+        export(rows, value)

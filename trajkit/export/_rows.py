@@ -444,6 +444,8 @@ def groups_in_order(
     rows: list[ExportRow], target: str, option: str, size: int | None
 ) -> None:
     """Raise ExportError unless groups are consecutive rows, and equally many each."""
+    if size is not None:
+        size = chosen_int(option, size, 1)
     seen: dict[int, int] = {}
     for group, members in groupby(rows, lambda row: row.group):
         first, *others = members

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
 from trajkit.export._rows import (
     advantages_of,
@@ -95,6 +96,8 @@ def rollout_sample_fields(
     ExportError
         An advantage is null or absent; with ``weighted``, a row weight is null.
     """
+    chosen_int("model_version", model_version, 0)
+    chosen_int("first_group_id", first_group_id, 0)
     checked = checked_rows(rows, "AsyncGRPOTrainer")
     scales = token_scales(checked) if weighted else None
     return [

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
 from trajkit.errors import ExportError
 from trajkit.export._rows import (
@@ -134,6 +135,9 @@ def padded_fields(
     ExportError
         As `agent_loop_fields`; or a prompt or response is too long: nothing is truncated.
     """
+    prompt_length = chosen_int("prompt_length", prompt_length, 1)
+    response_length = chosen_int("response_length", response_length, 1)
+    chosen_int("pad_token_id", pad_token_id, 0)
     checked = checked_rows(rows, "a padded batch of verl", response=True)
     shape = len(checked), prompt_length + response_length
     input_ids = np.full(shape, pad_token_id, np.int64)
