@@ -105,6 +105,35 @@ ALIKE = {
 }
 
 
+@pytest.mark.parametrize("window", [5, 40, 100])
+def test_the_trial_is_longer_than_the_longest_window(window):
+    model = make("mistral", sliding_window=3)
+    model.model.layers[1].self_attn.local_window = window
+    trial = checks._trial(model)
+    lengths = [len(row) for row in trial.rows]
+    assert min(lengths[:2]) > max(24, window + 4)
+    assert len(trial.rows) == 3
+    positions = trial.pack.position_ids
+    for row, (source, at, target) in zip(
+        trial.pack.edge_row.tolist(),
+        zip(
+            trial.pack.edge_source,
+            trial.pack.edge_position,
+            trial.pack.edge_target,
+            strict=True,
+        ),
+        strict=True,
+    ):
+        assert positions[source] == at - 1
+        assert trial.rows[row][at] == target
+    edges = {
+        *zip(
+            trial.pack.edge_row.tolist(), trial.pack.edge_position.tolist(), strict=True
+        )
+    }
+    assert {(0, k) for k in range(1, lengths[0])} <= edges
+
+
 @pytest.mark.parametrize("kernel", ["masked", "trunk"])
 @pytest.mark.parametrize("case", ["tail_changed", "several_sessions"])
 @pytest.mark.parametrize("name", ALIKE)

@@ -97,6 +97,16 @@ def test_block_masks_are_the_ancestors(parents, window, size):
         assert torch.equal(pairs_of(mask, by_query), near(seen, position, window))
 
 
+@pytest.mark.parametrize("window", range(1, 10))
+@pytest.mark.parametrize("n", [7, 8, 9])
+def test_windows_end_within_and_between_blocks(n, window):
+    """Among them 8 tokens, blocks of 4 and a window of 7, which ends before one pair."""
+    end, position, seen = tree([*range(-1, n - 1)])
+    mask = flex_block_mask(end, position, window, block_size=4)
+    for by_query in (True, False):
+        assert torch.equal(pairs_of(mask, by_query), near(seen, position, window))
+
+
 @given(forests(), st.sampled_from([4, 16]))
 def test_block_masks_list_no_block_in_vain(parents, size):
     end, _, seen = tree(parents)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.torch.cases import packs_of, rows_of
+from tests.torch.faults import FAULTS, ROOT
 from tests.torch.tiny_models import float64_throughout, make, row_logprobs
 from trajkit.errors import LayoutError
 from trajkit.torch.attention import TreeAttention
@@ -104,3 +105,13 @@ def test_a_model_without_a_tree_is_refused():
     pack, model = pack_of(rows_of("siblings")), make("llama")
     with pytest.raises(LayoutError, match="LlamaAttention got no tree: call the model"):
         model(input_ids=pack.input_ids[None], position_ids=pack.position_ids[None])
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[2].strip())
+def test_planted_faults_have_a_place(fault):
+    """`python -m tests.torch.faults` plants them and runs the tests."""
+    path, right, wrong, tests = fault
+    text = (ROOT / "trajkit" / path).read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    assert wrong != right
+    assert (ROOT / "tests/torch" / tests.split()[0]).exists()

@@ -249,6 +249,19 @@ def test_adapters_train_as_on_rows(name):
     assert all("lora_" in n for n in trained)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_model_gives_the_same_logprobs():
+    model, pack = make("llama"), packs()[0]
+    expected = edge_logprobs(model, pack).detach()
+    found = torch.compile(PackedModel(model))(pack)
+    assert torch.equal(found.detach(), expected)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    found = PackedModel(model)(pack)
+    found.sum().backward()
+    torch.testing.assert_close(found.detach(), expected, rtol=0, atol=1e-12)
+
+
 def test_dropout_of_an_adapter_is_refused():
     config = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
     model = peft.get_peft_model(make("llama"), config)

@@ -108,9 +108,12 @@ def check_known(model: torch.nn.Module) -> PreTrainedModel:
             f"{name} has no output projection apart from its layers: load it as a causal "
             "language model"
         )
+    # not those that read images and sounds
+    decoder = {*causal.get_decoder().modules()}  # type: ignore[no-untyped-call]
     for path, module in not_following(causal):
         kind = type(module).__name__
-        if _RECURRENT.search(kind) or isinstance(module, torch.nn.Conv1d):
+        mixes = _RECURRENT.search(kind) or isinstance(module, torch.nn.Conv1d)
+        if mixes and module in decoder:
             raise UnsupportedModelError(
                 f"{name}: {path} ({kind}) mixes tokens along the pack and not along a "
                 "row, so branches would leak into each other: train on padded or "

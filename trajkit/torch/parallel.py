@@ -78,4 +78,7 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]
         )
         if not (wrapped or self.local):
             check_single_rank()
-        return edge_logprobs(self.model, pack, local=True, **self._options)
+        # Masks are built on the host. Layers that are compiled themselves stay so.
+        run = torch.compiler.disable(edge_logprobs)
+        found: Tensor = run(self.model, pack, local=True, **self._options)
+        return found

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from trajkit.errors import UnsupportedModelError
 from trajkit.torch.masks import Ints, TokenRanges
 
 _STORES = ("cache.update_recurrent_state(", "cache.update_conv_state(")
@@ -154,13 +155,18 @@ def follows(module: torch.nn.Module) -> bool:
 def _along_tree(
     rows: Callable[..., Tensor],
     hidden_states: Tensor,
-    *,
+    *args: Any,
     tree: Any = None,
     **kwargs: Any,
 ) -> Tensor:
     """A layer's forward along a tree, if there is one."""
     if tree is None:
-        return rows(hidden_states, **kwargs)
+        return rows(hidden_states, *args, **kwargs)
+    if args:
+        raise UnsupportedModelError(
+            f"{getattr(rows, '__qualname__', rows)} stores a state and takes more than "
+            "hidden states, which would have to follow the tree as well: train on rows"
+        )
     kwargs |= {"attention_mask": None}
     states: dict[int, dict[Any, Tensor]] = {}
     outputs = []
