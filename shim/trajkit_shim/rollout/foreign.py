@@ -52,7 +52,7 @@ def harbor(record: Mapping[str, object], folder: Path) -> Foreign:
     copies = _copies(lines, workdir)
     memory = environment.get("memory_mb", environment.get("memory"))
     limits = {"memory_mb": _mib(memory), "cpus": environment.get("cpus")}
-    files = {"tests": Folder(folder / "tests")}
+    files: dict[str, Folder | Placed] = {"tests": Folder(folder / "tests")}
     if image is None and copies is not None:
         files["workspace"] = Placed(build, copies)
     return {
