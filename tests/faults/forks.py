@@ -18,7 +18,7 @@ from _pytest.runner import runtestprotocol
 from tests.faults.planted import NATIVE, Change, Place, all_faults
 from trajkit import _core
 
-_SECONDS = 300  # a fault may keep a kernel from ending
+_SECONDS = 900  # a fault may keep a kernel from ending
 _PLAIN = (int, float, str, bytes, tuple, frozenset)
 
 

@@ -186,11 +186,6 @@ PYTHON = (
             "numbers = numbers",
         ),
         (
-            "a bool of numpy is a turn_index",
-            "isinstance(given, (bool, np.bool_))",
-            "isinstance(given, bool)",
-        ),
-        (
             "turn_index may be 2**31",
             "0 <= turn_index < 2**31",
             "0 <= turn_index <= 2**31",
