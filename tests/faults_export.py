@@ -187,7 +187,7 @@ FAULTS = [
         "covered = seen",
         LEARN,
     ),
-    ("packs/balancing.py", "size = ranks if equal_counts else 1", "size = 1", PACKS),
+    ("packs/balancing.py", "size = ranks if equal_counts else 1", "size = ranks", PACKS),
 ]
 
 

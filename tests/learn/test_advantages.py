@@ -17,7 +17,7 @@ from tests.learn.test_row_weights import (
 )
 from tests.strategies import runs
 from tests.tables import by_session, turns_table
-from trajkit.errors import ArgumentError
+from trajkit.errors import ArgumentError, NoSignalWarning
 
 REWARDS = st.none() | st.sampled_from([0.0, 1.0, 0.5, -2.0, 0.1, 1e6])
 
@@ -170,3 +170,39 @@ def test_constant_weights_need_a_finite_constant(by, constant):
     )
     with pytest.raises(ArgumentError, match="constant="):
         tk.add_weights(rows, by, constant=constant)
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.float32()])
+@pytest.mark.parametrize("rewards", [(0.1 + 0.2, 0.3), (0.0, 0.1 + 0.2 - 0.3)])
+def test_rewards_that_are_equal_but_for_rounding_are_constant(rewards, kind):
+    if kind == pa.float32():
+        rewards = [
+            np.float32(value) * np.float32(1 + 2e-7) ** k
+            for k, value in enumerate(rewards)
+        ]
+    given = pa.table(
+        {
+            "session_id": ["a", "b"],
+            "reward": pa.array(rewards, kind),
+            "group_id": ["g", "g"],
+        }
+    )
+    dropped = tk.learn.advantages(given, drop_constant=True)
+    assert dropped["advantage"].to_pylist() == [None, None]
+    with pytest.warns(NoSignalWarning, match="all 2 advantages are 0"):
+        found = tk.learn.advantages(given, scale="group_std", epsilon=0.0)
+    assert found["advantage"].to_pylist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "groups", "why"),
+    [
+        ([1.0, 0.0], ["g", "h"], "every group has one rollout"),
+        ([1.0, 1.0], ["g", "g"], "in every group all rewards are equal"),
+        ([0.0, 0.0], ["g", "g"], "every reward is 0"),
+    ],
+)
+def test_advantages_that_are_all_0_are_told_with_the_reason(rewards, groups, why):
+    given = sessions_table([*zip(rewards, groups, strict=True)])
+    with pytest.warns(NoSignalWarning, match=why):
+        tk.learn.advantages(given)

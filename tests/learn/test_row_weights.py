@@ -533,3 +533,20 @@ def test_whole_and_unknown_advantages_are_taken(advantage):
     added = tk.add_advantages(tk.linearize(forks()), of_sessions(advantage=advantage))
     assert added.schema.field("advantage").type == pa.float64()
     assert set(added["advantage"].to_pylist()) <= {1.0, None}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("row_weight", None, "row_weight is None"),
+        ("advantage", float("nan"), "advantage of a trained token is nan"),
+    ],
+)
+def test_a_weight_or_advantage_that_is_no_number_is_refused(name, value, match):
+    call = {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}
+    rows = tk.linearize(tk.from_records([{**call, "output_logprobs": [-1.0, -2.0]}]))
+    rows = rows.append_column("advantage", pa.array([1.0]))
+    at = rows.column_names.index(name)
+    rows = rows.set_column(at, name, pa.array([value], pa.float64()))
+    with pytest.raises(InvalidTurnsError, match=f"session 'a', row 0: {match}"):
+        tk.learn.reference_loss(rows, [0.0, -1.0, -2.0])
