@@ -140,8 +140,8 @@ FAULTS = [
     ),
     (
         "export/slime.py",
-        'own = given[span["output_start"] : span["output_stop"]]',
-        'own = given[: span["stop"] - span["start"]]',
+        "return found[row.prompt_length :]",
+        "return found[: len(found) - row.prompt_length]",
         EXPORT,
     ),
     # weights, advantages and losses

@@ -1,4 +1,4 @@
-"""The slow, obvious twin of prime-rl's message graph (spec: prime-rl 2.2).
+"""The slow, obvious twin of prime-rl's message graph (policy ``graph``).
 
 Turns are as in `tests.reference`. A node of the graph is a message below a node; it is kept
 for a later request while that shows an equal message there and repeats its tokens. Without

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trajkit import turns as turns
     from trajkit import view as view
     from trajkit.analysis.drift import classify_drift as classify_drift
+    from trajkit.analysis.row_check import check_rows as check_rows
     from trajkit.analysis.simulation import simulate as simulate
     from trajkit.errors import TrajkitError as TrajkitError
     from trajkit.importers.reader import import_turns as import_turns
@@ -55,6 +56,7 @@ else:
         __name__,
         {
             "analysis.drift": "classify_drift",
+            "analysis.row_check": "check_rows",
             "analysis.simulation": "simulate",
             "errors": "TrajkitError",
             "importers.reader": "import_turns",

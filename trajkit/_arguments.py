@@ -52,7 +52,7 @@ def check_choice(
 ) -> None:
     """Raise ``error`` unless ``known``, names or a Literal type, contains the value."""
     names: tuple[str, ...] = get_args(known) or tuple(known)
-    if value not in names:
+    if not isinstance(value, str) or value not in names:
         raise error(
             f"{name}={value!r}{did_you_mean(value, names)}: expected one of "
             f"{', '.join(map(repr, names))}"
@@ -79,15 +79,22 @@ def chosen_int(
     return number
 
 
-def tool_names(
+def check_flag(name: str, value: object) -> None:
+    """Raise ArgumentError unless the value is a bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise ArgumentError(f"{name}={value!r}: expected True or False")
+
+
+def chosen_names(
     name: str, value: object, error: type[ArgumentError] = ArgumentError
 ) -> tuple[str, ...]:
-    """An argument that lists names of tools; raises ``error`` if it is no list of
-    strings.
+    """An argument that lists names, such as those of tools or columns.
+
+    Raises ``error`` if it is no list or tuple of strings.
     """
     if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
         return tuple(value)
-    raise error(f"{name}={value!r}: expected a sequence of strings")
+    raise error(f"{name}={value!r}: expected a sequence of names")
 
 
 def arrow_source(given: Any) -> pa.Table | Any | None:

@@ -27,7 +27,7 @@ BUILD: str
 # dtypes.pxi: by the name of the struct
 DTYPES: dict[str, np.dtype[np.void]]
 
-# beside each enum: the number of each name, by the name of the enum
+# by enum: the number of each name (in the file of the enum)
 ENUMS: dict[str, dict[str, int]]
 
 # forest/prefix.pxi

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 from textwrap import fill
 from typing import Literal, TypeAlias, get_args, get_origin
 
-from trajkit._arguments import check_choice, chosen_int, did_you_mean, tool_names
+from trajkit._arguments import check_choice, chosen_int, chosen_names, did_you_mean
 from trajkit._kernel_names import numbers
 from trajkit.errors import PolicyError
 
@@ -45,11 +45,11 @@ _LAST_TOKEN = 2**31 - 1
 _NOT_SPLICED = {"parent_by": "prefix", "row_selection": "main", "truncate_at": "calls"}
 
 DEFAULT_FORK_THRESHOLD = 1024
-"""Of slime's ``TrajectoryManager`` and of TRL (spec: slime 1.3, TRL 4)."""
+"""Of slime's ``TrajectoryManager`` and of TRL (their sources: `PRESETS`)."""
 
 
 DISPATCH_TOOLS = ("Task", "Agent")
-"""Of Claude Code (spec: segments 3)."""
+"""Of Claude Code, whose sub-agents slime's first coding-agent example recorded."""
 
 
 # equalities under which equal messages call and answer the same tools
@@ -281,7 +281,7 @@ class Policy:
             chosen_int("max_rows", self.max_rows, 1, PolicyError)
         if self.end_of_turn_token_id is not None:
             _check_token_id("end_of_turn_token_id", self.end_of_turn_token_id)
-        tool_names("dispatch_tools", self.dispatch_tools, PolicyError)
+        chosen_names("dispatch_tools", self.dispatch_tools, PolicyError)
         if self.on_drift == "absorb_any" and self.train_in != "first":
             raise PolicyError(
                 f"train_in={self.train_in!r} does not go with on_drift='absorb_any', "
@@ -345,7 +345,8 @@ PRESETS: dict[str, Policy] = {
     "faithful": Policy(
         name="faithful", parent_by="messages", tie_break="tokens", keep_untrained=False
     ),
-    # THUDM/slime TrajectoryManager (spec: slime 2, 3)
+    # slime's TrajectoryManager:
+    # https://github.com/THUDM/slime/blob/624b824/slime/agent/trajectory.py
     "slime": Policy(
         name="slime",
         parent_by="messages",
@@ -356,7 +357,8 @@ PRESETS: dict[str, Policy] = {
         keep_untrained=False,
         flag_scope="chain",
     ),
-    # TRL async_grpo, message mode (spec: TRL 4)
+    # TRL's async_grpo, message mode:
+    # https://github.com/huggingface/trl/blob/f2cd577/trl/experimental/async_grpo/async_rollout_worker.py
     "trl": Policy(
         name="trl",
         parent_by="previous",
@@ -366,7 +368,8 @@ PRESETS: dict[str, Policy] = {
         train_aborted=True,
         keep_untrained=False,
     ),
-    # slime's first coding-agent example, after it gave up splicing (spec: segments 2 to 8)
+    # slime's first coding-agent example, after it gave up splicing:
+    # https://github.com/THUDM/slime/blob/8fc32230d/slime/agent/trajectory.py
     "segments": Policy(
         name="segments",
         parent_by="agents",
@@ -376,9 +379,11 @@ PRESETS: dict[str, Policy] = {
         keep_empty=False,
         rewards="uniform",
     ),
-    # SkyRL merge_stepwise_output (spec: SkyRL 6)
+    # SkyRL's merge_stepwise_output:
+    # https://github.com/NovaSky-AI/SkyRL/blob/a956457/skyrl/train/generators/utils.py
     "skyrl": Policy(name="skyrl", parent_by="previous", train_aborted=True),
-    # prime-rl's message graph (spec: prime-rl 2.2)
+    # prime-rl's message graph, which verifiers makes:
+    # https://github.com/PrimeIntellect-ai/verifiers/blob/a60a606/verifiers/v1/graph.py
     "graph": Policy(
         name="graph",
         parent_by="messages",
@@ -388,10 +393,13 @@ PRESETS: dict[str, Policy] = {
         train_aborted=True,
         keep_untrained=False,
     ),
-    # prime-rl interleave_rollout (spec: prime-rl 2.1)
+    # prime-rl's interleave_rollout, of its first version:
+    # https://github.com/PrimeIntellect-ai/prime-rl/blob/b1c49e530/src/prime_rl/orchestrator/trajectories.py
     "strict": Policy(name="strict", parent_by="tokens", train_aborted=True),
     "per_call": Policy(name="per_call", parent_by="none"),
-    # NeMo Gym token_id_capture (spec: NeMo Gym 5), prefix_merging; its per_request is
+    # NeMo Gym's prefix_merging:
+    # https://github.com/NVIDIA-NeMo/Gym/blob/07d6b0d/nemo_gym/token_id_capture/builder.py
+    # Its per_request is
     # parent_by="none". It delivers row_selection="main"
     "nemo": Policy(
         name="nemo",
@@ -400,7 +408,9 @@ PRESETS: dict[str, Policy] = {
         row_order="prompt",
         train_aborted=True,
     ),
-    # miles session v2 (spec: miles 1.2, 1.4, 1.5); fork_threshold is its max_trim_tokens
+    # miles' session v2:
+    # https://github.com/radixark/miles/tree/31f1ca9/miles/rollout/session/v2
+    # fork_threshold is its max_trim_tokens
     # and one more, max_row_tokens its max_seq_len
     "miles": Policy(
         name="miles",
@@ -413,7 +423,8 @@ PRESETS: dict[str, Policy] = {
         truncate_at="calls",
         train_aborted=True,
     ),
-    # ProRL-Agent-Server PrefixMergingBuilder (spec: Polar 2.3)
+    # Polar's PrefixMergingBuilder:
+    # https://github.com/NVIDIA-NeMo/ProRL-Agent-Server/blob/93a0f75/src/polar/trajectory/builder/prefix_merging.py
     "polar": Policy(
         name="polar",
         parent_by="prompts",
@@ -428,7 +439,7 @@ ALIASES = {"interleave": "strict"}
 """Other names of presets."""
 
 IN_OTHER_WORDS: dict[str, dict[str, dict[str, dict[str, object]]]] = {
-    # PrefixMergingBuilder, PerRequestBuilder (spec: Polar 2.2, 2.3)
+    # PrefixMergingBuilder, PerRequestBuilder
     "polar": {
         "builder": {
             "prefix_merging": {"parent_by": "prompts"},
@@ -497,7 +508,7 @@ def policy(name: str | Policy, **choices: object) -> Policy:
         if choices.get(choice) is not None:
             choices[choice] = chosen_int(choice, choices[choice], error=PolicyError)
     if "dispatch_tools" in choices:
-        tools = tool_names("dispatch_tools", choices["dispatch_tools"], PolicyError)
+        tools = chosen_names("dispatch_tools", choices["dispatch_tools"], PolicyError)
         choices["dispatch_tools"] = tools
     if choices.get("fork_threshold", 0) is None:
         del choices["fork_threshold"]

@@ -256,6 +256,22 @@ ATTRIBUTION = _schema(
 """Optional columns of ``turns`` that attribute prompt tokens to messages. They are read
 by `trajkit.learn.observation_weights`."""
 
+PAYLOADS = _defined("""Extra columns of turns that have a rule of their own.
+
+    `trajkit.validate` checks it, and `trajkit.linearize` carries them as its ``payloads``.
+
+routed_experts
+    Per token of prompt and output, or of all but the last: the experts that it was sent
+    to, a list per layer. A list that could be of the output ids alone as well is of all
+    ids but the last, as engines return it.
+sampling_mask
+    Per output id: the ids that it was drawn from after top-p and top-k, itself among
+    them. Null or empty: nothing was cut off, or it is not known.
+ref_logprobs, teacher_logprobs
+    Log-probabilities under another model, per output id, or per token of prompt and
+    output.
+""")
+
 LOSSES = _defined("""Reasons why no row trains a sampled token.
 
 absorbed
@@ -884,6 +900,51 @@ VIOLATIONS = _schema(
     _required("detail", pa.string()),
 )
 """One row per violation and contiguous range of tokens."""
+
+ROW_CHECK_KINDS = _defined("""What `trajkit.check_rows` says of rows.
+
+trains
+    The row trains these tokens of the turn. Nothing is wrong.
+mask_shifted
+    The mask is that of the tokens before or after the sampled ones.
+not_sampled
+    Trained tokens that are no turn's output.
+untrainable
+    Trained tokens of a turn, or of an output, that may not be trained.
+trained_twice
+    Tokens that an earlier row trains too.
+out_of_context
+    Trained tokens that follow other tokens than they were sampled after.
+logprobs_shifted
+    The logprobs are those of the tokens before or after.
+logprobs
+    Logprobs that are not the engine's.
+masked_out
+    Sampled tokens that rows have and none trains.
+in_no_row
+    Sampled tokens that no row has.
+not_found
+    No turn begins like the row.
+session_without_rows
+    Sessions of the turns that have no row. Nothing is wrong.
+""")
+
+ROW_CHECKS = _schema(
+    "row_checks",
+    # the position of the row, from 0. null: the line is of no row
+    pa.field("row", pa.int32()),
+    # null: the row was not found
+    pa.field("session_id", pa.string()),
+    # null: the line concerns no single turn
+    pa.field("turn_index", pa.int32()),
+    # position in the row, padding included. null: of no token
+    pa.field("token", pa.int32()),
+    # one of ROW_CHECK_KINDS
+    _required("kind", _names),
+    _required("tokens", pa.int64()),
+    _required("detail", pa.string()),
+)
+"""What rows train of what was sampled (see `trajkit.check_rows`)."""
 
 IMPORT_REPORT = _schema(
     "import_report",

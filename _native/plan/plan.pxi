@@ -304,7 +304,7 @@ cdef void _cut_at_calls(const Plan* plan, Row* row, int64_t* totals) noexcept no
     """End a row that max_tokens truncates inside a prompt with the call before.
 
     ``totals`` stay complete. With ``keep_prefix``, an output loses what the next call replaced
-    even if that call is removed (spec: miles 1.2, which trims replies before it cuts rows).
+    even if that call is removed (as miles, which trims replies before it cuts rows).
     """
     cdef const Call* calls = plan.paths.calls
     cdef int64_t before

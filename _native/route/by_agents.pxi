@@ -88,7 +88,7 @@ cdef void _route_agents(
     Agents* agents, Tree* tree, const Request* requests, const int32_t* dispatches,
     Link* links, int32_t lo, int32_t hi,
 ) noexcept nogil:
-    """The links of one session (spec: segments 2, 3 and 7)."""
+    """The links of one session, as policy ``segments`` has them."""
     cdef int32_t i, node, before = -1, main = -1, sub = -1, watched = -1
     cdef bint armed = False, to_main
     cdef int32_t* chain

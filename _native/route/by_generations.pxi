@@ -5,7 +5,7 @@ route.pxi. A call attaches to the deepest generation, the latest of equals, whos
 reply are the first messages of its request; without one it is a root. Then its tokens are
 compared: it is refused if they lack more of the generation's path than may be trimmed, or if
 that generation was stopped for its length. A refused call is no generation. A leaf with a later
-sibling is a retry, and dropped (spec: miles 1.2, 1.5).
+sibling is a retry, and dropped (policy ``miles``).
 
 The message tree is that of route.pxi, with one node for equal replies; a node's ``call`` is the
 latest generation that ends there. Refused calls leave their messages in it, which match no

@@ -4,7 +4,7 @@ Fills links from the forest of token paths and the calls by length of prompt, in
 nodes of the forest). The parent of a call is the one whose path is the longest prefix of its
 prompt. If several calls have that path, the parent is ambiguous; if several calls have one
 prompt (retries), only what continues them decides between them. So some calls are
-quarantined, and with them every chain that contains one (spec: peers, NeMo Gym 5).
+quarantined, and with them every chain that contains one (policy ``nemo``).
 
 Calls without output can neither be continued nor trained. Every other parent is shorter than
 its child's prompt, so parents come first in order of prompt length.

@@ -201,7 +201,7 @@ cdef int32_t _route_call(
         node = child
         depth += 1
 
-    # Rewrite-merge (spec: slime R-5): a changed reply replaces a short one.
+    # As slime's TrajectoryManager does: a changed reply replaces a short one.
     if depth < total and merge_threshold > 0 and tree.nodes[node].n_assistants == 1:
         assistant = (
             requests[base].reply_is_assistant != 0 if depth < request.shared

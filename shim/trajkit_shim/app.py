@@ -308,9 +308,13 @@ class _App(Gateway):
 
     async def _run(self, context: CallContext, call: SharedCall) -> Reply:
         """Sample and record a call."""
-        prepared = await prepare_call(context, call.reserved)
-        await self.images.write(context.chat.images)
-        return self._record(context, call, prepared)
+        try:
+            prepared = await prepare_call(context, call.reserved)
+            await self.images.write(context.chat.images)
+            return self._record(context, call, prepared)
+        except GatewayError as error:
+            context.session.counts.failed += error.status >= 500
+            raise
 
     @timing.step()
     def _record(self, context: CallContext, call: SharedCall, made: ModelCall) -> Reply:

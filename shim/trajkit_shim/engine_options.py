@@ -61,8 +61,6 @@ def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> No
 --launch-python FILE  the Python that SGLang is installed for (default: the one of this
     command)
 --launch-seconds SECONDS 1800  how long the server may take to start (default: %(default)s)
---launch-restarts N 3  how often the server is restarted within an hour if it ends (default:
-    %(default)s)
 --check-prompts  have the server return each prompt, and fail a call whose prompt differs
 --routed-experts  log which experts each token was routed to; needs a server with
     --enable-return-routed-experts
@@ -132,7 +130,7 @@ def engine_app(
     from trajkit_shim.call import Options
     from trajkit_shim.sessions.turn_log import TurnLog
 
-    _check(parser, arguments)
+    check(parser, arguments)
     images = _image_options(arguments)
     with ExitStack() as stack:
         if arguments.engine != "embedded":
@@ -168,7 +166,7 @@ def engine_app(
         yield app, renderer
 
 
-def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Exit with an error if options do not fit."""
     from trajkit_shim.engines.launch import check_arguments
     from trajkit_shim.replies.parsers import FORMS
@@ -246,15 +244,39 @@ def _renderer(arguments: argparse.Namespace) -> "ChatRenderer":
         raise FormatError(f"{model}: {error}") from error
 
 
+def launch_server(arguments: argparse.Namespace, stack: ExitStack) -> None:
+    """Start the server of ``--launch``, if it is given; it ends with the stack.
+
+    The arguments then name it by its address.
+    """
+    if arguments.launch is None:
+        return
+    from trajkit_shim.engines.launch import running_server
+
+    log = arguments.out / "engine.log"
+    sys.stderr.write(f"trajkit: starting the engine's server; its log is {log}\n")
+    experts = ["--enable-return-routed-experts"] if arguments.routed_experts else []
+    launched = running_server(
+        arguments.launch_python or sys.executable,
+        arguments.launch,
+        [*experts, *arguments.server_arguments],
+        log,
+        start_seconds=arguments.launch_seconds,
+    )
+    arguments.engine_url = [stack.enter_context(launched)]
+    arguments.model = arguments.model or arguments.launch
+    arguments.launch, arguments.server_arguments = None, []
+
+
 def _served(arguments: argparse.Namespace, stack: ExitStack) -> "Engine":
     """The engine of servers that return everything that is recorded."""
     from trajkit_shim.engines.checks import check_engine
-    from trajkit_shim.engines.launch import running_server
     from trajkit_shim.engines.model_config import config_number, vocab_size
     from trajkit_shim.engines.sglang import SGLangEngine
     from trajkit_shim.engines.vllm import VLLMEngine
 
-    model = arguments.model or arguments.launch
+    launch_server(arguments, stack)
+    model = arguments.model
     try:
         n_vocab = vocab_size(model)
         per_token = None
@@ -270,19 +292,6 @@ def _served(arguments: argparse.Namespace, stack: ExitStack) -> "Engine":
         experts_per_token=per_token,
         sampling_masks=arguments.sampling_masks,
     )
-    if arguments.launch is not None:
-        log = arguments.out / "engine.log"
-        sys.stderr.write(f"trajkit: starting the engine's server; its log is {log}\n")
-        experts = ["--enable-return-routed-experts"] if arguments.routed_experts else []
-        launched = running_server(
-            arguments.launch_python or sys.executable,
-            arguments.launch,
-            [*experts, *arguments.server_arguments],
-            log,
-            start_seconds=arguments.launch_seconds,
-            restarts=arguments.launch_restarts,
-        )
-        arguments.engine_url = [stack.enter_context(launched)]
     # connections belong to the event loop that opened them
     served = {
         url: asyncio.run(check_engine(engine(url))) for url in arguments.engine_url

@@ -36,14 +36,19 @@ def serve(
     *,
     on_listening: Callable[[str], None] | None = None,
     drain_seconds: float = 30.0,
+    listener: socket.socket | None = None,
 ) -> None:
     """Run the app until SIGINT or SIGTERM, then answer the running calls.
 
-    Port 0: any free one. ``on_listening`` is called with the base URL. After
-    ``drain_seconds``, or a second signal, the calls are ended, and their clients get the
-    error of a closed session. Raises `OSError` if the address is not available.
+    Port 0: any free one. ``listener``: from `listen`, in place of an address.
+    ``on_listening`` is called with the base URL. After ``drain_seconds``, or a second
+    signal, the calls are ended, and their clients get the error of a closed session.
+    Raises `OSError` if the address is not available.
     """
-    listener, url = _listen(host, port)
+    if listener is None:
+        listener, url = listen(host, port)
+    else:
+        url = url_of(listener)
     # a collection that looks at all that was imported would stop every call
     gc.collect()
     gc.freeze()
@@ -64,7 +69,7 @@ def running(
     At the end of the block the running calls are answered, however long they take. Raises
     `OSError` if the address is not available.
     """
-    listener, url = _listen(host, port)
+    listener, url = listen(host, port)
     server = _Server(app)
     thread = threading.Thread(
         target=server.run, args=([listener],), name="trajkit-gateway", daemon=True
@@ -79,14 +84,21 @@ def running(
             thread.join()
 
 
-def _listen(host: str, port: int) -> tuple[socket.socket, str]:
+def listen(host: str, port: int) -> tuple[socket.socket, str]:
+    """Return a socket that listens on an address, and its base URL."""
     _allow_files()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=512)
     # connections inherit it, and send small parts without delay
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
-    name = f"[{host}]" if ":" in host else host
-    return listener, f"http://{name}:{listener.getsockname()[1]}"
+    return listener, url_of(listener, host)
+
+
+def url_of(listener: socket.socket, host: str | None = None) -> str:
+    """Return the base URL of a listener; ``host``: as it was named."""
+    address, port = listener.getsockname()[:2]
+    name = host or address
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 def _allow_files() -> None:

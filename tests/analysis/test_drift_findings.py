@@ -371,7 +371,7 @@ def test_what_is_no_tokenizer_is_refused(missing):
         lambda: tk.analysis.check_roundtrip(table, half),
     ):
         with pytest.raises(
-            tk.errors.SchemaError, match=f"Half, which has no method {missing}"
+            tk.errors.ArgumentError, match=f"Half, which has no method {missing}"
         ):
             ask()
 

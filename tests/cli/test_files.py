@@ -688,3 +688,101 @@ def test_a_fault_of_trajkit_is_no_missing_package(place, monkeypatch):
     monkeypatch.setitem(files._WRITE, "sft", fail)
     with pytest.raises(ModuleNotFoundError):
         cli.main(["export", "r.parquet", "--to", "sft", "-o", "out"])
+
+
+# --- check: the rows of a trainer
+
+
+CHECKED = [call("s", [10, 11], [20, 21, 22]), call("s", [10, 11, 20, 21, 22, 30], [23])]
+ROW = [10, 11, 20, 21, 22, 30, 23]
+RIGHT, SHIFTED = [0, 0, 1, 1, 1, 0, 1], [0, 1, 1, 1, 0, 1, 0]
+
+
+def checked(folder, capsys, rows, *options):
+    log = write(folder / "log.jsonl", *CHECKED)
+    code = cli.main(["check", str(rows), str(log), *options])
+    return code, capsys.readouterr().out
+
+
+def test_check_names_a_shifted_mask(tmp_path, capsys):
+    rows = [{"input_ids": ROW, "loss_mask": mask} for mask in (RIGHT, SHIFTED)]
+    right = write(tmp_path / "right.jsonl", rows[0])
+    assert checked(tmp_path, capsys, right) == (
+        cli.DONE,
+        "rows 1, tokens trained 4; turns 2, tokens sampled 4\n"
+        "row 0 (session s): trains 3 of 3 tokens of turn 0; 1 of 1 token of turn 1\n"
+        "right: every trained token was sampled, and trains once\n",
+    )
+    wrong = write(tmp_path / "wrong.jsonl", rows[1])
+    code, out = checked(tmp_path, capsys, wrong)
+    assert code == cli.BAD_DATA
+    assert out == (
+        "rows 1, tokens trained 4; turns 2, tokens sampled 4\n"
+        "row 0 (session s): trains 3 of 3 tokens of turn 0; 1 of 1 token of turn 1, if its "
+        "mask is shifted right by 1\n"
+        "  the mask is shifted left by 1: it trains the token before each sampled one "
+        "(from token 1)\n\n"
+        "wrong         rows  tokens\n------------  ----  ------\n"
+        "mask shifted     1       4\n"
+    )
+    code, out = checked(tmp_path, capsys, wrong, "--json")
+    assert (code, json.loads(out)["wrong"]) == (cli.BAD_DATA, True)
+    table = tmp_path / "found.parquet"
+    assert checked(tmp_path, capsys, wrong, "-o", str(table))[0] == cli.BAD_DATA
+    assert "mask_shifted" in pq.read_table(table)["kind"].to_pylist()
+
+
+def test_check_reads_what_trainers_save(tmp_path, capsys):
+    import pickle
+
+    import numpy as np
+
+    np.savez(tmp_path / "batch.npz", input_ids=[ROW], loss_mask=[RIGHT])
+    sample = {"tokens": ROW, "response_length": 5, "loss_mask": RIGHT[2:]}
+    (tmp_path / "rollout.pkl").write_bytes(pickle.dumps({"samples": [sample]}))
+    for name in ("batch.npz", "rollout.pkl"):
+        assert checked(tmp_path, capsys, tmp_path / name)[0] == cli.DONE
+
+
+def test_check_shows_ten_lines_of_many_rows(tmp_path, capsys):
+    wrong = [0, 0, 1, 1, 1, 1, 1]
+    rows = [{"input_ids": ROW, "loss_mask": wrong} for _ in range(50)]
+    code, out = checked(tmp_path, capsys, write(tmp_path / "rows.jsonl", *rows))
+    assert code == cli.BAD_DATA
+    assert len(out.splitlines()) <= 20
+    assert ["not", "sampled", "50", "50"] in [line.split() for line in out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "said"),
+    [
+        ([], cli.BAD_DATA, "no rows, nothing to do"),
+        ([{"text": "a"}], cli.BAD_DATA, "row 0 has the columns text: expected ids"),
+    ],
+)
+def test_check_refuses_what_has_no_rows(tmp_path, capsys, content, code, said):
+    log = write(tmp_path / "log.jsonl", *CHECKED)
+    rows = write(tmp_path / "rows.jsonl", *content)
+    assert cli.main(["check", str(rows), str(log)]) == code
+    assert said in capsys.readouterr().err
+    argv = ["check", str(rows), str(log), "--fork-threshold", "3"]
+    assert cli.main(argv) == cli.BAD_USAGE
+
+
+def test_other_commands_take_the_rows_of_trainers(tmp_path, capsys):
+    log = write(tmp_path / "log.jsonl", *CHECKED)
+    sample = {"tokens": ROW, "response_length": 5, "loss_mask": RIGHT[2:]}
+    rows = str(write(tmp_path / "samples.jsonl", sample))
+    assert cli.main(["show", rows]) == cli.DONE
+    assert "trained     20 21 22" in capsys.readouterr().out
+    assert cli.main(["why", rows]) == cli.DONE
+    assert "It trains 4 tokens in 2 ranges of 7." in capsys.readouterr().out
+    assert cli.main(["verify", rows, str(log), "--policy", "faithful"]) == cli.DONE
+
+
+def test_the_program_checks_rows(tmp_path):
+    write(tmp_path / "log.jsonl", *CHECKED)
+    write(tmp_path / "rows.jsonl", {"input_ids": ROW, "loss_mask": SHIFTED})
+    done = program(tmp_path, "check", "rows.jsonl", "log.jsonl")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "the mask is shifted left by 1" in done.stdout

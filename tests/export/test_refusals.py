@@ -14,7 +14,12 @@ import trajkit as tk
 from tests.export.group_of_rows import one_row_each, plain, sample_rows
 from trajkit import export
 from trajkit.cli import main
-from trajkit.errors import ExportError, LongRowsWarning, NoSignalWarning
+from trajkit.errors import (
+    ArgumentError,
+    ExportError,
+    LongRowsWarning,
+    NoSignalWarning,
+)
 from trajkit.export import (
     FILE_FORMATS,
     areal,
@@ -252,6 +257,14 @@ def test_groups_by_position_are_consecutive_and_even(export):
         export(group(rewards, ["g", "h", "g", "h"]))
     with pytest.raises(ExportError, match="group 'h' has 1 rows, but 3 were expected"):
         export(group(rewards, ["g", "g", "g", "h"]))
+
+
+def test_async_grpo_groups_are_numbered():
+    rows = with_column(
+        group([1.0, 0.0, 1.0, 0.0], ["g", "h", "g", "h"]), "advantage", [1.0] * 4
+    )
+    found = trl.rollout_sample_fields(rows, first_group_id=5)
+    assert [one["group_id"] for one in found] == [5, 6, 5, 6]
 
 
 def test_groups_have_as_many_rows_as_the_trainer_generates():
@@ -623,3 +636,34 @@ def test_the_micro_batches_of_a_step_appear_together(tmp_path, monkeypatch):
     with pytest.raises(FileExistsError, match="step_3"):
         prime_rl.write_micro_batches(rows, tmp_path, 3, 16, **options)
     assert len([*tmp_path.rglob("*.*")]) == 2
+
+
+def test_slime_samples_without_a_reward_are_refused():
+    args = SimpleNamespace(
+        advantage_estimator="grpo",
+        rewards_normalization=True,
+        grpo_std_normalization=False,
+    )
+    sample = SimpleNamespace(
+        index=0, rollout_id=0, group_index=0, get_reward_value=lambda args: None
+    )
+    with pytest.raises(ExportError, match="sample 0 has no reward"):
+        slime.reward_post_process(args, [sample])
+
+
+@pytest.mark.parametrize(
+    "export",
+    [
+        lambda rows, limit: openrlhf.execution_fields(rows, max_len=limit),
+        lambda rows, limit: sft.labels_table(rows, max_length=limit),
+        lambda rows, limit: prime_rl.sample_fields(
+            with_column(rows, "advantage", [1.0, -1.0]), env_name="e", seq_len=limit
+        ),
+    ],
+)
+def test_limits_are_numbers(export):
+    rows = group([1.0, 0.0], ["g", "g"])
+    export(rows, None)
+    for limit in ("9", 0, 9.5, True):
+        with pytest.raises(ArgumentError, match=r"(max_len|max_length|seq_len)="):
+            export(rows, limit)

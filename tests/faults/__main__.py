@@ -1,6 +1,6 @@
 """Plant each fault in a copy of the tree, run the tests that should catch it, and say which.
 
-    python -m tests.faults                  all of them (about an hour of one core)
+    python -m tests.faults                  all of them (about ten minutes of one core)
     python -m tests.faults --missed         those that the stored result does not call caught
     python -m tests.faults --untried        those that it does not have
     python -m tests.faults --only TEXT      those whose file or idea contains the text
@@ -11,35 +11,36 @@ a fault was not caught, and 2 if the list does not fit the files.
 """
 
 import argparse
+import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.faults.planted import NATIVE, PYTHON, Change, Place
+from tests.faults.planted import NATIVE, Change, Place, all_faults
 
 ROOT = Path(__file__).parents[2]
 RESULT = Path(__file__).with_name("result.txt")
-_SECONDS = 900  # a kernel that never ends is caught, too
-_VARIABLE = "TRAJKIT_FAULT"
-_SELECTED = f'\nimport os\ncdef int FAULT = int(os.environ.get("{_VARIABLE}", "-1"))\n'
+_SELECTED = """
+cdef int FAULT = -1
+
+
+def select_fault(int number):
+    global FAULT
+    FAULT = number
+"""
 _AFTER = "\nfrom trajkit.errors import InvalidTurnsError, LayoutError\n"  # of core.pyx
 
 Planted = tuple[Place, Change]
 
 
-def faults() -> list[Planted]:
-    """Every fault with its place, in order."""
-    return [(one, change) for one in (*PYTHON, *NATIVE) for change in one.changes]
-
-
 def misfits() -> Iterator[str]:
     """What is wrong with the list itself."""
-    for place, change in faults():
+    for place, change in all_faults():
         path = ROOT / place.file
         n = path.read_text().count(change.old) if path.exists() else 0
         if n != 1:
@@ -52,7 +53,7 @@ def misfits() -> Iterator[str]:
 
 
 def switched(text: str, change: Change, number: int) -> str:
-    """The text of a kernel with a fault that the variable selects."""
+    """The text of a kernel with a fault that is selected by its number."""
     if change.within:
         choice = f"(({change.new}) if FAULT == {number} else ({change.within}))"
         return text.replace(change.old, change.old.replace(change.within, choice))
@@ -73,7 +74,7 @@ def copied(folder: Path) -> None:
 
 def build_kernels(folder: Path) -> None:
     """One extension with all faults of kernels."""
-    for number, (place, change) in enumerate(faults()):
+    for number, (place, change) in enumerate(all_faults()):
         if place in NATIVE:
             path = folder / place.file
             path.write_text(switched(path.read_text(), change, number))
@@ -83,50 +84,41 @@ def build_kernels(folder: Path) -> None:
     subprocess.run(command, cwd=folder, check=True)
 
 
-def first_failure(folder: Path, tests: tuple[str, ...], number: int) -> str | None:
-    """The first test that fails in the copy, or None."""
-    roots = (folder, folder / "shim", folder / "examples" / "train")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, roots)),
-        "TRAJKIT_HYPOTHESIS": "quick",
-        _VARIABLE: str(number),
-    }
-    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *tests]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return "no end"
-    if done.returncode == 0:
-        return None
-    found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    return found[1] if found else f"exit code {done.returncode}"
-
-
 def tried(chosen: list[Planted]) -> Iterator[tuple[Planted, str | None]]:
     """Each fault, with the test that caught it."""
-    numbers = {one: number for number, one in enumerate(faults())}
+    faults = all_faults()
+    numbers = [faults.index(one) for one in chosen]
+    tests = sorted({test for place, _ in chosen for test in place.tests})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copied(folder)
-        for place, change in chosen:
-            if place in PYTHON:
-                path = folder / place.file
-                sound = path.read_text()
-                path.write_text(sound.replace(change.old, change.new))
-                yield (place, change), first_failure(folder, place.tests, -1)
-                path.write_text(sound)
-        kernels = [one for one in chosen if one[0] in NATIVE]
-        if kernels:
+        if any(place in NATIVE for place, _ in chosen):
             build_kernels(folder)
-        for one in kernels:
-            yield one, first_failure(folder, one[0].tests, numbers[one])
+        found = folder / "found.jsonl"
+        found.touch()
+        roots = (folder, folder / "shim", folder / "examples" / "train")
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(map(str, roots)),
+            "TRAJKIT_HYPOTHESIS": "quick",
+            "TRAJKIT_FAULTS": json.dumps(numbers),
+            "TRAJKIT_FOUND": str(found),
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.faults.forks"]
+        options = ["-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+        with (
+            subprocess.Popen(
+                [*command, *options], cwd=folder, env=environment, stdout=sys.stderr
+            ) as run,
+            found.open() as lines,
+        ):
+            while True:
+                ended = run.poll() is not None
+                for text in lines:
+                    number, failed = json.loads(text)
+                    yield faults[number], failed or None
+                if ended:
+                    break
+                time.sleep(0.5)
 
 
 def line(fault: Planted, caught: str | None) -> str:
@@ -138,7 +130,7 @@ def line(fault: Planted, caught: str | None) -> str:
 def stored() -> dict[str, str]:
     """The lines of the stored result, by what they begin with."""
     lines = RESULT.read_text().splitlines() if RESULT.exists() else []
-    names = [line(one, None).removesuffix("NOT CAUGHT") for one in faults()]
+    names = [line(one, None).removesuffix("NOT CAUGHT") for one in all_faults()]
     return {name: text for name in names for text in lines if text.startswith(name)}
 
 
@@ -155,7 +147,7 @@ def main() -> int:
         return 2 if wrong else 0
     chosen = [
         (place, change)
-        for place, change in faults()
+        for place, change in all_faults()
         if options.only in f"{place.file}: {change.idea}"
     ]
     if options.missed:
@@ -170,7 +162,7 @@ def main() -> int:
         print(line(one, caught), flush=True)
         results = stored()
         results[line(one, None).removesuffix("NOT CAUGHT")] = line(one, caught)
-        order = [line(each, None).removesuffix("NOT CAUGHT") for each in faults()]
+        order = [line(each, None).removesuffix("NOT CAUGHT") for each in all_faults()]
         RESULT.write_text("".join(f"{results[n]}\n" for n in order if n in results))
     print(f"{len(chosen) - missed} of {len(chosen)} caught")
     return 1 if missed else 0

@@ -155,7 +155,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/turns/validation.py",
-        "tests/turns/test_validation.py tests/pipeline/test_suffix_layout.py",
+        "tests/turns/test_validation.py tests/training/test_packs.py",
         (
             "a list of null becomes an empty one",
             "mask=chunk.is_null() if chunk.null_count else None,",
@@ -276,7 +276,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/turns/session_metadata.py",
-        "tests/pipeline/test_rows.py tests/training/test_session_rewards.py",
+        "tests/pipeline/test_rows.py tests/learn/test_session_rewards.py",
         (
             "a reward of None does not contradict the turns",
             "same = pc.equal(own, given).fill_null(False)",
@@ -1043,3 +1043,8 @@ NATIVE = (
         ),
     ),
 )
+
+
+def all_faults() -> list[tuple[Place, Change]]:
+    """Every fault with its place, in order."""
+    return [(one, change) for one in (*PYTHON, *NATIVE) for change in one.changes]

@@ -516,7 +516,7 @@ def test_where_sglang_says_which_weights_sampled_what(tmp_path):
 
 
 def test_where_a_response_says_its_prompt_and_its_weights(tmp_path):
-    """A choice's own ids come first (spec: polar 2.1), and its own weights."""
+    """A choice's own ids come first, and its own weights."""
     response = foreign.sglang_chat_response(RECORD)
     response["choices"][0]["input_token_ids"] = [7]
     response["prompt_token_ids"] = [8]
@@ -973,7 +973,7 @@ def native_line(response, request=None):
 
 
 def test_logprobs_in_objects_are_read(tmp_path):
-    """The form that Polar's normaliser takes beside lists (spec: polar 2.1)."""
+    """The form that Polar's normaliser takes beside lists."""
     response = foreign.native_response(RECORD)
     response["meta_info"]["output_token_logprobs"] = [
         {"logprob": -0.5, "token_id": 3},

@@ -449,6 +449,8 @@ def test_a_wrong_argument_is_one_error(tmp_path, options, word):
 def test_a_source_is_paths(source):
     with pytest.raises(ArgumentError, match=r"expected .*path"):
         tk.import_turns(source)
+    with pytest.raises(ArgumentError, match=r"expected .*path"):
+        tk.importers.import_file(source, "turns.parquet")
 
 
 def test_a_path_that_no_record_has_is_an_error(tmp_path):

@@ -6,6 +6,8 @@ models, by verifiers 0.4.0 (``Trace.to_record``) and by Inspect 0.3.285
 """
 
 import json
+import struct
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,17 @@ def test_a_damaged_sample_of_inspect_is_named(tmp_path):
     assert turns.num_rows == 0
     assert report["problem"].to_pylist() == ["unreadable"]
     assert report["place"].to_pylist() == ["samples/task-1_epoch_1.json"]
+
+
+def test_a_sample_of_inspect_with_another_checksum_is_named(tmp_path):
+    with zipfile.ZipFile(FILES / "inspect.eval") as archive:
+        checksum = archive.getinfo("samples/task-1_epoch_1.json").CRC
+    content = (FILES / "inspect.eval").read_bytes()
+    own, other = (struct.pack("<I", checksum ^ flip) for flip in (0, 1))
+    (tmp_path / "log.eval").write_bytes(content.replace(own, other))
+    _, report = tk.import_turns(tmp_path / "log.eval")
+    assert report["problem"].to_pylist() == ["unreadable"]
+    assert report["detail"][0].as_py().endswith("is damaged")
 
 
 def test_a_trajectory_with_sub_agents(tmp_path):

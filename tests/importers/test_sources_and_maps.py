@@ -484,3 +484,29 @@ def test_messages_that_no_request_repeats_are_left_out(tmp_path):
     assert tk.link(turns)["parent"].to_pylist() == [None, 0]
     turns, _, found = replies_of(tmp_path, lines[:1])
     assert (turns["messages"].null_count, found) == (0, [])
+
+
+def test_a_format_with_rules_of_its_own_takes_no_paths(tmp_path):
+    foreign.write_graphs(tmp_path, [("s", [])])
+    with pytest.raises(ArgumentError, match="verifiers is read by its own rules"):
+        tk.import_turns(tmp_path, map="reward=rewards.a.score")
+
+
+def test_a_session_of_an_odd_type_around_odd_records(tmp_path):
+    foreign.write_lines(tmp_path / "x.jsonl", [{"session_id": [1], "completions": [7]}])
+    _, report = tk.import_turns(tmp_path / "x.jsonl", "polar")
+    assert report["problem"].to_pylist() == ["unreadable"]
+
+
+def test_a_first_record_without_ids_hides_no_format(tmp_path):
+    good = foreign.plain_record(RECORD)
+    first = [
+        {"event": "start"},
+        {**good, "token_ids": None},
+        {**good, "token_ids": "3"},
+    ]
+    for n in range(1, 4):
+        foreign.write_lines(tmp_path / "log.jsonl", [*first[:n], good])
+        turns, report = tk.import_turns(tmp_path / "log.jsonl")
+        assert turns.num_rows == 1
+        assert [row["kept"] for row in report.to_pylist()].count(False) == n

@@ -66,9 +66,9 @@ TAKES_TURNS = {
     "rejected": tk.turns.reject_sessions,
     "simulate": tk.simulate,
     "verify": lambda turns: tk.verify(ROWS, turns),
-    "observations": lambda turns: tk.learn.observation_weights(turns, ROWS),
+    "observations": lambda turns: tk.learn.observation_weights(ROWS, turns),
     "report of observations": lambda turns: tk.learn.observation_weights(
-        turns, ROWS, report=True
+        ROWS, turns, report=True
     ),
     "write_turns": lambda turns: tk.write_turns(turns, BytesIO(), format="arrow"),
     "read_turns": tk.read_turns,
@@ -82,7 +82,7 @@ TAKES_ROWS = {
     "full_rows": tk.full_rows,
     "suffix_rows": tk.suffix_rows,
     "verify": lambda rows: tk.verify(rows, TURNS),
-    "observations": lambda rows: tk.learn.observation_weights(TURNS, rows),
+    "observations": lambda rows: tk.learn.observation_weights(rows, TURNS),
     "validate": tk.validate,
     "read_rows": tk.read_rows,
     "iter_rows": lambda rows: list(tk.scan_rows(rows)),

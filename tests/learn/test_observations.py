@@ -121,7 +121,7 @@ def weighed(records, policy="faithful", *, sessions=None, **options):
     """(row, token id, weight) of each weighed token."""
     turns = tk.from_records(records)
     rows = tk.linearize(turns, policy, sessions=sessions)
-    rows = tk.learn.observation_weights(turns, rows, sessions=sessions, **options)
+    rows = tk.learn.observation_weights(rows, turns, sessions=sessions, **options)
     return [
         (r, token, weight)
         for r, row in enumerate(rows.to_pylist())
@@ -135,7 +135,7 @@ def weighed(records, policy="faithful", *, sessions=None, **options):
 def counted(records, policy="faithful", **options):
     turns = tk.from_records(records)
     rows = tk.linearize(turns, policy)
-    _, report = tk.learn.observation_weights(turns, rows, report=True, **options)
+    _, report = tk.learn.observation_weights(rows, turns, report=True, **options)
     (line,) = report.to_pylist()
     return line
 
@@ -143,11 +143,11 @@ def counted(records, policy="faithful", **options):
 def test_the_content_of_a_tool_s_message_is_weighed_and_the_mask_stays():
     turns = tk.from_records(conversation())
     rows = tk.linearize(turns)
-    out = tk.learn.observation_weights(turns, rows, alpha=0.5)
+    out = tk.learn.observation_weights(rows, turns, alpha=0.5)
     assert weighed(conversation(), alpha=0.5) == [(0, 40, 0.5), (0, 41, 0.5)]
     assert out.drop_columns("observation_weight").equals(rows)
     assert out.schema.field("observation_weight").type == pa.large_list(pa.float32())
-    assert tk.learn.observation_weights(turns, out, alpha=0.5).equals(out)
+    assert tk.learn.observation_weights(out, turns, alpha=0.5).equals(out)
 
 
 @pytest.mark.parametrize("policy", ["faithful", "strict", "per_call", "skyrl", "slime"])
@@ -175,10 +175,10 @@ def test_a_row_that_was_cut_leaves_the_rest_of_a_message_to_the_next():
     turns = tk.from_records(records)
     rows = tk.linearize(turns, max_row_tokens=14)
     assert [ids[-1] for ids in rows["input_ids"].to_pylist()] == [40, END]
-    _, report = tk.learn.observation_weights(turns, rows, report=True)
+    _, report = tk.learn.observation_weights(rows, turns, report=True)
     line = report.to_pylist()[0]
     assert (line["tokens_observed"], line["tokens_repeated"]) == (2, 1)
-    out = tk.learn.observation_weights(turns, rows, normalization="ratio")
+    out = tk.learn.observation_weights(rows, turns, normalization="ratio")
     assert [
         [(t, w) for t, w in zip(ids, weights, strict=True) if w]
         for ids, weights in zip(
@@ -412,8 +412,8 @@ def test_turns_in_delta_form():
     )
     short = pa.Table.from_pylist(delta, schema)
     assert tk.linearize(short).equals(rows)
-    assert tk.learn.observation_weights(short, rows).equals(
-        tk.learn.observation_weights(turns, rows)
+    assert tk.learn.observation_weights(rows, short).equals(
+        tk.learn.observation_weights(rows, turns)
     )
 
 
@@ -437,7 +437,7 @@ def test_the_attribution_of_shared_tokens_may_be_left_out_in_delta_form():
         for name, empty in (("prompt_message_index", -1), ("prompt_is_content", False)):
             place = table.schema.get_field_index(name)
             table = table.set_column(place, name, changed(name, empty, left_out))
-        return tk.learn.observation_weights(table, rows)
+        return tk.learn.observation_weights(rows, table)
 
     assert weights(left_out=True).equals(weights(left_out=False))
     assert any(map(any, weights(left_out=True)["observation_weight"].to_pylist()))
@@ -455,7 +455,7 @@ def test_normalization_counts_before_the_cut(normalization, scale, limit):
     turns = tk.from_records(conversation())
     rows = tk.linearize(turns, max_row_tokens=limit)
     out = tk.learn.observation_weights(
-        turns, rows, alpha=0.5, normalization=normalization
+        rows, turns, alpha=0.5, normalization=normalization
     )
     (weights,) = out["observation_weight"].to_pylist()
     found = [weight for weight in weights if weight]
@@ -516,7 +516,7 @@ def test_without_flags_whole_messages_can_be_taken(columns, match):
 def test_turns_without_the_columns_raise():
     turns = tk.from_records(conversation()).select(range(12))
     with pytest.raises(InvalidTurnsError, match="prompt_message_index is null"):
-        tk.learn.observation_weights(turns, tk.linearize(turns))
+        tk.learn.observation_weights(tk.linearize(turns), turns)
 
 
 @pytest.mark.parametrize(
@@ -548,10 +548,10 @@ def test_rows_of_other_turns_are_refused():
     rows = tk.linearize(tk.from_records(drifting()), "per_call")
     said = "session 's', row 1: no call of the session has its 1"
     with pytest.raises(InvalidTurnsError, match=said):
-        tk.learn.observation_weights(turns, rows)
+        tk.learn.observation_weights(rows, turns)
     other = tk.from_records(conversation()[:1]).slice(0, 0)
     with pytest.raises(InvalidTurnsError, match="row 0: the session has no turns"):
-        tk.learn.observation_weights(other, rows)
+        tk.learn.observation_weights(rows, other)
 
 
 # --- the rule against its twin
@@ -568,7 +568,7 @@ def test_echo_is_its_twin(policy):
     for session in fully_attributed():
         turns = attributed(session)
         rows = tk.linearize(turns, policy)
-        out = tk.learn.observation_weights(turns, rows).to_pylist()
+        out = tk.learn.observation_weights(rows, turns).to_pylist()
         expected = observed_tokens(session["turns"], rows.to_pylist())
         found = [[p for p, w in enumerate(r["observation_weight"]) if w] for r in out]
         assert found == expected
@@ -587,7 +587,7 @@ def learned(records, *, advantage=2.0, alpha=0.25, **options):
     ]
     turns = tk.from_records(records)
     rows = tk.linearize(turns, reward=advantage)
-    return tk.learn.observation_weights(turns, rows, alpha=alpha, **options)
+    return tk.learn.observation_weights(rows, turns, alpha=alpha, **options)
 
 
 def flat(rows, name):
@@ -659,8 +659,8 @@ def test_attribution_is_the_same_from_a_file_as_from_dicts(tmp_path):
         tk.write_turns(turns, tmp_path / name)
         read = tk.read_turns(tmp_path / name)
         rows = tk.linearize(read)
-        assert tk.learn.observation_weights(read, rows).equals(
-            tk.learn.observation_weights(turns, rows)
+        assert tk.learn.observation_weights(rows, read).equals(
+            tk.learn.observation_weights(rows, turns)
         )
 
 
@@ -713,7 +713,7 @@ def test_rows_without_weights_learn_nothing_from_what_they_show():
     loss = tk.learn.reference_loss(rows, some_logprobs(rows))
     assert (loss.observation_sum, loss.observation_count) == (0, 0)
     nothing = tk.learn.observation_weights(
-        tk.from_records(drifting()), learned(drifting()), tool_names=["read"]
+        learned(drifting()), tk.from_records(drifting()), tool_names=["read"]
     )
     loss = tk.learn.reference_loss(nothing, some_logprobs(rows))
     assert (loss.observation_sum, loss.observation_count) == (0, 0)

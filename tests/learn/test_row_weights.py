@@ -304,7 +304,7 @@ def test_turn_rewards_of_other_sessions_and_zeros_are_no_fault():
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        pytest.param(lambda r: tk.add_weights(r, "turn"), "by='turn'", id="by"),
+        pytest.param(lambda r: tk.add_weights(r, "turn"), "weigh_by='turn'", id="by"),
         pytest.param(
             lambda r: tk.learn.spread_rewards(r, "half"), "mode='half'", id="mode"
         ),

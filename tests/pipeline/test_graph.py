@@ -156,9 +156,20 @@ def test_what_counts_of_a_message(reply, shown, equal):
 
 def test_a_tool_s_message_counts_by_its_call_and_not_its_name():
     t = said("tool", "t", tool_call_id="1", name="f")
-    for changed, rows in [({"name": "g"}, 1), ({"tool_call_id": "2"}, 2)]:
+    cases = [({"name": "g"}, 1), ({"tool_call_id": "2"}, 2), ({"tool_call_id": ""}, 2)]
+    for changed, rows in cases:
         turns = [
             turn([U, t], A, [1], [2]),
             turn([U, {**t, **changed}, A, V], None, [1, 2, 3], [4]),
         ]
         assert tk.linearize(turns_table(turns), "graph").num_rows == rows
+
+
+def test_reasoning_counts_of_the_assistant_alone():
+    for role, rows in (("user", 1), ("assistant", 2)):
+        first = said(role, "x", reasoning_content="a")
+        turns = [
+            turn([U, first], A, [1], [2]),
+            turn([U, {**first, "reasoning_content": "b"}, A, V], None, [1, 2, 3], [4]),
+        ]
+        assert tk.linearize(turns_table(turns), "graph").num_rows == rows, role

@@ -11,7 +11,7 @@ import trajkit as tk
 from tests import reference
 from tests.strategies import chosen_policies, payload_lists, row_limits, runs
 from tests.tables import by_session, in_delta_form, turns_table
-from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 
 EXPERTS = pa.large_list(pa.list_(pa.int16(), 2))
 
@@ -81,6 +81,114 @@ def test_a_list_of_two_meanings_is_read_like_the_others_of_its_session():
         [1, 2, 3, 4, 5, None],
         [None, 10, 20],
     ]
+
+
+@pytest.mark.parametrize("in_delta", [False, True])
+def test_routed_experts_are_of_all_tokens_but_the_last(in_delta):
+    """Also where a list is as long as the output: after one token, or one new token."""
+    calls = [([1], [2, 3], [10, 20]), ([1, 2, 3, 4], [5, 6], [30, 31, 32, 33, 34])]
+    if in_delta:
+        calls[1] = (*calls[1][:2], [33, 34])
+    turns = tk.from_records(
+        [
+            {"session_id": "a", "prompt_ids": a, "output_ids": b, "routed_experts": c}
+            for a, b, c in calls
+        ]
+    )
+    if in_delta:
+        turns = tk.compact(turns)
+    per_call = tk.linearize(turns, "per_call", payloads=["routed_experts"])
+    first, second = per_call["routed_experts"].to_pylist()
+    assert first == [10, 20, None]
+    assert second == (
+        [10, 20, None, 33, 34, None] if in_delta else [*calls[1][2], None]
+    )
+    # of the output ids alone, where the length leaves no doubt
+    turns = two_turns(routed_experts=pa.array([[1, 2], None]))
+    rows = tk.linearize(turns, "per_call", payloads=["routed_experts"])
+    assert rows["routed_experts"].to_pylist()[0] == [None, None, 1, 2]
+
+
+MASKS = pa.list_(pa.list_(pa.int32()))
+
+
+def test_known_payloads_are_kept_by_rows_delta_form_and_packs(tmp_path):
+    masks = pa.array([[[3, 9], None], [[6, 7, 8]]], MASKS)
+    turns = two_turns(
+        sampling_mask=masks,
+        ref_logprobs=pa.array([[-0.5, -1.5], [-0.25]]),
+        teacher_logprobs=pa.array([[-1.0] * 4, [-2.0] * 6]),
+    )
+    names = ["sampling_mask", "ref_logprobs", "teacher_logprobs"]
+    tk.write_turns(tk.compact(turns), tmp_path / "log.parquet")
+    rows = tk.linearize(turns, payloads=names)
+    read = tk.read_turns(tmp_path / "log.parquet")
+    assert tk.linearize(read, payloads=names).equals(rows)
+    (row,) = rows.select(names).to_pylist()
+    assert row == {
+        "sampling_mask": [None, None, [3, 9], None, None, [6, 7, 8]],
+        "ref_logprobs": [None, None, -0.5, -1.5, None, -0.25],
+        "teacher_logprobs": [-2.0, -2.0, -1.0, -1.0, -2.0, -2.0],
+    }
+    (pack,) = tk.pack(rows, 8, columns=names).to_pylist()
+    assert pack["edge_target"] == [3, 4, 6]
+    assert pack["edge_sampling_mask"] == [[3, 9], None, [6, 7, 8]]
+    assert pack["edge_ref_logprobs"] == [-0.5, -1.5, -0.25]
+    assert tk.validate(turns).select(names).equals(turns.select(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "match"),
+    [
+        (
+            "sampling_mask",
+            pa.array([[[3], [3]], [[6]]], MASKS),
+            r"turn 0: sampling_mask\[1\] lacks the sampled id 4",
+        ),
+        (
+            "sampling_mask",
+            pa.array([None, [[9, 7]]], MASKS),
+            r"turn 1: sampling_mask\[0\] lacks the sampled id 6",
+        ),
+        (
+            "sampling_mask",
+            pa.array([[[3], [4]], [[6], [6]]], MASKS),
+            "turn 1: 2 elements of sampling_mask for 1 output_ids",
+        ),
+        (
+            "ref_logprobs",
+            pa.array([[-1.0, float("nan")], None]),
+            r"turn 0: ref_logprobs\[1\] is nan",
+        ),
+        (
+            "teacher_logprobs",
+            pa.array([None, [0.5]]),
+            r"turn 1: teacher_logprobs\[0\] is 0.5: .* at most 0",
+        ),
+    ],
+)
+def test_values_of_known_payloads_are_checked(name, column, match):
+    turns = two_turns(**{name: column})
+    chunks = pa.concat_tables([turns.slice(0, 1), turns.slice(1)])
+    for table in (turns, chunks, tk.compact(turns), turns.slice(0)):
+        with pytest.raises(InvalidTurnsError, match=match):
+            tk.validate(table)
+    records = [
+        {"session_id": "s", "prompt_ids": prompt, "output_ids": output, name: values}
+        for prompt, output, values in zip(
+            ([1, 2], [1, 2, 3, 4, 5]), ([3, 4], [6]), column.to_pylist(), strict=True
+        )
+    ]
+    with pytest.raises(InvalidTurnsError, match=match):
+        tk.from_records(records)
+    good, bad = tk.turns.reject_sessions(turns)
+    assert (good.num_rows, bad.num_rows) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["sampling_mask", "ref_logprobs"])
+def test_a_known_payload_of_another_type_is_refused(name):
+    with pytest.raises(SchemaError, match=f"'{name}' is .*: expected lists of"):
+        tk.validate(two_turns(**{name: pa.array(["x", "y"])}))
 
 
 def element(path):
@@ -261,9 +369,11 @@ def test_polars_and_files_take_them_along(tmp_path):
             "session 's', turn 1: payload 'x' has 2 elements: expected 1",
             id="length",
         ),
-        pytest.param("x", pa.array([1, 2]), SchemaError, "payloads='x'", id="a string"),
         pytest.param(
-            [1], pa.array([1, 2]), SchemaError, "payloads has 1", id="a number"
+            "x", pa.array([1, 2]), ArgumentError, "payloads='x'", id="a string"
+        ),
+        pytest.param(
+            [1], pa.array([1, 2]), ArgumentError, r"payloads=\[1\]", id="a number"
         ),
         pytest.param(
             ["xs"],
@@ -280,10 +390,14 @@ def test_polars_and_files_take_them_along(tmp_path):
             id="type",
         ),
         pytest.param(
-            ["x", "x"], pa.array([[1], [2]]), SchemaError, "named twice", id="twice"
+            ["x", "x"], pa.array([[1], [2]]), ArgumentError, "named twice", id="twice"
         ),
         pytest.param(
-            ["logprobs"], pa.array([1, 2]), SchemaError, "a column of rows", id="taken"
+            ["logprobs"],
+            pa.array([1, 2]),
+            ArgumentError,
+            "a column of rows",
+            id="taken",
         ),
     ],
 )

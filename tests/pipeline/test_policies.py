@@ -408,7 +408,7 @@ def test_what_follows_a_truncated_turn_is_kept():
     closed = [cut, turn([1, 2, 9, 4], [5, 6])]  # a template closes it in its own way
     for name in PRESETS:
         rows, report = tk.linearize(turns_table(goes_on), name, report=True)
-        refuses = name == "miles"  # to go on from a cut reply (spec: miles 1.2)
+        refuses = name == "miles"  # to continue a cut reply
         assert one_lost(report) == ({"refused": 2} if refuses else {})
         trained = [t for turns in trained_turns(rows) for t in turns]
         assert trained == ([0] if refuses else [0, 1])
@@ -513,3 +513,38 @@ def test_faithful_loses_nothing_that_it_was_not_asked_to(turns):
     for line in report.to_pylist():
         asked = line["lost_untrainable"] + line["lost_aborted"]
         assert line["tokens_sampled"] == line["tokens_trained"] + asked
+
+
+def test_a_reply_that_a_cut_call_replaced_wholly_is_not_trained():
+    """The call whose prompt took its place does not fit into the row, and still counts."""
+    turns = turns_table(
+        [
+            {"prompt_ids": [1, 2], "output_ids": [3, 4]},
+            {"prompt_ids": [1, 2, 9, 9, 9, 9], "output_ids": [5]},
+        ]
+    )
+    policy = tk.policy("miles", fork_threshold=10)
+    rows, report = tk.linearize(turns, policy, max_row_tokens=6, report=True)
+    (row,), (line,) = rows.to_pylist(), report.to_pylist()
+    assert (row["input_ids"], row["loss_mask"]) == ([1, 2], [False, False])
+    assert (line["tokens_trained"], line["tokens_sampled"]) == (0, 3)
+    assert (line["lost_absorbed"], line["lost_cut"]) == (2, 1)
+    # one token of the reply is left
+    turns = turns_table(
+        [
+            {"prompt_ids": [1, 2], "output_ids": [3, 4]},
+            {"prompt_ids": [1, 2, 3, 9, 9, 9], "output_ids": [5]},
+        ]
+    )
+    (row,) = tk.linearize(turns, policy, max_row_tokens=6).to_pylist()
+    assert (row["input_ids"], row["loss_mask"]) == ([1, 2, 3], [False, False, True])
+
+
+def test_no_number_is_left_under_a_null_of_a_row_without_logprobs():
+    turns = turns_table(
+        [{"prompt_ids": [1], "output_ids": [2, 3], "output_logprobs": [-0.5, None]}]
+    )
+    policy = tk.policy("faithful", missing_logprobs="null_row")
+    (chunk,) = tk.linearize(turns, policy)["logprobs"].chunks
+    assert chunk.to_pylist() == [[None] * 3]
+    assert not np.frombuffer(chunk.values.buffers()[1], np.float32, 3).any()

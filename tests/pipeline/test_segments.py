@@ -271,10 +271,10 @@ def said(content, *calls, role="assistant"):
     return message
 
 
-def sent_out():
+def sent_out(tool="search"):
     """Main calls a tool, its agent answers, main goes on: one turn each."""
     opening = [said("s", role="system"), said("u", role="user")]
-    asks = said("x", ("search", "c1"))
+    asks = said("x", (tool, "c1"))
     answer = {"role": "tool", "content": "y", "tool_call_id": "c1"}
     prompts = [opening, [said("other", role="user")], [*opening, asks, answer]]
     replies = [asks, said("y"), said("z")]
@@ -305,6 +305,16 @@ def test_a_tool_that_dispatches_is_the_caller_s_to_name(tools, kinds):
     rows = tk.linearize(sent_out(), tk.policy("segments", dispatch_tools=tools))
     assert rows["segment_kind"].to_pylist() == kinds
     assert tk.linearize(sent_out())["segment_kind"].to_pylist() == [None] * 2
+
+
+@pytest.mark.parametrize("tool", ['sea"rch', "s\\arch", "s.arch", "\u00e9", "\n"])
+def test_a_tool_may_have_any_name(tool):
+    """It is looked for in the JSON text of the messages."""
+    policy = tk.policy("segments", dispatch_tools=[tool])
+    kinds = tk.linearize(sent_out(tool), policy)["segment_kind"].to_pylist()
+    assert kinds == ["subagent", "final"]
+    kinds = tk.linearize(sent_out("sxarch"), policy)["segment_kind"].to_pylist()
+    assert kinds == ["history_replaced", "history_replaced", "final"]
 
 
 @pytest.mark.parametrize(

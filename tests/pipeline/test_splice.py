@@ -31,7 +31,7 @@ from trajkit.schema import ROWS
 
 any_session = growing_prompts() | sessions()
 
-# what ends a turn (spec: Polar 2.3)
+# what ends a turn (policy ``polar``)
 ENDS_A_TURN = ("stop", "tool_calls", "stop_sequence")
 
 

@@ -220,7 +220,7 @@ def test_stages_that_need_whole_rows_say_so():
         "no column 'input_ids' of rows .*: these rows have the layout 'suffix', full_"
     )
     with pytest.raises(SchemaError, match=said):
-        tk.learn.observation_weights(DRIFTING, rows)
+        tk.learn.observation_weights(rows, DRIFTING)
     with pytest.raises(SchemaError, match=said):
         tk.learn.reference_loss(rows, pa.array([0.0]).to_numpy())
 

@@ -11,7 +11,7 @@ import trajkit as tk
 from tests import reference
 from tests.recorder.test_recorder import call, record, recordable
 from tests.strategies import many_calls, sessions
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.recorder import Match
 
 USER, REPLY = {"role": "user", "content": "u"}, {"role": "assistant", "content": "r"}
@@ -140,5 +140,5 @@ def test_an_invalid_request_is_refused(request_, reason):
 
 
 def test_match_needs_a_request():
-    with pytest.raises(TypeError, match="prompt_ids or prompt_messages"):
+    with pytest.raises(ArgumentError, match="prompt_ids=None and prompt_messages=None"):
         tk.Recorder().match("a")

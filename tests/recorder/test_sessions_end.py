@@ -13,9 +13,9 @@ from tests.recorder.test_recorder import call, record, recordable
 from tests.strategies import chosen_policies, sessions
 from tests.tables import turns_table
 from trajkit.errors import (
+    ArgumentError,
     InvalidTurnsError,
     PolicyError,
-    SchemaError,
     UnknownSessionError,
 )
 from trajkit.importers.reader import EXTRAS
@@ -65,11 +65,11 @@ def test_pop_returns_rows_and_report_of_the_table(
     ("policy", "options", "error"),
     [
         ("no such", {}, PolicyError),
-        ("strict", {"reward": float("nan")}, InvalidTurnsError),
+        ("strict", {"reward": float("nan")}, ArgumentError),
         ("strict", {"reward": {"b": 1.0}}, InvalidTurnsError),
-        ("strict", {"group_id": 3}, SchemaError),
-        ("strict", {"error": "x", "sessions": [{"session_id": "a"}]}, SchemaError),
-        ("strict", {"group_id": "x", "reward": pa.table({"a": [1]})}, SchemaError),
+        ("strict", {"group_id": 3}, ArgumentError),
+        ("strict", {"error": "x", "sessions": [{"session_id": "a"}]}, ArgumentError),
+        ("strict", {"group_id": "x", "reward": pa.table({"a": [1]})}, ArgumentError),
         ("strict", {"unknown": 1}, TypeError),
     ],
 )

@@ -425,7 +425,7 @@ def test_rows_without_their_parent_are_refused():
         (ArgumentError, "max_tokens=0", {"max_tokens": 0}),
         (ArgumentError, "positions are of 32 bits", {"max_tokens": 2**31}),
         (SchemaError, "columns has 'weight', but packs have", {"columns": ["weight"]}),
-        (SchemaError, "columns='reward': expected a seq", {"columns": "reward"}),
+        (ArgumentError, "columns='reward': expected a seq", {"columns": "reward"}),
         (SchemaError, "same has 'rewards': rows have no", {"same": ["rewards"]}),
         (SchemaError, "columns has 'x': rows have no", {"columns": ["x"]}),
     ],

@@ -186,6 +186,9 @@ REFUSED = [
     ({"turn_index": -1}, "turn_index is -1"),
     ({"turn_index": 2**31}, "turn_index is 2147483648"),
     ({"turn_index": True}, "turn_index is True"),
+    ({"turn_index": np.True_}, "turn_index is .*True"),
+    ({"output_mask": [2, 0]}, r"output_mask\[0\] is 2: expected a bool, or 0 or 1"),
+    ({"output_mask": [True, -1]}, r"output_mask\[1\] is -1"),
     ({"turn_index": "3"}, "turn_index is '3'"),
     ({"prompt_ids": None}, "turn 0: prompt_ids is None"),
     ({"output_ids": None}, "turn 0: output_ids is None"),
@@ -387,3 +390,18 @@ def test_unboxing_needs_as_many_places_as_values():
         _core.unbox_ids([1], np.empty(2, np.int32))
     with pytest.raises(LayoutError, match="need 1 places"):
         _core.unbox_logprobs([0.0], np.empty(1, np.float32), np.empty(2, np.uint8))
+
+
+def test_spans_of_weights_may_be_empty():
+    """As after an update during which nothing was sampled."""
+    spans = [
+        {"version": "1", "start": 0, "stop": 0},
+        {"version": "2", "start": 0, "stop": 2},
+        {"version": "3", "start": 2, "stop": 2},
+    ]
+    assert one(weight_versions=spans)["weight_versions"] == spans
+
+
+def test_no_logprobs_of_no_output_are_null():
+    for none in ([], (), np.array([], np.float32), np.array([], np.float64), None):
+        assert one(output_ids=[], output_logprobs=none)["output_logprobs"] is None

@@ -8,7 +8,7 @@ refuses values that a cast would have to guess, round or drop.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,20 +17,26 @@ import pyarrow as pa
 from trajkit._arguments import arrow_source, did_you_mean, near_miss
 from trajkit._arrow import lazy_compute as pc
 from trajkit.errors import InvalidTurnsError, LayoutError, SchemaError
-from trajkit.schema import ROWS, ROWS_SUFFIX, SCHEMA_VERSION, TURNS, TURNS_DELTA
-
-
-@runtime_checkable
-class ArrowStream(Protocol):
-    """Anything that hands over a table through the Arrow C stream interface."""
-
-    def __arrow_c_stream__(self, requested_schema: object = None) -> object: ...
-
-
-TableLike: TypeAlias = (
-    pa.Table | pa.RecordBatch | pa.RecordBatchReader | ArrowStream | list[Any]
+from trajkit.schema import (
+    PAYLOADS,
+    ROWS,
+    ROWS_SUFFIX,
+    SCHEMA_VERSION,
+    TURNS,
+    TURNS_DELTA,
 )
-"""What every public function accepts as a table; see `trajkit._arguments.arrow_source`."""
+
+if TYPE_CHECKING:
+    TableLike: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader | list[Any]
+else:  # one word in the signatures that a user reads
+
+    class TableLike(Protocol):
+        """What every public function accepts as a table: an object with the Arrow C stream
+        interface, or one that `trajkit._arguments.arrow_source` makes a table of.
+        """
+
+        def __arrow_c_stream__(self, requested_schema: object = None) -> object: ...
+
 
 _OWN_COLUMNS = (
     ("turns", {"prompt_ids", "output_ids"}),
@@ -41,7 +47,7 @@ _OWN_COLUMNS = (
 )
 """Columns that identify a table without metadata; the first match counts."""
 
-_KNOWN = {"weight_version"}.union(TURNS.names, TURNS_DELTA.names, ROWS.names)
+_KNOWN = {"weight_version", *PAYLOADS}.union(TURNS.names, TURNS_DELTA.names, ROWS.names)
 """Names with a meaning; payloads of rows have the names of columns of turns."""
 
 _EXPECTED = {

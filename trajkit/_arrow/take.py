@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit.errors import SchemaError, UnknownSessionError
+from trajkit.errors import ArgumentError, SchemaError, UnknownSessionError
 
 _Column = TypeVar("_Column", pa.Array, pa.ChunkedArray)
 _Values = TypeVar("_Values", pa.Array, pa.RecordBatch)
@@ -57,6 +57,8 @@ def take_session(table: pa.Table, session_id: str, what: str = "turns") -> pa.Ta
     none.
     """
     found = table.slice(0, 0)
+    if not isinstance(session_id, str):
+        raise ArgumentError(f"session_id={session_id!r}: expected a string")
     if "session_id" in table.column_names:
         found = table.filter(pc.equal(table["session_id"], session_id))
     if not found.num_rows:

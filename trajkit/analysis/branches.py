@@ -96,8 +96,8 @@ def label_branches(
 
     References
     ----------
-    A retry has identical prompt ids, a later sibling has not: spec, peers miles, verl,
-    AReaL, "design pointers" 4.
+    A retry has identical prompt ids, a later sibling has not, as in miles'
+    https://github.com/radixark/miles/tree/31f1ca9/miles/rollout/session/v2/picker_hub
     """
     opening_tokens = chosen_int("opening_tokens", opening_tokens, 1)
 

@@ -64,8 +64,8 @@ def check_roundtrip(
 
     References
     ----------
-    slime's first coding agent masked such turns; an empty output passes (spec: segments
-    6).
+    slime's first coding agent masked such turns; an empty output passes (slime's
+    https://github.com/THUDM/slime/blob/b6764131d/examples/coding_agent_rl/middleware.py).
     """
     codec = Codec(tokenizer)
     return map_sessions(

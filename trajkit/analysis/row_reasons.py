@@ -20,7 +20,7 @@ from trajkit.policies import policy as named_policy
 from trajkit.schema import EMPTY_KINDS, ROW_REASONS
 from trajkit.turns.flat_buffers import flat_rows, ids_of
 from trajkit.turns.records import as_turns
-from trajkit.verification.foreign_rows import foreign_rows
+from trajkit.verification.row_forms import is_rows, plain_rows
 from trajkit.verification.row_rules import longest_shared
 
 _NO_PARENT = {
@@ -58,7 +58,7 @@ def why(
         `trajkit.schema.TURNS` in full or delta form. Or `trajkit.schema.ROWS` of either
         layout: then a row is compared with its ``parent_row``, ``parent`` is the turn in
         whose reply they part, and ``policy`` and ``tokenizer`` are not used. Rows of
-        other systems, with ``input_ids`` and ``loss_mask``, are compared with the earlier
+        other systems, as `trajkit.check_rows` takes them, are compared with the earlier
         row (of their session, if they name it) that shares most.
     policy : str or Policy
         As for `trajkit.linearize`.
@@ -90,8 +90,9 @@ def why(
     row 1 opens at turn 1: no earlier turn matches its request. It trains 1 token.
     """
     table = as_table(turns)
-    if "loss_mask" in table.column_names and "spans" not in table.column_names:
-        return _of_foreign(foreign_rows(table))
+    names = table.column_names
+    if is_rows(names) and not {"spans", "suffix_mask"} & {*names}:
+        return _of_foreign(plain_rows(table))
     if {"spans", "suffix_mask"}.intersection(table.column_names):
         rows = canonical_rows(table)
         return _lines(rows, _parting(rows))

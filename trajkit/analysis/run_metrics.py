@@ -14,6 +14,7 @@ from trajkit.analysis.drift import classify_drift
 from trajkit.errors import SchemaError
 from trajkit.pipeline.links import link
 from trajkit.policies import Policy
+from trajkit.policies import policy as named_policy
 from trajkit.schema import CAUSES, LOSSES, REPORT
 from trajkit.turns.records import as_turns
 
@@ -120,6 +121,7 @@ def metrics_by_step(
         Empty if the turns have no column ``step``, or only nulls. Sessions of an unknown
         step are left out.
     """
+    chosen = named_policy(policy)
     table, counts = as_turns(as_table(turns)), as_table(report)
     if "step" not in table.column_names:
         return {}
@@ -130,7 +132,7 @@ def metrics_by_step(
         turns, report = (
             part.filter(pc.is_in(part["session_id"], own)) for part in (table, counts)
         )
-        found[step] = metrics(turns, report, policy)
+        found[step] = metrics(turns, report, chosen)
     return found
 
 

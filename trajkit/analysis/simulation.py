@@ -12,7 +12,7 @@ from trajkit._arrow.canonical import TableLike
 from trajkit._streams import limits
 from trajkit._streams.lockstep import Stream, batches_of, is_stream
 from trajkit._streams.session_batches import whole_sessions
-from trajkit.errors import LeftOutWarning, MissingBodyError
+from trajkit.errors import ArgumentError, LeftOutWarning, MissingBodyError
 from trajkit.packs.balancing import pack_pairs
 from trajkit.packs.packing import pack
 from trajkit.pipeline.plan import COUNTS
@@ -128,6 +128,10 @@ class Simulation:
             pack_tokens = chosen_int("pack_tokens", pack_tokens, 1)
         if isinstance(policies, (str, Policy)):
             policies = [policies]
+        if policies is not None and not isinstance(policies, Iterable):
+            raise ArgumentError(
+                f"policies={policies!r}: expected policies, or names of policies"
+            )
         self._pad_to, self._pack_tokens = pad_to, pack_tokens
         chosen = map(named_policy, PRESETS if policies is None else policies)
         counted = (*COUNTS, "tokens_out_of_context", "longest_row")

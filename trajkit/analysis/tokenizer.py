@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from trajkit.errors import SchemaError
+from trajkit.errors import ArgumentError
 
 Ids = npt.NDArray[np.int32]
 
@@ -47,7 +47,7 @@ class Codec:
     def __init__(self, tokenizer: Tokenizer) -> None:
         for name in ("encode", "decode"):
             if not callable(getattr(tokenizer, name, None)):
-                raise SchemaError(
+                raise ArgumentError(
                     f"tokenizer is of type {type(tokenizer).__name__}, which has no "
                     f"method {name}"
                 )

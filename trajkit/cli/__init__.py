@@ -54,8 +54,8 @@ exit codes:
 
 
 MODULES = (
-    *("imports", "linearize", "pack", "drift", "simulate", "verify", "plot", "export"),
-    *("head", "stats", "show", "why", "view", "policies", "compact"),
+    *("imports", "check", "linearize", "pack", "drift", "simulate", "verify", "plot"),
+    *("export", "head", "stats", "show", "why", "view", "policies", "compact"),
 )
 """The modules of trajkit's own commands, in the order of the help."""
 

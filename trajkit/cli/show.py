@@ -22,6 +22,7 @@ from trajkit.io.sources import Paths, paths_of
 from trajkit.io.tables import iter_tables, read_any_rows
 from trajkit.schema import EMPTY_KINDS
 from trajkit.turns.table import locate
+from trajkit.verification import row_forms
 
 # characters of a message where there is no tokenizer
 _MAX_MESSAGE = 160
@@ -61,6 +62,8 @@ def run(arguments: argparse.Namespace) -> None:
         rows = read_any_rows(arguments.source)
         if "suffix_ids" in rows.column_names:
             rows = tk.full_rows(rows)
+        elif not {"input_ids", "loss_mask"} <= {*rows.column_names}:
+            rows = row_forms.plain_rows(rows).drop_columns("padding")
         rows = of_session(rows, arguments.session, "rows")
         for row in _chosen_rows(rows, arguments.row):
             view.row(row, {})
@@ -91,7 +94,7 @@ def is_rows(source: Paths) -> bool:
         return "rows" in kinds and not kinds & {"turns", None}
     table = next(iter_tables(files[0], batch_rows=1), None)
     names = [] if table is None else table.column_names
-    return "input_ids" in names or "suffix_mask" in names
+    return row_forms.is_rows(names)
 
 
 def of_session(table: pa.Table, session: str | None, what: str) -> pa.Table:

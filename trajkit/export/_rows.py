@@ -20,6 +20,7 @@ from trajkit._arrow.take import list_values
 from trajkit.errors import ExportError, NoSignalWarning
 from trajkit.learn._checks import session_codes, trained_tokens
 from trajkit.pipeline.suffix_layout import full_rows
+from trajkit.schema import PAYLOADS
 from trajkit.turns.mm_items import engine_ids
 from trajkit.turns.turn_rules import lengths
 
@@ -32,8 +33,6 @@ Reduce: TypeAlias = Literal["mean", "sum"]
 """How row weights are meant; see `trajkit.learn.reference_loss`."""
 
 _LISTS = ("input_ids", "loss_mask", "logprobs")
-PAYLOADS = ("routed_experts", "sampling_mask", "ref_logprobs", "teacher_logprobs")
-"""Payloads of rows that change a trainer's loss; a format carries or refuses them."""
 
 FLAGS = ("truncated", "use_tool", "ill_formed")
 _COLUMNS = (
@@ -176,6 +175,13 @@ def sessions_of(rows: TableLike) -> pa.Table:
     return found.replace_schema_metadata(None)
 
 
+def limit(option: str, value: int | None) -> tuple[str, int] | None:
+    """A trainer's option and its value, for `checked_rows`; None for no limit."""
+    if value is None:
+        return None
+    return option, chosen_int(option.rpartition(".")[2], value, 1)
+
+
 def checked_rows(
     rows: TableLike,
     target: str,
@@ -250,8 +256,8 @@ def checked_rows(
             raise ExportError(
                 f"{row.place}: {len(row.input_ids)} tokens, but {target} cuts rows at "
                 f"{max_tokens[0]} {max_tokens[1]}. Pass the trainer's value as "
-                f"{max_tokens[0].rpartition('.')[2]}=, raise it, or linearize with "
-                "max_row_tokens"
+                f"{max_tokens[0].rpartition('.')[2]}= (trajkit export: --max-length), "
+                "raise it, or linearize with max_row_tokens"
             )
         if logprobs and unknown[tokens].any():
             raise ExportError(

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
 from trajkit.export._rows import (
     checked_rows,
     groups_in_order,
+    limit,
     one_row_per_rollout,
     rewards_of,
 )
@@ -23,7 +23,7 @@ def execution_fields(
     *,
     prompt: str = "",
     label: str = "",
-    max_len: int = 2048,
+    max_len: int | None = 2048,
     n_samples_per_prompt: int | None = None,
 ) -> list[dict[str, Any]]:
     """Rows as the dicts that ``execute`` returns, one per rollout.
@@ -35,9 +35,9 @@ def execution_fields(
         runs of ``n_samples_per_prompt`` samples for groups.
     prompt, label : str
         Written to every dict.
-    max_len : int
+    max_len : int or None
         ``--data.max_len`` of the trainer, with its default. OpenRLHF truncates longer rows
-        without a message, so they are refused here.
+        without a message, so they are refused here. None: no row is.
     n_samples_per_prompt : int, optional
         That of the trainer. None: the number of rows of the first group.
 
@@ -53,8 +53,7 @@ def execution_fields(
         A reward is null, a rollout has several rows, a row is longer than ``max_len``, or
         the rows of a group are no neighbours or not ``n_samples_per_prompt``.
     """
-    limit = "data.max_len", chosen_int("max_len", max_len, 1)
-    checked = checked_rows(rows, "OpenRLHF", max_tokens=limit)
+    checked = checked_rows(rows, "OpenRLHF", max_tokens=limit("data.max_len", max_len))
     one_row_per_rollout(checked, "OpenRLHF")
     groups_in_order(checked, "OpenRLHF", "n_samples_per_prompt", n_samples_per_prompt)
     found = []

@@ -25,6 +25,7 @@ from trajkit.errors import ExportError
 from trajkit.export._rows import (
     StepCounts,
     checked_rows,
+    limit,
     routed_experts,
     sampling_masks,
     step_counts,
@@ -68,7 +69,7 @@ def sample_fields(
     *,
     env_name: str,
     temperature: float = 1.0,
-    seq_len: int = 2048,
+    seq_len: int | None = 2048,
     weighted: bool | StepCounts = False,
 ) -> list[dict[str, Any]]:
     """Rows as the fields of ``TrainingSample``, in the order of the wire format.
@@ -84,9 +85,9 @@ def sample_fields(
     temperature : float
         The sampling temperature. It is written for every token, since prime-rl divides the
         logits of a token by the temperature of the token before it.
-    seq_len : int
+    seq_len : int or None
         The trainer's ``seq_len``, with its default. prime-rl truncates longer rows without
-        a message, so they are refused here.
+        a message, so they are refused here. None: no row is.
     weighted : StepCounts, optional
         Write row weights to ``rl_weights``, scaled so that the trainer's loss, a sum
         divided by the step's number of trained tokens, is
@@ -116,7 +117,7 @@ def sample_fields(
         rows,
         "prime-rl",
         carried=("routed_experts", "sampling_mask", "ref_logprobs", "teacher_logprobs"),
-        max_tokens=("seq_len", chosen_int("seq_len", seq_len, 1)),
+        max_tokens=limit("seq_len", seq_len),
     )
     scales = step_scales(checked, weighted, "prime-rl")
     experts, masks = routed_experts(rows, checked), sampling_masks(rows, checked)

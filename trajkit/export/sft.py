@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
 from trajkit.errors import LongRowsWarning
-from trajkit.export._rows import PAYLOADS, ExportRow, checked_rows
+from trajkit.export._rows import ExportRow, checked_rows, limit
+from trajkit.schema import PAYLOADS
 
 IGNORED = -100
 """The label of a token that is not trained."""
@@ -62,12 +62,9 @@ def labels_table(rows: TableLike, *, max_length: int | None = None) -> pa.Table:
     >>> labels_table(tk.linearize(turns))["labels"].to_pylist()
     [[-100, 2, 3]]
     """
-    limit = None
-    if max_length is not None:
-        limit = "max_length", chosen_int("max_length", max_length, 1)
-    checked = _checked(rows, limit)
+    checked = _checked(rows, limit("max_length", max_length))
     longest = max((len(row.input_ids) for row in checked), default=0)
-    if limit is None and longest > DEFAULT_MAX_LENGTH:
+    if max_length is None and longest > DEFAULT_MAX_LENGTH:
         warnings.warn(
             f"the longest row has {longest} tokens, but SFTTrainer cuts rows at "
             f"SFTConfig.max_length, which is {DEFAULT_MAX_LENGTH} unless it is set, and "

@@ -12,7 +12,6 @@ import numpy as np
 
 from trajkit._arrow.canonical import TableLike
 from trajkit.export._rows import (
-    PAYLOADS,
     Array,
     ExportRow,
     checked_rows,
@@ -21,6 +20,7 @@ from trajkit.export._rows import (
     routed_experts,
     sampling_masks,
 )
+from trajkit.schema import PAYLOADS
 
 
 def generator_fields(rows: TableLike) -> dict[str, Any]:

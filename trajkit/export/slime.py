@@ -166,7 +166,11 @@ def reward_post_process(
     ExportError
         A sample has no ``rollout_id``, or the samples of a rollout differ in reward.
     """
-    raw = [float(sample.get_reward_value(args)) for sample in samples]
+    given = [sample.get_reward_value(args) for sample in samples]
+    for number, reward in enumerate(given):
+        if reward is None:
+            raise ExportError(f"sample {number} has no reward: expected a number")
+    raw = [*map(float, given)]
     estimators = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
     if not args.rewards_normalization or args.advantage_estimator not in estimators:
         return raw, raw

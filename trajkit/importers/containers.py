@@ -6,7 +6,7 @@ import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,10 +53,19 @@ class Head:
 
     file: Path
     container: str
-    # its first complete object, if there is one
-    value: dict[str, object] | None = None
+    # its first complete objects
+    values: tuple[dict[str, object], ...] = ()
     # why it could not be read
     trouble: str = ""
+
+    @property
+    def value(self) -> dict[str, object] | None:
+        """Its first complete object, if there is one."""
+        return self.values[0] if self.values else None
+
+
+# objects by which a format is recognized: the first may be one of an error
+_MOST_SHOWN = 8
 
 
 def head_of(file: Path) -> Head:
@@ -71,9 +80,9 @@ def head_of(file: Path) -> Head:
         return Head(file, container)
     try:
         good = (one.value for one in objects(file, container) if one.bad is None)
-        return Head(file, container, next(good, None))
+        return Head(file, container, tuple(islice(good, _MOST_SHOWN)))
     except FormatError as error:
-        return Head(file, container, None, str(error))
+        return Head(file, container, (), str(error))
 
 
 def objects(file: Path, container: str, shape: Shape | None = None) -> Iterator[Text]:

@@ -295,9 +295,9 @@ def _span(record: Value, root: Value) -> Value | None:
     operation = route("attributes.gen_ai.operation.name").find(record)
     if not is_call or operation in ("execute_tool", "invoke_agent", "create_agent"):
         return None
+    counts = ("input_tokens", "output_tokens", "prompt_tokens", "completion_tokens")
     usage = {
-        name: route(f"attributes.gen_ai.usage.{name}").find(record)
-        for name in ("input_tokens", "output_tokens")
+        name: route(f"attributes.gen_ai.usage.{name}").find(record) for name in counts
     }
     return {**record, "usage": usage}
 

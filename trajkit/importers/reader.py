@@ -234,7 +234,7 @@ class _Import:
         own = self._options.own
         if own is not None and n_records:
             for target in own.fields:
-                if target not in table.found and table.format.read is None:
+                if target not in table.found:
                     raise FormatError(
                         f"{file.name}: no record has {own.fields[target].text} (map: "
                         f"{target}={own.fields[target].text})"
@@ -522,19 +522,28 @@ def _format_of(file: Local, head: Head, options: Options) -> Format:
 
 def fitting(head: Head) -> list[Format]:
     """The formats that a file seems to have; a generic one only if no other fits."""
-    own = [one for one in FORMATS.values() if _fits(one, head)]
-    specific = [one for one in own if not one.generic]
-    if specific or not own or _is_turn(head.value):
-        return specific
-    return own[:1]
+    values = head.values or (None,)
+    for value in values:
+        specific = [
+            one
+            for one in FORMATS.values()
+            if not one.generic and _fits(one, head, value)
+        ]
+        if specific:
+            return specific
+    generic = (
+        one
+        for one in FORMATS.values()
+        if one.generic and any(_fits(one, head, value) for value in values)
+    )
+    return [] if _is_turn(head.value) else [*islice(generic, 1)]
 
 
-def _fits(format: Format, head: Head) -> bool:
+def _fits(format: Format, head: Head, value: dict[str, object] | None) -> bool:
     if head.container not in format.containers:
         return False
     if head.container not in ("json", "rows"):
         return True
-    value = head.value
     if value is None:
         # an empty capture of NeMo Gym
         suffix = format.file_suffix

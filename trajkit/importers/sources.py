@@ -53,18 +53,32 @@ def stem_of(path: Path) -> str:
     return PurePosixPath(name).stem or path.name
 
 
-def files_of(source: Sources) -> Iterator[Local | Folder]:
-    """The files and directories of a source; temporary copies last for one step."""
+def sources_of(source: Sources) -> list[str]:
+    """The paths and addresses of a source; raises ArgumentError for anything else."""
     if isinstance(source, str | PathLike):
         source = [source]
     elif isinstance(source, bytes | dict) or not isinstance(source, Iterable):
         raise ArgumentError(
             f"source is a {type(source).__name__}: expected a path, or paths"
         )
-    for given in source:
+    listed = list(source)
+    for given in listed:
         if not isinstance(given, str | PathLike):
             raise ArgumentError(f"source has a {type(given).__name__}: expected paths")
-        yield from _of_path(fspath(given))
+    return [fspath(given) for given in listed]
+
+
+def _resolved(text: str) -> list[str]:
+    """The paths of a pattern; a path that exists, or that is none, itself."""
+    if glob.has_magic(text) and not Path(text).exists():
+        return sorted(glob.glob(text, recursive=True))
+    return [text]
+
+
+def files_of(source: Sources) -> Iterator[Local | Folder]:
+    """The files and directories of a source; temporary copies last for one step."""
+    for text in sources_of(source):
+        yield from _of_path(text)
 
 
 def _of_path(text: str) -> Iterator[Local | Folder]:
@@ -82,8 +96,8 @@ def _of_path(text: str) -> Iterator[Local | Folder]:
     if path.is_dir():
         yield Folder(text, [Local(str(one), one) for one in _in_directory(path)])
         return
-    if not path.exists() and glob.has_magic(text):
-        found = sorted(glob.glob(text, recursive=True))
+    found = _resolved(text)
+    if found != [text]:
         if not found:
             raise FormatError(f"{text}: no file has a name of this pattern")
         for one in found:

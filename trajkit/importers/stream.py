@@ -10,7 +10,7 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._streams.lockstep import batches_in
 from trajkit.errors import FormatError
 from trajkit.importers.reader import Contradicted, Options, imported
-from trajkit.importers.sources import SUFFIXES, Sources
+from trajkit.importers.sources import SUFFIXES, Sources, sources_of
 from trajkit.importers.transcripts import ChatTokenizer
 from trajkit.io.guard import check_outputs, inputs_of, is_parts
 from trajkit.io.tables import write_tables, write_turns
@@ -62,9 +62,9 @@ def import_file(
     options = Options(format, map, tokenizer, contradicted, nonfinite_logprobs)
     if is_parts(output):
         raise FormatError(f"{output} is a directory: pass a file")
-    source = [source] if isinstance(source, str | os.PathLike) else list(source)
+    sources = sources_of(source)
     outputs = {"output": (output, "turns")}
-    check_outputs(outputs, inputs_of(source, None, SUFFIXES))
+    check_outputs(outputs, inputs_of(sources, None, SUFFIXES))
     sessions = 0
 
     def stage(turns: pa.Table) -> Made:
@@ -75,7 +75,7 @@ def import_file(
     folder = folder_of(output)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
         path = Path(root, "turns.arrows")
-        tables, notes = imported(source, options)
+        tables, notes = imported(sources, options)
         write_tables(batches_in(tables), path)
         if not index_sessions([path], "arrows").turns:
             return {"sessions": 0, "turns": 0}, notes.table()

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from trajkit.errors import ArgumentError
 from trajkit.importers.findings import (
     Finding,
     Refused,
@@ -157,6 +158,11 @@ class Table:
             name: route(path) for name, path in fields.items() if path
         }
         own = given.fields if given else {}
+        if own and format.read is not None:
+            raise ArgumentError(
+                f"map: the format {format.name} is read by its own rules, and has no "
+                "paths to change"
+            )
         self.routes |= own
         self.each = (given and given.each) or format.each
         only = (given and given.only) or format.only
@@ -218,9 +224,10 @@ class Table:
             if isinstance(record, dict):
                 calls += self._record(file, where, record, root)
             else:
-                one = Finding(where).refuse("unreadable", _not_object(record))
-                self._session(one, file, {}, root)
-                calls.append(one)
+                one = Finding(where)
+                with one:
+                    self._session(one, file, {}, root)
+                calls.append(one.refuse("unreadable", _not_object(record)))
         if self.encoder is not None and not any(map(_has_ids, calls)):
             # text for supervised training
             if self.format.talk is not None:

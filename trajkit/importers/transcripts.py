@@ -47,7 +47,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._codec = Codec(tokenizer)
         # some models mark their roles with added tokens that are not special
-        added = getattr(tokenizer, "get_added_vocab", dict)()
+        added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
         self._added = {*added.values()}
 
     def replies(self, found: Finding, messages: object) -> Iterator[Finding]:

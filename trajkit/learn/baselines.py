@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias, overload
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import check_choice
+from trajkit._arguments import check_choice, check_flag
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import (
     TableLike,
@@ -127,13 +127,14 @@ def advantages(
     ----------
     GRPO (arXiv 2402.03300, 4.1.2): group_mean with group_std; TRL, verl and slime take
     the sample deviation and add 1e-4 or 1e-6. A group of one rollout has no deviation,
-    so its advantage is null here; verl takes its reward (spec: training formats, verl).
+    so its advantage is null here; verl (1dda039) takes its reward.
     RLOO (arXiv 2402.14740): leave_one_out. Dr. GRPO (arXiv 2503.20783): group_mean
     alone, see `trajkit.add_weights` for its lengths. REINFORCE++ (arXiv 2501.03262):
     batch_std, there over tokens. DAPO (arXiv 2503.14476): ``drop_constant``.
     """
     check_choice("baseline", baseline, Baseline)
     check_choice("scale", scale, Scale)
+    check_flag("drop_constant", drop_constant)
     check_number("epsilon", epsilon, 0)
     if clip is not None:
         check_number("clip", clip, 0, above=True)

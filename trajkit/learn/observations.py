@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arguments import check_choice
+from trajkit._arguments import check_choice, check_flag
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical, place
 from trajkit._streams.lockstep import (
@@ -153,8 +153,8 @@ def _observed_rows(
 
 
 def observation_weights(
-    turns: Source,
     rows: Source,
+    turns: Source,
     *,
     roles: Names | None = None,
     tool_names: Names | None = None,
@@ -181,12 +181,12 @@ def observation_weights(
 
     Parameters
     ----------
-    turns : table, or iterator of record batches
-        `trajkit.schema.TURNS` in full or delta form, with the columns
-        `trajkit.schema.ATTRIBUTION`. Iterators as for `trajkit.linearize`.
     rows : table, or iterator of record batches
         `trajkit.schema.ROWS`, made of these turns, with all rows of each session that
         occurs. An iterator has the sessions in the order of ``turns``.
+    turns : table, or iterator of record batches
+        `trajkit.schema.TURNS` in full or delta form, with the columns
+        `trajkit.schema.ATTRIBUTION`. Iterators as for `trajkit.linearize`.
     roles : names, or mapping of name to alpha, optional
         Roles whose messages get a weight. None: ``("tool",)``. Without messages in
         ``turns``, only tools are known, by their names.
@@ -225,6 +225,7 @@ def observation_weights(
         ``missing="raise"`` and a turn lacks attribution; or a row does not belong to
         these turns.
     """
+    check_flag("report", report)
     selection = _selection(roles, tool_names, alpha, normalization, missing)
     facts = session_facts(None, sessions)
 

@@ -109,8 +109,10 @@ def spread_rewards(
 
     References
     ----------
-    copy, uniform and final_only: spec, segments 8 (slime's reward modes). last_turn:
-    SkyRL's merge of scalar rewards (spec, SkyRL 6).
+    copy, uniform and final_only: the reward modes of slime's
+    https://github.com/THUDM/slime/blob/b6764131d/examples/coding_agent_rl/generate.py;
+    last_turn: the merge of scalar rewards in SkyRL's
+    https://github.com/NovaSky-AI/SkyRL/blob/a956457/skyrl/train/generators/utils.py
     """
     check_choice("mode", mode, Spread)
     given = None

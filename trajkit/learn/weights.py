@@ -19,16 +19,19 @@ Weighing: TypeAlias = Literal[By, "constant"]
 @overload
 def add_weights(
     rows: Stream | pa.RecordBatchReader,
-    by: Weighing = ...,
+    weigh_by: Weighing = ...,
     *,
     constant: float | None = ...,
 ) -> Stream: ...
 @overload
 def add_weights(
-    rows: TableLike, by: Weighing = ..., *, constant: float | None = ...
+    rows: TableLike, weigh_by: Weighing = ..., *, constant: float | None = ...
 ) -> pa.Table: ...
 def add_weights(
-    rows: TableLike | Stream, by: Weighing = "token", *, constant: float | None = None
+    rows: TableLike | Stream,
+    weigh_by: Weighing = "token",
+    *,
+    constant: float | None = None,
 ) -> pa.Table | Stream:
     """Set ``row_weight``, by default so that every rollout has a total weight of one.
 
@@ -36,7 +39,7 @@ def add_weights(
     rollout, and ``K`` the number of the rollout's rows that train:
 
     ========= ============== ====================================== ===================
-    by        row_weight     sums to one over a rollout             for a trainer that
+    weigh_by  row_weight     sums to one over a rollout             for a trainer that
     ========= ============== ====================================== ===================
     token     ``n / N``      the weights of its rows                averages in a row
     row       ``1 / K``      the weights of its rows                averages in a row
@@ -55,9 +58,9 @@ def add_weights(
     rows : table, or iterator of record batches
         `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session.
         Iterators as for `trajkit.linearize`.
-    by : {"token", "row", "rollout", "constant"}
+    weigh_by : {"token", "row", "rollout", "constant"}
         The definition of the weight; see the table.
-    constant : float, for by="constant"
+    constant : float, for weigh_by="constant"
         ``c``, in tokens; above 0.
 
     Returns
@@ -70,41 +73,42 @@ def add_weights(
     Raises
     ------
     ArgumentError
-        ``by`` does not exist, or it does not go with ``constant``.
+        ``weigh_by`` does not exist, or it does not go with ``constant``.
 
     Examples
     --------
     >>> import trajkit as tk
     >>> call = {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}
     >>> turns = tk.from_records([call, {**call, "prompt_ids": [4]}])
-    >>> add_weights(tk.linearize(turns), by="rollout")["row_weight"].to_pylist()
+    >>> add_weights(tk.linearize(turns), weigh_by="rollout")["row_weight"].to_pylist()
     [0.25, 0.25]
 
     References
     ----------
-    ``rollout`` is slime's denominator per rollout_id (spec: segments 8). Dr. GRPO:
-    arXiv 2503.20783, section 3.2. DAPO: arXiv 2503.14476, section 3.3.
+    ``rollout`` is slime's denominator per rollout_id:
+    https://github.com/THUDM/slime/blob/624b824/slime/ray/rollout.py
+    Dr. GRPO: arXiv 2503.20783, section 3.2. DAPO: arXiv 2503.14476, section 3.3.
     """
-    check_choice("by", by, Weighing)
-    if (constant is not None) != (by == "constant"):
+    check_choice("weigh_by", weigh_by, Weighing)
+    if (constant is not None) != (weigh_by == "constant"):
         raise ArgumentError(
-            f"by={by!r} with constant={constant!r}: by='constant' needs constant, and no "
-            "other value takes it"
+            f"weigh_by={weigh_by!r} with constant={constant!r}: weigh_by='constant' needs "
+            "constant, and no other value takes it"
         )
     if constant is not None:
         check_number("constant", constant, 0, above=True)
-    return map_sessions(lambda rows: _weighed(rows, by, constant), ("rows", rows))
+    return map_sessions(lambda rows: _weighed(rows, weigh_by, constant), ("rows", rows))
 
 
-def _weighed(rows: pa.Table, by: Weighing, constant: float | None) -> pa.Table:
+def _weighed(rows: pa.Table, weigh_by: Weighing, constant: float | None) -> pa.Table:
     table = canonical_rows(rows)
     session, n_sessions = session_codes(table)
     n_trained = trained_tokens(table)
     mask_sum = np.bincount(session, n_trained, n_sessions)[session].astype(np.int64)
     trains = (n_trained > 0).astype(np.float64)
-    if by == "token":
+    if weigh_by == "token":
         weight = n_trained / np.maximum(mask_sum, 1)
-    elif by == "row":
+    elif weigh_by == "row":
         n_rows = np.bincount(session, trains, n_sessions)[session]
         weight = trains / np.maximum(n_rows, 1)
     else:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arguments import check_choice, chosen_int
+from trajkit._arguments import check_choice, check_flag, chosen_int
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical
 from trajkit._arrow.take import list_values
@@ -87,7 +87,12 @@ def balance(
     """
     ranks = chosen_int("ranks", ranks, 1)
     check_choice("method", method, Method)
-    if len(cost) != 2 or not all(0 <= one < float("inf") for one in cost):
+    check_flag("equal_counts", equal_counts)
+    known = isinstance(cost, list | tuple) and len(cost) == 2
+    if not known or not all(
+        isinstance(one, int | float | np.number) and 0 <= one < float("inf")
+        for one in cost
+    ):
         raise ArgumentError(
             f"cost={cost!r}: expected the cost of a token and of a pair"
         )

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arguments import check_choice, chosen_int
+from trajkit._arguments import check_choice, chosen_int, chosen_names
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.buffers import pooled
 from trajkit._arrow.canonical import TableLike, as_table, canonical_rows, place
@@ -71,9 +71,7 @@ class _Options:
                 "pack would be padded beyond it"
             )
         for argument in ("same", "columns"):
-            names = getattr(self, argument)
-            if isinstance(names, str) or not all(isinstance(n, str) for n in names):
-                raise SchemaError(f"{argument}={names!r}: expected a sequence of names")
+            chosen_names(argument, getattr(self, argument))
         for name in self.columns:
             if f"edge_{name}" in PACKS.names or list(self.columns).count(name) > 1:
                 raise SchemaError(

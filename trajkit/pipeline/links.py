@@ -78,9 +78,9 @@ def link(
 
     References
     ----------
-    Message routing and its merge are slime's (spec: slime 2), token routing prime-rl's
-    (spec: prime-rl 2.1), routing by prompts is Polar's (spec: Polar 2.3), by prefixes
-    NeMo Gym's (spec: NeMo Gym 5), by generations miles' (spec: miles 1.2).
+    Message routing and its merge are slime's, routing by tokens prime-rl's, by prompts
+    Polar's, by prefixes NeMo Gym's, and by generations miles'. trajkit/policies.py links
+    their sources.
     """
     chosen = chosen_policy(policy)
 

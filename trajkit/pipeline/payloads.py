@@ -1,6 +1,6 @@
 """Payloads: per-token columns of turns that are carried into rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Self
@@ -8,9 +8,10 @@ from typing import Self
 import numpy as np
 import pyarrow as pa
 
+from trajkit._arguments import chosen_names
 from trajkit._arrow.canonical import is_list, list_parts
 from trajkit._arrow.take import take_values
-from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.pipeline.weight_versions import token_versions
 from trajkit.schema import ROWS, TURNS
 from trajkit.turns.calls import Calls, Longs, Records
@@ -47,16 +48,15 @@ class PathRanges:
 
 def payload_names(payloads: object) -> tuple[str, ...]:
     """The payload names that the caller gave: distinct, and no columns of rows."""
-    if isinstance(payloads, str) or not isinstance(payloads, Sequence):
-        raise SchemaError(f"payloads={payloads!r}: expected a sequence of column names")
-    for name in payloads:
-        if not isinstance(name, str):
-            raise SchemaError(f"payloads has {name!r}: expected column names")
+    names = chosen_names("payloads", payloads)
+    for name in names:
         if name in ROWS.names:
-            raise SchemaError(f"payload {name!r} is the name of a column of rows")
-        if list(payloads).count(name) > 1:
-            raise SchemaError(f"payload {name!r} is named twice")
-    return tuple(payloads)
+            raise ArgumentError(
+                f"payloads={payloads!r}: {name!r} is the name of a column of rows"
+            )
+        if names.count(name) > 1:
+            raise ArgumentError(f"payloads={payloads!r}: {name!r} is named twice")
+    return names
 
 
 def rows_schema(turns: pa.Schema, names: tuple[str, ...]) -> pa.Schema:
@@ -273,6 +273,8 @@ def _places(calls: Calls, name: str, length: Longs) -> tuple[Longs, Bools]:
     plain = output | whole | short
     delta = style((new | new_short) & ~plain)
     lacks_last = style((short & ~whole & ~output) | (new_short & ~new & ~plain))
+    if name == "routed_experts":  # never of the output ids alone if it may be of more
+        delta, lacks_last = delta | new | new_short, lacks_last | short | new_short
     meanings = [
         whole,
         delta & lacks_last & new_short,

@@ -1,5 +1,7 @@
 """`linearize`: turn recorded calls into training rows under a policy."""
 
+from __future__ import annotations  # a signature shows the words below
+
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +10,7 @@ from typing import Literal, TypeAlias, TypedDict, Unpack, overload
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import check_choice, chosen_int
+from trajkit._arguments import check_choice, check_flag, chosen_int
 from trajkit._arrow.canonical import TableLike, as_table
 from trajkit._arrow.take import empty_batch
 from trajkit._streams import limits
@@ -197,11 +199,11 @@ def linearize(
 
     References
     ----------
-    slime: spec, slime 2 and 3. strict: prime-rl's interleave_rollout. Splices: spec,
-    Polar 2.3.
+    trajkit/policies.py links the source of each preset.
     """
     chosen = named_policy(policy)
     check_choice("layout", layout, Layout)
+    check_flag("report", report)
     if max_row_tokens is not None:
         max_row_tokens = chosen_int("max_row_tokens", max_row_tokens, 1)
     if threads is not None:
@@ -275,7 +277,7 @@ def _pairs(
     yield before, report
 
 
-def _stream(turns: Stream, work: "_Work", n_threads: int) -> Iterator[Batches]:
+def _stream(turns: Stream, work: _Work, n_threads: int) -> Iterator[Batches]:
     for table in whole_sessions(batches_of(turns, _unread(work.policy))):
         located = locate(table)
         yield from _spread(work, located, None, n_threads)
@@ -298,7 +300,7 @@ def _given_links(
 
 
 def _spread(
-    work: "_Work", turns: Turns, links: Records | None, n_threads: int
+    work: _Work, turns: Turns, links: Records | None, n_threads: int
 ) -> list[Batches]:
     """Apply ``work`` to the turns, part by part, on ``n_threads`` threads."""
     brought, finer = turns.brought, limits.DELTA_PART_FACTOR if turns.is_delta else 1

@@ -16,8 +16,8 @@ from trajkit.turns.prefix_forest import Forest, grow_paths
 from trajkit.turns.structs import CALL, LINK
 
 ENDED = ("stop", "tool_calls", "stop_sequence")
-"""Values of finish_reason after which an output ends with its end of turn (spec:
-Polar 2.3)."""
+"""Values of finish_reason after which an output ends with its end of turn, as in Polar's
+https://github.com/NVIDIA-NeMo/ProRL-Agent-Server/blob/93a0f75/src/polar/trajectory/builder/prefix_merging.py."""
 
 
 @dataclass(frozen=True, slots=True)

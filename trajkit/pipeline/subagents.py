@@ -30,7 +30,8 @@ def find_dispatches(classes: Classes, tools: tuple[str, ...]) -> Dispatches:
     """The tool calls to ``tools`` in the replies, and the messages that answer them.
 
     The last of several in a reply counts. Nothing answers a tool call without an id
-    (spec: segments 3).
+    (``pending_dispatch_id`` of slime's
+    https://github.com/THUDM/slime/blob/b6764131d/examples/coding_agent_rl/middleware.py).
     """
     numbers: dict[str | None, int] = {}
     of_class = np.full(len(classes.bodies) + 1, -1, np.int32)  # [-1]: no reply

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice
 from trajkit._arrow.canonical import TableLike
-from trajkit.errors import InvalidTurnsError, UnknownSessionError
+from trajkit.errors import ArgumentError, InvalidTurnsError, UnknownSessionError
 from trajkit.pipeline.rows import Layout, linearize, reads_turns
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
@@ -312,7 +312,9 @@ class Recorder:
             A value breaks a rule of the schema.
         """
         if prompt_ids is None and prompt_messages is None:
-            raise TypeError("match needs prompt_ids or prompt_messages: both are None")
+            raise ArgumentError(
+                "prompt_ids=None and prompt_messages=None: match needs one of them"
+            )
         with self._lock:
             session = self._sessions.get(session_id) or Recording(self._types)
         with session.lock:

@@ -95,7 +95,7 @@ class Recording:
             trainable is not False,
             use_tool is True,
             ill_formed is True,
-            STOPS.get(reason, STOPS["other"]),
+            STOPS.get(str(reason), STOPS["other"]),
         )
 
     def match(

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from trajkit.turns.mm_items import content_ids as content_ids
     from trajkit.turns.mm_items import engine_ids as engine_ids
     from trajkit.turns.prefix import lcp as lcp
+    from trajkit.turns.stale_tokens import untrain_stale as untrain_stale
     from trajkit.turns.validation import reject_sessions as reject_sessions
 else:
     __getattr__, __dir__ = lazy_names(
@@ -19,6 +20,7 @@ else:
             "messages": "message_body message_key message_record",
             "mm_items": "content_ids engine_ids",
             "prefix": "lcp",
+            "stale_tokens": "untrain_stale",
             "validation": "reject_sessions",
         },
     )

@@ -383,14 +383,14 @@ values
     Python's ``==``: key order does not matter, 1 == 1.0 == True.
 text
     The same JSON text with sorted keys and without ``cache_control`` at any depth; 1 and
-    1.0 differ (spec: segments 1).
+    1.0 differ (``segments``).
 content
     The same role, content (null is the empty text), reasoning, provider state, tool calls
     (id, name, arguments as JSON values, whether given as text or not) and, of a tool's
-    message, tool_call_id; other fields are ignored (spec: prime-rl 2.2). 1 and 1.0 differ.
+    message, tool_call_id; other fields are ignored (``graph``). 1 and 1.0 differ.
 strict
     Python's ``==`` of role, content, reasoning_content and tool_calls only, without the
-    ``index`` of a tool call; None, "" and [] are the same (spec: miles 1.2).
+    ``index`` of a tool call; None, "" and [] are the same (``miles``).
 role_content_only
     As ``strict``, for role and content only.
 """

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import KEY_BYTES, MESSAGE, VALUE_BYTES
 
 Ids = npt.NDArray[np.int32]
@@ -69,7 +69,7 @@ def message_body(message: dict[str, object]) -> str:
     InvalidTurnsError
         As for `message_record`.
     """
-    return _core.encode_message(message)[0]
+    return _encoded(message)[0]
 
 
 def message_record(message: dict[str, object]) -> tuple[bytes, str]:
@@ -90,8 +90,16 @@ def message_record(message: dict[str, object]) -> tuple[bytes, str]:
     InvalidTurnsError
         The message contains a value that JSON cannot express; the text names its path.
     """
-    body, value_text = _core.encode_message(message)
+    body, value_text = _encoded(message)
     return _key(body, value_text), body
+
+
+def _encoded(message: object) -> tuple[str, str]:
+    if not isinstance(message, dict):
+        raise ArgumentError(
+            f"message is of type {type(message).__name__}: expected a dict"
+        )
+    return _core.encode_message(message)
 
 
 def _key(body: str, value_text: str) -> bytes:

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trajkit._arguments import chosen_int
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, place
-from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 
 Ints: TypeAlias = npt.NDArray[np.int32]
 Item: TypeAlias = Mapping[str, Any]
@@ -30,7 +31,6 @@ CONTENT_HASH = re.compile("[0-9a-f]{64}")
 """A SHA-256 in hexadecimal: the hash of an item, and the name of its file."""
 
 
-@lru_cache(maxsize=4096)
 def content_ids(kind: str, content_hash: str, n_tokens: int) -> Ints:
     """Return the content ids of an image.
 
@@ -45,12 +45,30 @@ def content_ids(kind: str, content_hash: str, n_tokens: int) -> Ints:
     -------
     ndarray of int32, shape (n_tokens,), read-only
 
+    Raises
+    ------
+    ArgumentError
+        ``kind`` is no text, ``content_hash`` no SHA-256 in hexadecimal, or ``n_tokens``
+        negative.
+
     Notes
     -----
     Each id has 30 bits of a SHA-256 digest of the arguments, eight ids the complete
     digest, again and again. Two images (or one image in two sizes) thus differ at their
     first token, except with probability 2**-30.
     """
+    if not isinstance(kind, str) or not kind:
+        raise ArgumentError(f"kind={kind!r}: expected a word, such as 'image'")
+    if not isinstance(content_hash, str) or not CONTENT_HASH.fullmatch(content_hash):
+        raise ArgumentError(
+            f"content_hash={content_hash!r}: expected a SHA-256, 64 hexadecimal digits in "
+            "lower case"
+        )
+    return _content_ids(kind, content_hash, chosen_int("n_tokens", n_tokens, 0))
+
+
+@lru_cache(maxsize=4096)
+def _content_ids(kind: str, content_hash: str, n_tokens: int) -> Ints:
     digest = sha256(f"{kind}:{content_hash}:{n_tokens}".encode()).digest()
     words = np.frombuffer(digest, "<u4") % FIRST_CONTENT_ID + FIRST_CONTENT_ID
     ids: Ints = np.resize(words.astype(np.int32), n_tokens)
@@ -60,7 +78,7 @@ def content_ids(kind: str, content_hash: str, n_tokens: int) -> Ints:
 
 def item_ids(item: Item) -> Ints:
     """Return the content ids of an item."""
-    return content_ids(item["kind"], item["hash"], item["stop"] - item["start"])
+    return _content_ids(item["kind"], item["hash"], item["stop"] - item["start"])
 
 
 Image: TypeAlias = tuple[object, ...]

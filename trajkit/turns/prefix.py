@@ -1,9 +1,12 @@
 """Longest common prefix of two arrays of token ids."""
 
+from __future__ import annotations  # a signature shows the words below
+
 import numpy as np
 import numpy.typing as npt
 
 from trajkit import _core
+from trajkit.errors import ArgumentError
 
 
 def lcp(a: npt.ArrayLike, b: npt.ArrayLike) -> int:
@@ -22,19 +25,24 @@ def lcp(a: npt.ArrayLike, b: npt.ArrayLike) -> int:
 
     Raises
     ------
-    ValueError
-        An array has more than one dimension.
-    OverflowError
-        An id does not fit int32.
+    ArgumentError
+        An array has other values than integers that fit int32, or more than one
+        dimension.
     """
-    return _core.lcp(_ids(a), _ids(b))
+    return _core.lcp(_ids("a", a), _ids("b", b))
 
 
-def _ids(run: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    array = np.asarray(run)
+def _ids(name: str, run: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    try:
+        array = np.asarray(run)
+    except ValueError:  # lists of several lengths
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ArgumentError(f"{name}={run!r}: expected a list or an array of token ids")
     if array.dtype != np.int32:
-        wide = array.astype(np.int64, casting="same_kind" if array.size else "unsafe")
-        if wide.size and not (-(2**31) <= wide.min() and wide.max() < 2**31):
-            raise OverflowError(f"token id {wide.max()}: ids are below 2**31")
-        array = wide.astype(np.int32)
+        bad = (array < -(2**31)) | (array >= 2**31)
+        if bad.any():
+            at = int(bad.argmax())
+            raise ArgumentError(f"{name}[{at}] is {array[at]}: ids are below 2**31")
+        array = array.astype(np.int32)
     return np.ascontiguousarray(array)

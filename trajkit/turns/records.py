@@ -4,16 +4,16 @@ import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arguments import near_miss, whole_number
+from trajkit._arguments import check_choice, near_miss, whole_number
 from trajkit._arrow.canonical import TableLike, as_table
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import MM_ITEM, TURNS, WEIGHT_VERSION
 from trajkit.turns.calls import Longs
 from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep
@@ -23,7 +23,7 @@ from trajkit.turns.messages import NO_IDS, Ids, MessageBook, check_text, encode
 from trajkit.turns.mm_items import Ints
 from trajkit.turns.python_lists import ListBuilder, checked_ids, read_logprobs
 from trajkit.turns.turn_rules import item_fault
-from trajkit.turns.validation import check_values
+from trajkit.turns.validation import Nonfinite, check_values
 
 Record: TypeAlias = Mapping[str, object]
 
@@ -46,7 +46,7 @@ def from_records(
     records: Iterable[Record],
     *,
     map: MapLike | None = None,
-    nonfinite_logprobs: Literal["raise", "null"] = "raise",
+    nonfinite_logprobs: Nonfinite = "raise",
 ) -> pa.Table:
     """Make a table of turns from recorded calls, one dict per call.
 
@@ -108,6 +108,12 @@ def from_records(
         A value breaks a rule of the schema; the text names session, turn, field, value
         and rule.
     """
+    check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
+    if isinstance(records, str | bytes | Mapping) or not isinstance(records, Iterable):
+        raise ArgumentError(
+            f"records is of type {type(records).__name__}: expected an iterable of dicts, "
+            "one per model call"
+        )
     batch = _Batch()
     own = None if map is None else read_map(map)
     for number, record in enumerate(records):

@@ -12,7 +12,7 @@ from trajkit._arguments import arrow_source
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical
 from trajkit._arrow.take import take_rows
-from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import SESSIONS
 from trajkit.turns.calls import Calls
 
@@ -85,17 +85,21 @@ class SessionFacts:
 def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
     """Read the arguments ``reward`` and ``sessions``.
 
-    Raises SchemaError if both are given or ``reward`` has an unsuitable type, and
-    InvalidTurnsError for a session with two rows or a reward that is not finite.
+    Raises ArgumentError if both are given or ``reward`` is not allowed, and
+    InvalidTurnsError for a table with two rows of a session or a reward that is not
+    finite.
     """
     if not isinstance(reward, Mapping) and arrow_source(reward) is not None:
         if sessions is not None:
-            raise SchemaError("reward is a table and sessions is given: expected one")
+            raise ArgumentError(
+                "reward is a table, and sessions is given as well: expected one"
+            )
         reward, sessions = None, reward
     if sessions is not None:
         if reward is not None:
-            raise SchemaError(
-                "reward and sessions are both given: put the rewards into sessions"
+            raise ArgumentError(
+                f"reward={reward!r}, and sessions is given as well: put the rewards into "
+                "sessions"
             )
         given = as_table(sessions)
         if "output_ids" in given.column_names:
@@ -110,7 +114,9 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
     if isinstance(reward, Mapping):
         for name in reward:
             if not isinstance(name, str):
-                raise SchemaError(f"reward has the key {name!r}: expected session ids")
+                raise ArgumentError(
+                    f"reward has the key {name!r}: expected session ids"
+                )
         rewards = [_number(r, f"session {name!r}: ") for name, r in reward.items()]
         batch = _sessions(
             pa.array([*reward], pa.string()), pa.array(rewards, pa.float64())
@@ -130,10 +136,10 @@ def one_session(
     """SESSIONS of one session; raises as `session_facts` and `SessionFacts.of`."""
     for name, value in (("group_id", group_id), ("error", error)):
         if value is not None and not isinstance(value, str):
-            raise SchemaError(f"{name} is {value!r}: expected a string")
+            raise ArgumentError(f"{name}={value!r}: expected a string")
     is_table = not isinstance(reward, Mapping) and arrow_source(reward) is not None
     if sessions is not None or is_table:
-        raise SchemaError(
+        raise ArgumentError(
             "group_id or error is given with a table of sessions: put them into the table"
         )
     line = session_facts(reward, None).of(pa.array([session_id]))
@@ -197,7 +203,7 @@ def _number(reward: object, where: str) -> float | None:
     if reward is None:
         return None
     if isinstance(reward, bool) or not isinstance(reward, (int, float, np.number)):
-        raise SchemaError(
+        raise ArgumentError(
             f"{where}reward is of type {type(reward).__name__}: expected a number"
             + ("" if where else ", a mapping by session_id, or a table")
         )
@@ -206,9 +212,7 @@ def _number(reward: object, where: str) -> float | None:
     except OverflowError:  # an int that exceeds every float
         number = float("inf")
     if not np.isfinite(number):
-        raise InvalidTurnsError(
-            f"{where}reward {number}: expected a finite number or None"
-        )
+        raise ArgumentError(f"{where}reward={number}: expected a finite number or None")
     return number
 
 

@@ -13,7 +13,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import Rows, Violation, violation
+from trajkit._arrow.canonical import Rows, Violation, is_list, list_parts, violation
+from trajkit._arrow.take import list_values
+from trajkit.errors import SchemaError
 from trajkit.turns.deep_json import parse
 from trajkit.turns.mm_items import (
     CONTENT_HASH,
@@ -158,6 +160,72 @@ def no_null(name: str, table: pa.Table) -> Iterator[Violation]:
     for start, ends, values in flat_chunks(table.column(name)):
         if values.null_count:
             yield broken_items(start, ends, values.is_null(), f"{name}[{{}}] is null")
+
+
+def payloads(table: pa.Table) -> Iterator[Violation]:
+    """The rules of `trajkit.schema.PAYLOADS` that do not depend on other turns."""
+    for name in ("ref_logprobs", "teacher_logprobs"):
+        for start, ends, values in _payload(table, name, pa.types.is_floating):
+            numbers = values.cast(pa.float64()).fill_null(0.0).to_numpy()
+            rule = f"{name}[{{}}] is {{}}: "
+            bad = ~np.isfinite(numbers)
+            yield broken_items(start, ends, bad, rule + "it is not a number", numbers)
+            bad = numbers > MAX_LOGPROB
+            yield broken_items(start, ends, bad, rule + _POSITIVE, numbers)
+    if "sampling_mask_start" not in table.column_names:
+        yield from _sampling_mask(table)
+
+
+def _sampling_mask(table: pa.Table) -> Iterator[Violation]:
+    """Each output id is among those that it was drawn from."""
+    outputs = list_values(table.column("output_ids")).to_numpy()
+    n_ids = lengths(table.column("output_ids"))
+    begins = np.append(0, np.cumsum(n_ids))
+    for start, ends, values in _payload(table, "sampling_mask", is_list):
+        n_here = np.diff(ends, prepend=0)
+        own = n_ids[start : start + len(ends)]
+        given = ~nulls(table.column("sampling_mask").slice(start, len(ends)))
+        odd = np.zeros(len(table), np.bool_)
+        odd[start : start + len(ends)] = given & (n_here != own)
+        n_masks = np.zeros(len(table), np.int64)
+        n_masks[start : start + len(ends)] = n_here
+        rule = "{} elements of sampling_mask for {} output_ids"
+        yield broken(odd, rule, n_masks, n_ids)
+        if odd.any():
+            return
+        row, index = owners(np.arange(len(values)), ends)
+        sampled = outputs[begins[start + row] + index]
+        inner, ids = list_parts(values)
+        sizes = np.diff(inner.to_numpy())
+        holder = np.repeat(np.arange(len(values)), sizes)
+        same = ids.to_numpy(zero_copy_only=False) == sampled[holder]
+        held = np.bincount(holder, same, len(values)) > 0
+        yield broken_items(
+            start,
+            ends,
+            (sizes > 0) & ~held,
+            "sampling_mask[{}] lacks the sampled id {}: it belongs to another token",
+            sampled,
+        )
+
+
+def _payload(
+    table: pa.Table, name: str, fits: Callable[[pa.DataType], bool]
+) -> Iterator[tuple[int, Rows, pa.Array]]:
+    """As `flat_chunks`, for an extra column that may be absent."""
+    if name not in table.column_names:
+        return
+    column = table.column(name)
+    if pa.types.is_null(column.type):
+        return
+    if not is_list(column.type) or not fits(column.type.value_type):
+        what = "lists of ids" if fits is is_list else "numbers"
+        raise SchemaError(f"column {name!r} is {column.type}: expected lists of {what}")
+    start = 0
+    for chunk in column.chunks:
+        offsets, values = list_parts(chunk)
+        yield start, offsets.to_numpy()[1:], values
+        start += len(chunk)
 
 
 def not_logprobs(numbers: npt.NDArray[np.float32]) -> Bools:

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import schema
-from trajkit._arguments import check_choice
+from trajkit._arguments import check_choice, check_flag
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import (
     TableLike,
@@ -94,7 +94,7 @@ def validate(
         Turns (in full or delta form), sessions, links, drift, report or rows, in any
         layout that polars, Parquet or pyarrow produce. Iterators as for
         `trajkit.linearize`.
-    kind : {"turns", "sessions", "links", "drift", "rows"}, optional
+    kind : {"turns", "sessions", "links", "drift", "rows", "report"}, optional
         None: taken from the table's metadata or, without metadata, from its columns.
     nonfinite_logprobs : {"raise", "null"}
         How to treat NaN, the infinities, and values of -9999 and below in the logprobs
@@ -118,7 +118,11 @@ def validate(
         The buffers of the table do not fit together.
     InvalidTurnsError
         A value breaks a rule; the text names session, turn, column, value and rule.
+    ArgumentError
+        ``kind``, ``nonfinite_logprobs`` or ``bodies`` is not allowed.
     """
+
+    _check_options(kind, nonfinite_logprobs, bodies)
 
     def one(source: pa.Table) -> pa.Table:
         plan, table_checks = _plan(source, kind, bodies)
@@ -177,12 +181,22 @@ def reject_sessions(
         batches of a session are not consecutive.
     """
 
+    _check_options(kind, nonfinite_logprobs, bodies)
+
     def one(source: pa.Table) -> tuple[pa.Table, pa.Table]:
         return _reject(source, *_plan(source, kind, bodies), nonfinite_logprobs)
 
     if is_stream(table):
         return map_session_pairs(one, (kind or "tables", table))
     return one(as_table(table))
+
+
+def _check_options(kind: object, nonfinite_logprobs: object, bodies: object) -> None:
+    """Raise ArgumentError unless the options of `validate` are allowed."""
+    if kind is not None:
+        check_choice("kind", kind, Kind)
+    check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
+    check_flag("bodies", bodies)
 
 
 def _reject(
@@ -203,7 +217,9 @@ def _reject(
 
 def check_values(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
     """As `validate`, for turns that `from_records` checked value by value."""
-    return _checked(_settle(turns, nonfinite_logprobs), (_ASCENDING, _LOGPROBS))
+    return _checked(
+        _settle(turns, nonfinite_logprobs), (_ASCENDING, _LOGPROBS, turn_rules.payloads)
+    )
 
 
 def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
@@ -300,6 +316,7 @@ def _turn_checks(plan: pa.Schema, bodies: bool) -> tuple[Check, ...]:
         turn_rules.output_mask,
         turn_rules.weight_versions,
         turn_rules.mm_items,
+        turn_rules.payloads,
         partial(turn_rules.messages, messages),
         turn_rules.response,
         *((partial(turn_rules.bodies, messages),) if bodies else ()),

@@ -1,5 +1,7 @@
 """`verify`: compare rows with the turns they came from and list every violation."""
 
+from __future__ import annotations  # a signature shows the words below
+
 import math
 from collections.abc import Container, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -36,6 +38,7 @@ from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
 from trajkit.verification import policy_rows, row_rules, span_rules, splice_rules
 from trajkit.verification.context import Case, Violation, violations_table
 from trajkit.verification.foreign_rows import foreign_rows, verify_located
+from trajkit.verification.row_forms import is_rows, plain_rows
 from trajkit.verification.row_rules import WeighBy
 
 
@@ -163,7 +166,7 @@ def judge_of(
     sessions: TableLike | None,
     max_row_tokens: int | None,
     weigh_by: WeighBy,
-) -> "Judge":
+) -> Judge:
     """Check the options of `verify`."""
     if max_row_tokens is not None:
         max_row_tokens = chosen_int("max_row_tokens", max_row_tokens, 1)
@@ -176,7 +179,7 @@ def judge_of(
     return Judge(chosen, max_row_tokens, facts, known, weigh_by)
 
 
-def _streamed(rows: Source, turns: Source, judge: "Judge") -> Iterator[pa.Table]:
+def _streamed(rows: Source, turns: Source, judge: Judge) -> Iterator[pa.Table]:
     beside = SessionCursor("rows", numbered(batches_of(rows)), "turns")
     for table in whole_sessions(batches_of(turns)):
         yield judge.found(beside.take(table), table)
@@ -188,6 +191,10 @@ def any_rows(table: pa.Table, first: int = 0) -> pa.Table:
     """Rows of any system, cast to the types that the checks expect."""
     if "spans" in table.column_names:
         return canonical_rows(table)
+    if not {"input_ids", "loss_mask"} <= {*table.column_names} and is_rows(
+        table.column_names
+    ):
+        table = plain_rows(table)
     return foreign_rows(table, first)
 
 

@@ -7,6 +7,7 @@ kind of sandbox needs only the abstract methods of `Sandbox`.
 import io
 import os
 import secrets
+import selectors
 import shlex
 import signal
 import subprocess
@@ -14,15 +15,19 @@ import tarfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from io import FileIO
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, ClassVar, Self, TypeAlias
+from typing import IO, Any, ClassVar, Self, TypeAlias
 
 _LOOK_SECONDS = 0.5
-_MAX_OUTPUT = 1 << 30
+_MAX_OUTPUT = 1 << 28
+_PIPE_SECONDS = 0.1
+_PIECE_BYTES = 1 << 16
 _COPY_SECONDS = 600.0
 _STOP_SECONDS = 60.0
 # some container clients set HOME themselves and do not accept another one from outside
@@ -54,9 +59,16 @@ class SandboxError(OSError):
     """The sandbox failed, not the program that runs in it."""
 
 
+class LimitError(SandboxError):
+    """The program that ran in the sandbox exceeded a limit."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command to run; see `Sandbox.exec`. ``env`` includes its mark."""
+    """A command to run; see `Sandbox.exec`. ``env`` includes its mark.
+
+    ``log_bytes``: the longest log that it may write.
+    """
 
     arguments: tuple[str, ...]
     timeout_s: float
@@ -64,6 +76,7 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
     stdin: bytes = b""
     log: Path | None = None
+    log_bytes: int = _MAX_OUTPUT
     pass_fds: tuple[int, ...] = ()  # descriptors that it inherits
 
 
@@ -121,6 +134,10 @@ class Spec:
     gateway: str | None = None
     # options of one kind of sandbox
     options: Mapping[str, str] = field(default_factory=dict)
+    # of the task: see `trajkit_shim.rollout.tasks.Task`
+    build: str | None = None
+    plain: bool = False
+    places: tuple[str, ...] = ()
 
 
 class Sandbox(ABC):
@@ -182,6 +199,21 @@ class Sandbox(ABC):
         if self._stopped.is_set():
             raise SandboxError("the sandbox was stopped")
 
+    def shown(self) -> Sequence[str]:
+        """Return the files and folders of this machine that are shown to commands."""
+        return ()
+
+    def hide(self, paths: Iterable[Path]) -> None:
+        """Raise `SandboxError` if a path contains something `shown`, or is below it."""
+        shown = [Path(path).resolve() for path in self.shown()]
+        for path in paths:
+            hidden = path.resolve()
+            for each in shown:
+                if hidden.is_relative_to(each) or each.is_relative_to(hidden):
+                    rule = "an agent would see tests, solutions or rewards"
+                    message = f"{each} is visible in the sandbox, and one of it and "
+                    raise SandboxError(f"{message}{path} contains the other: {rule}")
+
     def map_path(self, path: str) -> str:
         """Return the path in this sandbox for an absolute path of a task."""
         return path
@@ -216,6 +248,7 @@ class Sandbox(ABC):
                 env={**(env or {}), MARK: mark},
                 stdin=stdin,
                 log=log,
+                log_bytes=min((self.spec.limits.disk_mb or 1024) << 20, _MAX_OUTPUT),
             )
         )
 
@@ -278,20 +311,15 @@ def run_here(command: Command, check: Check = lambda _: None) -> CommandResult:
     Its process group ends with it. ``check`` is called twice a second. Raises
     `SandboxError`: it cannot be started, or its output is too long.
     """
-    log = command.log
     try:
-        with (
-            TemporaryFile() as given,
-            TemporaryFile() if log is None else log.open("w+b") as out,
-            TemporaryFile() as err,
-        ):
+        with TemporaryFile() as given, _output(command) as (out, err, check_output):
             given.write(command.stdin)
             given.seek(0)
             process = subprocess.Popen(
                 command.arguments,
                 stdin=given,
                 stdout=out,
-                stderr=err if log is None else out,
+                stderr=err,
                 env=command.env,
                 start_new_session=True,  # its own process group
                 pass_fds=command.pass_fds,
@@ -303,18 +331,13 @@ def run_here(command: Command, check: Check = lambda _: None) -> CommandResult:
                         code = process.wait(min(left, _LOOK_SECONDS))
                     except subprocess.TimeoutExpired:
                         check(process.pid)
-                        _check_length(out, err)
+                        check_output()
             finally:
                 # also what it started and left running
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            # between two checks a sparse file becomes longer than the memory
-            _check_length(out, err)
-            length = out.seek(0, os.SEEK_END)
-            out.seek(0 if log is None else max(0, length - TAIL_BYTES))
-            err.seek(0)
-            return CommandResult(code, out.read(_MAX_OUTPUT), err.read(_MAX_OUTPUT))
+            return CommandResult(code, *check_output(last=True))
     except SandboxError:
         raise
     # an argument may be too long, or contain a null character
@@ -322,9 +345,82 @@ def run_here(command: Command, check: Check = lambda _: None) -> CommandResult:
         raise SandboxError(f"{command.arguments[0]} cannot be run: {error}") from error
 
 
-def _check_length(*files: IO[bytes]) -> None:
-    if any(os.fstat(file.fileno()).st_size > _MAX_OUTPUT for file in files):
-        raise SandboxError(f"its output is longer than {_MAX_OUTPUT} bytes")
+@contextmanager
+def _output(command: Command) -> Iterator[tuple[IO[bytes] | int, IO[bytes] | int, Any]]:
+    """Two places for a command's output, and a function that checks its length.
+
+    With ``last`` that function returns the output. A log is written from a pipe, since
+    a program can empty a file that it writes to.
+    """
+    if command.log is None:
+        with TemporaryFile() as out, TemporaryFile() as err:
+
+            def read(*, last: bool = False) -> tuple[bytes, ...]:
+                # a sparse file may be longer than the memory
+                for file in (out, err):
+                    _check_length(os.fstat(file.fileno()).st_size, _MAX_OUTPUT)
+                if not last:
+                    # the position is also that of the program that writes
+                    return ()
+                out.seek(0)
+                err.seek(0)
+                return out.read(), err.read()
+
+            yield out, err, read
+        return
+    near, far = os.pipe()
+    with command.log.open("w+b") as log, open(near, "rb", buffering=0) as source:
+        pipe = _Pipe(source, log, command.log_bytes)
+        try:
+            with open(far, "wb", buffering=0) as target:
+                yield target, target, pipe.read
+        finally:
+            pipe.end()
+
+
+class _Pipe:
+    """Copies a pipe to a log on a thread, up to a length."""
+
+    def __init__(self, source: FileIO, log: IO[bytes], limit: int) -> None:
+        self._source, self._log, self._limit = source, log, limit
+        self._length = 0
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._copy, daemon=True)
+        self._thread.start()
+
+    def _copy(self) -> None:
+        with selectors.PollSelector() as selector:
+            selector.register(self._source, selectors.EVENT_READ)
+            while self._length <= self._limit:
+                if not selector.select(_PIPE_SECONDS):
+                    # a process that outlives the command may keep the other end open
+                    if self._ending.is_set():
+                        return
+                elif data := self._source.read(_PIECE_BYTES):
+                    self._log.write(data[: self._limit - self._length])
+                    self._length += len(data)
+                else:
+                    return
+
+    def end(self) -> None:
+        """Wait until what was written is in the log."""
+        self._ending.set()
+        self._thread.join()
+
+    def read(self, *, last: bool = False) -> tuple[bytes, ...]:
+        """Check the length; with ``last``, return the end of the log."""
+        if last:
+            self.end()
+        _check_length(self._length, self._limit)
+        if not last:
+            return ()
+        self._log.seek(max(0, self._length - TAIL_BYTES))
+        return (self._log.read(),)
+
+
+def _check_length(length: int, limit: int) -> None:
+    if length > limit:
+        raise LimitError(f"its output is longer than {limit} bytes")
 
 
 def remove(root: Path) -> None:
@@ -332,16 +428,33 @@ def remove(root: Path) -> None:
 
     Raises `OSError`.
     """
-    # shutil.rmtree fails at Python's recursion limit. The content of a directory without
-    # permissions cannot be removed.
-    script = (
-        'rm -rf "$0" 2> /dev/null || { find "$0" -type d ! -perm -700 '
-        "-exec chmod 700 {} ';'; rm -rf \"$0\"; }"
-    )
-    done = subprocess.run(("sh", "-c", script, root), capture_output=True, check=False)
-    if done.returncode != 0:
-        lines = done.stderr.decode(errors="replace").splitlines()
-        raise OSError(lines[-1][-300:])
+    if not root.is_dir() or root.is_symlink():
+        return
+    # Folders of a folder are moved up before it is removed. So no path gets longer, and
+    # each folder is visited once.
+    names, again = (f"{secrets.token_hex(8)}-{k}" for k in count()), True
+    root.chmod(0o700)
+    while again:
+        again = False
+        for folder in _emptied(root):
+            for inner in _emptied(folder):
+                os.rename(inner, root / next(names))
+                again = True
+            os.rmdir(folder)
+    root.rmdir()
+
+
+def _emptied(folder: str | Path) -> list[str]:
+    """Remove the files of a folder, and return its folders, which become readable."""
+    folders = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry.path, 0o700)
+                folders.append(entry.path)
+            else:
+                os.unlink(entry.path)
+    return folders
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:

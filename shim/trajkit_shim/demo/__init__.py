@@ -39,10 +39,11 @@ from trajkit_shim.engines.embedded import (
 )
 from trajkit_shim.engines.embedded.script import acts, messages, n_responses
 from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.rollout.files import Texts
 from trajkit_shim.rollout.run import Rollouts, Settings
 from trajkit_shim.rollout.run_log import Rollout
 from trajkit_shim.rollout.solver import SUBMIT, solve
-from trajkit_shim.rollout.tasks import Task, Texts, read_tasks
+from trajkit_shim.rollout.tasks import Task, read_tasks
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 

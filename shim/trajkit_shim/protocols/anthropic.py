@@ -36,7 +36,7 @@ _TOOL = frozenset(
 )
 
 # Start of a line that Claude Code puts before its system prompt, for its provider. It
-# differs between conversations (spec: engines-and-clients 6.1).
+# differs between conversations (version 2.1.197).
 _BILLING = "x-anthropic-billing-header:"
 
 

@@ -8,11 +8,13 @@ import shlex
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from trajkit.cli import BAD_DATA, DONE
@@ -20,6 +22,9 @@ from trajkit.cli.options import Commands, add_options
 from trajkit.cli.text import text_table
 from trajkit_shim import engine_options as options
 from trajkit_shim.engine_options import ADMIN_TOKEN
+
+if TYPE_CHECKING:
+    from trajkit_shim.rollout.run_log import Rollout
 
 _DESCRIPTION = (
     "Run a coding agent on each task in a sandbox of its own, record its model calls, and "
@@ -73,6 +78,8 @@ tasks TASKS  a JSONL file, a directory with a task.toml, or a directory of those
 --repeat --samples N 1  rollouts of each task, which share its group (default: %(default)s)
 --parallel --concurrency N 4  concurrent rollouts (default: %(default)s)
 --timeout SECONDS  time limit of each agent, overriding its task
+--self-test  run no agent: grade each task's solution and no change at all, which should
+    give 1.0 and 0.0
 --retry-failed  when continuing a run, also repeat rollouts that failed
 --callback URL  URL that receives each finished rollout as a JSON object
 --host ADDRESS 127.0.0.1  of the gateway (default: %(default)s)
@@ -82,8 +89,7 @@ tasks TASKS  a JSONL file, a directory with a task.toml, or a directory of those
     harness; may be repeated; write --argument=--text if it starts with a hyphen
 """,
         tasks={"type": Path},
-        agent={"required": True},
-        out={"type": Path, "required": True},
+        out={"type": Path},
     )
     options.add_engine(parser, launches=launches)
     parser.set_defaults(admin_token=os.environ.get(ADMIN_TOKEN))
@@ -91,10 +97,14 @@ tasks TASKS  a JSONL file, a directory with a task.toml, or a directory of those
 
 
 def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.self_test:
+        arguments.harness = arguments.harness or "shell"
+    elif arguments.harness is None or arguments.out is None:
+        parser.error("--harness and --out are required, but for --self-test")
     with options.needs_extra(parser, "shim"):
         from trajkit_shim.rollout.run import Callback, Rollouts, Settings
         from trajkit_shim.rollout.solver import solve
-        from trajkit_shim.rollout.tasks import read_tasks
+        from trajkit_shim.rollout.tasks import read_tasks, task_files
         from trajkit_shim.serve import running
     try:
         settings = Settings.chosen(arguments)
@@ -109,9 +119,16 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         parser.error(f"--gateway {arguments.gateway} needs its token: --admin-token")
     token = arguments.admin_token or secrets.token_hex(16)
     tasks = read_tasks(arguments.tasks)
+    if arguments.self_test:
+        with TemporaryDirectory() as folder:
+            hidden = task_files(arguments.tasks)
+            with Rollouts(tasks, settings, Path(folder), hidden=hidden) as rollouts:
+                return _self_test(rollouts.self_test(), as_json=arguments.json)
     with ExitStack() as stack:
         rollouts = stack.enter_context(
-            Rollouts(tasks, settings, arguments.out, callback)
+            Rollouts(
+                tasks, settings, arguments.out, callback, task_files(arguments.tasks)
+            )
         )
         ended, began = [], time.monotonic()
         if rollouts.todo:
@@ -157,6 +174,26 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     text = json.dumps(facts) if arguments.json else _described(facts)
     sys.stdout.write(text + "\n")
     return BAD_DATA if failures else DONE
+
+
+def _self_test(rollouts: "Iterable[Rollout]", *, as_json: bool) -> int:
+    """Print how each task's solution, and no change at all, are graded."""
+    lines, wrong = [], 0
+    for rollout in rollouts:
+        expected = float(rollout.sample == 0)
+        fine = rollout.reward == expected
+        wrong += not fine
+        why = rollout.error or "; ".join(rollout.findings)
+        change = "solution" if expected else "no change"
+        lines.append((rollout.group_id, change, rollout.reward, expected, why))
+    head = ("task", "change", "reward", "expected", "why")
+    if as_json:
+        records = [dict(zip(head, line, strict=True)) for line in lines]
+        sys.stdout.write(json.dumps({"self_test": records, "wrong": wrong}) + "\n")
+    else:
+        table = [tuple("" if v is None else str(v) for v in line) for line in lines]
+        sys.stdout.write(text_table(head, table) + "\n")
+    return BAD_DATA if wrong else DONE
 
 
 def _rewards(lines: list[dict[str, Any]]) -> list[float]:

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Self
@@ -19,13 +19,24 @@ from trajkit.cli.progress import Progress
 from trajkit.io.tables import write_table
 from trajkit_shim.admin import TOKEN_HEADER
 from trajkit_shim.agents.harness import HARNESSES, Harness, Job
-from trajkit_shim.agents.sandbox import Sandbox, SandboxError, Spec, remove
+from trajkit_shim.agents.sandbox import (
+    LimitError,
+    Sandbox,
+    SandboxError,
+    Spec,
+    remove,
+)
 from trajkit_shim.agents.sandboxes import SANDBOXES
 from trajkit_shim.agents.sandboxes.local import clear
 from trajkit_shim.rollout.grade import Work, grade
 from trajkit_shim.rollout.run_log import Rollout, RunLog
 from trajkit_shim.rollout.tasks import Task
-from trajkit_shim.rollout.workspace import AGENT_ENV, StageError, Workspace
+from trajkit_shim.rollout.workspace import (
+    AGENT_ENV,
+    AgentError,
+    StageError,
+    Workspace,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -96,6 +107,18 @@ _STAGES: Mapping[type[Exception], str] = {
 """Prefixes of the expected errors of a rollout, by type."""
 
 
+class _ChangesFailed(Exception):
+    """The agent's changes may be the reason why there is no reward."""
+
+
+_MAX_FINDINGS = 100
+_FINDINGS = {
+    "refused": "not graded",
+    "risky": "graded, but it can change how tests run",
+}
+"""What is said of the changes in a list of `Choice`."""
+
+
 class Callback:
     """Posts each finished rollout to a trainer's URL, at most three times.
 
@@ -126,7 +149,8 @@ class Rollouts:
 
     ``out``: the run's directory, created if missing. A run of the same harness and
     sandbox is continued; `FormatError` if that is not possible. ``on_end``: called with
-    each finished `Rollout`, on its thread.
+    each finished `Rollout`, on its thread. ``hidden``: files of this machine that no agent
+    may see, besides the tasks and ``out``.
     """
 
     def __init__(
@@ -135,10 +159,12 @@ class Rollouts:
         settings: Settings,
         out: Path,
         on_end: Callable[[Rollout], None] | None = None,
+        hidden: Sequence[Path] = (),
     ) -> None:
         self._settings = settings
         self._out = out
         self._scratch = out / "sandboxes"
+        self._hidden = {out, *hidden, *(p for t in tasks for p in t.locations())}
         self._on_end = on_end
         self._digests = {task.id: task.digest() for task in tasks}
         out.mkdir(parents=True, exist_ok=True)
@@ -168,14 +194,19 @@ class Rollouts:
     def try_out(self) -> str | None:
         """Check that a sandbox can be created and has the harness.
 
-        Returns what the sandbox exposes (`Sandbox.exposes`). Raises `SandboxError`.
+        Returns what the sandbox exposes (`Sandbox.exposes`) and which limits it has not.
+        Raises `SandboxError`.
         """
         name = f"try.{self._journal.run_id}"
         with self._sandbox(self.todo[0][0], name) as sandbox:
+            sandbox.hide(self._hidden)
             if sandbox.exposes and self._settings.untrusted:
                 raise SandboxError(f"--untrusted: {sandbox.exposes}")
             self._settings.harness.ready(sandbox, install=self._settings.install)
-            return sandbox.exposes
+            names = {n for task, _ in self.todo for n in self._unenforced(task)}
+            rule = f"limits that a {sandbox.kind} sandbox does not enforce: "
+            limits = rule + ", ".join(sorted(names)) if names else None
+            return "; ".join(filter(None, (sandbox.exposes, limits))) or None
 
     def run(self, gateway: str, token: str = "") -> list[Rollout]:
         """Run all unfinished rollouts, and write the ``sessions`` table.
@@ -254,24 +285,116 @@ class Rollouts:
         name = rollout.session_id
         folder = self._out / "sessions" / name
         folder.mkdir(parents=True)
+        fault, patch = None, b""
         with self._sandbox(task, f"{name}-agent") as sandbox:
             workspace = Workspace(task, sandbox)
             workspace.prepare()
-            self._agent(workspace, folder / "agent.log", rollout)
-            patch = workspace.diff()
+            try:
+                self._agent(workspace, folder / "agent.log", rollout)
+                patch = workspace.diff()
+            except (AgentError, SandboxError) as error:
+                # without a turn there is nothing to train
+                if self._stopping.is_set() or not rollout.turns:
+                    raise
+                fault = error
         # the agent, its processes and everything that they could write are gone
         (folder / "patch.diff").write_bytes(patch)
         rollout.patch_bytes = len(patch)
         if task.digest() != self._digests[task.id]:
             raise StageError("grade", "the task's files changed while the agent worked")
-        # nothing that continues in this one can change the reward
-        with self._sandbox(task, f"{name}-grade", stop=_stop_or_log) as sandbox:
+        rollout.reward = self._judge(task, rollout, patch, fault)
+
+    def self_test(self) -> Iterator[Rollout]:
+        """Grade each task's solution, and no change at all, without an agent.
+
+        The samples are ``solution`` and ``nothing`` in the session's id.
+        """
+        for task in {task.id: task for task, _ in self.todo}.values():
+            for sample, name in enumerate(("solution", "nothing")):
+                rollout = Rollout(
+                    session_id=f"{task.id}.{name}",
+                    group_id=task.id,
+                    sample=sample,
+                    attempt=1,
+                    harness="",
+                    sandbox=_name(self._settings.sandbox),
+                    started_at=time.time(),
+                    agent_end="finished",
+                )
+                try:
+                    patch = b"" if sample else self._solution(task)
+                    rollout.reward = self._judge(task, rollout, patch, None)
+                except (StageError, SandboxError) as error:
+                    rollout.error = _escaped(str(error))
+                yield rollout
+
+    def _solution(self, task: Task) -> bytes:
+        """The patch of a task's solution."""
+        if task.solution is None:
+            raise StageError("self-test", "the task has no solution")
+        with self._sandbox(task, f"{task.id}.solution") as sandbox:
+            workspace = Workspace(task, sandbox)
+            workspace.prepare()
+            place = sandbox.map_path("/solution") if task.solve else workspace.path
+            sandbox.put(task.solution.archive(), place)
+            if task.solve:
+                command = task.solve.replace("{solution}", place)
+                seconds = task.agent.timeout_s
+                shell = ["sh", "-c", command]
+                done = sandbox.exec(shell, timeout_s=seconds, cwd=workspace.path)
+                if done.code != 0:
+                    raise StageError("self-test", command, done.summary)
+            return workspace.diff()
+
+    def _judge(
+        self, task: Task, rollout: Rollout, patch: bytes, fault: Exception | None
+    ) -> float:
+        """Grade a patch; 0 if the agent is the reason why that is not possible."""
+        try:
+            return self._grade(task, rollout, patch, fault)
+        except _ChangesFailed as error:
+            # unless no sandbox starts here any more, the agent's changes are the reason
+            with self._sandbox(task, f"{rollout.session_id}-again") as sandbox:
+                Workspace(task, sandbox).prepare()
+            self._find(rollout, f"cannot be graded: {error}")
+            return 0.0
+
+    def _grade(
+        self, task: Task, rollout: Rollout, patch: bytes, fault: Exception | None
+    ) -> float:
+        """Grade a patch in a copy that nothing of the agent's sandbox can reach.
+
+        ``fault``: why there is no patch. Raises `_ChangesFailed`: the agent's changes may
+        be the reason why there is no reward.
+        """
+        name = f"{rollout.session_id}-grade"
+        with self._sandbox(task, name, stop=_stop_or_log) as sandbox:
             copy = Workspace(task, sandbox)
             copy.prepare()
-            ignored = copy.apply(patch)
-            rollout.findings = [f"not graded: {_escaped(name)}" for name in ignored]
-            finished = rollout.agent_end == "finished"
-            rollout.reward = grade(Work(workspace=copy, patch=patch, finished=finished))
+            changed = bool(patch)
+            try:
+                if fault is not None:
+                    raise AgentError(str(fault))
+                choice = copy.apply(patch)
+                changed = bool(choice.graded)
+                for text, names in _FINDINGS.items():
+                    found: Sequence[str] = getattr(choice, text)
+                    for each in found[:_MAX_FINDINGS]:
+                        self._find(rollout, f"{names}: {each}")
+                    if len(found) > _MAX_FINDINGS:
+                        self._find(rollout, f"{names}: {len(found):,} files in all")
+                finished = rollout.agent_end == "finished"
+                return grade(Work(workspace=copy, patch=patch, finished=finished))
+            except (StageError, SandboxError) as error:
+                if self._stopping.is_set():
+                    raise
+                if isinstance(error, AgentError | LimitError) or changed:
+                    raise _ChangesFailed(str(error)) from error
+                raise
+
+    @staticmethod
+    def _find(rollout: Rollout, text: str) -> None:
+        rollout.findings.append(_escaped(text))
 
     def _agent(self, workspace: Workspace, log: Path, rollout: Rollout) -> None:
         """Have the agent work; `StageError` if it failed."""
@@ -293,6 +416,7 @@ class Rollouts:
             arguments=tuple(self._settings.argument),
         )
         clock = time.monotonic()
+        rollout.agent_end = "failed"
         try:
             seconds = task.agent.timeout_s if limit is None else limit
             done = harness.run(sandbox, job, env=AGENT_ENV, timeout_s=seconds, log=log)
@@ -309,9 +433,11 @@ class Rollouts:
         elif task.agent.max_turns is not None and turns >= task.agent.max_turns:
             # the gateway rejected its call, which harnesses treat as a failure
             rollout.agent_end = "turn_limit"
-        else:
-            rollout.agent_end = "failed"
+        elif turns == 0 or closed["failed"]:
             raise StageError("harness", wrong)
+        else:
+            # the model got all its answers: it may have ended its harness itself
+            self._find(rollout, f"the harness failed: {wrong}")
         if turns == 0:
             raise StageError("harness", "it ended without an answered model call")
 
@@ -322,17 +448,22 @@ class Rollouts:
         name: str,
         stop: Callable[[Sandbox], None] = lambda sandbox: sandbox.stop(),
     ) -> Iterator[Sandbox]:
-        settings = self._settings
+        settings, limits = self._settings, task.limits
+        for limit in self._unenforced(task):
+            limits = replace(limits, **{limit: None})
         sandbox = settings.sandbox(
             Spec(
                 # container names must not contain ~
                 name=f"trajkit-{name.replace('~', '-')}",
                 scratch=self._scratch,
                 image=task.image or settings.image,
-                limits=task.limits,
+                limits=limits,
                 path=tuple(settings.path),
                 gateway=settings.gateway_url,
                 options=settings.sandbox_option,
+                build=task.build,
+                plain=task.plain,
+                places=task.places,
             )
         )
         # before the check: either `_stop` finds it, or the check finds that it was called
@@ -345,6 +476,13 @@ class Rollouts:
         finally:
             self._live.discard(sandbox)
             stop(sandbox)
+
+    def _unenforced(self, task: Task) -> list[str]:
+        """The limits of another project's task that this kind of sandbox has not."""
+        # in a task of trajkit's own form they are refused
+        given = asdict(task.limits).items() if task.places else ()
+        kind = self._settings.sandbox
+        return [name for name, value in given if value and name not in kind.limits]
 
     def _ask(self, method: str, path: str, body: object = None) -> Any:
         answer = self._gateway.request(method, path, json=body)
@@ -367,5 +505,8 @@ def _stop_or_log(sandbox: Sandbox) -> None:
 
 
 def _escaped(text: str) -> str:
-    """Return a text that UTF-8 can encode: names of files may be other bytes."""
-    return text.encode(errors="backslashreplace").decode()
+    """Return a text in one line, for a terminal, that UTF-8 can encode.
+
+    Names of files and output of agents may be any bytes.
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -6,12 +6,8 @@ under these names, as an object of texts by path.
 """
 
 import hashlib
-import io
 import json
 import re
-import subprocess
-import tarfile
-import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from trajkit.errors import FormatError
-from trajkit_shim.agents.sandbox import Limits, pack
+from trajkit_shim.agents.sandbox import Limits
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     as_flag,
@@ -34,89 +30,13 @@ from trajkit_shim.json_input import (
     list_of,
     refuse,
 )
+from trajkit_shim.rollout.files import Checkout, Files, Folder, Placed, Texts
+from trajkit_shim.rollout.foreign import harbor, swebench
 
 T = TypeVar("T")
 
 # it becomes part of session ids and container names
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
-
-PROTECTED = (
-    *("conftest.py", "sitecustomize.py", "usercustomize.py", "*.pth"),
-    *("pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini"),
-    *("setup.cfg", "pyproject.toml"),
-)
-"""The default of `Grade.protect`, but for ``swebench``: what Python's test runners read.
-New top-level modules that Python has elsewhere already count too."""
-
-
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """Files given in the record itself, by path."""
-
-    texts: Mapping[str, str]
-
-    def archive(self) -> bytes:
-        return pack({name: text.encode() for name, text in self.texts.items()})
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """All files below a directory, with their permissions and links."""
-
-    path: Path
-
-    def archive(self) -> bytes:
-        def nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-            if "__pycache__" in Path(entry.name).parts:
-                return None
-            entry.uid = entry.gid = entry.mtime = 0
-            entry.uname = entry.gname = ""
-            return entry
-
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w") as tar:
-            # tarfile sorts the entries of a directory
-            tar.add(self.path, ".", filter=nobody)
-        return buffer.getvalue()
-
-
-@dataclass(frozen=True, slots=True)
-class Checkout:
-    """The files of one commit of a git repository on this machine."""
-
-    repository: Path
-    revision: str
-
-    def archive(self) -> bytes:
-        asked = ("-C", self.repository, "rev-parse", "--path-format=absolute")
-        revision = self._git(*asked, "--verify", self.revision)
-        # the repository itself may be above the path, or elsewhere
-        source = self._git(*asked, "--git-common-dir")
-        # A repository's attributes may exclude or change files of an archive. Only those
-        # in a repository's own directory override them.
-        with tempfile.TemporaryDirectory() as bare:
-            self._git("clone", "-q", "--bare", "--shared", "--", source, bare)
-            # git shares nothing of a shallow repository
-            alternates = Path(bare) / "objects/info/alternates"
-            alternates.write_bytes(source + b"/objects\n")
-            attributes = Path(bare) / "info/attributes"
-            attributes.parent.mkdir(exist_ok=True)
-            attributes.write_text("* -export-ignore -export-subst\n")
-            where = f"--git-dir={bare}"
-            return self._git(where, "archive", "--format=tar", revision)
-
-    def _git(self, *arguments: str | bytes | Path) -> bytes:
-        done = subprocess.run(["git", *arguments], capture_output=True, check=False)
-        if done.returncode:
-            message = done.stderr.decode(errors="replace").strip()
-            raise FormatError(f"{self.repository} at {self.revision!r}: {message}")
-        # an archive ends with null bytes
-        return done.stdout.removesuffix(b"\n")
-
-
-Files: TypeAlias = Texts | Folder | Checkout
-"""Some files of a task. ``archive`` returns them as a tar archive, always with the same
-bytes; it raises `FormatError` if they cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +60,15 @@ class Grade:
     """How a task is graded."""
 
     kind: str = "command"  # one of `KINDS`; see `trajkit_shim.rollout.grade`
-    # For ``command``, ``tests`` and ``reward_file``: a shell command, run in the
-    # workspace. ``{tests}`` and ``{logs}`` are replaced by the sandbox's paths of
-    # ``/tests`` and ``/logs/verifier``.
+    # For ``command``, ``tests`` and ``reward_file``: a shell command. It runs in the
+    # folder of the task's tests, or in the workspace if there are none; a
+    # ``reward_file`` always in the workspace. ``{tests}``, ``{workspace}`` and ``{logs}``
+    # are replaced by the paths of ``/tests``, the workspace and ``/logs/verifier``.
     command: str = ""
+    # Copy the tests over the workspace and run there, for tests that need files of the
+    # workspace around them.
+    in_workspace: bool = False
+    plugins: tuple[str, ...] = ()  # of pytest, as its option ``-p`` takes them
     timeout_s: float = 300.0
     fail_to_pass: tuple[str, ...] = ()  # for ``tests``: the tests that must pass
     pass_to_pass: tuple[str, ...] = ()
@@ -152,9 +77,6 @@ class Grade:
     # for ``script``: a Python program among the task's ``tests``, run in the workspace,
     # whose last line is the reward
     script: str = ""
-    # Changes of files with these names are not graded. In a pattern with a slash it is
-    # the path.
-    protect: tuple[str, ...] = PROTECTED
     # for ``swebench``: the instance as in its data set
     instance: Mapping[str, object] = field(default_factory=dict)
 
@@ -181,22 +103,45 @@ class Task:
     workspace: Files | None = None
     tests: Files | None = None
     solution: Files | None = None
+    # Patterns of the files that the agent may change; see
+    # `trajkit_shim.rollout.changes`. None: that module's default.
+    editable: tuple[str, ...] | None = None
     # a git repository whose commit is the workspace
     repository: str | None = None
     revision: str | None = None
     # Absolute path of the workspace. Other paths than ``/work`` may come from an image.
     workdir: str = "/work"
     image: str | None = None
+    # folder with a Dockerfile that makes the image
+    build: str | None = None
+    # The Dockerfile only copies the files of the workspace: a sandbox without images will
+    # do.
+    plain: bool = False
+    # folders with the same path inside and outside of a local sandbox
+    places: tuple[str, ...] = ()
+    # For trying it out: a shell command that solves the task in its workspace. Default:
+    # the solution's files are copied over it. ``{solution}`` is their folder.
+    solve: str = ""
     setup: Setup = Setup()
     agent: Agent = Agent()
     grade: Grade = Grade()
     limits: Limits = field(default_factory=Limits)
 
+    def locations(self) -> Iterator[Path]:
+        """Yield the folders of this machine that its files come from."""
+        for source in (self.workspace, self.tests, self.solution):
+            if isinstance(source, Folder):
+                yield source.path.parent
+            elif isinstance(source, Checkout):
+                yield source.repository
+            elif isinstance(source, Placed):
+                yield source.root.parent
+
     def digest(self) -> str:
         """Return a hash of everything that the result depends on."""
         place, setup = (self.workdir, self.image), self.setup.command
         values = (self.prompt, *place, setup, self.grade, self.agent.max_turns)
-        parts = [repr(value).encode() for value in values]
+        parts = [repr(value).encode() for value in (*values, self.editable)]
         for files in (self.workspace, self.tests):
             parts.append(b"" if files is None else files.archive())
         return hashlib.sha256(b"\0".join([*parts, b""])).hexdigest()[:16]
@@ -225,10 +170,9 @@ def read_tasks(path: Path) -> list[Task]:
                     json.dumps(record, ensure_ascii=False).encode()
                     tasks.append(_task(record, path.parent))
     else:
-        for file in [*path.glob("task.toml")] or sorted(path.glob("*/task.toml")):
-            with _located(file):
+        for folder in task_files(path):
+            with _located(file := folder / "task.toml"):
                 record = tomllib.loads(file.read_text(encoding="utf-8"))
-                folder = file.parent
                 tasks.append(_task({"id": folder.name, **record}, folder, folder))
     if not tasks:
         raise FormatError(f"{path} has no task: no line, or no folder with task.toml")
@@ -236,6 +180,14 @@ def read_tasks(path: Path) -> list[Task]:
         if count > 1:
             raise FormatError(f"{path}: two tasks have the id {name!r}")
     return tasks
+
+
+def task_files(path: Path) -> list[Path]:
+    """Return the file, or the folders, that tasks are read from."""
+    if path.is_file():
+        return [path]
+    files = [*path.glob("task.toml")] or sorted(path.glob("*/task.toml"))
+    return [file.parent for file in files]
 
 
 @contextmanager
@@ -253,14 +205,17 @@ def _task(given: object, base: Path, folder: Path | None = None) -> Task:
     ``folder``: the task's directory, which may have its files.
     """
     record = as_object(given, "task")
+    files: dict[str, Any] = {}
+    if "instance_id" in record:
+        record, files = swebench(record)
+    elif folder and (folder / "instruction.md").is_file():
+        record, files = harbor(record, folder)
     grade = as_object(record.get("grade", {}), "grade")
     grade = _DEFAULTS.get(str(grade.get("kind")), {}) | grade
     task = _read(Task, record | {"grade": grade}, "")
-    files: dict[str, Any] = {
-        name: Folder(folder / name)
-        for name in ("workspace", "tests", "solution")
-        if folder and name not in record and (folder / name).is_dir()
-    }
+    for name in ("workspace", "tests", "solution"):
+        if folder and name not in record and (folder / name).is_dir():
+            files.setdefault(name, Folder(folder / name))
     if task.repository is not None:
         files["workspace"] = Checkout(base / task.repository, task.revision or "HEAD")
     elif task.revision is not None:
@@ -284,7 +239,6 @@ def _task(given: object, base: Path, folder: Path | None = None) -> Task:
 
 _DEFAULTS: Mapping[str, dict[str, object]] = {
     "reward_file": {"command": "bash {tests}/test.sh"},
-    "swebench": {"protect": []},
 }
 
 
@@ -310,6 +264,10 @@ def _texts(value: object, where: str) -> Texts:
     return Texts({name: as_text(text, f"{where}.{name}") for name, text in texts})
 
 
+def _names(value: object, where: str) -> tuple[str, ...]:
+    return tuple(list_of(as_text)(value, where))
+
+
 _positive = partial(as_number, minimum=1e-3, maximum=1e9)
 _READERS: Mapping[Any, Callable[[object, str], object]] = {
     str: as_text,
@@ -318,7 +276,8 @@ _READERS: Mapping[Any, Callable[[object, str], object]] = {
     int | None: partial(as_integer, minimum=1),
     float: _positive,
     float | None: _positive,
-    tuple[str, ...]: lambda value, where: (*list_of(as_text)(value, where),),
+    tuple[str, ...]: _names,
+    tuple[str, ...] | None: _names,
     Mapping[str, object]: as_object,
     Files | None: _texts,
 }

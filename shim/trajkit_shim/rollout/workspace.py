@@ -2,30 +2,33 @@
 
 A git repository outside the workspace finds what the agent changed, unaffected by the
 agent's own commits and branches. Committed, uncommitted, untracked and binary changes
-form one patch. Files in the workspace's own ``.gitignore`` and compiled Python files are
-excluded.
+form one patch, but for files in the workspace's own ``.gitignore``. Only in the copy that
+is graded, where no agent was, is it decided what of the patch counts (`changes`).
 """
 
-import sys
-from collections.abc import Mapping
-from fnmatch import fnmatch
-from pathlib import PurePosixPath
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from trajkit_shim.agents.sandbox import Sandbox, pack
+from trajkit_shim.rollout.changes import LINK, Change, Choice, choose
 from trajkit_shim.rollout.tasks import Task
 
 _GIT_SECONDS = 300.0
-_RUNNERS = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging")
-# without Python there is no module
-_FIND = """
-python=$(command -v python || command -v python3) || exit 0
-exec "$python" -I -c "$0" "$@"
+# Lists the modules that each Python here can import, without importing any. Without
+# Python there is none.
+_LIST = """
+for each in python python3; do
+  if command -v $each > /dev/null; then $each -I -c "$0" || exit; fi
+done
 """
-_FIND_SPEC = """
-import importlib.util, sys
-for name in sys.argv[1:]:
-    if name in sys.modules or importlib.util.find_spec(name):
-        print(name)
+_LIST_MODULES = """
+import os, sys
+names = {*sys.builtin_module_names, *getattr(sys, "stdlib_module_names", ())}
+for path in sys.path:
+    if os.path.isdir(path):
+        names.update(name.partition(".")[0] for name in os.listdir(path))
+print(*names, sep=chr(10))
 """
 # Unlike diff, diff-tree ignores settings that change a patch's paths: an agent can write
 # to the repository's configuration.
@@ -36,7 +39,7 @@ _ATTRIBUTES = b"* -text -ident -filter -working-tree-encoding\n"
 # git ignores files below another repository. So the .git of a nested repository is
 # renamed for a moment; that of the workspace itself is not one of its files.
 _ASIDE = ".git~trajkit"
-_EXCLUDED = f"__pycache__/\n*.py[cod]\n{_ASIDE}\n".encode()
+_EXCLUDED = f"{_ASIDE}\n".encode()
 _ADD = f"""
 find . -path ./.git -prune -o -name .git -prune -exec sh -c \\
   'for each; do mv "$each" "${{each%.git}}{_ASIDE}"; done' sh {{}} +
@@ -72,7 +75,12 @@ _SETTINGS = {
     "GIT_CONFIG_VALUE_0": "*",
 }
 
-AGENT_ENV = {**_IDENTITY, "GIT_CONFIG_NOSYSTEM": "1"}
+AGENT_ENV = {
+    **_IDENTITY,
+    "GIT_CONFIG_NOSYSTEM": "1",
+    # a compiled module would be a change
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
 """Environment of every agent."""
 
 
@@ -81,6 +89,19 @@ class StageError(Exception):
 
     def __str__(self) -> str:
         return ": ".join(self.args)
+
+
+class AgentError(StageError):
+    """A stage failed, and only what the agent did can be the reason."""
+
+
+@contextmanager
+def _by_agent() -> Iterator[None]:
+    """Whatever fails in this block is due to what the agent left."""
+    try:
+        yield
+    except StageError as error:
+        raise AgentError(*error.args) from error
 
 
 class Workspace:
@@ -115,70 +136,93 @@ class Workspace:
         self._start = self._snapshot("setup")
 
     def diff(self) -> bytes:
-        """Return the changes since `prepare`, as a patch; empty if there is none."""
-        return self._patch("diff", self._snapshot("diff"))
+        """Return the changes since `prepare`, as a patch; empty if there is none.
 
-    def apply(self, patch: bytes) -> list[str]:
-        """Apply a patch but for changes that could change how tests run.
+        Raises `AgentError`: git cannot make one of the files that the agent left.
+        """
+        with _by_agent():
+            return self._patch("diff", self._snapshot("diff"))
 
-        Returns the names of their files. The patch is not trusted: what it changes is
-        found out here.
+    def apply(self, patch: bytes) -> Choice:
+        """Apply those changes of a patch that are graded, and return which they are.
+
+        The patch is not trusted: what it changes is found out here. Raises `AgentError`:
+        it cannot be applied.
         """
         if not patch:
-            return []
-        # In a patch, one change may have two names, and options of `git apply` see only
-        # one. In the tree that it makes, each changed file has one.
-        self._git("grade", *_APPLY, "--cached", stdin=patch)
-        tree = self._tree("grade")
-        names = (*_DIFF, "--name-only", self._start, tree)
-        ignored = self._ignored(self._names(*names))
-        excluded = (f":(exclude,literal){name}" for name in ignored)
-        if graded := self._patch("grade", tree, *excluded):
-            self._git("grade", *_APPLY, stdin=graded)
-        return ignored
+            return Choice(graded=(), refused=(), risky=())
+        with _by_agent():
+            # In a patch, one change may have two names. In the tree that it makes, each
+            # changed file has one.
+            self._git("grade", *_APPLY, "--cached", stdin=patch)
+            tree = self._tree("grade")
+            changes = self._changes(tree)
+        before = self._names("ls-tree", "-r", "--name-only", self._start)
+        editable = self.task.editable
+        choice = choose(changes, before, self._modules(), editable)
+        if choice.graded:
+            with _by_agent():
+                self._git("grade", "read-tree", self._start)
+                names = b"".join(os.fsencode(name) + b"\0" for name in choice.graded)
+                takes = ("checkout", "--no-overlay", "--pathspec-from-file=-")
+                self._git(
+                    "grade",
+                    "--literal-pathspecs",
+                    *takes,
+                    "--pathspec-file-nul",
+                    tree,
+                    stdin=names,
+                )
+        return choice
 
-    def _patch(self, stage: str, tree: str, *paths: str) -> bytes:
-        """The changes from the start to a tree, as a patch."""
-        ends = ("--patch", "--binary", self._start, tree, "--", ".")
-        return self._git(stage, *_DIFF, *ends, *paths)
-
-    def _ignored(self, changed: list[str]) -> list[str]:
-        """The names of changed files that are protected, or whose modules shadow others."""
-        protect = self.task.grade.protect
-        if not protect:
-            return []
-        before = {*self._names("ls-tree", "-r", "--name-only", self._start)}
-        tops = {PurePosixPath(name).parts[0] for name in before}
-        added = {n: PurePosixPath(n).parts[0] for n in changed if n not in before}
-        shadows = {*_RUNNERS, *sys.stdlib_module_names}
-        shadows |= self._importable({*added.values()} - tops)
+    def _changes(self, tree: str) -> list[Change]:
+        """What differs between the start and a tree."""
+        fields = self._names(*_DIFF, "--raw", self._start, tree)
+        # before each name: old mode, new mode, old hash, new hash, letter
+        facts = [text.split() for text in fields[::2]]
+        names = fields[1::2]
+        links = [(n, f[3]) for n, f in zip(names, facts, strict=True) if f[1] == LINK]
+        targets = self._contents(links)
         return [
-            name
-            for name in changed
-            if added.get(name, "").partition(".")[0] in shadows
-            or any(
-                fnmatch(name if "/" in pattern else PurePosixPath(name).name, pattern)
-                for pattern in protect
-            )
+            Change(name, fact[1], targets.get(name))
+            for name, fact in zip(names, facts, strict=True)
         ]
+
+    def _contents(self, files: Sequence[tuple[str, str]]) -> dict[str, str]:
+        """The texts of files by name, from pairs of a name and a hash."""
+        if not files:
+            return {}
+        hashes = "".join(f"{hash_}\n" for _, hash_ in files).encode()
+        printed, texts = self._git("grade", "cat-file", "--batch", stdin=hashes), {}
+        for name, _ in files:
+            # hash, type and size; content
+            head, _, printed = printed.partition(b"\n")
+            size = int(head.split()[2])
+            texts[name] = os.fsdecode(printed[:size])
+            printed = printed[size + 1 :]
+        return texts
+
+    def _patch(self, stage: str, tree: str) -> bytes:
+        """The changes from the start to a tree, as a patch."""
+        ends = ("--patch", "--binary", self._start, tree)
+        return self._git(stage, *_DIFF, *ends)
 
     def _names(self, command: str, *arguments: str) -> list[str]:
         """The texts that a git command prints, each with a null character at its end."""
         printed = self._git("grade", command, "-z", *arguments)
         return printed.decode(errors="surrogateescape").split("\0")[:-1]
 
-    def _importable(self, names: set[str]) -> set[str]:
-        """The modules of these files and folders that Python has already."""
-        modules = sorted({name.partition(".")[0] for name in names})
+    def _modules(self) -> list[str]:
+        """The names that Python can import in the sandbox."""
         done = self.sandbox.exec(
-            ["sh", "-c", _FIND, _FIND_SPEC, *filter(str.isidentifier, modules)],
+            ["sh", "-c", _LIST, _LIST_MODULES],
             timeout_s=_GIT_SECONDS,
             cwd=self.sandbox.map_path("/tmp"),
         )
         if done.code != 0:
             message = f"Python's modules cannot be listed: {done.summary}"
             raise StageError("grade", message)
-        return {*done.stdout.decode(errors="replace").split()}
+        return done.stdout.decode(errors="replace").split()
 
     def _snapshot(self, stage: str) -> str:
         """The git tree of all files."""

@@ -55,7 +55,7 @@ class HarnessSignature(NamedTuple):
 
 
 HARNESSES = (
-    # Spec: engines-and-clients 6.1, and the texts in the client, version 2.1.197.
+    # What version 2.1.197 of the client sends.
     HarnessSignature(
         name="claude-code",
         header="x-claude-code-session-id",
@@ -68,7 +68,7 @@ HARNESSES = (
             SideCall("compaction", last="Your task is to create a detailed summary of"),
         ),
     ),
-    # Spec: engines-and-clients 6.2, and the texts in the client, version 0.169.0. Each
+    # What version 0.169.0 of the client sends. Each
     # agent is a thread, including the main one.
     HarnessSignature(
         name="codex",

@@ -98,6 +98,7 @@ class Counts(Amounts):
 
     turns: int = 0  # recorded turns, including aborted ones; the next turn's index
     undelivered: int = 0  # answered turns whose answer was lost
+    failed: int = 0  # calls that the engine or this gateway could not answer
     replayed: int = 0  # requests that got an earlier reply or joined a running call
     dropped: int = 0  # turns below this index were dropped
     unattributed: int = 0  # recorded turns without attribution

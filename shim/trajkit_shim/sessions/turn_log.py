@@ -191,7 +191,8 @@ class TurnLog:
     ``max_file_bytes`` limits one file, ``max_total_bytes`` all files of turns.
     ``routed_experts`` and ``sampling_masks`` add the columns of `engines.payloads`,
     ``attributed`` those of `trajkit.schema.ATTRIBUTION` (columns of nulls would take
-    0.4 kB per turn), and ``images`` is for a model that takes images.
+    0.4 kB per turn), and ``images`` is for a model that takes images. ``worker`` is in the
+    names of the files, for several logs in one directory.
     """
 
     def __init__(
@@ -206,6 +207,7 @@ class TurnLog:
         sampling_masks: bool = False,
         attributed: bool = True,
         images: bool = False,
+        worker: int | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.fsync = fsync
@@ -234,9 +236,11 @@ class TurnLog:
         new_log = partial(
             AppendLog, self.directory, fsync=fsync, max_file_bytes=max_file_bytes
         )
-        self._turns = new_log("turns", self._schema, max_total_bytes=max_total_bytes)
-        self._amendments = new_log("amendments", schema.AMENDMENTS)
-        self._sessions = new_log("sessions", SESSION_LINES)
+        end = "" if worker is None else f"-{worker}"
+        limit = max_total_bytes
+        self._turns = new_log(f"turns{end}", self._schema, max_total_bytes=limit)
+        self._amendments = new_log(f"amendments{end}", schema.AMENDMENTS)
+        self._sessions = new_log(f"sessions{end}", SESSION_LINES)
         self._turns.start()
         self.path = self._turns.path_of(0)
 

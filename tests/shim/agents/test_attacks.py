@@ -7,6 +7,7 @@ that the script really tries.
 import os
 import platform
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.shim.agents.test_sandbox import ISOLATED, marked, sandbox, sh
-from trajkit_shim.agents.sandbox import Limits, SandboxError
+from trajkit_shim.agents.sandbox import LimitError, Limits, SandboxError
 from trajkit_shim.agents.sandboxes import local
 
 # "local" needs bubblewrap; the others need their program and an image with Python
@@ -219,17 +220,25 @@ def inhabitants(box):
     return found
 
 
+ZEROS = "head -c 15000000 /dev/zero"
 FILES = "i=0; while :; do head -c 100000 /dev/zero > $i; i=$((i+1)); done"
 DEEP = "n=$(head -c 240 /dev/zero | tr '\\0' a); for i in $(seq 20)"
 # what ends at disk_mb
 FILLS = {
     "many files": FILES,
     "files below long names": f"{DEEP}; do mkdir $n; cd $n; done; {FILES}",
-    "a file without a name": "exec 3> big; rm big; cat /dev/zero >&3",
-    "its input": "cat /dev/zero >&0",
+    "files without a name": f"exec 3> big; rm big; exec 4> big; rm big; {ZEROS} >&3; "
+    f"{ZEROS} >&4; sleep 600",
+    "memory files": f"{sys.executable} -c 'import os, time; "
+    "[os.write(os.memfd_create(str(k)), bytes(9 << 20)) for k in range(9)]; "
+    "time.sleep(600)'",
+    "memory that is shared": f"{sys.executable} -c 'import mmap, time; "
+    "m = mmap.mmap(-1, 60 << 20); m.write(bytes(60 << 20)); time.sleep(600)'",
 }
 # what ends at file_mb, or at the size of a file system
 CANNOT_FILL = {
+    "its input": "cat /dev/zero >&0",
+    "a file without a name": "exec 3> big; rm big; cat /dev/zero >&3",
     "one file": "head -c 100000000 /dev/zero > big",
     "memory files": "cat /dev/zero > /dev/shm/big",
     "files among devices": "echo > /dev/big",
@@ -251,6 +260,81 @@ def test_a_disk_cannot_be_filled_by(tmp_path, what):
     limits = Limits(disk_mb=200, file_mb=30)
     with sandbox("local apart", tmp_path, limits=limits) as box:
         assert sh(box, CANNOT_FILL[what]).code != 0
+
+
+@pytest.mark.parametrize("kind", ["local", "local apart"])
+def test_a_log_cannot_be_emptied_by_what_writes_it(tmp_path, kind):
+    if kind == "local apart" and not ISOLATED:
+        pytest.skip("bubblewrap does not work here")
+    log = tmp_path / "log"
+    empty = "import os; os.ftruncate(1, 0)"
+    with sandbox(kind, tmp_path) as box:
+        script = (
+            f"echo one; : > /proc/self/fd/1; {sys.executable} -c '{empty}'; echo two"
+        )
+        done = box.exec(["sh", "-c", script], timeout_s=60, log=log)
+    assert log.read_bytes() == done.stdout
+    assert done.stdout.startswith(b"one\n")
+    assert done.stdout.endswith(b"\ntwo\n")
+
+
+def test_output_is_complete_however_often_it_is_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr("trajkit_shim.agents.sandbox._LOOK_SECONDS", 0.001)
+    script = "import os\nfor k in range(20_000): os.write(1, b'%d\\n' % k)"
+    with sandbox("local", tmp_path) as box:
+        for log in (None, tmp_path / "log"):
+            done = box.exec([sys.executable, "-c", script], timeout_s=60, log=log)
+            text = done.stdout if log is None else log.read_bytes()
+            assert text == b"".join(b"%d\n" % k for k in range(20_000))
+
+
+def test_a_log_ends_at_the_disk_limit(tmp_path):
+    log = tmp_path / "log"
+    with sandbox("local", tmp_path, limits=Limits(disk_mb=2)) as box:
+        with pytest.raises(
+            LimitError, match=r"output is longer than 2097152|disk_mb = 2"
+        ):
+            box.exec(["cat", "/dev/zero"], timeout_s=60, log=log)
+    assert log.stat().st_size == 2 << 20
+
+
+def test_a_daemon_that_keeps_the_log_open_does_not_delay_the_end(tmp_path):
+    log = tmp_path / "log"
+    with sandbox("local", tmp_path) as box:
+        script = "(setsid env -i sleep 30 & echo $!)"
+        done = box.exec(["sh", "-c", script], timeout_s=60, log=log)
+        daemon = int(done.stdout)
+        os.kill(daemon, signal.SIGKILL)
+    assert done.code == 0
+
+
+def test_what_an_agent_must_not_see_is_not_shown(tmp_path):
+    """Neither it, nor a folder around it, nor one inside; links are followed."""
+    if not ISOLATED:
+        pytest.skip("bubblewrap does not work here")
+    for name in ("project/bin", "project/tasks/tests/bin", "other"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("project")
+    task = tmp_path / "project/tasks"
+    for name, seen in {
+        "project": True,
+        "link": True,
+        "project/tasks": True,
+        "project/tasks/tests/bin": True,
+        "project/bin": False,
+        "other": False,
+    }.items():
+        with sandbox("local apart", tmp_path, path=(str(tmp_path / name),)) as box:
+            if seen:
+                with pytest.raises(SandboxError, match=f"{name} is visible|contains"):
+                    box.hide([task])
+            else:
+                box.hide([task])
+                assert sh(box, f"ls {task}").code != 0
+    for place in ("/usr/local/tasks", "/opt/tasks", f"{sys.prefix}/tasks", "/usr"):
+        with sandbox("local apart", tmp_path) as box:
+            with pytest.raises(SandboxError, match="is visible in the sandbox"):
+                box.hide([Path(place)])
 
 
 def test_output_that_is_longer_than_the_memory_is_not_read(tmp_path, monkeypatch):

@@ -2,8 +2,8 @@
 
 It takes SGLang's arguments and samples the same text for every prompt. ``--fake WORD``
 makes it misbehave: `mute` never becomes healthy, `broken` ends at once with a line without
-newline, `stubborn` ignores SIGTERM and its worker does not end with it, `once` does not
-listen after a restart, `slow` samples nothing before ``POST /release``. ``--pids FILE``
+newline, `stubborn` ignores SIGTERM and its worker does not end with it, `slow` samples
+nothing before ``POST /release``. ``--pids FILE``
 gets a line per process.
 """
 
@@ -93,8 +93,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-if options.fake == "once" and os.path.exists(options.pids):
-    signal.pause()
 if options.fake == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 server = ThreadingHTTPServer((options.host, options.port), Handler)

@@ -66,31 +66,35 @@ def serving(tmp_path, model):
             gateway.kill()
 
 
-def test_a_launched_server_is_restarted_and_leaves_no_process(tmp_path, tiny_model):
+def test_a_launched_server_ends_with_the_gateway(tmp_path, tiny_model):
     with serving(tmp_path, tiny_model) as (gateway, url):
         key = http.post(f"{url}/sessions").json()["api_key"]
-        # it waits as the gateway says, until the server is back
-        client = openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=60)
-        ask(client, "before")
-        killed = descendants(gateway.pid)
-        (server,) = (
-            pid
-            for pid, command in killed.items()
-            if command[1:3] == ["-m", "sglang.launch_server"]
-        )
-        os.kill(server, signal.SIGKILL)
-        until_ended(killed)
-        ask(client, "after")
+        client = openai.OpenAI(api_key=key, base_url=f"{url}/v1")
+        ask(client, "hello")
         client.close()
-        restarted = descendants(gateway.pid)
+        below = descendants(gateway.pid)
         gateway.send_signal(signal.SIGTERM)
         _, errors = gateway.communicate(timeout=120)
     assert gateway.returncode == cli.DONE, errors
-    assert "ended with exit code -9: restart 1 of 3" in errors
-    until_ended(restarted)
-    turns = tk.read_turns(tmp_path / "run").to_pylist()
-    assert [len(turn["output_ids"]) for turn in turns] == [4, 4]
+    until_ended(below)
+    (turn,) = tk.read_turns(tmp_path / "run").to_pylist()
+    assert len(turn["output_ids"]) == 4
     assert "Uvicorn running" in (tmp_path / "run" / "engine.log").read_text()
+
+
+def test_a_launched_server_that_is_killed_ends_the_gateway(tmp_path, tiny_model):
+    with serving(tmp_path, tiny_model) as (gateway, _):
+        below = descendants(gateway.pid)
+        (server,) = (
+            pid
+            for pid, command in below.items()
+            if command[1:3] == ["-m", "sglang.launch_server"]
+        )
+        os.kill(server, signal.SIGKILL)
+        _, errors = gateway.communicate(timeout=120)
+    assert gateway.returncode == cli.BAD_FILE
+    assert "the engine's server ended with exit code -9" in errors
+    until_ended(below)
 
 
 def test_a_gateway_that_is_killed_leaves_no_process(tmp_path, tiny_model):

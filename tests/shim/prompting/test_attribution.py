@@ -166,13 +166,13 @@ async def test_a_session_s_tool_output_is_learned_by_its_tool_s_name(tmp_path):
     assert turns["message_tool_names"].to_pylist() == [[None], ["bash"]]
     rows = tk.linearize(turns)
     (row,) = tk.learn.observation_weights(
-        turns, rows, tool_names={"bash": 0.5}
+        rows, turns, tool_names={"bash": 0.5}
     ).to_pylist()
     weights = np.array(row["observation_weight"])
     learned = np.array(row["input_ids"], np.int32)[weights > 0]
     assert RENDERER.decode(learned, ended=False) == "file.py\n"
     assert set(weights.tolist()) == {0.0, 0.5}
-    (none,) = tk.learn.observation_weights(turns, rows, tool_names=["edit"]).to_pylist()
+    (none,) = tk.learn.observation_weights(rows, turns, tool_names=["edit"]).to_pylist()
     assert not any(none["observation_weight"])
 
 

@@ -735,7 +735,7 @@ async def test_fifty_turns_without_drift_are_one_row(tmp_path):
     assert tk.linearize(tables["render"], "strict").num_rows > 1
     # the tool's output is learned by its name
     rows = tk.linearize(turns)
-    (row,) = tk.learn.observation_weights(turns, rows, tool_names=["bash"]).to_pylist()
+    (row,) = tk.learn.observation_weights(rows, turns, tool_names=["bash"]).to_pylist()
     learned = np.array(row["input_ids"], np.int32)[
         np.array(row["observation_weight"]) > 0
     ]

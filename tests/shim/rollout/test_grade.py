@@ -15,7 +15,7 @@ from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.rollout.grade import Work, grade
 from trajkit_shim.rollout.grade import test_results as results_of
 from trajkit_shim.rollout.tasks import read_tasks
-from trajkit_shim.rollout.workspace import StageError, Workspace
+from trajkit_shim.rollout.workspace import AgentError, StageError, Workspace
 
 
 def task_of(tmp_path, **fields):
@@ -212,9 +212,9 @@ def test_what_cannot_be_graded_is_an_error_and_no_zero(tmp_path, fields, said):
     assert said in str(raised.value)
 
 
-def test_a_patch_that_does_not_apply_is_an_error(tmp_path):
+def test_a_patch_that_does_not_apply_is_the_agent_s_error(tmp_path):
     patch = b"--- a/x\n+++ b/x\n -1 +1 \n-old\n+new\n"
-    with pytest.raises(StageError, match="grade: git: exit code"):
+    with pytest.raises(AgentError, match="grade: git: exit code"):
         graded(tmp_path, patch=patch, grade={"command": "true"})
 
 
@@ -244,7 +244,7 @@ def test_a_patch_cannot_move_a_protected_file_away(tmp_path, patch):
     with LocalSandbox(spec) as sandbox:
         workspace = Workspace(task, sandbox)
         workspace.prepare()
-        assert workspace.apply(patch.encode()) == ["conftest.py"]
+        assert "conftest.py" in workspace.apply(patch.encode()).refused
         assert (Path(workspace.path) / "conftest.py").read_text() == "same\n"
 
 
@@ -283,10 +283,14 @@ def test_modules_that_cannot_be_listed_are_an_error(tmp_path, script, error):
             copy.apply(ADDED)
 
 
-def test_changes_are_left_out_by_their_exact_names(tmp_path):
-    files = ["[a]*?\\.pth", "a.txt", "sub/pytest.ini", "new/tox.ini", "[a]*?\\.txt"]
+def test_changes_are_applied_by_their_exact_names(tmp_path):
+    """Whatever git would read in them: patterns, quotes, the end of a line."""
+    names = ["[a]*?\\.pth", ":(glob)**", "a.txt", "sub/pytest.ini", "b\n.txt", "\u00e9"]
     task = task_of(
-        tmp_path, workspace={"sub/pytest.ini": "x"}, grade={"command": "true"}
+        tmp_path,
+        workspace={"sub/pytest.ini": "x", "gone": "x", "kept": "x"},
+        editable=["*"],
+        grade={"command": "true"},
     )
     workspaces = []
     for name in ("agent", "copy"):
@@ -296,14 +300,17 @@ def test_changes_are_left_out_by_their_exact_names(tmp_path):
     with agent.sandbox, copy.sandbox:
         agent.prepare()
         copy.prepare()
-        agent.sandbox.put(pack({name: b"changed\n" for name in files}), agent.path)
-        ignored = copy.apply(agent.diff())
-        assert sorted(ignored) == sorted(n for n in files if not n.endswith("txt"))
-        found = {n: (Path(copy.path) / n).exists() for n in files}
-        assert found == {
-            n: n.endswith("txt") or n in task.workspace.texts for n in files
-        }
-        assert (Path(copy.path) / "sub/pytest.ini").read_text() == "x"
+        agent.sandbox.put(pack({name: b"changed\n" for name in names}), agent.path)
+        (Path(agent.path) / "gone").unlink()
+        choice = copy.apply(agent.diff())
+        refused = ["[a]*?\\.pth", "b\n.txt", "sub/pytest.ini"]
+        assert sorted(choice.refused) == refused
+        graded = [name for name in names if name not in refused]
+        assert sorted(choice.graded) == sorted([*graded, "gone"])
+        place = Path(copy.path)
+        assert {p.name for p in place.iterdir()} == {*graded, "sub", "kept", ".git"}
+        assert all((place / name).read_text() == "changed\n" for name in graded)
+        assert (place / "sub/pytest.ini").read_text() == "x"
 
 
 def test_results_are_read_as_pytest_and_unittest_write_them():

@@ -146,7 +146,6 @@ def test_groups_of_rollouts_are_graded_and_become_rows(tmp_path, do, sure):
 @pytest.mark.parametrize(
     ("manners", "fields", "end", "error"),
     [
-        ("fail", {}, "failed", "harness: exit code 3: I give up"),
         ("mute", {}, "finished", "harness: it ended without an answered model call"),
         (
             "",
@@ -154,20 +153,13 @@ def test_groups_of_rollouts_are_graded_and_become_rows(tmp_path, do, sure):
             None,
             "setup: exit code 2: no luck",
         ),
+        ("", {"image": "any"}, None, "sandbox: image = 'any'"),
         (
             "",
-            {"grade": {"command": "sleep 600", "timeout_s": 0.5}},
-            "finished",
-            "grade: sleep 600: timed out after 0.5 s",
-        ),
-        (
-            "",
-            {"grade": {"command": "no-such"}},
+            {"grade": {"command": "no-such"}, "solution": {}},
             "finished",
             "grade: no-such: exit code",
         ),
-        ("", {"image": "any"}, None, "sandbox: image = 'any'"),
-        ("", {"grade": {"command": "kill -9 $$"}}, "finished", "grade: kill -9"),
     ],
 )
 def test_what_fails_has_a_reason_and_no_reward(
@@ -190,6 +182,44 @@ def test_what_fails_has_a_reason_and_no_reward(
         _, report = rows_of(out)
         lost = report[bad["session_id"]]
         assert lost["lost_untrainable"] == lost["tokens_sampled"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "finding"),
+    [
+        (
+            {"grade": {"command": "sleep 600", "timeout_s": 0.5}},
+            "grade: sleep 600: timed out after 0.5 s",
+        ),
+        ({"grade": {"command": "no-such"}}, "grade: no-such: exit code 127"),
+        ({"grade": {"command": "kill -9 $$"}}, "grade: kill -9 $$: exit code -9"),
+    ],
+)
+def test_a_failure_that_changes_may_have_caused_is_a_reward_of_zero(
+    tmp_path, do, sure, fields, finding
+):
+    """Otherwise an agent could take its failures out of training."""
+    tasks = write_tasks(tmp_path / "t.jsonl", a=fields)
+    out = tmp_path / "run"
+    code, _ = do(command(tasks, out, *QUICK))
+    (line,) = sessions(out).values()
+    assert (code, line["reward"], line["error"]) == (DONE, 0.0, None)
+    (found,) = line["findings"]
+    assert found.startswith(f"cannot be graded: {finding}")
+
+
+@pytest.mark.parametrize("solved", [True, False])
+def test_what_a_harness_left_when_it_failed_is_graded(tmp_path, do, sure, solved):
+    """Its model got all its answers, and may have ended the harness itself."""
+    tasks = write_tasks(tmp_path / "t.jsonl", a={})
+    out = tmp_path / "run"
+    solve = "echo yes > a.txt; " if solved else ""
+    agent = f"{AGENT} || {{ {solve} exit 3; }}"
+    code, _ = do(command(tasks, out, *QUICK, manners="fail", agent=agent))
+    (line,) = sessions(out).values()
+    assert (code, line["agent_end"], line["error"]) == (DONE, "failed", None)
+    assert line["findings"] == ["the harness failed: exit code 3: I give up"]
+    assert line["reward"] == float(solved)
 
 
 def test_an_agent_whose_time_is_up_is_graded_on_what_it_left(tmp_path, do, sure):
@@ -231,20 +261,19 @@ def test_all_that_an_agent_changed_is_graded_but_for_the_tests(tmp_path, do):
     grade = (
         "test \"$(od -An -tx1 binary)\" = ' 61 00 62 ff' && test -f 'un tracked' && "
         "test -x sub/file && test ! -e gone && test -L link && "
-        "test $(cat hidden_test) = right && test ! -e __pycache__"
+        "test $(cat hidden_test) = right"
     )
     tasks = write_tasks(
         tmp_path / "t.jsonl",
         a={
             "workspace": {"gone": "x", "hidden_test": "wrong"},
             "tests": {"hidden_test": "right"},
-            "grade": {"command": grade},
+            "editable": ["**"],
+            "grade": {"command": grade, "in_workspace": True},
         },
     )
     agent = tmp_path / "agent.sh"
-    agent.write_text(
-        f"set -e\n{CHANGES}\nmkdir __pycache__\ntouch __pycache__/x\n{AGENT}"
-    )
+    agent.write_text(f"set -e\n{CHANGES}\n{AGENT}")
     out = tmp_path / "run"
     code, said = do(command(tasks, out, *QUICK, agent=f"sh {agent}"))
     assert (code, said["failures"], said["mean_reward"]) == (DONE, {}, 1.0)
@@ -348,7 +377,7 @@ def test_a_run_that_is_asked_to_end_clears_its_sandboxes_away(tmp_path, do, sure
 def test_more_samples_and_failed_ones_can_be_asked_for(tmp_path, do, sure):
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     out = tmp_path / "run"
-    code, _ = do(command(tasks, out, *QUICK, manners="fail"))
+    code, _ = do(command(tasks, out, *QUICK, manners="mute"))
     assert code == BAD_DATA
     code, said = do(command(tasks, out, *QUICK, "--repeat", "2"))
     assert (code, said["over_before"], said["over"]) == (DONE, 1, 1)
@@ -612,91 +641,6 @@ def test_examples_have_a_reward_where_they_were_edited_also_after_a_kill(tmp_pat
 def test_the_policy_says_a_word_where_it_knows_no_better():
     policy = solver.solve(read_tasks(EXAMPLES / "leap"))
     assert policy("<|im_start|>user\nHello<|im_end|>\n") == [Reply(("Fine.",))]
-
-
-# Agents that want the reward and not the work
-
-CHEATS = {
-    # where the copies that are graded have been, next to the agent's directory
-    "copy": "for each in $(grep -o '/[^ ]*sandboxes/[^ ]*-agent' /proc/self/mountinfo) "
-    "$PWD/../../*; do (cd ${each%-agent}-grade/work && echo '{}' > it.py); done; true",
-    "daemon": "setsid env -i sh -c 'while :; do for each in {scratch}/*-grade/work; do "
-    'echo "def f(): return 1" > $each/it.py; done; done\' > /dev/null 2>&1 &',
-    "task": "echo 'def test_f(): pass' > {tasks}/task/tests/test_it.py",
-    "conftest": "echo 'import os; os._exit(0)' > conftest.py",
-    "settings": "printf '[pytest]\\naddopts = --collect-only\\n' > pytest.ini",
-    "pytest": "mkdir pytest; echo 'import os; os._exit(0)' > pytest/__main__.py; "
-    "touch pytest/__init__.py",
-    "random": "echo 'import os; os._exit(0)' > argparse.py",
-    "site": "echo 'import os; os._exit(0)' > sitecustomize.py; "
-    "mkdir -p ~/.local/lib/python{version}/site-packages; "
-    "cp sitecustomize.py ~/.local/lib/python{version}/site-packages",
-    "path": "mkdir -p ~/bin; printf '#!/bin/sh\\nexit 0\\n' > ~/bin/python; "
-    "chmod +x ~/bin/python; cp ~/bin/python .; echo 'PATH=~/bin:$PATH' >> ~/.profile",
-    "git": "printf '#!/bin/sh\\necho \"def f(): return 1\" > it.py' "
-    "> .git/hooks/pre-commit; "
-    "cp .git/hooks/pre-commit .git/hooks/post-checkout; chmod +x .git/hooks/*; "
-    "git config core.fsmonitor .git/hooks/pre-commit; git config diff.external true; "
-    "git config core.hooksPath $PWD/.git/hooks",
-    "toml": "printf '[pytest]\\naddopts = [\"--collect-only\"]\\n' > .pytest.toml",
-    # a module that a plugin of pytest needs
-    "plugin": "mkdir pygments; echo 'import os; os._exit(0)' > pygments/__init__.py",
-    # a file that git ignores, but knows already
-    "index": "echo conftest.py > .gitignore; "
-    "echo 'import os; os._exit(0)' > conftest.py; "
-    "git --git-dir=../base.git --work-tree=. add -f conftest.py",
-    # the repository that finds the changes: paths lose their first folder
-    "prefix": "git config -f ../base.git/config diff.noprefix true; mkdir -p x/pytest; "
-    "echo 'import os; os._exit(0)' > x/pytest/__main__.py; touch x/pytest/__init__.py",
-}
-FOUND = {
-    "conftest": ["not graded: conftest.py"],
-    "settings": ["not graded: pytest.ini"],
-    "pytest": ["not graded: pytest/__init__.py", "not graded: pytest/__main__.py"],
-    "random": ["not graded: argparse.py"],
-    "toml": ["not graded: .pytest.toml"],
-    "index": ["not graded: conftest.py"],
-    "plugin": ["not graded: pygments/__init__.py"],
-    "site": ["not graded: sitecustomize.py"],
-}
-
-
-@pytest.mark.skipif(not ISOLATED, reason="bubblewrap does not work here")
-def test_no_cheat_is_rewarded(tmp_path, capsys):
-    """A changed task is refused where the sandbox cannot protect it."""
-    out, tasks = tmp_path / "run", tmp_path / "tasks"
-    for folder, name, text in (
-        ("workspace", "it.py", "def f(): return 0\n"),
-        ("tests", "test_it.py", "from it import f\ndef test_f(): assert f() == 1\n"),
-    ):
-        (tmp_path / "plain" / folder).mkdir(parents=True)
-        (tmp_path / "plain" / folder / name).write_text(text)
-    for name in CHEATS:
-        shutil.copytree(tmp_path / "plain", tasks / name)
-        (tasks / name / "task.toml").write_text(
-            f'prompt = "{name}"\n[grade]\ncommand = "python -m pytest -q"\n'
-        )
-    scratch, version = out / "sandboxes", f"{sys.version_info[0]}.{sys.version_info[1]}"
-    cases = ";;\n".join(
-        f"{name}) {script.replace('{scratch}', str(scratch))}\n"
-        for name, script in CHEATS.items()
-    )
-    agent = tmp_path / "bin" / "cheat.sh"
-    agent.parent.mkdir()
-    script = f'case "$TASK_PROMPT" in {cases} esac\n'
-    script = script.replace("{tasks}", str(tasks)).replace("{version}", version)
-    agent.write_text(f"{script}export TASK_PROMPT=hello\n{AGENT}")
-    argv = command(tasks, out, "--parallel", "2", "--untrusted", agent=f"sh {agent}")
-    code = run([*argv, "--path", str(agent.parent)])
-    said = capsys.readouterr()
-    assert (code, said.err) == (DONE, "")
-    lines = {line["group_id"]: line for line in sessions(out).values()}
-    assert {name: line["reward"] for name, line in lines.items()} == dict.fromkeys(
-        CHEATS, 0.0
-    )
-    assert {
-        name: line["findings"] for name, line in lines.items() if line["findings"]
-    } == FOUND
 
 
 def test_an_agent_that_may_change_its_task_is_not_graded(tmp_path, do, sure):

@@ -2,14 +2,11 @@
 
 import os
 import subprocess
-import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-
 from trajkit_shim.engines.embedded import load_tokenizer
-from trajkit_shim.engines.launch import reserved_port
+from trajkit_shim.engines.launch import running_program
 
 PYTHON = os.environ["TRAJKIT_VLLM_PYTHON"]
 HERE = Path(__file__).parent
@@ -55,31 +52,12 @@ def make_model(directory: Path, script: Path = DENSE, seed: int = 0) -> str:
 @contextmanager
 def served(model: str, directory: Path, *arguments: str, second_runner: bool = False):
     """The URL of a server of a model; its log is in the directory."""
-    environment = {**os.environ, **_ENVIRONMENT}
-    if second_runner:
-        environment |= _SECOND_RUNNER
-    log = directory / "engine.log"
-    with reserved_port() as port, log.open("wb") as output:
-        command = [str(Path(PYTHON).with_name("vllm")), "serve", model, *ARGUMENTS]
-        command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=environment
-        )
-        url = f"http://127.0.0.1:{port}"
-        try:
-            until = time.monotonic() + 300
-            while not _answers(url):
-                assert process.poll() is None, log.read_text()[-4000:]
-                assert time.monotonic() < until, log.read_text()[-4000:]
-                time.sleep(0.5)
-            yield url
-        finally:
-            # its engine's processes end with it
-            process.terminate()
-            process.wait(60)
-
-
-def _answers(url: str) -> bool:
-    with suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health", trust_env=False).is_success
-    return False
+    variables = _ENVIRONMENT | (_SECOND_RUNNER if second_runner else {})
+    command = [str(Path(PYTHON).with_name("vllm")), "serve", model]
+    with running_program(
+        [*command, *ARGUMENTS, *arguments],
+        directory / "engine.log",
+        variables,
+        start_seconds=300,
+    ) as url:
+        yield url

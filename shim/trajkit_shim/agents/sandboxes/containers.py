@@ -30,6 +30,7 @@ class ContainerSandbox(sandbox.ForeignSandbox):
     A kind states the client's arguments, in which fields in braces are replaced.
     """
 
+    building: ClassVar[str] = ""  # makes its image from a folder
     starting: ClassVar[str]  # creates the container
     entering: ClassVar[str]  # before the arguments of a command
     removing: ClassVar[str]
@@ -58,6 +59,14 @@ class ContainerSandbox(sandbox.ForeignSandbox):
         self._client(self.removing, _STOP)
         remove(self._overlay)
         self._overlay.mkdir(parents=True)
+        if self.spec.build is not None:
+            if not self.building:
+                rule = f"a sandbox of kind {self.kind} cannot build an image"
+                raise SandboxError(f"build = {self.spec.build!r}: {rule}")
+            done = self._client(self.building, _START, self._check)
+            if done.code != 0:
+                message = f"{self.spec.build}: cannot be built: {done.summary}"
+                raise SandboxError(message)
         done = self._client(self.starting, _START, self._check)
         if done.code != 0:
             message = f"{self.spec.image}: cannot be started: {done.summary}"
@@ -92,6 +101,7 @@ class ContainerSandbox(sandbox.ForeignSandbox):
             **self.chosen,
             "name": self.spec.name,
             "image": str(self.spec.image),
+            "build": str(self.spec.build),
             "overlay": str(self._overlay),
             "cwd": command.cwd,
         }
@@ -119,6 +129,7 @@ class DockerSandbox(ContainerSandbox):
 
     kind = "docker"
     options: ClassVar = {"binary": "docker", "network": "host"}
+    building = "build --quiet --tag {image} {build}"
     starting = (
         "run --detach --name {name} --network {network} {hosts} {limits} "
         "--init --entrypoint sleep {image} infinity"

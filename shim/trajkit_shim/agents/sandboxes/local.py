@@ -8,6 +8,7 @@ docs/sandboxes.md lists what that means.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,13 @@ from urllib.parse import urlsplit
 
 from trajkit_shim.agents import sandbox
 from trajkit_shim.agents.bridge import OPEN, PORT, bridge
-from trajkit_shim.agents.sandbox import Command, CommandResult, SandboxError, remove
+from trajkit_shim.agents.sandbox import (
+    Command,
+    CommandResult,
+    LimitError,
+    SandboxError,
+    remove,
+)
 
 # variables passed on from this process; keys and proxies are not
 _KEPT = ("LD_LIBRARY_PATH", "LC_ALL")
@@ -52,6 +59,9 @@ _ISOLATED = (
 _DISK_MB = 8192
 _PROCESSES = 1024
 
+# shared memory of a process, in KiB
+_SHARED = re.compile(r"^Pss_Shmem: +(\d+) kB$", re.MULTILINE)
+
 # a killed process that still exists after this waits for a disk and does nothing more
 _DYING_SECONDS = 5.0
 _LOOK_SECONDS = 0.01
@@ -75,7 +85,7 @@ class LocalSandbox(sandbox.Sandbox):
 
     def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
-        if spec.image is not None:
+        if spec.image is not None and not spec.plain:
             rule = "a local sandbox has no image"
             raise SandboxError(f"image = {spec.image!r}: {rule}")
         wanted = self.chosen["namespaces"]
@@ -90,13 +100,19 @@ class LocalSandbox(sandbox.Sandbox):
         elif self._shares_network:
             self.exposes = sandbox.SHARED_NETWORK
         self._root = spec.scratch.resolve() / spec.name
+        self._disk_mb = spec.limits.disk_mb or (None if self._missing else _DISK_MB)
+        self._log: Path | None = None  # of the running command
+        self._places = spec.places
+        if self._places and self._missing:
+            rule = "only an isolated sandbox has them where the task expects them"
+            raise SandboxError(f"{', '.join(self._places)}: {rule} ({self._missing})")
         self._gateway: tuple[str, int] | None = None
 
     def start(self) -> None:
         """Make its directories."""
         try:
-            for name in ("home", "tmp", "work"):
-                (self._root / name).mkdir(parents=True)
+            for name in ("home", "tmp", "work", *self._places):
+                (self._root / name.lstrip("/")).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SandboxError(f"{self._root}: {error.strerror}") from error
 
@@ -112,6 +128,7 @@ class LocalSandbox(sandbox.Sandbox):
                 arguments = (*self._namespaces(), *arguments)
             env = self._environment(command.env)
             started = replace(command, arguments=arguments, env=env, pass_fds=passed)
+            self._log = command.log
             try:
                 done = sandbox.run_here(started, self._check)
             finally:
@@ -137,6 +154,8 @@ class LocalSandbox(sandbox.Sandbox):
 
     def map_path(self, path: str) -> str:
         """Return the path below the sandbox's own directory."""
+        if any(f"{path}/".startswith(f"{place}/") for place in self._places):
+            return path
         return (str(self._root) if self._missing else _INSIDE) + path
 
     def map_url(self, url: str) -> str:
@@ -157,37 +176,46 @@ class LocalSandbox(sandbox.Sandbox):
             yield "--share-net"
         root = str(self._root)
         yield from ("--bind", root, _INSIDE, "--bind", f"{root}/tmp", "/tmp")
-        # programs are usually linked to files next to their folder
-        folders = map(Path, self.spec.path)
-        own = (f.parent if f.name in ("bin", ".bin") else f for f in folders)
-        for path in (*_SYSTEM, sys.base_prefix, sys.prefix, *map(str, own)):
+        for path in self.shown():
             yield from ("--ro-bind-try", path, path)
+        for place in self._places:
+            yield from ("--bind", f"{root}{place}", place)
         yield from ("--remount-ro", "/", "--")
+
+    def shown(self) -> tuple[str, ...]:
+        """Return what an isolated command sees; without isolation it sees everything."""
+        if self._missing:
+            return ()
+        return (*_SYSTEM, sys.base_prefix, sys.prefix, *self.spec.path)
 
     def _script(self) -> str:
         """Limits, directory, command; a failure before that is code 125."""
         limits = self.spec.limits
         steps = ["ulimit -c 0"]
         # in blocks of 512 bytes and in KiB
-        if limits.file_mb is not None:
-            steps.append(f"ulimit -f {limits.file_mb * 2048}")
+        if file_mb := limits.file_mb or self._disk_mb:
+            steps.append(f"ulimit -f {file_mb * 2048}")
         if limits.memory_mb is not None:
             steps.append(f"ulimit -v {limits.memory_mb * 1024}")
         return f'{" && ".join(steps)} && cd "$1" || exit {_FAILED}; shift; exec "$@"'
 
     def _check(self, pid: int) -> None:
         super()._check(pid)
-        limits, isolated = self.spec.limits, not self._missing
-        disk_mb = limits.disk_mb or (_DISK_MB if isolated else None)
-        processes = limits.processes or (_PROCESSES if isolated else None)
-        if disk_mb is None and processes is None:
+        isolated = not self._missing
+        processes = self.spec.limits.processes or (_PROCESSES if isolated else None)
+        if self._disk_mb is None and processes is None:
             return
         found = _inside(pid) if isolated else _marked(f"{self.spec.name}/")
-        if disk_mb is not None and _disk_bytes(self._root, found) > disk_mb << 20:
-            raise SandboxError(f"its files take more than disk_mb = {disk_mb}")
+        if self._disk_mb is not None:
+            size = _disk_bytes(self._root, found)
+            if self._log is not None:
+                size += self._log.stat().st_size
+            if size > self._disk_mb << 20:
+                message = f"its files take more than disk_mb = {self._disk_mb}"
+                raise LimitError(message)
         if processes is not None:
             if sum(len(glob(f"{one}/task/[0-9]*")) for one in found) > processes:
-                raise SandboxError(f"it runs more than processes = {processes}")
+                raise LimitError(f"it runs more than processes = {processes}")
 
     def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
         own = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
@@ -211,7 +239,10 @@ def clear(scratch: Path) -> None:
 
 
 def _disk_bytes(root: Path, processes: Iterable[str]) -> int:
-    """What the files below a directory, and open ones without a name, take on the disk."""
+    """What the files below a directory take, and those without a name, in bytes.
+
+    The latter are open files and shared memory.
+    """
     # `find` sees paths of any length; an empty file takes a block of 512 bytes too
     done = subprocess.run(
         ("find", root, "-printf", r"%b\n"), capture_output=True, check=False
@@ -219,7 +250,7 @@ def _disk_bytes(root: Path, processes: Iterable[str]) -> int:
     if not done.stdout:
         raise OSError(done.stderr.decode(errors="replace").strip())
     blocks = sum(int(each) + 1 for each in done.stdout.split())
-    unnamed = {}
+    unnamed, mapped = {}, 0
     for process in processes:
         for path in glob(f"{process}/fd/*"):
             # a process may close it at any time
@@ -227,7 +258,12 @@ def _disk_bytes(root: Path, processes: Iterable[str]) -> int:
                 facts = os.stat(path)
                 if facts.st_nlink == 0:
                     unnamed[facts.st_dev, facts.st_ino] = facts.st_blocks
-    return 512 * (blocks + sum(unnamed.values()))
+        # each process has its share of a page; its file may be closed
+        with suppress(OSError):
+            if found := _SHARED.search(Path(process, "smaps_rollup").read_text()):
+                mapped += int(found[1]) << 10
+    # an open file may be mapped too
+    return 512 * blocks + max(512 * sum(unnamed.values()), mapped)
 
 
 def _inside(pid: int) -> list[str]:

@@ -1,0 +1,313 @@
+"""`check_rows`: rows of every trainer's form, found by their tokens."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+
+import trajkit as tk
+from tests.strategies import runs
+from trajkit.errors import SchemaError
+from trajkit.export import openrlhf, sft, slime, trl, verl
+from trajkit.policies import PRESETS
+from trajkit.schema import ROW_CHECK_KINDS, ROW_CHECKS
+from trajkit.verification.row_forms import plain_rows
+
+CALLS = [
+    {
+        "session_id": "s",
+        "prompt_ids": [10, 11],
+        "output_ids": [20, 21, 22],
+        "output_logprobs": [-1.0, -2.0, -3.0],
+        "reward": 1.0,
+        "group_id": "g",
+    },
+    {
+        "session_id": "s",
+        "prompt_ids": [10, 11, 20, 21, 22, 30, 31],
+        "output_ids": [23, 24],
+        "output_logprobs": [-0.5, -0.25],
+        "reward": 1.0,
+        "group_id": "g",
+    },
+]
+TURNS = tk.from_records(CALLS)
+IDS = [10, 11, 20, 21, 22, 30, 31, 23, 24]
+MASK = [0, 0, 1, 1, 1, 0, 0, 1, 1]
+LOGPROBS = [-1.0, -2.0, -3.0, 0.0, 0.0, -0.5, -0.25]
+FINE = ("trains", "session_without_rows")
+
+
+def lines(rows, turns=TURNS, policy=None):
+    found = tk.check_rows(rows, turns, policy)
+    assert found.schema == ROW_CHECKS
+    assert {*found["kind"].to_pylist()} <= {*ROW_CHECK_KINDS}
+    return found.to_pylist()
+
+
+def wrong(rows, turns=TURNS, policy=None):
+    found = lines(rows, turns, policy)
+    return [
+        (line["row"], line["turn_index"], line["token"], line["kind"], line["tokens"])
+        for line in found
+        if line["kind"] not in FINE
+    ]
+
+
+def one(mask=MASK, ids=IDS, **more):
+    return {"input_ids": [ids], "loss_mask": [mask], **more}
+
+
+def test_a_right_mask_says_which_turn_trains_what():
+    assert [line["detail"] for line in lines(one())] == [
+        "trains 3 of 3 tokens of turn 0",
+        "trains 2 of 2 tokens of turn 1",
+    ]
+    assert {line["session_id"] for line in lines(one())} == {"s"}
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        pytest.param([*MASK[1:], 0], [(0, None, 1, "mask_shifted", 4)], id="left"),
+        pytest.param(
+            [0, *MASK[:-1]],
+            [(0, None, 3, "mask_shifted", 4), (0, 1, 8, "masked_out", 1)],
+            id="right, and the last token is lost",
+        ),
+        pytest.param(
+            [0, 0, 1, 1, 1, 1, 1, 1, 1],
+            [(0, None, 5, "not_sampled", 2)],
+            id="a tool's output",
+        ),
+        pytest.param(
+            [0, 1, 1, 1, 1, 0, 0, 1, 1],
+            [(0, None, 1, "not_sampled", 1)],
+            id="a token of the template",
+        ),
+        pytest.param(
+            [0, 0, 1, 1, 0, 0, 0, 1, 1], [(0, 0, 4, "masked_out", 1)], id="an end token"
+        ),
+        pytest.param(
+            [0, 0, 1, 1, 1, 0, 0, 0, 0], [(0, 1, 7, "masked_out", 2)], id="a turn"
+        ),
+        pytest.param(
+            [0] * 9,
+            [(0, 0, 2, "masked_out", 3), (0, 1, 7, "masked_out", 2)],
+            id="nothing",
+        ),
+        pytest.param([1] * 9, [(0, None, 0, "not_sampled", 2)], id="all"),
+    ],
+)
+def test_a_wrong_mask_is_named(mask, expected):
+    found = wrong(one(mask))
+    assert found[: len(expected)] == expected
+    # text of a tool between two turns is not sampled either
+    assert len(found) == len(expected) + (mask == [1] * 9)
+
+
+def test_what_no_row_has_is_missing():
+    assert wrong(one(MASK[:5], IDS[:5])) == [(None, 1, None, "in_no_row", 2)]
+    assert wrong(one(MASK[:4], IDS[:4])) == [
+        (None, 0, None, "in_no_row", 1),
+        (None, 1, None, "in_no_row", 2),
+    ]
+
+
+def test_tokens_that_two_rows_train():
+    rows = {"input_ids": [IDS, IDS], "loss_mask": [MASK, MASK]}
+    assert wrong(rows) == [
+        (1, 0, None, "trained_twice", 3),
+        (1, 1, None, "trained_twice", 2),
+    ]
+
+
+def test_a_row_that_is_of_no_turn():
+    found = wrong(one([0, 1], [5, 6]))
+    assert found == [(0, None, None, "not_found", 1)]
+    assert lines(one([0, 1], [5, 6]))[1]["kind"] == "session_without_rows"
+    named = one(session_id=["s"], ids=[5, 6], mask=[0, 1])
+    assert "of session 's'" in lines(named)[0]["detail"]
+
+
+def test_a_reply_after_other_tokens_is_out_of_context():
+    long = list(range(100, 130))
+    turns = tk.from_records(
+        [{"session_id": "a", "prompt_ids": long, "output_ids": [1, 2, 3]}]
+    )
+    ids = [long[0], 999, *long[2:], 1, 2, 3]
+    found = wrong(one([0] * 30 + [1] * 3, ids), turns)
+    assert found == [(0, 0, None, "out_of_context", 3)]
+
+
+def test_turns_that_may_not_be_trained():
+    turns = tk.from_records([{**CALLS[0], "trainable": False}, CALLS[1]])
+    assert wrong(one(), turns) == [(0, None, 2, "untrainable", 3)]
+    assert wrong(one([0] * 7 + [1, 1]), turns) == []
+
+
+# --- logprobs
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "expected"),
+    [
+        (LOGPROBS, []),
+        ([None, None, *LOGPROBS], []),
+        ([0.0, *LOGPROBS], []),  # one per predicted token
+        ([*LOGPROBS[1:], 0.0], [(0, None, 2, "logprobs_shifted", 4)]),
+        ([0.0, *LOGPROBS[:-1]], [(0, None, 2, "logprobs_shifted", 4)]),
+        ([-1.0, -2.0, -9.0, 0.0, 0.0, -0.5, -0.25], [(0, None, 4, "logprobs", 1)]),
+        ([-1.001, -2.0, -3.0, 0.0, 0.0, -0.5, -0.25], []),
+    ],
+)
+def test_logprobs_are_those_of_the_engine(logprobs, expected):
+    assert wrong(one(logprobs=[logprobs])) == expected
+
+
+# --- the forms of trainers
+
+ROWS = tk.linearize(TURNS)
+PADDED = verl.padded_fields(ROWS, 4, 10, 0) if hasattr(verl, "padded_fields") else None
+
+
+def response(values):
+    return values[2:]
+
+
+FORMS = {
+    "trajkit": ROWS,
+    "suffix": tk.linearize(TURNS, layout="suffix"),
+    "floats": one([float(bit) for bit in MASK]),
+    "response": one(response(MASK)),
+    "labels": one()
+    | {"labels": [[i if m else -100 for i, m in zip(IDS, MASK, strict=True)]]},
+    "labels of the next token": {
+        "input_ids": [IDS],
+        "labels": [
+            [i if m else -100 for i, m in zip(IDS[1:], MASK[1:], strict=True)] + [-100]
+        ],
+    },
+    "sft": sft.labels_table(ROWS),
+    "skyrl-sft": sft.mask_table(ROWS),
+    "padded labels": {
+        name: np.asarray(value) for name, value in sft.padded_labels(ROWS, 0).items()
+    },
+    "verl": [field for rollout in verl.agent_loop_fields(ROWS) for field in rollout],
+    "verl padded": PADDED,
+    "verl without attention": {
+        "prompts": np.array([[0, 0, 10, 11]]),
+        "responses": np.array([[*IDS[2:], 0]]),
+        "response_mask": np.array([[*MASK[2:], 0]]),
+    },
+    "slime": slime.sample_fields(ROWS),
+    "slime objects": [SimpleNamespace(**one) for one in slime.sample_fields(ROWS)],
+    "slime without a mask": [{"tokens": IDS[:5], "response_length": 3}],
+    "trl": trl.rollout_func_fields(ROWS),
+    "trl tensors": {
+        "prompt_ids": np.array([[0, 10, 11]]),
+        "prompt_mask": np.array([[0, 1, 1]]),
+        "completion_ids": np.array([[*IDS[2:], 0]]),
+        "completion_mask": np.array([[1] * 7 + [0]]),
+        "tool_mask": np.array([[*MASK[2:], 0]]),
+        "sampling_per_token_logps": np.array([[*LOGPROBS, 0.0]]),
+    },
+    "openrlhf": {
+        "sequences": np.array([[0, *IDS, 0]]),
+        "attention_mask": np.array([[0] + [1] * 9 + [0]]),
+        "action_mask": np.array([[*MASK, 0]]),
+    },
+    "polars": pytest.importorskip("polars").DataFrame(one()),
+    "pandas": pytest.importorskip("pandas").DataFrame(one()),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_trainer_is_understood(form):
+    found = lines(FORMS[form])
+    trained = [line["detail"] for line in found if line["kind"] == "trains"]
+    assert trained[0] == "trains 3 of 3 tokens of turn 0"
+    missing = (
+        [(None, 1, None, "in_no_row", 2)] if form == "slime without a mask" else []
+    )
+    assert wrong(FORMS[form]) == missing
+
+
+@pytest.mark.parametrize(
+    "form", ["verl padded", "trl tensors", "verl without attention"]
+)
+def test_positions_count_padding(form):
+    """A finding names the position in the tensor that was given."""
+    name = {"trl tensors": "tool_mask"}.get(form, "response_mask")
+    rows = {key: np.array(value) for key, value in FORMS[form].items()}
+    rows[name][0][3] = 1  # the tool's first token
+    prompt = rows.get("prompts", rows.get("prompt_ids"))
+    at = prompt.shape[1] + 3
+    assert [(line[2], line[3]) for line in wrong(rows)] == [(at, "not_sampled")]
+
+
+def test_openrlhf_s_rollouts_are_understood():
+    fields = openrlhf.execution_fields(ROWS)
+    first = fields[0] if isinstance(fields, list) else fields
+    if "observation_tokens" in first:
+        pytest.skip("ranges instead of a mask")
+    assert wrong(fields) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ({"text": ["a"]}, "has the columns text: expected ids"),
+        ({"input_ids": [[1]]}, "expected a mask, one of loss_mask"),
+        (one([0] * 10), "loss_mask has 10 values for 9 tokens"),
+        (
+            {"input_ids": [[1, 2]], "labels": [[-100, 7]]},
+            r"labels\[1\] is 7, which is nei",
+        ),
+        (17, "rows of type int"),
+    ],
+)
+def test_other_rows_are_refused(rows, said):
+    with pytest.raises(SchemaError, match=said):
+        tk.check_rows(rows, TURNS)
+
+
+def test_rows_name_no_session_and_yet_are_found_in_the_right_one():
+    """Sessions of a group have one prompt; what was sampled tells them apart."""
+    calls = [
+        {"session_id": name, "prompt_ids": [1, 2], "output_ids": [3, k, 5, k]}
+        for k, name in enumerate("abcdefgh")
+    ]
+    turns = tk.from_records(calls)
+    rows = {"input_ids": [[1, 2, 3, 4, 5, 4]], "loss_mask": [[0, 0, 1, 1, 1, 1]]}
+    (first, rest) = lines(rows, turns)
+    assert first["session_id"] == "e"
+    assert rest["detail"] == "7 of 8 sessions have no row"
+
+
+@given(runs())
+def test_rows_of_every_preset_are_right_under_it(records):
+    """Property: what `linearize` makes has no finding, found by tokens alone."""
+    turns = tk.from_records(records)
+    for policy in PRESETS:
+        rows = tk.linearize(turns, policy)
+        if not rows.num_rows:
+            continue
+        found = tk.check_rows(rows.select(["input_ids", "loss_mask"]), turns, policy)
+        kinds = {*found["kind"].to_pylist()} - {*FINE}
+        assert not kinds & {"mask_shifted", "not_found"}, policy
+
+
+def test_plain_rows_are_what_the_form_holds():
+    plain = plain_rows(FORMS["trl tensors"])
+    (row,) = plain.to_pylist()
+    assert row["input_ids"] == IDS
+    assert row["loss_mask"] == [bool(bit) for bit in MASK]
+    assert row["padding"] == 1
+    again = plain_rows(plain)
+    assert again.select(["input_ids", "loss_mask"]) == plain.select(
+        ["input_ids", "loss_mask"]
+    )
+    assert isinstance(again, pa.Table)

@@ -1,0 +1,114 @@
+"""A plugin of pytest that runs tests once for each fault, in a process of its own.
+
+The tests are collected once. Each fault then gets a fork of the process, in which it is planted
+and its tests run up to the first that fails, whose name goes to the file TRAJKIT_FOUND.
+"""
+
+import importlib
+import json
+import os
+import select
+import signal
+import types
+from pathlib import Path
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+from tests.faults.planted import NATIVE, Change, Place, all_faults
+from trajkit import _core
+
+_SECONDS = 300  # a fault may keep a kernel from ending
+_PLAIN = (int, float, str, bytes, tuple, frozenset)
+
+
+def plant(place: Place, change: Change, number: int) -> None:
+    """Put a fault into this process."""
+    if place in NATIVE:
+        _core.select_fault(number)
+        return
+    name = place.file.removesuffix(".py").replace("/", ".")
+    module = importlib.import_module(name)
+    source = Path(module.__file__).read_text()
+    assert source.count(change.old) == 1
+    code = compile(source.replace(change.old, change.new), module.__file__, "exec")
+    fresh = types.ModuleType(name)
+    fresh.__file__ = module.__file__
+    exec(code, vars(fresh))
+    _transplant(vars(module), vars(fresh), name)
+
+
+def _transplant(old, new, module):
+    """Give the functions of a namespace, and of its classes, the code of their namesakes."""
+    for name, value in list(new.items()):
+        before = old.get(name)
+        if isinstance(value, type):
+            if value.__module__ == module and isinstance(before, type):
+                _transplant(vars(before), vars(value), module)
+        elif isinstance(value, _PLAIN) and before != value and isinstance(old, dict):
+            old[name] = value
+        else:
+            before, value = _function(before), _function(value)
+            if before is not None and value is not None and value.__module__ == module:
+                before.__code__ = value.__code__
+                before.__defaults__ = value.__defaults__
+                before.__kwdefaults__ = value.__kwdefaults__
+
+
+def _function(value):
+    for name in ("__wrapped__", "__func__", "fget", "func"):
+        if not isinstance(value, types.FunctionType) and hasattr(value, name):
+            value = getattr(value, name)
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _in_child(items, fault, number, pipe):
+    """Never returns."""
+    try:
+        plant(*fault, number)
+        for item in items:
+            reports = runtestprotocol(item, log=False, nextitem=None)
+            if any(report.failed for report in reports):
+                os.write(pipe, item.nodeid.encode())
+                break
+    except BaseException as error:
+        os.write(pipe, f"{type(error).__name__}: {error}".encode())
+    finally:
+        os._exit(0)
+
+
+def _first_failure(items, fault, number):
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        _in_child(items, fault, number, write)
+    os.close(write)
+    ready, _, _ = select.select([read], [], [], _SECONDS)
+    if not ready:
+        os.kill(child, signal.SIGKILL)
+    found = os.read(read, 4096).decode() if ready else "no end"
+    os.close(read)
+    _, status = os.waitpid(child, 0)
+    if ready and not found and status:
+        return f"signal {status}"
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    numbers = json.loads(os.environ["TRAJKIT_FAULTS"])
+    with open(os.environ["TRAJKIT_FOUND"], "a") as out:
+        for number in numbers:
+            place, change = all_faults()[number]
+            items = [
+                item
+                for test in place.tests
+                for item in session.items
+                if item.nodeid.partition("::")[0] == test
+                or item.nodeid.startswith(f"{test}/")
+            ]
+            assert items, place.tests
+            found = _first_failure(items, (place, change), number)
+            print(json.dumps([number, found]), file=out, flush=True)
+    return True

@@ -1,0 +1,227 @@
+"""A wrong argument of any public function is an ArgumentError that names it.
+
+A table that is none is a SchemaError, and a session that is not there has an error of its
+own. Functions on files are tested with them.
+"""
+
+import inspect
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import trajkit as tk
+from trajkit import analysis, observations, training, turns
+from trajkit.errors import ArgumentError, SchemaError
+
+RECORDS = [
+    {
+        "session_id": name,
+        "prompt_ids": prompt,
+        "output_ids": [3, 4],
+        "output_logprobs": [-0.5, -0.25],
+        "prompt_messages": [{"role": "user", "content": "u"}],
+        "response_message": {"role": "assistant", "content": "a"},
+        "prompt_message_index": [0] * len(prompt),
+        "prompt_is_content": [True] * len(prompt),
+    }
+    for name in "ab"
+    for prompt in ([1, 2], [1, 2, 3, 9])
+]
+TURNS = tk.from_records(RECORDS)
+ROWS, REPORT = tk.linearize(TURNS, reward={"a": 0.0, "b": 1.0}, report=True)
+LINKS = tk.link(TURNS)
+DRIFT = tk.classify_drift(TURNS, LINKS)
+PACKS = tk.pack(ROWS, 64)
+MESSAGE = {"role": "user", "content": "u"}
+STEPS = {"session_id": ["a", "b"], "turn_index": [0, 0], "reward": [0.0, 1.0]}
+N_TOKENS = sum(map(len, ROWS["input_ids"].to_pylist()))
+N_EDGES = sum(map(len, PACKS["edge_row"].to_pylist()))
+
+
+class Letters:
+    def encode(self, text, add_special_tokens=False):
+        return list(map(ord, text))
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(map(chr, ids))
+
+
+def group(sessions):
+    return sessions.set_column(
+        sessions.column_names.index("group_id"),
+        "group_id",
+        pa.array(["g"] * len(sessions)),
+    )
+
+
+RIGHT = {
+    tk.add_advantages: {"rows": ROWS, "sessions": training.advantages(group(REPORT))},
+    tk.add_weights: {"rows": ROWS},
+    tk.balance: {"packs": PACKS, "ranks": 1},
+    tk.classify_drift: {"turns": TURNS, "links": LINKS},
+    tk.compact: {"turns": TURNS},
+    tk.expand: {"turns": TURNS},
+    tk.from_records: {"records": RECORDS},
+    tk.full_rows: {"rows": ROWS},
+    tk.linearize: {"turns": TURNS},
+    tk.link: {"turns": TURNS},
+    tk.pack: {"rows": ROWS, "max_tokens": 64},
+    tk.policy: {"name": "slime"},
+    tk.simulate: {"turns": TURNS},
+    tk.suffix_rows: {"rows": ROWS},
+    tk.unpack: {"packs": PACKS, "values": np.zeros(N_EDGES), "rows": ROWS},
+    tk.validate: {"table": TURNS},
+    tk.verify: {"rows": ROWS, "turns": TURNS},
+    tk.verify_packs: {"packs": PACKS, "rows": ROWS},
+    turns.content_ids: {"kind": "image", "content_hash": "0" * 64, "n_tokens": 2},
+    turns.engine_ids: {"table": TURNS},
+    turns.lcp: {"a": [1], "b": [1]},
+    turns.message_body: {"message": MESSAGE},
+    turns.message_key: {"message": MESSAGE},
+    turns.message_record: {"message": MESSAGE},
+    turns.reject_sessions: {"table": TURNS},
+    turns.untrain_stale: {"turns": TURNS, "max_lag": 1},
+    training.advantages: {"sessions": group(REPORT)},
+    training.reference_loss: {"rows": ROWS, "logprobs": np.zeros(N_TOKENS)},
+    training.spread_rewards: {"rows": ROWS},
+    training.step_advantages: {"rewards": pa.table(STEPS), "sessions": group(REPORT)},
+    observations.observation_weights: {"rows": ROWS, "turns": TURNS},
+    analysis.call_tree: {"turns": TURNS, "session_id": "a"},
+    analysis.check_roundtrip: {"turns": TURNS, "tokenizer": Letters()},
+    analysis.explain_drift: {"turns": TURNS, "links": LINKS, "tokenizer": Letters()},
+    analysis.label_branches: {"turns": TURNS, "links": LINKS},
+    analysis.metrics: {"turns": TURNS, "report": REPORT},
+    analysis.metrics_by_step: {"turns": TURNS, "report": REPORT},
+    analysis.output_spans: {"turns": TURNS},
+    analysis.why: {"turns": TURNS},
+}
+ON_FILES = {"import_turns", "read_", "scan_", "write_"}
+TABLES = {"turns", "rows", "links", "drift", "sessions", "packs", "table", "report"}
+TABLES |= {"turn_rewards", "segment_rewards", "rewards"}
+# values that belong to the rows or packs, and are compared with them
+DATA = {"values", "logprobs"}
+LEGAL = [
+    ("clip", 1.5),
+    ("alpha", 1.5),
+    ("epsilon", 1.5),
+    ("reward", 1.5),
+    ("reward", -1),
+]
+WRONG = [object(), b"x", 1.5, -1, ["zzz", 3], ("a", object()), {"zzz": object()}, "zzz"]
+
+
+def options():
+    for function, arguments in RIGHT.items():
+        for name, one in inspect.signature(function).parameters.items():
+            if one.kind is not one.VAR_KEYWORD and name not in DATA:
+                yield pytest.param(
+                    function, arguments, name, id=f"{function.__name__}({name})"
+                )
+
+
+def is_flag(function, name):
+    return isinstance(inspect.signature(function).parameters[name].default, bool)
+
+
+def used(result):
+    """Read a stream to its end."""
+    return list(result) if hasattr(result, "__next__") else result
+
+
+@pytest.mark.parametrize(("function", "arguments", "name"), [*options()])
+def test_a_wrong_argument_is_named(function, arguments, name):
+    used(function(**arguments))
+    is_table = name in TABLES and not is_flag(function, name)
+    for value in WRONG[:-1] if name in ("session_id", "kind") else WRONG:
+        if (name, value) in LEGAL or (name == "message" and isinstance(value, dict)):
+            continue
+        if name == "records" and isinstance(value, list | tuple):
+            continue  # each is checked as a record
+        with pytest.raises((ArgumentError, SchemaError)) as found:
+            used(function(**{**arguments, name: value}))
+        if is_table:
+            continue
+        assert isinstance(found.value, ArgumentError), found.value
+        said = str(found.value)
+        assert name in said or (
+            name in ("policy", "policies", "name") and "policy" in said
+        )
+
+
+def test_a_choice_is_checked_before_a_stream_is_read():
+    def turns_of():
+        raise AssertionError("the stream is read")
+        yield
+
+    for make in (
+        lambda: tk.validate(turns_of(), nonfinite_logprobs="zero"),
+        lambda: tk.validate(turns_of(), "zzz"),
+        lambda: turns.reject_sessions(turns_of(), nonfinite_logprobs="zero"),
+        lambda: tk.linearize(turns_of(), payloads="zzz"),
+        lambda: tk.verify(ROWS, turns_of(), weigh_by="zzz"),
+        lambda: observations.observation_weights(ROWS, turns_of(), rule="zzz"),
+    ):
+        with pytest.raises(ArgumentError, match=r"zzz|zero"):
+            make()
+
+
+def test_every_public_function_is_tried():
+    known = {function.__name__ for function in RIGHT}
+    for module in (tk, turns, training, observations, analysis):
+        for name in dir(module):
+            function = getattr(module, name)
+            if inspect.isfunction(function) and not name.startswith(tuple(ON_FILES)):
+                assert name in known, name
+
+
+def test_signatures_are_read_at_a_glance():
+    for function in RIGHT:
+        assert len(str(inspect.signature(function))) < 500, function
+
+
+@pytest.mark.parametrize("function", RIGHT)
+def test_rows_come_before_turns(function):
+    names = list(inspect.signature(function).parameters)
+    if {"rows", "turns"} <= set(names):
+        assert names[:2] == ["rows", "turns"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"reward": 1.0, "sessions": REPORT}, "reward=1.0, and sessions is given"),
+        ({"reward": REPORT, "sessions": REPORT}, "reward is a table, and sessions"),
+        ({"reward": float("nan")}, "reward=nan: expected a finite number"),
+        ({"reward": {"a": float("inf"), "b": None}}, "session 'a': reward=inf"),
+        ({"reward": {1: 1.0}}, "reward has the key 1"),
+        (
+            {"payloads": ["input_ids"]},
+            "'input_ids' is the name of",
+        ),
+        ({"payloads": ["x", "x"]}, "'x' is named twice"),
+    ],
+)
+def test_arguments_that_exclude_each_other(arguments, said):
+    with pytest.raises(ArgumentError, match=said):
+        tk.linearize(TURNS, **arguments)
+
+
+def test_arguments_of_a_recorder_are_named():
+    recorder = tk.Recorder()
+    recorder.record("a", prompt_ids=[1], output_ids=[2])
+    for make, said in (
+        (lambda: tk.Recorder(on_invalid="zzz"), "on_invalid='zzz'"),
+        (lambda: recorder.match("a"), "prompt_ids=None and prompt_messages=None"),
+        (lambda: recorder.rows("a", "faithful", group_id=3), "group_id=3"),
+        (lambda: recorder.rows("a", "faithful", payloads="x"), "payloads='x'"),
+        (lambda: recorder.rows("a", "faithful", layout="x"), "layout='x'"),
+        (lambda: recorder.rows("a", "faithful", reward="x"), "reward is of type str"),
+        (lambda: recorder.rows("a", "faithfull"), "did you mean 'faithful'"),
+        (
+            lambda: recorder.rows("a", "faithful", sessions=REPORT, error="x"),
+            "group_id or error is given with a table",
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            make()

@@ -1,0 +1,245 @@
+"""Rows as trainers have them: which of their columns are ids, mask and logprobs.
+
+A row is given as complete ids, or as a prompt and a response, with or without padding. A
+mask that is shorter than the row is that of the row's end.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit._arguments import arrow_source
+from trajkit._arrow.canonical import as_table, canonical_rows
+from trajkit.errors import SchemaError
+from trajkit.pipeline.suffix_layout import full_rows
+from trajkit.turns.turn_rules import Bools
+
+Array = npt.NDArray[Any]
+
+# By column of the ids: the columns that a row needs. slime: tokens; OpenRLHF: sequences;
+# verl: prompts, responses; verl's agent loop: prompt_ids, response_ids; TRL: prompt_ids,
+# completion_ids.
+WHOLE = ("input_ids", "tokens", "sequences")
+PARTS = (
+    ("prompts", "responses"),
+    ("prompt_ids", "response_ids"),
+    ("prompt_ids", "completion_ids"),
+)
+MASKS = ("loss_mask", "response_mask", "action_mask", "assistant_masks")
+# TRL: completion_mask says which tokens of a completion exist, env_mask and tool_mask which
+# of them the model sampled
+_COMPLETION, _SAMPLED = "completion_mask", ("env_mask", "tool_mask")
+LOGPROBS = (
+    *("logprobs", "rollout_log_probs", "response_logprobs", "sampling_logprobs"),
+    *("sampling_per_token_logps", "inference_logprobs", "output_logprobs"),
+)
+NOT_TRAINED = -100
+"""The label of a token that is not trained."""
+
+PLAIN = pa.schema(
+    [
+        pa.field("session_id", pa.string()),
+        pa.field("row_index", pa.int32()),
+        pa.field("input_ids", pa.large_list(pa.int32()), nullable=False),
+        pa.field("loss_mask", pa.large_list(pa.bool_()), nullable=False),
+        pa.field("logprobs", pa.large_list(pa.float32())),
+        # tokens of padding that were left out before the row
+        pa.field("padding", pa.int32(), nullable=False),
+    ]
+)
+"""Rows of any trainer: mask and logprobs have the length of the ids."""
+
+
+def is_rows(names: list[str]) -> bool:
+    """Whether a table with these columns has rows and not turns."""
+    if "output_ids" in names:
+        return False
+    whole = any(name in names for name in (*WHOLE, "suffix_mask"))
+    return whole or any({*part} <= {*names} for part in PARTS)
+
+
+def plain_rows(given: object) -> pa.Table:
+    """Rows of any trainer as `PLAIN`.
+
+    Parameters
+    ----------
+    given : table, dict of columns, list of dicts or of objects
+        Rows of trajkit in either layout, or of a trainer. Columns are lists, or tensors of
+        shape (n_rows, n_tokens) with an ``attention_mask``.
+
+    Raises
+    ------
+    SchemaError
+        No column has ids, or no column has a mask; lengths do not fit together.
+    """
+    table = _table(given)
+    if {"spans", "suffix_mask"} & {*table.column_names}:
+        table = canonical_rows(table)
+        if "suffix_ids" in table.column_names:
+            table = full_rows(table)
+        table = table.select(["session_id", "row_index", *_TOKENS])
+    found = [_plain(row, k) for k, row in enumerate(_rows(table))]
+    lists = {
+        name: pa.array([row[name] for row in found], PLAIN.field(name).type)
+        for name in PLAIN.names
+    }
+    return pa.table(lists, PLAIN)
+
+
+_TOKENS = ("input_ids", "loss_mask", "logprobs")
+
+
+def _table(given: Any) -> pa.Table:
+    """A table of columns, records, or objects with attributes."""
+    if hasattr(given, "batch") and hasattr(
+        given, "non_tensor_batch"
+    ):  # verl's DataProto
+        given = given.batch
+    if hasattr(given, "to_dict") and hasattr(given, "batch_size"):  # a TensorDict
+        given = given.to_dict()
+    if isinstance(given, list | tuple) and given and not isinstance(given[0], Mapping):
+        given = [
+            asdict(one)
+            if is_dataclass(one) and not isinstance(one, type)
+            else vars(one)
+            for one in given
+        ]
+    if isinstance(given, list | tuple):
+        wanted = {*WHOLE, *MASKS, *LOGPROBS, *_SAMPLED, *(n for p in PARTS for n in p)}
+        wanted |= {_COMPLETION, "prompt_mask", "attention_mask", "labels"}
+        wanted |= {"response_length", "session_id", "row_index", "spans", "suffix_ids"}
+        wanted |= {"suffix_mask"}
+        if not wanted & {*given[0]} - {"session_id"}:
+            return pa.Table.from_pylist([dict(one) for one in given])
+        given = [{n: v for n, v in one.items() if n in wanted} for one in given]
+    if isinstance(given, Mapping):
+        rows = {n: v for n, v in given.items() if getattr(v, "ndim", 2) != 0}
+        given = rows
+    source = arrow_source(given)
+    if source is None:
+        raise SchemaError(
+            f"rows of type {type(given).__name__}: expected a table, a dict of columns, or "
+            "a list of dicts"
+        )
+    if isinstance(source, pa.Table | pa.RecordBatch):
+        return as_table(source)
+    return pa.RecordBatchReader.from_stream(source).read_all()
+
+
+def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """The rows, with lists of numbers as arrays."""
+    for batch in table.to_batches():
+        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        for k in range(batch.num_rows):
+            row = {}
+            for name, column in columns.items():
+                value = column[k]
+                if not value.is_valid:
+                    continue
+                values = getattr(value, "values", None)
+                if isinstance(values, pa.Array) and not pa.types.is_nested(values.type):
+                    if pa.types.is_null(values.type):
+                        values = values.cast(pa.int64())
+                    if values.null_count and pa.types.is_floating(values.type):
+                        values = values.fill_null(float("nan"))
+                    row[name] = values.to_numpy(zero_copy_only=False)
+                elif not isinstance(values, pa.Array):
+                    row[name] = value.as_py()
+            yield row
+
+
+def _plain(row: dict[str, Any], number: int) -> dict[str, Any]:
+    ids, exists = _ids(row, number)
+    mask = _mask(row, ids, number)
+    logprobs = next((row[name] for name in LOGPROBS if name in row), None)
+    if logprobs is not None:
+        logprobs = _aligned(logprobs, len(ids), number, "logprobs", float("nan"))
+    kept = np.flatnonzero(exists)
+    padding = int(kept[0]) if len(kept) else 0
+    at = slice(padding, int(kept[-1]) + 1 if len(kept) else 0)
+    session = row.get("session_id")
+    return {
+        "session_id": None if session is None else str(session),
+        "row_index": row.get("row_index", number),
+        "input_ids": ids[at].astype(np.int32),
+        "loss_mask": (mask & exists)[at],
+        "logprobs": None if logprobs is None else _nulls(logprobs[at]),
+        "padding": padding,
+    }
+
+
+def _ids(row: dict[str, Any], number: int) -> tuple[Array, Bools]:
+    """The ids of a row, and which of them are no padding."""
+    name = next((name for name in WHOLE if name in row), None)
+    part = next((part for part in PARTS if {*part} <= {*row}), None)
+    if name is not None:
+        ids = row[name]
+    elif part is not None:
+        ids = np.concatenate([row[part[0]], row[part[1]]])
+    else:
+        raise SchemaError(
+            f"row {number} has the columns {', '.join(row)}: expected ids, as input_ids "
+            "(or tokens, sequences), or as prompts and responses (or prompt_ids and "
+            "completion_ids or response_ids)"
+        )
+    exists = np.ones(len(ids), np.bool_)
+    if "attention_mask" in row:
+        exists = (
+            _aligned(row["attention_mask"], len(ids), number, "attention_mask", 0) != 0
+        )
+    elif part is not None and "prompt_mask" in row:
+        exists[: len(row[part[0]])] = row["prompt_mask"] != 0
+        if _COMPLETION in row:
+            exists[len(row[part[0]]) :] = row[_COMPLETION] != 0
+    return ids, exists
+
+
+def _mask(row: dict[str, Any], ids: Array, number: int) -> Bools:
+    """Which tokens are trained."""
+    n = len(ids)
+    for name in MASKS:
+        if name in row:
+            return _aligned(row[name], n, number, name, 0).astype(np.bool_)
+    names = [name for name in (_COMPLETION, *_SAMPLED) if name in row]
+    if names:
+        masks = [_aligned(row[name], n, number, name, 0) != 0 for name in names]
+        all_of: Bools = np.all(masks, axis=0)
+        return all_of
+    if "labels" in row:
+        labels = _aligned(row["labels"], n, number, "labels", NOT_TRAINED)
+        mask: Bools = labels != NOT_TRAINED
+        at = np.flatnonzero(mask)
+        if (labels[at] == ids[at]).all():
+            return mask
+        if at[-1] < n - 1 and (labels[at] == ids[at + 1]).all():
+            return np.append(False, mask[:-1])  # they are those of the next token
+        bad = int(at[np.flatnonzero(labels[at] != ids[at])[0]])
+        raise SchemaError(
+            f"row {number}: labels[{bad}] is {labels[bad]}, which is neither the token "
+            "there nor the next one"
+        )
+    if "response_length" in row:  # slime: a loss_mask of None trains the response
+        trained: Bools = np.arange(n) >= n - int(row["response_length"])
+        return trained
+    raise SchemaError(
+        f"row {number} has the columns {', '.join(row)}: expected a mask, one of "
+        f"{', '.join((*MASKS, _COMPLETION, 'labels'))}"
+    )
+
+
+def _aligned(values: Array, n: int, number: int, name: str, fill: Any) -> Array:
+    """Values of the end of a row, as many as it has tokens."""
+    if len(values) > n:
+        raise SchemaError(
+            f"row {number}: {name} has {len(values)} values for {n} tokens"
+        )
+    before = np.full(n - len(values), fill, np.result_type(values, type(fill)))
+    return np.concatenate([before, values])
+
+
+def _nulls(values: Array) -> pa.Array:
+    return pa.array(values.astype(np.float32), pa.float32(), mask=np.isnan(values))
