@@ -381,3 +381,11 @@ def test_calls_without_any_result_may_stay_so():
     """A user can interrupt them."""
     got = Conversation().restore([USER, CALLS, NEXT])
     assert len(got.messages) == 3
+
+
+def test_a_call_of_another_tool_is_another_reply():
+    book = book_with(calling("", "{}"))
+    other = json.loads(json.dumps(calling("", "{}", ids=["z"])))
+    assert restored(book, USER, other)[1] == ["restored"]
+    other["tool_calls"][0]["function"]["name"] = "g"
+    assert restored(book, USER, other)[1] == ["new"]
