@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from trajkit_rollout.files import Folder, Patch, Placed
 from trajkit_shim.json_input import as_name, as_number, as_object, as_text, refuse
-from trajkit_shim.rollout.files import Folder, Patch, Placed
 
 Foreign: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 """A record with the keys of a task, and its files by name."""
@@ -52,7 +52,7 @@ def harbor(record: Mapping[str, object], folder: Path) -> Foreign:
     copies = _copies(lines, workdir)
     memory = environment.get("memory_mb", environment.get("memory"))
     limits = {"memory_mb": _mib(memory), "cpus": environment.get("cpus")}
-    files = {"tests": Folder(folder / "tests")}
+    files: dict[str, Any] = {"tests": Folder(folder / "tests")}
     if image is None and copies is not None:
         files["workspace"] = Placed(build, copies)
     return {
