@@ -187,7 +187,12 @@ FAULTS = [
         "covered = seen",
         LEARN,
     ),
-    ("packs/balancing.py", "size = ranks if equal_counts else 1", "size = ranks", PACKS),
+    (
+        "packs/balancing.py",
+        "size = ranks if equal_counts else 1",
+        "size = ranks",
+        PACKS,
+    ),
 ]
 
 

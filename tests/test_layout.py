@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "trajkit": ROOT / "trajkit",
     "trajkit_shim": ROOT / "shim/trajkit_shim",
+    "trajkit_rollout": ROOT / "shim/trajkit_rollout",
     "trajkit_train": ROOT / "examples/train/trajkit_train",
 }
 
@@ -129,14 +130,22 @@ def test_importing_trajkit_leaves_the_compute_functions_alone():
     assert "pyarrow.compute" not in modules_after(EVERY_NAME)
 
 
-@pytest.mark.parametrize("module", ["trajkit_shim.cli", "trajkit_train.command"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "trajkit_shim.cli",
+        "trajkit_rollout.command",
+        "trajkit_rollout.demo_command",
+        "trajkit_train.command",
+    ],
+)
 def test_commands_load_nothing_heavy_before_they_run(module):
     assert loaded_by(f"import {module}").isdisjoint(HEAVY)
 
 
 @pytest.mark.parametrize("path", modules("trajkit"), ids=lambda path: path.name)
 def test_trajkit_imports_nothing_heavy_and_never_the_shim(path):
-    refused = HEAVY | {"trajkit_shim", "trajkit_train"}
+    refused = HEAVY | PACKAGES.keys() - {"trajkit"}
     if path == ROOT / "trajkit/cli/tokenizer.py":
         # when a command is given one, and nowhere else
         refused -= {"tokenizers", "transformers"}
@@ -161,7 +170,8 @@ def test_trajkit_imports_nothing_heavy_and_never_the_shim(path):
 @pytest.mark.parametrize(
     ("package", "refused"),
     [
-        ("trajkit_shim", {"sglang", "torch", "trajkit_train"}),
+        ("trajkit_shim", {"sglang", "torch", "trajkit_rollout", "trajkit_train"}),
+        ("trajkit_rollout", {"sglang", "torch", "trajkit_train"}),
         ("trajkit_train", {"sglang"}),
     ],
 )

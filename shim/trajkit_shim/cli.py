@@ -1,18 +1,16 @@
-"""The shim's commands ``trajkit serve`` and ``trajkit demo``.
+"""The shim's command ``trajkit serve``.
 
-Their dependencies come with an extra, and are imported when a command runs.
+Its dependencies come with an extra, and are imported when it runs.
 """
 
 import argparse
 import errno
-import itertools
 import json
 import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,48 +66,6 @@ def add_serve(commands: Commands) -> None:
     )
     parser.set_defaults(admin_token=os.environ.get(ADMIN_TOKEN))
     parser.set_defaults(run=lambda arguments: _serve(parser, arguments))
-
-
-def add_demo(commands: Commands) -> None:
-    """Add ``demo`` to the command line."""
-    parser = commands.add_parser(
-        "demo",
-        help="watch real agents being recorded and turned into training rows",
-        description="Run coding agents against the gateway on the embedded engine, "
-        "each in a scratch git repository. Write their turns and the rows of every "
-        "policy, and print what drifted and what each policy trains, loses and costs. "
-        "The exit code is 1 if an agent failed.",
-    )
-    add_options(
-        parser,
-        """
--o --out RUN  directory of the run (default: the first free one of runs/demo, runs/demo-2,
-    ...)
---sessions N 4  number of concurrent agents (default: %(default)s)
---seed SEED  of the engine; random by default
---json  print only one JSON object
-""",
-        out={"type": Path},
-    )
-    parser.set_defaults(run=lambda arguments: _demo(parser, arguments))
-
-
-def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    with options.needs_extra(parser, "demo"):
-        # the agents are separate processes, which would report it late
-        if find_spec("minisweagent") is None:
-            raise ModuleNotFoundError(name="minisweagent")
-        from trajkit_shim.demo import run_demo
-    out = arguments.out or first_free(Path("runs/demo"))
-    return run_demo(
-        out, sessions=arguments.sessions, seed=arguments.seed, json=arguments.json
-    )
-
-
-def first_free(path: Path) -> Path:
-    """The path, or the first free one with a number appended."""
-    numbered = (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
-    return next(each for each in itertools.chain([path], numbered) if not each.exists())
 
 
 def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:

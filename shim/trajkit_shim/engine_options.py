@@ -38,26 +38,17 @@ _IMAGE_BODY = 64 << 20
 _ENGINE, _NONE = ("engine", "sglang"), "none"
 
 
-def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> None:
-    """Add the options that choose an engine; `engine_app` reads them.
-
-    ``launches``: the command always launches an SGLang server.
-    """
-    if not launches:
-        add_options(
-            parser,
-            """
---engine {embedded,sglang,vllm}  embedded: a small scripted engine, for trying things out
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose an engine; `engine_app` reads them."""
+    add_options(
+        parser,
+        f"""
+--engine {{embedded,sglang,vllm}}  embedded: a small scripted engine, for trying things out
     (the default)
 --engine-url URL...  of the server (not for embedded); repeat it for several servers of one
     model: each session stays on one of them
 --launch MODEL  start an SGLang server of this model directory, and end it with the command.
     Arguments after -- are the server's. Its log is RUN/engine.log
-""",
-        )
-    add_options(
-        parser,
-        f"""
 --launch-python FILE  the Python that SGLang is installed for (default: the one of this
     command)
 --launch-seconds SECONDS 1800  how long the server may take to start (default: %(default)s)

@@ -25,15 +25,15 @@ from tests.shim.fakes import (
 from tests.shim.rollout.test_grade import graded, results_of, task_of
 from tests.shim.test_weight_updates import Updatable
 from trajkit.errors import FormatError
+from trajkit_rollout.agents.sandbox import Spec
+from trajkit_rollout.agents.sandboxes.local import LocalSandbox, remove
+from trajkit_rollout.run import Callback
+from trajkit_rollout.tasks import Folder, Grade, Task, read_tasks
+from trajkit_rollout.workspace import StageError, Workspace
 from trajkit_shim import json_input
-from trajkit_shim.agents.sandbox import Spec
-from trajkit_shim.agents.sandboxes.local import LocalSandbox, remove
 from trajkit_shim.app import create_app
 from trajkit_shim.engines import http
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.rollout.run import Callback
-from trajkit_shim.rollout.tasks import Folder, Grade, Task, read_tasks
-from trajkit_shim.rollout.workspace import StageError, Workspace
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.answers import is_retry
 from trajkit_shim.sessions.append_log import AppendLog

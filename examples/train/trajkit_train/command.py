@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from trajkit.cli.options import Commands, add_options
-from trajkit_shim.cli import first_free
+from trajkit_rollout.demo_command import first_free
 from trajkit_shim.engine_options import needs_extra
 from trajkit_train.settings import POLICIES, Settings
 

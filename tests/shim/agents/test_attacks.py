@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from tests.shim.agents.test_sandbox import ISOLATED, marked, sandbox, sh
-from trajkit_shim.agents.sandbox import LimitError, Limits, SandboxError
-from trajkit_shim.agents.sandboxes import local
+from trajkit_rollout.agents.sandbox import LimitError, Limits, SandboxError
+from trajkit_rollout.agents.sandboxes import local
 
 # "local" needs bubblewrap; the others need their program and an image with Python
 KINDS = ("local", "docker", "apptainer", "e2b")
@@ -279,7 +279,7 @@ def test_a_log_cannot_be_emptied_by_what_writes_it(tmp_path, kind):
 
 
 def test_output_is_complete_however_often_it_is_looked_at(tmp_path, monkeypatch):
-    monkeypatch.setattr("trajkit_shim.agents.sandbox._LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("trajkit_rollout.agents.sandbox._LOOK_SECONDS", 0.001)
     script = "import os\nfor k in range(20_000): os.write(1, b'%d\\n' % k)"
     with sandbox("local", tmp_path) as box:
         for log in (None, tmp_path / "log"):
@@ -339,7 +339,7 @@ def test_what_an_agent_must_not_see_is_not_shown(tmp_path):
 
 def test_output_that_is_longer_than_the_memory_is_not_read(tmp_path, monkeypatch):
     """It takes no time and no disk."""
-    monkeypatch.setattr("trajkit_shim.agents.sandbox._MAX_OUTPUT", 1 << 20)
+    monkeypatch.setattr("trajkit_rollout.agents.sandbox._MAX_OUTPUT", 1 << 20)
     with sandbox("local", tmp_path) as box:
         for stream in (1, 2):
             script = f"truncate -s 2M /proc/self/fd/{stream}"

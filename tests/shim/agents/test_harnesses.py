@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trajkit_shim.agents.harness import HARNESSES, Harness, Job
-from trajkit_shim.agents.sandbox import CommandResult, SandboxError, Spec
-from trajkit_shim.agents.sandboxes.local import LocalSandbox
+from trajkit_rollout.agents.harness import HARNESSES, Harness, Job
+from trajkit_rollout.agents.sandbox import CommandResult, SandboxError, Spec
+from trajkit_rollout.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.protocols import PROTOCOLS
 
 DOCS = Path(__file__).parents[3] / "docs/serving.md"

@@ -23,7 +23,8 @@ import trajkit as tk
 from tests.shim.clients import http
 from tests.shim.rollout.test_rollout import EXAMPLES
 from tests.shim.rollout.test_rollout import run as run_command
-from trajkit_shim.agents.harness import HARNESSES, Job, Launch
+from trajkit_rollout import solver
+from trajkit_rollout.agents.harness import HARNESSES, Job, Launch
 from trajkit_shim.app import create_app
 from trajkit_shim.engines.embedded import (
     EmbeddedEngine,
@@ -33,7 +34,6 @@ from trajkit_shim.engines.embedded import (
 )
 from trajkit_shim.engines.embedded.script import messages
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.rollout import solver
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 

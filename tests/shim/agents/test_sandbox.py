@@ -21,17 +21,17 @@ import httpx
 import pytest
 
 from tests.shim import fake_e2b
-from trajkit_shim.agents.harness import HARNESSES
-from trajkit_shim.agents.sandbox import (
+from trajkit_rollout.agents.harness import HARNESSES
+from trajkit_rollout.agents.sandbox import (
     MARK,
     Limits,
     SandboxError,
     Spec,
     pack,
 )
-from trajkit_shim.agents.sandboxes import SANDBOXES, local
-from trajkit_shim.agents.sandboxes.local import _why_not_isolated, clear
-from trajkit_shim.rollout.run import Settings
+from trajkit_rollout.agents.sandboxes import SANDBOXES, local
+from trajkit_rollout.agents.sandboxes.local import _why_not_isolated, clear
+from trajkit_rollout.run import Settings
 
 HERE = Path(__file__).parents[1]
 ISOLATED = _why_not_isolated() is None
@@ -350,23 +350,23 @@ def test_kinds_are_found_by_name_or_import_path():
         names |= {"harness": "shell", "sandbox": "local", "sandbox_option": []}
         return Settings.chosen(argparse.Namespace(**{**names, **options}))
 
-    by_path = chosen(sandbox="trajkit_shim.agents.sandboxes.local:LocalSandbox")
+    by_path = chosen(sandbox="trajkit_rollout.agents.sandboxes.local:LocalSandbox")
     assert by_path == chosen()
     assert chosen(harness="claude_code").harness is HARNESSES["claude-code"]
     for name, said in (
         ("cloud", "is not one of"),
         ("no_such_package:X", "No module named"),
-        ("trajkit_shim.agents.sandbox:Absent", "no attribute 'Absent'"),
+        ("trajkit_rollout.agents.sandbox:Absent", "no attribute 'Absent'"),
         (
-            "trajkit_shim.agents.sandbox:pack",
+            "trajkit_rollout.agents.sandbox:pack",
             "function pack .*, not a subclass of Sandbox",
         ),
         (f"{__name__}:MADE", "LocalSandbox .*, not a subclass of Sandbox"),
-        ("trajkit_shim.agents.sandbox:Spec", "Spec'>, not a subclass of Sandbox"),
+        ("trajkit_rollout.agents.sandbox:Spec", "Spec'>, not a subclass of Sandbox"),
     ):
         with pytest.raises(ValueError, match=said):
             chosen(sandbox=name)
-    path = "trajkit_shim.agents.harness:Harness"
+    path = "trajkit_rollout.agents.harness:Harness"
     with pytest.raises(ValueError, match="Harness'>, not an instance of Harness"):
         chosen(harness=path)
 
@@ -384,8 +384,8 @@ def test_a_killed_runner_takes_its_sandboxes_processes_along(tmp_path):
     """Where the system knows how: what it started dies with it."""
     code = (
         "from pathlib import Path\n"
-        "from trajkit_shim.agents.sandboxes import local\n"
-        "from trajkit_shim.agents.sandbox import Spec\n"
+        "from trajkit_rollout.agents.sandboxes import local\n"
+        "from trajkit_rollout.agents.sandbox import Spec\n"
         f"box = local.LocalSandbox(Spec(name='left', scratch=Path({str(tmp_path)!r})))\n"
         "box.start()\n"
         "box.exec(['sh', '-c', 'echo on > begun; setsid sleep 600'], timeout_s=600)\n"

@@ -23,11 +23,11 @@ from starlette.routing import Route
 import trajkit as tk
 from trajkit import cli
 from trajkit.policies import PRESETS
-from trajkit_shim import demo as demo_package
-from trajkit_shim.demo import REVIEWER, lossy, run_demo, write_code
+from trajkit_rollout import demo as demo_package
+from trajkit_rollout.demo import REVIEWER, lossy, run_demo, write_code
+from trajkit_rollout.solver import SUBMIT
+from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.engines.embedded import Special
-from trajkit_shim.rollout.solver import SUBMIT
-from trajkit_shim.rollout.tasks import read_tasks
 
 ROOT = Path(__file__).parents[3]
 TASKS = read_tasks(Path(demo_package.__file__).parent / "tasks")
@@ -37,7 +37,7 @@ TASKS = read_tasks(Path(demo_package.__file__).parent / "tasks")
 def demo(tmp_path_factory):
     """The directory of one recorded session."""
     out = tmp_path_factory.mktemp("demo") / "runs/demo"
-    code = "import sys; from trajkit_shim.demo import run_demo\n" + (
+    code = "import sys; from trajkit_rollout.demo import run_demo\n" + (
         f"sys.exit(run_demo({str(out)!r}, sessions=1, seed=1, json=True))"
     )
     done = subprocess.run(

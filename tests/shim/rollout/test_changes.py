@@ -2,7 +2,7 @@
 
 import pytest
 
-from trajkit_shim.rollout.changes import LINK, Change, choose
+from trajkit_rollout.changes import LINK, Change, choose
 
 BEFORE = (
     *("it.py", "README", "setup.py", "test_it.py", "tests/test_a.py", "tests/data"),

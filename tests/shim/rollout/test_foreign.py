@@ -8,7 +8,7 @@ from tests.shim.agents.test_sandbox import ISOLATED
 from tests.shim.rollout.test_rollout import AGENT, EXAMPLES, command, run, sessions
 from trajkit.cli import BAD_DATA, DONE
 from trajkit.errors import FormatError
-from trajkit_shim.rollout.tasks import read_tasks
+from trajkit_rollout.tasks import read_tasks
 
 # a folder as `harbor init` makes it (harbor 0.25.0), with the task of its tutorial
 HARBOR = {

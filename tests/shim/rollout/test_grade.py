@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from trajkit.errors import FormatError
-from trajkit_shim.agents.sandbox import Limits, Spec, pack
-from trajkit_shim.agents.sandboxes.local import LocalSandbox
-from trajkit_shim.rollout.grade import Work, grade
-from trajkit_shim.rollout.grade import test_results as results_of
-from trajkit_shim.rollout.tasks import read_tasks
-from trajkit_shim.rollout.workspace import AgentError, StageError, Workspace
+from trajkit_rollout.agents.sandbox import Limits, Spec, pack
+from trajkit_rollout.agents.sandboxes.local import LocalSandbox
+from trajkit_rollout.grade import Work, grade
+from trajkit_rollout.grade import test_results as results_of
+from trajkit_rollout.tasks import read_tasks
+from trajkit_rollout.workspace import AgentError, StageError, Workspace
 
 
 def task_of(tmp_path, **fields):

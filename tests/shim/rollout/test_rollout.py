@@ -20,16 +20,16 @@ import trajkit as tk
 from tests.shim.agents.test_sandbox import ISOLATED, marked
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE, main
 from trajkit.errors import FormatError
-from trajkit_shim.agents.sandbox import SandboxError
-from trajkit_shim.agents.sandboxes.local import LocalSandbox
+from trajkit_rollout import solver
+from trajkit_rollout.agents.sandbox import SandboxError
+from trajkit_rollout.agents.sandboxes.local import LocalSandbox
+from trajkit_rollout.command import add_rollout
+from trajkit_rollout.run_log import RunLog
+from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.engines.embedded import EmbeddedEngine, Reply, load_tokenizer
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.rollout import solver
-from trajkit_shim.rollout.command import add_rollout
-from trajkit_shim.rollout.run_log import RunLog
-from trajkit_shim.rollout.tasks import read_tasks
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 

@@ -1,6 +1,6 @@
 """``trajkit demo``: real coding agents on the gateway, and the resulting rows.
 
-mini-swe-agent works on small tasks in sandboxes (`trajkit_shim.rollout`), against the
+mini-swe-agent works on small tasks in sandboxes (`trajkit_rollout`), against the
 gateway with the embedded engine. The agents do what real agents do: they make an invalid
 call and are asked again, lose a reply and repeat the request (a retry), start a second
 agent (a sub-agent), and their client and the chat template return every reply slightly
@@ -26,8 +26,13 @@ from trajkit.cli import main
 from trajkit.cli.text import text_table
 from trajkit.policies import PRESETS
 from trajkit.schema import LABELS
-from trajkit_shim.agents.harness import HARNESSES, Job
-from trajkit_shim.agents.sandboxes.local import LocalSandbox
+from trajkit_rollout.agents.harness import HARNESSES, Job
+from trajkit_rollout.agents.sandboxes.local import LocalSandbox
+from trajkit_rollout.files import Texts
+from trajkit_rollout.run import Rollouts, Settings
+from trajkit_rollout.run_log import Rollout
+from trajkit_rollout.solver import SUBMIT, solve
+from trajkit_rollout.tasks import Task, read_tasks
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.engines.embedded import (
@@ -39,11 +44,6 @@ from trajkit_shim.engines.embedded import (
 )
 from trajkit_shim.engines.embedded.script import acts, messages, n_responses
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.rollout.files import Texts
-from trajkit_shim.rollout.run import Rollouts, Settings
-from trajkit_shim.rollout.run_log import Rollout
-from trajkit_shim.rollout.solver import SUBMIT, solve
-from trajkit_shim.rollout.tasks import Task, read_tasks
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 

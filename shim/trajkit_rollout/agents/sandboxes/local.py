@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from trajkit_shim.agents import sandbox
-from trajkit_shim.agents.bridge import OPEN, PORT, bridge
-from trajkit_shim.agents.sandbox import (
+from trajkit_rollout.agents import sandbox
+from trajkit_rollout.agents.bridge import OPEN, PORT, bridge
+from trajkit_rollout.agents.sandbox import (
     Command,
     CommandResult,
     LimitError,

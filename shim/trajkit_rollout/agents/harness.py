@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
-from trajkit_shim.agents.sandbox import CommandResult, Sandbox, SandboxError, pack
+from trajkit_rollout.agents.sandbox import CommandResult, Sandbox, SandboxError, pack
 
 _INSTALL_SECONDS = 900.0
 _CHECK_SECONDS = 120.0
@@ -151,7 +151,7 @@ def _claude_failed(done: CommandResult) -> str | None:
 
 
 _FAILED = {"claude-code": _claude_failed}
-_RECORDS = files("trajkit_shim.agents").joinpath("harnesses.toml").read_text("utf-8")
+_RECORDS = files("trajkit_rollout.agents").joinpath("harnesses.toml").read_text("utf-8")
 
 HARNESSES: Mapping[str, Harness] = {
     name: Harness(name=name, failed=_FAILED.get(name, failed_by_code), **record)

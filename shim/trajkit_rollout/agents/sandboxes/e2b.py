@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from trajkit_shim.agents import sandbox
-from trajkit_shim.agents.sandbox import (
+from trajkit_rollout.agents import sandbox
+from trajkit_rollout.agents.sandbox import (
     TAIL_BYTES,
     Command,
     CommandResult,

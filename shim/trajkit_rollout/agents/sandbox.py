@@ -134,7 +134,7 @@ class Spec:
     gateway: str | None = None
     # options of one kind of sandbox
     options: Mapping[str, str] = field(default_factory=dict)
-    # of the task: see `trajkit_shim.rollout.tasks.Task`
+    # of the task: see `trajkit_rollout.tasks.Task`
     build: str | None = None
     plain: bool = False
     places: tuple[str, ...] = ()

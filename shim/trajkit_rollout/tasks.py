@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from trajkit.errors import FormatError
-from trajkit_shim.agents.sandbox import Limits
+from trajkit_rollout.agents.sandbox import Limits
+from trajkit_rollout.files import Checkout, Files, Folder, Placed, Texts
+from trajkit_rollout.foreign import harbor, swebench
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     as_flag,
@@ -30,8 +32,6 @@ from trajkit_shim.json_input import (
     list_of,
     refuse,
 )
-from trajkit_shim.rollout.files import Checkout, Files, Folder, Placed, Texts
-from trajkit_shim.rollout.foreign import harbor, swebench
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Agent:
 class Grade:
     """How a task is graded."""
 
-    kind: str = "command"  # one of `KINDS`; see `trajkit_shim.rollout.grade`
+    kind: str = "command"  # one of `KINDS`; see `trajkit_rollout.grade`
     # For ``command``, ``tests`` and ``reward_file``: a shell command. It runs in the
     # folder of the task's tests, or in the workspace if there are none; a
     # ``reward_file`` always in the workspace. ``{tests}``, ``{workspace}`` and ``{logs}``
@@ -104,7 +104,7 @@ class Task:
     tests: Files | None = None
     solution: Files | None = None
     # Patterns of the files that the agent may change; see
-    # `trajkit_shim.rollout.changes`. None: that module's default.
+    # `trajkit_rollout.changes`. None: that module's default.
     editable: tuple[str, ...] | None = None
     # a git repository whose commit is the workspace
     repository: str | None = None

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from trajkit_shim.agents.sandbox import Sandbox
-from trajkit_shim.agents.sandboxes.containers import ApptainerSandbox, DockerSandbox
-from trajkit_shim.agents.sandboxes.e2b import E2BSandbox
-from trajkit_shim.agents.sandboxes.local import LocalSandbox
+from trajkit_rollout.agents.sandbox import Sandbox
+from trajkit_rollout.agents.sandboxes.containers import ApptainerSandbox, DockerSandbox
+from trajkit_rollout.agents.sandboxes.e2b import E2BSandbox
+from trajkit_rollout.agents.sandboxes.local import LocalSandbox
 
 SANDBOXES: Mapping[str, type[Sandbox]] = {
     kind.kind: kind

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar, TypeAlias
 
 from trajkit.errors import FormatError
-from trajkit_shim.agents.sandbox import pack
+from trajkit_rollout.agents.sandbox import pack
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from trajkit_shim.agents.sandbox import Sandbox, pack
-from trajkit_shim.rollout.changes import LINK, Change, Choice, choose
-from trajkit_shim.rollout.tasks import Task
+from trajkit_rollout.agents.sandbox import Sandbox, pack
+from trajkit_rollout.changes import LINK, Change, Choice, choose
+from trajkit_rollout.tasks import Task
 
 _GIT_SECONDS = 300.0
 # Lists the modules that each Python here can import, without importing any. Without

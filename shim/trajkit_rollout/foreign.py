@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from trajkit_rollout.files import Folder, Patch, Placed
 from trajkit_shim.json_input import as_name, as_number, as_object, as_text, refuse
-from trajkit_shim.rollout.files import Folder, Patch, Placed
 
 Foreign: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 """A record with the keys of a task, and its files by name."""

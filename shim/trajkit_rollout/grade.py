@@ -1,6 +1,6 @@
 """Grades an agent's work in a fresh copy that the agent never saw.
 
-The graded copy has the changes of the agent that `trajkit_shim.rollout.changes` lets
+The graded copy has the changes of the agent that `trajkit_rollout.changes` lets
 through. The tests are outside of it, and so is the program that runs them and proves
 that they came to their end (`grader`). Work that cannot be graded raises `StageError`.
 """
@@ -19,9 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trajkit_shim.agents.sandbox import CommandResult, Sandbox, pack
-from trajkit_shim.rollout.tasks import Grade
-from trajkit_shim.rollout.workspace import AgentError, StageError, Workspace
+from trajkit_rollout.agents.sandbox import CommandResult, Sandbox, pack
+from trajkit_rollout.tasks import Grade
+from trajkit_rollout.workspace import AgentError, StageError, Workspace
 
 # exit codes of a shell that cannot run or find a command, or is killed
 _NOT_RUN = (126, 127, -9)
@@ -177,7 +177,7 @@ GRADERS: Mapping[str, Callable[[Work, Grade], float]] = {
     "completed": lambda work, _: float(work.finished),
     "swebench": _by_swebench,
 }
-"""The graders by kind (`trajkit_shim.rollout.tasks.KINDS`)."""
+"""The graders by kind (`trajkit_rollout.tasks.KINDS`)."""
 
 
 def test_results(output: bytes) -> dict[str, bool]:

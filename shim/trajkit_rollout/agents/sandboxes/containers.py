@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
-from trajkit_shim.agents import sandbox
-from trajkit_shim.agents.sandbox import (
+from trajkit_rollout.agents import sandbox
+from trajkit_rollout.agents.sandbox import (
     Command,
     CommandResult,
     SandboxError,

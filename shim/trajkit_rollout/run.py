@@ -17,26 +17,26 @@ import httpx
 
 from trajkit.cli.progress import Progress
 from trajkit.io.tables import write_table
-from trajkit_shim.admin import TOKEN_HEADER
-from trajkit_shim.agents.harness import HARNESSES, Harness, Job
-from trajkit_shim.agents.sandbox import (
+from trajkit_rollout.agents.harness import HARNESSES, Harness, Job
+from trajkit_rollout.agents.sandbox import (
     LimitError,
     Sandbox,
     SandboxError,
     Spec,
     remove,
 )
-from trajkit_shim.agents.sandboxes import SANDBOXES
-from trajkit_shim.agents.sandboxes.local import clear
-from trajkit_shim.rollout.grade import Work, grade
-from trajkit_shim.rollout.run_log import Rollout, RunLog
-from trajkit_shim.rollout.tasks import Task
-from trajkit_shim.rollout.workspace import (
+from trajkit_rollout.agents.sandboxes import SANDBOXES
+from trajkit_rollout.agents.sandboxes.local import clear
+from trajkit_rollout.grade import Work, grade
+from trajkit_rollout.run_log import Rollout, RunLog
+from trajkit_rollout.tasks import Task
+from trajkit_rollout.workspace import (
     AGENT_ENV,
     AgentError,
     StageError,
     Workspace,
 )
+from trajkit_shim.admin import TOKEN_HEADER
 
 _LOG = logging.getLogger(__name__)
 

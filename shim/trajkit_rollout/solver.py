@@ -9,9 +9,9 @@ import tarfile
 from collections.abc import Sequence
 from io import BytesIO
 
+from trajkit_rollout.tasks import Task
 from trajkit_shim.engines.embedded import Policy, Reply
 from trajkit_shim.engines.embedded.script import acts, messages, n_responses
-from trajkit_shim.rollout.tasks import Task
 
 # tools that run a shell command, with the name of the argument
 _SHELLS = (

@@ -24,7 +24,7 @@ from trajkit_shim import engine_options as options
 from trajkit_shim.engine_options import ADMIN_TOKEN
 
 if TYPE_CHECKING:
-    from trajkit_shim.rollout.run_log import Rollout
+    from trajkit_rollout.run_log import Rollout
 
 _DESCRIPTION = (
     "Run a coding agent on each task in a sandbox of its own, record its model calls, and "
@@ -40,21 +40,7 @@ def add_rollout(commands: Commands) -> None:
     _add(commands.add_parser("rollout", help=help, description=_DESCRIPTION))
 
 
-def add_up(commands: Commands) -> None:
-    """Add ``up`` to the command line: ``rollout`` with the server of ``--launch``."""
-    parser = commands.add_parser(
-        "up",
-        help="start an SGLang server, and have an agent work on tasks with it",
-        description="trajkit rollout --engine sglang --launch MODEL, in short: start an "
-        f"SGLang server and a gateway, and end them with the run. {_DESCRIPTION} "
-        "Arguments after -- are the server's.",
-    )
-    add_options(parser, "launch MODEL  directory of the model")
-    _add(parser, launches=True)
-    parser.set_defaults(engine="sglang", engine_url=[])
-
-
-def _add(parser: argparse.ArgumentParser, *, launches: bool = False) -> None:
+def _add(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser,
         f"""
@@ -91,7 +77,7 @@ tasks TASKS  a JSONL file, a directory with a task.toml, or a directory of those
         tasks={"type": Path},
         out={"type": Path},
     )
-    options.add_engine(parser, launches=launches)
+    options.add_engine(parser)
     parser.set_defaults(admin_token=os.environ.get(ADMIN_TOKEN))
     parser.set_defaults(run=lambda arguments: _rollout(parser, arguments))
 
@@ -102,9 +88,9 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     elif arguments.harness is None or arguments.out is None:
         parser.error("--harness and --out are required, but for --self-test")
     with options.needs_extra(parser, "shim"):
-        from trajkit_shim.rollout.run import Callback, Rollouts, Settings
-        from trajkit_shim.rollout.solver import solve
-        from trajkit_shim.rollout.tasks import read_tasks, task_files
+        from trajkit_rollout.run import Callback, Rollouts, Settings
+        from trajkit_rollout.solver import solve
+        from trajkit_rollout.tasks import read_tasks, task_files
         from trajkit_shim.serve import running
     try:
         settings = Settings.chosen(arguments)
