@@ -225,11 +225,11 @@ COMMIT = "git add -A && git -c user.name=a -c user.email=a@localhost commit -qm 
         ("true", "git init -q b && echo b > b/a"),
         ("true", f"git init -q b && cd b && echo b > a && {COMMIT}"),
         (f"git init -q b; cd b; echo b > a; {COMMIT}", "echo c > b/a"),
-        ("mkdir a; echo b > a/c", "rm -r a; ln -s /tmp a"),
+        ("mkdir a d; echo b > a/c; echo e > d/f", "rm -r a; ln -s d a"),
         (
             "true",
             "mkdir 'x y'; printf b > \"x y/q'\\\"\n\"; printf '\\0\\377' > -f; "
-            "ln -s /nowhere l; mkfifo pipe",
+            "ln -s nowhere l; mkfifo pipe",
         ),
     ],
     ids=["crlf", "line ends", "ident", "empty", "nested", "within", "link", "odd"],
@@ -239,7 +239,9 @@ def test_what_an_agent_leaves_is_what_is_graded(tmp_path, before, change):
     source.mkdir()
     subprocess.run(["sh", "-c", before], cwd=source, check=True)
     rules = Grade(kind="completed")
-    task = Task(id="t", prompt="p", workspace=Folder(source), grade=rules)
+    task = Task(
+        id="t", prompt="p", workspace=Folder(source), grade=rules, editable=("**",)
+    )
     # git knows no directories; what a repository's own one holds is not the workspace's
     look = (
         "find . -name .git -prune -o -type l -print -o -type f -print0 | sort -z | "
@@ -316,13 +318,24 @@ async def test_an_engine_that_falls_silent_is_given_up(monkeypatch):
         await connections.close()
 
 
-async def test_connections_to_an_engine_notice_that_it_is_gone(tmp_path):
+async def test_connections_to_an_engine_notice_that_it_is_gone():
     """Its machine sends nothing then, and does not close them either."""
-    app = create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path / "log"))
-    with running(app) as url:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         connections = http.Connections()
-        async with connections.session().get(f"{url}/healthz") as answer:
-            line = answer.connection.transport.get_extra_info("socket")
-            assert line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+        asked = asyncio.create_task(connections.session().get(url))
+        loop = asyncio.get_running_loop()
+        silent.setblocking(False)
+        line, _ = await loop.sock_accept(silent)
+        with line:
+            await loop.sock_recv(line, 1)
+            # the answer has begun, so that its connection is held
+            await loop.sock_sendall(
+                line, b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n"
+            )
+            answer = await asked
+            own = answer.connection.transport.get_extra_info("socket")
+            assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+            answer.close()
         await connections.close()
