@@ -155,37 +155,48 @@ class Workspace:
             # In a patch, one change may have two names. In the tree that it makes, each
             # changed file has one.
             self._git("grade", *_APPLY, "--cached", stdin=patch)
-            tree = self._tree("grade")
-            changes = self._changes(tree)
+            facts = self._facts(self._tree("grade"))
+            changes = self._changes(facts)
         before = self._names("ls-tree", "-r", "--name-only", self._start)
         editable = self.task.editable
         choice = choose(changes, before, self._modules(), editable)
         if choice.graded:
             with _by_agent():
-                self._git("grade", "read-tree", self._start)
-                names = b"".join(os.fsencode(name) + b"\0" for name in choice.graded)
-                takes = ("checkout", "--no-overlay", "--pathspec-from-file=-")
-                self._git(
-                    "grade",
-                    "--literal-pathspecs",
-                    *takes,
-                    "--pathspec-file-nul",
-                    tree,
-                    stdin=names,
-                )
+                self._take({name: facts[name] for name in choice.graded})
         return choice
 
-    def _changes(self, tree: str) -> list[Change]:
-        """What differs between the start and a tree."""
+    def _take(self, facts: Mapping[str, tuple[str, str]]) -> None:
+        """Make changed files those of the workspace, from their modes and hashes."""
+        self._git("grade", "read-tree", "--reset", self._start)
+        # what is removed first: a folder may become a file, and a file a folder
+        lines = [
+            b"%s %s\t%s\0" % (mode.encode(), hash_.encode(), os.fsencode(name))
+            for name, (mode, hash_) in sorted(
+                facts.items(), key=lambda item: int(item[1][0], 8) != 0
+            )
+        ]
+        index = ("update-index", "-z", "--index-info")
+        self._git("grade", *index, stdin=b"".join(lines))
+        tree = self._tree("grade")
+        self._git("grade", "read-tree", "--reset", self._start)
+        self._git("grade", "read-tree", "--reset", "-u", tree)
+
+    def _facts(self, tree: str) -> dict[str, tuple[str, str]]:
+        """The new mode and hash of each file that differs between the start and a tree."""
         fields = self._names(*_DIFF, "--raw", self._start, tree)
         # before each name: old mode, new mode, old hash, new hash, letter
         facts = [text.split() for text in fields[::2]]
-        names = fields[1::2]
-        links = [(n, f[3]) for n, f in zip(names, facts, strict=True) if f[1] == LINK]
+        return {
+            name: (fact[1], fact[3])
+            for name, fact in zip(fields[1::2], facts, strict=True)
+        }
+
+    def _changes(self, facts: Mapping[str, tuple[str, str]]) -> list[Change]:
+        """The changes, with the targets of links."""
+        links = [(name, hash_) for name, (mode, hash_) in facts.items() if mode == LINK]
         targets = self._contents(links)
         return [
-            Change(name, fact[1], targets.get(name))
-            for name, fact in zip(names, facts, strict=True)
+            Change(name, mode, targets.get(name)) for name, (mode, _) in facts.items()
         ]
 
     def _contents(self, files: Sequence[tuple[str, str]]) -> dict[str, str]:
