@@ -121,7 +121,10 @@ def describe(
             text.append(
                 f"  and {len(bad[row]) - _MOST_LINES} more, in the table of --out"
             )
-    text += [f"no row: {one['detail']}" for one in by_row[None]][:_MOST_LINES]
+    for one in by_row[None][:_MOST_LINES]:
+        session = one["session_id"]
+        where = "no row" if session is None else f"session {session}"
+        text.append(f"{where}: {one['detail']}")
     kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for own in bad.values():
         for one in own:
