@@ -59,6 +59,7 @@ RIGHT = {
     tk.add_advantages: {"rows": ROWS, "sessions": training.advantages(group(REPORT))},
     tk.add_weights: {"rows": ROWS},
     tk.balance: {"packs": PACKS, "ranks": 1},
+    tk.check_rows: {"rows": ROWS, "turns": TURNS},
     tk.classify_drift: {"turns": TURNS, "links": LINKS},
     tk.compact: {"turns": TURNS},
     tk.expand: {"turns": TURNS},
@@ -160,7 +161,7 @@ def test_a_choice_is_checked_before_a_stream_is_read():
         lambda: turns.reject_sessions(turns_of(), nonfinite_logprobs="zero"),
         lambda: tk.linearize(turns_of(), payloads="zzz"),
         lambda: tk.verify(ROWS, turns_of(), weigh_by="zzz"),
-        lambda: observations.observation_weights(ROWS, turns_of(), rule="zzz"),
+        lambda: observations.observation_weights(ROWS, turns_of(), missing="zzz"),
     ):
         with pytest.raises(ArgumentError, match=r"zzz|zero"):
             make()

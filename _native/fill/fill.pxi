@@ -247,7 +247,8 @@ cdef bint _fill_spans(
     cdef bint owned
     cdef Span[3] spans
     cdef Span part
-    while n_left > 0 and 0 <= call < paths.n_calls:  # upwards, so the spans are written from the end
+    # upwards, so the spans are written from the end
+    while n_left > 0 and 0 <= call < paths.n_calls:
         owned = choices.train_in == TRAIN_IN_EVERY or owners[call] == rows[r].owner
         n = _output_spans(&paths.calls[call], replaced, owned, choices, spans)
         n_parts = 0

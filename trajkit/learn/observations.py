@@ -4,6 +4,8 @@ A token that a tool's output or another message renders has a weight if the mode
 predict it, once per rollout however many rows show it.
 """
 
+from __future__ import annotations  # a signature shows the words below
+
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field

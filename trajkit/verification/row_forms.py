@@ -93,6 +93,18 @@ def plain_rows(given: object) -> pa.Table:
 _TOKENS = ("input_ids", "loss_mask", "logprobs")
 
 
+def _fields(one: Any) -> dict[str, Any]:
+    """The attributes of an object that is one row."""
+    if is_dataclass(one) and not isinstance(one, type):
+        return asdict(one)
+    if not hasattr(one, "__dict__"):
+        raise SchemaError(
+            f"rows: a list with a {type(one).__name__}: expected dicts, or objects with the "
+            "fields of a row"
+        )
+    return vars(one)
+
+
 def _table(given: Any) -> pa.Table:
     """A table of columns, records, or objects with attributes."""
     if hasattr(given, "batch") and hasattr(
@@ -102,12 +114,7 @@ def _table(given: Any) -> pa.Table:
     if hasattr(given, "to_dict") and hasattr(given, "batch_size"):  # a TensorDict
         given = given.to_dict()
     if isinstance(given, list | tuple) and given and not isinstance(given[0], Mapping):
-        given = [
-            asdict(one)
-            if is_dataclass(one) and not isinstance(one, type)
-            else vars(one)
-            for one in given
-        ]
+        given = [_fields(one) for one in given]
     if isinstance(given, list | tuple):
         wanted = {*WHOLE, *MASKS, *LOGPROBS, *_SAMPLED, *(n for p in PARTS for n in p)}
         wanted |= {_COMPLETION, "prompt_mask", "attention_mask", "labels"}

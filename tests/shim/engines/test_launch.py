@@ -453,7 +453,7 @@ def test_servers_of_different_models(python, model, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_up_runs_server_gateway_and_rollouts(python, model, tmp_path, capsys):
+def test_rollout_runs_server_gateway_and_agents(python, model, tmp_path, capsys):
     agent = (
         f"{sys.executable} -c 'import json, os, urllib.request as r; "
         'r.urlopen(r.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", '
@@ -464,7 +464,8 @@ def test_up_runs_server_gateway_and_rollouts(python, model, tmp_path, capsys):
     task = {"id": "t", "prompt": "p", "workspace": {"a": "a"}}
     tasks.write_text(json.dumps({**task, "grade": {"kind": "completed"}}))
     out, pids = tmp_path / "run", tmp_path / "pids"
-    argv = ["up", model, "--harness", "shell", "--argument", agent, str(tasks)]
+    argv = ["rollout", str(tasks), "--harness", "shell", "--argument", agent]
+    argv += ["--engine", "sglang", "--launch", model]
     argv += ["--out", str(out), "--launch-python", python, "--json"]
     argv += ["--sandbox-option", "namespaces=no", "--", "--pids", str(pids)]
     assert cli.main(argv) == cli.DONE
