@@ -99,10 +99,10 @@ def _fields(one: Any) -> dict[str, Any]:
         return asdict(one)
     if not hasattr(one, "__dict__"):
         raise SchemaError(
-            f"rows: a list with a {type(one).__name__}: expected dicts, or objects with the "
-            "fields of a row"
+            f"rows: a list with a {type(one).__name__}: expected dicts, or objects with "
+            "the fields of a row"
         )
-    return vars(one)
+    return dict(vars(one))
 
 
 def _table(given: Any) -> pa.Table:
