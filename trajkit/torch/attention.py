@@ -10,6 +10,8 @@ build. The masks of ``"trajkit"`` are `LayerMask`, which keep this as a function
 positions; the tree says the rest.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import itertools
@@ -79,11 +81,11 @@ def layer_mask(
     return LayerMask(window) if tree is None else tree.pairs(window)
 
 
-_TENSOR_MASKS: ContextVar["TreeAttention | None"] = ContextVar("tree", default=None)
+_TENSOR_MASKS: ContextVar[TreeAttention | None] = ContextVar("tree", default=None)
 
 
 @contextlib.contextmanager
-def tensor_masks(tree: "TreeAttention") -> Iterator[None]:
+def tensor_masks(tree: TreeAttention) -> Iterator[None]:
     """Gives layers the tree as one bool for each pair of tokens.
 
     For layers that choose the tokens that they attend (sparse attention): among those
@@ -198,7 +200,7 @@ class TreeAttention:
         """The segments of the pack, for layers with a state."""
         return Segments(self._tokens, self.device)
 
-    def trunks(self, window: Window) -> "Trunks | None":
+    def trunks(self, window: Window) -> Trunks | None:
         """The trunks of the pack, if layers with this window attend them apart."""
         return self._trunks if window is None else None
 
