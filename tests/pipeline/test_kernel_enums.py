@@ -1,5 +1,6 @@
 """Names that Python and the kernels share mean the same in both, or the import fails."""
 
+import os
 import re
 import subprocess
 import sys
@@ -94,7 +95,7 @@ def test_swapped_words_fail_at_import(tmp_path, file, old, new):
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )
