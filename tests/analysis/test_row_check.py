@@ -10,7 +10,7 @@ from hypothesis import given
 import trajkit as tk
 from tests.strategies import runs
 from trajkit.errors import SchemaError
-from trajkit.export import openrlhf, sft, slime, trl, verl
+from trajkit.export import sft, slime, trl, verl
 from trajkit.policies import PRESETS
 from trajkit.schema import ROW_CHECK_KINDS, ROW_CHECKS
 from trajkit.verification.row_forms import plain_rows
@@ -246,14 +246,6 @@ def test_positions_count_padding(form):
     prompt = rows.get("prompts", rows.get("prompt_ids"))
     at = prompt.shape[1] + 3
     assert [(line[2], line[3]) for line in wrong(rows)] == [(at, "not_sampled")]
-
-
-def test_openrlhf_s_rollouts_are_understood():
-    fields = openrlhf.execution_fields(ROWS)
-    first = fields[0] if isinstance(fields, list) else fields
-    if "observation_tokens" in first:
-        pytest.skip("ranges instead of a mask")
-    assert wrong(fields) == []
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
+from trajkit.errors import ExportError
 from trajkit.export._rows import (
     advantages_of,
     checked_rows,
@@ -147,7 +148,7 @@ def by_rollout(trainer: type[Any], rollouts: float) -> type[Any]:
             self, model: Any, inputs: Any, *args: Any, **kwargs: Any
         ) -> Any:
             if self.aux_loss_enabled:
-                raise NotImplementedError(
+                raise ExportError(
                     "by_rollout would weigh the router's auxiliary loss as well: set "
                     "router_aux_loss_coef=0"
                 )
