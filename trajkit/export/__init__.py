@@ -38,6 +38,4 @@ FILE_FORMATS = ("llama-factory", "prime-rl", "sft", "skyrl-sft", "slime", "tinke
 """The formats of ``trajkit export``; `trajkit.export.files` writes them."""
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(
-        __name__, {"_rows": "StepCounts sessions_of step_counts"}, MODULES
-    )
+    __getattr__, __dir__ = lazy_names(__name__, MODULES)

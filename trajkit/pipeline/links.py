@@ -1,14 +1,12 @@
 """Which call a call continues: the ``links`` table."""
 
-from typing import overload
-
 import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, canonical
-from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit._streams.stages import apply, stage
 from trajkit.errors import InvalidTurnsError
 from trajkit.pipeline.routes import ROUTES
 from trajkit.pipeline.routes.links import first_of_session
@@ -24,22 +22,14 @@ from trajkit.turns.validation import check_table
 BY_MESSAGES: tuple[ParentBy, ...] = ("messages", "agents", "generations")
 
 
-@overload
-def link(
-    turns: Stream | pa.RecordBatchReader, policy: str | Policy = ...
-) -> Stream: ...
-@overload
-def link(turns: TableLike, policy: str | Policy = ...) -> pa.Table: ...
-def link(
-    turns: TableLike | Stream, policy: str | Policy = "faithful"
-) -> pa.Table | Stream:
+@stage
+def link(turns: TableLike, policy: str | Policy = "faithful") -> pa.Table:
     """The turn that each turn continues under a policy.
 
     Parameters
     ----------
-    turns : table, or iterator of record batches
-        `trajkit.schema.TURNS` in full or delta form. Iterators as for
-        `trajkit.linearize`.
+    turns : table
+        `trajkit.schema.TURNS` in full or delta form.
     policy : str or Policy
         A name (see `trajkit.policy`) or a policy, as for `trajkit.linearize`. Links
         depend on ``parent_by``, ``dispatch_tools``, ``merge_rewrites``,
@@ -57,8 +47,7 @@ def link(
     Returns
     -------
     Table
-        `trajkit.schema.LINKS`, one row per turn, in the order of ``turns``. For an
-        iterator: an iterator of record batches.
+        `trajkit.schema.LINKS`, one row per turn, in the order of ``turns``.
 
     Raises
     ------
@@ -79,7 +68,10 @@ def link(
         calls = read_calls(turns)
         return links_table(calls, find_links(calls, grow(calls), chosen))
 
-    return map_sessions(one, ("turns", turns), table_of=as_turns)
+    return apply(one, turns, table_of=as_turns)
+
+
+link_batches = link.batches
 
 
 def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
