@@ -28,7 +28,7 @@ GATEWAY = (
         ),
         (
             "a restored reply counts as it was sent",
-            "as_sent = stop == index + 1 and alike[0] == sent",
+            "as_sent = stop == index + 1 and first == sent",
             "as_sent = True",
         ),
         (
@@ -38,20 +38,20 @@ GATEWAY = (
         ),
         (
             "results keep the order of the client",
-            "return [found[sent_id] for sent_id in calls]",
-            "return [*found.values()]",
+            "return [by_call[sent_id] for sent_id in calls]",
+            "return [*by_call.values()]",
         ),
         ("a call may have no result", "if missing:", "if False:"),
-        ("a call may have two results", "if sent_id in found:", "if False:"),
+        ("a call may have two results", "if sent_id in by_call:", "if False:"),
         (
             "half a character ends the session",
             'if known in (None, "new") and "\\\\ud" in record.body:',
             "if False:",
         ),
         (
-            "the ids of a fork are overwritten",
-            "if n_ids == self._n_used and end <= len(self.ids):",
-            "if end <= len(self.ids):",
+            "ids of earlier turns are kept apart",
+            "earlier.ids = ids[: len(earlier.ids)]",
+            "pass",
         ),
         (
             "ids are never released",
@@ -60,7 +60,7 @@ GATEWAY = (
         ),
         (
             "a call of another reply may be this one",
-            'if sent["id"] != call["id"] and str(sent["id"]) in self._replies:',
+            'if sent["id"] != call["id"] and str(sent["id"]) in self._nodes:',
             "if False:",
         ),
         (
@@ -70,7 +70,7 @@ GATEWAY = (
         ),
         (
             "of several replies of unknown position the first is restored",
-            "if alike and (key is position or len(alike) == 1):",
+            "if alike and (key is position or all(n.message == first for n in alike)):",
             "if alike:",
         ),
     ),
@@ -313,24 +313,38 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/sessions/agent_starts.py",
-        "tests/shim/sessions tests/shim/test_app.py",
-        ("any call started an agent", "if call[1] in text", "if True"),
-        ("a call starts several agents", "self._calls.remove(call)", "pass"),
+        "shim/trajkit_shim/prompting/conversation.py",
+        "tests/shim/sessions/test_agent_starts.py tests/shim/sessions/test_delta_log.py",
+        ("any call started an agent", "if prompt in text\n", "if True\n"),
+        (
+            "a call starts several agents",
+            "self._used.add((node.turn, number))",
+            "pass",
+        ),
         (
             "a call of another agent may have started one",
-            "and (caller.harness is None or call[0] == caller.parent_agent_id)",
+            "and (not named or node.agent_id == parent_id)",
             "",
         ),
         (
             "a conversation that goes on has a start",
-            'if any(known in ("as_sent", "restored") for known in restored.known):',
-            "if False:",
+            "if restored.sampled or (named and agent_id is None):",
+            "if named and agent_id is None:",
         ),
         (
             "the shortest prompt counts",
-            "call = max(fitting, key=lambda one: len(one[1]))",
-            "call = min(fitting, key=lambda one: len(one[1]))",
+            "max(fitting, key=lambda one: len(one[2]))",
+            "min(fitting, key=lambda one: len(one[2]))",
+        ),
+        (
+            "a reply that was not sent back is shared",
+            "n_messages + (node.after == after)",
+            "n_messages + 1",
+        ),
+        (
+            "ids are shared by their number",
+            "return int(np.argmax(differs)) if differs.any() else n",
+            "return n",
         ),
     ),
     place(
@@ -338,23 +352,18 @@ GATEWAY = (
         "tests/shim/sessions tests/shim/test_app.py",
         (
             "a body is written twice",
-            "body = None if message.key in written.keys else message.body",
+            "body = None if known else message.body",
             "body = message.body",
         ),
         (
-            "a turn that could not be written is a base",
-            "            written.clear()\n            raise",
-            "            raise",
+            "bodies of a turn that could not be written are in the log",
+            "        new = set[bytes]()",
+            "        new = bodies",
         ),
         (
             "attribution of shared tokens is left out",
             "if (index[: max(0, n_shared - n_earlier)] >= 0).any():",
             "if False:",
-        ),
-        (
-            "messages are shared by their number",
-            "while depth > len(turn.messages) or path[depth] != position:",
-            "while depth > len(turn.messages):",
         ),
         (
             "a column that the log lacks is lost",
