@@ -4,32 +4,9 @@ A fault of a kernel is an expression, or a statement of one line (which becomes 
 of them are built into one extension, and a variable of the environment selects one.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
-
-class Change(NamedTuple):
-    """What is wrong then, the text that occurs once in the file, and what it becomes."""
-
-    idea: str
-    old: str
-    new: str
-    # of a kernel: the expression within ``old`` that ``new`` takes the place of
-    within: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The faults of one file, and the tests that should catch them."""
-
-    file: str
-    tests: tuple[str, ...]
-    changes: tuple[Change, ...]
-
-
-def _place(file: str, tests: str, *changes: tuple[str, ...]) -> Place:
-    return Place(file, tuple(tests.split()), tuple(Change(*one) for one in changes))
-
+from tests.faults.form import Change, Place
+from tests.faults.form import place as _place
+from tests.faults.gateway import GATEWAY
 
 PYTHON = (
     _place(
@@ -1071,4 +1048,6 @@ NATIVE = (
 
 def all_faults() -> list[tuple[Place, Change]]:
     """Every fault with its place, in order."""
-    return [(one, change) for one in (*PYTHON, *NATIVE) for change in one.changes]
+    return [
+        (one, change) for one in (*PYTHON, *GATEWAY, *NATIVE) for change in one.changes
+    ]
