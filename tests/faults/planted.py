@@ -565,12 +565,12 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/verification/row_rules.py",
-        "tests/verification/test_verify.py",
+        "trajkit/verification/rules.py",
+        "tests/verification/test_verify.py tests/pipeline/test_splice.py",
         (
             "a row may end anywhere in its path",
-            "return min(n, case.cap or n) == len(ids) or _is_trimmed(",
-            "return n >= len(ids) or _is_trimmed(",
+            "if case.cap is None or min(n, case.cap) == len(ids):",
+            "if case.cap is None:\n        return True\n    if min(n, case.cap) == len(ids):",
         ),
         ("weights may be off by a thousandth", "_ROUNDING = 1e-9", "_ROUNDING = 1e-3"),
         (
@@ -580,18 +580,14 @@ PYTHON = (
         ),
         (
             "weights of an empty range count",
-            'max(one["start"], pieces.out_start[k]) < min(',
-            'max(one["start"], pieces.out_start[k]) <= min(',
+            'max(one["start"], spans.out_start[k]) < min(',
+            'max(one["start"], spans.out_start[k]) <= min(',
         ),
         (
             "use_tool of a row may be true for no turn",
-            "if flag is bool(due[row]) or (flag and _unseen(case, row, name)):",
-            "if flag is bool(due[row]) or flag:",
+            "if given is not flag and (of_row or flag):",
+            "if given is not flag and flag:",
         ),
-    ),
-    _place(
-        "trajkit/verification/span_rules.py",
-        "tests/verification/test_verify.py",
         (
             "a logprob may be where the engine gave none",
             "differ = (rows.given != given) | (given & (rows.logprobs != expected))",
@@ -599,13 +595,32 @@ PYTHON = (
         ),
         (
             "every row trains a token once: counted over all rows",
-            "counted = source + pieces.row[owner] * len(case.turns.outputs.values)",
-            "counted = source",
+            "key = source + counted.row[owner] * len(case.turns.outputs.values)",
+            "key = source",
         ),
         (
-            "an absorbed span may be anywhere before its place",
-            'earlier = (pieces.kind == "absorbed") & (',
-            'earlier = (pieces.kind == "absorbed") | (',
+            "the first output of a spliced row follows any end of its prompt",
+            "            tail = prompt\n",
+            "            pass\n",
+        ),
+        (
+            "a spliced row may end before its last turn",
+            'if call >= 0 and (ends or calls.calls["out_len"][call] == 0)',
+            "if call >= 0",
+        ),
+    ),
+    _place(
+        "trajkit/verification/policy_rows.py",
+        "tests/verification/test_verify.py tests/pipeline/test_splice.py",
+        (
+            "only tokens are compared with the rows of the policy",
+            "if own and shared == max(len(ids), len(expected)):",
+            "if False:",
+        ),
+        (
+            "spans may come in any order",
+            "if not alone and here != there:",
+            "if False:",
         ),
     ),
     _place(
@@ -620,20 +635,6 @@ PYTHON = (
             "NaN is a logprob",
             "nothing = ~rows.given[flat] | (here == 0) | np.isnan(here)",
             "nothing = ~rows.given[flat] | (here == 0)",
-        ),
-    ),
-    _place(
-        "trajkit/verification/splice_rules.py",
-        "tests/pipeline/test_splice.py tests/verification/test_verify.py",
-        (
-            "a spliced row may end early without a cap",
-            "(state.position > n and n == self.case.cap)",
-            "(state.position > n)",
-        ),
-        (
-            "a later dropped turn need not continue the one before",
-            "if not reading.extends(before, call):",
-            "if call < before:",
         ),
     ),
     _place(
