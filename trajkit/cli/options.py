@@ -26,7 +26,7 @@ from trajkit.io.sources import Paths, SessionPrefix
 from trajkit.io.tables import sessions_below
 from trajkit.jobs.group_sessions import Log, SessionIndex, bucket_numbers
 from trajkit.jobs.stages import JobOptions, Stage, Target, Watch, run_job
-from trajkit.policies import PRESETS
+from trajkit.policies import ALIASES, PRESETS
 from trajkit.turns.validation import reject_turns
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
@@ -87,8 +87,8 @@ OUT = Parameter(name=("--out", "-o"), allow_leading_hyphen=True)
 """How every command spells its output."""
 
 _POLICY = (
-    f"one of {', '.join(PRESETS)}; --set CHOICE=VALUE changes a choice of it (`trajkit "
-    "policies NAME` lists them), and --fork-threshold K is short for --set "
+    f"one of {', '.join([*PRESETS, *ALIASES])}; --set CHOICE=VALUE changes a choice of it "
+    "(`trajkit policies NAME` lists them), and --fork-threshold K is short for --set "
     "fork_threshold=K: a drifted reply (slime), drift (trl) of fewer than K tokens starts "
     "no row, drift of K or more is refused (miles)"
 )

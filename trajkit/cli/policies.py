@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import trajkit as tk
+from trajkit.analysis.simulation import label
 from trajkit.cli.options import Json, print_json, print_text
 from trajkit.cli.policy_words import DEFAULTS, allowed, choices_of, written
 from trajkit.cli.screen import text_table
@@ -30,9 +31,15 @@ def policies(
         print_json([asdict(one) for one in chosen])
     elif policy is None:
         drift = "\n".join(
-            f"  {name}: {text}" for name, text in RULES["on_drift"].items()
+            f"  {name}: {text.format(fork_threshold='fork_threshold')}"
+            for name, text in RULES["on_drift"].items()
         )
-        print_text(f"{describe(chosen)}\n\non_drift\n{drift}")
+        others = ", ".join(
+            f"{alias} is {label(one)}"
+            for alias, one in ALIASES.items()
+            if one not in chosen
+        )
+        print_text(f"{describe(chosen)}\n\n{others}\n\non_drift\n{drift}")
     else:
         print_text(describe_choices(chosen[0]))
 
@@ -41,7 +48,7 @@ def describe(policies: list[tk.Policy]) -> str:
     """Each policy with the choices in which it differs from the defaults."""
     lines = []
     for policy in policies:
-        aliases = [alias for alias, name in ALIASES.items() if name == policy.name]
+        aliases = [alias for alias, same in ALIASES.items() if same == policy]
         own = {
             name: value
             for name, value in choices_of(policy).items()

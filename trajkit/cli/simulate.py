@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from trajkit.analysis.simulation import ASKED, Simulation, cheapest_lossless
+from trajkit.analysis.simulation import ASKED, Simulation, cheapest_lossless, label
 from trajkit.analysis.words import LOSS_WORDS
 from trajkit.cli.options import (
     Count,
@@ -21,6 +21,7 @@ from trajkit.cli.options import (
 )
 from trajkit.cli.screen import count, share, text_table
 from trajkit.jobs.stages import Made
+from trajkit.policies import ALIASES
 
 WIDTH = 100
 """Columns of the table, unless it is to be wide."""
@@ -133,8 +134,19 @@ def _losses(policies: list[dict[str, Any]]) -> Iterator[str]:
         if n:
             words = f"Up to {count(n)} may not be trained. {LOSS_WORDS[reason][1]}"
             yield fill(words, WIDTH, subsequent_indent="  ")
+    systems = [*_same_rules(policies)]
+    if systems:
+        yield fill(f"same rule: {'; '.join(systems)}", WIDTH, subsequent_indent="  ")
     if policies:
         yield "\n"
+
+
+def _same_rules(policies: list[dict[str, Any]]) -> Iterator[str]:
+    """The systems whose rule is that of a policy in the table."""
+    for line in policies:
+        names = [name for name, one in ALIASES.items() if label(one) == line["policy"]]
+        if names:
+            yield f"{' and '.join(names)} as {line['policy']}"
 
 
 def _wide(table: pa.Table) -> str:

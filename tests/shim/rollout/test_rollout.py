@@ -420,7 +420,9 @@ def test_one_process_works_on_a_run(tmp_path):
 )
 def test_options_that_name_nothing_are_wrong_usage(tmp_path, capsys, options, said):
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
-    argv = [str(tasks), "--harness", "shell", "-o", str(tmp_path / "run"), *options]
+    if "--harness" not in options:
+        options = ["--harness", "shell", *options]
+    argv = [str(tasks), "-o", str(tmp_path / "run"), *options]
     assert run([*argv, "--argument", AGENT]) == BAD_USAGE
     assert said in capsys.readouterr().err
 
@@ -428,11 +430,14 @@ def test_options_that_name_nothing_are_wrong_usage(tmp_path, capsys, options, sa
 def test_a_harness_or_sandbox_that_is_not_there_ends_the_run_at_once(tmp_path, capsys):
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     for options, said in (
-        (("--harness", "opencode"), "opencode is not installed: npm install"),
-        (("--sandbox", "docker"), "a sandbox of kind docker needs an image"),
+        (["--harness", "opencode"], "opencode is not installed: npm install"),
+        (
+            ["--harness", "shell", "--sandbox", "docker"],
+            "a sandbox of kind docker needs an image",
+        ),
     ):
-        out = tmp_path / options[1]
-        argv = [str(tasks), "--harness", "shell", "-o", str(out), *options]
+        out = tmp_path / options[-1]
+        argv = [str(tasks), "-o", str(out), *options]
         assert main(["rollout", *argv]) == BAD_FILE
         assert said in capsys.readouterr().err
         assert not (out / "turns").exists()
