@@ -304,8 +304,8 @@ PYTHON = (
         (
             "retries are not ranked by request_id",
             'keys = [_ranks(calls, "request_id"), calls.calls["prompt_len"], '
-            "calls.session_of()]",
-            'keys = [calls.calls["prompt_len"], calls.session_of()]',
+            "calls.session]",
+            'keys = [calls.calls["prompt_len"], calls.session]',
         ),
         (
             "request_id goes before started_at",
@@ -323,8 +323,8 @@ PYTHON = (
         "tests/pipeline/test_policies.py tests/pipeline/test_rows.py",
         (
             "tokens of an aborted turn of context are lost twice",
-            'now = aborted & (calls.calls["trainable"] != 0)',
-            "now = aborted",
+            'now = aborted_calls(calls) & (calls.calls["trainable"] != 0)',
+            "now = aborted_calls(calls)",
         ),
         (
             "turns of context need logprobs",
@@ -386,8 +386,8 @@ PYTHON = (
         ),
         (
             "an order may be the number of calls",
-            'links["order"] >= np.diff(calls.session_offsets)[session]',
-            'links["order"] > np.diff(calls.session_offsets)[session]',
+            'links["order"] >= np.diff(calls.offsets)[session]',
+            'links["order"] > np.diff(calls.offsets)[session]',
         ),
     ),
     _place(

@@ -22,8 +22,7 @@ from tests.strategies import (
 from tests.tables import in_delta_form, link_by, turns_table
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError, SchemaError
-from trajkit.turns.calls import read_calls
-from trajkit.turns.prefix_forest import grow
+from trajkit.turns.sessions import Sessions
 from trajkit.turns.structs import LINK
 
 emits = st.sampled_from(["all", "main"])
@@ -765,8 +764,8 @@ def test_a_row_each_that_shares_a_reply_breaks_no_promise_of_nemo():
     ],
 )
 def test_prefix_routing_refuses_what_ranks_no_calls(places, match):
-    calls = read_calls(turns_table(FORKED))
-    forest = grow(calls)
+    calls = Sessions.of(turns_table(FORKED))
+    forest = calls.forest
     with pytest.raises(LayoutError, match=match):
         _core.route_prefix(forest.paths, np.array(places, np.int32), np.zeros(3, LINK))
 

@@ -12,8 +12,7 @@ from trajkit import _core
 from trajkit.analysis.drift import drift_table
 from trajkit.errors import LayoutError, PolicyError
 from trajkit.pipeline.links import find_links
-from trajkit.turns.calls import read_calls
-from trajkit.turns.prefix_forest import grow
+from trajkit.turns.sessions import Sessions
 
 PARENT_BY = ["messages", "tokens", "previous", "none"]
 
@@ -246,7 +245,7 @@ def test_links_are_those_of_the_rows_of_the_policy(name):
 )
 def test_kernels_refuse_links_that_lead_outside(change, match):
     session = "second" if change.get("parent") == 0 else "s"
-    calls = read_calls(
+    calls = Sessions.of(
         turns_table(
             [
                 {"prompt_ids": [1], "output_ids": [2]},
@@ -255,7 +254,7 @@ def test_kernels_refuse_links_that_lead_outside(change, match):
             ]
         )
     )
-    forest = grow(calls)
+    forest = calls.forest
     links = find_links(calls, forest, tk.policy("trl"))
     for name, value in change.items():
         links[name][1] = value

@@ -32,9 +32,8 @@ from tests.strategies import (
 from tests.tables import in_delta_form, link_by, turns_table
 from trajkit import _core
 from trajkit.errors import LayoutError
-from trajkit.turns.calls import read_calls
 from trajkit.turns.message_equality import classify, identity_of
-from trajkit.turns.prefix_forest import grow
+from trajkit.turns.sessions import Sessions
 from trajkit.turns.structs import LINK
 
 any_session = delegating_sessions() | sessions()
@@ -364,10 +363,10 @@ def test_a_shifted_share_of_the_reward_is_found():
     ],
 )
 def test_the_kernel_refuses_what_leads_outside(name, change, match):
-    calls = read_calls(sent_out())
+    calls = Sessions.of(sent_out())
     classes = classify(calls, identity_of("text"))
     calls = classes.keyed(calls)
-    forest = grow(calls)
+    forest = calls.forest
     good = {
         "forest": forest.paths,
         "requests": calls.requests,

@@ -8,6 +8,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
+from trajkit._arrow.ragged import Records
 from trajkit._kernel_names import numbers
 from trajkit._streams.lockstep import Source, Stream, map_sessions
 from trajkit.analysis.drift_findings import MIN_RUN, find_causes
@@ -15,9 +16,8 @@ from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.analysis.turn_lines import codes, turn_lines
 from trajkit.pipeline.links import read_linked
 from trajkit.schema import CAUSES, DRIFT, REGIONS, TEXT_CAUSES
-from trajkit.turns.calls import Calls, Records
-from trajkit.turns.prefix_forest import Forest
 from trajkit.turns.records import as_turns
+from trajkit.turns.sessions import Forest, Sessions
 
 DESCRIBED = tuple(_core.ENUMS["DriftLine"])
 """The columns that the kernel fills, in its order (_native/drift/drift.pxi)."""
@@ -113,7 +113,7 @@ def classify_drift(
 
 def _with_text_causes(
     table: pa.Table,
-    calls: Calls,
+    calls: Sessions,
     forest: Forest,
     records: Records,
     codec: Codec,
@@ -131,7 +131,7 @@ def _with_text_causes(
 
 
 def drift_table(
-    calls: Calls, forest: Forest, links: Records, min_run: int = MIN_RUN
+    calls: Sessions, forest: Forest, links: Records, min_run: int = MIN_RUN
 ) -> pa.Table:
     """The ``drift`` table of links whose ``lcp`` is known."""
     described = np.zeros((len(DESCRIBED), len(links)), np.int64)

@@ -14,19 +14,13 @@ import pyarrow as pa
 from trajkit._arguments import check_choice, chosen_int
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical, is_list
+from trajkit._arrow.ragged import Longs, Ragged, offsets_of, positions
 from trajkit._arrow.take import list_values, take_values
 from trajkit.errors import SchemaError
 from trajkit.learn.loss import Reduce
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACK_VIOLATIONS, PACKS
-from trajkit.turns.calls import Longs
-from trajkit.turns.flat_buffers import (
-    FlatRows,
-    Ragged,
-    flat_rows,
-    offsets_of,
-    positions,
-)
+from trajkit.turns.flat_buffers import FlatRows, flat_rows
 from trajkit.turns.mm_items import Image, image_faults, same_image
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -132,7 +126,8 @@ class _Packs:
         runs = self.lists[name]
         if runs is None or not self.table.column(name)[line].is_valid:
             return None
-        return runs[line]
+        values: npt.NDArray[Any] = runs[line]
+        return values
 
     def needed(self, name: str) -> Ragged:
         """The lists of a column that every pack has."""

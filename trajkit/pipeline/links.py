@@ -8,6 +8,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, canonical
+from trajkit._arrow.ragged import Ints, Longs, Records
 from trajkit._kernel_names import numbers
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import InvalidTurnsError
@@ -16,14 +17,13 @@ from trajkit.policies import TIE_BREAKS, ParentBy, Policy
 from trajkit.policies import policy as chosen_policy
 from trajkit.schema import DRIFT, LINK_REASONS, LINKS, SEGMENT_KINDS
 from trajkit.turns.call_order import by_prompt
-from trajkit.turns.calls import Calls, Ints, Longs, Records, read_calls
 from trajkit.turns.message_equality import (
     classify,
     identity_of,
     with_equality,
 )
-from trajkit.turns.prefix_forest import Forest, grow
 from trajkit.turns.records import as_turns
+from trajkit.turns.sessions import Forest, Sessions
 from trajkit.turns.structs import LINK
 from trajkit.turns.validation import check_table
 
@@ -85,13 +85,13 @@ def link(
     chosen = chosen_policy(policy)
 
     def one(turns: pa.Table) -> pa.Table:
-        calls = read_calls(turns)
-        return links_table(calls, find_links(calls, grow(calls), chosen))
+        calls = Sessions.of(turns)
+        return links_table(calls, find_links(calls, calls.forest, chosen))
 
     return map_sessions(one, ("turns", turns), table_of=as_turns)
 
 
-def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
+def find_links(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     """The link of every call under a policy, dtype LINK."""
     links = np.zeros(len(calls.calls), LINK)
     if policy.parent_by == "messages":
@@ -125,29 +125,27 @@ def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
     elif policy.parent_by == "prefix":
         _core.route_prefix(forest.paths, by_prompt(calls), links)
     elif policy.parent_by == "prompts":
-        ranked = np.lexsort((calls.calls["prompt_len"], calls.session_of()))
+        ranked = np.lexsort((calls.calls["prompt_len"], calls.session))
         _core.route_chains(forest.paths, ranked.astype(np.int32), links)
     else:
         _link_in_order(calls, policy, links)
     if policy.chain_order == "recorded":
         placed = links["order"] >= 0
         before = np.concatenate([[0], np.cumsum(placed)])
-        first = np.repeat(
-            before[calls.session_offsets[:-1]], np.diff(calls.session_offsets)
-        )
+        first = np.repeat(before[calls.offsets[:-1]], np.diff(calls.offsets))
         links["order"] = np.where(placed, before[:-1] - first, -1)
     _core.measure_links(forest.paths, links)
     return links
 
 
-def _link_in_order(calls: Calls, policy: Policy, links: Records) -> None:
+def _link_in_order(calls: Sessions, policy: Policy, links: Records) -> None:
     """Fill links to the previous call, or to none."""
-    starts = calls.session_offsets[:-1]
+    starts = calls.offsets[:-1]
     index = np.arange(len(calls.calls), dtype=np.int32)
     previous = policy.parent_by == "previous"
     by_length = not previous and policy.row_order == "prompt"
     ranked = by_prompt(calls) if by_length else index
-    first = np.repeat(starts, np.diff(calls.session_offsets))
+    first = np.repeat(starts, np.diff(calls.offsets))
     links["order"][ranked] = index - first
     links["rewritten_by"] = -1
     links["parent"] = index - 1 if previous else -1
@@ -156,19 +154,19 @@ def _link_in_order(calls: Calls, policy: Policy, links: Records) -> None:
     links["link_reason"][starts] = _REASONS["root"]
 
 
-def n_by_tokens(calls: Calls, policy: Policy) -> Longs:
+def n_by_tokens(calls: Sessions, policy: Policy) -> Longs:
     """Turns without messages that a route by messages routes by tokens, by session."""
     if policy.parent_by not in BY_MESSAGES:
-        return np.zeros(calls.n_sessions, np.int64)
+        return np.zeros(len(calls), np.int64)
     which = calls.requests["n_keys"] < 0
     if policy.parent_by == "messages" and policy.tie_break == "tokens":
         which |= calls.requests["n_keys"] + calls.requests["shared"] == 0
     if not which.any():
-        return np.zeros(calls.n_sessions, np.int64)
-    return np.bincount(calls.session_of(), which, calls.n_sessions).astype(np.int64)
+        return np.zeros(len(calls), np.int64)
+    return np.bincount(calls.session, which, len(calls)).astype(np.int64)
 
 
-def links_table(calls: Calls, links: Records) -> pa.Table:
+def links_table(calls: Sessions, links: Records) -> pa.Table:
     """The ``links`` table of the calls' links."""
     return pa.Table.from_arrays(
         [
@@ -191,20 +189,20 @@ def links_table(calls: Calls, links: Records) -> pa.Table:
     )
 
 
-def _turns(calls: Calls, index: Ints) -> pa.Array:
+def _turns(calls: Sessions, index: Ints) -> pa.Array:
     """The turn_index of each call, null where the call is -1."""
     none = index < 0
     return pa.array(calls.turn_index[np.where(none, 0, index)], mask=none)
 
 
-def read_linked(turns: pa.Table, links: pa.Table) -> tuple[Calls, Forest, Records]:
+def read_linked(turns: pa.Table, links: pa.Table) -> tuple[Sessions, Forest, Records]:
     """The calls of turns, their forest, and the records of their ``links`` table."""
-    calls = read_calls(turns)
-    forest = grow(calls)
+    calls = Sessions.of(turns)
+    forest = calls.forest
     return calls, forest, read_links(calls, forest, links)
 
 
-def read_links(calls: Calls, forest: Forest, table: pa.Table) -> Records:
+def read_links(calls: Sessions, forest: Forest, table: pa.Table) -> Records:
     """The records of a ``links`` table, which must have one row per turn in the same
     order.
 
@@ -216,12 +214,12 @@ def read_links(calls: Calls, forest: Forest, table: pa.Table) -> Records:
     _check_keys(table, calls.table, "links", rule)
     check_table(table, "links")
     links = np.zeros(len(calls.calls), LINK)
-    session = calls.session_of()
+    session = calls.session
     for name in ("parent", "rewritten_by"):
         column = table.column(name).fill_null(-1)
         links[name] = calls.named(session, column.to_numpy())
     links["order"] = table.column("order").fill_null(-1).to_numpy()
-    beyond = np.flatnonzero(links["order"] >= np.diff(calls.session_offsets)[session])
+    beyond = np.flatnonzero(links["order"] >= np.diff(calls.offsets)[session])
     if len(beyond):
         call = int(beyond[0])
         raise InvalidTurnsError(
@@ -248,7 +246,7 @@ def _check_keys(given: pa.Table, turns: pa.Table, what: str, rule: str) -> None:
         )
 
 
-def read_lcp(calls: Calls, links: Records, table: TableLike) -> None:
+def read_lcp(calls: Sessions, links: Records, table: TableLike) -> None:
     """Replace the measured ``lcp`` of links by those of a ``drift`` table.
 
     Raises InvalidTurnsError unless it has one row per linked turn, in order, with the

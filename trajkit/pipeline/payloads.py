@@ -10,13 +10,12 @@ import pyarrow as pa
 
 from trajkit._arguments import chosen_names
 from trajkit._arrow.canonical import is_list, list_parts
+from trajkit._arrow.ragged import Longs, Records, offsets_of, positions
 from trajkit._arrow.take import take_values
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.pipeline.weight_versions import token_versions
 from trajkit.schema import ROWS, TURNS
-from trajkit.turns.calls import Calls, Longs, Records
-from trajkit.turns.flat_buffers import offsets_of, positions
-from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.sessions import Forest, Sessions
 from trajkit.turns.trainability import Bools
 
 WEIGHT_VERSION = "weight_version"
@@ -99,7 +98,7 @@ def _element(turns: pa.Schema, name: str) -> pa.DataType:
     return type_.value_type
 
 
-def _column(calls: Calls, name: str) -> list[pa.Array]:
+def _column(calls: Sessions, name: str) -> list[pa.Array]:
     """The chunks of a payload; `WEIGHT_VERSION` is made from weight_versions."""
     if name in calls.table.column_names:
         chunks: list[pa.Array] = calls.table.column(name).chunks
@@ -122,25 +121,22 @@ def _as_lists(tensors: pa.FixedShapeTensorArray, element: pa.DataType) -> pa.Arr
 
 def with_payloads(
     batch: pa.RecordBatch,
-    calls: Calls,
-    forest: Forest,
+    calls: Sessions,
     planned: Records,
     names: tuple[str, ...],
     ranges: Callable[[Records], PathRanges],
 ) -> pa.RecordBatch:
     """Add payload columns to rows; later ``ranges`` of recorded paths take precedence."""
-    if not names:
-        return batch
     schema = rows_schema(calls.table.schema, names)
     sampled, shown = _sampled(batch, calls, planned), ranges(planned)
     columns = [
-        _Lists.read(calls, name).of_rows(forest, planned, (sampled, shown))
+        _Lists.read(calls, name).of_rows(calls.forest, planned, (sampled, shown))
         for name in names
     ]
     return pa.RecordBatch.from_arrays([*batch.columns, *columns], schema=schema)
 
 
-def _sampled(batch: pa.RecordBatch, calls: Calls, planned: Records) -> PathRanges:
+def _sampled(batch: pa.RecordBatch, calls: Sessions, planned: Records) -> PathRanges:
     """The ranges that the rows' spans name."""
     spans = batch.column("spans").flatten()
     start, stop, turn, first = (
@@ -171,7 +167,7 @@ class _Lists:
     partial: Bools
 
     @classmethod
-    def read(cls, calls: Calls, name: str) -> Self:
+    def read(cls, calls: Sessions, name: str) -> Self:
         """Read a payload column of the calls."""
         element = _element(calls.table.schema, name)
         n_calls = len(calls.calls)
@@ -253,17 +249,17 @@ class _Lists:
         )
 
 
-def _places(calls: Calls, name: str, length: Longs) -> tuple[Longs, Bools]:
+def _places(calls: Sessions, name: str, length: Longs) -> tuple[Longs, Bools]:
     """The position of each list's first element, and whether the list is partial.
 
     If a length is ambiguous, the other lists of the session decide.
     """
     prompt, held = calls.calls["prompt_len"], calls.path_len
     own = calls.calls["own_start"]
-    session = calls.session_of()
+    session = calls.session
 
     def style(which: Bools) -> Bools:
-        found: Bools = (np.bincount(session, which, calls.n_sessions) > 0)[session]
+        found: Bools = (np.bincount(session, which, len(calls)) > 0)[session]
         return found
 
     output, whole = length == calls.calls["out_len"], length == held
@@ -300,7 +296,7 @@ def _places(calls: Calls, name: str, length: Longs) -> tuple[Longs, Bools]:
 
 
 def _given_starts(
-    calls: Calls, name: str, length: Longs, first: Longs, partial: Bools
+    calls: Sessions, name: str, length: Longs, first: Longs, partial: Bools
 ) -> tuple[Longs, Bools]:
     """The result of `_places`, with the starts that the turns give."""
     if name + _START not in calls.table.column_names:

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice, check_flag, chosen_int
 from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.ragged import Records
 from trajkit._arrow.take import empty_batch
 from trajkit._streams import limits
 from trajkit._streams.lockstep import Stream, batches_of, is_stream
@@ -36,12 +37,11 @@ from trajkit.pipeline.plan import plan_rows, report_batch
 from trajkit.pipeline.splice import splice
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.schema import REPORT, ROWS_SUFFIX
-from trajkit.turns.calls import Calls, Records, read_calls
-from trajkit.turns.prefix_forest import grow
+from trajkit.schema import REPORT, ROWS, ROWS_SUFFIX
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, errored, session_facts
-from trajkit.turns.table import Turns, locate, runs_of
+from trajkit.turns.sessions import Sessions
+from trajkit.turns.structs import STOPS
 from trajkit.turns.trainability import check_logprobs, without_aborted
 
 Batches: TypeAlias = tuple[Iterable[pa.RecordBatch], pa.RecordBatch | None]
@@ -202,7 +202,8 @@ def linearize(
     trajkit/policies.py links the source of each preset.
     """
     chosen = named_policy(policy)
-    check_choice("layout", layout, Layout)
+    if layout != "full":
+        check_choice("layout", layout, Layout)
     check_flag("report", report)
     if max_row_tokens is not None:
         max_row_tokens = chosen_int("max_row_tokens", max_row_tokens, 1)
@@ -213,13 +214,11 @@ def linearize(
         session_facts(reward, sessions),
         _NO_CAP if max_row_tokens is None else max_row_tokens,
         report,
-        payload_names(payloads),
+        payload_names(payloads) if payloads != () else (),
         layout == "suffix",
     )
     if work.payloads and work.suffix:
         raise ArgumentError("payloads need layout='full': layout is 'suffix'")
-    if isinstance(turns, Calls):
-        return _tables([work(turns, None)], work.schema(turns.table.schema), report)
     n_threads = threads or os.cpu_count() or 1
     if is_stream(turns):
         if links is not None or drift is not None:
@@ -231,12 +230,12 @@ def linearize(
             return (pair for rows, counts in parts for pair in _pairs(rows, counts))
         return (batch for rows, _ in parts for batch in rows)
 
-    if not isinstance(turns, Turns):
-        turns = locate(as_turns(turns, _unread(chosen)))
+    if not isinstance(turns, Sessions):
+        turns = Sessions.of(as_turns(turns, _unread(chosen)))
     given = None
     if links is not None or drift is not None:
-        given = _given_links(read_calls(turns), chosen, links, drift)
-    made = _spread(work, turns, given, n_threads)
+        given = _given_links(turns, chosen, links, drift)
+    made = _spread(work, turns, turns.cut(n_threads), given, n_threads)
     return _tables(made, work.schema(turns.table.schema), report)
 
 
@@ -279,46 +278,50 @@ def _pairs(
 
 def _stream(turns: Stream, work: _Work, n_threads: int) -> Iterator[Batches]:
     for table in whole_sessions(batches_of(turns, _unread(work.policy))):
-        located = locate(table)
-        yield from _spread(work, located, None, n_threads)
-        if not len(located.ids):
-            yield [empty_batch(work.schema(located.table.schema))], empty_batch(REPORT)
+        sessions = Sessions.of(table)
+        parts = sessions.cut(n_threads)
+        yield from _spread(work, sessions, parts, None, n_threads)
+        if not len(sessions):
+            yield [empty_batch(work.schema(sessions.table.schema))], empty_batch(REPORT)
 
 
 def _given_links(
-    calls: Calls, policy: Policy, links: TableLike | None, drift: TableLike | None
+    sessions: Sessions,
+    policy: Policy,
+    links: TableLike | None,
+    drift: TableLike | None,
 ) -> Records:
     """The caller's links and drift, with the missing part computed."""
-    forest = grow(calls)
     if links is None:
-        records = find_links(calls, forest, policy)
+        records = find_links(sessions, sessions.forest, policy)
     else:
-        records = read_links(calls, forest, as_table(links))
+        records = read_links(sessions, sessions.forest, as_table(links))
     if drift is not None:
-        read_lcp(calls, records, as_table(drift))
+        read_lcp(sessions, records, as_table(drift))
     return records
 
 
 def _spread(
-    work: _Work, turns: Turns, links: Records | None, n_threads: int
+    work: _Work,
+    sessions: Sessions,
+    parts: list[tuple[int, int]],
+    links: Records | None,
+    n_threads: int,
 ) -> list[Batches]:
-    """Apply ``work`` to the turns, part by part, on ``n_threads`` threads."""
-    brought, finer = turns.brought, limits.DELTA_PART_FACTOR if turns.is_delta else 1
-    largest = limits.PART_TOKENS // finer
-    if n_threads > 1:
-        fair = int(brought.sum()) // n_threads
-        largest = min(max(fair, limits.MIN_PART_TOKENS // finer), largest)
+    """Apply ``work`` to the sessions, part by part, on ``n_threads`` threads."""
 
     def part(bounds: tuple[int, int]) -> Batches:
         here = None
         if links is not None:
-            lo, hi = (int(turns.offsets[s]) for s in bounds)
+            lo, hi = (int(sessions.offsets[s]) for s in bounds)
             here = links[lo:hi].copy()
             for name in ("parent", "rewritten_by"):
                 here[name][here[name] >= 0] -= lo
-        return work(read_calls(turns.sessions(*bounds)), here)
+        return work(sessions.part(*bounds), here)
 
-    return parallel_map(part, list(runs_of(brought, largest)), n_threads)
+    if len(parts) == 1:
+        return [work(sessions, links)]
+    return parallel_map(part, parts, n_threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,27 +337,33 @@ class _Work:
 
     def schema(self, turns: pa.Schema) -> pa.Schema:
         """The schema of rows from turns with this schema."""
-        return ROWS_SUFFIX if self.suffix else rows_schema(turns, self.payloads)
+        if self.payloads:
+            return rows_schema(turns, self.payloads)
+        return ROWS_SUFFIX if self.suffix else ROWS
 
-    def __call__(self, calls: Calls, links: Records | None) -> Batches:
+    def __call__(self, sessions: Sessions, links: Records | None) -> Batches:
         """The rows of complete sessions, and their report if requested."""
-        facts = self.facts.of_calls(calls)
-        if facts.column("error").null_count < calls.n_sessions:
-            calls = calls.mask_sessions(errored(facts))
-        calls, aborted = without_aborted(calls, self.policy)
-        check_logprobs(calls, self.policy)
-        forest = grow(calls)
+        facts = self.facts.of_sessions(sessions)
+        if facts.column("error").null_count < len(sessions.ids):
+            sessions = sessions.untrained(errored(facts)[sessions.session])
+        aborted = np.zeros(len(sessions.ids), np.int64)
+        if (
+            not self.policy.train_aborted
+            and (sessions.calls["stop"] == STOPS["abort"]).any()
+        ):
+            sessions, aborted = without_aborted(sessions)
+        if self.policy.missing_logprobs == "raise":
+            check_logprobs(sessions)
         if links is None:
-            links = find_links(calls, forest, self.policy)
-        trees = forest
+            links = find_links(sessions, sessions.forest, self.policy)
+        made = sessions
         ranges: Callable[[Records], PathRanges] = PathRanges.of_paths
         if self.policy.on_drift == "splice":
-            spliced = splice(calls, forest, links, self.policy)
-            trees, links, ranges = spliced.forest, spliced.links, spliced.ranges
-        plan = plan_rows(calls, trees, links, self.policy, self.cap)
+            spliced = splice(sessions, links, self.policy)
+            made, links, ranges = spliced.sessions, spliced.links, spliced.ranges
+        plan = plan_rows(made, links, self.policy, self.cap)
         written = row_batches(
-            calls,
-            trees,
+            made,
             links,
             self.policy,
             self.cap,
@@ -367,12 +376,14 @@ class _Work:
         if self.report:
             plan.counted("lost_untrainable")[:] -= aborted
             plan.counted("lost_aborted")[:] += aborted
-            plan.counted("turns_by_tokens")[:] = n_by_tokens(calls, self.policy)
+            plan.counted("turns_by_tokens")[:] = n_by_tokens(sessions, self.policy)
             report = report_batch(facts, plan)
-        batches = (
-            with_payloads(batch, calls, forest, planned, self.payloads, ranges)
-            for planned, batch in written
-        )
+        batches: Iterable[pa.RecordBatch] = (batch for _, batch in written)
+        if self.payloads:
+            batches = (
+                with_payloads(batch, sessions, planned, self.payloads, ranges)
+                for planned, batch in written
+            )
         huge = (
             int((plan.rows["n_tokens"] - plan.rows["stored"]).sum())
             > limits.HELD_ROW_TOKENS

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit.turns.calls import Ints, Longs
+from trajkit._arrow.ragged import Ints, Longs
 from trajkit.turns.deep_json import parse
 from trajkit.turns.message_equality import Classes
 from trajkit.turns.messages import message_body

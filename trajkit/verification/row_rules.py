@@ -12,8 +12,8 @@ import numpy as np
 
 from trajkit import _core
 from trajkit._arrow.canonical import Rows
-from trajkit.turns.calls import Ints, Longs
-from trajkit.turns.flat_buffers import Index, Ragged, Spans
+from trajkit._arrow.ragged import Index, Ints, Longs, Ragged
+from trajkit.turns.flat_buffers import Spans
 from trajkit.turns.mm_items import Image, has_items, image_faults, same_image
 from trajkit.verification.context import Case
 
@@ -127,7 +127,7 @@ def _is_trimmed(case: Case, call: int, n: int) -> bool:
     path = np.concatenate([prompts[call], case.turns.outputs[call]])
     return any(
         len(prompts[other]) >= case.cap and _core.lcp(path, prompts[other]) == n
-        for other in case.turns.calls_of(int(case.turns.calls.session_of()[call]))
+        for other in case.turns.calls_of(int(case.turns.calls.session[call]))
     )
 
 
@@ -369,8 +369,8 @@ def mm_items(case: Case) -> None:
         return
     if not has_items(turns) and not has_items(table):
         return
-    known: list[set[Image]] = [set() for _ in range(case.turns.calls.n_sessions)]
-    sessions = case.turns.calls.session_of()
+    known: list[set[Image]] = [set() for _ in range(len(case.turns.calls))]
+    sessions = case.turns.calls.session
     for session, listed in zip(sessions, turns["mm_items"].to_pylist(), strict=True):
         known[session].update(map(same_image, listed or ()))
     for row, listed in enumerate(table.column("mm_items").to_pylist()):

@@ -31,10 +31,10 @@ from trajkit.errors import SchemaError
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.policies import PRESETS, MissingLogprobs, Policy, Rewards
 from trajkit.policies import policy as named_policy
-from trajkit.turns.calls import Calls, read_calls
 from trajkit.turns.flat_buffers import flat_rows, flat_turns, sessions_of, spans_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
+from trajkit.turns.sessions import Sessions
 from trajkit.verification import policy_rows, row_rules, span_rules, splice_rules
 from trajkit.verification.context import Case, Violation, violations_table
 from trajkit.verification.foreign_rows import foreign_rows, verify_located
@@ -300,10 +300,10 @@ class Judge:
     ) -> tuple[list[Violation], list[str]]:
         """The violations, and the sessions; ``compared`` with the policy's rows, too."""
         own = "spans" in rows.column_names
-        calls = read_calls(turns)
+        calls = Sessions.of(turns)
         found: list[Violation] = []
         session = sessions_of(rows, calls)
-        names = calls.session_ids.to_pylist()
+        names = calls.ids.to_pylist()
         if not own and rows.column("session_id").null_count:
             if rows.column("session_id").null_count < rows.num_rows:
                 raise SchemaError(
@@ -323,7 +323,7 @@ class Judge:
                 sessions_of(here, part),
                 self.policy,
                 self.cap,
-                self.facts.of_calls(part),
+                self.facts.of_sessions(part),
                 found,
             )
             if own:
@@ -348,12 +348,12 @@ def _variants(policy: Policy) -> Iterator[Policy]:
                 )
 
 
-def _parts(calls: Calls, session: Rows) -> Iterator[tuple[Calls, Rows]]:
+def _parts(calls: Sessions, session: Rows) -> Iterator[tuple[Sessions, Rows]]:
     """Split the calls into parts of complete sessions, with the rows of each part."""
     order = np.argsort(session, kind="stable")
     start = 0
     for part in calls.split(limits.VERIFY_TOKENS):
-        stop = start + part.n_sessions
+        stop = start + len(part)
         lo, hi = np.searchsorted(session[order], [start, stop])
         yield part, order[lo:hi]
         start = stop

@@ -6,9 +6,9 @@ loops run over spans or violations, never over tokens.
 
 import numpy as np
 
+from trajkit._arrow.ragged import Index, Longs
 from trajkit.schema import EMPTY_KINDS, SPAN_KINDS
-from trajkit.turns.calls import Longs
-from trajkit.turns.flat_buffers import Index, Spans
+from trajkit.turns.flat_buffers import Spans
 from trajkit.turns.turn_rules import Bools
 from trajkit.verification.context import Case, consecutive
 

@@ -13,8 +13,8 @@ from itertools import pairwise
 import numpy as np
 
 from trajkit import _core
+from trajkit._arrow.ragged import Ints
 from trajkit.pipeline.splice import ended
-from trajkit.turns.calls import Ints
 from trajkit.turns.flat_buffers import Spans
 from trajkit.turns.turn_rules import Bools
 from trajkit.verification import span_rules
