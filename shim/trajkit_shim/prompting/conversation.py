@@ -204,12 +204,11 @@ class Conversation:
                 index += step
                 position = restored.add(message, position, known)
                 results = [*takewhile(_is_result, messages[index:])]
-                calls = _called(sent, message)
                 if results:
-                    results = _in_order(results, calls, index)
-                for result, (_, tool) in zip(results, calls.values(), strict=False):
-                    name = str(result.get("name") or tool)
-                    position = restored.add(result, position, None, name)
+                    calls = _called(sent, message)
+                    for result, tool in _in_order(results, calls, index):
+                        name = str(result.get("name") or tool)
+                        position = restored.add(result, position, None, name)
                 index += len(results)
                 continue
             if message["role"] == "tool":
@@ -361,26 +360,30 @@ def _is_result(message: Json) -> bool:
 
 def _in_order(
     results: list[Json], calls: dict[str, tuple[str, str]], index: int
-) -> list[Json]:
-    """Return results in the order of their calls, with the calls' own ids.
+) -> list[tuple[Json, str]]:
+    """Return results in the order of their calls, with the calls' own ids and tools.
 
     ``calls``: own ids and tools by the client's ids. ``index``: of the first result.
+    An equal result that is sent again stays: Gemini CLI 0.61 does that in a session
+    that it resumes.
     """
-    found: dict[str, Json] = {}
+    found: dict[str, list[Json]] = {}
     for i, result in enumerate(results, index):
         sent_id = str(result.get("tool_call_id"))
         if sent_id not in calls:
             known = ", ".join(calls) or "none"
             rule = f"no call of the reply before it has this id (its calls: {known})"
             _refuse_result(i, result, rule)
-        if sent_id in found:
-            _refuse_result(i, result, "another result has this id")
-        found[sent_id] = {**result, "tool_call_id": calls[sent_id][0]}
+        own = {**result, "tool_call_id": calls[sent_id][0]}
+        same = found.setdefault(sent_id, [])
+        if same and own != same[0]:
+            _refuse_result(i, result, "another result, with other content, has this id")
+        same.append(own)
     missing = [sent_id for sent_id in calls if sent_id not in found]
     if missing:
         rule = f"the call {missing[0]!r} of the same reply has no result right after it"
         _refuse_result(index, results[0], rule)
-    return [found[sent_id] for sent_id in calls]
+    return [(r, tool) for sent_id, (_, tool) in calls.items() for r in found[sent_id]]
 
 
 def _refuse_result(index: int, result: Json, rule: str) -> NoReturn:
