@@ -468,13 +468,33 @@ PYTHON = (
         ),
         (
             "a prompt that skips tokens begins its row",
-            'whole = (links["lcp"] == before) & (before == starts)',
-            'whole = links["lcp"] == before',
+            '(links["lcp"] == ends) & (ends == starts),',
+            'links["lcp"] == ends,',
         ),
         (
             "payloads of prompts behind a splice count",
             "heads = (parent >= 0) & (other == other[offsets[:-1]][row])",
             "heads = parent >= 0",
+        ),
+        (
+            "a call that opens a spliced row is a root",
+            'plan.counted("roots")[:] = self.roots',
+            'plan.counted("roots")[:] += 0',
+        ),
+        (
+            "calls after one that was dropped are in the row",
+            "chains.before_each(missing) + missing[chains.calls] > 0",
+            "missing[chains.calls] > 0",
+        ),
+        (
+            "dropped tokens count as unrouted, too",
+            'plan.counted("lost_unrouted")[:] -= lost',
+            'plan.counted("lost_unrouted")[:] -= 0 * lost',
+        ),
+        (
+            "an end of turn at the end of the previous prompt is not seen",
+            "low = np.where(linked, n_prompt[before], n_prompt)",
+            "low = np.where(linked, n_prompt[before] + 1, n_prompt)",
         ),
     ),
     _place(
@@ -742,12 +762,6 @@ NATIVE = (
             "owned or part.kind in (SPAN_DUPLICATE, SPAN_UNTRAINABLE)",
         ),
         (
-            "dropped calls count in a row",
-            "if plan.links[call].splice != SPLICE_DROPPED:",
-            "True",
-            "plan.links[call].splice != SPLICE_DROPPED",
-        ),
-        (
             "a row that ends with a prompt at the cap is not cut to a call",
             "row.n_calls > 1 and calls[row.last].prompt_len >= plan.choices.max_tokens",
             "calls[row.last].prompt_len > plan.choices.max_tokens",
@@ -770,12 +784,6 @@ NATIVE = (
             "row.shared = min(min(nodes[node].stop, row.n_tokens), plan.rows[by].n_tokens)",
             "min(nodes[node].stop, row.n_tokens)",
             "min(min(nodes[node].stop, row.n_tokens), plan.rows[by].n_tokens)",
-        ),
-        (
-            "a call that opens a spliced row is a root",
-            "link.parent < 0 and link.splice != SPLICE_OPENS",
-            "True",
-            "link.splice != SPLICE_OPENS",
         ),
         (
             "a row that ends where its prompt does is kept",
@@ -941,16 +949,6 @@ NATIVE = (
             "if best < 0 or ends.first_of[end] < ends.first_of[best]:",
             "ends.first_of[end] > ends.first_of[best]",
             "ends.first_of[end] < ends.first_of[best]",
-        ),
-    ),
-    _place(
-        "_native/plan/splice.pxi",
-        "tests/pipeline/test_splice.py tests/pipeline/test_golden.py",
-        (
-            "an end of turn at the end of the previous prompt is not seen",
-            "paths.calls, paths.nodes, paths.ends[call], last.prompt_len,",
-            "last.prompt_len + 1",
-            "last.prompt_len",
         ),
     ),
     _place(

@@ -30,7 +30,7 @@ from trajkit.schema import (
 )
 from trajkit.turns.sessions import Sessions
 
-numbers("SpanKind", SPAN_KINDS)
+numbers("SpanKind", SPAN_KINDS[:-1])  # the last is of trajkit.pipeline.splice
 numbers("SpanLine", [field.name for field in SPAN][:-1])
 # columns in the order in which the kernel fills them (_native/fill/row_scalars.pxi)
 _INTS = tuple(_core.ENUMS["RowInt"])

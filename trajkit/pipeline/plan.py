@@ -48,7 +48,8 @@ def choices_of(policy: Policy, max_tokens: int) -> Records:
         "fork_threshold": policy.fork_threshold,
         "max_tokens": max_tokens,
         "max_rows": NO_LIMIT if policy.max_rows is None else policy.max_rows,
-        "on_drift": DRIFT_ACTIONS[policy.on_drift],
+        # spliced rows are planned of calls without drift
+        "on_drift": DRIFT_ACTIONS.get(policy.on_drift, DRIFT_ACTIONS["fork"]),
         "train_in": TRAINING_ROWS[policy.train_in],
         "keep_prefix": policy.keep_prefix,
         "keep_untrained": policy.keep_untrained,

@@ -356,12 +356,14 @@ class _Work:
             check_logprobs(sessions)
         if links is None:
             links = find_links(sessions, sessions.forest, self.policy)
-        made = sessions
+        made, spliced = sessions, None
         ranges: Callable[[Records], PathRanges] = PathRanges.of_paths
         if self.policy.on_drift == "splice":
             spliced = splice(sessions, links, self.policy)
             made, links, ranges = spliced.sessions, spliced.links, spliced.ranges
         plan = plan_rows(made, links, self.policy, self.cap)
+        if spliced is not None:
+            spliced.finish(plan, self.policy)
         written = row_batches(
             made,
             links,
@@ -372,6 +374,11 @@ class _Work:
             ranges,
             suffix=self.suffix,
         )
+        if spliced is not None and len(spliced.dropped):
+            written = (
+                (planned, spliced.with_dropped(batch, planned))
+                for planned, batch in written
+            )
         report = None
         if self.report:
             plan.counted("lost_untrainable")[:] -= aborted
