@@ -404,24 +404,14 @@ PYTHON = (
             "end - run.first",
         ),
         (
-            "a list of n - 1 elements is never that of the outputs",
-            "lacks_last & short,",
-            "short,",
-        ),
-        (
             "a start may be negative",
-            "given & ((starts < 0) | (starts + length > calls.path_len))",
-            "given & (starts + length > calls.path_len)",
+            "given & ((starts < 0) | (starts + length > n_path))",
+            "given & (starts + length > n_path)",
         ),
         (
             "nothing comes before a given start",
-            "np.where(given, starts > 0, partial)",
-            "np.where(given, False, partial)",
-        ),
-        (
-            "in delta form a list without the last token is refused",
-            "delta & (new | (new_short & ~output))",
-            "delta & new",
+            "given & (first > 0) & (length >= 0)",
+            "np.zeros_like(given)",
         ),
     ),
     _place(

@@ -143,15 +143,13 @@ def linearize(
         rewards per token. Each turn has null or a list, whose elements have any type
         and belong to
 
-        - the output ids,
-        - the prompt and output ids, or all of them but the last (engines return routed
-          experts so),
-        - in delta form: the suffix and output ids, or all of them but the last,
+        - the output ids, or the prompt and output ids, if it is as long,
         - any range of the prompt and output ids, if the integer column ``<name>_start``
-          gives the position of the first.
+          gives the position of the first: 0 for the routed experts of all ids but the
+          last, as engines return them. Elements before it come from the earlier turn
+          that shares the longest prefix.
 
-        In the last two cases, earlier elements come from the earlier turn that shares
-        the longest prefix. A `pyarrow.FixedShapeTensorType` column is a list along its
+        A `pyarrow.FixedShapeTensorType` column is a list along its
         first axis. ``weight_version`` does not need a column: by default it names the
         weights that sampled each token, from ``weight_versions``.
 
