@@ -54,7 +54,7 @@ class Recording:
         self.valid: list[npt.NDArray[np.uint8] | None] = []
         # by call: its values of the columns `METADATA`
         self.metadata: list[tuple[object, ...]] = []
-        # the forest of paths (turns.prefix_forest), grown call by call
+        # the forest of paths (turns.sessions.Forest), grown call by call
         self.paths = _core.Growth(_SHORT)
         self.message_log = MessageLog()
         # the session's id as an array

@@ -61,6 +61,10 @@ class Forest:
     shared: Longs
     # shape (n_calls,): a call that has them, or -1
     shared_with: Ints
+    # dtype NODE, shape (n_nodes,): ranges of paths that no call leaves or ends inside
+    nodes: Records
+    # shape (n_calls,): the node at whose stop the call's path ends
+    ends: Ints
     # the forest and the calls it was grown from, as kernels take them
     paths: _core.CallForest
 
@@ -72,8 +76,9 @@ class Forest:
         ends, shared_with = np.empty((2, n_calls), np.int32)
         shared = np.empty(n_calls, np.int64)
         n = _core.grow_forest(calls, offsets, nodes, ends, shared, shared_with)
-        grown = _core.CallForest(calls, offsets, nodes[:n], ends)
-        return cls(shared, shared_with, grown)
+        nodes = nodes[:n]
+        grown = _core.CallForest(calls, offsets, nodes, ends)
+        return cls(shared, shared_with, nodes, ends, grown)
 
     def ids(self, call: int, start: int, stop: int) -> Ints:
         """A copy of a range of a call's path."""
