@@ -12,4 +12,4 @@ if TYPE_CHECKING:
     from trajkit.plot.figures import swimlanes as swimlanes
     from trajkit.plot.figures import tokens as tokens
 else:
-    __getattr__, __dir__ = lazy_names(__name__, {"figures": "swimlanes tokens"})
+    __getattr__, __dir__ = lazy_names(__name__)
