@@ -161,8 +161,9 @@ class PolicyTables:
     @cached_property
     def linearized(self) -> tuple[BySession, BySession]:
         """`trajkit.schema.ROWS_SUFFIX` and ``REPORT``."""
-        choices: Any = {"sessions": self._sessions, "layout": "suffix"}
-        rows, report = rows_and_report(self._turns, self.policy, **choices)
+        rows, report = rows_and_report(
+            self._turns, self.policy, sessions=self._sessions, layout="suffix"
+        )
         return BySession(rows), BySession(report)
 
     @cached_property
