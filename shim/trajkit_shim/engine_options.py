@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from typing import TYPE_CHECKING, Any
 
 from trajkit.cli import BAD_USAGE
@@ -35,7 +34,7 @@ ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
 # maximum length of a request with images
 _IMAGE_BODY = 64 << 20
 # values of --parser besides the gateway's own: see the option
-_ENGINE, _NONE = ("engine", "sglang"), "none"
+_ENGINE, _NONE = "engine", "none"
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -159,24 +158,18 @@ def engine_app(
 
 def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Exit with an error if options do not fit."""
-    from trajkit_shim.engines.launch import check_arguments
     from trajkit_shim.replies.parsers import FORMS
 
-    try:
-        check_arguments(arguments.server_arguments)
-    except ValueError as error:
-        parser.error(f"argument after --: {error}")
     engine, url, model = arguments.engine, arguments.engine_url, arguments.model
     sglang, embedded = engine == "sglang", engine == "embedded"
     launch, given = arguments.launch, " ".join(arguments.server_arguments)
-    form, forms = arguments.parser or "", (*FORMS, *_ENGINE, _NONE)
+    form, forms = arguments.parser or "", (*FORMS, _ENGINE, _NONE)
     unknown = form and form not in forms
-    no_setpriv = launch and which("setpriv") is None
     no_sglang = launch and not arguments.launch_python and find_spec("sglang") is None
     payloads = arguments.routed_experts or arguments.sampling_masks
     faults = {
         "--launch needs --engine sglang": launch and not sglang,
-        f"--parser {form} needs --engine sglang": form in _ENGINE and not sglang,
+        f"--parser {form} needs --engine sglang": form == _ENGINE and not sglang,
         "--routed-experts and --sampling-masks need a server": payloads and embedded,
         "--engine-url does not apply to the embedded engine": embedded and url,
         "--model does not apply to the embedded engine": embedded and model,
@@ -185,7 +178,6 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
         f"--parser {form} is not one of {', '.join(forms)}": unknown,
         f"{given} after -- is for the server of --launch": given and not launch,
         "--launch starts a server of its own: leave out --engine-url": launch and url,
-        "--launch needs setpriv (util-linux): install it, or use --engine-url": no_setpriv,
         "--launch needs --launch-python, or pip install 'trajkit[sglang]'": no_sglang,
     }
     for fault in faults:
@@ -311,7 +303,7 @@ def _own_parser(
     from trajkit_shim.replies.parsers import FORMS, form_of
 
     name = arguments.parser
-    if name in _ENGINE:
+    if name == _ENGINE:
         return None
     try:
         form = form_of(renderer) if name is None else FORMS.get(name)
