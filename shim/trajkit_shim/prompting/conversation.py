@@ -168,7 +168,7 @@ class Conversation:
             index += step
             results = [*takewhile(_is_result, islice(messages, index, None))]
             ordered = _in_order(results, calls, index) if results else []
-            for result, (_, tool) in zip(ordered, calls.values(), strict=False):
+            for result, tool in ordered:
                 restored.add(result, tool=str(result.get("name") or tool))
             index += len(results)
         return restored
@@ -428,26 +428,30 @@ def _is_result(message: Json) -> bool:
 
 def _in_order(
     results: list[Json], calls: dict[str, tuple[str, str]], index: int
-) -> list[Json]:
-    """Return results in the order of their calls, with the calls' own ids.
+) -> list[tuple[Json, str]]:
+    """Return results in the order of their calls, with the calls' own ids and tools.
 
     ``calls``: own ids and tools by the client's ids. ``index``: of the first result.
+    An equal result that is sent again stays: Gemini CLI 0.61 does that in a session
+    that it resumes.
     """
-    by_call: dict[str, Json] = {}
+    by_call: dict[str, list[Json]] = {}
     for i, result in enumerate(results, index):
         sent_id = str(result.get("tool_call_id"))
         if sent_id not in calls:
             known = ", ".join(calls) or "none"
             rule = f"no call of the reply before it has this id (its calls: {known})"
             _refuse_result(i, result, rule)
-        if sent_id in by_call:
-            _refuse_result(i, result, "another result has this id")
-        by_call[sent_id] = {**result, "tool_call_id": calls[sent_id][0]}
+        own = {**result, "tool_call_id": calls[sent_id][0]}
+        same = by_call.setdefault(sent_id, [])
+        if same and own != same[0]:
+            _refuse_result(i, result, "another result, with other content, has this id")
+        same.append(own)
     missing = [sent_id for sent_id in calls if sent_id not in by_call]
     if missing:
         rule = f"the call {missing[0]!r} of the same reply has no result right after it"
         _refuse_result(index, results[0], rule)
-    return [by_call[sent_id] for sent_id in calls]
+    return [(r, tool) for sent_id, (_, tool) in calls.items() for r in by_call[sent_id]]
 
 
 def _refuse_result(index: int, result: Json, rule: str) -> NoReturn:

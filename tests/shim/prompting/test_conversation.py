@@ -351,13 +351,23 @@ def test_results_come_in_the_order_of_their_calls():
     assert [message["tool_call_id"] for message in got.messages[2:]] == ["x", "y"]
 
 
+def test_a_result_that_is_sent_again_stays():
+    """Gemini CLI 0.61 sends each twice once it resumes a session."""
+    twice = [result("x"), result("y"), result("x"), result("y")]
+    got = Conversation().restore([USER, CALLS, *twice])
+    assert got.messages[2:] == [result("x")] * 2 + [result("y")] * 2
+
+
 @pytest.mark.parametrize(
     ("messages", "where", "rule"),
     [
         pytest.param([CALLS, result("z")], 2, "its calls: x, y", id="another id"),
         pytest.param([CALLS, result("x")], 2, "'y' of the same reply", id="one only"),
         pytest.param(
-            [CALLS, result("x"), result("x")], 3, "another result", id="one twice"
+            [CALLS, result("x"), result("x", "no")],
+            3,
+            "another result",
+            id="two of one",
         ),
         pytest.param([result("x")], 1, "no reply with a call", id="no call"),
         pytest.param(
