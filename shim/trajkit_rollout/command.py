@@ -2,22 +2,25 @@
 
 import argparse
 import json
+import multiprocessing
 import os
 import secrets
 import shlex
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from trajkit.cli import BAD_DATA, DONE
+from trajkit.cli import BAD_DATA, BAD_FILE, DONE
 from trajkit.cli.options import Commands, add_options
 from trajkit.cli.text import text_table
 from trajkit_shim import engine_options as options
@@ -25,6 +28,7 @@ from trajkit_shim.engine_options import ADMIN_TOKEN
 
 if TYPE_CHECKING:
     from trajkit_rollout.run_log import Rollout
+    from trajkit_rollout.tasks import Task
 
 _DESCRIPTION = (
     "Run a coding agent on each task in a sandbox of its own, record its model calls, and "
@@ -53,8 +57,12 @@ tasks TASKS  a JSONL file, a directory with a task.toml, or a directory of those
 --sandbox-option NAME=VALUE...  option of that kind of sandbox; may be repeated
 --image IMAGE  for sandboxes that need one, unless the task names one
 --path FOLDER...  directory to put first on the sandbox's PATH; may be repeated
---gateway URL  gateway that records the calls (trajkit serve) instead of one that runs with
-    the rollouts and has the options of an engine; needs its token
+--gateway URL...  gateway that records the calls (trajkit serve) instead of one in a process
+    next to the rollouts, which has the options of an engine; needs its token; may be
+    repeated
+--ray ADDRESS  Ray cluster whose workers run the rollouts (auto, or HOST:PORT), with
+    --gateway; {{node}} in a gateway's URL is the address of the worker's machine
+--resource NAME=AMOUNT...  further resource of Ray that each rollout takes; may be repeated
 --gateway-url URL  URL of the gateway as seen from the sandboxes, if it differs
 --admin-token TOKEN  admin token of the gateway (default: a random one); prefer the
     environment variable {ADMIN_TOKEN}
@@ -70,12 +78,15 @@ tasks TASKS  a JSONL file, a directory with a task.toml, or a directory of those
 --callback URL  URL that receives each finished rollout as a JSON object
 --host ADDRESS 127.0.0.1  of the gateway (default: %(default)s)
 --seed SEED  of the embedded engine
+--odds ODDS 0.75  how often the embedded engine's script solves a task that has a solution
+    (default: %(default)s)
 --json  print only one JSON object
 --argument TEXT...  extra argument for the agent's command, or the command of the shell
     harness; may be repeated; write --argument=--text if it starts with a hyphen
 """,
         tasks={"type": Path},
         out={"type": Path},
+        odds={"type": float},
     )
     options.add_engine(parser)
     parser.set_defaults(admin_token=os.environ.get(ADMIN_TOKEN))
@@ -88,59 +99,49 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     elif arguments.harness is None or arguments.out is None:
         parser.error("--harness and --out are required, but for --self-test")
     with options.needs_extra(parser, "shim"):
-        from trajkit_rollout.run import Callback, Rollouts, Settings
-        from trajkit_rollout.solver import solve
+        from trajkit_rollout.one import Settings
+        from trajkit_rollout.run import Callback, Rollouts
         from trajkit_rollout.tasks import read_tasks, task_files
-        from trajkit_shim.serve import running
     try:
         settings = Settings.chosen(arguments)
         callback = None if arguments.callback is None else Callback(arguments.callback)
+        resources = {
+            name: float(amount)
+            for name, _, amount in (r.partition("=") for r in arguments.resource)
+        }
     except ValueError as error:
         parser.error(str(error))
-    if arguments.gateway is not None and arguments.launch is not None:
-        parser.error(
-            "a gateway that runs elsewhere has its engine: leave out --gateway"
-        )
-    if arguments.gateway is not None and not arguments.admin_token:
-        parser.error(f"--gateway {arguments.gateway} needs its token: --admin-token")
+    urls = arguments.gateway
+    for wrong, message in (
+        (urls and arguments.launch, "--gateway has its engine: leave out --launch"),
+        (
+            urls and not arguments.admin_token,
+            f"--gateway {' '.join(urls)} needs its token: --admin-token",
+        ),
+        (arguments.ray and not urls, "--ray needs --gateway, which its workers reach"),
+    ):
+        if wrong:
+            parser.error(message)
     token = arguments.admin_token or secrets.token_hex(16)
-    tasks = read_tasks(arguments.tasks)
+    tasks, hidden = read_tasks(arguments.tasks), task_files(arguments.tasks)
     if arguments.self_test:
         with TemporaryDirectory() as folder:
-            hidden = task_files(arguments.tasks)
             with Rollouts(tasks, settings, Path(folder), hidden=hidden) as rollouts:
                 return _self_test(rollouts.self_test(), as_json=arguments.json)
+    if not urls:
+        options.check(parser, arguments)
     with ExitStack() as stack:
         rollouts = stack.enter_context(
-            Rollouts(
-                tasks, settings, arguments.out, callback, task_files(arguments.tasks)
-            )
+            Rollouts(tasks, settings, arguments.out, callback, hidden)
         )
         ended, began = [], time.monotonic()
         if rollouts.todo:
-            if (exposes := rollouts.try_out()) is not None:
-                sys.stderr.write(f"trajkit: warning: {exposes}\n")
+            if arguments.ray is None and (notes := rollouts.try_out()) is not None:
+                sys.stderr.write(f"trajkit: warning: {notes}\n")
             stack.enter_context(options.terminable())
-            url = arguments.gateway
-            if url is None:
-                # next to those of earlier calls
-                logs = arguments.out / "turns"
-                logs.mkdir(exist_ok=True)
-                log = logs / f"{len(list(logs.iterdir())):03d}"
-                gateway = options.engine_app(
-                    parser,
-                    arguments,
-                    log,
-                    {},
-                    policy=solve(tasks),
-                    seed=arguments.seed,
-                    admin_token=token,
-                    hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
-                )
-                app, _ = stack.enter_context(gateway)
-                url = stack.enter_context(running(app, arguments.host))
+            urls = urls or [stack.enter_context(_gateway(arguments, tasks, token))]
             began = time.monotonic()
-            ended = rollouts.run(url, token)
+            ended = rollouts.run(urls, token, arguments.ray, resources)
     lines = [asdict(rollout) for rollout in ended]
     rewards, turns = _rewards(lines), arguments.out / "turns"
     failures = Counter(line["error"] for line in lines if line["error"] is not None)
@@ -160,6 +161,72 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     text = json.dumps(facts) if arguments.json else _described(facts)
     sys.stdout.write(text + "\n")
     return BAD_DATA if failures else DONE
+
+
+@contextmanager
+def _gateway(
+    arguments: argparse.Namespace, tasks: "Sequence[Task]", token: str
+) -> Iterator[str]:
+    """Run a gateway in a process of its own, and yield its URL.
+
+    So neither its memory nor its answers suffer from what the rollouts do.
+    """
+    # next to those of earlier calls
+    logs = arguments.out / "turns"
+    logs.mkdir(exist_ok=True)
+    log = logs / f"{len(list(logs.iterdir())):03d}"
+    given = argparse.Namespace(**{**vars(arguments), "run": None})
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    process = context.Process(target=_serve, args=(far, given, tasks, log, token))
+    process.start()
+    far.close()
+    try:
+        try:
+            answer = near.recv()
+        except EOFError:
+            raise SystemExit(BAD_FILE) from None
+        if isinstance(answer, BaseException):
+            raise answer
+        yield answer
+    finally:
+        # it ends with this end of the pipe
+        near.close()
+        process.join()
+
+
+def _serve(
+    parent: Connection,
+    arguments: argparse.Namespace,
+    tasks: "Sequence[Task]",
+    log: Path,
+    token: str,
+) -> None:
+    """Run a gateway until the other end of a pipe closes."""
+    from trajkit_rollout.solver import solve
+    from trajkit_shim.serve import running
+
+    # its parent ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ExitStack() as stack:
+            app, _ = stack.enter_context(
+                options.engine_app(
+                    argparse.ArgumentParser(prog="trajkit rollout"),
+                    arguments,
+                    log,
+                    {},
+                    policy=solve(tasks, arguments.odds),
+                    seed=arguments.seed,
+                    admin_token=token,
+                    hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
+                )
+            )
+            parent.send(stack.enter_context(running(app, arguments.host)))
+            with suppress(EOFError):
+                parent.recv()
+    except Exception as error:
+        parent.send(error)
 
 
 def _self_test(rollouts: "Iterable[Rollout]", *, as_json: bool) -> int:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 import trajkit as tk
+from tests.rollout.test_grade import graded, results_of, task_of
 from tests.shim.clients import in_process
 from tests.shim.fakes import (
     RENDERER,
@@ -22,7 +23,6 @@ from tests.shim.fakes import (
     ScriptedEngine,
     sampled,
 )
-from tests.shim.rollout.test_grade import graded, results_of, task_of
 from tests.shim.test_weight_updates import Updatable
 from trajkit.errors import FormatError
 from trajkit_rollout.agents.sandbox import Spec
