@@ -54,6 +54,15 @@ def demo(tmp_path_factory):
     return {**made, **printed("drift", made), **printed("simulate", made)}
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The directory of a recorded group of two, and what people are shown."""
+    out = tmp_path_factory.mktemp("pair") / "runs/demo"
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        assert run_demo(out, sessions=2, seed=1) == 0
+    return out, text.getvalue()
+
+
 def printed(command, made):
     """What a command prints about the demo's turns."""
     argv = [command, made["turns"], "--json"]
@@ -149,22 +158,24 @@ OWN, ROWS = "turns.jsonl", "rows.parquet"
 @pytest.mark.filterwarnings("ignore::trajkit.errors.LongRowsWarning")
 @pytest.mark.parametrize("command", list(printed_commands()), ids=" ".join)
 def test_printed_commands_run_on_what_the_demo_wrote(
-    tmp_path, monkeypatch, capsys, demo, command
+    tmp_path, monkeypatch, capsys, pair, command
 ):
     serves = command[0] == "view" and "-o" not in command
     # tests/cli/test_readme.py runs those on the example
     if command[0] in ELSEWHERE or serves or "log.parquet" in command:
         cli._parser().parse_args(command)
         return
-    (tmp_path / "runs").symlink_to(Path(demo["turns"]).parents[1])
+    run, _ = pair
+    (tmp_path / "runs").symlink_to(run.parent)
     (tmp_path / "shim").symlink_to(ROOT / "shim")
     (tmp_path / "docs/pictures").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     if OWN in command:
-        assert cli.main(["expand", demo["turns"], "-o", OWN]) == cli.DONE
+        assert cli.main(["expand", str(run), "-o", OWN]) == cli.DONE
     if ROWS in command and command[command.index(ROWS) - 1] != "-o":
         policy = command[command.index("--policy") :] if "--policy" in command else []
-        rows = ["linearize", demo["turns"], "-o", ROWS, *policy]
+        rows = ["linearize", str(run), "-o", ROWS, *policy]
+        rows += ["--sessions", f"{run}/agents/sessions.parquet"]
         assert cli.main(rows) == cli.DONE
     assert cli.main(command) == cli.DONE, capsys.readouterr().err
 
@@ -203,20 +214,17 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_people_are_shown_the_agents_and_what_the_commands_print(tmp_path, capsys):
+def test_people_are_shown_the_agents_and_what_the_commands_print(pair):
     """Rewards of a group differ, so that its advantages are not zero."""
-    assert run_demo(tmp_path / "run", sessions=2, seed=1) == 0
-    shown = capsys.readouterr().out
+    run, shown = pair
     assert shown.startswith("session_id ")
-    sessions = tk.read_sessions(tmp_path / "run/agents/sessions.parquet")
-    assert sorted(sessions["reward"].to_pylist()) == [0.0, 1.0]
-    assert len(sessions["group_id"].unique()) == 1
-    report = tk.linearize(
-        tk.read_turns(tmp_path / "run"), sessions=sessions, report=True
-    )[1]
-    assert 0.0 not in tk.learn.advantages(report, "group_mean")["advantage"].to_pylist()
     for text in ("$ trajkit drift ", "$ trajkit simulate ", "lowest cost: faithful"):
         assert text in shown
+    sessions = tk.read_sessions(run / "agents/sessions.parquet")
+    assert sorted(sessions["reward"].to_pylist()) == [0.0, 1.0]
+    assert len(sessions["group_id"].unique()) == 1
+    report = tk.linearize(tk.read_turns(run), sessions=sessions, report=True)[1]
+    assert 0.0 not in tk.learn.advantages(report, "group_mean")["advantage"].to_pylist()
 
 
 def test_an_agent_that_does_not_start_ends_the_demo(tmp_path, capsys, monkeypatch):

@@ -359,7 +359,6 @@ def test_the_demo_trains_reports_and_keeps_its_run(tmp_path, capsys):
     assert [(x["policy"], x["step"]) for x in lines] == [
         (policy, step) for policy in policies for step in range(3)
     ]
-    assert all(math.isfinite(line["loss"]) for line in lines)
     for line in lines[:3]:
         # the engine has the trainer's weights, and every token its context
         assert line["mismatch_max"] < 1e-4
