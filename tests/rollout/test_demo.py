@@ -223,7 +223,7 @@ def test_people_are_shown_the_agents_and_what_the_commands_print(pair):
     sessions = tk.read_sessions(run / "agents/sessions.parquet")
     assert sorted(sessions["reward"].to_pylist()) == [0.0, 1.0]
     assert len(sessions["group_id"].unique()) == 1
-    report = tk.linearize(tk.read_turns(run), sessions=sessions, report=True)[1]
+    report = tk.report(tk.read_turns(run), sessions=sessions)
     assert 0.0 not in tk.learn.advantages(report, "group_mean")["advantage"].to_pylist()
 
 

@@ -453,6 +453,9 @@ def test_rollouts_of_a_real_agent_are_graded(tmp_path, name):
         str(out),
         "--path",
         str(program.parent),
+        # the programs in .bin are links into other folders
+        "--path",
+        str(MODULES),
     ]
     options = ("--parallel", "2", "--timeout", "120", "--odds", "1")
     assert run_command([*argv, *options]) == 0

@@ -19,6 +19,7 @@ import pytest
 
 import trajkit as tk
 from tests.rollout.test_sandbox import ISOLATED, marked
+from tests.tables import linearized
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE, main
 from trajkit.errors import FormatError
 from trajkit_rollout import solver
@@ -102,7 +103,7 @@ def rows_of(out):
     """Rows of a run and their report, verified."""
     turns = tk.read_turns(out / "turns")
     facts = read_sessions(out)
-    rows, report = tk.linearize(turns, sessions=facts, report=True)
+    rows, report = linearized(turns, sessions=facts)
     assert tk.verify(rows, turns, sessions=facts).num_rows == 0
     return rows, {line["session_id"]: line for line in report.to_pylist()}
 
@@ -395,7 +396,7 @@ def test_nothing_is_lost_or_counted_twice_after_twenty_kills(tmp_path, do):
     assert {line["reward"] for line in graded} == {1.0}
     turns = tk.read_turns(tmp_path / "far")
     assert {*turns["session_id"].to_pylist()} <= lines.keys()
-    rows, report = tk.linearize(turns, sessions=read_sessions(out), report=True)
+    rows, report = linearized(turns, sessions=read_sessions(out))
     assert {*rows["session_id"].to_pylist()} == {s["session_id"] for s in graded}
     for line in report.to_pylist():
         lost = 0 if line["error"] is None else line["tokens_sampled"]

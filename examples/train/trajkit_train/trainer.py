@@ -53,7 +53,8 @@ def packs_of(
     turns: pa.Table, sessions: pa.Table, policy: str, pack_tokens: int
 ) -> tuple[PackDataset, pa.Table]:
     """Return the packs of a policy's rows, with advantages over groups, and the report."""
-    rows, report = tk.linearize(turns, policy, sessions=sessions, report=True)
+    rows = tk.linearize(turns, policy, sessions=sessions)
+    report = tk.report(turns, policy, sessions=sessions)
     scored = advantages(report, "group_mean", scale="group_std")
     rows = tk.add_advantages(rows, scored)
     return PackDataset(tk.pack(rows, pack_tokens, columns=["advantage"])), report
