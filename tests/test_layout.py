@@ -147,7 +147,6 @@ def test_importing_trajkit_leaves_the_compute_functions_alone():
         "trajkit_shim.cli",
         "trajkit_rollout.command",
         "trajkit_rollout.demo_command",
-        "trajkit_train.command",
     ],
 )
 def test_commands_load_nothing_heavy_before_they_run(module):
@@ -244,6 +243,8 @@ def test_every_package_is_listed_for_the_wheel():
     found = {
         ".".join([name, *path.parent.relative_to(folder).parts])
         for name, folder in PACKAGES.items()
+        # an example, to copy
+        if name != "trajkit_train"
         for path in folder.rglob("__init__.py")
     }
     assert found == set(listed["tool"]["setuptools"]["packages"])

@@ -103,7 +103,7 @@ def test_the_command_makes_rows(tmp_path):
 
 @pytest.mark.parametrize(
     ("command", "extra"),
-    [(["serve", "--out", "run"], "shim"), (["train-demo"], "train")],
+    [(["serve", "--out", "run"], "shim")],
 )
 def test_a_command_names_the_extra_that_it_needs(command, extra):
     done = subprocess.run(

@@ -1,1 +1,23 @@
-"""``trajkit rollout``: a harness works on tasks in sandboxes, and is graded."""
+"""``trajkit rollout``: a harness works on tasks in sandboxes, and is graded.
+
+`run_task` runs one rollout in any process, `read_tasks` reads tasks, and `sessions_table`
+makes a table of what ended. `Settings` and `HARNESSES` say how.
+"""
+
+from importlib import import_module
+
+_MODULES = {
+    "HARNESSES": "agents.harness",
+    "Rollout": "run_log",
+    "Settings": "one",
+    "read_tasks": "tasks",
+    "run_task": "one",
+    "sessions_table": "run_log",
+}
+
+
+def __getattr__(name: str) -> object:
+    # commands are listed without what they need to run
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

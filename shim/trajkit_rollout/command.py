@@ -1,15 +1,18 @@
 """``trajkit rollout``."""
 
 import json
+import multiprocessing
 import os
 import secrets
 import shlex
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -19,7 +22,7 @@ from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
-from trajkit.cli import BAD_DATA, DONE
+from trajkit.cli import BAD_DATA, BAD_FILE, DONE
 from trajkit.cli.screen import text_table
 from trajkit.errors import ArgumentError
 from trajkit_shim import engine_options as options
@@ -27,6 +30,7 @@ from trajkit_shim.engine_options import ADMIN_TOKEN
 
 if TYPE_CHECKING:
     from trajkit_rollout.run_log import Rollout
+    from trajkit_rollout.tasks import Task
 
 
 def rollout(
@@ -39,7 +43,9 @@ def rollout(
     sandbox_option: list[str] | None = None,
     image: str | None = None,
     path: list[str] | None = None,
-    gateway: str | None = None,
+    gateway: list[str] | None = None,
+    ray: str | None = None,
+    resource: list[str] | None = None,
     gateway_url: str | None = None,
     admin_token: str | None = None,
     untrusted: bool = False,
@@ -53,6 +59,7 @@ def rollout(
     argument: Annotated[list[str] | None, Parameter(allow_leading_hyphen=True)] = None,
     host: str = "127.0.0.1",
     seed: int | None = None,
+    odds: float = 0.75,
     engine: options.EngineOptions | None = None,
     json: bool = False,
 ) -> int:
@@ -80,8 +87,14 @@ def rollout(
     path
         Directory to put first on the sandbox's PATH; may be repeated.
     gateway
-        URL of a gateway that records the calls (trajkit serve) instead of one that runs
-        with the rollouts and has the options of an engine; needs its token.
+        URL of a gateway that records the calls (trajkit serve) instead of one in a process
+        next to the rollouts, which has the options of an engine; needs its token; may be
+        repeated.
+    ray
+        Ray cluster whose workers run the rollouts (auto, or HOST:PORT), with --gateway;
+        {node} in a gateway's URL is the address of the worker's machine.
+    resource
+        NAME=AMOUNT, a further resource of Ray that each rollout takes; may be repeated.
     gateway_url
         URL of the gateway as seen from the sandboxes, if it differs.
     admin_token
@@ -112,12 +125,14 @@ def rollout(
         Of the gateway.
     seed
         Of the embedded engine.
+    odds
+        How often the embedded engine's script solves a task that has a solution.
     json
         Print only one JSON object.
     """
     given = {**locals(), **vars(engine or options.EngineOptions())}
     given["admin_token"] = admin_token or os.environ.get(ADMIN_TOKEN)
-    for name in ("sandbox_option", "path", "argument"):
+    for name in ("sandbox_option", "path", "argument", "gateway", "resource"):
         given[name] = given[name] or []
     return _rollout(SimpleNamespace(**given))
 
@@ -128,60 +143,49 @@ def _rollout(arguments: SimpleNamespace) -> int:
     elif arguments.harness is None or arguments.out is None:
         raise ArgumentError("--harness and --out are required, but for --self-test")
     with options.needs_extra("shim"):
-        from trajkit_rollout.run import Callback, Rollouts, Settings
-        from trajkit_rollout.solver import solve
+        from trajkit_rollout.one import Settings
+        from trajkit_rollout.run import Callback, Rollouts
         from trajkit_rollout.tasks import read_tasks, task_files
-        from trajkit_shim.serve import running
     try:
         settings = Settings.chosen(arguments)
         callback = None if arguments.callback is None else Callback(arguments.callback)
+        resources = {
+            name: float(amount)
+            for name, _, amount in (r.partition("=") for r in arguments.resource)
+        }
     except ValueError as error:
         raise ArgumentError(str(error)) from None
-    if arguments.gateway is not None and arguments.launch is not None:
-        raise ArgumentError(
-            "a gateway that runs elsewhere has its engine: leave out --gateway"
-        )
-    if arguments.gateway is not None and not arguments.admin_token:
-        raise ArgumentError(
-            f"--gateway {arguments.gateway} needs its token: --admin-token"
-        )
+    urls = arguments.gateway
+    for wrong, message in (
+        (urls and arguments.launch, "--gateway has its engine: leave out --launch"),
+        (
+            urls and not arguments.admin_token,
+            f"--gateway {' '.join(urls)} needs its token: --admin-token",
+        ),
+        (arguments.ray and not urls, "--ray needs --gateway, which its workers reach"),
+    ):
+        if wrong:
+            raise ArgumentError(message)
     token = arguments.admin_token or secrets.token_hex(16)
-    tasks = read_tasks(arguments.tasks)
+    tasks, hidden = read_tasks(arguments.tasks), task_files(arguments.tasks)
     if arguments.self_test:
         with TemporaryDirectory() as folder:
-            hidden = task_files(arguments.tasks)
             with Rollouts(tasks, settings, Path(folder), hidden=hidden) as rollouts:
                 return _self_test(rollouts.self_test(), as_json=arguments.json)
+    if not urls:
+        options.check(arguments)
     with ExitStack() as stack:
         rollouts = stack.enter_context(
-            Rollouts(
-                tasks, settings, arguments.out, callback, task_files(arguments.tasks)
-            )
+            Rollouts(tasks, settings, arguments.out, callback, hidden)
         )
         ended, began = [], time.monotonic()
         if rollouts.todo:
-            if (exposes := rollouts.try_out()) is not None:
-                sys.stderr.write(f"trajkit: warning: {exposes}\n")
+            if arguments.ray is None and (notes := rollouts.try_out()) is not None:
+                sys.stderr.write(f"trajkit: warning: {notes}\n")
             stack.enter_context(options.terminable())
-            url = arguments.gateway
-            if url is None:
-                # next to those of earlier calls
-                logs = arguments.out / "turns"
-                logs.mkdir(exist_ok=True)
-                log = logs / f"{len(list(logs.iterdir())):03d}"
-                gateway = options.engine_app(
-                    arguments,
-                    log,
-                    {},
-                    policy=solve(tasks),
-                    seed=arguments.seed,
-                    admin_token=token,
-                    hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
-                )
-                app, _ = stack.enter_context(gateway)
-                url = stack.enter_context(running(app, arguments.host))
+            urls = urls or [stack.enter_context(_gateway(arguments, tasks, token))]
             began = time.monotonic()
-            ended = rollouts.run(url, token)
+            ended = rollouts.run(urls, token, arguments.ray, resources)
     lines = [asdict(rollout) for rollout in ended]
     rewards, turns = _rewards(lines), arguments.out / "turns"
     failures = Counter(line["error"] for line in lines if line["error"] is not None)
@@ -201,6 +205,71 @@ def _rollout(arguments: SimpleNamespace) -> int:
     text = json.dumps(facts) if arguments.json else _described(facts)
     sys.stdout.write(text + "\n")
     return BAD_DATA if failures else DONE
+
+
+@contextmanager
+def _gateway(
+    arguments: SimpleNamespace, tasks: "Sequence[Task]", token: str
+) -> Iterator[str]:
+    """Run a gateway in a process of its own, and yield its URL.
+
+    So neither its memory nor its answers suffer from what the rollouts do.
+    """
+    # next to those of earlier calls
+    logs = arguments.out / "turns"
+    logs.mkdir(exist_ok=True)
+    log = logs / f"{len(list(logs.iterdir())):03d}"
+    given = arguments
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    process = context.Process(target=_serve, args=(far, given, tasks, log, token))
+    process.start()
+    far.close()
+    try:
+        try:
+            answer = near.recv()
+        except EOFError:
+            raise SystemExit(BAD_FILE) from None
+        if isinstance(answer, BaseException):
+            raise answer
+        yield answer
+    finally:
+        # it ends with this end of the pipe
+        near.close()
+        process.join()
+
+
+def _serve(
+    parent: Connection,
+    arguments: SimpleNamespace,
+    tasks: "Sequence[Task]",
+    log: Path,
+    token: str,
+) -> None:
+    """Run a gateway until the other end of a pipe closes."""
+    from trajkit_rollout.solver import solve
+    from trajkit_shim.serve import running
+
+    # its parent ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ExitStack() as stack:
+            app, _ = stack.enter_context(
+                options.engine_app(
+                    arguments,
+                    log,
+                    {},
+                    policy=solve(tasks, arguments.odds),
+                    seed=arguments.seed,
+                    admin_token=token,
+                    hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
+                )
+            )
+            parent.send(stack.enter_context(running(app, arguments.host)))
+            with suppress(EOFError):
+                parent.recv()
+    except Exception as error:
+        parent.send(error)
 
 
 def _self_test(rollouts: "Iterable[Rollout]", *, as_json: bool) -> int:

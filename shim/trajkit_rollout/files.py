@@ -23,6 +23,16 @@ class Texts:
         return pack({name: text.encode() for name, text in self.texts.items()})
 
 
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """Files that were read before, as a tar archive."""
+
+    content: bytes
+
+    def archive(self) -> bytes:
+        return self.content
+
+
 def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     """An entry without what differs from machine to machine."""
     if "__pycache__" in Path(entry.name).parts:
@@ -106,6 +116,6 @@ class Placed:
         return buffer.getvalue()
 
 
-Files: TypeAlias = Texts | Folder | Checkout | Patch | Placed
+Files: TypeAlias = Texts | Archive | Folder | Checkout | Patch | Placed
 """Some files of a task. ``archive`` returns them as a tar archive, always with the same
 bytes; it raises `FormatError` if they cannot be read."""

@@ -9,9 +9,9 @@ import fcntl
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,18 @@ _CHANGED = (
 )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Rollout:
     """One session of a run; a row of the ``sessions`` table."""
 
     session_id: str
     group_id: str
-    sample: int  # index among the task's rollouts
-    attempt: int  # from 1
     harness: str
     sandbox: str
-    started_at: float  # Unix time; in the table a timestamp
+    sample: int = 0  # index among the task's rollouts
+    attempt: int = 1
+    # Unix time; in the table a timestamp
+    started_at: float = field(default_factory=time.time)
     reward: float | None = None
     error: str | None = None
     # finished, timed_out, turn_limit or failed; None: it did not run
@@ -68,6 +69,14 @@ _OWN = {
 }
 ROLLOUTS = pa.schema([*SESSIONS, *_OWN.items()], metadata=SESSIONS.metadata)
 """``sessions``, with the columns of a rollout."""
+
+
+def sessions_table(rollouts: Iterable[Rollout]) -> pa.Table:
+    """Return rollouts as a table of `ROLLOUTS`."""
+    rows = [asdict(rollout) for rollout in rollouts]
+    for row in rows:
+        row["started_at"] = int(row["started_at"] * 1e6)
+    return pa.Table.from_pylist(rows, schema=ROLLOUTS)
 
 
 class RunLog:
@@ -146,7 +155,6 @@ class RunLog:
             attempt=attempt,
             harness=str(self._run["harness"]),
             sandbox=str(self._run["sandbox"]),
-            started_at=time.time(),
         )
         digest = self._digests[task_id]
         self._write({"event": "began", "task": digest, **asdict(rollout)})
@@ -158,18 +166,16 @@ class RunLog:
 
     def table(self) -> pa.Table:
         """Return all rollouts as `ROLLOUTS`; repeated and unended ones count as errors."""
-        records = []
+        rows = []
         for rollout in self._rollouts.values():
-            record = asdict(rollout)
-            record["started_at"] = int(rollout.started_at * 1e6)
+            row = replace(rollout)
             if rollout.seconds is None:
-                record["error"] = _STOPPED
+                row.error = _STOPPED
             last = self._last[rollout.group_id, rollout.sample]
             if last is not rollout:
-                again = f"(sampled again as {last.session_id})"
-                record["error"] = f"{record['error']} {again}"
-            records.append(record)
-        return pa.Table.from_pylist(records, schema=ROLLOUTS)
+                row.error = f"{row.error} (sampled again as {last.session_id})"
+            rows.append(row)
+        return sessions_table(rows)
 
     def close(self) -> None:
         """Close the file and unlock it."""

@@ -24,7 +24,7 @@ SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """Informs mini-swe-agent that the work is done."""
 
 
-def solve(tasks: Sequence[Task], odds: float = 0.75) -> Policy:
+def solve(tasks: Sequence[Task], odds: float) -> Policy:
     """Return a policy that solves tasks with the probability ``odds``.
 
     It replies with one word if a prompt is about none of the tasks, or offers no tool

@@ -11,7 +11,6 @@ _NEEDS = {
     "engines/test_sglang_images.py": {"TRAJKIT_SGLANG_PYTHON"},
     "engines/test_sglang_router.py": {"TRAJKIT_SGLANG_PYTHON"},
     "engines/test_vllm_real.py": {"TRAJKIT_VLLM_PYTHON"},
-    "agents/test_real_clients.py": {"TRAJKIT_CLIENTS"},
     "engines/test_sglang_clients.py": {"TRAJKIT_CLIENTS", "TRAJKIT_SGLANG_PYTHON"},
     "engines/test_vllm_clients.py": {"TRAJKIT_CLIENTS", "TRAJKIT_VLLM_PYTHON"},
 }

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 import trajkit as tk
+from tests.rollout.test_grade import graded, task_of
 from tests.shim.clients import in_process
 from tests.shim.fakes import (
     RENDERER,
@@ -22,7 +23,6 @@ from tests.shim.fakes import (
     ScriptedEngine,
     sampled,
 )
-from tests.shim.rollout.test_grade import graded, results_of, task_of
 from tests.shim.test_weight_updates import Updatable
 from trajkit.errors import FormatError
 from trajkit_rollout.agents.sandbox import Spec
@@ -172,11 +172,6 @@ async def test_a_trainer_that_hangs_up_while_calls_end(tmp_path):
 def test_a_reward_that_cannot_be_read_ends_its_own_rollout(tmp_path, command):
     with pytest.raises(StageError, match=r"reward\.(txt|json) is "):
         graded(tmp_path, grade={"kind": "reward_file", "command": command})
-
-
-def test_a_test_that_passed_may_have_a_hyphen_in_its_parameters():
-    said = b"PASSED t.py::a[x - y]\nFAILED t.py::b - x - y\n"
-    assert results_of(said) == {"t.py::a[x - y]": True, "t.py::b": False}
 
 
 def test_a_line_of_tasks_ends_where_json_says_so(tmp_path):

@@ -13,6 +13,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerFast
 
 from trajkit.schema import SESSIONS
+from trajkit_shim.client import GatewayClient, OpenSession
 from trajkit_shim.engines import base
 from trajkit_train.model import END
 from trajkit_train.task import MAX_TURNS, TOOLS, Task, scripted_reply
@@ -24,22 +25,16 @@ _SENT_BACK = ("role", "content", "tool_calls")
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
-    """A gateway, for agents and for the trainer. ``client``: of its address."""
+class Agents:
+    """Agents with two tools. ``gateway``: opens and ends their sessions.
 
-    client: httpx.Client
+    ``http``: a client that they call the model with.
+    """
 
-    def post(self, path: str, body: dict[str, Any], key: str = "") -> Any:
-        """Return the JSON answer; raise `ConnectionError` if there is an error instead."""
-        try:
-            answer = self.client.post(path, json=body, headers={"x-session-key": key})
-        except httpx.HTTPError as error:
-            raise ConnectionError(f"POST {path}: {error}") from error
-        if answer.is_error:
-            raise ConnectionError(f"POST {path}: {answer.status_code} {answer.text}")
-        return answer.json()
+    gateway: GatewayClient
+    http: httpx.Client
 
-    def rollouts(self, tasks: Sequence[Task], samples: int) -> pa.Table:
+    def work(self, tasks: Sequence[Task], samples: int) -> pa.Table:
         """Have ``samples`` agents work on each task, in parallel.
 
         The sessions of a task are a group of its name. Returns
@@ -53,8 +48,7 @@ class Gateway:
     def _rollout(self, task: Task, sample: int) -> dict[str, Any]:
         """One agent at work on a task, from opening its session to its reward."""
         name, group = f"{task.task_id}.{sample}", {"group_id": task.task_id}
-        opening = {"session_id": name, "max_turns": MAX_TURNS, **group}
-        key = self.post("/sessions", opening)["api_key"]
+        session = self.gateway.open(name, max_turns=MAX_TURNS, **group)
         messages: list[dict[str, Any]]
         messages = [{"role": "user", "content": f"find {task.start}"}]
         answer = None
@@ -66,8 +60,7 @@ class Gateway:
                 # a seed of its own makes a call independent of the order of all calls
                 "seed": zlib.crc32(f"{name}.{turn}".encode()),
             }
-            reply = self.post("/v1/chat/completions", request, key)
-            message = reply["choices"][0]["message"]
+            message = self._call(session, request)["choices"][0]["message"]
             messages.append({field: message.get(field) for field in _SENT_BACK})
             if not message.get("tool_calls"):
                 answer = message["content"]
@@ -76,8 +69,20 @@ class Gateway:
                 result = {"role": "tool", "tool_call_id": call["id"]}
                 messages.append({**result, "content": task.call(**call["function"])})
         reward = float(answer == task.answer)
-        self.post(f"/sessions/{name}/finish", {"reward": reward})
+        self.gateway.finish(name, reward=reward)
         return {"session_id": name, "reward": reward, **group}
+
+    def _call(self, session: OpenSession, request: dict[str, Any]) -> Any:
+        """Call the model; raise `ConnectionError` if there is an error instead."""
+        url = f"{session.base_url}/v1/chat/completions"
+        key = {"authorization": f"Bearer {session.api_key}"}
+        try:
+            answer = self.http.post(url, json=request, headers=key)
+        except httpx.HTTPError as error:
+            raise ConnectionError(f"{url}: {error}") from error
+        if answer.is_error:
+            raise ConnectionError(f"{url}: {answer.status_code} {answer.text}")
+        return answer.json()
 
 
 class Demonstrator:

@@ -13,22 +13,23 @@ import httpx
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM
 
 import trajkit as tk
-from trajkit.learn import advantages
-from trajkit.torch import PackDataset, edge_logprobs, nll_loss, policy_loss
+from trajkit.torch import PackDataset, edge_logprobs, nll_loss
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
+from trajkit_shim.client import GatewayClient
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
-from trajkit_train.agents import Demonstrator, Gateway
+from trajkit_train.agents import Agents, Demonstrator
 from trajkit_train.model import make_model, make_tokenizer
 from trajkit_train.settings import Settings
 from trajkit_train.task import make_task
 from trajkit_train.torch_engine import TorchEngine
+from trajkit_train.trainer import step, train_steps, turns_of
 
 # the longest reply is 14 tokens
 _MAX_NEW_TOKENS = 32
@@ -45,9 +46,9 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
     started = time.monotonic()
     tasks = [make_task(f"{seed}.warm.{i}") for i in range(settings.warm_runs)]
     tokenizer = make_tokenizer()
-    with _gateway(Demonstrator(tokenizer), out, settings) as (gateway, log):
-        sessions = gateway.rollouts(tasks, 1)
-    rows = tk.linearize(_turns_of(sessions, log), sessions=sessions)
+    with _gateway(Demonstrator(tokenizer), out, settings) as (agents, log):
+        sessions = agents.work(tasks, 1)
+    rows = tk.linearize(turns_of(sessions, log), sessions=sessions)
     packs = PackDataset(tk.pack(rows, settings.pack_tokens))
     model: Any = make_model(
         len(tokenizer), seed=seed, width=settings.width, layers=settings.layers
@@ -55,8 +56,8 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
     optimizer = _optimizer(model.to(settings.device), _WARM_RATE)
     draw = random.Random(seed)
     loss = math.nan
-    for step in range(settings.warm_steps):
-        rate = min((step + 1) / 20, 2 * (1 - step / settings.warm_steps), 1)
+    for k in range(settings.warm_steps):
+        rate = min((k + 1) / 20, 2 * (1 - k / settings.warm_steps), 1)
         optimizer.param_groups[0]["lr"] = _WARM_RATE * rate
         n_packs = max(_WARM_TOKENS // settings.pack_tokens, 1)
         batch = draw.choices(packs, k=n_packs)
@@ -66,7 +67,7 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
             part = nll_loss(edge_logprobs(model, pack), pack) / total
             part.backward()
             loss += part.item()
-        _update(model, optimizer)
+        step(model, optimizer)
     model.save_pretrained(out / "model")
     return {
         "seed": seed,
@@ -98,94 +99,46 @@ def train(
     optimizer = _optimizer(model, settings.learning_rate)
     engine = TorchEngine(load("sdpa"), version="warm-start")
     think = make_tokenizer().get_vocab()["<think>"]
-    lines = []
-    with _gateway(engine, out, settings) as (gateway, log):
-        for step in range(settings.steps):
-            started = time.monotonic()
+    lines, clock = [], time.monotonic()
+    with _gateway(engine, out, settings) as (agents, log):
+
+        def work(step: int) -> pa.Table:
             tasks = [make_task(f"{seed}.{step}.{i}") for i in range(settings.tasks)]
-            sessions = gateway.rollouts(tasks, settings.samples)
-            sampled = time.monotonic()
-            turns = _turns_of(sessions, log)
-            outputs = turns["output_ids"]
+            return agents.work(tasks, settings.samples)
+
+        for taken in train_steps(
+            model, optimizer, agents.gateway, work, log, weights, policy, settings
+        ):
+            outputs, report = taken["turns"]["output_ids"], taken["report"]
             thinks = pc.equal(pc.list_element(outputs, 0), think)
-            learned = learn(model, optimizer, turns, sessions, policy, settings)
-            model.save_pretrained(weights)
-            version = f"step-{step + 1}"
-            update = {"model_path": str(weights), "weight_version": version}
-            gateway.post("/engine/pause", {})
-            gateway.post("/engine/update", update)
-            gateway.post("/engine/resume", {})
+            counts = ("rows", "tokens_sampled", "tokens_trained", "tokens_forward")
             line = {
                 "seed": seed,
                 "policy": policy,
-                "step": step,
-                "reward": pc.mean(sessions["reward"]).as_py(),
+                "step": taken["step"],
+                "reward": pc.mean(taken["sessions"]["reward"]).as_py(),
                 # of what was sampled
                 "digest": f"{zlib.crc32(repr(outputs.to_pylist()).encode()):08x}",
                 # the share of replies that begin with reasoning
                 "thinking": pc.mean(thinks).as_py(),
-                **learned,
-                "rollout_seconds": sampled - started,
-                "seconds": time.monotonic() - started,
+                **{name: pc.sum(report[name]).as_py() for name in counts},
+                "tokens_packed": sum(
+                    len(taken["packs"][k].input_ids) for k in range(len(taken["packs"]))
+                ),
+                "mismatch_mean": taken["apart"].mean().item(),
+                "mismatch_max": taken["apart"].max().item(),
+                "seconds": time.monotonic() - clock,
             }
             lines.append(line)
+            clock = time.monotonic()
     return lines
-
-
-def _turns_of(sessions: pa.Table, log: Path) -> pa.Table:
-    """The turns of these sessions, in an order that does not depend on timing."""
-    turns = tk.read_turns(log)
-    own = pc.is_in(turns["session_id"], sessions["session_id"].combine_chunks())
-    order = [("session_id", "ascending"), ("turn_index", "ascending")]
-    return turns.filter(own).sort_by(order)
-
-
-def learn(
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    turns: pa.Table,
-    sessions: pa.Table,
-    policy: str,
-    settings: Settings,
-) -> dict[str, Any]:
-    """Make the rows of a policy, pack them, take a step, and return what it took.
-
-    ``mismatch_mean`` and ``mismatch_max`` compare the logprobs that the engine recorded
-    with those of the same weights over the packs, in nats per trained token.
-    """
-    rows = tk.linearize(turns, policy, sessions=sessions)
-    report = tk.report(turns, policy, sessions=sessions)
-    scored = advantages(report, "group_mean", scale="group_std")
-    rows = tk.add_advantages(rows, scored)
-    table = tk.pack(rows, settings.pack_tokens, columns=["advantage"])
-    dataset = PackDataset(table)
-    packs = [dataset[index] for index in range(len(dataset))]
-    apart, loss = [], 0.0
-    for epoch in range(settings.epochs):
-        for pack in packs:
-            logprobs = edge_logprobs(model, pack)
-            part = policy_loss(logprobs, pack, clip=settings.clip) / len(sessions)
-            part.backward()
-            loss += part.item()
-            if not epoch:
-                apart.append((logprobs.detach().cpu() - pack.edge_logprob).abs())
-        _update(model, optimizer)
-    mismatch = torch.cat(apart)
-    counts = ("rows", "tokens_sampled", "tokens_trained", "tokens_forward")
-    return {
-        **{name: pc.sum(report[name]).as_py() for name in counts},
-        "tokens_packed": sum(len(pack.input_ids) for pack in packs),
-        "mismatch_mean": mismatch.mean().item(),
-        "mismatch_max": mismatch.max().item(),
-        "loss": loss,
-    }
 
 
 @contextmanager
 def _gateway(
     engine: Engine, out: Path, settings: Settings
-) -> Iterator[tuple[Gateway, Path]]:
-    """A gateway over an engine, and the directory of its log."""
+) -> Iterator[tuple[Agents, Path]]:
+    """Agents at a gateway over an engine, and the directory of its log."""
     log = out / "log"
     app = create_app(
         engine,
@@ -199,18 +152,11 @@ def _gateway(
     limits = httpx.Limits(max_connections=None)
     with (
         running(app) as url,
-        httpx.Client(
-            base_url=url, timeout=None, limits=limits, trust_env=False
-        ) as client,
+        GatewayClient(url) as client,
+        httpx.Client(timeout=None, limits=limits, trust_env=False) as http,
     ):
-        yield Gateway(client), log
+        yield Agents(client, http), log
 
 
-def _optimizer(model: PreTrainedModel, rate: float) -> torch.optim.Optimizer:
+def _optimizer(model: Any, rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
-
-
-def _update(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()

@@ -5,11 +5,11 @@ connections. So the namespace needs no running helper: `OPEN` opens a listener t
 passes it to this process and becomes the command.
 """
 
-import selectors
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 PORT = 8765
 """Port of the listener, on the namespace's loopback address."""
@@ -24,9 +24,8 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """Python program for the namespace. Its arguments: a descriptor, and a command."""
 
 _PIECE_BYTES = 1 << 16
-# an agent must not use up the descriptors and threads of this process
+# an agent must not use up the descriptors of this process
 _MAX_CONNECTIONS = 128
-_PAUSE_SECONDS = 0.1
 
 
 @contextmanager
@@ -34,61 +33,63 @@ def bridge(host: str, port: int) -> Iterator[int]:
     """Forward connections to an address while the ``with`` block runs.
 
     Yields the descriptor that `OPEN` gets. More than 128 connections at once are closed.
-    All processes of the namespace must have ended at the end of the block.
     """
-    ours, theirs = socket.socketpair()
-    thread = threading.Thread(target=_serve, args=(ours, host, port), daemon=True)
-    thread.start()
+    near, far = socket.socketpair()
+    with near, far:
+        thread = threading.Thread(
+            target=lambda: asyncio.run(_serve(near, host, port)), daemon=True
+        )
+        thread.start()
+        try:
+            yield far.fileno()
+        finally:
+            # the end of both lines ends the thread
+            far.close()
+            near.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+async def _serve(line: socket.socket, host: str, port: int) -> None:
+    """Forward what comes to the listener that a line brings, until the line ends."""
+    loop, connections = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+
+    async def forward(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if len(connections) < _MAX_CONNECTIONS:
+            connections.add(task)
+            task.add_done_callback(connections.discard)
+            with suppress(OSError):
+                far_reader, far_writer = await asyncio.open_connection(host, port)
+                both = (_copy(reader, far_writer), _copy(far_reader, writer))
+                await asyncio.gather(*both)
+        writer.close()
+
+    arrived = asyncio.Event()
+    loop.add_reader(line, arrived.set)
+    server = None
+    await arrived.wait()
+    while received := socket.recv_fds(line, 1, 1)[1]:
+        listener = socket.socket(fileno=received[0])
+        server = await asyncio.start_server(forward, sock=listener)
+        arrived.clear()
+        await arrived.wait()
+    loop.remove_reader(line)
+    if server is not None:
+        server.close()
+    for task in connections:
+        task.cancel()
+    await asyncio.gather(*connections, return_exceptions=True)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy what one side sends until it ends; the other one may still answer."""
     try:
-        with theirs:
-            yield theirs.fileno()
+        with suppress(OSError):
+            while data := await reader.read(_PIECE_BYTES):
+                writer.write(data)
+                await writer.drain()
     finally:
-        thread.join()
-
-
-def _serve(line: socket.socket, host: str, port: int) -> None:
-    with line:
-        _, received, *_ = socket.recv_fds(line, 1, 1)
-        # none if the command could not be started
-        if not received:
-            return
-        forwards: list[threading.Thread] = []
-        with socket.socket(fileno=received[0]) as listener:
-            # until the last process that has the other side of the line has ended
-            while line not in _readable(line, listener):
-                forwards = [each for each in forwards if each.is_alive()]
-                try:
-                    with ExitStack() as stack:
-                        near = stack.enter_context(listener.accept()[0])
-                        if len(forwards) < _MAX_CONNECTIONS:
-                            thread = threading.Thread(
-                                target=_forward, args=(near, host, port), daemon=True
-                            )
-                            thread.start()
-                            stack.pop_all()
-                            forwards.append(thread)
-                except (OSError, RuntimeError):
-                    # there are no descriptors or threads, until others are released
-                    _readable(line, timeout_s=_PAUSE_SECONDS)
-
-
-def _forward(near: socket.socket, host: str, port: int) -> None:
-    """Copy what both sides send until one of them ends."""
-    with near, suppress(OSError), socket.create_connection((host, port)) as far:
-        while True:
-            ready = _readable(near, far)
-            for source, target in ((near, far), (far, near)):
-                if source in ready:
-                    data = source.recv(_PIECE_BYTES)
-                    if not data:
-                        return
-                    target.sendall(data)
-
-
-def _readable(*sockets: socket.socket, timeout_s: float | None = None) -> list[object]:
-    """Wait until some of the sockets can be read, and return these."""
-    # unlike the default one, this selector needs no descriptor
-    with selectors.PollSelector() as selector:
-        for each in sockets:
-            selector.register(each, selectors.EVENT_READ)
-        return [key.fileobj for key, _ in selector.select(timeout_s)]
+        writer.close()

@@ -15,14 +15,12 @@ import tarfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from io import FileIO
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any, ClassVar, Self, TypeAlias
+from typing import IO, ClassVar, Self, TypeAlias
 
 _LOOK_SECONDS = 0.5
 _MAX_OUTPUT = 1 << 28
@@ -155,6 +153,8 @@ class Sandbox(ABC):
     limits: ClassVar[Collection[str]] = ()  # fields of `Limits` that it enforces
     # what an agent can reach that it should not; None: nothing that is known
     exposes: str | None = None
+    # limits that are not those of the sum of its processes, as far as one is asked for
+    loose: str | None = None
 
     def __init__(self, spec: Spec) -> None:
         self.chosen = {name: text.split("|")[0] for name, text in self.options.items()}
@@ -305,21 +305,29 @@ Check: TypeAlias = Callable[[int], None]
 """Raises if a command has to end, by its process's id."""
 
 
-def run_here(command: Command, check: Check = lambda _: None) -> CommandResult:
+def run_here(
+    command: Command,
+    check: Check = lambda _: None,
+    end: Callable[[], None] = lambda: None,
+) -> CommandResult:
     """Run a command of this machine, with ``env`` as its complete environment.
 
-    Its process group ends with it. ``check`` is called twice a second. Raises
-    `SandboxError`: it cannot be started, or its output is too long.
+    Its process group ends with it. ``check`` is called twice a second, ``end`` when the
+    group has ended, before the output is complete. Raises `SandboxError`: it cannot be
+    started, or its output is too long.
     """
     try:
-        with TemporaryFile() as given, _output(command) as (out, err, check_output):
+        with ExitStack() as stack:
+            given = stack.enter_context(TemporaryFile())
             given.write(command.stdin)
             given.seek(0)
+            out = _Output(stack, command.log, command.log_bytes)
+            err = out if command.log else _Output(stack, None, command.log_bytes)
             process = subprocess.Popen(
                 command.arguments,
                 stdin=given,
-                stdout=out,
-                stderr=err,
+                stdout=out.target,
+                stderr=err.target,
                 env=command.env,
                 start_new_session=True,  # its own process group
                 pass_fds=command.pass_fds,
@@ -331,13 +339,15 @@ def run_here(command: Command, check: Check = lambda _: None) -> CommandResult:
                         code = process.wait(min(left, _LOOK_SECONDS))
                     except subprocess.TimeoutExpired:
                         check(process.pid)
-                        check_output()
+                        out.check()
+                        err.check()
             finally:
                 # also what it started and left running
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            return CommandResult(code, *check_output(last=True))
+                end()
+            return CommandResult(code, out.end(), b"" if err is out else err.end())
     except SandboxError:
         raise
     # an argument may be too long, or contain a null character
@@ -345,50 +355,26 @@ def run_here(command: Command, check: Check = lambda _: None) -> CommandResult:
         raise SandboxError(f"{command.arguments[0]} cannot be run: {error}") from error
 
 
-@contextmanager
-def _output(command: Command) -> Iterator[tuple[IO[bytes] | int, IO[bytes] | int, Any]]:
-    """Two places for a command's output, and a function that checks its length.
+class _Output:
+    """What a command writes to a pipe, copied on a thread up to a length.
 
-    With ``last`` that function returns the output. A log is written from a pipe, since
-    a program can empty a file that it writes to.
+    A program could empty a file that it writes to.
     """
-    if command.log is None:
-        with TemporaryFile() as out, TemporaryFile() as err:
 
-            def read(*, last: bool = False) -> tuple[bytes, ...]:
-                # a sparse file may be longer than the memory
-                for file in (out, err):
-                    _check_length(os.fstat(file.fileno()).st_size, _MAX_OUTPUT)
-                if not last:
-                    # the position is also that of the program that writes
-                    return ()
-                out.seek(0)
-                err.seek(0)
-                return out.read(), err.read()
-
-            yield out, err, read
-        return
-    near, far = os.pipe()
-    with command.log.open("w+b") as log, open(near, "rb", buffering=0) as source:
-        pipe = _Pipe(source, log, command.log_bytes)
-        try:
-            with open(far, "wb", buffering=0) as target:
-                yield target, target, pipe.read
-        finally:
-            pipe.end()
-
-
-class _Pipe:
-    """Copies a pipe to a log on a thread, up to a length."""
-
-    def __init__(self, source: FileIO, log: IO[bytes], limit: int) -> None:
-        self._source, self._log, self._limit = source, log, limit
-        self._length = 0
+    def __init__(self, stack: ExitStack, log: Path | None, limit: int) -> None:
+        near, far = os.pipe()
+        self._source = stack.enter_context(open(near, "rb", buffering=0))
+        self.target = stack.enter_context(open(far, "wb", buffering=0))
+        file: IO[bytes] = TemporaryFile() if log is None else log.open("w+b")
+        self._copy = stack.enter_context(file)
+        self._tail = None if log is None else TAIL_BYTES
+        self._limit, self._length = limit, 0
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._copy, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+        stack.callback(self._finish)
 
-    def _copy(self) -> None:
+    def _run(self) -> None:
         with selectors.PollSelector() as selector:
             selector.register(self._source, selectors.EVENT_READ)
             while self._length <= self._limit:
@@ -397,30 +383,27 @@ class _Pipe:
                     if self._ending.is_set():
                         return
                 elif data := self._source.read(_PIECE_BYTES):
-                    self._log.write(data[: self._limit - self._length])
+                    self._copy.write(data[: self._limit - self._length])
                     self._length += len(data)
                 else:
                     return
 
-    def end(self) -> None:
-        """Wait until what was written is in the log."""
+    def check(self) -> None:
+        """Raise `LimitError` if there was more than fits."""
+        if self._length > self._limit:
+            raise LimitError(f"its output is longer than {self._limit} bytes")
+
+    def end(self) -> bytes:
+        """Wait until what was written is copied; return it, or the end of a log."""
+        self._finish()
+        self.check()
+        self._copy.seek(max(0, self._length - (self._tail or self._length)))
+        return self._copy.read()
+
+    def _finish(self) -> None:
+        self.target.close()
         self._ending.set()
         self._thread.join()
-
-    def read(self, *, last: bool = False) -> tuple[bytes, ...]:
-        """Check the length; with ``last``, return the end of the log."""
-        if last:
-            self.end()
-        _check_length(self._length, self._limit)
-        if not last:
-            return ()
-        self._log.seek(max(0, self._length - TAIL_BYTES))
-        return (self._log.read(),)
-
-
-def _check_length(length: int, limit: int) -> None:
-    if length > limit:
-        raise LimitError(f"its output is longer than {limit} bytes")
 
 
 def remove(root: Path) -> None:
@@ -428,33 +411,13 @@ def remove(root: Path) -> None:
 
     Raises `OSError`.
     """
-    if not root.is_dir() or root.is_symlink():
-        return
-    # Folders of a folder are moved up before it is removed. So no path gets longer, and
-    # each folder is visited once.
-    names, again = (f"{secrets.token_hex(8)}-{k}" for k in count()), True
-    root.chmod(0o700)
-    while again:
-        again = False
-        for folder in _emptied(root):
-            for inner in _emptied(folder):
-                os.rename(inner, root / next(names))
-                again = True
-            os.rmdir(folder)
-    root.rmdir()
-
-
-def _emptied(folder: str | Path) -> list[str]:
-    """Remove the files of a folder, and return its folders, which become readable."""
-    folders = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                os.chmod(entry.path, 0o700)
-                folders.append(entry.path)
-            else:
-                os.unlink(entry.path)
-    return folders
+    if root.is_dir():
+        script = 'chmod -R u+rwx "$0"; rm -rf "$0"'
+        done = subprocess.run(
+            ("sh", "-c", script, str(root)), capture_output=True, check=False
+        )
+        if done.returncode:
+            raise OSError(done.stderr.decode(errors="replace").strip()[-300:])
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:

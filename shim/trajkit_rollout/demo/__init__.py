@@ -7,6 +7,7 @@ agent (a sub-agent), and their client and the chat template return every reply s
 changed (drift).
 """
 
+import itertools
 import json as json_text
 import shlex
 import sys
@@ -29,7 +30,8 @@ from trajkit.schema import LABELS
 from trajkit_rollout.agents.harness import HARNESSES, Job
 from trajkit_rollout.agents.sandboxes.local import LocalSandbox
 from trajkit_rollout.files import Texts
-from trajkit_rollout.run import Rollouts, Settings
+from trajkit_rollout.one import Settings
+from trajkit_rollout.run import Rollouts
 from trajkit_rollout.run_log import Rollout
 from trajkit_rollout.solver import SUBMIT, solve
 from trajkit_rollout.tasks import Task, read_tasks
@@ -47,6 +49,8 @@ from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 
+# agents per task
+_GROUP = 2
 # index of the reply that each session loses
 _LOST = 3
 # the sub-agent works while a command of the first agent runs
@@ -80,22 +84,22 @@ _ASK = acts(
 
 
 def run_demo(
-    out: str | Path, *, sessions: int = 3, seed: int | None = None, json: bool = False
+    out: str | Path, *, sessions: int = 4, seed: int | None = None, json: bool = False
 ) -> int:
     """Record a run of real agents, turn it into rows, and print a summary.
 
     ``out`` gets the turn log, the rows of each policy, and in ``agents`` what `trajkit
     rollout` writes; it must not contain a run. ``seed`` is that of the engine; with
     several ``sessions``, concurrent agents, the order of their calls matters too.
+    Two agents work on each task; only the first of them finds its solution.
     ``json`` prints one JSON object, how the agents ended, instead of tables. Returns 0; 1
-    if an agent failed or did not solve its task. Raises `SandboxError` if no agent can run
-    here.
+    if an agent failed. Raises `SandboxError` if no agent can run here.
     """
     if sessions < 1:
         raise ValueError(f"sessions = {sessions}: at least 1 is needed")
     out = Path(out)
     log = TurnLog(out)
-    tasks = _tasks(sessions)
+    tasks = _tasks(-(-sessions // _GROUP))
     engine = EmbeddedEngine(write_code(tasks), seed=seed)
     # rendered prompts drift, which the demo is to show
     gateway = create_app(
@@ -105,6 +109,7 @@ def run_demo(
         harness=MINI_SWE_AGENT,
         argument=_OPTIONS,
         sandbox=LocalSandbox,
+        repeat=min(sessions, _GROUP),
         parallel=sessions,
     )
     with (
@@ -136,7 +141,7 @@ def run_demo(
             f"\nrows      {out}/rows-POLICY.parquet\nagents    {out}/agents\n"
             f"tokenizer {tokenizer} (--tokenizer, for files elsewhere)\n"
         )
-    return 0 if all(rollout.reward == 1 for rollout in ended) else 1
+    return 0 if all(rollout.error is None for rollout in ended) else 1
 
 
 def _tasks(n_tasks: int) -> list[Task]:
@@ -186,9 +191,10 @@ def _sessions(turns: pa.Table, rollouts: list[Rollout]) -> list[dict[str, Any]]:
 def write_code(tasks: Sequence[Task]) -> Policy:
     """Return the policy of the demo's agents.
 
-    It solves the task, after a slip, and asks for a review.
+    It slips, solves the task in every second session of the task, and asks for a review.
     """
-    solves = solve(tasks, 1.0)
+    solves, leaves = solve(tasks, 1.0), solve(tasks, 0.0)
+    edits = {task.prompt.strip(): itertools.cycle([solves, leaves]) for task in tasks}
 
     def policy(prompt: str) -> Sequence[Reply]:
         read = messages(prompt)
@@ -198,6 +204,9 @@ def write_code(tasks: Sequence[Task]) -> Policy:
         slipped = any(m.text.startswith("Tool call error") for m in read)
         if done == 1 and not slipped:
             return _SLIP
+        if done == 1:
+            text = next(text for text in edits if text in prompt)
+            return next(edits[text])(prompt)
         return _ASK if done == 3 else solves(prompt)
 
     return policy

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.shim.agents.test_real_clients import (
+from tests.rollout.test_real_clients import (
     check,
     line_of,
     roots,

@@ -4,16 +4,19 @@ It has its own directory with a home, and none of the caller's environment. With
 bubblewrap (``bwrap``) each command runs in namespaces of its own. It sees the sandbox's
 directory, this machine's programs (read-only), its own processes, and the gateway, but no
 other file, process or network. Without bubblewrap nothing is isolated.
+
+An isolated sandbox is held by one process (`_HOLD`), the first of a namespace that has its
+files, a file system in memory, and all of its processes. The kernel limits both, and
+removes both when that process ends, which it does with this one.
 docs/sandboxes.md lists what that means.
 """
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
@@ -27,7 +30,6 @@ from trajkit_rollout.agents.bridge import OPEN, PORT, bridge
 from trajkit_rollout.agents.sandbox import (
     Command,
     CommandResult,
-    LimitError,
     SandboxError,
     remove,
 )
@@ -56,11 +58,29 @@ _ISOLATED = (
 )
 
 # limits of an isolated sandbox whose task sets none
-_DISK_MB = 8192
+_DISK_MB = 2048
 _PROCESSES = 1024
+_MAX_FILES = 1 << 20
 
-# shared memory of a process, in KiB
-_SHARED = re.compile(r"^Pss_Shmem: +(\d+) kB$", re.MULTILINE)
+_UNSHARE = (
+    *("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork"),
+    *("--kill-child", "--mount-proc"),
+)
+# Arguments: the sandbox's directory, the options of its file system, and, where the kernel
+# limits the process ids of a namespace, their greatest one. It reaps what ends in the
+# namespace, and ends with its input.
+_HOLD = """
+mount -t tmpfs -o "$2" tmpfs "$1" || exit
+if test "$3"; then
+  # numbers up to 300 are not given out twice
+  echo 301 > /proc/sys/kernel/ns_last_pid && echo "$3" > /proc/sys/kernel/pid_max || exit
+fi
+echo ready
+exec env --ignore-signal=CHLD cat
+"""
+_FIRST_ID = 302
+# the kernel that has limits of process ids per namespace; before, they are the machine's
+_IDS_KERNEL = (6, 14)
 
 # a killed process that still exists after this waits for a disk and does nothing more
 _DYING_SECONDS = 5.0
@@ -75,8 +95,8 @@ class LocalSandbox(sandbox.Sandbox):
 
     ``options["namespaces"]`` is ``auto`` (used if available), ``no`` or ``yes``
     (required). ``options["network"]`` is ``gateway`` or ``host``, which shares this
-    machine's network. ``file_mb`` and ``memory_mb`` apply per process; the latter limits
-    its address space. ``disk_mb`` and ``processes`` are checked every half second.
+    machine's network. ``file_mb`` applies to each file. `loose` names the limits that
+    apply per process, or not at all, because the kernel has no means here.
     """
 
     kind = "local"
@@ -100,21 +120,72 @@ class LocalSandbox(sandbox.Sandbox):
         elif self._shares_network:
             self.exposes = sandbox.SHARED_NETWORK
         self._root = spec.scratch.resolve() / spec.name
-        self._disk_mb = spec.limits.disk_mb or (None if self._missing else _DISK_MB)
-        self._log: Path | None = None  # of the running command
+        self._holder: subprocess.Popen[bytes] | None = None
+        self._first = 0  # the holder's first process
         self._places = spec.places
         if self._places and self._missing:
             rule = "only an isolated sandbox has them where the task expects them"
             raise SandboxError(f"{', '.join(self._places)}: {rule} ({self._missing})")
         self._gateway: tuple[str, int] | None = None
+        self._scope = () if self._missing else _scope()
+        loose = []
+        if not self._scope:
+            loose.append(
+                "memory_mb is per process: there is no cgroup v2 of systemd here"
+            )
+            if self._missing or not _limits_ids():
+                loose.append("processes is not enforced")
+        if self._missing:
+            loose.append("disk_mb is per file")
+        self.loose = "; ".join(loose) or None
 
     def start(self) -> None:
         """Make its directories."""
         try:
-            for name in ("home", "tmp", "work", *self._places):
-                (self._root / name.lstrip("/")).mkdir(parents=True, exist_ok=True)
+            self._root.mkdir(parents=True, exist_ok=True)
+            if not self._missing:
+                self._hold()
+            folders = [
+                str(self._root / name.lstrip("/"))
+                for name in ("home", "tmp", "work", *self._places)
+            ]
+            self._must("mkdir", "-p", *folders)
         except OSError as error:
-            raise SandboxError(f"{self._root}: {error.strerror}") from error
+            raise SandboxError(f"{self._root}: {error}") from error
+
+    def _hold(self) -> None:
+        """Start the process that holds the namespace of the sandbox."""
+        limits = self.spec.limits
+        size = f"size={limits.disk_mb or _DISK_MB}m,nr_inodes={_MAX_FILES},mode=755"
+        processes = limits.processes or _PROCESSES
+        ids = str(_FIRST_ID + processes) if _limits_ids() else ""
+        self._holder = holder = subprocess.Popen(
+            (*_UNSHARE, "sh", "-c", _HOLD, "sh", str(self._root), size, ids),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert holder.stdout is not None
+        assert holder.stderr is not None
+        if holder.stdout.readline() != b"ready\n":
+            reason = holder.stderr.read().decode(errors="replace").strip()
+            raise SandboxError(f"the local sandbox cannot be held: {reason}")
+        children = f"/proc/{holder.pid}/task/{holder.pid}/children"
+        self._first = int(Path(children).read_text())
+
+    def _must(self, *arguments: str) -> None:
+        """Run a command among the sandbox's files, which ends here if it fails."""
+        command = (*self._entered(), *arguments)
+        done = subprocess.run(command, capture_output=True, check=False)
+        if done.returncode:
+            raise SandboxError(done.stderr.decode(errors="replace").strip())
+
+    def _entered(self) -> Iterator[str]:
+        """The arguments before those of a command in the sandbox's own namespace."""
+        if self._holder is not None:
+            yield from ("nsenter", "--target", str(self._first), "--user", "--mount")
+            yield from ("--pid", "--preserve-credentials", "--")
 
     def _run(self, command: Command) -> CommandResult:
         arguments = ("sh", "-c", self._script(), "sh", command.cwd, *command.arguments)
@@ -128,29 +199,42 @@ class LocalSandbox(sandbox.Sandbox):
                 arguments = (*self._namespaces(), *arguments)
             env = self._environment(command.env)
             started = replace(command, arguments=arguments, env=env, pass_fds=passed)
-            self._log = command.log
-            try:
-                done = sandbox.run_here(started, self._check)
-            finally:
-                # a namespace ends with its first process, but killing takes a moment
-                _kill(command.env[sandbox.MARK])
-        failed = done.code == 1 and done.last_line.startswith("bwrap: ")
+            mark = command.env[sandbox.MARK]
+            done = sandbox.run_here(started, self._check, lambda: self._end(mark))
+        failed = done.code == 1 and done.last_line.startswith(("bwrap: ", "nsenter: "))
         if done.code == _FAILED or failed:
             raise SandboxError(f"the local sandbox failed: {done.last_line}")
         return done
 
-    def _remove(self) -> None:
-        _kill(f"{self.spec.name}/", self._root)
+    def _end(self, mark: str) -> None:
+        """End the processes of a command, and wait for their end."""
         until = time.monotonic() + _DYING_SECONDS
-        while self._root.exists():
-            try:
-                remove(self._root)
-            except OSError as error:
-                # a process that dies may still write
-                if time.monotonic() > until:
-                    message = f"{self._root}: cannot be removed: {error}"
-                    raise SandboxError(message) from error
-                time.sleep(_LOOK_SECONDS)
+        while self._alive(mark) and time.monotonic() < until:
+            if self._holder is not None:
+                command = (*self._entered(), "sh", "-c", "kill -9 -1")
+                subprocess.run(command, capture_output=True, check=False)
+            time.sleep(_LOOK_SECONDS)
+
+    def _alive(self, mark: str) -> bool:
+        """Whether the sandbox has processes; kills those of one that is not isolated."""
+        if self._holder is not None:
+            listed = Path("/proc", str(self._first), "root", "proc").iterdir()
+            return sum(path.name.isdecimal() for path in listed) > 1
+        return self._missing is not None and _kill(mark)
+
+    def _remove(self) -> None:
+        if self._holder is not None:
+            for pipe in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
+                assert pipe is not None
+                pipe.close()
+            # until the kernel has ended all processes of its namespace
+            self._holder.wait()
+            self._holder = None
+        self._end(f"{self.spec.name}/")
+        try:
+            remove(self._root)
+        except OSError as error:
+            raise SandboxError(f"{self._root}: cannot be removed: {error}") from error
 
     def map_path(self, path: str) -> str:
         """Return the path below the sandbox's own directory."""
@@ -171,6 +255,15 @@ class LocalSandbox(sandbox.Sandbox):
 
     def _namespaces(self) -> Iterator[str]:
         """The arguments before those of an isolated command."""
+        if self._scope:
+            limits = self.spec.limits
+            yield from self._scope
+            yield f"--property=TasksMax={limits.processes or _PROCESSES}"
+            if limits.memory_mb is not None:
+                yield f"--property=MemoryMax={limits.memory_mb}M"
+                yield "--property=MemorySwapMax=0"
+            yield "--"
+        yield from self._entered()
         yield from _ISOLATED
         if self._shares_network:
             yield "--share-net"
@@ -193,29 +286,12 @@ class LocalSandbox(sandbox.Sandbox):
         limits = self.spec.limits
         steps = ["ulimit -c 0"]
         # in blocks of 512 bytes and in KiB
-        if file_mb := limits.file_mb or self._disk_mb:
+        disk_mb = limits.disk_mb or (None if self._missing else _DISK_MB)
+        if file_mb := limits.file_mb or disk_mb:
             steps.append(f"ulimit -f {file_mb * 2048}")
-        if limits.memory_mb is not None:
+        if limits.memory_mb is not None and not self._scope:
             steps.append(f"ulimit -v {limits.memory_mb * 1024}")
         return f'{" && ".join(steps)} && cd "$1" || exit {_FAILED}; shift; exec "$@"'
-
-    def _check(self, pid: int) -> None:
-        super()._check(pid)
-        isolated = not self._missing
-        processes = self.spec.limits.processes or (_PROCESSES if isolated else None)
-        if self._disk_mb is None and processes is None:
-            return
-        found = _inside(pid) if isolated else _marked(f"{self.spec.name}/")
-        if self._disk_mb is not None:
-            size = _disk_bytes(self._root, found)
-            if self._log is not None:
-                size += self._log.stat().st_size
-            if size > self._disk_mb << 20:
-                message = f"its files take more than disk_mb = {self._disk_mb}"
-                raise LimitError(message)
-        if processes is not None:
-            if sum(len(glob(f"{one}/task/[0-9]*")) for one in found) > processes:
-                raise LimitError(f"it runs more than processes = {processes}")
 
     def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
         own = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
@@ -232,88 +308,58 @@ class LocalSandbox(sandbox.Sandbox):
 
 
 def clear(scratch: Path) -> None:
-    """Kill the processes of sandboxes that a killed run left, and remove their files."""
+    """Remove the sandboxes that a killed run left, and their processes."""
     for root in scratch.iterdir():
-        _kill(f"{root.name}/", root)
+        while _kill(f"{root.name}/"):
+            time.sleep(_LOOK_SECONDS)
     remove(scratch)
 
 
-def _disk_bytes(root: Path, processes: Iterable[str]) -> int:
-    """What the files below a directory take, and those without a name, in bytes.
-
-    The latter are open files and shared memory.
-    """
-    # `find` sees paths of any length; an empty file takes a block of 512 bytes too
-    done = subprocess.run(
-        ("find", root, "-printf", r"%b\n"), capture_output=True, check=False
-    )
-    if not done.stdout:
-        raise OSError(done.stderr.decode(errors="replace").strip())
-    blocks = sum(int(each) + 1 for each in done.stdout.split())
-    unnamed, mapped = {}, 0
-    for process in processes:
-        for path in glob(f"{process}/fd/*"):
-            # a process may close it at any time
-            with suppress(OSError):
-                facts = os.stat(path)
-                if facts.st_nlink == 0:
-                    unnamed[facts.st_dev, facts.st_ino] = facts.st_blocks
-        # each process has its share of a page; its file may be closed
-        with suppress(OSError):
-            if found := _SHARED.search(Path(process, "smaps_rollup").read_text()):
-                mapped += int(found[1]) << 10
-    # an open file may be mapped too
-    return 512 * blocks + max(512 * sum(unnamed.values()), mapped)
-
-
-def _inside(pid: int) -> list[str]:
-    """The directories in /proc of a namespace's processes; ``pid`` is bubblewrap's."""
-    try:
-        first = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
-    # the first process does not exist yet, or no longer
-    except (OSError, IndexError):
-        return []
-    # the namespace's own; this process is in it as long as it is this machine's
-    root = f"/proc/{first}/root"
-    return [] if os.path.exists(f"{root}/proc/self") else glob(f"{root}/proc/[0-9]*")
-
-
-def _marked(start: str, root: Path | None = None) -> list[str]:
-    """The directories in /proc of all processes whose mark starts with a text.
-
-    Also of those in the namespaces of the sandbox with a directory.
-    """
-    found, mark = [], f"\0{sandbox.MARK}={start}".encode()
+def _kill(start: str) -> bool:
+    """Kill the processes whose mark starts with a text; return whether there were any."""
+    killed, mark = False, f"\0{sandbox.MARK}={start}".encode()
     for process in glob("/proc/[0-9]*"):
         # it has ended, or belongs to another user
         with suppress(OSError):
-            if (
-                mark in b"\0" + Path(process, "environ").read_bytes()
-                # a process can change its environment, but not this
-                or (root and os.path.samefile(f"{process}/root{_INSIDE}", root))
-            ):
-                found.append(process)
-    return found
-
-
-def _kill(start: str, root: Path | None = None) -> None:
-    """Kill all processes that `_marked` finds, and wait for their end."""
-    until = time.monotonic() + _DYING_SECONDS
-    while (found := _marked(start, root)) and time.monotonic() < until:
-        for process in found:
-            with suppress(ProcessLookupError):
+            if mark in b"\0" + Path(process, "environ").read_bytes():
                 os.kill(int(Path(process).name), signal.SIGKILL)
-        time.sleep(_LOOK_SECONDS)
+                killed = True
+    return killed
+
+
+def _limits_ids() -> bool:
+    """Whether the kernel limits the process ids of each namespace."""
+    version = os.uname().release.split(".")
+    return tuple(int(part) for part in version[:2]) >= _IDS_KERNEL
+
+
+@cache
+def _scope() -> tuple[str, ...]:
+    """The start of a command that runs another one in a cgroup; empty if that fails."""
+    if Path("/sys/fs/cgroup/cgroup.controllers").exists():
+        user = () if os.getuid() == 0 else ("--user",)
+        start = ("systemd-run", *user, "--scope", "--quiet", "--collect")
+        with suppress(OSError, subprocess.TimeoutExpired):
+            limited = (*start, "--property=MemoryMax=64M", "--", "true")
+            done = subprocess.run(limited, capture_output=True, check=False, timeout=60)
+            if done.returncode == 0:
+                return start
+    return ()
 
 
 @cache
 def _why_not_isolated() -> str | None:
     """Why commands cannot be isolated; None: they can."""
-    command = (*_ISOLATED, "--ro-bind", "/", "/", "true")
-    try:
-        done = subprocess.run(command, capture_output=True, check=False, timeout=60)
-    except FileNotFoundError:
-        return "bubblewrap is not installed"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return None if done.returncode == 0 else done.stderr.decode().strip()
+    for command, missing in (
+        ((*_ISOLATED, "--ro-bind", "/", "/", "true"), "bubblewrap is not installed"),
+        ((*_UNSHARE, "true"), "unshare is not installed"),
+    ):
+        try:
+            done = subprocess.run(command, capture_output=True, check=False, timeout=60)
+        except FileNotFoundError:
+            return missing
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        if done.returncode:
+            return done.stderr.decode().strip()
+    return None

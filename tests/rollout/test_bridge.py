@@ -74,20 +74,6 @@ def test_a_connection_waits_for_a_free_descriptor(monkeypatch):
             assert answered(line)
 
 
-def test_a_connection_without_a_thread_is_closed_and_the_next_is_forwarded(monkeypatch):
-    with bridged() as port:
-        error = RuntimeError("can't start new thread")
-
-        def forwards(thread):
-            return thread._target is bridges._forward
-
-        fail_once(monkeypatch, threading.Thread, "start", error, forwards)
-        with client(port) as line:
-            assert not answered(line)
-        with client(port) as line:
-            assert answered(line)
-
-
 def test_connections_beyond_the_limit_are_closed(monkeypatch):
     monkeypatch.setattr(bridges, "_MAX_CONNECTIONS", 2)
     with bridged() as port, client(port) as first:

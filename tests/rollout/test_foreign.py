@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.shim.agents.test_sandbox import ISOLATED
-from tests.shim.rollout.test_rollout import AGENT, EXAMPLES, command, run, sessions
+from tests.rollout.test_rollout import AGENT, EXAMPLES, command, run, sessions
+from tests.rollout.test_sandbox import ISOLATED
 from trajkit.cli import BAD_DATA, DONE
 from trajkit.errors import FormatError
 from trajkit_rollout.tasks import read_tasks

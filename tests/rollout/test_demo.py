@@ -29,7 +29,7 @@ from trajkit_rollout.solver import SUBMIT
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.engines.embedded import Special
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TASKS = read_tasks(Path(demo_package.__file__).parent / "tasks")
 
 
@@ -52,6 +52,15 @@ def demo(tmp_path_factory):
     assert done.stderr == ""
     made = json.loads(done.stdout)
     return {**made, **printed("drift", made), **printed("simulate", made)}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The directory of a recorded group of two, and what people are shown."""
+    out = tmp_path_factory.mktemp("pair") / "runs/demo"
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        assert run_demo(out, sessions=2, seed=1) == 0
+    return out, text.getvalue()
 
 
 def printed(command, made):
@@ -140,7 +149,7 @@ def printed_commands():
 # tests/cli/test_look_page.py runs it
 OWN_TESTS = ("look.md",)
 # they take long, or need an engine, a harness, or what another system recorded
-ELSEWHERE = ("demo", "serve", "rollout", "import", "train-demo")
+ELSEWHERE = ("demo", "serve", "rollout", "import")
 # the reader's own file, and the rows that the page makes with a command before
 OWN, ROWS = "turns.jsonl", "rows.parquet"
 
@@ -149,22 +158,24 @@ OWN, ROWS = "turns.jsonl", "rows.parquet"
 @pytest.mark.filterwarnings("ignore::trajkit.errors.LongRowsWarning")
 @pytest.mark.parametrize("command", list(printed_commands()), ids=" ".join)
 def test_printed_commands_run_on_what_the_demo_wrote(
-    tmp_path, monkeypatch, capsys, demo, command
+    tmp_path, monkeypatch, capsys, pair, command
 ):
     serves = command[0] == "view" and "-o" not in command
     # tests/cli/test_readme.py runs those on the example
     if command[0] in ELSEWHERE or serves or "log.parquet" in command:
         cli._parser().parse_args(command)
         return
-    (tmp_path / "runs").symlink_to(Path(demo["turns"]).parents[1])
+    run, _ = pair
+    (tmp_path / "runs").symlink_to(run.parent)
     (tmp_path / "shim").symlink_to(ROOT / "shim")
     (tmp_path / "docs/pictures").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     if OWN in command:
-        assert cli.main(["expand", demo["turns"], "-o", OWN]) == cli.DONE
+        assert cli.main(["expand", str(run), "-o", OWN]) == cli.DONE
     if ROWS in command and command[command.index(ROWS) - 1] != "-o":
         policy = command[command.index("--policy") :] if "--policy" in command else []
-        rows = ["linearize", demo["turns"], "-o", ROWS, *policy]
+        rows = ["linearize", str(run), "-o", ROWS, *policy]
+        rows += ["--sessions", f"{run}/agents/sessions.parquet"]
         assert cli.main(rows) == cli.DONE
     assert cli.main(command) == cli.DONE, capsys.readouterr().err
 
@@ -203,12 +214,17 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_people_are_shown_the_agents_and_what_the_commands_print(tmp_path, capsys):
-    assert run_demo(tmp_path / "run", sessions=1, seed=1) == 0
-    shown = capsys.readouterr().out
+def test_people_are_shown_the_agents_and_what_the_commands_print(pair):
+    """Rewards of a group differ, so that its advantages are not zero."""
+    run, shown = pair
     assert shown.startswith("session_id ")
     for text in ("$ trajkit drift ", "$ trajkit simulate ", "lowest cost: faithful"):
         assert text in shown
+    sessions = tk.read_sessions(run / "agents/sessions.parquet")
+    assert sorted(sessions["reward"].to_pylist()) == [0.0, 1.0]
+    assert len(sessions["group_id"].unique()) == 1
+    report = tk.report(tk.read_turns(run), sessions=sessions)
+    assert 0.0 not in tk.learn.advantages(report, "group_mean")["advantage"].to_pylist()
 
 
 def test_an_agent_that_does_not_start_ends_the_demo(tmp_path, capsys, monkeypatch):
@@ -253,18 +269,19 @@ def commands(prompt):
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.id)
-def test_every_edit_the_policy_makes_mends_the_fault(tmp_path, task):
-    edits = commands(conversation(task, SEEN, SLIPPED))
-    for number, edit in enumerate(edits):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        for name, text in task.workspace.texts.items():
-            (folder / name).write_text(text)
-        test = task.grade.command.replace("python", sys.executable).split()
-        before = subprocess.run(test, cwd=folder, capture_output=True, check=False)
-        assert before.returncode == 1
-        subprocess.run(["sh", "-c", edit], cwd=folder, check=True)
-        subprocess.run(test, cwd=folder, capture_output=True, check=True)
+def test_every_second_session_of_a_task_gets_its_solution(tmp_path, task):
+    policy = write_code(TASKS)
+    prompt = conversation(task, SEEN, SLIPPED)
+    (edit,), (look,), (again,) = (policy(prompt) for _ in range(3))
+    assert command(look) == "git status --short"
+    assert edit == again
+    for name, text in task.workspace.texts.items():
+        (tmp_path / name).write_text(text)
+    test = task.grade.command.replace("python", sys.executable).split()
+    before = subprocess.run(test, cwd=tmp_path, capture_output=True, check=False)
+    assert before.returncode == 1
+    subprocess.run(["sh", "-c", command(edit)], cwd=tmp_path, check=True)
+    subprocess.run(test, cwd=tmp_path, capture_output=True, check=True)
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.id)

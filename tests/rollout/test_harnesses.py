@@ -13,7 +13,7 @@ from trajkit_rollout.agents.sandbox import CommandResult, SandboxError, Spec
 from trajkit_rollout.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.protocols import PROTOCOLS
 
-DOCS = Path(__file__).parents[3] / "docs/serving.md"
+DOCS = Path(__file__).parents[2] / "docs/serving.md"
 JOB = Job(
     base_url="http://127.0.0.1:4321",
     api_key="the-session",

@@ -20,10 +20,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
+from tests.rollout.test_rollout import EXAMPLES
+from tests.rollout.test_rollout import run as run_command
 from tests.shim.clients import http
-from tests.shim.rollout.test_rollout import EXAMPLES
-from tests.shim.rollout.test_rollout import run as run_command
-from trajkit_rollout import solver
 from trajkit_rollout.agents.harness import HARNESSES, Job, Launch
 from trajkit_shim.app import create_app
 from trajkit_shim.engines.embedded import (
@@ -438,10 +437,9 @@ def test_a_closed_session_is_the_end(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_rollouts_of_a_real_agent_are_graded(tmp_path, monkeypatch, name):
+def test_rollouts_of_a_real_agent_are_graded(tmp_path, name):
     """In a sandbox, on two tasks that it solves; every call once, in rows that verify."""
     program = program_of(name)
-    monkeypatch.setattr(solver.solve, "__defaults__", (1.0,))
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     for task in ("leap", "query"):
@@ -459,7 +457,8 @@ def test_rollouts_of_a_real_agent_are_graded(tmp_path, monkeypatch, name):
         "--path",
         str(MODULES),
     ]
-    assert run_command([*argv, "--parallel", "2", "--timeout", "120"]) == 0
+    options = ("--parallel", "2", "--timeout", "120", "--odds", "1")
+    assert run_command([*argv, *options]) == 0
     sessions = pq.read_table(out / "sessions.parquet")
     for line in sessions.to_pylist():
         assert (line["reward"], line["agent_end"]) == (1.0, "finished"), line

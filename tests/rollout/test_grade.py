@@ -13,7 +13,6 @@ from trajkit.errors import FormatError
 from trajkit_rollout.agents.sandbox import Limits, Spec, pack
 from trajkit_rollout.agents.sandboxes.local import LocalSandbox
 from trajkit_rollout.grade import Work, grade
-from trajkit_rollout.grade import test_results as results_of
 from trajkit_rollout.tasks import read_tasks
 from trajkit_rollout.workspace import AgentError, StageError, Workspace
 
@@ -54,7 +53,16 @@ def test_a_workspace_begins_with_the_same_commit_in_every_rollout(tmp_path):
     assert commits[0] == commits[1]
 
 
-PYTEST = "printf 'PASSED t.py::a\\nFAILED t.py::b - no\\nPASSED t.py::c[x y]\\n'"
+PYTEST = "python -m pytest -q"
+TESTS = """
+import pytest
+
+def test_a(): pass
+def test_b(): raise AssertionError
+@pytest.mark.parametrize("x", ["x y"])
+def test_c(x): pass
+print("PASSED test_t.py::gone")
+"""
 
 
 @pytest.mark.parametrize(
@@ -62,17 +70,17 @@ PYTEST = "printf 'PASSED t.py::a\\nFAILED t.py::b - no\\nPASSED t.py::c[x y]\\n'
     [
         ({"command": "true"}, 1.0),
         ({"command": "exit 3"}, 0.0),
-        ({"command": "test -e .git && test $PWD = $(pwd)"}, 1.0),
+        ({"command": "test -e $WORKSPACE/.git && test $PWD = $(pwd)"}, 1.0),
         (
-            {"kind": "tests", "command": PYTEST, "fail_to_pass": ["t.py::a"]},
+            {"kind": "tests", "command": PYTEST, "fail_to_pass": ["test_t.py::test_a"]},
             1.0,
         ),
         (
             {
                 "kind": "tests",
                 "command": f"{PYTEST}; exit 1",
-                "fail_to_pass": ["t.py::a"],
-                "pass_to_pass": ["t.py::c[x y]"],
+                "fail_to_pass": ["test_t.py::test_a"],
+                "pass_to_pass": ["test_t.py::test_c[x y]"],
             },
             1.0,
         ),
@@ -80,7 +88,7 @@ PYTEST = "printf 'PASSED t.py::a\\nFAILED t.py::b - no\\nPASSED t.py::c[x y]\\n'
             {
                 "kind": "tests",
                 "command": PYTEST,
-                "fail_to_pass": ["t.py::a", "t.py::b"],
+                "fail_to_pass": ["test_t.py::test_a", "test_t.py::test_b"],
             },
             0.0,
         ),
@@ -89,8 +97,8 @@ PYTEST = "printf 'PASSED t.py::a\\nFAILED t.py::b - no\\nPASSED t.py::c[x y]\\n'
             {
                 "kind": "tests",
                 "command": PYTEST,
-                "fail_to_pass": ["t.py::a", "t.py::b"],
-                "pass_to_pass": ["t.py::c[x y]", "t.py::gone"],
+                "fail_to_pass": ["test_t.py::test_a", "test_t.py::test_b"],
+                "pass_to_pass": ["test_t.py::test_c[x y]", "test_t.py::gone"],
                 "partial": True,
             },
             0.5,
@@ -118,7 +126,7 @@ PYTEST = "printf 'PASSED t.py::a\\nFAILED t.py::b - no\\nPASSED t.py::c[x y]\\n'
     ],
 )
 def test_a_reward_by_each_grader(tmp_path, rules, reward):
-    assert graded(tmp_path, grade=rules) == reward
+    assert graded(tmp_path, grade=rules, tests={"test_t.py": TESTS}) == reward
 
 
 def test_a_session_that_was_cut_off_is_not_completed(tmp_path):
@@ -155,7 +163,7 @@ def test_a_script_says_the_reward_on_its_last_line(tmp_path):
         ),
         (
             {"grade": {"kind": "tests", "command": "true", "fail_to_pass": ["a"]}},
-            "grade: no test result in the output: exit code 0",
+            "grade: no result of pytest or unittest: exit code 0",
         ),
         (
             {
@@ -311,68 +319,6 @@ def test_changes_are_applied_by_their_exact_names(tmp_path):
         assert {p.name for p in place.iterdir()} == {*graded, "sub", "kept", ".git"}
         assert all((place / name).read_text() == "changed\n" for name in graded)
         assert (place / "sub/pytest.ini").read_text() == "x"
-
-
-def test_results_are_read_as_pytest_and_unittest_write_them():
-    output = b"""
-\x1b[32mPASSED\x1b[0m tests/a.py::T::one
-FAILED tests/a.py::two - assert 1 == 2
-ERROR tests/b.py
-SKIPPED [1] tests/a.py:3: later
-XFAIL tests/a.py::three
-PASSED tests/a.py::again
-FAILED tests/a.py::again
-FAILED tests/a.py::rerun - flaky
-PASSED tests/a.py::rerun
-test_four (test_x.Case.test_four) ... ok
-test_five (test_x.Case) ... FAIL
-test_six (test_x.Case.test_six) ... skipped 'link_reason'
-some PASSED words
-"""
-    assert results_of(output) == {
-        "tests/a.py::T::one": True,
-        "tests/a.py::two": False,
-        "tests/b.py": False,
-        "[1] tests/a.py:3: later": False,
-        "tests/a.py::three": False,
-        "tests/a.py::again": False,
-        "tests/a.py::rerun": False,
-        "test_x.Case.test_four": True,
-        "test_x.Case.test_five": False,
-        "test_x.Case.test_six": False,
-    }
-
-
-def test_results_of_the_real_runners_are_read(tmp_path):
-    (tmp_path / "test_x.py").write_text(
-        "import unittest\n\nclass Case(unittest.TestCase):\n"
-        "    def test_a(self):\n        pass\n"
-        "    def test_b(self):\n        'What it is.'\n        assert False\n"
-        "    def test_c(self):\n        'What it is.'\n"
-    )
-    done = subprocess.run(
-        ["python", "-B", "-m", "unittest", "-v", "test_x"],
-        cwd=tmp_path,
-        capture_output=True,
-        check=False,
-    )
-    found = results_of(done.stdout + done.stderr)
-    assert found == {
-        "test_x.Case.test_a": True,
-        "test_x.Case.test_b": False,
-        "test_x.Case.test_c": True,
-    }
-    done = subprocess.run(
-        ["python", "-B", "-m", "pytest", "-rA", "-p", "no:cacheprovider", "test_x.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        check=False,
-    )
-    assert results_of(done.stdout) == {
-        "test_x.py::Case::test_a": True,
-        "test_x.py::Case::test_b": False,
-        "test_x.py::Case::test_c": True,
-    }
 
 
 def test_all_that_a_task_says_is_read(tmp_path):
