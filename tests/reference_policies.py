@@ -54,7 +54,7 @@ def links_of(turns, policy):
     elif route == "prompts":
         links = reference_splice.prompt_links(turns)
     elif route == "prefix":
-        links = reference_forests.prefix_links(turns)
+        links = reference_forests.recorded_links(turns)
     elif route == "generations":
         links = reference_forests.generation_links(
             turns, IDENTITIES[policy.message_equality], policy.fork_threshold

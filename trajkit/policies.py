@@ -93,10 +93,10 @@ RULES: dict[str, dict[str, str]] = {
         "prompts": "The last call of the chain whose last prompt is the longest prefix of "
         "its prompt.",
         "prefix": "The call, recorded before or after, whose path is the longest prefix of "
-        "its prompt. Ambiguous calls, and every chain with one, are quarantined. A call is "
-        "ambiguous if several calls match it equally, or if it is a retry (same prompt as "
-        "another call) that nothing continues; if no retry was continued, the first is "
-        "kept.",
+        "its prompt; in sessions with recorded parents, the recorded one. Ambiguous calls, "
+        "and every chain with one, are quarantined. A call is ambiguous if several calls "
+        "match it equally, or if it is a retry (same prompt as another call) that nothing "
+        "continues; if no retry was continued, the first is kept.",
         "generations": "The last call whose messages and reply are the first ones of the "
         "request. A call is refused if its parent stopped for its length, or if "
         "{fork_threshold} or more tokens of its parent's path are not in its prompt. A "

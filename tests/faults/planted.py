@@ -487,8 +487,27 @@ PYTHON = (
         ),
         (
             "a chain below a quarantined call is sound",
-            "parents[call] < 0 or parents[call] in sound",
-            "True",
+            "parent < 0 or (parent in sound and parent != scored)",
+            "parent != scored",
+        ),
+        (
+            "a call after the scored one is in its chain",
+            "parent < 0 or (parent in sound and parent != scored)",
+            "parent < 0 or parent in sound",
+        ),
+    ),
+    _place(
+        "trajkit/pipeline/routes/recorded.py",
+        "tests/pipeline/test_recorded_parents.py",
+        (
+            "a recorded parent whose path is not in the prompt counts",
+            "if shared == self._path_len[parent]:",
+            "if shared >= 0:",
+        ),
+        (
+            "a missing parent is found though several paths begin the prompt",
+            'name is not None and reasons[call] == REASONS["tokens"]',
+            "name is not None and parents[call] >= 0",
         ),
     ),
     _place(

@@ -362,14 +362,16 @@ def test_rounded_logprobs_have_a_line(tmp_path):
 # --- what the source recorded
 
 
-def test_recorded_parents_have_a_line(tmp_path):
-    entries = [foreign.nemo_entry(RECORD, k) for k in range(2)]
-    for entry in entries:
-        entry |= {"parent_call_id": None, "parent_resolution": "root"}
+def test_recorded_parents_are_columns(tmp_path):
+    entries = [foreign.nemo_entry(RECORD, k) for k in range(3)]
+    recorded = [("root", None), ("resolved", "c0"), (None, "c1")]
+    for entry, (resolution, parent) in zip(entries, recorded, strict=True):
+        entry |= {"parent_call_id": parent, "parent_resolution": resolution}
     foreign.write_lines(tmp_path / "r.tokens.jsonl", entries)
-    _, report = tk.import_turns(tmp_path)
-    assert report["problem"].to_pylist() == ["recorded_parents"]
-    assert "2 calls" in report["detail"][0].as_py()
+    turns, report = tk.import_turns(tmp_path)
+    assert not report.num_rows
+    names = ("parent_resolution", "parent_request")
+    assert [tuple(one[n] for n in names) for one in turns.to_pylist()] == recorded
 
 
 def test_prompts_of_a_capture_may_continue_a_parent(tmp_path):
@@ -380,7 +382,7 @@ def test_prompts_of_a_capture_may_continue_a_parent(tmp_path):
     foreign.write_lines(tmp_path / "r.tokens.jsonl", [first, second, lost])
     turns, report = tk.import_turns(tmp_path)
     assert turns["prompt_ids"].to_pylist() == [[1, 2], [1, 2, 3, 4, 7]]
-    assert report["problem"].to_pylist() == ["no_parent", "recorded_parents"]
+    assert report["problem"].to_pylist() == ["no_parent"]
 
 
 def test_what_a_trainer_wrote_into_a_trace_has_a_line(tmp_path):

@@ -39,6 +39,9 @@ EXTRAS = pa.schema(
         ("reward", pa.float64()),
         # false: no engine sampled the output
         ("sampled", pa.bool_()),
+        # which call continues which, as the source recorded it (schema.PARENT_COLUMNS)
+        ("parent_resolution", pa.string()),
+        ("parent_request", pa.string()),
     ]
 )
 """Extra columns of imported turns; null if unknown."""
@@ -184,7 +187,6 @@ class _Import:
         seen: set[str] = set()
         session, n_records, named = None, 0, False
         paths: dict[str, np.ndarray] = {}
-        parents: list[Finding] = []
         replies = Replies()
         if format.needs_reply and options.encoder is None:
             replies = find_replies(_records(file, head, table))
@@ -206,9 +208,9 @@ class _Import:
                 number = self._numbers.get(found.session, 0)
                 self._numbers[found.session] = number + 1
                 self._origin(name, found)
+            if "parent_resolution" in table.routes:
+                found.fields["parent_request"] = found.fields.get("parent")
             _follow(found, paths if "delta_ids" in table.routes else None)
-            if found.fields.pop("parent_resolution", None) is not None:
-                parents.append(found)
             record = self._record(found, number)
             if record is None:
                 notes.add(name, found, found.problem, found.detail, kept=False)
@@ -220,7 +222,7 @@ class _Import:
             for found in format.beside(file.path, session, seen):
                 n_records += 1
                 notes.add(name, found, found.problem, found.detail, kept=False)
-        self._end(file, table, n_records, unread, parents)
+        self._end(file, table, n_records, unread)
 
     def _end(
         self,
@@ -228,7 +230,6 @@ class _Import:
         table: Table,
         n_records: int,
         unread: dict[str, tuple[Finding, int]],
-        parents: list[Finding],
     ) -> None:
         """What is known of a file only at its end."""
         own = self._options.own
@@ -246,12 +247,6 @@ class _Import:
         for key, (found, count) in unread.items():
             text = f"{key} of {count} records was not read{advice(key)}"
             self._notes.add(file.name, found, "unread", text, kept=True)
-        if parents:
-            text = (
-                f"the source names the parents of {len(parents)} calls: policies find "
-                "parents by messages and tokens, and do not use them"
-            )
-            self._notes.add(file.name, parents[0], "recorded_parents", text, kept=True)
 
     def _reply(self, found: Finding, replies: Replies, number: int) -> None:
         """Add the reply that a later request repeats, or leave out useless messages."""
