@@ -48,6 +48,7 @@ def links_of(turns, policy):
             told_by(turns, policy.message_equality),
             policy.merge_threshold,
             policy.tie_break,
+            policy.compare_tools,
         )[1]
     elif route == "agents":
         links = agent_links(turns, policy)

@@ -237,7 +237,7 @@ SEGMENT_REWARDS = _schema(
 )
 """A reward per segment, as `trajkit.learn.spread_rewards` takes it."""
 
-PARENT_COLUMNS = _schema(
+ROUTING = _schema(
     "turns",
     *_TURN,
     # the source's name of the call
@@ -249,9 +249,13 @@ PARENT_COLUMNS = _schema(
     pa.field("parent_request", pa.string()),
     # true: its reply was scored, and nothing after it counts. One turn of a session
     pa.field("scored", pa.bool_()),
+    # what `trajkit.turns.tools_key` gives of the tools that the request offers. null:
+    # unknown, the same for all such turns
+    pa.field("tools_key", pa.string()),
 )
-"""Optional columns of ``turns`` that record which turn continues which. They are read by
-the policy ``nemo`` (``parent_by="prefix"``); sessions without them follow prefixes."""
+"""Optional columns of ``turns`` that tell which turn continues which. The policy ``nemo``
+(``parent_by="prefix"``) follows recorded parents, and prefixes in sessions without them;
+the policy ``graph`` (``compare_tools``) compares tools."""
 
 ATTRIBUTION = _schema(
     "turns",
@@ -424,7 +428,7 @@ chain_quarantined
 empty
     It sampled nothing: nothing continues it, and it is in no row.
 recorded
-    The parent that the source recorded (`PARENT_COLUMNS`).
+    The parent that the source recorded (`ROUTING`).
 no_parent
     No parent: the recorded one is unresolved or missing, its path does not begin the
     prompt, or nothing is recorded, though it is of other turns of the session.

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 
+from trajkit.turns import tools_key
 from trajkit_shim import timing
 from trajkit_shim.chat.image_store import ImageLimits, ImageStore
 from trajkit_shim.chat.images import Images, NoImages, hashes_of, texts_of
@@ -394,6 +395,7 @@ class ModelCall:
             started_at=self._started_at,
             ended_at=ended_at,
             protocol=self._context.protocol.name,
+            tools_key=tools_key(self._request.tools or []),
             **asdict(caller),
             prompt_message_index=prompt.message_index,
             message_tool_names=names,

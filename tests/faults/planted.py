@@ -479,7 +479,8 @@ PYTHON = (
     ),
     _place(
         "trajkit/pipeline/routes/prefix.py",
-        "tests/pipeline/test_forest_routes.py tests/pipeline/test_golden.py",
+        "tests/pipeline/test_forest_routes.py tests/pipeline/test_golden.py "
+        "tests/pipeline/test_recorded_parents.py",
         (
             "equal paths are no ambiguity",
             "ambiguous[ranked] = several[node]",
@@ -933,6 +934,18 @@ NATIVE = (
             "better = shared == size and call > best",
             "shared == size and best < 0",
             "shared == size and call > best",
+        ),
+        (
+            "messages of a base with other tools are those of the call",
+            "if request.shared > 0 and self._tools_of(base) == tools:",
+            "True",
+            "self._tools_of(base) == tools",
+        ),
+        (
+            "messages of the call before with other tools are those of the call",
+            "and self._tools_of(before) == tools",
+            "True",
+            "self._tools_of(before) == tools",
         ),
         (
             "a rewritten reply still is above what follows",

@@ -21,6 +21,7 @@ from trajkit.importers.transcripts import ChatTokenizer, Encoder
 from trajkit.io.tables import gather
 from trajkit.schema import TURNS
 from trajkit.turns.mapping import Map, MapLike, read_map, route
+from trajkit.turns.messages import tools_key
 from trajkit.turns.records import Record, from_records
 from trajkit.turns.validation import Nonfinite
 
@@ -39,9 +40,11 @@ EXTRAS = pa.schema(
         ("reward", pa.float64()),
         # false: no engine sampled the output
         ("sampled", pa.bool_()),
-        # which call continues which, as the source recorded it (schema.PARENT_COLUMNS)
+        # which call continues which, as the source recorded it (schema.ROUTING)
         ("parent_resolution", pa.string()),
         ("parent_request", pa.string()),
+        # of the tools that the request offers; of transcripts, those of the conversation
+        ("tools_key", pa.string()),
     ]
 )
 """Extra columns of imported turns; null if unknown."""
@@ -333,6 +336,11 @@ class _Import:
                     f"they have at most {decimals} decimals: ratios to them are inexact"
                 )
                 found.remarks.append(("rounded_logprobs", text))
+        if isinstance(found.tools, list):
+            try:
+                fields["tools_key"] = tools_key(found.tools)
+            except InvalidTurnsError as error:
+                found.remarks.append(("unread", f"its tools: {error}"))
         self._check_claims(found)
         self._check_reward(found)
         known = {name: value for name, value in fields.items() if value is not None}

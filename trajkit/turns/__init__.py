@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from trajkit.turns.messages import message_body as message_body
     from trajkit.turns.messages import message_key as message_key
     from trajkit.turns.messages import message_record as message_record
+    from trajkit.turns.messages import tools_key as tools_key
     from trajkit.turns.mm_items import content_ids as content_ids
     from trajkit.turns.mm_items import engine_ids as engine_ids
     from trajkit.turns.prefix import lcp as lcp
@@ -17,7 +18,7 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "messages": "message_body message_key message_record",
+            "messages": "message_body message_key message_record tools_key",
             "mm_items": "content_ids engine_ids",
             "prefix": "lcp",
             "stale_tokens": "untrain_stale",

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
 
 from trajkit._kernel_names import numbers
+from trajkit.errors import SchemaError
 from trajkit.schema import LINK_REASONS
 from trajkit.turns.calls import Calls, Longs, Records
 from trajkit.turns.structs import LINK
@@ -34,3 +36,19 @@ def sessions_of(calls: Calls) -> Iterator[range]:
     offsets = calls.session_offsets.tolist()
     for start, stop in pairwise(offsets):
         yield range(start, stop)
+
+
+def optional_column(calls: Calls, name: str, type_: pa.DataType) -> list[object]:
+    """The values of an optional column; empty where there is none."""
+    if name not in calls.table.column_names:
+        return []
+    column = calls.table.column(name)
+    if pa.types.is_null(column.type):
+        return []
+    try:
+        values: list[object] = column.cast(type_).to_pylist()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise SchemaError(
+            f"column {name!r} is {column.type}: expected {type_}"
+        ) from error
+    return values

@@ -1,9 +1,12 @@
 """The generated message nearest above a request in the message tree."""
 
+import numpy as np
+import pyarrow as pa
+
 from trajkit import _core
-from trajkit.pipeline.routes.links import empty_links
+from trajkit.pipeline.routes.links import empty_links, optional_column
 from trajkit.policies import TIE_BREAKS, Policy
-from trajkit.turns.calls import Calls, Records
+from trajkit.turns.calls import Calls, Ints, Records
 from trajkit.turns.message_equality import with_equality
 from trajkit.turns.prefix_forest import Forest
 
@@ -18,8 +21,21 @@ def by_messages(calls: Calls, forest: Forest, policy: Policy) -> Records:
     _core.route_messages(
         forest.paths,
         keyed.requests,
+        _tools_of(calls) if policy.compare_tools else None,
         policy.merge_threshold,
         TIE_BREAKS[policy.tie_break],
         links,
     )
     return links
+
+
+def _tools_of(calls: Calls) -> Ints | None:
+    """A number for the tools of each call, the same for equal ``tools_key``; or None.
+
+    Shape (n_calls,); without the column, all calls have the same tools.
+    """
+    keys = optional_column(calls, "tools_key", pa.string())
+    if not keys:
+        return None
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int32)

@@ -1,14 +1,14 @@
 """Parents that a source recorded when the requests came in, as NeMo Gym does.
 
-The optional columns `trajkit.schema.PARENT_COLUMNS` of turns have them
+The optional columns `trajkit.schema.ROUTING` of turns have them
 (https://github.com/NVIDIA-NeMo/Gym/blob/5385e988f/nemo_gym/token_id_capture/builder.py).
 """
 
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit.errors import InvalidTurnsError, SchemaError
-from trajkit.pipeline.routes.links import REASONS, sessions_of
+from trajkit.errors import InvalidTurnsError
+from trajkit.pipeline.routes.links import REASONS, optional_column, sessions_of
 from trajkit.turns.call_order import by_creation
 from trajkit.turns.calls import Calls, Ints, Records
 from trajkit.turns.prefix_forest import Forest
@@ -23,7 +23,7 @@ def scored_turns(calls: Calls) -> dict[int, int]:
     Raises InvalidTurnsError if a session has two.
     """
     scored: dict[int, int] = {}
-    values = _column(calls, "scored", pa.bool_())
+    values = optional_column(calls, "scored", pa.bool_())
     for session in sessions_of(calls) if values else ():
         for call in session:
             if values[call]:
@@ -53,10 +53,12 @@ class RecordedParents:
     def __init__(self, calls: Calls, forest: Forest, links: Records) -> None:
         self._calls, self._paths = calls, forest.paths
         self._path_len = calls.path_len
-        self._resolutions = _column(calls, "parent_resolution", pa.string())
-        self._parents = _column(calls, "parent_request", pa.string())
+        self._resolutions = optional_column(calls, "parent_resolution", pa.string())
+        self._parents = optional_column(calls, "parent_request", pa.string())
         self._has_any = bool(self._resolutions or self._parents)
-        self._names = _column(calls, "request_id", pa.string()) if self._has_any else []
+        self._names = (
+            optional_column(calls, "request_id", pa.string()) if self._has_any else []
+        )
         n_calls = len(calls.calls)
         for values in (self._resolutions, self._parents, self._names):
             values += [None] * (n_calls - len(values))
@@ -120,19 +122,3 @@ class RecordedParents:
         raise InvalidTurnsError(
             f"{self._calls.place(call)}: parent_resolution is {resolution!r}, {rule}"
         )
-
-
-def _column(calls: Calls, name: str, type_: pa.DataType) -> list[object]:
-    """The values of an optional column; empty where there is none."""
-    if name not in calls.table.column_names:
-        return []
-    column = calls.table.column(name)
-    if pa.types.is_null(column.type):
-        return []
-    try:
-        values: list[object] = column.cast(type_).to_pylist()
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise SchemaError(
-            f"column {name!r} is {column.type}: expected {type_}"
-        ) from error
-    return values
