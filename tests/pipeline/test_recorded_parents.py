@@ -104,6 +104,18 @@ T = call("t", [9], [8], "root", started_at=0.0)
             id="a missing parent is the only path that begins the prompt",
         ),
         pytest.param(
+            [
+                A1,
+                A2,
+                call("b", B, [5], "resolved", "gone"),
+                call("c", [*B, 5, 6], [7], "resolved", "b"),
+            ],
+            [[1, 2, 3], [1, 2, 3, 4, 5, 6, 7]],
+            [1, 2, 3],
+            ["unresolved_kept", "unresolved", "no_parent", "recorded"],
+            id="a missing parent is none if several paths begin the prompt",
+        ),
+        pytest.param(
             [A, call("b", [1, 2, 9, 4], [5], "resolved", "a")],
             [[1, 2, 3], [1, 2, 9, 4, 5]],
             [1, 2, 3],
