@@ -79,7 +79,6 @@ def contents(folder):
         ["pack", "r.parquet", "-o", "r.parquet", "--max-tokens", "10"],
         ["view", "c.jsonl", "-o", "c.jsonl"],
         ["view", "c.jsonl", "-o", "r.parquet", "--rows", "r.parquet"],
-        ["plot", "trace", "c.jsonl", "-o", "c.jsonl"],
     ],
     ids=" ".join,
 )
@@ -154,7 +153,9 @@ def test_an_export_does_not_replace_its_rows(place, capsys):
     [
         lambda: tk.write_turns(tk.scan_turns("t.parquet"), "t.parquet"),
         lambda: tk.write_turns(tk.scan_turns(["c.jsonl"]), "link.jsonl"),
-        lambda: tk.write_rows(tk.linearize(tk.scan_turns("t.parquet")), "./t.parquet"),
+        lambda: tk.write_rows(
+            tk.linearize_batches(tk.scan_turns("t.parquet")), "./t.parquet"
+        ),
         lambda: tk.write_rows(tk.scan_rows("r.parquet"), "r.parquet"),
         lambda: tk.jobs.linearize_file("t.parquet", "t.parquet"),
         lambda: tk.jobs.verify_file("r.parquet", "t.parquet", "r.parquet"),
@@ -220,7 +221,7 @@ def test_a_case_insensitive_system_is_seen_by_the_inode(place, monkeypatch):
     "argv",
     [
         ["view", "c.jsonl", "-o", "page.pdf"],
-        ["plot", "trace", "c.jsonl", "-o", "trace.svg"],
+        ["plot", "swimlanes", "c.jsonl", "-o", "lanes.json"],
         ["export", "r.parquet", "--to", "sft", "-o", "rows.pdf"],
     ],
     ids=" ".join,
@@ -430,7 +431,7 @@ def test_several_inputs_and_patterns(tmp_path, capsys, monkeypatch):
         ["expand", "-o", "x.parquet"],
         *(["drift"], ["simulate"], ["head"], ["stats"], ["show"], ["why"], ["tree"]),
         ["view", "-o", "x.html"],
-        ["plot", "forest", "-o", "x.svg"],
+        ["plot", "tokens", "-o", "x.svg"],
         ["import", "--from", "openai", "-o", "x.parquet"],
     ],
     ids=" ".join,
@@ -638,8 +639,8 @@ def test_the_program_keeps_its_input(place):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["view", "c.jsonl", "--port", "99999"], "99999 is not a port"),
-        (["serve", "--out", "x", "--port", "-1"], "-1 is not a port"),
+        (["view", "c.jsonl", "--port", "99999"], "Must be <= 65535"),
+        (["serve", "--out", "x", "--port", "-1"], "Must be >= 0"),
         (["show", "c.jsonl", "--tokenizer", "Qwen/Qwen3-8B"], "Nothing is downloaded"),
     ],
     ids=["port", "port of the gateway", "tokenizer"],

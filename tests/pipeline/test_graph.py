@@ -8,7 +8,7 @@ import trajkit as tk
 from tests import reference_choices, reference_graph
 from tests.against_twins import difference
 from tests.strategies import row_limits, runs, sessions
-from tests.tables import dicts, link_by, turns_table
+from tests.tables import dicts, linearized, link_by, turns_table
 from trajkit.recorder.recorder import Recorder
 from trajkit.turns import tools_key
 
@@ -82,7 +82,7 @@ def test_the_key_of_tools():
 @given(sessions(), row_limits)
 def test_rows_and_report_are_the_twin_s(turns, limit):
     table = turns_table(turns)
-    rows, report = tk.linearize(table, GRAPH, max_row_tokens=limit, report=True)
+    rows, report = linearized(table, GRAPH, max_row_tokens=limit)
     links = reference_graph.links_of(turns)
     expected, counted = reference_choices.linearize(turns, links, GRAPH, limit)
     assert dicts(rows, expected) == expected

@@ -28,7 +28,7 @@ from tests.strategies import (
     sessions,
     versioned,
 )
-from tests.tables import in_delta_form, link_by, turns_table
+from tests.tables import in_delta_form, linearized, link_by, turns_table
 
 any_session = delegating_sessions() | sessions()
 row_counts = st.none() | st.integers(1, 3)
@@ -139,7 +139,7 @@ def test_golden_rows(session):
     policy = tk.policy("segments", dispatch_tools=tools_of(session))
     reward = session["knobs"]["reward"]
     table = told(session)
-    rows, report = tk.linearize(table, policy, reward=reward, report=True)
+    rows, report = linearized(table, policy, reward=reward)
     expected = as_float32(expected_segments(session))
     assert comparable(rows.to_pylist(), expected) == expected
     peer = session["expected"]
@@ -329,7 +329,7 @@ def test_choices_that_are_none_are_refused(choice):
 
 
 def test_no_turns_give_no_rows():
-    rows, report = tk.linearize(sent_out().slice(0, 0), "segments", report=True)
+    rows, report = linearized(sent_out().slice(0, 0), "segments")
     assert rows.num_rows == report.num_rows == 0
     assert tk.verify(rows, sent_out().slice(0, 0), "segments").num_rows == 0
 

@@ -24,7 +24,14 @@ from tests.strategies import (
     sessions,
     versioned,
 )
-from tests.tables import by_session, dicts, in_delta_form, link_by, turns_table
+from tests.tables import (
+    by_session,
+    dicts,
+    in_delta_form,
+    linearized,
+    link_by,
+    turns_table,
+)
 from trajkit.cli import main
 from trajkit.errors import PolicyError
 from trajkit.schema import ROWS
@@ -166,9 +173,9 @@ def test_partial_logprobs_are_dropped_from_whole_rows(turns, token, limit):
 def test_delta_form_and_recorder_give_the_same_rows(data, turns, token, limit):
     table = turns_table(turns)
     policy = tk.policy("polar", end_of_turn_token_id=token)
-    given_rows = tk.linearize(table, policy, max_row_tokens=limit, report=True)
+    given_rows = linearized(table, policy, max_row_tokens=limit)
     delta = in_delta_form(table, lambda some: data.draw(st.sampled_from([*some])))
-    assert tk.linearize(delta, policy, max_row_tokens=limit, report=True) == given_rows
+    assert linearized(delta, policy, max_row_tokens=limit) == given_rows
     links = link_by(delta, "prompts")
     assert links == link_by(table, "prompts")
     assert (
@@ -197,11 +204,9 @@ def test_the_recorder_gives_the_rows_of_the_stored_table(turns, token, limit):
 @given(runs(), ends_of_turn, st.sampled_from([1, 2, 3]))
 def test_a_batch_is_its_sessions_one_by_one(turns, token, threads):
     policy = tk.policy("polar", end_of_turn_token_id=token)
-    rows, report = tk.linearize(
-        turns_table(turns), policy, report=True, threads=threads
-    )
+    rows, report = linearized(turns_table(turns), policy, threads=threads)
     apart = [
-        tk.linearize(turns_table(session), policy, report=True)
+        linearized(turns_table(session), policy)
         for session in by_session(turns).values()
     ]
     assert rows.to_pylist() == [row for mine, _ in apart for row in mine.to_pylist()]
@@ -263,7 +268,7 @@ def test_rows_that_are_left_out_are_counted(turns, token, limit, most):
     table = turns_table(turns)
     plain = tk.policy("polar", end_of_turn_token_id=token)
     policy = tk.policy(plain, max_rows=most, keep_empty=False)
-    rows, report = tk.linearize(table, policy, max_row_tokens=limit, report=True)
+    rows, report = linearized(table, policy, max_row_tokens=limit)
     before = tk.linearize(table, plain, max_row_tokens=limit).to_pylist()
     for line in report.to_pylist():
         mine = [r for r in rows.to_pylist() if r["session_id"] == line["session_id"]]
@@ -290,7 +295,7 @@ def test_tokens_without_a_logprob_are_not_trained(turns, token, limit):
     table = turns_table(turns)
     plain = tk.policy("polar", end_of_turn_token_id=token, missing_logprobs="keep")
     policy = tk.policy(plain, missing_logprobs="untrain", train_aborted=False)
-    rows, report = tk.linearize(table, policy, max_row_tokens=limit, report=True)
+    rows, report = linearized(table, policy, max_row_tokens=limit)
     before = tk.linearize(table, plain, max_row_tokens=limit).to_pylist()
     aborted = {
         (name, one.get("turn_index", k))
@@ -330,6 +335,21 @@ def test_payloads_follow_their_tokens(turns, token, limit):
     assert rows["copy"].to_pylist() == rows["input_ids"].to_pylist()
 
 
+def test_a_prompt_that_skips_tokens_does_not_begin_the_row():
+    """The second call's part begins after an id that its prompt has and the row has not."""
+    turns = turns_table(
+        [
+            {**turn([1], [2]), "x": None},
+            {**turn([1, 2, 5, END, 6], [7]), "x": None},
+            {**turn([1, 2, 5, END, 6, 7, END, 8], [9]), "x": [*range(9)]},
+        ]
+    )
+    policy = tk.policy("polar", end_of_turn_token_id=END)
+    (row,) = tk.linearize(turns, policy, payloads=["x"]).to_pylist()
+    assert row["input_ids"] == [1, 2, END, 6, 7, END, 8, 9]
+    assert row["x"] == [None] * 5 + [6, 7, 8]
+
+
 def test_the_next_call_tells_the_last_token_of_a_reply():
     """Where a row starts with its prompt; a spliced prompt tells only its own part."""
     prompts = [[1], [1, 2, 9, 3], [1, 2, 9, 3, 4, 9, 5], [1, 2, 9, 3, 4, 8, 9, 6]]
@@ -340,6 +360,7 @@ def test_the_next_call_tells_the_last_token_of_a_reply():
             "prompt_ids": prompt,
             "output_ids": output,
             "finish_reason": "stop",
+            "x_start": 0,
             "x": [100 * k + i for i in range(len(prompt) + len(output) - 1)],
         }
         for k, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
@@ -388,9 +409,7 @@ def test_every_golden_session_is_there():
 
 @pytest.mark.parametrize("session", golden("polar"), ids=golden_name)
 def test_rows_are_polar_s(session):
-    rows, report = tk.linearize(
-        recorded(session), tk.policy("polar", **knobs(session)), report=True
-    )
+    rows, report = linearized(recorded(session), tk.policy("polar", **knobs(session)))
     expected = [
         {
             **{name: row[name] for name in peer_row(rows.to_pylist()[0])},
@@ -422,7 +441,7 @@ def test_turns_and_messages_of_rows_are_polar_s(session):
     table = recorded(session)
     policy = tk.policy("polar", **knobs(session))
     links = link_by(table, policy.parent_by).to_pylist()
-    rows, report = tk.linearize(table, policy, report=True)
+    rows, report = linearized(table, policy)
     following = {one["parent"]: one["turn_index"] for one in links}
     roots = [one["turn_index"] for one in links if one["parent"] is None]
     dropped = 0
@@ -567,7 +586,7 @@ def test_the_rich_session_is_what_it_says():
 
 def context_changed(rows):
     rows[0]["input_ids"][8] = 5
-    return "row_tokens", 0, 3, 8
+    return "policy", 0, None, 8
 
 
 def stretch_longer(rows):
@@ -579,7 +598,7 @@ def stretch_longer(rows):
     for span in row["spans"][1:]:
         span["start"] += 1
         span["stop"] += 1
-    return "row_tokens", 0, 1, 5
+    return "policy", 0, None, 5
 
 
 def last_turn_left_out(rows):
@@ -601,13 +620,13 @@ def dropped_elsewhere(rows):
     """The second row says that it dropped what does not go on from it."""
     moved = rows[0]["spans"].pop()
     rows[1]["spans"].append({**moved, "start": 4, "stop": 4})
-    return "span_kind", 1, 5, 4
+    return "policy", 1, 5, 4
 
 
 def dropped_out_of_order(rows):
     spans = rows[0]["spans"]
     spans[3:] = spans[:2:-1]
-    return "span_kind", 0, 4, 14
+    return "policy", 0, None, None
 
 
 def dropped_though_it_goes_on(rows):
@@ -618,7 +637,7 @@ def dropped_though_it_goes_on(rows):
     row["spans"][2]["kind"] = "no_splice_point"
     for span in row["spans"][2:]:
         span["start"] = span["stop"] = 10
-    return "span_kind", 0, 3, 10
+    return "row_tokens", 0, 5, 2
 
 
 def piece_moved(rows):
@@ -692,7 +711,7 @@ def test_a_splice_is_no_promise_of_other_policies():
     turns = turns_table(RICH)
     rows = tk.linearize(turns, "polar")
     rules = set(tk.verify(rows, turns, "strict")["rule"].to_pylist())
-    assert {"span_place", "context", "not_trained", "row_tokens"} <= rules
+    assert {"span_kind", "context", "not_trained", "row_tokens"} <= rules
 
 
 def test_the_simulation_counts_what_stands_out_of_its_context():

@@ -299,4 +299,4 @@ def test_a_port_that_is_taken(tmp_path):
 def test_a_number_of_workers_below_one(tmp_path):
     ended = run(tmp_path, "--workers", "0")
     assert ended.returncode == cli.BAD_USAGE
-    assert "argument --workers: 0 is below 1" in ended.stderr
+    assert "for --workers. Must be >= 1" in ended.stderr

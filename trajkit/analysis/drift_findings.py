@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import overload
 
 import numpy as np
 import pyarrow as pa
@@ -10,16 +9,16 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
-from trajkit._streams.lockstep import Source, Stream, map_sessions
+from trajkit._arrow.ragged import Records
+from trajkit._streams.stages import Source, apply, stage
 from trajkit.analysis.drift_text import Side, Stretch, text_cause
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.analysis.turn_lines import codes, turn_lines
 from trajkit.pipeline.links import read_linked
 from trajkit.schema import FINDINGS, TEXT_CAUSES
 from trajkit.turns.attribution import SessionCalls
-from trajkit.turns.calls import Calls, Records
-from trajkit.turns.prefix_forest import Forest, Paths
 from trajkit.turns.records import as_turns
+from trajkit.turns.sessions import Forest, Sessions
 
 MIN_RUN = 8
 """Contiguous tokens that path and prompt must have in common to agree again."""
@@ -31,30 +30,15 @@ _MOST_PIECES = 64
 _COARSE = {"white_space": _CLOSER_RUNS, "reasoning_dropped": _CLOSER_RUNS[:1]}
 
 
-@overload
+@stage
 def explain_drift(
-    turns: Stream | pa.RecordBatchReader,
-    links: Source,
-    tokenizer: Tokenizer,
-    *,
-    min_run: int = ...,
-) -> Stream: ...
-@overload
-def explain_drift(
-    turns: TableLike, links: TableLike, tokenizer: Tokenizer, *, min_run: int = ...
-) -> pa.Table: ...
-def explain_drift(
-    turns: Source,
-    links: Source,
-    tokenizer: Tokenizer,
-    *,
-    min_run: int = MIN_RUN,
-) -> pa.Table | Stream:
+    turns: TableLike, links: Source, tokenizer: Tokenizer, *, min_run: int = MIN_RUN
+) -> pa.Table:
     """Explain every span where a prompt departs from its parent's path.
 
     Parameters
     ----------
-    turns, links : table, or iterator of record batches
+    turns, links : table
         As for `trajkit.classify_drift`.
     tokenizer : Tokenizer
         The engine's tokenizer, as `trajkit.analysis.check_roundtrip` takes it.
@@ -67,8 +51,7 @@ def explain_drift(
     Table
         `trajkit.schema.FINDINGS`: one or more rows per turn whose prompt does not begin
         with its parent's path. `trajkit.schema.TEXT_CAUSES` defines the causes. Tokens
-        that the prompt adds after the path are not findings. For iterators: an iterator
-        of record batches.
+        that the prompt adds after the path are not findings.
 
     Raises
     ------
@@ -87,7 +70,10 @@ def explain_drift(
     def one(turns: pa.Table, links: pa.Table) -> pa.Table:
         return _findings(turns, links, codec, min_run)
 
-    return map_sessions(one, ("turns", turns), ("links", links), table_of=as_turns)
+    return apply(one, turns, table_of=as_turns, links=links)
+
+
+explain_drift_batches = explain_drift.batches
 
 
 def _findings(turns: pa.Table, links: pa.Table, codec: Codec, min_run: int) -> pa.Table:
@@ -120,19 +106,18 @@ class Finding:
 
 
 def find_causes(
-    calls: Calls, forest: Forest, links: Records, codec: Codec, min_run: int
+    calls: Sessions, forest: Forest, links: Records, codec: Codec, min_run: int
 ) -> Iterator[Finding]:
     """The findings of every call, in order. ``links`` must have their ``lcp``."""
-    paths = Paths(calls, forest)
-    for s in range(calls.n_sessions):
-        lo, hi = calls.session_offsets[s : s + 2].tolist()
-        session = SessionCalls(calls.sessions(s, s + 1))
+    for s in range(len(calls)):
+        lo, hi = calls.offsets[s : s + 2].tolist()
+        session = SessionCalls(calls.part(s, s + 1))
         for call in range(lo, hi):
             parent, lcp = links["parent"][call].item(), links["lcp"][call].item()
             if parent < 0 or lcp == calls.path_len[parent]:
                 continue
             held, prompt = (
-                Side(codec, ids) for ids in (paths.path(parent), paths.prompt(call))
+                Side(codec, ids) for ids in (calls.path(parent), calls.prompt(call))
             )
             other = other_text_cause(session, parent - lo, call - lo)
             causes = _explained(held, prompt, lcp, min_run, other)

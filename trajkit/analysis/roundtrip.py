@@ -1,30 +1,20 @@
 """Check whether the text of a reply gives its token ids back."""
 
-from typing import overload
-
 import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow.canonical import TableLike
-from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit._streams.stages import apply, stage
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.analysis.turn_lines import turn_lines
 from trajkit.schema import ROUNDTRIP
-from trajkit.turns.calls import read_calls
 from trajkit.turns.prefix import lcp
-from trajkit.turns.prefix_forest import Paths, grow
 from trajkit.turns.records import as_turns
+from trajkit.turns.sessions import Sessions
 
 
-@overload
-def check_roundtrip(
-    turns: Stream | pa.RecordBatchReader, tokenizer: Tokenizer
-) -> Stream: ...
-@overload
-def check_roundtrip(turns: TableLike, tokenizer: Tokenizer) -> pa.Table: ...
-def check_roundtrip(
-    turns: TableLike | Stream, tokenizer: Tokenizer
-) -> pa.Table | Stream:
+@stage
+def check_roundtrip(turns: TableLike, tokenizer: Tokenizer) -> pa.Table:
     """Check for each turn whether encoding its decoded output gives the same ids.
 
     If it does not, a client that keeps text cannot return the reply as it was sampled.
@@ -33,9 +23,8 @@ def check_roundtrip(
 
     Parameters
     ----------
-    turns : table, or iterator of record batches
-        `trajkit.schema.TURNS` in full or delta form. An iterator (or a
-        RecordBatchReader) is read lazily; a session may span consecutive batches.
+    turns : table
+        `trajkit.schema.TURNS` in full or delta form.
     tokenizer : Tokenizer
         The engine's tokenizer: any object with ``encode(text,
         add_special_tokens=False)`` and ``decode(ids, skip_special_tokens=False)``, such
@@ -44,8 +33,7 @@ def check_roundtrip(
     Returns
     -------
     Table
-        `trajkit.schema.ROUNDTRIP`, one row per turn, in the order of ``turns``. For an
-        iterator: an iterator of record batches.
+        `trajkit.schema.ROUNDTRIP`, one row per turn, in the order of ``turns``.
 
     Raises
     ------
@@ -68,19 +56,20 @@ def check_roundtrip(
     https://github.com/THUDM/slime/blob/b6764131d/examples/coding_agent_rl/middleware.py).
     """
     codec = Codec(tokenizer)
-    return map_sessions(
-        lambda turns: _checked(turns, codec), ("turns", turns), table_of=as_turns
-    )
+    return apply(lambda turns: _checked(turns, codec), turns, table_of=as_turns)
+
+
+check_roundtrip_batches = check_roundtrip.batches
 
 
 def _checked(turns: pa.Table, codec: Codec) -> pa.Table:
-    calls = read_calls(turns)
-    paths = Paths(calls, grow(calls))
+    calls = Sessions.of(turns)
+
     n_calls = len(calls.calls)
     differs = np.full(n_calls, -1, np.int32)
     n_encoded = np.empty(n_calls, np.int32)
     for call in range(n_calls):
-        output = paths.output(call)
+        output = calls.output(call)
         again = codec.ids(codec.text(output)) if len(output) else output
         n_encoded[call] = len(again)
         same = lcp(output, again)

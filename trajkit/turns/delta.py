@@ -1,7 +1,6 @@
 """Convert turns between full and delta form."""
 
 from collections.abc import Callable
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -9,8 +8,9 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.buffers import pooled
 from trajkit._arrow.canonical import TableLike, canonical, place, turns_schema
+from trajkit._arrow.export import pooled
+from trajkit._arrow.ragged import Ints, Longs, lengths, offsets_of, positions
 from trajkit._arrow.reshape import (
     Columns,
     check_no_clash,
@@ -18,22 +18,16 @@ from trajkit._arrow.reshape import (
     with_column,
 )
 from trajkit._streams import limits
-from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit._streams.stages import apply, stage
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
-from trajkit.turns.calls import Calls, Ints, Longs, read_calls
-from trajkit.turns.flat_buffers import offsets_of, positions
-from trajkit.turns.prefix_forest import grow, grow_paths
 from trajkit.turns.records import as_turns
+from trajkit.turns.sessions import Forest, Sessions
 from trajkit.turns.structs import CALL
-from trajkit.turns.turn_rules import lengths
 
 
-@overload
-def compact(turns: Stream | pa.RecordBatchReader) -> Stream: ...
-@overload
-def compact(turns: TableLike) -> pa.Table: ...
-def compact(turns: TableLike | Stream) -> pa.Table | Stream:
+@stage
+def compact(turns: TableLike) -> pa.Table:
     """Convert turns to delta form: each prompt is stored as its difference to a base.
 
     The base of a turn is the earlier turn of its session whose path shares the longest
@@ -44,16 +38,15 @@ def compact(turns: TableLike | Stream) -> pa.Table | Stream:
 
     Parameters
     ----------
-    turns : table, or iterator of record batches
+    turns : table
         `trajkit.schema.TURNS`, the rows of each session contiguous. Turns in delta form
-        are returned unchanged. An iterator (or a RecordBatchReader) is read lazily; a
-        session may extend over several consecutive batches.
+        are returned unchanged.
 
     Returns
     -------
     Table
         `trajkit.schema.TURNS_DELTA`, in the order of ``turns``, then the extra columns
-        unchanged. For an iterator: an iterator of record batches.
+        unchanged.
 
     Raises
     ------
@@ -67,11 +60,11 @@ def compact(turns: TableLike | Stream) -> pa.Table | Stream:
     return _convert(turns, TURNS_DELTA, _delta_columns)
 
 
-@overload
-def expand(turns: Stream | pa.RecordBatchReader) -> Stream: ...
-@overload
-def expand(turns: TableLike) -> pa.Table: ...
-def expand(turns: TableLike | Stream) -> pa.Table | Stream:
+compact_batches = compact.batches
+
+
+@stage
+def expand(turns: TableLike) -> pa.Table:
     """Convert turns to full form: each has its complete prompt and all messages.
 
     The inverse of `compact`. A shared message has no body, because an earlier turn of the
@@ -79,16 +72,15 @@ def expand(turns: TableLike | Stream) -> pa.Table | Stream:
 
     Parameters
     ----------
-    turns : table, or iterator of record batches
+    turns : table
         `trajkit.schema.TURNS_DELTA`, the rows of each session contiguous. Turns in full
-        form are returned unchanged. An iterator (or a RecordBatchReader) is read lazily;
-        a session may extend over several consecutive batches.
+        form are returned unchanged.
 
     Returns
     -------
     Table
         `trajkit.schema.TURNS`, in the order of ``turns``, then the extra columns
-        unchanged. For an iterator: an iterator of record batches.
+        unchanged.
 
     Raises
     ------
@@ -102,17 +94,18 @@ def expand(turns: TableLike | Stream) -> pa.Table | Stream:
     return _convert(turns, TURNS, _full_columns)
 
 
+expand_batches = expand.batches
+
+
 def _convert(
-    turns: TableLike | Stream,
-    schema: pa.Schema,
-    columns: Callable[[Calls], Columns],
-) -> pa.Table | Stream:
+    turns: TableLike, schema: pa.Schema, columns: Callable[[Sessions], Columns]
+) -> pa.Table:
     def one(table: pa.Table) -> pa.Table:
         form = turns_schema(table.column_names)
         if form is schema:
             return canonical(table, schema)
         check_no_clash(table, form, schema, "form of turns")
-        calls = read_calls(table)
+        calls = Sessions.of(table)
         parts = [columns(part) for part in calls.split(limits.PART_TOKENS)]
         made = replace_columns(calls.table, form, schema, parts)
         delta = made if schema is TURNS_DELTA else calls.table
@@ -120,7 +113,7 @@ def _convert(
         n_prompt = calls.calls["prompt_len"].astype(np.int64)
         return _attributed(made, shared, n_prompt, cut=delta is made)
 
-    return map_sessions(one, ("turns", turns), table_of=as_turns)
+    return apply(one, turns, table_of=as_turns)
 
 
 def _attributed(
@@ -171,9 +164,9 @@ def _attributed(
     return table
 
 
-def _delta_columns(calls: Calls) -> Columns:
+def _delta_columns(calls: Sessions) -> Columns:
     """The columns of `TURNS_DELTA` that `TURNS` lacks."""
-    forest = grow(calls)
+    forest = calls.forest
     n_prompt = calls.calls["prompt_len"]
     shared = np.minimum(forest.shared, n_prompt)
     bases = np.where(shared > 0, forest.shared_with, -1).astype(np.int32)
@@ -203,7 +196,7 @@ def _delta_columns(calls: Calls) -> Columns:
 
 
 def _shared_messages(
-    calls: Calls,
+    calls: Sessions,
     bases: Ints,
     n_messages: Longs,
     messages: pa.StructArray,
@@ -229,26 +222,26 @@ def _shared_messages(
     return shared
 
 
-def _replied(calls: Calls) -> npt.NDArray[np.bool_]:
+def _replied(calls: Sessions) -> npt.NDArray[np.bool_]:
     """Calls with a list of messages and a reply, shape (n_calls,)."""
     known, reply = calls.requests["n_keys"] >= 0, calls.requests["reply_key"] != 0
     replied: npt.NDArray[np.bool_] = np.logical_and(known, reply)
     return replied
 
 
-def _full_columns(calls: Calls) -> Columns:
+def _full_columns(calls: Sessions) -> Columns:
     """The columns of `TURNS` that `TURNS_DELTA` lacks."""
     offsets = offsets_of(calls.calls["prompt_len"])
     ids = pooled(int(offsets[-1]), np.int32)
     starts = np.zeros(len(calls.calls), np.int64)
-    _core.copy_prompts(grow(calls).paths, starts, offsets, ids)
+    _core.copy_prompts(calls.forest.paths, starts, offsets, ids)
     return {
         "prompt_ids": pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids)),
         "messages": _all_messages(calls),
     }
 
 
-def _all_messages(calls: Calls) -> pa.LargeListArray:
+def _all_messages(calls: Sessions) -> pa.LargeListArray:
     lists = _combined(calls.table.column("suffix_messages"))
     absent = lists.is_null().to_numpy(zero_copy_only=False)
     count = calls.table.column("shared_messages")
@@ -274,7 +267,7 @@ def _all_messages(calls: Calls) -> pa.LargeListArray:
     paths["prompt_len"] = n_own + shared
     offsets = offsets_of(paths["prompt_len"])
     places = np.empty(int(offsets[-1]), np.int32)
-    grown = grow_paths(paths, calls.session_offsets).paths
+    grown = Forest.of(paths, calls.offsets).paths
     _core.copy_prompts(grown, np.zeros(len(paths), np.int64), offsets, places)
     given = np.zeros(len(places), np.bool_)
     given[positions(offsets[:-1] + shared, n_own)] = True

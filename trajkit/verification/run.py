@@ -2,12 +2,10 @@
 
 from __future__ import annotations  # a signature shows the words below
 
-import math
 from collections.abc import Container, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from operator import itemgetter
-from typing import TypedDict, Unpack, get_args, overload
+from typing import Literal, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -15,31 +13,25 @@ import pyarrow as pa
 from trajkit._arguments import check_choice, chosen_int
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import Rows, TableLike, as_table, canonical_rows
-from trajkit._arrow.take import take_rows
+from trajkit._arrow.take import empty_batch, take_rows
 from trajkit._streams import limits
-from trajkit._streams.lockstep import (
-    SessionCursor,
-    Source,
-    Stream,
-    batches_in,
-    batches_of,
-    is_stream,
-    one_batch,
-)
 from trajkit._streams.session_batches import whole_sessions
+from trajkit._streams.stages import Batches, Source, batches_in, batches_of, in_step
 from trajkit.errors import SchemaError
 from trajkit.pipeline.suffix_layout import full_rows
-from trajkit.policies import PRESETS, MissingLogprobs, Policy, Rewards
+from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.turns.calls import Calls, read_calls
-from trajkit.turns.flat_buffers import flat_rows, flat_turns, sessions_of, spans_of
+from trajkit.turns.flat_buffers import flat_rows, flat_turns, sessions_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
-from trajkit.verification import policy_rows, row_rules, span_rules, splice_rules
+from trajkit.turns.sessions import Sessions
+from trajkit.verification import policy_rows
 from trajkit.verification.context import Case, Violation, violations_table
 from trajkit.verification.foreign_rows import foreign_rows, verify_located
 from trajkit.verification.row_forms import is_rows, plain_rows
-from trajkit.verification.row_rules import WeighBy
+from trajkit.verification.rules import check_rows
+
+WeighBy: TypeAlias = Literal["token", "row", "rollout", "constant"]
 
 
 class _Options(TypedDict, total=False):
@@ -49,65 +41,39 @@ class _Options(TypedDict, total=False):
     weigh_by: WeighBy
 
 
-@overload
-def verify(
-    rows: Stream | pa.RecordBatchReader,
-    turns: Source,
-    policy: str | Policy | None = ...,
-    **options: Unpack[_Options],
-) -> Stream: ...
-@overload
-def verify(
-    rows: TableLike,
-    turns: Stream | pa.RecordBatchReader,
-    policy: str | Policy | None = ...,
-    **options: Unpack[_Options],
-) -> Stream: ...
-@overload
 def verify(
     rows: TableLike,
     turns: TableLike,
-    policy: str | Policy | None = ...,
-    **options: Unpack[_Options],
-) -> pa.Table: ...
-def verify(
-    rows: Source,
-    turns: Source,
     policy: str | Policy | None = None,
     *,
     reward: Reward = None,
     sessions: TableLike | None = None,
     max_row_tokens: int | None = None,
     weigh_by: WeighBy = "token",
-) -> pa.Table | Stream:
+) -> pa.Table:
     """Compare rows with their turns and return every violation.
 
     The comparison is token by token and uses nothing that `trajkit.linearize` computed.
 
     Parameters
     ----------
-    rows : table, or iterator of record batches
+    rows : table
         `trajkit.schema.ROWS` or ``ROWS_SUFFIX``, or rows of another system without
         ``spans``. The latter need ``input_ids`` and ``loss_mask``, which covers the row
         or only its response; ``logprobs`` (as long as the mask), ``session_id``,
         ``row_index`` and ``prompt_length`` are optional. Turns are then located by
         their prompts and outputs.
-    turns : table, or iterator of record batches
-        `trajkit.schema.TURNS` of all sessions of the rows, in full or delta form. An
-        iterator (or a RecordBatchReader) is read lazily, in step with ``rows``: the
-        batches of a session are contiguous, and rows have their sessions in the order
-        of the turns. Rows then need a ``session_id``.
+    turns : table
+        `trajkit.schema.TURNS` of all sessions of the rows, in full or delta form.
     policy : str or Policy, optional
-        The policy that made the rows. Rows that break no other rule are compared with
-        those that `trajkit.linearize` makes under it, which is the rule ``policy``. Before
-        that, it decides how often a token may train: ``slime``, ``trl``, ``segments`` and
-        ``miles`` train no token twice; ``nemo`` trains each token of a row's turns once
-        in that row; ``polar`` trains each token once or reports it as cut or dropped;
-        other policies train every token that may be trained exactly once. None: only
-        what is true under every policy is checked. Trained tokens were sampled and have
-        the engine's logprobs, but which of them train, and how often, is not judged.
-        Rows with spans then pass if they keep the rules of some preset; else the
-        violations are those of the preset with the fewest.
+        The policy that made the rows. Of it are known which tokens may train and how
+        often, the kinds of spans, and what the flags and rewards of rows mean. Then rows
+        of sessions without a violation are compared with those that `trajkit.linearize`
+        makes under it, which is the rule ``policy``.
+        None: only what is true under every policy is checked. Trained tokens were
+        sampled, follow what they were sampled after (or, in a spliced row, the end of
+        their prompt) and have the engine's logprobs; which of them train, and how often,
+        is not judged.
     reward, sessions : optional
         As given to `trajkit.linearize`. Without them and without rewards in the turns,
         the rewards of a session's rows must be equal, or the policy's shares of one
@@ -115,18 +81,16 @@ def verify(
     max_row_tokens : int, optional
         As given to `trajkit.linearize`: tokens beyond it need not be trained. None
         means that no row was truncated.
-    weigh_by : {"token", "row", "rollout"}
-        The meaning of ``row_weight``, for a rollout that trains N tokens: the row's
-        trained tokens divided by N (as `trajkit.linearize` writes it); 1 divided by the
-        rollout's number of rows that train; or 1 / N. Rows that train nothing have 0.
+    weigh_by : {"token", "row", "rollout", "constant"}
+        What ``row_weight`` means, as for `trajkit.add_weights`: by default what
+        `trajkit.linearize` writes. Under "constant", rows that train have one weight,
+        whatever it is.
 
     Returns
     -------
     Table
         `trajkit.schema.VIOLATIONS`, sorted by session and row; empty if the rows are
         correct. Sessions come in the order of ``turns``, sessions without turns last.
-        If ``rows`` or ``turns`` is an iterator: an iterator of record batches, empty if
-        the rows are correct.
 
     Raises
     ------
@@ -134,8 +98,7 @@ def verify(
         A column is missing or cannot be cast to its type.
     InvalidTurnsError
         The turns of a session are not contiguous, or ``reward`` or ``sessions`` lacks a
-        session. For iterators also: the sessions of the rows are in another order than
-        those of the turns.
+        session.
     PolicyError, ArgumentError
         The policy does not exist, or ``max_row_tokens`` or ``weigh_by`` is not allowed.
 
@@ -154,18 +117,47 @@ def verify(
     >>> found.select(["turn_index", "token", "rule"]).to_pylist()
     [{'turn_index': 0, 'token': 1, 'rule': 'not_trained'}]
     """
-    judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
-    if is_stream(rows) or is_stream(turns):
-        return batches_in(_streamed(rows, turns, judge))
+    judge = judge_of(
+        policy,
+        reward=reward,
+        sessions=sessions,
+        max_row_tokens=max_row_tokens,
+        weigh_by=weigh_by,
+    )
     return judge.found(any_rows(as_table(rows)), as_turns(turns))
+
+
+def verify_batches(
+    rows: Source,
+    turns: Source,
+    policy: str | Policy | None = None,
+    **options: Unpack[_Options],
+) -> Batches:
+    """From record batches to an iterator of record batches; see `verify`.
+
+    The batches of a session are consecutive, and the rows have a ``session_id`` and
+    their sessions in the order of the turns; else it is an InvalidTurnsError.
+    """
+    judge = judge_of(policy, **options)
+
+    def found() -> Iterator[pa.Table]:
+        lead = whole_sessions(batches_of(turns))
+        for own, theirs in in_step(lead, numbered(batches_of(rows)), "turns", "rows"):
+            if own is not None:
+                yield judge.found(theirs, own)
+            else:
+                yield violations_table(list(session_faults(theirs.to_batches(), ())))
+
+    return batches_in(found())
 
 
 def judge_of(
     policy: str | Policy | None,
-    reward: Reward,
-    sessions: TableLike | None,
-    max_row_tokens: int | None,
-    weigh_by: WeighBy,
+    *,
+    reward: Reward = None,
+    sessions: TableLike | None = None,
+    max_row_tokens: int | None = None,
+    weigh_by: WeighBy = "token",
 ) -> Judge:
     """Check the options of `verify`."""
     if max_row_tokens is not None:
@@ -177,14 +169,6 @@ def judge_of(
         known = ("reward",) if facts.table is None else ("reward", "group_id")
     chosen = None if policy is None else named_policy(policy)
     return Judge(chosen, max_row_tokens, facts, known, weigh_by)
-
-
-def _streamed(rows: Source, turns: Source, judge: Judge) -> Iterator[pa.Table]:
-    beside = SessionCursor("rows", numbered(batches_of(rows)), "turns")
-    for table in whole_sessions(batches_of(turns)):
-        yield judge.found(beside.take(table), table)
-    for left in beside.rest():
-        yield violations_table(list(session_faults(left.to_batches(), ())))
 
 
 def any_rows(table: pa.Table, first: int = 0) -> pa.Table:
@@ -205,7 +189,7 @@ def numbered(
     first, counted = 0, None
     for batch in batches:
         if not isinstance(batch, pa.RecordBatch):
-            yield batch  # SessionCursor raises SchemaError for it
+            yield batch  # `whole_sessions` raises SchemaError for it
             continue
         table = pa.Table.from_batches([batch])
         names = table.column_names
@@ -218,7 +202,8 @@ def numbered(
         if counted not in (none, None) and table.num_rows:
             raise SchemaError("row_index is null in some rows: expected all or none")
         counted = none if table.num_rows else counted
-        yield one_batch(any_rows(table, first))
+        made = any_rows(table, first)
+        yield from made.to_batches() or [empty_batch(made.schema)]
         first += table.num_rows
 
 
@@ -261,49 +246,11 @@ class Judge:
 
     def found(self, rows: pa.Table, turns: pa.Table) -> pa.Table:
         """Violations in rows that `any_rows` has cast, compared with these turns."""
-        if self.policy is not None or "spans" not in rows.column_names:
-            return violations_table(*self._found(rows, turns))
-        return self._under_any_policy(rows, turns)
-
-    def _under_any_policy(self, rows: pa.Table, turns: pa.Table) -> pa.Table:
-        """The violations that rows of no policy have: of the policy with the fewest."""
-        best: dict[str | None, list[Violation]] = {}
-        fewest: tuple[float, Policy] = math.inf, PRESETS["faithful"]
-        names: list[str] = []
-        left = rows, turns
-        for policies in (PRESETS.values(), None):
-            for policy in policies or _variants(fewest[1]):
-                judge = replace(self, policy=policy)
-                found, known = judge._found(*left, compared=False)
-                own: dict[str | None, list[Violation]] = {}
-                for one in found:
-                    own.setdefault(one.session_id, []).append(one)
-                fewest = min(fewest, (len(found), policy), key=itemgetter(0))
-                first = not names
-                names = names or known
-                if first:
-                    best = own
-                for name in [*best]:
-                    best[name] = min(best[name], own.get(name, []), key=len)
-                best = {name: kept for name, kept in best.items() if kept}
-                if not best:
-                    return violations_table([], names)
-                wrong = pa.array([*best], pa.string())
-                left = tuple(
-                    table.filter(pc.is_in(table["session_id"].cast(pa.string()), wrong))
-                    for table in left
-                )
-        return violations_table([one for kept in best.values() for one in kept], names)
-
-    def _found(
-        self, rows: pa.Table, turns: pa.Table, *, compared: bool = True
-    ) -> tuple[list[Violation], list[str]]:
-        """The violations, and the sessions; ``compared`` with the policy's rows, too."""
         own = "spans" in rows.column_names
-        calls = read_calls(turns)
+        calls = Sessions.of(turns)
         found: list[Violation] = []
         session = sessions_of(rows, calls)
-        names = calls.session_ids.to_pylist()
+        names = calls.ids.to_pylist()
         if not own and rows.column("session_id").null_count:
             if rows.column("session_id").null_count < rows.num_rows:
                 raise SchemaError(
@@ -323,66 +270,23 @@ class Judge:
                 sessions_of(here, part),
                 self.policy,
                 self.cap,
-                self.facts.of_calls(part),
+                self.facts.of_sessions(part),
                 found,
             )
             if own:
-                _verify_own(case, self.known, self.weigh_by)
+                check_rows(case, self.known, self.weigh_by)
             else:
                 verify_located(case)
-            if compared:
-                policy_rows.compare(case, own=own)
-        return found, names
+            policy_rows.compare(case, own=own)
+        return violations_table(found, names)
 
 
-def _variants(policy: Policy) -> Iterator[Policy]:
-    """The policy with other choices on which rules depend."""
-    for missing in get_args(MissingLogprobs):
-        for aborted in (False, True):
-            for rewards in get_args(Rewards):
-                yield named_policy(
-                    policy,
-                    missing_logprobs=missing,
-                    train_aborted=aborted,
-                    rewards=rewards,
-                )
-
-
-def _parts(calls: Calls, session: Rows) -> Iterator[tuple[Calls, Rows]]:
+def _parts(calls: Sessions, session: Rows) -> Iterator[tuple[Sessions, Rows]]:
     """Split the calls into parts of complete sessions, with the rows of each part."""
     order = np.argsort(session, kind="stable")
     start = 0
     for part in calls.split(limits.VERIFY_TOKENS):
-        stop = start + part.n_sessions
+        stop = start + len(part.ids)
         lo, hi = np.searchsorted(session[order], [start, stop])
         yield part, order[lo:hi]
         start = stop
-
-
-def _verify_own(case: Case, known: tuple[str, ...], weigh_by: WeighBy) -> None:
-    """Check rows that have spans."""
-    pieces = spans_of(case.rows.table, case.turns, case.session)
-    pieces = span_rules.well_formed(case, pieces)
-    trained = pieces.take(np.flatnonzero(pieces.kind == "trained"))
-    row_rules.row_index(case)
-    row_rules.lengths(case)
-    span_rules.span_tokens(case, pieces)
-    span_rules.untrainable(case, pieces)
-    span_rules.masks(case, trained)
-    span_rules.logprobs(case, trained)
-    span_rules.each_once(case, pieces)
-    if case.splices:
-        splice_rules.rows(case, pieces)
-        splice_rules.accounted_for(case, pieces)
-    else:
-        span_rules.context(case, trained)
-        row_rules.tokens(case, pieces)
-    row_rules.prompt_length(case, pieces)
-    row_rules.shared_prefixes(case)
-    row_rules.sums(case, trained, weigh_by)
-    row_rules.facts(case, known=known)
-    row_rules.turns(case, pieces)
-    row_rules.weight_versions(case, pieces)
-    row_rules.mm_items(case)
-    if case.policy is not None and case.policy.flag_scope == "row" and not case.splices:
-        row_rules.flags(case, pieces)

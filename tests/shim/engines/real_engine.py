@@ -17,6 +17,7 @@ import pytest
 import trajkit as tk
 from tests.shim.clients import in_process, read_log
 from tests.shim.fakes import TOOL, engine_request
+from tests.tables import linearized
 from trajkit_shim.errors import EngineError
 from trajkit_shim.replies.parse import FormParser
 from trajkit_shim.replies.parsers import FORMS
@@ -129,7 +130,7 @@ class RealEngine:
         # every echo is recognised, and every sampled token ends in one row's mask
         links = tk.link(log)
         assert links["parent"].to_pylist() == [None, 0, 1]
-        rows, report = tk.linearize(log, policy="strict", reward=1.0, report=True)
+        rows, report = linearized(log, policy="strict", reward=1.0)
         sampled = sum(len(turn["output_ids"]) for turn in turns)
         assert report["tokens_trained"].to_pylist() == [sampled]
         assert pc.sum(pc.list_flatten(rows["loss_mask"])).as_py() == sampled

@@ -4,14 +4,14 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
+from trajkit._arrow.ragged import Ints, Records
 from trajkit.pipeline.routes.links import empty_links, optional_column
 from trajkit.policies import TIE_BREAKS, Policy
-from trajkit.turns.calls import Calls, Ints, Records
 from trajkit.turns.message_equality import with_equality
-from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.sessions import Forest, Sessions
 
 
-def by_messages(calls: Calls, forest: Forest, policy: Policy) -> Records:
+def by_messages(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     """Each call continues the nearest reply above its messages, as slime routes them.
 
     Tokens choose among equal replies (``tie_break``), and where a call has no messages.
@@ -29,7 +29,7 @@ def by_messages(calls: Calls, forest: Forest, policy: Policy) -> Records:
     return links
 
 
-def _tools_of(calls: Calls) -> Ints | None:
+def _tools_of(calls: Sessions) -> Ints | None:
     """A number for the tools of each call, the same for equal ``tools_key``; or None.
 
     Shape (n_calls,); without the column, all calls have the same tools.

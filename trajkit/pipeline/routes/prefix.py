@@ -9,19 +9,19 @@ Rejected and ambiguous calls are quarantined, and with them every chain that con
 
 import numpy as np
 
+from trajkit._arrow.ragged import Ints, Records
 from trajkit.pipeline.routes.links import REASONS, empty_links, sessions_of
 from trajkit.pipeline.routes.nodes import nodes_within_prompts, prompt_nodes
 from trajkit.pipeline.routes.recorded import RecordedParents, scored_turns
 from trajkit.policies import Policy
 from trajkit.turns.call_order import by_prompt
-from trajkit.turns.calls import Calls, Ints, Records
-from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.sessions import Forest, Sessions
 
 
-def by_prefix(calls: Calls, forest: Forest, policy: Policy) -> Records:
+def by_prefix(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     """Each call continues its recorded parent, or the longest path that begins its prompt.
 
-    Calls without output can neither be continued nor trained. Those in a chain are in
+    Sessions without output can neither be continued nor trained. Those in a chain are in
     order of prompt length, equals by ``request_id``; the chain of a scored turn is the
     first.
     """
@@ -50,7 +50,7 @@ def by_prefix(calls: Calls, forest: Forest, policy: Policy) -> Records:
 
 
 def _longest_prefixes(
-    calls: Calls, forest: Forest, ranked: Ints
+    calls: Sessions, forest: Forest, ranked: Ints
 ) -> tuple[Ints, np.typing.NDArray[np.bool_]]:
     """The first of ``ranked`` whose path is the longest prefix of each one's prompt, or -1.
 
@@ -76,11 +76,11 @@ def _longest_prefixes(
 class _Chains:
     """Which calls are quarantined, and the order of the others."""
 
-    def __init__(self, calls: Calls, forest: Forest, links: Records) -> None:
+    def __init__(self, calls: Sessions, forest: Forest, links: Records) -> None:
         self.parents = links["parent"].tolist()
         self.reasons = links["link_reason"].tolist()
         self.orders = [-1] * len(links)
-        # Calls with one prompt have one node and one length.
+        # Sessions with one prompt have one node and one length.
         nodes = prompt_nodes(forest, calls.calls["prompt_len"])
         self._prompts = list(
             zip(nodes.tolist(), calls.calls["prompt_len"].tolist(), strict=True)

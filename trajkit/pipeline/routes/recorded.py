@@ -7,17 +7,17 @@ The optional columns `trajkit.schema.ROUTING` of turns have them
 import pyarrow as pa
 
 from trajkit import _core
+from trajkit._arrow.ragged import Ints, Records
 from trajkit.errors import InvalidTurnsError
 from trajkit.pipeline.routes.links import REASONS, optional_column, sessions_of
 from trajkit.turns.call_order import by_creation
-from trajkit.turns.calls import Calls, Ints, Records
-from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.sessions import Forest, Sessions
 
 RESOLUTIONS = ("root", "resolved", "unresolved")
 """What a source can have recorded of a turn's parent."""
 
 
-def scored_turns(calls: Calls) -> dict[int, int]:
+def scored_turns(calls: Sessions) -> dict[int, int]:
     """The call whose reply was scored, by the first call of its session.
 
     Raises InvalidTurnsError if a session has two.
@@ -36,7 +36,7 @@ def scored_turns(calls: Calls) -> dict[int, int]:
     return scored
 
 
-def created_ranks(calls: Calls, links: Records) -> Ints:
+def created_ranks(calls: Sessions, links: Records) -> Ints:
     """The rank of each call by its creation; the root of a scored turn's chain is first."""
     ranks = by_creation(calls)
     for call in scored_turns(calls).values():
@@ -50,7 +50,7 @@ def created_ranks(calls: Calls, links: Records) -> Ints:
 class RecordedParents:
     """The recorded parents of the calls; ``links`` has those that begin their prompts."""
 
-    def __init__(self, calls: Calls, forest: Forest, links: Records) -> None:
+    def __init__(self, calls: Sessions, forest: Forest, links: Records) -> None:
         self._calls, self._paths = calls, forest.paths
         self._path_len = calls.path_len
         self._resolutions = optional_column(calls, "parent_resolution", pa.string())
