@@ -64,6 +64,7 @@ cdef struct Message:          # a node of the message tree (route.pxi)
     int32_t n_assistants      # children with the role assistant
     int32_t assistant         # one of them, or -1
     int32_t equal             # the next sibling with the same key, or -1
+    int32_t tools             # of a root: the tools that its requests offer
 
 
 cdef struct Link:             # a call and its parent

@@ -49,7 +49,7 @@ _LONGEST = {"twins": 300, "forms": 300}
 _FORMS_AT_ONCE = 3
 _SMALL = 60
 """Of the forms a case compares so many, or all if it has no more calls than this."""
-_FIELDS = ("step", "request_id", "started_at")
+_FIELDS = ("step", "request_id", "started_at", "tools_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +363,8 @@ def _by_chance(
     table = turns_table(turns)
     delta = in_delta_form(table, draw.choice)
     for field in (*_FIELDS, *COLUMNS):
-        delta = delta.append_column(field, table[field])
+        if field in table.column_names:  # stored cases may be older
+            delta = delta.append_column(field, table[field])
     made = linearized(delta, policy, **options)
     whole = linearized(table, policy, **options)
     return None if made == whole else "delta by chance: other rows or another report"

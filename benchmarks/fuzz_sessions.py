@@ -63,6 +63,9 @@ class _Style:
         self.named = draw.choice([0.0, 0.9])
         self.untrainable = draw.choice([0.0, 0.2])
         self.apart = draw.random() < 0.15  # messages and tokens have nothing in common
+        self.tools = draw.choice(
+            ["", "", "x", "xy"]
+        )  # keys of the tools that are offered
         self.calling = draw.choice([0.0, 0.0, 0.3])
         self.contents = draw.choices(_CONTENTS, k=draw.randint(1, 4))
 
@@ -200,6 +203,7 @@ class _Style:
             else draw.choice([None, True]),
             "output_mask": mask if draw.random() < self.masked else None,
             "weight_versions": pieces,
+            "tools_key": draw.choice(self.tools) if self.tools else None,
             "step": draw.randrange(3) if draw.random() < self.stepped else None,
             "request_id": draw.choice("abcd") if draw.random() < self.named else None,
             "started_at": draw.choice([0.0, 1.0, 2.0])
@@ -211,6 +215,7 @@ class _Style:
 _CHOICES: dict[str, tuple[object, ...]] = {
     **policies.NAMED_CHOICES,
     "merge_rewrites": (True, False),
+    "compare_tools": (True, False),
     "keep_prefix": (True, False),
     "train_aborted": (True, False),
     "keep_untrained": (True, False),

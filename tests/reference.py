@@ -120,23 +120,28 @@ def most_repeated(turns, candidates, prompt):
     return -max(ranked)[-1] if ranked else None
 
 
-def message_tree(turns, merge_threshold, equals="first"):
+def message_tree(turns, merge_threshold, equals="first", compare_tools=False):
     """The tree by slime's rule of routing, and the link that it gives each turn.
 
     With ``equals="tokens"``, a request that shows one of several equal replies continues
     the one that it shares most tokens with; an empty list of messages routes by tokens.
-    With "full_path" it continues the nearest turn above that it repeats entirely.
+    With "full_path" it continues the nearest turn above that it repeats entirely. With
+    ``compare_tools``, the turns with one ``tools_key`` have a tree of their own.
 
     Returns the root (of no message) and one `Link` per turn.
     """
     root = Node(None, None, None)
+    trees = {}
+    if compare_tools:
+        trees = {turns[0].get("tools_key"): root.add(None, None)}
     links = [Link() for _ in turns]
     nodes = {}  # turn -> its node, for turns that are still generated
     for i, turn in enumerate(turns):
         messages = turn.get("prompt_messages")
         if messages is None or (not messages and equals == "tokens"):
             parent = most_repeated(turns, sorted(nodes), turn["prompt_ids"])
-            mount = root if parent is None else nodes[parent]
+            first = next(iter(trees.values()), root)
+            mount = first if parent is None else nodes[parent]
             links[i].parent = parent
             links[i].why = "root" if parent is None else "tokens"
             nodes[i] = mount.add("assistant", None, i)
@@ -144,7 +149,10 @@ def message_tree(turns, merge_threshold, equals="first"):
         if not messages:
             links[i].why = "unrouted"
             continue
-        mount, depth = mount_point(root, messages)
+        tools = turn.get("tools_key")
+        if compare_tools and tools not in trees:
+            trees[tools] = root.add(None, None)
+        mount, depth = mount_point(trees.get(tools, root), messages)
         short = rewritten_reply(turns, mount, messages[depth:], merge_threshold)
         if short is not None:
             links[short.turn].rewritten_by = i

@@ -242,6 +242,9 @@ def chosen_chains(turns, links, policy):
         start, name = (turns[chain[0]].get(k) for k in ("started_at", "request_id"))
         return start is None, start or 0, name is None, name or "", chain[0]
 
+    scored = [one for one in chains if turns[one[-1]].get("scored")]
+    if policy.parent_by == "prefix" and scored:
+        return scored
     return [min(chains, key=birth)] if chains else []
 
 

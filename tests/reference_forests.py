@@ -77,6 +77,94 @@ def prefix_links(turns):
     return links
 
 
+def recorded_links(turns):
+    """NeMo Gym's prefix_merging of parents that were recorded at request time.
+
+    A turn may have ``parent_resolution`` and ``parent_request``, and one of a session
+    ``scored``. Without recorded parents, a scored turn counts all the same.
+    """
+    links = prefix_links(turns)
+    sampled = [i for i in by_prompt(turns) if turns[i]["output_ids"]]
+    terminal = next((i for i, turn in enumerate(turns) if turn.get("scored")), None)
+    decided = [
+        turn.get("parent_resolution") or turn.get("parent_request") for turn in turns
+    ]
+    ambiguous = set()
+    for rank, i in enumerate(sampled):
+        turn, prompt, placed = turns[i], turns[i]["prompt_ids"], sampled[:rank]
+        begin = [j for j in placed if prompt[: len(held(turns[j]))] == held(turns[j])]
+        name = turn.get("parent_request")
+        longest = [
+            j
+            for j in begin
+            if len(held(turns[j])) == max(len(held(turns[k])) for k in begin)
+        ]
+        links[i].parent, links[i].why, links[i].order = None, "no_parent", None
+        if not any(decided):
+            links[i].why = "root"
+            if longest:
+                links[i].parent, links[i].why = longest[0], "tokens"
+            if len(longest) > 1:
+                links[i].why = "ambiguous"
+                ambiguous.add(i)
+        elif turn.get("parent_resolution") == "root":
+            links[i].why = "root"
+        elif name is not None:
+            named = [j for j in placed if turns[j]["request_id"] == name]
+            if set(named) & set(begin):
+                links[i].parent, links[i].why = named[0], "recorded"
+            elif not named and len(longest) == 1:
+                links[i].parent, links[i].why = longest[0], "tokens"
+
+    def path(i):
+        while i is not None:
+            yield i
+            i = links[i].parent
+
+    main = set(path(terminal)) if terminal is not None else set()
+    continued = {links[i].parent for i in sampled if i not in ambiguous}
+    quarantined = set(ambiguous)
+    for i in sampled:
+        family = [
+            j
+            for j in sampled
+            if turns[j]["prompt_ids"] == turns[i]["prompt_ids"]
+            and links[j].parent == links[i].parent
+        ]
+        if family[0] != i or len(family) == 1:
+            continue
+        kept = [j for j in family if j in main] or [j for j in family if j in continued]
+        listed = not kept and terminal is None
+        kept = kept or family[:1]
+        for j in family:
+            if j in ambiguous:
+                links[j].why = "unresolved_ambiguous" if listed else "ambiguous"
+            elif listed:
+                links[j].why = "unresolved_kept" if j in kept else "unresolved"
+            elif j not in kept:
+                links[j].why = "superseded"
+            if j not in kept:
+                quarantined.add(j)
+
+    parents = {links[i].parent for i in sampled}
+    chained = set()
+    for leaf in sampled:
+        whole = set(path(leaf))
+        ends = leaf == terminal or (leaf not in parents and terminal not in whole)
+        if ends and not quarantined & whole:
+            chained |= whole
+    placed = [i for i in sampled if i in chained]
+    if terminal in chained:
+        placed.sort(key=lambda i: i not in main)
+    for rank, i in enumerate(placed):
+        links[i].order = rank
+    for i in sampled:
+        sound = ("root", "tokens", "recorded", "no_parent")
+        if i not in chained and links[i].why in sound:
+            links[i].why = "chain_quarantined"
+    return links
+
+
 # --- miles
 
 

@@ -80,6 +80,8 @@ def is_kept(before, turn):
         return False
     if reply.get("role") != "assistant":
         return False
+    if before.get("tools_key") != turn.get("tools_key"):
+        return False
     path = [identity(one) for one in [*before["prompt_messages"], reply]]
     shown = [identity(one) for one in turn["prompt_messages"]][: len(path)]
     tokens = held(before)

@@ -48,13 +48,14 @@ def links_of(turns, policy):
             told_by(turns, policy.message_equality),
             policy.merge_threshold,
             policy.tie_break,
+            policy.compare_tools,
         )[1]
     elif route == "agents":
         links = agent_links(turns, policy)
     elif route == "prompts":
         links = reference_splice.prompt_links(turns)
     elif route == "prefix":
-        links = reference_forests.prefix_links(turns)
+        links = reference_forests.recorded_links(turns)
     elif route == "generations":
         links = reference_forests.generation_links(
             turns, IDENTITIES[policy.message_equality], policy.fork_threshold

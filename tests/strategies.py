@@ -700,6 +700,34 @@ def named_sessions(draw, max_turns=8, *, unique=False):
 
 
 @st.composite
+def recorded_sessions(draw, max_turns=7):
+    """Named calls with recorded parents, of which some are wrong or missing."""
+    turns = draw(named_sessions(max_turns, unique=True))
+    names = st.sampled_from([*(turn["request_id"] for turn in turns), "missing"])
+    scored = draw(st.none() | st.integers(0, len(turns) - 1))
+    kinds = ["root", "unresolved", "resolved", "resolved", "begun", "begun", None]
+    kinds = draw(st.sampled_from([kinds, kinds, kinds, [None]]))
+    recorded = []
+    for index, turn in enumerate(turns):
+        kind = draw(st.sampled_from(kinds))
+        name = draw(names) if kind == "resolved" or draw(st.booleans()) else None
+        if kind == "begun":  # one that its prompt begins with, or none
+            prompt = turn["prompt_ids"]
+            paths = {
+                one["request_id"]: [*one["prompt_ids"], *one["output_ids"]]
+                for one in turns
+            }
+            begin = [k for k, path in paths.items() if prompt[: len(path)] == path]
+            name = draw(st.sampled_from(begin)) if begin else None
+            kind = "resolved" if begin else "root"
+        elif kind in ("root", "unresolved") or kinds == [None]:
+            name = None
+        parent = {"parent_resolution": kind, "parent_request": name}
+        recorded.append({**turn, **parent, "scored": index == scored})
+    return recorded
+
+
+@st.composite
 def forest_policies(draw):
     """Choices of the rules of forests beside those of other rules, as they may be made."""
     route = pick(draw, ["prefix", "prefix", "generations", "messages"])

@@ -124,6 +124,7 @@ class TokenIndex:
 def route_messages(
     forest: CallForest,
     requests: _Records,
+    tools: _I32 | None,
     merge_threshold: int,
     tie_break: int,
     links: _Records,

@@ -94,10 +94,10 @@ RULES: dict[str, dict[str, str]] = {
         "prompts": "The last call of the chain whose last prompt is the longest prefix of "
         "its prompt.",
         "prefix": "The call, recorded before or after, whose path is the longest prefix of "
-        "its prompt. Ambiguous calls, and every chain with one, are quarantined. A call is "
-        "ambiguous if several calls match it equally, or if it is a retry (same prompt as "
-        "another call) that nothing continues; if no retry was continued, the first is "
-        "kept.",
+        "its prompt; in sessions with recorded parents, the recorded one. Ambiguous calls, "
+        "and every chain with one, are quarantined. A call is ambiguous if several calls "
+        "match it equally, or if it is a retry (same prompt as another call) that nothing "
+        "continues; if no retry was continued, the first is kept.",
         "generations": "The last call whose messages and reply are the first ones of the "
         "request. A call is refused if its parent stopped for its length, or if "
         "{fork_threshold} or more tokens of its parent's path are not in its prompt. A "
@@ -191,6 +191,10 @@ class Policy:
         ``"strict"``, the role, content, reasoning_content and tool_calls;
         ``"role_content_only"``, the role and content. The last two take None, "" and []
         as equal. ``"agents"`` takes the first two only.
+    compare_tools : bool
+        For ``parent_by="messages"``: requests that offer other tools (``tools_key`` of
+        `trajkit.schema.ROUTING`) have no message in common. Turns whose tools are unknown
+        are taken for turns with the same tools.
     tie_break : {"first", "tokens", "full_path"}
         Which of several equal replies a request continues: the first; the one whose
         path its prompt repeats for longest, of equals the one with the shortest path,
@@ -252,6 +256,7 @@ class Policy:
     dispatch_tools: tuple[str, ...] = DISPATCH_TOOLS
     merge_rewrites: bool = False
     message_equality: MessageEquality = "values"
+    compare_tools: bool = False
     tie_break: TieBreak = "first"
     chain_order: ChainOrder = "tree"
     on_drift: OnDrift = "fork"
@@ -383,12 +388,13 @@ PRESETS: dict[str, Policy] = {
     # SkyRL's merge_stepwise_output:
     # https://github.com/NovaSky-AI/SkyRL/blob/a956457/skyrl/train/generators/utils.py
     "skyrl": Policy(name="skyrl", parent_by="previous", train_aborted=True),
-    # prime-rl's message graph, which verifiers makes:
-    # https://github.com/PrimeIntellect-ai/verifiers/blob/a60a606/verifiers/v1/graph.py
+    # prime-rl's message graph, which verifiers makes; tools as from 0.4.0 on:
+    # https://github.com/PrimeIntellect-ai/verifiers/blob/v0.4.0/verifiers/v1/graph.py
     "graph": Policy(
         name="graph",
         parent_by="messages",
         message_equality="content",
+        compare_tools=True,
         tie_break="full_path",
         chain_order="recorded",
         train_aborted=True,

@@ -237,6 +237,26 @@ SEGMENT_REWARDS = _schema(
 )
 """A reward per segment, as `trajkit.learn.spread_rewards` takes it."""
 
+ROUTING = _schema(
+    "turns",
+    *_TURN,
+    # the source's name of the call
+    pa.field("request_id", pa.string()),
+    # what was known of the call's parent when the request came in: root, resolved or
+    # unresolved. null: nothing is recorded
+    pa.field("parent_resolution", pa.string()),
+    # the request_id of the parent, if it is resolved
+    pa.field("parent_request", pa.string()),
+    # true: its reply was scored, and nothing after it counts. One turn of a session
+    pa.field("scored", pa.bool_()),
+    # what `trajkit.turns.tools_key` gives of the tools that the request offers. null:
+    # unknown, the same for all such turns
+    pa.field("tools_key", pa.string()),
+)
+"""Optional columns of ``turns`` that tell which turn continues which. The policy ``nemo``
+(``parent_by="prefix"``) follows recorded parents, and prefixes in sessions without them;
+the policy ``graph`` (``compare_tools``) compares tools."""
+
 ATTRIBUTION = _schema(
     "turns",
     *_TURN,
@@ -389,21 +409,29 @@ history_replaced
 prompts
     The chain whose last prompt is the longest prefix of its prompt.
 
-Only under ``parent_by="prefix"``, with the parent as for ``tokens``:
+Only under ``parent_by="prefix"``, with the parent as for ``tokens`` or ``recorded``:
 
 ambiguous
     Quarantined: several turns match with the same tokens. The parent is the first.
 superseded
-    Quarantined: a retry that nothing continues; another retry was continued.
+    Quarantined: a retry that nothing continues; another retry was continued. If a turn of
+    the session was scored: any retry but one that its chain has, or that was continued,
+    or else the first.
 unresolved_kept, unresolved
     A retry; no turn with its prompt was continued. The first is kept, the others are
     quarantined.
 unresolved_ambiguous
     Quarantined as ``ambiguous``, and also an unresolved retry.
 chain_quarantined
-    Not quarantined itself, but every chain with it contains a quarantined turn.
+    Not quarantined itself, but every chain with it contains a quarantined turn, or it
+    continues the turn that was scored.
 empty
     It sampled nothing: nothing continues it, and it is in no row.
+recorded
+    The parent that the source recorded (`ROUTING`).
+no_parent
+    No parent: the recorded one is unresolved or missing, its path does not begin the
+    prompt, or nothing is recorded, though it is of other turns of the session.
 
 Only under ``parent_by="generations"``, where ``messages`` names the last turn whose
 messages and reply are the longest such beginning of the request:

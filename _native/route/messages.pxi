@@ -51,6 +51,8 @@ cdef class MessageRouter:
     Room for the largest session; `_begin` empties the tree.
     """
     cdef const Request[::1] requests
+    cdef const int32_t[::1] tools # per call: the number of its tools, if they are compared
+    cdef bint compare_tools
     cdef Link[::1] links
     cdef int64_t merge_threshold
     cdef int32_t tie_break
@@ -64,29 +66,31 @@ cdef class MessageRouter:
     cdef bint rewrote_indexed # and one of them was rewritten since
 
     def __cinit__(
-        self, CallForest forest, const Request[::1] requests, int64_t merge_threshold,
-        int32_t tie_break, Link[::1] links,
+        self, CallForest forest, const Request[::1] requests, const int32_t[::1] tools,
+        int64_t merge_threshold, int32_t tie_break, Link[::1] links,
     ):
         cdef int64_t s, largest = 1
+        self.requests, self.links = requests, links
+        self.tools, self.compare_tools = tools, tools is not None
+        self.index = TokenIndex(forest)
         for s in range(forest.n_sessions):
             largest = max(
                 largest,
-                _tree_nodes(requests, forest.session_offsets[s], forest.session_offsets[s + 1]),
+                self._tree_nodes(forest.session_offsets[s], forest.session_offsets[s + 1]),
             )
-        self.requests, self.links = requests, links
         self.merge_threshold, self.tie_break = merge_threshold, tie_break
         self.nodes = empty(largest, DTYPES["Message"])
         self.table = empty(_table_entries(largest), "i4")
         self.node_of = full(forest.n_calls, -1, "i4")
-        self.index = TokenIndex(forest)
 
     cdef void _begin(self, int64_t lo, int64_t hi) noexcept nogil:
-        """Empty the tree but for its root; the cleared table is as large as the session needs."""
-        cdef int64_t n_table = _table_entries(_tree_nodes(self.requests, lo, hi))
+        """Empty the tree but for a root; the cleared table is as large as the session needs."""
+        cdef int64_t n_table = _table_entries(self._tree_nodes(lo, hi))
         memset(&self.table[0], 0xFF, n_table * sizeof(int32_t))
         self.mask = n_table - 1
         self.n_nodes = 0
         self._add_node(-1, 0, -1, False)
+        self.nodes[0].tools = self._tools_of(lo) if lo < hi else 0
         self.n_indexed = <int32_t>lo
         self.rewrote_indexed = False
 
@@ -152,6 +156,56 @@ cdef class MessageRouter:
             above.assistant = index
         return index
 
+    cdef int32_t _tools_of(self, int64_t call) noexcept nogil:
+        return self.tools[call] if self.compare_tools else 0
+
+    cdef int64_t _tree_nodes(self, int64_t start, int64_t stop) noexcept nogil:
+        """Nodes that the message tree of the calls start:stop may need."""
+        cdef int64_t i, n = 1, before = -1
+        cdef const Request* request
+        cdef bint same
+        for i in range(start, stop):
+            request = &self.requests[i]
+            n += 2  # the base's reply and the call's own
+            if request.n_keys < 0 or request.shared + request.n_keys == 0:
+                continue
+            n += request.n_keys
+            same = before >= 0 and self._tools_of(before) == self._tools_of(i)
+            n += not same  # another root
+            if request.shared > 0:
+                if self._tools_of(self.index.forest.calls[i].base) != self._tools_of(i):
+                    n += request.shared
+            elif same and self.requests[before].shared == 0:
+                n -= _repeated(request, &self.requests[before])
+            before = i
+        return n
+
+    cdef int32_t _root(self, int32_t tools) noexcept nogil:
+        """The root of the requests that offer these tools."""
+        cdef int32_t root = 0
+        while self.nodes[root].tools != tools:
+            if self.nodes[root].sibling < 0:
+                self.nodes[root].sibling = self._add_node(-1, 0, -1, False)
+                self.nodes[self.nodes[root].sibling].tools = tools
+            root = self.nodes[root].sibling
+        return root
+
+    cdef int64_t _message(
+        self, const Call* calls, int32_t call, int64_t depth, bint* assistant
+    ) noexcept nogil:
+        """The key of a message of a call's prompt, and whether its role is assistant."""
+        cdef const Request* request = &self.requests[call]
+        cdef const Request* base
+        while depth < request.shared:
+            call = calls[call].base
+            base = &self.requests[call]
+            if depth == base.shared + base.n_keys:
+                assistant[0] = base.reply_is_assistant != 0
+                return base.reply_key
+            request = base
+        assistant[0] = _is_assistant(request, depth - request.shared)
+        return request.keys + KEY_BYTES * (depth - request.shared)
+
     cdef int32_t _at_depth(self, int32_t node, int64_t depth) noexcept nogil:
         while self.nodes[node].depth > depth:
             node = self.nodes[node].parent
@@ -161,32 +215,31 @@ cdef class MessageRouter:
         """Add the messages of a call's prompt; return the node of the last one.
 
         ``before`` is the previous call with messages, or -1. What the base supplies is all in
-        the tree but for the base's reply, if that is shared: then it is the next message.
+        the tree but for the base's reply, unless the base offers other tools.
         """
         cdef:
             const Request* request = &self.requests[call]
-            int32_t base = calls[call].base, node = 0, child
+            int32_t base = calls[call].base, child, tools = self._tools_of(call)
+            int32_t node = self._root(tools)
             int64_t total = request.shared + request.n_keys, depth = 0, of_base
             int64_t key
-            bint assistant, merged = False, exists = True
+            bint assistant = False, merged = False, exists = True
 
-        if request.shared > 0:
+        if request.shared > 0 and self._tools_of(base) == tools:
             of_base = self.requests[base].shared + self.requests[base].n_keys
             depth = min(<int64_t>request.shared, of_base)
             if depth > 0:
                 node = self._at_depth(self.node_of[base], depth)
-        elif before >= 0 and self.requests[before].shared == 0:
+        elif (
+            request.shared == 0 and before >= 0 and self.requests[before].shared == 0
+            and self._tools_of(before) == tools
+        ):
             depth = _repeated(request, &self.requests[before])
             if depth > 0:
                 node = self._at_depth(self.node_of[before], depth)
 
         for depth in range(depth, total):
-            if depth < request.shared:
-                key = self.requests[base].reply_key
-                assistant = self.requests[base].reply_is_assistant != 0
-            else:
-                key = request.keys + KEY_BYTES * (depth - request.shared)
-                assistant = _is_assistant(request, depth - request.shared)
+            key = self._message(calls, call, depth, &assistant)
             if exists:
                 child = self._child(node, key)
                 if child >= 0:
@@ -254,7 +307,7 @@ cdef class MessageRouter:
         cdef bint better
         if self.tie_break == TIE_BREAK_FIRST:
             return self.nodes[node].above
-        while node > 0:
+        while self.nodes[node].parent >= 0:
             best = -1
             most = -1
             other = node
@@ -334,25 +387,11 @@ cdef class MessageRouter:
             if self.nodes[node].child >= 0:
                 node = self.nodes[node].child
                 continue
-            while node > 0 and self.nodes[node].sibling < 0:
+            while self.nodes[node].sibling < 0:
                 node = self.nodes[node].parent
-            if node == 0:
-                return
+                if node < 0:  # the last root
+                    return
             node = self.nodes[node].sibling
-
-
-cdef int64_t _tree_nodes(const Request[::1] requests, int64_t start, int64_t stop) noexcept nogil:
-    """Nodes that the message tree of the calls start:stop may need."""
-    cdef int64_t i, n = 1, before = -1
-    for i in range(start, stop):
-        n += 2  # the base's reply and the call's own
-        if requests[i].n_keys < 0 or requests[i].shared + requests[i].n_keys == 0:
-            continue
-        n += requests[i].n_keys
-        if requests[i].shared == 0 and before >= 0 and requests[before].shared == 0:
-            n -= _repeated(&requests[i], &requests[before])
-        before = i
-    return n
 
 
 cdef int64_t _table_entries(int64_t n_nodes) noexcept nogil:
@@ -387,6 +426,7 @@ cdef _check_requests(CallForest forest, const Request[::1] requests):
 def route_messages(
     CallForest forest not None,
     const Request[::1] requests not None,
+    const int32_t[::1] tools,
     int64_t merge_threshold,
     int32_t tie_break,
     Link[::1] links not None,
@@ -394,16 +434,19 @@ def route_messages(
     """Fill ``parent``, ``order``, ``rewritten_by`` and ``link_reason`` of links that are empty.
 
     Messages are routed as slime does; tokens decide which call a call without a list of messages
-    continues (token_index.pxi). With TIE_BREAK_TOKENS this holds for an empty list, too.
+    continues (token_index.pxi). With TIE_BREAK_TOKENS this holds for an empty list, too. Calls
+    with another number in ``tools`` have no messages in common; None: all have the same.
     """
     cdef int64_t s
     cdef Paths paths
     cdef MessageRouter router
     _check_requests(forest, requests)
     _check_length("links", links.shape[0], forest.n_calls)
+    if tools is not None:
+        _check_length("tools", tools.shape[0], forest.n_calls)
     if forest.n_calls == 0:
         return
-    router = MessageRouter(forest, requests, merge_threshold, tie_break, links)
+    router = MessageRouter(forest, requests, tools, merge_threshold, tie_break, links)
     paths = _paths(forest)
     with nogil:
         for s in range(paths.n_sessions):

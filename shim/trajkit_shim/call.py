@@ -17,6 +17,7 @@ import numpy as np
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from trajkit.turns import tools_key
 from trajkit_shim import json_input
 from trajkit_shim.chat.image_store import ImageLimits, ImageStore
 from trajkit_shim.chat.images import Images, NoImages, hashes_of, texts_of
@@ -548,6 +549,7 @@ class NewTurn:
             started_at=self._started_at,
             ended_at=ended_at,
             protocol=self._context.protocol.name,
+            tools_key=tools_key(self._request.tools or []),
             **asdict(caller),
             prompt_message_index=prompt.message_index,
             message_tool_names=names,

@@ -466,7 +466,8 @@ PYTHON = (
     ),
     _place(
         "trajkit/pipeline/routes/prefix.py",
-        "tests/pipeline/test_forest_routes.py tests/pipeline/test_golden.py",
+        "tests/pipeline/test_forest_routes.py tests/pipeline/test_golden.py "
+        "tests/pipeline/test_recorded_parents.py",
         (
             "equal paths are no ambiguity",
             "ambiguous[ranked] = several[node]",
@@ -474,8 +475,27 @@ PYTHON = (
         ),
         (
             "a chain below a quarantined call is sound",
-            "parents[call] < 0 or parents[call] in sound",
-            "True",
+            "parent < 0 or (parent in sound and parent != scored)",
+            "parent != scored",
+        ),
+        (
+            "a call after the scored one is in its chain",
+            "parent < 0 or (parent in sound and parent != scored)",
+            "parent < 0 or parent in sound",
+        ),
+    ),
+    _place(
+        "trajkit/pipeline/routes/recorded.py",
+        "tests/pipeline/test_recorded_parents.py",
+        (
+            "a recorded parent whose path is not in the prompt counts",
+            "if shared == self._path_len[parent]:",
+            "if shared >= 0:",
+        ),
+        (
+            "a missing parent is found though several paths begin the prompt",
+            'name is not None and reasons[call] == REASONS["tokens"]',
+            "name is not None and parents[call] >= 0",
         ),
     ),
     _place(
@@ -890,6 +910,18 @@ NATIVE = (
             "better = shared == size and call > best",
             "shared == size and best < 0",
             "shared == size and call > best",
+        ),
+        (
+            "messages of a base with other tools are those of the call",
+            "if request.shared > 0 and self._tools_of(base) == tools:",
+            "True",
+            "self._tools_of(base) == tools",
+        ),
+        (
+            "messages of the call before with other tools are those of the call",
+            "and self._tools_of(before) == tools",
+            "True",
+            "self._tools_of(before) == tools",
         ),
         (
             "a rewritten reply still is above what follows",

@@ -11,6 +11,7 @@ from tests import foreign
 from trajkit.cli import main
 from trajkit.errors import ArgumentError, FormatError
 from trajkit.importers.reader import rounded
+from trajkit.turns import tools_key
 
 RECORD = {
     "session_id": "s",
@@ -362,14 +363,39 @@ def test_rounded_logprobs_have_a_line(tmp_path):
 # --- what the source recorded
 
 
-def test_recorded_parents_have_a_line(tmp_path):
-    entries = [foreign.nemo_entry(RECORD, k) for k in range(2)]
-    for entry in entries:
-        entry |= {"parent_call_id": None, "parent_resolution": "root"}
+def test_recorded_parents_are_columns(tmp_path):
+    entries = [foreign.nemo_entry(RECORD, k) for k in range(3)]
+    recorded = [("root", None), ("resolved", "c0"), (None, "c1")]
+    for entry, (resolution, parent) in zip(entries, recorded, strict=True):
+        entry |= {"parent_call_id": parent, "parent_resolution": resolution}
     foreign.write_lines(tmp_path / "r.tokens.jsonl", entries)
-    _, report = tk.import_turns(tmp_path)
-    assert report["problem"].to_pylist() == ["recorded_parents"]
-    assert "2 calls" in report["detail"][0].as_py()
+    turns, report = tk.import_turns(tmp_path)
+    assert not report.num_rows
+    names = ("parent_resolution", "parent_request")
+    assert [tuple(one[n] for n in names) for one in turns.to_pylist()] == recorded
+
+
+def test_tools_of_requests_have_a_key(tmp_path):
+    tool = {"type": "function", "function": {"name": "f", "strict": None}}
+    deep = json.loads("[" * 900 + "]" * 900)
+    offered = [[tool], [], None, "x", deep]
+    lines = [
+        line(session_id="s", request={"messages": [], "tools": one}) for one in offered
+    ]
+    turns, _ = imported(tmp_path, lines)
+    keys = [tools_key([tool]), tools_key([]), None, None]
+    assert turns["tools_key"].to_pylist()[:4] == keys
+    reply = {"message": RECORD["response_message"], "sampled": True, "mask": [True]}
+    nodes = [
+        {"parent": None, "message": RECORD["prompt_messages"][0], "token_ids": [1]},
+        {"parent": 0, **reply, "token_ids": [2]},
+    ]
+    for changes, key in (({}, tools_key([])), ({"tools": [tool]}, keys[0])):
+        nodes[0] |= changes
+        trace = {"id": "s", "task": {}, "tools": [], "nodes": nodes}
+        (tmp_path / "log.jsonl").unlink()
+        turns, _ = imported(tmp_path, [trace])
+        assert turns["tools_key"].to_pylist() == [key]
 
 
 def test_prompts_of_a_capture_may_continue_a_parent(tmp_path):
@@ -380,7 +406,7 @@ def test_prompts_of_a_capture_may_continue_a_parent(tmp_path):
     foreign.write_lines(tmp_path / "r.tokens.jsonl", [first, second, lost])
     turns, report = tk.import_turns(tmp_path)
     assert turns["prompt_ids"].to_pylist() == [[1, 2], [1, 2, 3, 4, 7]]
-    assert report["problem"].to_pylist() == ["no_parent", "recorded_parents"]
+    assert report["problem"].to_pylist() == ["no_parent"]
 
 
 def test_what_a_trainer_wrote_into_a_trace_has_a_line(tmp_path):

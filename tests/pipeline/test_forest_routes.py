@@ -708,7 +708,21 @@ def test_a_reply_is_trimmed_though_the_call_after_it_is_left_out():
     assert tk.verify(rows, table, policy, max_row_tokens=5).num_rows == 0
     # a row that ends early for no such reason is no turn's path
     found = tk.verify(rows, table, policy, max_row_tokens=6)
-    assert "row_tokens" in found["rule"].to_pylist()
+    assert "policy" in found["rule"].to_pylist()
+
+
+def test_a_generation_is_continued_though_an_equal_call_was_refused():
+    again = [USER, SAID, USER, {"role": "assistant", "content": "[5]"}]
+    turns = [
+        generation([USER], [1], [2, 3]),
+        generation([USER, SAID, USER], [1, 2, 3, 4], [5]),
+        generation([USER, SAID, USER], [1, 9], [5]),
+        generation([*again, USER], [1, 2, 3, 4, 5, 6], [7]),
+    ]
+    links = link_by(turns_table(turns), "generations")
+    reasons = ["root", "messages", "refused_tokens", "messages"]
+    assert links["link_reason"].to_pylist() == reasons
+    assert links["parent"].to_pylist() == [None, 0, 0, 1]
 
 
 def test_what_is_refused_or_retried_is_counted():
@@ -734,9 +748,6 @@ def test_what_is_refused_or_retried_is_counted():
         "messages",
         "refused_truncated",
     ]
-
-
-# --- what the kernels refuse
 
 
 def test_a_row_each_that_shares_a_reply_breaks_no_promise_of_nemo():

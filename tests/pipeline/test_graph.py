@@ -2,12 +2,15 @@
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 import trajkit as tk
 from tests import reference_choices, reference_graph
+from tests.against_twins import difference
 from tests.strategies import row_limits, runs, sessions
 from tests.tables import dicts, linearized, link_by, turns_table
 from trajkit.recorder.recorder import Recorder
+from trajkit.turns import tools_key
 
 GRAPH = tk.policy("graph")
 
@@ -28,6 +31,52 @@ def test_links_are_the_twin_s(turns):
     expected = reference_graph.links_of(turns)
     found = graph_links(turns_table(turns))
     assert dicts(found, expected) == expected
+
+
+@st.composite
+def with_tools(draw):
+    """Sessions whose requests offer one of two lists of tools, or an unknown one."""
+    keys = draw(st.sampled_from([["x"], ["x", "y"], ["x", "x", None]]))
+    return [
+        {**turn, "tools_key": draw(st.sampled_from(keys))} for turn in draw(sessions())
+    ]
+
+
+@given(with_tools(), row_limits)
+def test_tools_are_part_of_the_root(turns, limit):
+    table = turns_table(turns)
+    links = tk.link(table, GRAPH)
+    expected = reference_graph.links_of(turns)
+    assert dicts(links, expected) == expected
+    for name in ("graph", "faithful", "slime"):
+        policy = tk.policy(name, compare_tools=True)
+        assert difference(turns, policy, limit) is None
+        assert tk.link(tk.compact(table), policy) == tk.link(table, policy)
+
+
+def test_a_request_that_offers_other_tools_has_another_root():
+    """As verifiers 0.4.0: 7 is what the template put before the reply."""
+    turns = [
+        {**turn([U], A, [1, 7], [2, 3]), "tools_key": "x"},
+        {**turn([U, A, V], B, [1, 7, 2, 3, 4], [5]), "tools_key": "xy"},
+    ]
+    trained = [
+        [k for k, bit in zip(row["input_ids"], row["loss_mask"], strict=True) if bit]
+        for row in tk.linearize(turns_table(turns), "graph").to_pylist()
+    ]
+    assert trained == [[2, 3], [5]]
+    for keys in (["x", "x"], [None, None]):
+        same = [{**t, "tools_key": k} for t, k in zip(turns, keys, strict=True)]
+        assert tk.linearize(turns_table(same), "graph").num_rows == 1
+    table = turns_table(turns)
+    assert tk.linearize(tk.compact(table), "graph") == tk.linearize(table, "graph")
+    assert tk.linearize(table, "faithful").num_rows == 1
+
+
+def test_the_key_of_tools():
+    tools = [{"type": "function", "function": {"name": "f", "strict": None}}]
+    same = [{"function": {"name": "f"}, "type": "function"}]
+    assert tools_key(tools) == tools_key(same) != tools_key([]) != tools_key([{}])
 
 
 @given(sessions(), row_limits)

@@ -38,7 +38,6 @@ KEPT = (
     "versions_unplaced",
     "not_sampled",
     "no_end_token",
-    "recorded_parents",
     "reply_of_a_request",
     "no_reply",
     "mask_unread",

@@ -355,7 +355,7 @@ _ALL = (
             "model": "model",
             "started_at": "created_at",
             "parent": "parent_call_id",
-            "parent_resolution": "parent_resolution|parent_call_id",
+            "parent_resolution": "parent_resolution",
             "delta_ids": "delta",
         },
         prepare=_gym,

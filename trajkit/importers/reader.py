@@ -21,6 +21,7 @@ from trajkit.importers.transcripts import ChatTokenizer, Encoder
 from trajkit.io.tables import gather
 from trajkit.schema import TURNS
 from trajkit.turns.mapping import Map, MapLike, read_map, route
+from trajkit.turns.messages import tools_key
 from trajkit.turns.records import Record, from_records
 from trajkit.turns.validation import Nonfinite
 
@@ -39,6 +40,11 @@ EXTRAS = pa.schema(
         ("reward", pa.float64()),
         # false: no engine sampled the output
         ("sampled", pa.bool_()),
+        # which call continues which, as the source recorded it (schema.ROUTING)
+        ("parent_resolution", pa.string()),
+        ("parent_request", pa.string()),
+        # of the tools that the request offers; of transcripts, those of the conversation
+        ("tools_key", pa.string()),
     ]
 )
 """Extra columns of imported turns; null if unknown."""
@@ -184,7 +190,6 @@ class _Import:
         seen: set[str] = set()
         session, n_records, named = None, 0, False
         paths: dict[str, np.ndarray] = {}
-        parents: list[Finding] = []
         replies = Replies()
         if format.needs_reply and options.encoder is None:
             replies = find_replies(_records(file, head, table))
@@ -206,9 +211,9 @@ class _Import:
                 number = self._numbers.get(found.session, 0)
                 self._numbers[found.session] = number + 1
                 self._origin(name, found)
+            if "parent_resolution" in table.routes:
+                found.fields["parent_request"] = found.fields.get("parent")
             _follow(found, paths if "delta_ids" in table.routes else None)
-            if found.fields.pop("parent_resolution", None) is not None:
-                parents.append(found)
             record = self._record(found, number)
             if record is None:
                 notes.add(name, found, found.problem, found.detail, kept=False)
@@ -220,7 +225,7 @@ class _Import:
             for found in format.beside(file.path, session, seen):
                 n_records += 1
                 notes.add(name, found, found.problem, found.detail, kept=False)
-        self._end(file, table, n_records, unread, parents)
+        self._end(file, table, n_records, unread)
 
     def _end(
         self,
@@ -228,7 +233,6 @@ class _Import:
         table: Table,
         n_records: int,
         unread: dict[str, tuple[Finding, int]],
-        parents: list[Finding],
     ) -> None:
         """What is known of a file only at its end."""
         own = self._options.own
@@ -246,12 +250,6 @@ class _Import:
         for key, (found, count) in unread.items():
             text = f"{key} of {count} records was not read{advice(key)}"
             self._notes.add(file.name, found, "unread", text, kept=True)
-        if parents:
-            text = (
-                f"the source names the parents of {len(parents)} calls: policies find "
-                "parents by messages and tokens, and do not use them"
-            )
-            self._notes.add(file.name, parents[0], "recorded_parents", text, kept=True)
 
     def _reply(self, found: Finding, replies: Replies, number: int) -> None:
         """Add the reply that a later request repeats, or leave out useless messages."""
@@ -338,6 +336,11 @@ class _Import:
                     f"they have at most {decimals} decimals: ratios to them are inexact"
                 )
                 found.remarks.append(("rounded_logprobs", text))
+        if isinstance(found.tools, list):
+            try:
+                fields["tools_key"] = tools_key(found.tools)
+            except InvalidTurnsError as error:
+                found.remarks.append(("unread", f"its tools: {error}"))
         self._check_claims(found)
         self._check_reward(found)
         known = {name: value for name, value in fields.items() if value is not None}

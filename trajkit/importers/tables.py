@@ -430,7 +430,7 @@ class Table:
         _set_versions(found, values, n)
         fields["parent"] = text_of(values.get("parent"))
         fields["delta_ids"] = values.get("delta_ids")
-        fields["parent_resolution"] = values.get("parent_resolution")
+        fields["parent_resolution"] = text_of(values.get("parent_resolution"))
 
 
 def _has_ids(found: Finding) -> bool:

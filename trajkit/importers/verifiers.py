@@ -89,6 +89,9 @@ def _graph(place: str, trace: dict[str, object]) -> Iterator[Finding]:
         with found:
             found.fields["reward"] = _reward(found, trace.get("rewards"))
             found.fields |= _about(nodes, k, calls.get(k, {}))
+            # a root has the tools of its requests, from 0.4.0 on
+            tools = nodes[_root(nodes, k)].get("tools")
+            found.tools = trace.get("tools") if tools is None else tools
             found.claims += usage_claims(_usage(calls.get(k, {}).get("usage")))
             if not isinstance(ids, np.ndarray):
                 raise Refused("unreadable", "token_ids are not ids")
@@ -116,6 +119,14 @@ def _sampled(node: dict[str, object], before: _Ids, ids: _Ids) -> dict[str, obje
         "output_ids": ids[start:] if start < len(ids) else None,
         "output_logprobs": node.get("logprobs"),
     }
+
+
+def _root(nodes: list[dict[str, object]], k: int) -> int:
+    """The node without a parent above a node."""
+    at = nodes[k].get("parent")
+    while isinstance(at, int) and 0 <= at < k:
+        k, at = at, nodes[at].get("parent")
+    return k
 
 
 def _about(

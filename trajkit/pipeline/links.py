@@ -33,8 +33,9 @@ def link(turns: TableLike, policy: str | Policy = "faithful") -> pa.Table:
     policy : str or Policy
         A name (see `trajkit.policy`) or a policy, as for `trajkit.linearize`. Links
         depend on ``parent_by``, ``dispatch_tools``, ``merge_rewrites``,
-        ``message_equality``, ``tie_break``, ``chain_order``, ``row_order`` and, for
-        ``merge_rewrites`` and ``"generations"``, on ``fork_threshold``; see `Policy`.
+        ``message_equality``, ``compare_tools``, ``tie_break``, ``chain_order``,
+        ``row_order`` and, for ``merge_rewrites`` and ``"generations"``, on
+        ``fork_threshold``; see `Policy`.
 
         If turns have no list of messages, tokens decide for policies that compare
         messages: under ``"messages"`` and ``"generations"``, the parent is the turn

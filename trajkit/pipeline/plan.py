@@ -9,6 +9,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arrow.ragged import Ints, Longs, Records
 from trajkit._kernel_names import numbers
+from trajkit.pipeline.routes.recorded import created_ranks
 from trajkit.policies import DRIFT_ACTIONS, TRAINING_ROWS, Policy
 from trajkit.schema import REPORT
 from trajkit.turns.call_order import by_creation
@@ -71,12 +72,16 @@ def plan_rows(
     n_calls = len(links)
     rows, owners = np.empty(n_calls, ROW), np.empty(n_calls, np.int32)
     counts = np.zeros((len(sessions.ids), len(COUNTS)), np.int64)
-    main = policy.row_selection == "main"
+    created = np.empty(0, np.int32)
+    if policy.row_selection == "main" and policy.parent_by == "prefix":
+        created = created_ranks(sessions, links)
+    elif policy.row_selection == "main":
+        created = by_creation(sessions)
     n_rows = _core.plan_rows(
         sessions.forest.paths,
         links,
         choices_of(policy, max_tokens),
-        by_creation(sessions) if main else np.empty(0, np.int32),
+        created,
         owners,
         rows,
         counts,

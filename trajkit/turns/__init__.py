@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from trajkit.turns.messages import message_body as message_body
     from trajkit.turns.messages import message_key as message_key
     from trajkit.turns.messages import message_record as message_record
+    from trajkit.turns.messages import tools_key as tools_key
     from trajkit.turns.mm_items import content_ids as content_ids
     from trajkit.turns.mm_items import engine_ids as engine_ids
     from trajkit.turns.prefix import lcp as lcp

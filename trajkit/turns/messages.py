@@ -49,6 +49,41 @@ def message_key(message: dict[str, object]) -> bytes:
     return message_record(message)[0]
 
 
+def tools_key(tools: list[dict[str, object]]) -> str:
+    """The key of the tools that a request offers: the same for tools of the same JSON.
+
+    It is that of the columns `trajkit.schema.ROUTING`. A null is the same as a missing
+    field, as in verifiers
+    (https://github.com/PrimeIntellect-ai/verifiers/blob/v0.4.0/verifiers/v1/graph.py).
+
+    Parameters
+    ----------
+    tools : list of dict
+        Of JSON values throughout; empty for a request without tools.
+
+    Returns
+    -------
+    str
+
+    Raises
+    ------
+    InvalidTurnsError
+        As for `message_record`.
+    """
+    try:
+        return message_key({"tools": _without_nulls(tools)}).hex()
+    except RecursionError:
+        raise InvalidTurnsError("tools are nested too deep for a key") from None
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    return value
+
+
 def message_body(message: dict[str, object]) -> str:
     """Canonical JSON: keys sorted, no white space, numbers as they are, valid UTF-8.
 

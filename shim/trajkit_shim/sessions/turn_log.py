@@ -52,6 +52,8 @@ class Provenance:
     agent_id: str | None = None
     parent_agent_id: str | None = None
     call_kind: str | None = None
+    # key of the tools that the request offers (trajkit.turns.tools_key)
+    tools_key: str | None = None
     # the turn and the id of the tool call that started the agent of a conversation's
     # first turn (`Conversation.started_by`); null: none, or unknown
     started_by_turn: int | None = None

@@ -25,6 +25,7 @@ from tests.shim.fakes import (
 )
 from tests.strategies import good_calls, plain_texts, spoken_texts
 from tests.tables import link_by
+from trajkit.turns import tools_key
 from trajkit_shim.chat.reply import Usage, canonical_reply, make_reply
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.errors import EngineError, TemplateError
@@ -796,7 +797,9 @@ async def test_calls_that_fail_leave_nothing_to_go_on_from(tmp_path):
         await create(model="m", messages=messages)
         await create(model="m", messages=[*messages, said("assistant", "cut"), NEXT])
         session = await gateway.session(client)
-        built = [(t["prompt_built"], t["render_reason"]) for t in gateway.turns()]
+        turns = gateway.turns()
+        built = [(t["prompt_built"], t["render_reason"]) for t in turns]
+    assert {t["tools_key"] for t in turns} == {tools_key([])}
     assert session["prompts"] == {"opening": 2, "unknown_reply": 1}
     reasons = ("opening", "opening", "unknown_reply")
     assert built == [("render", reason) for reason in reasons]

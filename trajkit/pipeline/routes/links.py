@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
 
 from trajkit._arrow.ragged import Longs, Records
 from trajkit._kernel_names import numbers
+from trajkit.errors import SchemaError
 from trajkit.schema import LINK_REASONS
 from trajkit.turns.sessions import Sessions
 from trajkit.turns.structs import LINK
@@ -35,3 +37,19 @@ def sessions_of(calls: Sessions) -> Iterator[range]:
     offsets = calls.offsets.tolist()
     for start, stop in pairwise(offsets):
         yield range(start, stop)
+
+
+def optional_column(calls: Sessions, name: str, type_: pa.DataType) -> list[object]:
+    """The values of an optional column; empty where there is none."""
+    if name not in calls.table.column_names:
+        return []
+    column = calls.table.column(name)
+    if pa.types.is_null(column.type):
+        return []
+    try:
+        values: list[object] = column.cast(type_).to_pylist()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise SchemaError(
+            f"column {name!r} is {column.type}: expected {type_}"
+        ) from error
+    return values

@@ -1,8 +1,10 @@
 """The call, recorded before or after, whose path is the longest prefix of a prompt.
 
-If several calls have that path, the parent is ambiguous; if several calls have one prompt
-(retries), only what continues them decides between them. Such calls are quarantined, and
-with them every chain that contains one (policy ``nemo``).
+If several calls have that path, the parent is ambiguous. In a session that has recorded
+parents (trajkit.pipeline.routes.recorded), these are the parents instead. If several calls
+have one prompt and one parent (retries), only what continues them decides between them.
+Rejected and ambiguous calls are quarantined, and with them every chain that contains one
+(policy ``nemo``).
 """
 
 import numpy as np
@@ -10,16 +12,18 @@ import numpy as np
 from trajkit._arrow.ragged import Ints, Records
 from trajkit.pipeline.routes.links import REASONS, empty_links, sessions_of
 from trajkit.pipeline.routes.nodes import nodes_within_prompts, prompt_nodes
+from trajkit.pipeline.routes.recorded import RecordedParents, scored_turns
 from trajkit.policies import Policy
 from trajkit.turns.call_order import by_prompt
 from trajkit.turns.sessions import Forest, Sessions
 
 
 def by_prefix(calls: Sessions, forest: Forest, policy: Policy) -> Records:
-    """Each call continues the call whose path is the longest prefix of its prompt.
+    """Each call continues its recorded parent, or the longest path that begins its prompt.
 
-    Calls without output can neither be continued nor trained. Those in a chain are in
-    order of prompt length, equals by ``request_id``.
+    Sessions without output can neither be continued nor trained. Those in a chain are in
+    order of prompt length, equals by ``request_id``; the chain of a scored turn is the
+    first.
     """
     links = empty_links(calls)
     ranked = by_prompt(calls)
@@ -32,11 +36,16 @@ def by_prefix(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     )
     links["link_reason"][calls.calls["out_len"] == 0] = REASONS["empty"]
 
+    recorded = RecordedParents(calls, forest, links)
     chains = _Chains(calls, forest, links)
+    scored = scored_turns(calls)
     for session in sessions_of(calls):
         within = slice(session.start, session.stop)
-        chains.arrange(ranked[within][sampled[within]].tolist())
-    links["order"], links["link_reason"] = chains.orders, chains.reasons
+        in_order = ranked[within][sampled[within]].tolist()
+        recorded.follow(session, in_order, chains.parents, chains.reasons)
+        chains.arrange(in_order, scored.get(session.start))
+    links["parent"], links["order"] = chains.parents, chains.orders
+    links["link_reason"] = chains.reasons
     return links
 
 
@@ -68,56 +77,77 @@ class _Chains:
     """Which calls are quarantined, and the order of the others."""
 
     def __init__(self, calls: Sessions, forest: Forest, links: Records) -> None:
-        self._parents = links["parent"].tolist()
+        self.parents = links["parent"].tolist()
         self.reasons = links["link_reason"].tolist()
         self.orders = [-1] * len(links)
-        # Calls with one prompt have one node and one length.
+        # Sessions with one prompt have one node and one length.
         nodes = prompt_nodes(forest, calls.calls["prompt_len"])
         self._prompts = list(
             zip(nodes.tolist(), calls.calls["prompt_len"].tolist(), strict=True)
         )
 
-    def arrange(self, ranked: list[int]) -> None:
-        """Complete the reasons of a session's calls, and rank those in a chain."""
-        parents = self._parents
-        quarantined = self._quarantined(ranked)
+    def arrange(self, ranked: list[int], scored: int | None) -> None:
+        """Complete the reasons of a session's calls, and rank those in a chain.
+
+        Nothing continues the call ``scored``, and its chain is the first.
+        """
+        parents = self.parents
+        quarantined = self._quarantined(ranked, scored)
         sound: set[int] = set()  # no call from the root to these is quarantined
         for call in ranked:
+            parent = parents[call]
             if call not in quarantined and (
-                parents[call] < 0 or parents[call] in sound
+                parent < 0 or (parent in sound and parent != scored)
             ):
                 sound.add(call)
-        # A chain runs from a root to a call without children.
-        continued = {parents[call] for call in ranked}
+        # A chain runs from a root to a call without children, or to the scored one.
+        continued = {parents[call] for call in ranked} - {scored}
         chained: set[int] = set()
         for call in reversed(ranked):
             if call in sound and (call not in continued or call in chained):
                 chained.update((call, parents[call]))
+        main = self._up(scored) if scored in chained else []
         rank = 0
-        for call in ranked:
+        for call in sorted(ranked, key=lambda call: call not in main):
             if call in chained:
                 self.orders[call] = rank
                 rank += 1
-            elif self.reasons[call] in (REASONS["root"], REASONS["tokens"]):
+            elif self.reasons[call] in _SOUND:
                 self.reasons[call] = REASONS["chain_quarantined"]
 
-    def _quarantined(self, ranked: list[int]) -> set[int]:
-        """The calls that are ambiguous or a rejected retry."""
-        parents, reasons = self._parents, self.reasons
+    def _up(self, call: int | None) -> list[int]:
+        """A call and those that it continues."""
+        chain = []
+        while call is not None and call >= 0:
+            chain.append(call)
+            call = self.parents[call]
+        return chain
+
+    def _quarantined(self, ranked: list[int], scored: int | None) -> set[int]:
+        """The calls that are ambiguous or a rejected retry.
+
+        A retry in the chain of the scored call is kept before those that are continued.
+        """
+        main = set(self._up(scored))
+        parents, reasons = self.parents, self.reasons
         ambiguous = {call for call in ranked if reasons[call] == REASONS["ambiguous"]}
         extended = {parents[call] for call in ranked if call not in ambiguous}
-        families: dict[tuple[int, int], list[int]] = {}
+        families: dict[tuple[int, tuple[int, int]], list[int]] = {}
         for call in ranked:
-            families.setdefault(self._prompts[call], []).append(call)
+            key = (parents[call], self._prompts[call])
+            families.setdefault(key, []).append(call)
         rejected = set(ambiguous)
         for family in families.values():
             if len(family) == 1:
                 continue
-            resolved = not extended.isdisjoint(family)
+            kept = extended if main.isdisjoint(family) else main
+            resolved = not kept.isdisjoint(family)
+            if scored is not None and not resolved:
+                kept, resolved = {family[0]}, True
             for call in family:
                 if call in ambiguous:
                     reason = "ambiguous" if resolved else "unresolved_ambiguous"
-                elif call in extended:
+                elif call in kept:
                     continue
                 elif resolved:
                     reason = "superseded"
@@ -129,3 +159,7 @@ class _Chains:
                     rejected.add(call)
                 reasons[call] = REASONS[reason]
         return rejected
+
+
+_SOUND = {REASONS[name] for name in ("root", "tokens", "recorded", "no_parent")}
+"""The reasons of calls that are not quarantined themselves."""
