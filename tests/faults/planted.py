@@ -757,7 +757,7 @@ NATIVE = (
         ),
         (
             "a suffix may begin after the first trained token",
-            "row.stored = min(row.stored, part.start)",
+            "row.first_trained = min(row.first_trained, part.start)",
             "row.stored",
             "min(row.stored, part.start)",
         ),
