@@ -758,8 +758,8 @@ NATIVE = (
         (
             "a suffix may begin after the first trained token",
             "row.first_trained = min(row.first_trained, part.start)",
-            "row.stored",
-            "min(row.stored, part.start)",
+            "row.first_trained",
+            "min(row.first_trained, part.start)",
         ),
         (
             "duplicates of other chains are not counted",
