@@ -81,7 +81,8 @@ cdef struct Row:              # one training sequence, before its columns are wr
     pos_t prompt_len
     pos_t n_trained
     pos_t shared
-    pos_t stored              # the first token that is written; plan: the first that is trained
+    pos_t first_trained       # the position of the first trained token, or n_tokens
+    pos_t stored              # the first token that is written; fill/ reads it
     pos_t end                 # tokens from here on are not in the row
     int32_t last              # the call whose path the row is
     int32_t n_calls           # calls in the row, counted upwards from last

@@ -167,7 +167,7 @@ def plan_rows(
     forest: CallForest,
     links: _Records,
     choices: _Records,
-    births: _I32,
+    created_rank: _I32,
     owners: _I32,
     rows: _Records,
     report: _I64,

@@ -8,10 +8,10 @@ names, or in each of them. O(calls + nodes of the forest) per session, plus, for
 decides token by token, O(output tokens).
 """
 
-cdef enum:  # how a call meets the row that its parent ended
-    MEET_CLEAN, MEET_ABSORB
-    MEET_FORK
-    MEET_RESTART              # the row starts over; its earlier outputs are lost
+cdef enum:  # what drift does to the row that the parent ended
+    DRIFT_CONTINUES, DRIFT_ABSORBS
+    DRIFT_FORKS
+    DRIFT_RESTARTS              # the row starts over; its earlier outputs are lost
 
 cdef enum:  # trajkit.policies.OnDrift, but "splice" (trajkit.pipeline.splice)
     ON_DRIFT_FORK, ON_DRIFT_ABSORB_SHORT_REPLY, ON_DRIFT_ABSORB_SHORT_DRIFT
@@ -86,15 +86,15 @@ cdef struct Plan:             # what one plan_rows reads, its scratch and its ou
     const Paths* paths
     const Link* links
     const Choices* choices
-    const int32_t* births     # per call: its rank by creation; NULL unless main_only
+    const int32_t* created_rank     # per call: its rank by creation; NULL unless main_only
     int32_t* by_order         # each session's calls in order, then -1
     # scratch, one entry per call
-    uint8_t* meets            # MEET_*
+    uint8_t* drift_actions    # DRIFT_*
     uint8_t* flags            # CALL_*
     int32_t* forks            # forks between the call and the first of its chain
     int32_t* openers          # the first call of the call's row
     int32_t* roots            # the first call of the call's chain
-    int32_t* marks            # per node: the first row that covers it, or -1
+    int32_t* first_row_of_node            # per node: the first row that covers it, or -1
     # outputs
     int32_t* owners           # per call: the chain that trains its output, or -1
     Row* rows
@@ -109,10 +109,10 @@ cdef struct Span:             # a range of a row that comes from one output
     int8_t kind
 
 
-cdef inline int _meet(
+cdef inline int _drift_action(
     const Call* calls, const Link* links, int32_t call, pos_t opened, const Choices* choices
 ) noexcept nogil:
-    """Decide what drift does to the row (MEET_*): continue, absorb, fork or restart.
+    """Decide what drift does to the row (DRIFT_*): continue, absorb, fork or restart.
 
     ``opened`` is the length of the prompt that opened the row.
     """
@@ -120,16 +120,16 @@ cdef inline int _meet(
     cdef const Call* parent = &calls[link.parent]
     cdef pos_t drift = parent.prompt_len + parent.out_len - link.lcp
     if drift == 0:
-        return MEET_CLEAN
+        return DRIFT_CONTINUES
     if choices.on_drift == ON_DRIFT_ABSORB_ANY:
-        return MEET_ABSORB if link.lcp >= opened else MEET_RESTART
+        return DRIFT_ABSORBS if link.lcp >= opened else DRIFT_RESTARTS
     if link.lcp < parent.prompt_len:
-        return MEET_FORK
+        return DRIFT_FORKS
     if choices.on_drift == ON_DRIFT_ABSORB_SHORT_REPLY:
-        return MEET_ABSORB if calls[call].out_len < choices.fork_threshold else MEET_FORK
+        return DRIFT_ABSORBS if calls[call].out_len < choices.fork_threshold else DRIFT_FORKS
     if choices.on_drift == ON_DRIFT_ABSORB_SHORT_DRIFT and drift < choices.fork_threshold:
-        return MEET_ABSORB
-    return MEET_FORK
+        return DRIFT_ABSORBS
+    return DRIFT_FORKS
 
 
 cdef int _output_spans(
@@ -259,7 +259,7 @@ cdef void _measure_row(const Plan* plan, Row* row, int64_t* totals) noexcept nog
     row.n_trained = 0
     row.use_tool = row.ill_formed = 0
     row.truncated = calls[row.last].stop == STOP_LENGTH
-    row.n_tokens = row.stored = min(_row_len(calls, row), choices.max_tokens)
+    row.n_tokens = row.first_trained = min(_row_len(calls, row), choices.max_tokens)
     while n_left > 0:
         owned = plan.owners[call] == row.owner
         n = _output_spans(
@@ -272,7 +272,7 @@ cdef void _measure_row(const Plan* plan, Row* row, int64_t* totals) noexcept nog
                 size = part.out_stop - part.out_start
                 if part.kind == SPAN_TRAINED:
                     row.n_trained += size
-                    row.stored = min(row.stored, part.start)
+                    row.first_trained = min(row.first_trained, part.start)
                 # an output that is trained again counts as a duplicate
                 if owned or part.kind in (SPAN_DUPLICATE, SPAN_UNTRAINABLE):
                     totals[part.kind] += size
@@ -327,16 +327,16 @@ cdef void _find_parent_row(const Plan* plan, Row* row, int32_t index) noexcept n
     while nodes[node].start >= row.n_tokens:
         node = nodes[node].parent
     while nodes[node].parent >= 0:
-        by = plan.marks[node]
+        by = plan.first_row_of_node[node]
         if by >= 0:
             row.parent_row = plan.rows[by].index
             row.shared = min(min(nodes[node].stop, row.n_tokens), plan.rows[by].n_tokens)
             return
-        plan.marks[node] = index
+        plan.first_row_of_node[node] = index
         node = nodes[node].parent
 
 
-cdef int _loss(const Link* link) noexcept nogil:
+cdef int _lost_column(const Link* link) noexcept nogil:
     """The report's column for the output of a call in no chain."""
     if link.rewritten_by >= 0:
         return REPORT_LOST_REWRITTEN
@@ -368,7 +368,7 @@ cdef void _count_call(
         report[REPORT_LOST_MASKED] += masked
         report[REPORT_LOST_NO_LOGPROB] += call.out_len - masked - due
     if link.order < 0:
-        report[_loss(link)] += due
+        report[_lost_column(link)] += due
     report[REPORT_ROOTS] += (
         link.parent < 0
         and link.link_reason != REASON_UNROUTED and link.link_reason != REASON_EMPTY
@@ -391,7 +391,7 @@ cdef bint _keep_row(
     at the next call of the chain.
     """
     report[REPORT_LOST_ABSORBED] += totals[SPAN_ABSORBED]
-    if below == MEET_RESTART:
+    if below == DRIFT_RESTARTS:
         report[REPORT_LOST_RESTARTED] += totals[SPAN_TRAINED] + totals[SPAN_CUT]
         return False
     if not choices.keep_empty and full == row.prompt_len:
@@ -449,16 +449,16 @@ cdef int32_t _main_chain(const Plan* plan, int32_t lo, int32_t hi) noexcept nogi
         leaf = plan.by_order[k]
         if leaf < 0 or plan.flags[leaf] & CALL_CONTINUED:
             continue
-        if best < 0 or plan.births[plan.roots[leaf]] < plan.births[plan.roots[best]]:
+        if best < 0 or plan.created_rank[plan.roots[leaf]] < plan.created_rank[plan.roots[best]]:
             best = leaf
     return best
 
 
-cdef void _meet_calls(const Plan* plan, int32_t lo, int32_t hi, bint late) noexcept nogil:
-    """Fill meets, flags, forks, openers and roots of a session's calls, parents first."""
+cdef void _decide_calls(const Plan* plan, int32_t lo, int32_t hi, bint late) noexcept nogil:
+    """Fill drift_actions, flags, forks, openers and roots of a session's calls, parents first."""
     cdef const Call* calls = plan.paths.calls
     cdef int32_t i, k, parent
-    cdef int meet
+    cdef int action
     for k in range(lo, hi):
         i = plan.by_order[k] if late else k
         if i < 0 or plan.links[i].order < 0:
@@ -471,13 +471,13 @@ cdef void _meet_calls(const Plan* plan, int32_t lo, int32_t hi, bint late) noexc
             plan.flags[i] |= CALL_ILL_FORMED
         if parent < 0:
             continue
-        meet = _meet(
+        action = _drift_action(
             calls, plan.links, i, calls[plan.openers[parent]].prompt_len, plan.choices
         )
-        plan.meets[i] = <uint8_t>meet
-        if meet < MEET_FORK:
+        plan.drift_actions[i] = <uint8_t>action
+        if action < DRIFT_FORKS:
             plan.openers[i] = plan.openers[parent]
-        plan.forks[i] = plan.forks[parent] + (meet == MEET_FORK)
+        plan.forks[i] = plan.forks[parent] + (action == DRIFT_FORKS)
         plan.roots[i] = plan.roots[parent]
         plan.flags[i] |= plan.flags[parent] & CALL_CHAIN_FLAGS
         plan.flags[parent] |= CALL_CONTINUED
@@ -513,7 +513,7 @@ cdef void _plan_chain(
     cdef const Link* links = plan.links
     cdef int32_t top = _first_new_call(plan, leaf, report), call = leaf
     cdef int64_t low = plan.n_rows, high
-    cdef int below = MEET_FORK  # how the next row of the chain begins
+    cdef int below = DRIFT_FORKS  # how the next row of the chain begins
     cdef pos_t full
     cdef int64_t[N_SPAN_KINDS] totals
     cdef Row row
@@ -524,7 +524,7 @@ cdef void _plan_chain(
         row.session = session
         row.reserved = 0
         row.n_calls = 1
-        while plan.meets[call] < MEET_FORK:
+        while plan.drift_actions[call] < DRIFT_FORKS:
             call = links[call].parent
             row.n_calls += 1
         _measure_row(plan, &row, totals)
@@ -541,7 +541,7 @@ cdef void _plan_chain(
             plan.n_rows += 1
         if call == top:
             break
-        below = plan.meets[call]
+        below = plan.drift_actions[call]
         call = links[call].parent
     # They were found from the leaf upwards.
     high = plan.n_rows - 1
@@ -572,8 +572,8 @@ cdef void _plan_session(Plan* plan, int32_t session, int64_t* report) noexcept n
     for i in range(lo, hi):
         plan.owners[i] = -1
         _count_call(&calls[i], &links[i], choices.need_logprob, report)
-        plan.meets[i] = MEET_FORK
-    _meet_calls(plan, lo, hi, late)
+        plan.drift_actions[i] = DRIFT_FORKS
+    _decide_calls(plan, lo, hi, late)
     if choices.main_only:
         only = _main_chain(plan, lo, hi)
     if choices.train_in == TRAIN_IN_EARLIEST:
@@ -667,7 +667,7 @@ def plan_rows(
     CallForest forest not None,
     const Link[::1] links not None,
     const Choices[::1] choices not None,
-    const int32_t[::1] births not None,
+    const int32_t[::1] created_rank not None,
     int32_t[::1] owners not None,
     Row[::1] rows not None,
     int64_t[:, ::1] report not None,
@@ -675,7 +675,7 @@ def plan_rows(
     """Fill ``rows`` in the policy's order, ``owners`` and ``report``; return the number of rows.
 
     ``owners`` names the chain that trains each call's output, by its last call, or -1.
-    ``births``, read with ``main_only``, ranks the calls by when they were created. ``report``
+    ``created_rank`` ranks the calls by when they were created (``main_only``). ``report``
     has a line per session with the columns of `trajkit.schema.REPORT` from ``turns`` on,
     initially 0.
     """
@@ -687,7 +687,7 @@ def plan_rows(
     for name, n, needed in (
         ("links", links.shape[0], n_calls), ("rows", rows.shape[0], n_calls),
         ("owners", owners.shape[0], n_calls), ("report", report.shape[0], forest.n_sessions),
-        ("births", births.shape[0], n_calls if choices[0].main_only else 0),
+        ("created_rank", created_rank.shape[0], n_calls if choices[0].main_only else 0),
     ):
         _check_length(name, n, needed)
     if report.shape[1] != REPORT_WIDTH:
@@ -701,16 +701,16 @@ def plan_rows(
         return 0
     cdef int32_t[:, ::1] of_calls = empty((4, n_calls), "i4")
     cdef uint8_t[:, ::1] bytes_of_calls = empty((2, n_calls), "u1")
-    cdef int32_t[::1] marks = full(forest.n_nodes, -1, "i4")
+    cdef int32_t[::1] first_row_of_node = full(forest.n_nodes, -1, "i4")
     paths = _paths(forest)
     plan.paths = &paths
     plan.links = &links[0]
     plan.choices = &choices[0]
-    plan.births = &births[0] if births.shape[0] else NULL
+    plan.created_rank = &created_rank[0] if created_rank.shape[0] else NULL
     plan.by_order, plan.forks = &of_calls[0, 0], &of_calls[1, 0]
     plan.openers, plan.roots = &of_calls[2, 0], &of_calls[3, 0]
-    plan.meets, plan.flags = &bytes_of_calls[0, 0], &bytes_of_calls[1, 0]
-    plan.marks = &marks[0]
+    plan.drift_actions, plan.flags = &bytes_of_calls[0, 0], &bytes_of_calls[1, 0]
+    plan.first_row_of_node = &first_row_of_node[0]
     plan.owners = &owners[0]
     plan.rows = &rows[0]
     plan.n_rows = 0

@@ -752,7 +752,7 @@ NATIVE = (
         "tests/pipeline/test_rows.py",
         (
             "drift at the end of the first prompt restarts a row",
-            "return MEET_ABSORB if link.lcp >= opened else MEET_RESTART",
+            "return DRIFT_ABSORBS if link.lcp >= opened else DRIFT_RESTARTS",
             "link.lcp > opened",
             "link.lcp >= opened",
         ),
@@ -764,7 +764,7 @@ NATIVE = (
         ),
         (
             "a reply as long as the threshold is short",
-            "return MEET_ABSORB if calls[call].out_len < choices.fork_threshold else MEET_FORK",
+            "return DRIFT_ABSORBS if calls[call].out_len < choices.fork_threshold else DRIFT_FORKS",
             "calls[call].out_len <= choices.fork_threshold",
             "calls[call].out_len < choices.fork_threshold",
         ),
@@ -777,9 +777,9 @@ NATIVE = (
         ),
         (
             "a suffix may begin after the first trained token",
-            "row.stored = min(row.stored, part.start)",
-            "row.stored",
-            "min(row.stored, part.start)",
+            "row.first_trained = min(row.first_trained, part.start)",
+            "row.first_trained",
+            "min(row.first_trained, part.start)",
         ),
         (
             "duplicates of other chains are not counted",
@@ -829,9 +829,9 @@ NATIVE = (
         ),
         (
             "the main chain is the last of its root",
-            "if best < 0 or plan.births[plan.roots[leaf]] < plan.births[plan.roots[best]]:",
-            "plan.births[plan.roots[leaf]] <= plan.births[plan.roots[best]]",
-            "plan.births[plan.roots[leaf]] < plan.births[plan.roots[best]]",
+            "if best < 0 or plan.created_rank[plan.roots[leaf]] < plan.created_rank[plan.roots[best]]:",
+            "plan.created_rank[plan.roots[leaf]] <= plan.created_rank[plan.roots[best]]",
+            "plan.created_rank[plan.roots[leaf]] < plan.created_rank[plan.roots[best]]",
         ),
         (
             "flags of a chain begin at a fork",

@@ -57,7 +57,9 @@ def row_batches(
     once: where what is written of each starts.
     """
     rows = plan.rows
-    rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
+    rows["stored"] = 0
+    if suffix:
+        rows["stored"] = np.minimum(rows["shared"], rows["first_trained"])
     offsets = np.zeros((3, len(rows) + 1), np.int64)
     np.subtract(rows["n_tokens"], rows["stored"], out=offsets[0, 1:])
     offsets[1, 1:], offsets[2, 1:] = rows["n_spans"], rows["n_calls"]

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.ragged import offsets_of, positions
+from trajkit._arrow.ragged import Ragged, offsets_of, positions
 from trajkit.pipeline.payloads import PathRanges
 from trajkit.schema import MM_ITEM, ROWS
 from trajkit.turns.sessions import Sessions
@@ -37,9 +37,5 @@ def row_items(calls: Sessions, n_rows: int, shown: PathRanges) -> pa.Array:
     fields["start"] = pa.array((start[taken] + moved).astype(np.int32))
     fields["stop"] = pa.array((stop[taken] + moved).astype(np.int32))
     counts = np.bincount(row, minlength=n_rows)
-    return pa.LargeListArray.from_arrays(
-        pa.array(offsets_of(counts)),
-        pa.StructArray.from_arrays(list(fields.values()), fields=list(MM_ITEM)),
-        type=_TYPE,
-        mask=pa.array(counts == 0),
-    )
+    structs = pa.StructArray.from_arrays(list(fields.values()), fields=list(MM_ITEM))
+    return Ragged(structs, offsets_of(counts)).to_arrow(counts == 0, _TYPE)

@@ -176,9 +176,9 @@ def _per_token(table: pa.Table, offsets: Longs, ids: Ints) -> Columns:
     logprobs[at] = _numbers(table.column("suffix_logprobs"))
     given[at] = _given(table.column("suffix_logprobs"))
     return {
-        "input_ids": _lists(offsets, pa.array(ids)),
-        "loss_mask": _lists(offsets, pa.array(mask)),
-        "logprobs": _lists(offsets, pa.array(logprobs, mask=~given)),
+        "input_ids": Ragged(pa.array(ids), offsets).to_arrow(),
+        "loss_mask": Ragged(pa.array(mask), offsets).to_arrow(),
+        "logprobs": Ragged(pa.array(logprobs, mask=~given), offsets).to_arrow(),
     }
 
 
@@ -198,14 +198,10 @@ def _suffix_columns(table: pa.Table) -> Columns:
     given = _given(table.column("logprobs"))[at]
     return {
         "suffix_start": pa.array(start.astype(np.int32)),
-        "suffix_ids": _lists(offsets, pa.array(ids.values[at])),
-        "suffix_mask": _lists(offsets, pa.array(mask[at])),
-        "suffix_logprobs": _lists(offsets, pa.array(logprobs, mask=~given)),
+        "suffix_ids": Ragged(pa.array(ids.values[at]), offsets).to_arrow(),
+        "suffix_mask": Ragged(pa.array(mask[at]), offsets).to_arrow(),
+        "suffix_logprobs": Ragged(pa.array(logprobs, mask=~given), offsets).to_arrow(),
     }
-
-
-def _lists(offsets: Longs, values: pa.Array) -> pa.LargeListArray:
-    return pa.LargeListArray.from_arrays(pa.array(offsets), values)
 
 
 def _marks(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.ragged import Ints, Longs, Records, offsets_of, positions
+from trajkit._arrow.ragged import Ints, Longs, Ragged, Records, offsets_of, positions
 from trajkit.schema import ROW_VERSIONS
 from trajkit.turns.sessions import Sessions
 
@@ -78,4 +78,4 @@ def token_versions(calls: Sessions) -> pa.LargeListArray:
     call = np.repeat(np.arange(n_calls), out_len)
     piece = versions.piece_of(call, positions(np.zeros_like(out_len), out_len))
     names = versions.names.take(pa.array(piece, mask=piece < 0))
-    return pa.LargeListArray.from_arrays(pa.array(offsets), names)
+    return Ragged(names, offsets).to_arrow()

@@ -10,7 +10,8 @@ from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, canonical, place, turns_schema
 from trajkit._arrow.export import pooled
-from trajkit._arrow.ragged import Ints, Longs, lengths, offsets_of, positions
+from trajkit._arrow.keys import codes
+from trajkit._arrow.ragged import Ints, Longs, Ragged, lengths, offsets_of, positions
 from trajkit._arrow.reshape import (
     Columns,
     check_no_clash,
@@ -184,14 +185,11 @@ def _delta_columns(calls: Sessions) -> Columns:
     return {
         "base_turn": pa.array(calls.turn_index[bases], mask=bases < 0),
         "shared_length": pa.array(shared.astype(np.int32)),
-        "suffix_ids": pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids)),
+        "suffix_ids": Ragged(ids, offsets).to_arrow(),
         "shared_messages": pa.array(n_shared.astype(np.int32), mask=absent),
-        "suffix_messages": pa.LargeListArray.from_arrays(
-            pa.array(offsets_of(n_own)),
-            messages.take(pa.array(own)),
-            type=lists.type,
-            mask=pa.array(absent) if absent.any() else None,
-        ),
+        "suffix_messages": Ragged(
+            messages.take(pa.array(own)), offsets_of(n_own)
+        ).to_arrow(absent, lists.type),
     }
 
 
@@ -216,8 +214,8 @@ def _shared_messages(
     theirs = np.where(k < n_messages[base], begins[base] + k, len(messages) + base)
     for name in ("key", "role"):
         both = [pc.struct_field(array, name) for array in (messages, replies)]
-        codes = pa.concat_arrays(both).dictionary_encode("encode").indices.to_numpy()
-        differs = codes[own] != codes[theirs]
+        numbers = codes(*both)
+        differs = numbers[own] != numbers[theirs]
         np.minimum.at(shared, call[differs], k[differs])
     return shared
 
@@ -236,7 +234,7 @@ def _full_columns(calls: Sessions) -> Columns:
     starts = np.zeros(len(calls.calls), np.int64)
     _core.copy_prompts(calls.forest.paths, starts, offsets, ids)
     return {
-        "prompt_ids": pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids)),
+        "prompt_ids": Ragged(ids, offsets).to_arrow(),
         "messages": _all_messages(calls),
     }
 
@@ -280,12 +278,8 @@ def _all_messages(calls: Sessions) -> pa.LargeListArray:
     ]
     bodies = pc.struct_field(messages, "body")
     fields.append(bodies.take(pa.array(places, mask=~given)))
-    return pa.LargeListArray.from_arrays(
-        pa.array(offsets),
-        pa.StructArray.from_arrays(fields, fields=list(MESSAGE)),
-        type=lists.type,
-        mask=pa.array(absent) if absent.any() else None,
-    )
+    structs = pa.StructArray.from_arrays(fields, fields=list(MESSAGE))
+    return Ragged(structs, offsets).to_arrow(absent, lists.type)
 
 
 def _combined(column: pa.ChunkedArray) -> pa.Array:
