@@ -34,7 +34,8 @@ RowSelection: TypeAlias = Literal["all", "main"]
 RowOrder: TypeAlias = Literal["turn", "prompt"]
 TruncateAt: TypeAlias = Literal["tokens", "calls"]
 
-DRIFT_ACTIONS = numbers("OnDrift", get_args(OnDrift))
+DRIFT_ACTIONS = numbers("OnDrift", get_args(OnDrift)[:-1])
+"""What kernels do at drift; rows are spliced before (trajkit.pipeline.splice)."""
 TIE_BREAKS = numbers("TieBreak", get_args(TieBreak))
 TRAINING_ROWS = numbers("TrainIn", get_args(TrainIn))
 """The kernels' numbers of these choices, by name."""

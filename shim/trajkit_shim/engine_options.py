@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -40,7 +39,7 @@ ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
 # maximum length of a request with images
 _IMAGE_BODY = 64 << 20
 # values of --parser besides the gateway's own: see the option
-_ENGINE, _NONE = ("engine", "sglang"), "none"
+_ENGINE, _NONE = "engine", "none"
 
 
 @Parameter(name="*")
@@ -191,24 +190,18 @@ def engine_app(
 
 def check(arguments: SimpleNamespace) -> None:
     """Raise `ArgumentError` if options do not fit."""
-    from trajkit_shim.engines.launch import check_arguments
     from trajkit_shim.replies.parsers import FORMS
 
-    try:
-        check_arguments(arguments.server_arguments)
-    except ValueError as error:
-        raise ArgumentError(f"argument after --: {error}") from None
     engine, url, model = arguments.engine, arguments.engine_url, arguments.model
     sglang, embedded = engine == "sglang", engine == "embedded"
     launch, given = arguments.launch, " ".join(arguments.server_arguments)
-    form, forms = arguments.parser or "", (*FORMS, *_ENGINE, _NONE)
+    form, forms = arguments.parser or "", (*FORMS, _ENGINE, _NONE)
     unknown = form and form not in forms
-    no_setpriv = launch and which("setpriv") is None
     no_sglang = launch and not arguments.launch_python and find_spec("sglang") is None
     payloads = arguments.routed_experts or arguments.sampling_masks
     faults = {
         "--launch needs --engine sglang": launch and not sglang,
-        f"--parser {form} needs --engine sglang": form in _ENGINE and not sglang,
+        f"--parser {form} needs --engine sglang": form == _ENGINE and not sglang,
         "--routed-experts and --sampling-masks need a server": payloads and embedded,
         "--engine-url does not apply to the embedded engine": embedded and url,
         "--model does not apply to the embedded engine": embedded and model,
@@ -217,7 +210,6 @@ def check(arguments: SimpleNamespace) -> None:
         f"--parser {form} is not one of {', '.join(forms)}": unknown,
         f"{given} after -- is for the server of --launch": given and not launch,
         "--launch starts a server of its own: leave out --engine-url": launch and url,
-        "--launch needs setpriv (util-linux): install it, or use --engine-url": no_setpriv,
         "--launch needs --launch-python, or pip install 'trajkit[sglang]'": no_sglang,
     }
     for fault in faults:
@@ -345,7 +337,7 @@ def _own_parser(
     from trajkit_shim.replies.parsers import FORMS, form_of
 
     name = arguments.parser
-    if name in _ENGINE:
+    if name == _ENGINE:
         return None
     try:
         form = form_of(renderer) if name is None else FORMS.get(name)

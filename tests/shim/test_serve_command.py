@@ -151,7 +151,7 @@ def _listens(url):
             ["--parser", "x"], "--parser x is not one of gpt-oss", id="no such form"
         ),
         pytest.param(
-            ["--parser", "sglang"],
+            ["--parser", "engine"],
             "needs --engine sglang",
             id="the parsers of another engine",
         ),

@@ -31,8 +31,7 @@ from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.io.tables import write_tables
 from trajkit.jobs.stages import Made, Target
 from trajkit.turns.attribution import SessionCalls
-from trajkit.turns.calls import read_calls
-from trajkit.turns.table import locate
+from trajkit.turns.sessions import Sessions
 
 # tokens of an example: at both ends of the span, and around it
 _MAX_TOKENS = 12
@@ -140,10 +139,10 @@ def add_causes(
     n_examples: int,
 ) -> None:
     """Count the findings of more sessions by cause, and keep the first few of each."""
-    located = locate(turns)
+    located = Sessions.of(turns)
     numbers = {name: k for k, name in enumerate(located.ids.to_pylist())}
     for session, own in groupby(findings.to_pylist(), itemgetter("session_id")):
-        calls = read_calls(located.sessions(numbers[session], numbers[session] + 1))
+        calls = located.part(numbers[session], numbers[session] + 1)
         shown = SessionCalls(calls)
         counted = set()
         for found in own:

@@ -29,7 +29,7 @@ from trajkit.io.formats import format_of, paths_in
 from trajkit.io.sources import Paths, paths_of
 from trajkit.io.tables import iter_tables, read_any_rows
 from trajkit.schema import EMPTY_KINDS
-from trajkit.turns.table import locate
+from trajkit.turns.sessions import Sessions
 from trajkit.verification import row_forms
 
 TurnsOrRows = Annotated[
@@ -125,9 +125,9 @@ def of_session(table: pa.Table, session: str | None, what: str) -> pa.Table:
 
 def each_session(turns: pa.Table) -> Iterator[pa.Table]:
     """The turns of each session."""
-    located = locate(turns)
-    for k in range(len(located.ids)):
-        yield located.sessions(k, k + 1).table
+    located = Sessions.of(turns)
+    for k in range(len(located)):
+        yield located.part(k, k + 1).table
 
 
 def _chosen_rows(rows: pa.Table, index: int | None) -> Iterator[dict[str, Any]]:

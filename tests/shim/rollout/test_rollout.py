@@ -461,7 +461,7 @@ statuses = [
     tried("/sessions", {"reward": 100}),
     tried(f"/sessions/{mine}/finish", {"reward": 100}, authorization=f"Bearer {key}"),
     tried(f"/sessions/{mine}/drop"),
-    tried("/admin/pause"),
+    tried("/engine/pause"),
     tried("/admin/drain"),
     tried("/engine/resume"),
     tried("/v1/chat/completions", said, authorization=f"Bearer {mine}"),
