@@ -25,7 +25,7 @@ from trajkit.analysis.tokenizer import Codec
 from trajkit.cli import application
 from trajkit.cli.drift import marked
 from trajkit.cli.policy_words import allowed, choices_of, with_choices
-from trajkit.cli.screen import Progress, text_table
+from trajkit.cli.screen import Progress, text_table, working
 from trajkit.cli.tokenizer import load_tokenizer
 from trajkit.io.tables import iter_tables
 from trajkit.policies import PRESETS, rule_of
@@ -326,6 +326,9 @@ def test_progress_shows_on_a_terminal_only(monkeypatch):
         assert ("linearize" in text) is shown
         assert ("100%" in text) is shown
         assert bool(text) is shown
+        with working("packing"):
+            pass
+        assert ("packing" in terminal.getvalue()) is shown
 
 
 def test_sessions_go_through_in_pieces(monkeypatch, tmp_path, capsys, turns):
@@ -368,7 +371,7 @@ def test_simulate_says_what_keeps_everything(capsys, turns):
     assert lines[-1] == "keeps everything at the lowest cost: strict".split()
     assert (
         "slime loses 3 tokens (absorbed). Drift: its row continued with the next "
-        "prompt's ids instead.\nlose nothing: strict\n"
+        "prompt's ids instead.\nlose nothing: strict\nsame rule: interleave as strict\n"
     ) in text
     assert cli.main([*argv, "--wide"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -1,15 +1,14 @@
 """`metrics`: a run as named numbers, as experiment trackers take them."""
 
-from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table
-from trajkit._arrow.take import tuples
 from trajkit.analysis.drift import classify_drift
 from trajkit.errors import SchemaError
 from trajkit.pipeline.links import link
@@ -78,7 +77,7 @@ def metrics(
     table, counts = as_turns(as_table(turns)), as_table(report)
     _check_report(table, counts)
     drift = classify_drift(table, link(table, policy))
-    sums = {name: pc.sum(counts[name]).as_py() or 0 for name in _summed()}
+    sums = _frame(counts, _SUMMED).sum().row(0, named=True)
     found: dict[str, float | None] = {
         "run/sessions": counts.num_rows,
         "run/turns": sums["turns"],
@@ -93,12 +92,14 @@ def metrics(
     found |= {f"tokens/lost_{reason}": sums[f"lost_{reason}"] for reason in LOSSES}
     found["rows/count"] = sums["rows"]
     found["rows/per_session"] = _ratio(sums["rows"], counts.num_rows)
-    drifted = drift.filter(pc.greater(drift["size"], 0))
-    found["drift/turns"] = drifted.num_rows
-    found["drift/turn_share"] = _ratio(drifted.num_rows, drift.num_rows)
-    found["drift/tokens_at_stake"] = pc.sum(drifted["tokens_after_drift"]).as_py() or 0
-    causes = drifted["cause"].to_pylist()
-    found |= {f"drift/{cause}_turns": causes.count(cause) for cause in CAUSES[1:]}
+    drifted = _frame(drift, ["size", "cause", "tokens_after_drift"]).filter(
+        pl.col("size") > 0
+    )
+    found["drift/turns"] = drifted.height
+    found["drift/turn_share"] = _ratio(drifted.height, drift.num_rows)
+    found["drift/tokens_at_stake"] = int(drifted["tokens_after_drift"].sum())
+    causes = dict(drifted["cause"].cast(pl.String).value_counts().iter_rows())
+    found |= {f"drift/{cause}_turns": causes.get(cause, 0) for cause in CAUSES[1:]}
     found |= _rewards(counts) | _lengths(table, counts.num_rows) | _versions(table)
     return {name: float(value) for name, value in found.items() if value is not None}
 
@@ -125,23 +126,29 @@ def metrics_by_step(
     table, counts = as_turns(as_table(turns)), as_table(report)
     if "step" not in table.column_names:
         return {}
-    steps = dict(tuples(table, "session_id", "step"))
+    steps = _frame(table, ["session_id", "step"]).group_by("session_id").last()
     found = {}
-    for step in sorted({*steps.values()} - {None}):
-        own = pa.array([name for name, of in steps.items() if of == step])
+    for (step,), sessions in (
+        steps.drop_nulls().sort("step").group_by("step", maintain_order=True)
+    ):
+        own = pa.array(sessions["session_id"].to_list())
         turns, report = (
             part.filter(pc.is_in(part["session_id"], own)) for part in (table, counts)
         )
-        found[step] = metrics(turns, report, chosen)
+        found[cast("int", step)] = metrics(turns, report, chosen)
     return found
 
 
-def _summed() -> Iterable[str]:
-    return (
-        name
-        for name in REPORT.names
-        if name in ("turns", "rows") or name.startswith(("tokens_", "lost_"))
-    )
+_SUMMED = [
+    name
+    for name in REPORT.names
+    if name in ("turns", "rows") or name.startswith(("tokens_", "lost_"))
+]
+
+
+def _frame(table: pa.Table, names: Sequence[str]) -> pl.DataFrame:
+    """Some columns of a table, without a copy."""
+    return cast("pl.DataFrame", pl.from_arrow(table.select(names)))
 
 
 def _check_report(turns: pa.Table, report: pa.Table) -> None:
@@ -165,15 +172,13 @@ def _ratio(part: int, total: int) -> float | None:
 
 def _rewards(report: pa.Table) -> dict[str, float | None]:
     rewards = report["reward"].drop_null().to_numpy()
-    groups = [
-        [reward for reward in own if reward is not None]
-        for own in group_rewards(report).values()
-    ]
-    compared = [one for one in groups if len(one) > 1]
+    groups = _frame(report, ["group_id", "reward"]).drop_nulls().group_by("group_id")
+    counted = groups.agg(n=pl.len(), distinct=pl.col("reward").n_unique())
+    compared = counted.filter(pl.col("n") > 1)
     found: dict[str, float | None] = {
         "reward/missing": report.num_rows - len(rewards),
-        "groups/count": len(compared),
-        "groups/constant": sum(len({*one}) == 1 for one in compared),
+        "groups/count": compared.height,
+        "groups/constant": compared.filter(pl.col("distinct") == 1).height,
     }
     if len(rewards):
         for name in ("mean", "std", "min", "max"):
@@ -183,7 +188,7 @@ def _rewards(report: pa.Table) -> dict[str, float | None]:
 
 def _lengths(turns: pa.Table, n_sessions: int) -> dict[str, float | None]:
     outputs = pc.list_value_length(turns["output_ids"]).to_numpy()
-    prompts = prompt_lengths(turns)
+    prompts = _prompt_lengths(turns)
     found: dict[str, float | None] = {
         "length/turns": _ratio(turns.num_rows, n_sessions),
         "logprob/mean": pc.mean(pc.list_flatten(turns["output_logprobs"])).as_py(),
@@ -195,7 +200,7 @@ def _lengths(turns: pa.Table, n_sessions: int) -> dict[str, float | None]:
     return found
 
 
-def prompt_lengths(turns: pa.Table) -> np.ndarray[Any, Any]:
+def _prompt_lengths(turns: pa.Table) -> np.ndarray[Any, Any]:
     """The length of each prompt in full or delta form, shape (n_turns,)."""
     if "prompt_ids" in turns.column_names:
         return np.asarray(pc.list_value_length(turns["prompt_ids"]))
@@ -203,32 +208,14 @@ def prompt_lengths(turns: pa.Table) -> np.ndarray[Any, Any]:
     return np.asarray(pc.add(suffixes, turns["shared_length"]))
 
 
-def group_rewards(report: pa.Table) -> dict[str, list[float | None]]:
-    """The rewards of each group; sessions without a group_id are left out."""
-    groups: dict[str, list[float | None]] = {}
-    for name, reward in tuples(report, "group_id", "reward"):
-        if name is not None:
-            groups.setdefault(name, []).append(reward)
-    return groups
-
-
-def version_counts(turns: pa.Table) -> dict[str, tuple[int, set[str]]]:
-    """Sampled tokens and sessions of each weight version, in order of appearance."""
-    found: dict[str, tuple[int, set[str]]] = {}
-    for name, pieces in tuples(turns, "session_id", "weight_versions"):
-        for piece in pieces or ():
-            n, own = found.get(piece["version"], (0, set()))
-            n += piece["stop"] - piece["start"]
-            found[piece["version"]] = n, own | {name}
-    return found
-
-
 def _versions(turns: pa.Table) -> dict[str, float | None]:
-    versions = version_counts(turns)
-    per_session = Counter(name for _, own in versions.values() for name in own)
+    pieces = _frame(turns, ["session_id", "weight_versions"]).explode("weight_versions")
+    known = pieces.drop_nulls("weight_versions").unnest("weight_versions")
+    versions = known.group_by("session_id").agg(n=pl.col("version").n_unique())
+    lengths = known["stop"] - known["start"]
     sampled = pc.sum(pc.list_value_length(turns["output_ids"])).as_py() or 0
     return {
-        "staleness/versions": len(versions),
-        "staleness/mixed_sessions": sum(n > 1 for n in per_session.values()),
-        "staleness/unknown_tokens": sampled - sum(n for n, _ in versions.values()),
+        "staleness/versions": known["version"].n_unique(),
+        "staleness/mixed_sessions": versions.filter(pl.col("n") > 1).height,
+        "staleness/unknown_tokens": sampled - int(lengths.sum()),
     }

@@ -18,7 +18,7 @@ from trajkit.packs.balancing import pack_pairs
 from trajkit.packs.packing import pack
 from trajkit.pipeline.plan import COUNTS
 from trajkit.pipeline.rows import rows_and_report
-from trajkit.policies import PRESETS, Policy
+from trajkit.policies import ALIASES, PRESETS, Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import LOSSES, SIMULATION
 from trajkit.turns.flat_buffers import TurnTokens, flat_turns, sessions_of, spans_of
@@ -206,6 +206,8 @@ class Simulation:
 def label(policy: Policy) -> str:
     """The policy's name, and the choices that differ from its preset's.
 
+    Of a system's rule that no preset has, the system's name.
+
     Examples
     --------
     >>> from trajkit.policies import policy
@@ -213,6 +215,9 @@ def label(policy: Policy) -> str:
     'slime(fork_threshold=0)'
     """
     preset = PRESETS[policy.name]
+    for system, one in ALIASES.items():
+        if policy == one != preset:
+            return system
     changed = [
         f"{field.name}={getattr(policy, field.name)}"
         for field in fields(policy)

@@ -25,7 +25,7 @@ from trajkit.cli.options import (
     nothing,
     print_json,
 )
-from trajkit.cli.screen import Screen, text_table, visible
+from trajkit.cli.screen import Screen, text_table, visible, working
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.io.tables import read_any_rows, write_table
 from trajkit.verification.row_forms import plain_rows
@@ -76,7 +76,8 @@ def check(
     if not table.num_rows:
         raise nothing(rows, "rows")
     calls = (reading or Reading()).turns(turns)
-    found = tk.check_rows(table, calls, chosen)
+    with working("comparing rows with the log"):
+        found = tk.check_rows(table, calls, chosen)
     if out is not None:
         write_table(found, out)
     lines = found.to_pylist()

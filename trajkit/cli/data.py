@@ -23,7 +23,7 @@ from trajkit.cli.options import (
     print_text,
     read_rows,
 )
-from trajkit.cli.screen import Progress, share, text_table
+from trajkit.cli.screen import Progress, share, text_table, working
 from trajkit.io.formats import paths_in
 from trajkit.io.tables import log_files, write_table
 from trajkit.jobs.stages import compact_file, expand_file, linearize_file
@@ -226,16 +226,17 @@ def pack(
         Give edges this column of the rows, as edge_COLUMN; may be repeated.
     """
     table = read_rows(rows)
-    packs = tk.pack(
-        table,
-        max_tokens,
-        layout=layout,
-        share=share,
-        oversize=oversize,
-        align=align,
-        columns=column or [],
-    )
-    write_table(packs, out)
+    with working("packing"):
+        packs = tk.pack(
+            table,
+            max_tokens,
+            layout=layout,
+            share=share,
+            oversize=oversize,
+            align=align,
+            columns=column or [],
+        )
+        write_table(packs, out)
     n_tokens = int(packs["n_tokens"].to_numpy().sum())
     n_edges = sum(map(len, packs["edge_source"].to_pylist()))
     room = max(packs.num_rows * max_tokens, 1)

@@ -16,6 +16,7 @@ from trajkit.cli.options import (
     print_text,
     read_rows,
 )
+from trajkit.cli.screen import working
 from trajkit.errors import ArgumentError, ExportError, NoSignalWarning
 from trajkit.export import FILE_FORMATS
 from trajkit.io.guard import check_outputs, inputs_of, turns_inputs
@@ -117,7 +118,8 @@ def export(
                     facts = tk.export.sessions_of(table)
                 chosen = _ADVANTAGES[advantage or "group_mean"]
                 table = tk.add_advantages(table, tk.learn.advantages(facts, **chosen))
-            path = write_export(table, to, folder, **options)
+            with working("writing"):
+                path = write_export(table, to, folder, **options)
         except NoSignalWarning as warning:
             raise ExportError(str(warning)) from None
     print_text(f"{path}: {table.num_rows} rows for {to}")

@@ -16,6 +16,7 @@ from trajkit.cli.options import (
     known_sessions,
     one_policy,
 )
+from trajkit.cli.screen import working
 from trajkit.errors import ArgumentError
 from trajkit.io.formats import replacing
 
@@ -61,5 +62,5 @@ def plot(
         figure = tk.plot.swimlanes(turns, facts)
     from trajkit.plot.figures import save
 
-    with replacing(path) as draft:
+    with working("drawing"), replacing(path) as draft:
         save(figure, draft, suffix)

@@ -6,9 +6,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import trajkit as tk
-from trajkit.analysis.simulation import label
 from trajkit.cli.options import Json, print_json, print_text
-from trajkit.cli.policy_words import DEFAULTS, allowed, choices_of, written
+from trajkit.cli.policy_words import DEFAULTS, allowed, choices_of, differences, written
 from trajkit.cli.screen import text_table
 from trajkit.policies import ALIASES, PRESETS, RULES, rule_of
 
@@ -35,7 +34,7 @@ def policies(
             for name, text in RULES["on_drift"].items()
         )
         others = ", ".join(
-            f"{alias} is {label(one)}"
+            f"{alias} is {one.name} with {', '.join(differences(one))}"
             for alias, one in ALIASES.items()
             if one not in chosen
         )

@@ -91,10 +91,11 @@ def text_of(words: Iterable[str] | None) -> list[str]:
     if words is None:
         return [*PRESETS]
     named = PolicyWords(words).many()
-    return [" ".join([one.name, *_differences(one)]) for one in named]
+    return [" ".join([one.name, *differences(one)]) for one in named]
 
 
-def _differences(policy: tk.Policy) -> list[str]:
+def differences(policy: tk.Policy) -> list[str]:
+    """The choices in which a policy differs from its preset."""
     own, preset = choices_of(policy), choices_of(tk.policy(policy.name))
     return [f"{name}={value}" for name, value in own.items() if value != preset[name]]
 

@@ -3,7 +3,8 @@
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Self, TypeAlias
 
 from rich.cells import cell_len, chop_cells
@@ -137,6 +138,16 @@ class Screen:
             for part in line.divide([end for end in ends if end]):
                 self.print(Text.assemble(lead, part))
                 lead = " " * indent
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on stderr that work goes on, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True).status(what):
+        yield
 
 
 class Progress:

@@ -144,7 +144,11 @@ def _losses(policies: list[dict[str, Any]]) -> Iterator[str]:
 def _same_rules(policies: list[dict[str, Any]]) -> Iterator[str]:
     """The systems whose rule is that of a policy in the table."""
     for line in policies:
-        names = [name for name, one in ALIASES.items() if label(one) == line["policy"]]
+        names = [
+            name
+            for name, one in ALIASES.items()
+            if label(one) == line["policy"] != name
+        ]
         if names:
             yield f"{' and '.join(names)} as {line['policy']}"
 

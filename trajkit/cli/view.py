@@ -24,6 +24,7 @@ from trajkit.cli.options import (
     print_text,
 )
 from trajkit.cli.policy_words import policy_of, text_of
+from trajkit.cli.screen import working
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.io.tables import iter_tables, log_files, rows_plan
@@ -132,16 +133,18 @@ def view(
         raise ArgumentError("--follow needs the server: leave out --out")
     path = page_path(out)
     turns, facts = run.load()
-    html = page(
-        turns,
-        policies,
-        sessions=facts,
-        title=run.title,
-        rows=table,
-        against=next(((other.title, *other.load()) for other in others), None),
-        paper=print,
-        **shown,
-    )
+    other_run = next(((other.title, *other.load()) for other in others), None)
+    with working("making the page"):
+        html = page(
+            turns,
+            policies,
+            sessions=facts,
+            title=run.title,
+            rows=table,
+            against=other_run,
+            paper=print,
+            **shown,
+        )
     write_text(path, html)
     size = path.stat().st_size
     n_sessions = len(set(turns["session_id"].to_pylist()))

@@ -9,7 +9,7 @@ from trajkit.cli.options import (
     Turns,
     one_policy,
 )
-from trajkit.cli.screen import Screen, visible
+from trajkit.cli.screen import Screen, visible, working
 from trajkit.cli.show import TurnsOrRows, each_session, is_rows, of_session
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.io.tables import read_any_rows
@@ -41,7 +41,8 @@ def why(
         loaded = chosen_tokenizer(tokenizer, source)
         turns = (reading or Reading()).turns(source)
         table = of_session(turns, session, "turns")
-        reasons = tk.analysis.why(table, one_policy(policy), tokenizer=loaded)
+        with working("comparing prompts"):
+            reasons = tk.analysis.why(table, one_policy(policy), tokenizer=loaded)
     last = None
     for line in reasons.select(["session_id", "sentence"]).to_pylist():
         if line["session_id"] != last:

@@ -8,17 +8,17 @@ import gzip
 import json
 import math
 import struct
-from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.take import row_lengths, tuples
+from trajkit._arrow.take import row_lengths
 from trajkit.analysis.branches import label_branches
 from trajkit.analysis.drift import classify_drift
 from trajkit.analysis.drift_findings import explain_drift
@@ -120,28 +120,28 @@ class LinkTables:
         Causes come from texts and every finding counts, or without a tokenizer from token
         ids, and every turn counts once.
         """
-        drift = self.drift.table
-        keys, counted = ["region", "cause"], drift
+        keys, counted = ["region", "cause"], self.drift.table
         if self.findings is not None:
             keys, counted = ["cause"], self.findings.table
-        places = "session_id", "turn_index"
-        sizes = tuples(drift, *places, "tokens_after_drift")
-        at_stake = {(session, turn): size for session, turn, size in sizes}
-        # by cause: each turn, and how many findings it has
-        found: dict[tuple[str, ...], Counter[tuple[str, int]]] = {}
-        for session, turn, *key in tuples(counted, *places, *keys):
-            found.setdefault(tuple(key), Counter())[session, turn] += 1
-        groups = [
-            {
-                **dict(zip(keys, key, strict=True)),
-                "findings": turns.total(),
-                "turns": len(turns),
-                "tokens": sum(at_stake[turn] for turn in turns),
-                "examples": [*turns][:_N_EXAMPLES],
-            }
-            for key, turns in found.items()
+        turn = ["session_id", "turn_index"]
+        sizes = _frame(self.drift.table, [*turn, "tokens_after_drift"])
+        turns = (
+            _frame(counted, [*turn, *keys])
+            .group_by([*keys, *turn], maintain_order=True)
+            .agg(findings=pl.len())
+            .join(sizes, on=turn, how="left", maintain_order="left")
+        )
+        groups = turns.group_by(keys, maintain_order=True).agg(
+            pl.col("findings").sum(),
+            turns=pl.len(),
+            tokens=pl.col("tokens_after_drift").sum(),
+            examples=pl.struct(turn).head(_N_EXAMPLES),
+        )
+        ordered = groups.sort("findings", descending=True, maintain_order=True)
+        return [
+            {**line, "examples": [list(one.values()) for one in line["examples"]]}
+            for line in ordered.to_dicts()
         ]
-        return sorted(groups, key=lambda group: -group["findings"])
 
 
 class PolicyTables:
@@ -435,6 +435,12 @@ def _token_columns(turns: pa.Table) -> pa.Table:
             if pc.all(pc.equal(own, lengths)).as_py():
                 columns[name] = turns[name]
     return pa.table(columns)
+
+
+def _frame(table: pa.Table, names: list[str]) -> pl.DataFrame:
+    """Some columns of a table; names are texts."""
+    frame = cast("pl.DataFrame", pl.from_arrow(table.select(names)))
+    return frame.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String))
 
 
 def _finite(number: float | None) -> float | None:
