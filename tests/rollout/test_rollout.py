@@ -459,6 +459,8 @@ def test_one_process_works_on_a_run(tmp_path):
         (["--sandbox-option", "x"], "NAME=VALUE is expected"),
         (["--timeout", "-1"], "is not above 0"),
         (["--engine", "sglang"], "needs --engine-url"),
+        (["--ray", "auto"], "--ray needs --gateway"),
+        (["--resource", "gpu=x"], "could not convert string to float"),
     ],
 )
 def test_options_that_name_nothing_are_wrong_usage(tmp_path, capsys, options, said):
