@@ -113,6 +113,47 @@ class Script:
         """See `Engine`."""
 
 
+_OFFERED: dict[str, object] = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+    },
+}
+
+
+def differences(folder: Path) -> list[str]:
+    """What the tokenizer of a directory reads otherwise than transformers does."""
+    from transformers import AutoTokenizer
+
+    own = load_renderer(folder)
+    other = ChatRenderer(
+        AutoTokenizer.from_pretrained(str(folder), local_files_only=True),
+        end_ids=own.end_ids,
+    )
+    found = [f"end ids {own.end_ids}, not {other.end_ids}"] * (
+        {*own.end_ids} != {*other.end_ids}
+    )
+    text = (
+        Path(__file__).read_text("utf-8")
+        + " naïve 👍 \t 你好 \u0301 don't  \n\n 1234567"
+    )
+    user: dict[str, object] = {"role": "user", "content": text}
+    reply: dict[str, object] = {"role": "assistant", "content": text[:200]}
+    for messages in ([user], [user, reply, user]):
+        ours, theirs = (each.text(messages, [_OFFERED]) for each in (own, other))
+        if own.without_mark(ours) != other.without_mark(theirs):
+            found.append(f"the text of {len(messages)} messages")
+        if own.encode(ours).ids.tolist() != other.encode(theirs).ids.tolist():
+            found.append(f"the ids of {len(messages)} messages")
+    if own.decode(own.encode(text).ids, ended=False) != other.decode(
+        other.encode(text).ids, ended=False
+    ):
+        found.append("the text of ids")
+    return found
+
+
 def respelled(renderer: ChatRenderer, text: str) -> list[int]:
     """The ids of a text in another split: one long word of it letter by letter."""
     backend = renderer.tokenizer.backend_tokenizer
@@ -288,14 +329,14 @@ class _Talk:
     async def look_alike(self) -> None:
         """Text that spells a token stays text."""
         token = self.family["look_alike"]
-        token_id = self.renderer.tokenizer.convert_tokens_to_ids(token)
+        token_id = self.renderer.tokenizer.backend_tokenizer.token_to_id(token)
         counts = []
         for text in (f"a {token} b", "a b"):
             key, (reply, *_) = await self.open(), self.family["replies"]
             self.engine.texts.append(self.sampled(reply)[0])
             await self.ask(key, [{"role": "user", "content": text}])
             prompt = self.engine.prompts[-1]
-            counts.append(prompt.count(token_id))
+            counts.append(prompt.count(-1 if token_id is None else token_id))
             shown = self.renderer.decode(np.array(prompt, np.int32), ended=False)
             if text not in shown:
                 self.found.prompts.append("text of a message is not in the prompt")

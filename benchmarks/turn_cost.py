@@ -285,7 +285,7 @@ def history(sizes: list[int]) -> None:
         f"{'':12}{'tokens':>9}{'a turn':>9}{'(wall)':>10}{'to first':>9}{'whole':>9}"
         f"{'whole/turn':>11}{'receive':>9}{'ids':>8}"
     )
-    prompts = Prompts(ChatRenderer(load_tokenizer(), cache_bytes=0), "render")
+    prompts = Prompts(ChatRenderer(load_tokenizer()), "render")
     for attributed in (False, True):
         first = None
         with tempfile.TemporaryDirectory() as folder:

@@ -163,10 +163,10 @@ def engine_app(
             reply_parser = reply_parser or _engine_parser(arguments)
         else:
             from trajkit_shim.engines import embedded
-            from trajkit_shim.prompting.render import ChatRenderer
+            from trajkit_shim.prompting.render import embedded_renderer
 
             engine = embedded.EmbeddedEngine(policy or embedded.converse, seed=seed)
-            renderer = ChatRenderer(embedded.load_tokenizer())
+            renderer = embedded_renderer()
             reply_parser = _own_parser(arguments, renderer)
         payloads = {
             "routed_experts": arguments.routed_experts,

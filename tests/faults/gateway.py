@@ -38,11 +38,11 @@ GATEWAY = (
         ),
         (
             "results keep the order of the client",
-            "return [by_call[sent_id] for sent_id in calls]",
-            "return [*by_call.values()]",
+            "return [(r, tool) for sent_id, (_, tool) in calls.items() for r in by_call[sent_id]]",
+            "return [(r, calls[n][1]) for n, each in by_call.items() for r in each]",
         ),
         ("a call may have no result", "if missing:", "if False:"),
-        ("a call may have two results", "if sent_id in by_call:", "if False:"),
+        ("a call may have two results", "if same and own != same[0]:", "if False:"),
         (
             "half a character ends the session",
             'if known in (None, "new") and "\\\\ud" in record.body:',
@@ -216,6 +216,11 @@ GATEWAY = (
     ),
     place(
         "shim/trajkit_shim/app.py",
+        "tests/shim/test_app.py tests/shim/test_serve.py tests/shim/test_adversity.py",
+        ("web pages may call", 'if "origin" in headers:', "if False:"),
+    ),
+    place(
+        "shim/trajkit_shim/call.py",
         _SESSIONS + " tests/shim/test_adversity.py tests/shim/test_serve.py",
         (
             "a repeated request is not named",
@@ -227,7 +232,6 @@ GATEWAY = (
             "if self._n_bytes + n_bytes > limit:",
             "if False:",
         ),
-        ("web pages may call", 'if "origin" in headers:', "if False:"),
         (
             "messages are not bounded",
             "if len(chat.messages) > limit:",
@@ -289,7 +293,7 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/sessions/answers.py",
+        "shim/trajkit_shim/delivery.py",
         _SESSIONS,
         (
             "a turn whose answer was lost trains",
@@ -402,12 +406,12 @@ GATEWAY = (
     ),
     place(
         "shim/trajkit_shim/pauses.py",
-        "tests/shim/test_adversity.py tests/shim/test_weight_updates.py "
-        "tests/shim/test_app.py tests/shim/test_client.py",
+        "tests/shim/test_weight_updates.py tests/shim/test_client.py "
+        "tests/shim/sessions/test_sessions.py",
         (
             "weights change while the engine samples",
-            "            if not self.paused:\n                rule =",
-            "            if False:\n                rule =",
+            "if self.mode is None:",
+            "if False:",
         ),
         (
             "a lease never ends",
@@ -416,13 +420,18 @@ GATEWAY = (
         ),
         (
             "a pause that came too late holds",
-            "        if late:\n            self.resume()",
-            "        if late:\n            pass",
+            "                await asyncio.shield(self._go_on())",
+            "                pass",
         ),
         (
             "a call that a pause cut off is lost",
             "if not self._calls[call] or (task and task.cancelling()):",
             "if True:",
+        ),
+        (
+            "a pause of another mode takes over",
+            "if self.mode not in (None, mode):",
+            "if False:",
         ),
     ),
     place(

@@ -33,7 +33,9 @@ def model(tmp_path_factory):
     """A model's directory: tokenizer, processor, and the ids in its configuration."""
     directory = tmp_path_factory.mktemp("vision")
     write_processor(directory)
-    token = load_renderer(directory).tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    token = load_renderer(directory).tokenizer.backend_tokenizer.token_to_id(
+        "<|image_pad|>"
+    )
     config = {"image_token_id": token, "vocab_size": VOCAB}
     (directory / "config.json").write_text(json.dumps(config))
     return directory

@@ -45,7 +45,7 @@ from trajkit_shim.engines.embedded import (
     tool_call,
 )
 from trajkit_shim.engines.embedded.script import acts, messages, n_responses
-from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.render import embedded_renderer
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -102,9 +102,7 @@ def run_demo(
     tasks = _tasks(-(-sessions // _GROUP))
     engine = EmbeddedEngine(write_code(tasks), seed=seed)
     # rendered prompts drift, which the demo is to show
-    gateway = create_app(
-        engine, ChatRenderer(load_tokenizer()), log, Options(prompts="render")
-    )
+    gateway = create_app(engine, embedded_renderer(), log, Options(prompts="render"))
     settings = Settings(
         harness=MINI_SWE_AGENT,
         argument=_OPTIONS,

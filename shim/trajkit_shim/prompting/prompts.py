@@ -30,7 +30,7 @@ from trajkit_shim.prompting import attribution
 from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.prompting.conversation import Node, RestoredRequest
 from trajkit_shim.prompting.image_places import ImagePlaces
-from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.render import NO_LIMIT, ChatRenderer
 from trajkit_shim.prompting.skeleton import (
     Between,
     Departure,
@@ -38,7 +38,6 @@ from trajkit_shim.prompting.skeleton import (
     probe_template,
     role_of,
 )
-from trajkit_shim.prompting.tokenize_cache import NO_LIMIT
 
 Mode: TypeAlias = Literal["append", "render"]
 """How prompts are built where possible."""
@@ -52,7 +51,7 @@ Reason: TypeAlias = (
     | Literal["unclosed", "template", "end_token"]
     | Departure
 )
-"""Why a prompt does not extend the last reply (docs/serving.md has a table)."""
+"""Why a prompt does not extend the last reply (docs/engines.md has a table)."""
 
 # sets of variables whose probe is kept; clients choose them
 _KEPT = 64

@@ -8,13 +8,15 @@ several threads at once.
 """
 
 import json
+import os
 import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import datetime
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -30,11 +32,17 @@ from trajkit_shim.engines.checks import too_long
 from trajkit_shim.errors import GatewayError, TemplateError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Encoded, Ids
-from trajkit_shim.prompting.tokenize_cache import NO_LIMIT, TokenizeCache, encode
+from trajkit_shim.prompting.tokenizer import (
+    ChatTokenizer,
+    ModelTokenizer,
+    load_tokenizer,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
+
+NO_LIMIT = 2**31 - 1
+"""More tokens than any text has."""
 
 LateSystem: TypeAlias = Literal["user", "refuse"]
 """What to do with a system message after other messages, if the template refuses it:
@@ -50,6 +58,10 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _GIVEN = frozenset("messages tools documents add_generation_prompt".split())
 # the keys under which templates look for the reasoning of a reply
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_SHORT = 1 << 12  # characters of a text that takes about a millisecond
+_LONG = 1 << 17  # characters of a text that takes tens of milliseconds
+# short texts do not wait for the processors that long ones use
+_long_texts = BoundedSemaphore(max(1, (os.cpu_count() or 1) // 2))
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -93,19 +105,18 @@ class ChatRenderer:
     """One fast tokenizer, the tokens that end a reply, and a chat template.
 
     ``chat_template`` replaces the tokenizer's own, ``end_ids`` are tokens besides its
-    ``eos_token`` that end a reply, ``late_system`` is used where the template refuses a
-    late system message, and ``cache_bytes`` limits the cache of tokenized texts. Raises
-    `ValueError`: there is no template, or no token ends a reply.
+    ``eos_token`` that end a reply, and ``late_system`` is used where the template refuses
+    a late system message. Raises `ValueError`: there is no template, or no token ends a
+    reply.
     """
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerFast",
+        tokenizer: ChatTokenizer,
         chat_template: str | None = None,
         *,
         end_ids: Iterable[int] = (),
         late_system: LateSystem = "user",
-        cache_bytes: int = 256 << 20,
     ) -> None:
         template = chat_template or tokenizer.chat_template
         if isinstance(template, dict):
@@ -144,7 +155,7 @@ class ChatRenderer:
         # the control tokens that end a reply
         self.end_tokens = frozenset(t for t, i in self._added.items() if i in ends)
         parts = json.loads(self._backend.to_str())
-        self._piece = TokenizeCache(_without_added(parts), cache_bytes)
+        self._plain = _without_added(parts)
         # breaks up control tokens within text; unpredictable for clients
         self._mark = f"x{secrets.token_hex(12)}x"
         self._longest = _longest_token(self._backend, parts)
@@ -152,7 +163,7 @@ class ChatRenderer:
         self.keeps_apart = True
         self.keeps_apart = self._split_agrees()
         if not self.keeps_apart:
-            self._piece = TokenizeCache(self._backend, cache_bytes)
+            self._plain = self._backend
         self._probe_template()
         self._end_of_reasoning = self._backend.token_to_id("</think>")
         # Ids for single bytes. A run of them can only be decoded at its end, because one
@@ -280,7 +291,7 @@ class ChatRenderer:
             plain = self.without_mark(part)
             token = self._added.get(part) if self.keeps_apart else None
             if token is None:
-                piece = self._piece(plain, max_tokens)
+                piece = encode(self._plain, plain, max_tokens)
             else:
                 piece = _one_token(token, len(part))
             ids.append(piece.ids)
@@ -424,6 +435,31 @@ def _any_of(tokens: Collection[str]) -> "re.Pattern[str]":
     return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
+def encode(tokenizer: "Tokenizer", text: str, max_tokens: int = NO_LIMIT) -> Encoded:
+    """Tokenize a text without special tokens; other threads run meanwhile."""
+    if len(text) <= _SHORT:
+        # another thread would take longer to wake up than this takes
+        encoded = tokenizer.encode(text, add_special_tokens=False)
+    else:
+        with _long_texts if len(text) > _LONG else nullcontext():
+            # unlike encode, this releases the interpreter
+            (encoded,) = tokenizer.encode_batch([text], add_special_tokens=False)
+    n_tokens = len(encoded)
+    if n_tokens > max_tokens:
+        # the error's traceback would keep it until a garbage collection, in which freeing
+        # it would halt all threads
+        del encoded
+        raise too_long(n_tokens, max_tokens, "at least ")
+    sides = chain.from_iterable(
+        encoded.offsets
+        if len(text) <= _LONG
+        # lets other threads run, which the list of all offsets does not
+        else (encoded.token_to_chars(i) or () for i in range(n_tokens))
+    )
+    offsets = np.fromiter(sides, np.int32, 2 * n_tokens).reshape(-1, 2)
+    return Encoded(np.array(encoded.ids, np.int32), offsets)
+
+
 def _one_token(token_id: int, length: int) -> Encoded:
     return Encoded(np.array([token_id], np.int32), np.array([[0, length]], np.int32))
 
@@ -454,6 +490,15 @@ def _longest_token(tokenizer: "Tokenizer", parts: dict[str, Any]) -> int:
     return factor * max(map(len, tokenizer.get_vocab())) if bounded else NO_LIMIT
 
 
+def embedded_renderer() -> ChatRenderer:
+    """Return the renderer for the embedded engine."""
+    from trajkit_shim.engines import embedded
+
+    tokenizer, template = embedded.chat_files()
+    names = {"eos_token": embedded.END, "pad_token": "<|endoftext|>"}
+    return ChatRenderer(ModelTokenizer(tokenizer, template, names))
+
+
 def load_renderer(
     path: str | Path,
     chat_template: str | None = None,
@@ -469,21 +514,14 @@ def load_renderer(
     such directory. `ValueError`: it has no fast tokenizer, no chat template, or no
     end-of-message token.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     folder = Path(path)
     if not folder.is_dir():
         raise FileNotFoundError(f"no model directory {str(path)!r}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=trust_remote_code
-        )
-    except Exception as error:
-        # transformers fails in as many ways as there are kinds of tokenizers
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{_missing(folder)}the tokenizer: {reason}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"{_missing(folder)}the tokenizer is not a fast one")
+    tokenizer: ChatTokenizer
+    if (folder / "tokenizer.json").exists() and not trust_remote_code:
+        tokenizer = load_tokenizer(folder)
+    else:
+        tokenizer = _from_transformers(folder, trust_remote_code)
     ends = [*_configured_ends(folder)]
     for token in stop_tokens:
         token_id = tokenizer.backend_tokenizer.token_to_id(token)
@@ -491,6 +529,26 @@ def load_renderer(
             raise ValueError(f"--stop-token {token}: no token of this tokenizer")
         ends.append(token_id)
     return ChatRenderer(tokenizer, chat_template, end_ids=ends, late_system=late_system)
+
+
+def _from_transformers(folder: Path, trust_remote_code: bool) -> ChatTokenizer:
+    """The tokenizer of a directory whose files only transformers can read."""
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ModuleNotFoundError as error:
+        rule = "this tokenizer needs transformers: pip install transformers"
+        raise ValueError(f"{_missing(folder)}{rule}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:
+        # transformers fails in as many ways as there are kinds of tokenizers
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{_missing(folder)}the tokenizer: {reason}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(f"{_missing(folder)}the tokenizer is not a fast one")
+    return tokenizer
 
 
 def _missing(folder: Path) -> str:

@@ -137,7 +137,7 @@ class RealClients:
             ],
         }
         with gateway(tmp_path, scripts, real, self.regex) as (*at, log, engine):
-            tokenizer = engine.renderer.tokenizer
+            tokenizer = engine.renderer.tokenizer.backend_tokenizer
             said = start(tmp_path, "claude-code", at, "MAINTASK", seconds=SECONDS)
         turns, shown, causes = check(log, "claude-code", tmp_path, tokenizer)
         assert "Done: 42." in said
@@ -165,7 +165,7 @@ class RealClients:
             "Sure?": [r" Sure: 42\."],
         }
         with gateway(tmp_path, scripts, real, self.regex) as (*at, log, engine):
-            tokenizer = engine.renderer.tokenizer
+            tokenizer = engine.renderer.tokenizer.backend_tokenizer
             said = start(tmp_path, "codex", at, "MAINTASK", seconds=SECONDS)
             again = start(
                 tmp_path, "codex", at, "Sure?", "resume", "--last", seconds=SECONDS

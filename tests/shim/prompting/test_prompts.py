@@ -32,7 +32,7 @@ from trajkit_shim.errors import EngineError, TemplateError
 from trajkit_shim.prompting.conversation import START, Budget
 from trajkit_shim.prompting.conversation import Conversation as Session
 from trajkit_shim.prompting.prompts import Prompts
-from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.render import ChatRenderer, encode
 from trajkit_shim.replies.parse import opens_reasoning
 
 EMBEDDED = ChatRenderer(load_tokenizer())
@@ -203,12 +203,12 @@ class Conversation:
 def canonical(renderer, text):
     """A reply in the tokenizer's own spelling, special tokens in it as text."""
     end = np.array(renderer.end_ids, np.int32)
-    return np.concatenate([renderer._piece(text).ids, end])
+    return np.concatenate([encode(renderer._plain, text).ids, end])
 
 
 def letters(renderer, text):
     """A reply of one token per byte."""
-    pieces = [renderer._piece(letter).ids for letter in text]
+    pieces = [encode(renderer._plain, letter).ids for letter in text]
     return np.concatenate([*pieces, np.array(renderer.end_ids, np.int32)])
 
 
@@ -486,7 +486,7 @@ def test_a_reply_that_ends_with_the_next_message_s_marker():
     conversation = Conversation(renderer)
     opening = [said("user", "u")]
     first = conversation.ask(opening, [TOOL])
-    text = renderer._piece(CALL).ids.tolist()
+    text = encode(renderer._plain, CALL).ids.tolist()
     sampled_ids = np.array([*text, tool], np.int32)
     reply = conversation.reply(sampled_ids)
     path = [*first.ids.tolist(), *sampled_ids.tolist()]

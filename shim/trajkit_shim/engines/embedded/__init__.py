@@ -13,13 +13,15 @@ from trajkit_shim.engines.embedded.script import (
     converse,
     tool_call,
 )
-from trajkit_shim.engines.embedded.vocabulary import load_tokenizer
+from trajkit_shim.engines.embedded.vocabulary import END, chat_files, load_tokenizer
 
 __all__ = [
+    "END",
     "EmbeddedEngine",
     "Policy",
     "Reply",
     "Special",
+    "chat_files",
     "converse",
     "load_tokenizer",
     "tool_call",

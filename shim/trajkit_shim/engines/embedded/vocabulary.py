@@ -1,4 +1,4 @@
-"""The shipped tokenizer: as the engine needs it, and as a transformers tokenizer."""
+"""The shipped tokenizer: as the engine needs it, and as renderers and transformers do."""
 
 import json
 import os
@@ -58,15 +58,22 @@ def shipped() -> Vocabulary:
     return Vocabulary(_shipped_file("tokenizer.json"))
 
 
+def chat_files() -> tuple[Tokenizer, str]:
+    """Return the shipped tokenizer and its chat template."""
+    tokenizer = Tokenizer.from_str(_shipped_file("tokenizer.json"))
+    return tokenizer, _shipped_file("chat_template.jinja")
+
+
 def load_tokenizer() -> "PreTrainedTokenizerFast":
-    """The embedded engine's tokenizer, with its chat template. Imports transformers."""
+    """The embedded engine's tokenizer for transformers, with its chat template."""
     # otherwise transformers warns about missing PyTorch, which is not needed
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import PreTrainedTokenizerFast
 
+    tokenizer, template = chat_files()
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=Tokenizer.from_str(_shipped_file("tokenizer.json")),
-        chat_template=_shipped_file("chat_template.jinja"),
+        tokenizer_object=tokenizer,
+        chat_template=template,
         eos_token=END,
         pad_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,

@@ -1,13 +1,11 @@
-"""What was tokenized before is not tokenized again, and makes no difference."""
+"""Texts are tokenized in pieces between control tokens, which makes no difference."""
 
 import json
 import traceback
 
-import numpy as np
 import openai
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Encoding, Tokenizer
 
 from tests.shim.clients import in_process
@@ -21,21 +19,18 @@ from tests.shim.fakes import (
 from tests.strategies import spoken_texts
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.errors import EngineError
-from trajkit_shim.prompting import tokenize_cache
-from trajkit_shim.prompting.render import ChatRenderer, _longest_token
-from trajkit_shim.prompting.tokenize_cache import NO_LIMIT
+from trajkit_shim.prompting import render
+from trajkit_shim.prompting.render import (
+    NO_LIMIT,
+    ChatRenderer,
+    _longest_token,
+    embedded_renderer,
+    encode,
+    load_renderer,
+)
 
 EMBEDDED = load_tokenizer()
-UNCACHED = ChatRenderer(EMBEDDED, cache_bytes=0)
-SMALL = ChatRenderer(EMBEDDED, cache_bytes=4000)
-LARGE = ChatRenderer(EMBEDDED)
-
-conversations = st.lists(
-    st.lists(
-        spoken_texts | st.sampled_from(["return self", " \n", "naïve 👍"]), min_size=1
-    ),
-    max_size=4,
-)
+RENDERER = ChatRenderer(EMBEDDED)
 
 
 def messages_of(texts):
@@ -45,64 +40,42 @@ def messages_of(texts):
     ]
 
 
-def placed(renderer, text):
-    """Where each token of a text without marks stands, now and once more."""
-    if text != LARGE.without_mark(text):
-        return []
-    return [renderer.encode(text).offsets for _ in range(2)]
+@given(spoken_texts, spoken_texts)
+def test_the_pieces_have_the_ids_of_the_text(one, other):
+    text = RENDERER.text(messages_of([one, other]), None)
+    if text == RENDERER.without_mark(text):
+        whole = EMBEDDED(text, add_special_tokens=False)["input_ids"]
+        assert RENDERER.encode(text).ids.tolist() == whole
 
 
-@given(conversations)
-def test_a_cached_prompt_is_the_uncached_one(conversations):
-    for texts in conversations:
-        messages = messages_of(texts)
-        expected = rendered(UNCACHED, messages, None)
-        text = UNCACHED.text(messages, None)
-        spelled = UNCACHED.without_mark(text)
-        if spelled == text:
-            # as the tokenizer has it, in one piece
-            whole = EMBEDDED(text, add_special_tokens=False)["input_ids"]
-            assert expected.tolist() == whole
-        for renderer in (SMALL, LARGE):
-            for _ in range(2):
-                assert rendered(renderer, messages, None).tolist() == expected.tolist()
-                encoded = renderer.encode(renderer.text(messages, None))
-                assert encoded.ids.tolist() == expected.tolist()
-        assert UNCACHED.encode(text).ids.tolist() == expected.tolist()
-        text = LARGE.text(messages, None)
-        for one, other in zip(placed(LARGE, text), placed(SMALL, text), strict=True):
-            assert np.array_equal(one, other)
-    assert SMALL._piece.n_bytes <= 4000
-    assert UNCACHED._piece.n_bytes == 0
+@pytest.mark.parametrize("config", ["here", "inside", "named"])
+def test_a_directory_is_read_without_transformers(tmp_path, monkeypatch, config):
+    """Its template may be a file, in the configuration, or one of several there."""
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    EMBEDDED.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = EMBEDDED.chat_template
+    fields = {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|new|>"}
+    if config == "here":
+        (tmp_path / "chat_template.jinja").write_text(template)
+    else:
+        several = [{"name": "default", "template": template}]
+        fields["chat_template"] = several if config == "named" else template
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    renderer, own = load_renderer(tmp_path), embedded_renderer()
+    messages = messages_of(["hi <|new|>", "there", "and?"])
+    assert renderer.text(messages[:1], None) != own.text(messages[:1], None)
+    assert renderer.end_ids == own.end_ids == RENDERER.end_ids
+    for each in (renderer, own):
+        ids = each.encode(each.text(messages[1:], None)).ids.tolist()
+        assert ids == rendered(RENDERER, messages[1:]).tolist()
+    # a token that the vocabulary lacks is added
+    assert len(renderer.tokenizer) == len(own.tokenizer) + 1 == len(EMBEDDED) + 1
 
 
-def test_only_what_is_new_is_tokenized(monkeypatch):
-    renderer, lengths = byte_renderer(AS_STRING), []
-    encode = tokenize_cache.encode
-
-    def watched(tokenizer, text, max_tokens):
-        lengths.append(len(text))
-        return encode(tokenizer, text, max_tokens)
-
-    def tokenized(texts):
-        lengths.clear()
-        rendered(renderer, messages_of(texts), None)
-        return sum(lengths)
-
-    monkeypatch.setattr(tokenize_cache, "encode", watched)
-    texts = ["a" * 1000, "b" * 1000, "c" * 1000]
-    assert tokenized(texts) > 3000
-    assert 500 < tokenized([*texts, "d" * 500]) < 600
-    # in the middle of a conversation too
-    assert 500 < tokenized([texts[0], "e" * 500, texts[2]]) < 600
-
-
-def test_one_that_is_larger_than_all_room_drives_nothing_out():
-    renderer = ChatRenderer(byte_tokenizer(), AS_STRING, cache_bytes=50_000)
-    rendered(renderer, messages_of(["a" * 1000]), None)
-    kept = renderer._piece.n_bytes
-    renderer.encode("b" * 100_000)
-    assert renderer._piece.n_bytes == kept
+def test_a_directory_that_needs_transformers(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ValueError, match="needs transformers: pip install"):
+        load_renderer(tmp_path)
 
 
 def test_a_tokenizer_that_begins_a_text_otherwise_is_given_it_whole():
@@ -131,7 +104,6 @@ def test_a_tokenizer_that_begins_a_text_otherwise_is_given_it_whole():
 async def test_a_prompt_that_cannot_fit_is_not_tokenized(tmp_path, monkeypatch):
     """Its length in characters suffices. A shorter one is tokenized, and refused."""
     renderer, encoded = byte_renderer(), []
-    encode = tokenize_cache.encode
 
     def watched(tokenizer, text, max_tokens):
         encoded.append(len(text))
@@ -140,7 +112,7 @@ async def test_a_prompt_that_cannot_fit_is_not_tokenized(tmp_path, monkeypatch):
     longest = len("</tool_call>")
     async with in_process(ScriptedEngine(), renderer, tmp_path) as gateway:
         client = await gateway.open()
-        monkeypatch.setattr(tokenize_cache, "encode", watched)
+        monkeypatch.setattr(render, "encode", watched)
         for n_chars in (2000 * longest + longest, 2500):
             with pytest.raises(openai.BadRequestError, match="at least") as caught:
                 await client.chat.completions.create(
@@ -177,7 +149,7 @@ def test_the_longest_token_bounds_a_text_only_where_it_surely_does(change, bound
 def test_the_error_of_a_text_that_is_too_long_does_not_keep_its_encoding():
     """Garbage collections would free it, and other threads would wait."""
     with pytest.raises(EngineError, match="at least 6001 tokens") as caught:
-        tokenize_cache.encode(EMBEDDED.backend_tokenizer, "a b c " * 2000, 10)
+        encode(EMBEDDED.backend_tokenizer, "a b c " * 2000, 10)
     kept = [
         value
         for frame, _ in traceback.walk_tb(caught.value.__traceback__)
