@@ -11,10 +11,10 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import is_list, place
 from trajkit._arrow.take import list_values
 from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.schema.engine import lookup, nulls
 from trajkit.turns.calls import Longs
 from trajkit.turns.flat_buffers import offsets_of, positions
 from trajkit.turns.structs import PACK_ROW
-from trajkit.turns.turn_rules import lookup, nulls
 
 OBSERVED = "observation_weight"
 

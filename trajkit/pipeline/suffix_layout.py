@@ -14,12 +14,12 @@ from trajkit._arrow.take import list_values, row_lengths
 from trajkit._streams import limits
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.schema import ROWS, ROWS_SUFFIX
+from trajkit.schema.engine import lengths, lookup, nulls, run_starts
 from trajkit.turns.calls import Ints, Longs
 from trajkit.turns.flat_buffers import Ragged, ids_of, offsets_of, positions
 from trajkit.turns.prefix_forest import grow_paths
 from trajkit.turns.structs import CALL
 from trajkit.turns.table import runs_of
-from trajkit.turns.turn_rules import lengths, lookup, nulls, run_starts
 from trajkit.turns.validation import check_layout
 
 

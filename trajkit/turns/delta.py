@@ -21,12 +21,12 @@ from trajkit._streams import limits
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
+from trajkit.schema.engine import lengths
 from trajkit.turns.calls import Calls, Ints, Longs, read_calls
 from trajkit.turns.flat_buffers import offsets_of, positions
 from trajkit.turns.prefix_forest import grow, grow_paths
 from trajkit.turns.records import as_turns
 from trajkit.turns.structs import CALL
-from trajkit.turns.turn_rules import lengths
 
 
 @overload

@@ -11,8 +11,8 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import Rows
+from trajkit.schema.engine import Bools, flat_chunks, raw_floats
 from trajkit.turns.calls import Calls, Ints, Longs
-from trajkit.turns.turn_rules import Bools, flat_chunks, raw_floats
 
 Array: TypeAlias = npt.NDArray[Any]
 Index: TypeAlias = int | np.integer[Any]

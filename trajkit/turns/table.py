@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from trajkit._arrow.canonical import canonical, turns_schema
 from trajkit.errors import InvalidTurnsError
-from trajkit.turns.turn_rules import run_starts
+from trajkit.schema.engine import run_starts
 
 _Longs = npt.NDArray[np.int64]
 

@@ -11,11 +11,11 @@ import pyarrow as pa
 from trajkit._arrow.canonical import Rows
 from trajkit.policies import Policy
 from trajkit.schema import RULES, VIOLATIONS
+from trajkit.schema.engine import Bools
 from trajkit.turns.calls import Longs
 from trajkit.turns.flat_buffers import FlatRows, Index, TurnTokens
 from trajkit.turns.session_metadata import errored
 from trajkit.turns.trainability import aborted_calls
-from trajkit.turns.turn_rules import Bools
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from trajkit._arrow.canonical import canonical
 from trajkit.errors import SchemaError
+from trajkit.schema.engine import Bools
 from trajkit.turns.calls import Longs
-from trajkit.turns.turn_rules import Bools
 from trajkit.verification.context import Case, consecutive
 from trajkit.verification.rules import not_trained
 

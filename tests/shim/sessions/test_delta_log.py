@@ -19,7 +19,7 @@ from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.embedded import EmbeddedEngine
 from trajkit_shim.sessions.turn_log import DELTA_LOG_SCHEMA, TurnLog, WrittenTurns
 
-TEXT = (Path(__file__).parents[3] / "trajkit" / "schema.py").read_text()
+TEXT = (Path(__file__).parents[3] / "trajkit" / "schema" / "turns.py").read_text()
 
 messages = st.lists(
     st.builds(
