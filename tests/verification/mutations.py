@@ -847,6 +847,9 @@ def planted_in(policy, n_places=2):
             n += 1
             if n == n_places:
                 break
+    for name in [one for one in rows if one not in sessions]:
+        faulty += rows[name]
+        called += lines[name]
     return (
         pa.Table.from_pylist(faulty, ROWS),
         pa.Table.from_pylist(called, turns.schema),
@@ -864,6 +867,7 @@ def missed_in(policy, *, named=True):
         rows, turns, policy if named else None, sessions=facts_of(turns)
     ).to_pylist()
     wrong = {one["session_id"] for one in found}
+    assert wrong <= {*sessions, "nobody"}, "a session without a fault"
     # their rows are those of a session without turns
     spared = {name for name in sessions if name.startswith("session_of_nobody")}
     missed = [sessions[name] for name in sessions if name not in wrong | spared]

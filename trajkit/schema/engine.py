@@ -6,6 +6,7 @@ form; pyarrow.compute is left alone, so that importing a schema is cheap.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,6 +28,36 @@ _NO_LOGPROB = (
     "(nonfinite_logprobs='null' makes it null)"
 )
 POSITIVE = "a log-probability is at most 0 (1e-4 is tolerated for rounding)"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A finding in words, and where it is: a line of a table of violations."""
+
+    # None: of no one of them
+    rule: str
+    detail: str
+    session_id: str | None = None
+    row_index: int | None = None
+    turn_index: int | None = None
+    token: int | None = None
+    pack: int | None = None
+    row_token: int | None = None
+
+
+def as_lines(found: Sequence[Violation], schema: pa.Schema) -> pa.Table:
+    """The violations as a table."""
+    columns = [[getattr(one, name) for one in found] for name in schema.names]
+    arrays = [
+        pa.array(values, field.type)
+        for values, field in zip(columns, schema, strict=True)
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def shown(value: object) -> object:
+    """A value as violations show it."""
+    return "null" if value is None else value
 
 
 def fault(
