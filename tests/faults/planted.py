@@ -291,8 +291,8 @@ PYTHON = (
         (
             "retries are not ranked by request_id",
             'keys = [_ranks(calls, "request_id"), calls.calls["prompt_len"], '
-            "calls.session_of()]",
-            'keys = [calls.calls["prompt_len"], calls.session_of()]',
+            "calls.session]",
+            'keys = [calls.calls["prompt_len"], calls.session]',
         ),
         (
             "request_id goes before started_at",
@@ -310,8 +310,8 @@ PYTHON = (
         "tests/pipeline/test_policies.py tests/pipeline/test_rows.py",
         (
             "tokens of an aborted turn of context are lost twice",
-            'now = aborted & (calls.calls["trainable"] != 0)',
-            "now = aborted",
+            'now = aborted_calls(calls) & (calls.calls["trainable"] != 0)',
+            "now = aborted_calls(calls)",
         ),
         (
             "turns of context need logprobs",
@@ -373,8 +373,8 @@ PYTHON = (
         ),
         (
             "an order may be the number of calls",
-            'links["order"] >= np.diff(calls.session_offsets)[session]',
-            'links["order"] > np.diff(calls.session_offsets)[session]',
+            'links["order"] >= np.diff(calls.offsets)[session]',
+            'links["order"] > np.diff(calls.offsets)[session]',
         ),
     ),
     _place(
@@ -391,24 +391,14 @@ PYTHON = (
             "end - run.first",
         ),
         (
-            "a list of n - 1 elements is never that of the outputs",
-            "lacks_last & short,",
-            "short,",
-        ),
-        (
             "a start may be negative",
-            "given & ((starts < 0) | (starts + length > calls.path_len))",
-            "given & (starts + length > calls.path_len)",
+            "given & ((starts < 0) | (starts + length > n_path))",
+            "given & (starts + length > n_path)",
         ),
         (
             "nothing comes before a given start",
-            "np.where(given, starts > 0, partial)",
-            "np.where(given, False, partial)",
-        ),
-        (
-            "in delta form a list without the last token is refused",
-            "delta & (new | (new_short & ~output))",
-            "delta & new",
+            "given & (first > 0) & (length >= 0)",
+            "np.zeros_like(given)",
         ),
     ),
     _place(
@@ -455,13 +445,33 @@ PYTHON = (
         ),
         (
             "a prompt that skips tokens begins its row",
-            'whole = (links["lcp"] == before) & (before == starts)',
-            'whole = links["lcp"] == before',
+            '(links["lcp"] == ends) & (ends == starts),',
+            'links["lcp"] == ends,',
         ),
         (
             "payloads of prompts behind a splice count",
             "heads = (parent >= 0) & (other == other[offsets[:-1]][row])",
             "heads = parent >= 0",
+        ),
+        (
+            "a call that opens a spliced row is a root",
+            'plan.counted("roots")[:] = self.roots',
+            'plan.counted("roots")[:] += 0',
+        ),
+        (
+            "calls after one that was dropped are in the row",
+            "chains.before_each(missing) + missing[chains.calls] > 0",
+            "missing[chains.calls] > 0",
+        ),
+        (
+            "dropped tokens count as unrouted, too",
+            'plan.counted("lost_unrouted")[:] -= lost',
+            'plan.counted("lost_unrouted")[:] -= 0 * lost',
+        ),
+        (
+            "an end of turn at the end of the previous prompt is not seen",
+            "low = np.where(linked, n_prompt[before], n_prompt)",
+            "low = np.where(linked, n_prompt[before] + 1, n_prompt)",
         ),
     ),
     _place(
@@ -768,12 +778,6 @@ NATIVE = (
             "owned or part.kind in (SPAN_DUPLICATE, SPAN_UNTRAINABLE)",
         ),
         (
-            "dropped calls count in a row",
-            "if plan.links[call].splice != SPLICE_DROPPED:",
-            "True",
-            "plan.links[call].splice != SPLICE_DROPPED",
-        ),
-        (
             "a row that ends with a prompt at the cap is not cut to a call",
             "row.n_calls > 1 and calls[row.last].prompt_len >= plan.choices.max_tokens",
             "calls[row.last].prompt_len > plan.choices.max_tokens",
@@ -796,12 +800,6 @@ NATIVE = (
             "row.shared = min(min(nodes[node].stop, row.n_tokens), plan.rows[by].n_tokens)",
             "min(nodes[node].stop, row.n_tokens)",
             "min(min(nodes[node].stop, row.n_tokens), plan.rows[by].n_tokens)",
-        ),
-        (
-            "a call that opens a spliced row is a root",
-            "link.parent < 0 and link.splice != SPLICE_OPENS",
-            "True",
-            "link.splice != SPLICE_OPENS",
         ),
         (
             "a row that ends where its prompt does is kept",
@@ -958,16 +956,6 @@ NATIVE = (
             "if self.of_prompts and prompt_len == 0:",
             "False",
             "prompt_len == 0",
-        ),
-    ),
-    _place(
-        "_native/plan/splice.pxi",
-        "tests/pipeline/test_splice.py tests/pipeline/test_golden.py",
-        (
-            "an end of turn at the end of the previous prompt is not seen",
-            "paths.calls, paths.nodes, paths.ends[call], last.prompt_len,",
-            "last.prompt_len + 1",
-            "last.prompt_len",
         ),
     ),
     _place(

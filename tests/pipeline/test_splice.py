@@ -335,6 +335,21 @@ def test_payloads_follow_their_tokens(turns, token, limit):
     assert rows["copy"].to_pylist() == rows["input_ids"].to_pylist()
 
 
+def test_a_prompt_that_skips_tokens_does_not_begin_the_row():
+    """The second call's part begins after an id that its prompt has and the row has not."""
+    turns = turns_table(
+        [
+            {**turn([1], [2]), "x": None},
+            {**turn([1, 2, 5, END, 6], [7]), "x": None},
+            {**turn([1, 2, 5, END, 6, 7, END, 8], [9]), "x": [*range(9)]},
+        ]
+    )
+    policy = tk.policy("polar", end_of_turn_token_id=END)
+    (row,) = tk.linearize(turns, policy, payloads=["x"]).to_pylist()
+    assert row["input_ids"] == [1, 2, END, 6, 7, END, 8, 9]
+    assert row["x"] == [None] * 5 + [6, 7, 8]
+
+
 def test_the_next_call_tells_the_last_token_of_a_reply():
     """Where a row starts with its prompt; a spliced prompt tells only its own part."""
     prompts = [[1], [1, 2, 9, 3], [1, 2, 9, 3, 4, 9, 5], [1, 2, 9, 3, 4, 8, 9, 6]]
@@ -345,6 +360,7 @@ def test_the_next_call_tells_the_last_token_of_a_reply():
             "prompt_ids": prompt,
             "output_ids": output,
             "finish_reason": "stop",
+            "x_start": 0,
             "x": [100 * k + i for i in range(len(prompt) + len(output) - 1)],
         }
         for k, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))

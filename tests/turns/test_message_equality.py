@@ -23,7 +23,6 @@ from tests.tables import in_delta_form, link_by, turns_table
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError
 from trajkit.schema import TURNS, VALUE_BYTES
-from trajkit.turns.calls import read_calls
 from trajkit.turns.message_equality import (
     classify,
     find_plain_bodies,
@@ -31,6 +30,7 @@ from trajkit.turns.message_equality import (
     text_of_fields,
     with_equality,
 )
+from trajkit.turns.sessions import Sessions
 
 EQUAL = {
     "values": lambda a, b: a == b,
@@ -58,7 +58,7 @@ NUMBERS = [
 @given(delegating_sessions() | sessions(), st.sampled_from([*EQUAL]))
 @example(NUMBERS, "text")
 def test_classes_are_those_of_the_equality(turns, equality):
-    calls = read_calls(turns_table(turns))
+    calls = Sessions.of(turns_table(turns))
     classes = classify(calls, identity_of(equality))
     messages = shown(turns)
     assert len(classes.places) == len(messages)
@@ -87,7 +87,7 @@ def test_values_are_the_equality_of_the_first_bytes_of_the_stored_keys(messages)
             }
         ]
     )
-    places = classify(read_calls(turns), identity_of("values")).places
+    places = classify(Sessions.of(turns), identity_of("values")).places
     keys = [tk.turns.message_key(message)[:VALUE_BYTES] for message in messages]
     for a, left in zip(keys, places, strict=True):
         assert [left == right for right in places] == [a == b for b in keys]
@@ -104,7 +104,7 @@ def test_routing_by_new_keys_is_the_same_in_delta_form(data, turns, equality):
     assert link_by(full, "agents", message_equality=equality).equals(
         link_by(delta, "agents", message_equality=equality)
     )
-    calls = read_calls(delta)
+    calls = Sessions.of(delta)
     keyed = with_equality(calls, equality)
     assert keyed.requests["n_keys"].tolist() == calls.requests["n_keys"].tolist()
 
@@ -121,7 +121,7 @@ def test_stored_keys_are_used_where_no_number_has_a_simpler_type():
         for content in (2, 2.0)
     ]
     for n, expected in ((1, True), (2, False)):
-        read = read_calls(tk.from_records(calls[:n]))
+        read = Sessions.of(tk.from_records(calls[:n]))
         assert (with_equality(read, "values").keys is None) == expected
 
 
@@ -159,7 +159,7 @@ def test_cache_control_is_left_out_at_any_depth():
             }
         ]
     )
-    places = classify(read_calls(turns), identity_of("text")).places
+    places = classify(Sessions.of(turns), identity_of("text")).places
     assert places[0] == places[1]
     assert len({*places.tolist()}) == 3
 
@@ -214,11 +214,11 @@ def test_agents_need_an_equality_that_tells_tool_calls_apart(equality):
 
 
 def test_the_kernel_refuses_arrays_of_other_lengths():
-    calls = read_calls(two_turns())
+    calls = Sessions.of(two_turns())
     has_body = np.ones(3, np.uint8)
     good = {
         "requests": calls.requests,
-        "session_offsets": calls.session_offsets,
+        "session_offsets": calls.offsets,
         "has_body": has_body,
         "reply_has_body": np.ones(2, np.uint8),
         "places": np.empty(3, np.int64),

@@ -366,7 +366,7 @@ def write_rows(
     """Write training rows to a file that `read_rows` reads; see `write_turns`.
 
     Rows of the layout "suffix" keep it. Parquet files of more than 32 MB as Arrow are
-    written by polars if it is installed (``trajkit[polars]``): that takes a third of the
+    written by polars if it is installed (``trajkit[look]``): that takes a third of the
     time, and Arrow reads the same types.
     """
     _write((canonical_rows(table) for table in _tables(rows)), ROWS, sink, format)

@@ -15,20 +15,14 @@ import pyarrow as pa
 from trajkit._arguments import check_choice, chosen_int
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical, is_list
+from trajkit._arrow.ragged import Longs, Ragged, offsets_of, positions
 from trajkit._arrow.take import list_values, take_values
 from trajkit.errors import SchemaError
 from trajkit.learn.loss import Reduce
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACK_VIOLATIONS, PACKS
 from trajkit.schema.engine import Violation, as_lines
-from trajkit.turns.calls import Longs
-from trajkit.turns.flat_buffers import (
-    FlatRows,
-    Ragged,
-    flat_rows,
-    offsets_of,
-    positions,
-)
+from trajkit.turns.flat_buffers import FlatRows, flat_rows
 from trajkit.turns.mm_items import Image, image_faults, same_image
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -233,7 +227,8 @@ class _Check:
         """A list of a pack, or None if it is null."""
         if name not in self.lists or not self.table.column(name)[line].is_valid:
             return None
-        return self.lists[name][line]
+        values: npt.NDArray[Any] = self.lists[name][line]
+        return values
 
     def number(self, name: str, line: int, absent: int) -> int:
         value = self.table.column(name)[line].as_py()

@@ -8,9 +8,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from trajkit import _core
+from trajkit._arrow.ragged import Ints, Longs, Records
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import KEY_BYTES
-from trajkit.turns.calls import Ints, Longs, Records
 from trajkit.turns.messages import Encoded, MessageBook, check_text, encode
 from trajkit.turns.structs import REQUEST
 

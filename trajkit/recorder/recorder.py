@@ -6,7 +6,6 @@ from datetime import datetime
 from threading import Lock
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, cast
 
-import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
@@ -20,7 +19,7 @@ from trajkit.recorder.rejected import RejectedCall, copied, rejected_table
 from trajkit.recorder.session import ChatMessage, Recording
 from trajkit.turns.messages import check_text
 from trajkit.turns.session_metadata import Reward, one_session
-from trajkit.turns.table import Turns
+from trajkit.turns.sessions import Sessions
 
 OnInvalid: TypeAlias = Literal["raise", "reject"]
 
@@ -465,8 +464,7 @@ class Recorder:
             if not (reads_turns(chosen) or arguments.get("payloads")):
                 source = session.as_calls(session_id)
             if source is None:
-                turns, ids = session.turns(session_id), pa.array([session_id])
-                source = Turns(turns, np.array([0, len(turns)]), ids)
+                source = Sessions.of(session.turns(session_id))
             result = make(source, chosen, **arguments)
             if forget:
                 self._forget(session, session_id)

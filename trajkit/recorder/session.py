@@ -10,13 +10,12 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow.export import Column, record_batch
+from trajkit._arrow.ragged import Ints, Longs, Records, offsets_of
 from trajkit.errors import InvalidTurnsError
 from trajkit.recorder.extra_columns import ExtraColumns, Types
 from trajkit.recorder.message_lists import MessageLog
 from trajkit.schema import TURNS_DELTA
 from trajkit.schema.engine import MAX_LOGPROB, NO_LOGPROB, Bools
-from trajkit.turns.calls import Calls, Ints, Longs, Records
-from trajkit.turns.flat_buffers import offsets_of
 from trajkit.turns.python_lists import ID_RULE, checked_ids, read_ids, read_logprobs
 from trajkit.turns.records import (
     METADATA,
@@ -26,6 +25,7 @@ from trajkit.turns.records import (
     value_column,
 )
 from trajkit.turns.session_metadata import OF_TURNS
+from trajkit.turns.sessions import Sessions
 from trajkit.turns.structs import STOPS
 
 ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
@@ -54,7 +54,7 @@ class Recording:
         self.valid: list[npt.NDArray[np.uint8] | None] = []
         # by call: its values of the columns `METADATA`
         self.metadata: list[tuple[object, ...]] = []
-        # the forest of paths (turns.prefix_forest), grown call by call
+        # the forest of paths (turns.sessions.Forest), grown call by call
         self.paths = _core.Growth(_SHORT)
         self.message_log = MessageLog()
         # the session's id as an array
@@ -113,7 +113,7 @@ class Recording:
                 n_messages = 0
         return turn, n_tokens, n_messages
 
-    def as_calls(self, name: str) -> Calls | None:
+    def as_calls(self, name: str) -> Sessions | None:
         """The calls as a policy reads them that compares messages by their values.
 
         It costs a fraction of making `turns` and reading them. Returns None if that is
@@ -136,7 +136,9 @@ class Recording:
         table = pa.Table.from_arrays(arrays, schema=schema)
         requests, keys, roles = self.message_log.requests(n_calls)
         turn_index, offsets = np.arange(n_calls, dtype=np.int32), np.array([0, n_calls])
-        return Calls(table, calls, requests, offsets, self.id, turn_index, keys, roles)
+        return Sessions(
+            table, self.id, offsets, turn_index, calls, requests, keys, roles
+        )
 
     def turns(self, name: str) -> pa.Table:
         """The calls so far: `trajkit.schema.TURNS_DELTA`, then the extra columns.

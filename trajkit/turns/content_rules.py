@@ -10,6 +10,8 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import is_list, list_parts
+from trajkit._arrow.ragged import lengths
+from trajkit._arrow.take import list_values
 from trajkit.errors import SchemaError
 from trajkit.schema.columns import Fault, Rows
 from trajkit.schema.engine import (
@@ -18,11 +20,8 @@ from trajkit.schema.engine import (
     broken,
     broken_items,
     fault,
-    lengths,
-    list_values,
     nulls,
     owners,
-    run_starts,
 )
 from trajkit.turns.deep_json import parse
 from trajkit.turns.mm_items import (
@@ -33,6 +32,7 @@ from trajkit.turns.mm_items import (
     has_items,
     item_ids,
 )
+from trajkit.turns.sessions import run_starts
 
 
 def payloads(table: pa.Table) -> Iterator[Fault]:

@@ -15,11 +15,12 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.ragged import Ints, Longs
 from trajkit.errors import InvalidTurnsError, MissingBodyError
 from trajkit.policies import MessageEquality
 from trajkit.schema import KEY_BYTES, VALUE_BYTES
-from trajkit.turns.calls import Calls, Ints, Longs
 from trajkit.turns.deep_json import parse
+from trajkit.turns.sessions import Sessions
 
 Identity: TypeAlias = Callable[[pa.Array], pa.Array]
 """Maps distinct bodies (strings) to texts that are equal if the messages are."""
@@ -30,7 +31,7 @@ _CACHE_CONTROL = "cache_control"
 _SHOWN = 80
 
 
-def with_equality(calls: Calls, equality: MessageEquality) -> Calls:
+def with_equality(calls: Sessions, equality: MessageEquality) -> Sessions:
     """Replace the keys of requests so that equal messages have equal keys.
 
     Raises as `classify` for an equality that compares bodies.
@@ -40,7 +41,7 @@ def with_equality(calls: Calls, equality: MessageEquality) -> Calls:
     return classify(calls, identity_of(equality)).keyed(calls)
 
 
-def _by_value(calls: Calls) -> Calls:
+def _by_value(calls: Sessions) -> Sessions:
     """The calls with keys that are equal if Python's ``==`` is true of the messages."""
     if calls.keys is not None:
         return calls
@@ -61,7 +62,9 @@ def _by_value(calls: Calls) -> Calls:
     return _with_keys(calls, keys, calls.requests["reply_key"] != 0)
 
 
-def _with_keys(calls: Calls, keys: Longs, replied: npt.NDArray[np.bool_]) -> Calls:
+def _with_keys(
+    calls: Sessions, keys: Longs, replied: npt.NDArray[np.bool_]
+) -> Sessions:
     """The calls with other keys.
 
     ``keys`` has shape (n_messages + n_calls, 2): the messages that requests store, then
@@ -94,7 +97,7 @@ class Classes:
     # shape (n_calls,): the class of each reply, or -1
     replies: Longs
 
-    def keyed(self, calls: Calls) -> Calls:
+    def keyed(self, calls: Sessions) -> Sessions:
         """The calls with the class as the first 8 bytes of each key, in native order."""
         n_places, n_calls = len(self.places), len(self.replies)
         keys = np.zeros((n_places + n_calls, _KEY_WORDS), np.int64)
@@ -103,7 +106,7 @@ class Classes:
         return _with_keys(calls, keys, self.replies >= 0)
 
 
-def classify(calls: Calls, identity: Identity) -> Classes:
+def classify(calls: Sessions, identity: Identity) -> Classes:
     """Group the messages of calls into classes; ``identity`` gets each body once.
 
     Raises MissingBodyError if a message has no body, here or earlier in its session,
@@ -123,7 +126,7 @@ def classify(calls: Calls, identity: Identity) -> Classes:
     replies = np.empty(len(requests), np.int64)
     _core.find_bodies(
         requests,
-        calls.session_offsets,
+        calls.offsets,
         has_body,
         reply_has_body,
         places,
@@ -186,7 +189,7 @@ def _message(body: str) -> dict[str, object]:
     return message
 
 
-def _place_of(calls: Calls, number: int) -> tuple[int, str]:
+def _place_of(calls: Sessions, number: int) -> tuple[int, str]:
     """The call of a message and its name there; numbers count messages, then replies."""
     sizes = np.maximum(calls.requests["n_keys"], 0)
     stops = np.cumsum(sizes)
@@ -198,7 +201,7 @@ def _place_of(calls: Calls, number: int) -> tuple[int, str]:
     return call, f"messages[{index}]"
 
 
-def _check_shown(calls: Calls, places: Longs, replies: Longs) -> None:
+def _check_shown(calls: Sessions, places: Longs, replies: Longs) -> None:
     bodiless = np.flatnonzero(places < 0)
     if len(bodiless):
         call, what = _place_of(calls, int(bodiless[0]))

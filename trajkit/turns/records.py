@@ -13,12 +13,11 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arguments import check_choice, near_miss, whole_number
 from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.ragged import Longs, offsets_of
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import MM_ITEM, TURNS, WEIGHT_VERSION
-from trajkit.turns.calls import Longs
 from trajkit.turns.content_rules import item_fault
 from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep
-from trajkit.turns.flat_buffers import offsets_of
 from trajkit.turns.mapping import MapLike, read_map
 from trajkit.turns.messages import NO_IDS, Ids, MessageBook, check_text, encode
 from trajkit.turns.mm_items import Ints

@@ -20,6 +20,7 @@ from trajkit._arrow.canonical import (
     rows_schema,
     turns_schema,
 )
+from trajkit._arrow.ragged import lengths
 from trajkit._arrow.take import take_rows
 from trajkit._streams.session_batches import whole_sessions
 from trajkit._streams.stages import (
@@ -32,7 +33,7 @@ from trajkit._streams.stages import (
 )
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema.columns import Check, Fault, checks_of
-from trajkit.schema.engine import lengths, not_logprobs, raw_floats
+from trajkit.schema.engine import not_logprobs, raw_floats
 from trajkit.schema.rows import row_lengths
 from trajkit.schema.turns import not_empty
 from trajkit.turns import content_rules

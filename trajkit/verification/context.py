@@ -9,11 +9,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arrow.canonical import Rows
+from trajkit._arrow.ragged import Index, Longs
 from trajkit.policies import Policy
 from trajkit.schema import RULES, VIOLATIONS
 from trajkit.schema.engine import Bools, Violation, as_lines, shown
-from trajkit.turns.calls import Longs
-from trajkit.turns.flat_buffers import FlatRows, Index, TurnTokens
+from trajkit.turns.flat_buffers import FlatRows, TurnTokens
 from trajkit.turns.session_metadata import errored
 from trajkit.turns.trainability import aborted_calls
 
@@ -78,8 +78,8 @@ class Case:
             calls = self.turns.calls
             turn_index = int(calls.turn_index[call])
             if session is None:
-                at = np.searchsorted(calls.session_offsets, call, side="right") - 1
-                session = str(calls.session_ids[int(at)].as_py())
+                at = np.searchsorted(calls.offsets, call, side="right") - 1
+                session = str(calls.ids[int(at)].as_py())
         at_token = None if token is None else int(token)
         self.found.append(
             Violation(rule, detail, session, row_index, turn_index, at_token)
@@ -121,7 +121,7 @@ class Case:
         flags: Bools = calls.calls["trainable"].astype(np.bool_)
         if self.policy is not None and not self.policy.train_aborted:
             flags &= ~aborted_calls(calls)
-        return flags & ~errored(self.facts)[calls.session_of()]
+        return flags & ~errored(self.facts)[calls.session]
 
     @property
     def may_train(self) -> Bools:

@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow.canonical import canonical
+from trajkit._arrow.ragged import Longs
 from trajkit.errors import SchemaError
 from trajkit.schema.engine import Bools
-from trajkit.turns.calls import Longs
 from trajkit.verification.context import Case, consecutive
 from trajkit.verification.rules import not_trained
 

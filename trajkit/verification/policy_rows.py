@@ -17,7 +17,6 @@ from trajkit import _core
 from trajkit.pipeline.rows import linearize
 from trajkit.schema.engine import Violation, shown
 from trajkit.turns.flat_buffers import FlatRows, flat_rows
-from trajkit.turns.table import Turns
 from trajkit.verification.context import Case, consecutive, count
 
 Found = Iterator[Violation]
@@ -40,9 +39,8 @@ def compare(case: Case, *, own: bool) -> None:
     wrong = {one.session_id for one in case.found}
     if not own and case.found:
         return
-    turns = Turns(calls.table, calls.session_offsets, calls.session_ids)
     made: pa.Table = linearize(
-        turns, case.policy, max_row_tokens=case.cap, sessions=case.facts
+        calls, case.policy, max_row_tokens=case.cap, sessions=case.facts
     )
     due = flat_rows(made)
     names: list[str | None] = made["session_id"].to_pylist()

@@ -13,11 +13,11 @@ import numpy as np
 
 from trajkit import _core
 from trajkit._arrow.canonical import Rows
+from trajkit._arrow.ragged import Index, Ints, Longs, Ragged
 from trajkit.policies import Policy, Rewards
 from trajkit.schema import EMPTY_KINDS, SPAN_KINDS
 from trajkit.schema.engine import Bools, shown
-from trajkit.turns.calls import Ints, Longs
-from trajkit.turns.flat_buffers import Index, Ragged, Spans, spans_of
+from trajkit.turns.flat_buffers import Spans, spans_of
 from trajkit.turns.mm_items import Image, has_items, image_faults, same_image
 from trajkit.verification.context import Case, consecutive, count
 
@@ -642,8 +642,8 @@ def mm_items(case: Case) -> None:
         return
     if not has_items(turns) and not has_items(table):
         return
-    images: list[set[Image]] = [set() for _ in range(case.turns.calls.n_sessions)]
-    sessions = case.turns.calls.session_of()
+    images: list[set[Image]] = [set() for _ in range(len(case.turns.calls))]
+    sessions = case.turns.calls.session
     for session, listed in zip(sessions, turns["mm_items"].to_pylist(), strict=True):
         images[session].update(map(same_image, listed or ()))
     for row, listed in enumerate(table.column("mm_items").to_pylist()):

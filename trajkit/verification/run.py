@@ -22,10 +22,10 @@ from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema.engine import Violation
-from trajkit.turns.calls import Calls, read_calls
 from trajkit.turns.flat_buffers import flat_rows, flat_turns, sessions_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
+from trajkit.turns.sessions import Sessions
 from trajkit.verification import policy_rows
 from trajkit.verification.context import Case, violations_table
 from trajkit.verification.foreign_rows import foreign_rows, verify_located
@@ -248,10 +248,10 @@ class Judge:
     def found(self, rows: pa.Table, turns: pa.Table) -> pa.Table:
         """Violations in rows that `any_rows` has cast, compared with these turns."""
         own = "spans" in rows.column_names
-        calls = read_calls(turns)
+        calls = Sessions.of(turns)
         found: list[Violation] = []
         session = sessions_of(rows, calls)
-        names = calls.session_ids.to_pylist()
+        names = calls.ids.to_pylist()
         if not own and rows.column("session_id").null_count:
             if rows.column("session_id").null_count < rows.num_rows:
                 raise SchemaError(
@@ -271,7 +271,7 @@ class Judge:
                 sessions_of(here, part),
                 self.policy,
                 self.cap,
-                self.facts.of_calls(part),
+                self.facts.of_sessions(part),
                 found,
             )
             if own:
@@ -282,12 +282,12 @@ class Judge:
         return violations_table(found, names)
 
 
-def _parts(calls: Calls, session: Rows) -> Iterator[tuple[Calls, Rows]]:
+def _parts(calls: Sessions, session: Rows) -> Iterator[tuple[Sessions, Rows]]:
     """Split the calls into parts of complete sessions, with the rows of each part."""
     order = np.argsort(session, kind="stable")
     start = 0
     for part in calls.split(limits.VERIFY_TOKENS):
-        stop = start + part.n_sessions
+        stop = start + len(part.ids)
         lo, hi = np.searchsorted(session[order], [start, stop])
         yield part, order[lo:hi]
         start = stop
