@@ -10,9 +10,8 @@ from tests.faults.gateway import GATEWAY
 
 PYTHON = (
     _place(
-        "trajkit/turns/turn_rules.py",
-        "tests/turns/test_validation.py tests/turns/test_mm_items.py "
-        "tests/turns/test_delta.py",
+        "trajkit/schema/engine.py",
+        "tests/turns/test_validation.py tests/pipeline/test_links.py",
         (
             "-9999 itself is a logprob",
             "(numbers <= NO_LOGPROB, ",
@@ -20,9 +19,23 @@ PYTHON = (
         ),
         (
             "a logprob of 1e-4 is refused",
-            "(numbers > MAX_LOGPROB, _POSITIVE)",
-            "(numbers >= MAX_LOGPROB, _POSITIVE)",
+            "(numbers > MAX_LOGPROB, POSITIVE)",
+            "(numbers >= MAX_LOGPROB, POSITIVE)",
         ),
+        (
+            "numbers of a sliced array begin at its buffer",
+            "np.frombuffer(data, np.float32, len(values), 4 * values.offset)",
+            "np.frombuffer(data, np.float32, len(values))",
+        ),
+        (
+            "a parent may be a negative turn",
+            "good = (values >= 0) & fits(",
+            "good = fits(",
+        ),
+    ),
+    _place(
+        "trajkit/schema/turns.py",
+        "tests/turns/test_validation.py tests/turns/test_delta.py",
         (
             "a span of weights may run backwards",
             "(lows != due) | (highs < lows)",
@@ -34,26 +47,6 @@ PYTHON = (
             "given & (last != n_output)",
         ),
         (
-            "an image may end beyond the prompt",
-            "inside = start < end if may_be_cut else stop <= end",
-            "inside = start < end",
-        ),
-        (
-            "an image may have no token",
-            "last <= start < stop and inside",
-            "last <= start <= stop and inside",
-        ),
-        (
-            "the first content id is an id of the engine",
-            '0 <= item["token_id"] < FIRST_CONTENT_ID',
-            '0 <= item["token_id"] <= FIRST_CONTENT_ID',
-        ),
-        (
-            "a body in another session counts",
-            "names = sessions * (len(codes) + 1) + codes",
-            "names = codes",
-        ),
-        (
             "a turn may be its own base",
             "late = base_row >= np.arange(len(table))",
             "late = base_row > np.arange(len(table))",
@@ -63,26 +56,10 @@ PYTHON = (
             "np.where(none | nulls(listed)[base_row], 0, total[base_row])",
             "np.where(none, 0, total[base_row])",
         ),
-        (
-            "the role in a body is not compared",
-            'if message.get("role") != role:',
-            'if not message.get("role"):',
-        ),
-        (
-            "numbers of a sliced array begin at its buffer",
-            "np.frombuffer(data, np.float32, len(values), 4 * values.offset)",
-            "np.frombuffer(data, np.float32, len(values))",
-        ),
     ),
     _place(
-        "trajkit/turns/table_rules.py",
-        "tests/turns/test_validation.py tests/pipeline/test_links.py "
-        "tests/pipeline/test_suffix_layout.py",
-        (
-            "a parent may be a negative turn",
-            "good = (values >= 0) & fits(",
-            "good = fits(",
-        ),
+        "trajkit/schema/links.py",
+        "tests/turns/test_validation.py tests/pipeline/test_links.py",
         (
             "parents come first in order in every session",
             "(before >= order) & np.isin(session, later)",
@@ -93,6 +70,10 @@ PYTHON = (
             "(path != prompt) | (path != length)",
             "(path != prompt)",
         ),
+    ),
+    _place(
+        "trajkit/schema/rows.py",
+        "tests/turns/test_validation.py tests/pipeline/test_suffix_layout.py",
         (
             "suffix_start may be negative",
             "(first < 0) | (first > shared)",
@@ -128,6 +109,35 @@ PYTHON = (
             "trained tokens outside of spans are not counted",
             "broken(claimed != masked, rule, masked, claimed)",
             "broken(claimed > masked, rule, masked, claimed)",
+        ),
+    ),
+    _place(
+        "trajkit/turns/content_rules.py",
+        "tests/turns/test_validation.py tests/turns/test_mm_items.py",
+        (
+            "an image may end beyond the prompt",
+            "inside = start < end if may_be_cut else stop <= end",
+            "inside = start < end",
+        ),
+        (
+            "an image may have no token",
+            "last <= start < stop and inside",
+            "last <= start <= stop and inside",
+        ),
+        (
+            "the first content id is an id of the engine",
+            '0 <= item["token_id"] < FIRST_CONTENT_ID',
+            '0 <= item["token_id"] <= FIRST_CONTENT_ID',
+        ),
+        (
+            "a body in another session counts",
+            "names = sessions * (len(codes) + 1) + codes",
+            "names = codes",
+        ),
+        (
+            "the role in a body is not compared",
+            'if message.get("role") != role:',
+            'if not message.get("role"):',
         ),
     ),
     _place(

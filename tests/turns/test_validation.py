@@ -11,8 +11,8 @@ from tests.tables import linearized, link_by
 from trajkit import schema
 from trajkit._arrow.canonical import canonical
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.schema.engine import MAX_LOGPROB
 from trajkit.turns.messages import message_body, message_key
-from trajkit.turns.turn_rules import MAX_LOGPROB
 from trajkit.turns.validation import reject_sessions, validate
 
 KEY = b"0123456789abcdef"
@@ -371,7 +371,7 @@ BAD = [
     ("rows", [ROW, ROW], "session 'a', row 0: row_index is repeated"),
     ("rows", [but(ROW, input_ids=[1, 2, 3, -4])], r"input_ids\[3\] is -4"),
     ("rows", [but(ROW, loss_mask=[False] * 3)], "3 elements of loss_mask for 4"),
-    ("rows", [but(ROW, logprobs=[None] * 5)], "5 elements of logprobs for 4"),
+    ("rows", [but(ROW, logprobs=[None] * 5)], "5 logprobs for 4 input_ids"),
     ("rows", [but(ROW, prompt_length=5)], "prompt_length is 5 in a row of 4"),
     ("rows", [but(ROW, prompt_length=-1)], "prompt_length is -1"),
     ("rows", [but(ROW, prompt_length=3)], r"loss_mask\[2\] is true within the prompt"),

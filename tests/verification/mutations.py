@@ -169,21 +169,39 @@ def siblings(rows):
     return [group for group in groups if len(group) > 1]
 
 
+FAULTS: list[Callable[[list[Row], Pick], Planted]] = []
+MORE: list[Callable[[list[Row], Pick], Planted]] = []
+"""Faults that are found by one of several rules, or not without the policy."""
+
+
+def planted(fault):
+    FAULTS.append(fault)
+    return fault
+
+
+def planted_more(fault):
+    MORE.append(fault)
+    return fault
+
+
 # Each fault changes rows in place, at a place that ``pick`` chooses among all there are.
 
 
+@planted
 def mask_cleared(rows, pick):
     row, k = pick(spots(rows, is_trained))
     row["loss_mask"][k] = False
     return Planted("mask", row, k)
 
 
+@planted
 def mask_set(rows, pick):
     row, k = pick(spots(rows, is_context))
     row["loss_mask"][k] = True
     return Planted("mask", row, k)
 
 
+@planted
 def mask_shifted(rows, pick):
     """Off by one, as where the first token of a label row is dropped."""
     row = pick([r for r in rows if any(r["loss_mask"])])
@@ -192,36 +210,42 @@ def mask_shifted(rows, pick):
     return Planted("mask", row, first)
 
 
+@planted
 def mask_short(rows, pick):
     row = pick([r for r in rows if r["input_ids"]])
     row["loss_mask"].pop()
     return Planted("length", row, len(row["loss_mask"]))
 
 
+@planted
 def mask_null(rows, pick):
     row, k = pick(spots(rows, lambda r, k: True))
     row["loss_mask"][k] = None
     return Planted("null", row, k)
 
 
+@planted
 def id_null(rows, pick):
     row, k = pick(spots(rows, lambda r, k: True))
     row["input_ids"][k] = None
     return Planted("null", row, k)
 
 
+@planted
 def logprob_shifted(rows, pick):
     row, k = pick(spots(rows, lambda r, k: r["logprobs"][k] is not None))
     row["logprobs"][k] -= 0.0625
     return Planted("logprob", row, k)
 
 
+@planted
 def logprob_lost(rows, pick):
     row, k = pick(spots(rows, lambda r, k: r["logprobs"][k] is not None))
     row["logprobs"][k] = None
     return Planted("logprob", row, k)
 
 
+@planted
 def logprob_made_up(rows, pick):
     row, k = pick(
         spots(rows, lambda r, k: r["loss_mask"][k] and r["logprobs"][k] is None)
@@ -230,18 +254,21 @@ def logprob_made_up(rows, pick):
     return Planted("logprob", row, k)
 
 
+@planted
 def logprob_off_mask(rows, pick):
     row, k = pick(spots(rows, is_context))
     row["logprobs"][k] = 0.0
     return Planted("logprob", row, k)
 
 
+@planted
 def logprobs_short(rows, pick):
     row = pick([r for r in rows if r["input_ids"]])
     row["logprobs"].pop()
     return Planted("length", row, len(row["logprobs"]))
 
 
+@planted
 def logprobs_of_next_token(rows, pick):
     row, span = pick(
         [
@@ -256,12 +283,14 @@ def logprobs_of_next_token(rows, pick):
     return Planted("logprob", row, span["start"], span["turn_index"])
 
 
+@planted
 def sampled_id_changed(rows, pick):
     row, k = pick(spots(rows, is_trained))
     row["input_ids"][k] = OTHER
     return Planted("span_tokens", row, k)
 
 
+@planted
 def context_id_changed(rows, pick):
     row, k = pick(
         spots(rows, lambda r, k: is_context(r, k) and any(r["loss_mask"][k:]))
@@ -270,6 +299,7 @@ def context_id_changed(rows, pick):
     return Planted("context", row, row["loss_mask"].index(True, k))
 
 
+@planted
 def reply_before_changed(rows, pick):
     """A trained reply is another, so the reply after it was sampled elsewhere."""
     row, k = pick(
@@ -287,6 +317,7 @@ def reply_before_changed(rows, pick):
     return Planted("context", row, later)
 
 
+@planted
 def token_slipped_in(rows, pick):
     """A token more before what is trained, as a template adds one."""
     row = pick([r for r in rows if any(r["loss_mask"])])
@@ -299,6 +330,7 @@ def token_slipped_in(rows, pick):
     return Planted("context", row, row["loss_mask"].index(True))
 
 
+@planted
 def head_lost(rows, pick):
     """The first token is gone, as where a start token is dropped."""
     row = pick(
@@ -312,6 +344,7 @@ def head_lost(rows, pick):
     return Planted("context", row, row["loss_mask"].index(True))
 
 
+@planted
 def tail_changed(rows, pick):
     row, k = pick(
         spots(rows, lambda r, k: not any(r["loss_mask"][k:]) and _ends_in_piece(r))
@@ -328,6 +361,7 @@ def _ends_in_long_piece(row, span):
     return span["stop"] == len(row["input_ids"]) and span["stop"] - span["start"] > 1
 
 
+@planted
 def row_cut_short(rows, pick):
     row = pick([r for r, s in spans(rows, "trained") if _ends_in_long_piece(r, s)])
     for name in ("input_ids", "loss_mask", "logprobs"):
@@ -339,12 +373,14 @@ def row_cut_short(rows, pick):
     )
 
 
+@planted
 def turn_of_nobody(rows, pick):
     row, span = pick(spans(rows, "trained", "duplicate", "untrainable"))
     span["turn_index"] = 10_000
     return Planted("span_turn", row, span["start"])
 
 
+@planted
 def turns_confused(rows, pick):
     """Two pieces of a session, each said to be the other's turn."""
     row, span, other = pick(
@@ -362,12 +398,14 @@ def turns_confused(rows, pick):
     return Planted("span_tokens", row, span["start"], span["turn_index"])
 
 
+@planted
 def kind_of_nobody(rows, pick):
     row, span = pick(spans(rows, "trained", "duplicate", "untrainable"))
     span["kind"] = "lost"
     return Planted("span_kind", row, span["start"], span["turn_index"])
 
 
+@planted
 def absorbed_where_nothing_is(rows, pick):
     row, span = pick(spans(rows, "trained"))
     train(row, span, False)
@@ -375,6 +413,7 @@ def absorbed_where_nothing_is(rows, pick):
     return Planted("span_kind", row, span["start"], span["turn_index"])
 
 
+@planted
 def cut_where_nothing_is(rows, pick):
     row, span = pick([(r, s) for r, s in spans(rows, "trained")])
     train(row, span, False)
@@ -382,24 +421,28 @@ def cut_where_nothing_is(rows, pick):
     return Planted("span_kind", row, span["start"], span["turn_index"])
 
 
+@planted
 def span_past_the_row(rows, pick):
     row, span = pick([(r, r["spans"][-1]) for r in rows if _ends_in_piece(r)])
     span["stop"] += 1
     return Planted("span_place", row, span["start"], span["turn_index"])
 
 
+@planted
 def span_twice(rows, pick):
     row, span = pick(spans(rows, "trained", "duplicate", "untrainable"))
     row["spans"].insert(row["spans"].index(span), dict(span))
     return Planted("span_place", row, span["start"], span["turn_index"])
 
 
+@planted
 def spans_swapped(rows, pick):
     row = pick([r for r in rows if len(r["spans"]) > 1])
     row["spans"].reverse()
     return Planted("span_place", row, row["spans"][1]["start"])
 
 
+@planted
 def span_of_other_range(rows, pick):
     row, span = pick(spans(rows, "trained", "duplicate", "untrainable"))
     span["output_start"] += 1
@@ -407,18 +450,21 @@ def span_of_other_range(rows, pick):
     return Planted("span_range", row, span["start"], span["turn_index"])
 
 
+@planted
 def span_shorter(rows, pick):
     row, span = pick(spans(rows, "trained", "duplicate", "untrainable"))
     span["stop"] -= 1
     return Planted("span_range", row, span["start"], span["turn_index"])
 
 
+@planted
 def span_null(rows, pick):
     row, span = pick(spans(rows, "trained", "duplicate", "untrainable"))
     span["output_start"] = None
     return Planted("null", row, span["start"], span["turn_index"])
 
 
+@planted
 def piece_not_said(rows, pick):
     """The mask trains a reply that no piece names."""
     row, span = pick(spans(rows, "trained"))
@@ -426,6 +472,7 @@ def piece_not_said(rows, pick):
     return Planted("mask", row, span["start"])
 
 
+@planted
 def called_duplicate(rows, pick):
     """A reply that a row trained is context in all of them."""
     row, span = pick(spans(rows, "trained"))
@@ -434,6 +481,7 @@ def called_duplicate(rows, pick):
     return not_trained(row, span["output_start"], span["turn_index"])
 
 
+@planted
 def half_trained(rows, pick):
     row, span = pick(
         [(r, s) for r, s in spans(rows, "trained") if s["stop"] - s["start"] > 1]
@@ -445,6 +493,7 @@ def half_trained(rows, pick):
     return not_trained(row, span["output_stop"], span["turn_index"])
 
 
+@planted
 def trained_by_two_rows(rows, pick):
     row, span = pick(spans(rows, "duplicate"))
     span["kind"] = "trained"
@@ -465,6 +514,7 @@ def trained_by_two_rows(rows, pick):
     return Planted("trained_twice", last, at, span["turn_index"])
 
 
+@planted
 def row_twice(rows, pick):
     row = pick([r for r in rows if any(r["loss_mask"])])
     same = [r for r in rows if r["session_id"] == row["session_id"]]
@@ -473,6 +523,7 @@ def row_twice(rows, pick):
     return Planted("trained_twice", again, row["loss_mask"].index(True))
 
 
+@planted
 def last_row_missing(rows, pick):
     last = {row["session_id"]: row for row in rows}
     row = pick([r for r in last.values() if any(r["loss_mask"])])
@@ -481,6 +532,7 @@ def last_row_missing(rows, pick):
     return not_trained(row, span["output_start"], span["turn_index"])
 
 
+@planted
 def middle_row_missing(rows, pick):
     group = pick(siblings(rows))
     at = pick(list(range(len(group) - 1)))
@@ -488,6 +540,7 @@ def middle_row_missing(rows, pick):
     return Planted("row_index", group[at + 1])
 
 
+@planted
 def rows_swapped(rows, pick):
     group = pick(siblings(rows))
     at = pick(list(range(len(group) - 1)))
@@ -496,12 +549,7 @@ def rows_swapped(rows, pick):
     return Planted("row_index", group[at])
 
 
-def index_skipped(rows, pick):
-    row = pick(rows)
-    row["row_index"] += 100
-    return Planted("row_index", row)
-
-
+@planted
 def untrainable_trained(rows, pick):
     row, span = pick(spans(rows, "untrainable"))
     span["kind"] = "trained"
@@ -509,6 +557,7 @@ def untrainable_trained(rows, pick):
     return Planted("untrainable", row, span["start"], span["turn_index"])
 
 
+@planted
 def called_untrainable(rows, pick):
     row, span = pick(spans(rows, "trained"))
     span["kind"] = "untrainable"
@@ -516,36 +565,14 @@ def called_untrainable(rows, pick):
     return Planted("untrainable", row, span["start"], span["turn_index"])
 
 
+@planted
 def prompt_longer(rows, pick):
     row = pick([r for r in rows if r["spans"]])
     row["prompt_length"] = row["spans"][0]["start"] + 1
     return Planted("prompt_length", row, row["prompt_length"])
 
 
-def prompt_negative(rows, pick):
-    row = pick(rows)
-    row["prompt_length"] = -1
-    return Planted("prompt_length", row, -1)
-
-
-def shared_length_more(rows, pick):
-    row = pick(rows)
-    row["shared_length"] += 1
-    return Planted("shared_length", row, row["shared_length"] - 1)
-
-
-def shared_length_less(rows, pick):
-    row = pick([r for r in rows if r["shared_length"]])
-    row["shared_length"] -= 1
-    return Planted("shared_length", row, row["shared_length"])
-
-
-def parent_row_none(rows, pick):
-    row = pick([r for r in rows if r["shared_length"]])
-    row["parent_row"] = None
-    return Planted("parent_row", row)
-
-
+@planted
 def parent_row_other(rows, pick):
     row = pick([r for r in rows if r["row_index"]])
     known = set(range(row["row_index"])) | {None}
@@ -553,18 +580,7 @@ def parent_row_other(rows, pick):
     return Planted("parent_row", row)
 
 
-def parent_row_itself(rows, pick):
-    row = pick(rows)
-    row["parent_row"] = row["row_index"]
-    return Planted("parent_row", row)
-
-
-def weight_changed(rows, pick):
-    row = pick([r for r in rows if r["row_weight"] is not None])
-    row["row_weight"] += 1e-6
-    return Planted("row_weight", row)
-
-
+@planted
 def weights_of_rows(rows, pick):
     """One for each row, as where a batch is weighed and not a rollout."""
     groups = [[r for r in g if any(r["loss_mask"])] for g in siblings(rows)]
@@ -574,84 +590,42 @@ def weights_of_rows(rows, pick):
     return Planted("row_weight", pick(group))
 
 
-def weight_null(rows, pick):
-    row = pick([r for r in rows if r["row_weight"] is not None])
-    row["row_weight"] = None
-    return Planted("row_weight", row)
-
-
-def sum_changed(rows, pick):
-    row = pick(rows)
-    row["rollout_mask_sum"] += 1
-    return Planted("rollout_mask_sum", row)
-
-
-def reward_changed(rows, pick):
-    row = pick(rows)
-    row["reward"] = 0.5
-    return Planted("reward", row)
-
-
-def reward_null(rows, pick):
-    row = pick(rows)
-    row["reward"] = None
-    return Planted("reward", row)
-
-
-def group_changed(rows, pick):
-    row = pick(rows)
-    row["group_id"] = "another"
-    return Planted("group_id", row)
-
-
-def finish_reason_changed(rows, pick):
-    row = pick(rows)
-    row["finish_reason"] = "another"
-    return Planted("finish_reason", row)
-
-
-def truncated_flipped(rows, pick):
-    row = pick(rows)
-    row["truncated"] = not row["truncated"]
-    return Planted("flags", row)
-
-
+@planted
 def ill_formed_hidden(rows, pick):
     row = pick([r for r in rows if r["ill_formed"] and is_rich(r)])
     row["ill_formed"] = False
     return Planted("flags", row)
 
 
+@planted
 def use_tool_made_up(rows, pick):
     row = pick([r for r in rows if is_rich(r)])
     row["use_tool"] = True
     return Planted("flags", row)
 
 
+@planted
 def last_turn_not_listed(rows, pick):
     row = pick(rows)
     row["turns"].pop()
     return Planted("turns", row)
 
 
+@planted
 def other_turn_listed(rows, pick):
     row = pick(rows)
     row["turns"].insert(0, 10_000)
     return Planted("turns", row)
 
 
-def weights_made_up(rows, pick):
-    row = pick(rows)
-    row["weight_versions"] = {"first": "none", "last": "none"}
-    return Planted("weight_versions", row)
-
-
+@planted
 def session_of_nobody(rows, pick):
     row = pick(rows)
     row["session_id"] = "nobody"
     return Planted("session", row)
 
 
+@planted
 def session_in_pieces(rows, pick):
     group = pick(siblings(rows))
     if rows[-1] is group[-1]:
@@ -662,74 +636,7 @@ def session_in_pieces(rows, pick):
     return Planted("session", group[-1])
 
 
-FAULTS = [
-    mask_cleared,
-    mask_set,
-    mask_shifted,
-    mask_short,
-    mask_null,
-    id_null,
-    logprob_shifted,
-    logprob_lost,
-    logprob_made_up,
-    logprob_off_mask,
-    logprobs_short,
-    logprobs_of_next_token,
-    sampled_id_changed,
-    context_id_changed,
-    reply_before_changed,
-    token_slipped_in,
-    head_lost,
-    tail_changed,
-    row_cut_short,
-    turn_of_nobody,
-    turns_confused,
-    kind_of_nobody,
-    absorbed_where_nothing_is,
-    cut_where_nothing_is,
-    span_past_the_row,
-    span_twice,
-    spans_swapped,
-    span_of_other_range,
-    span_shorter,
-    span_null,
-    piece_not_said,
-    called_duplicate,
-    half_trained,
-    trained_by_two_rows,
-    row_twice,
-    last_row_missing,
-    middle_row_missing,
-    rows_swapped,
-    index_skipped,
-    untrainable_trained,
-    called_untrainable,
-    prompt_longer,
-    prompt_negative,
-    shared_length_more,
-    shared_length_less,
-    parent_row_none,
-    parent_row_other,
-    parent_row_itself,
-    weight_changed,
-    weights_of_rows,
-    weight_null,
-    sum_changed,
-    reward_changed,
-    reward_null,
-    group_changed,
-    finish_reason_changed,
-    truncated_flipped,
-    ill_formed_hidden,
-    use_tool_made_up,
-    last_turn_not_listed,
-    other_turn_listed,
-    weights_made_up,
-    session_of_nobody,
-    session_in_pieces,
-]
-
-
+@planted_more
 def lost_span_moved(rows, pick):
     row, span = pick([(r, s) for r, s in spans(rows, "absorbed", "cut") if s["start"]])
     span["start"] -= 1
@@ -737,12 +644,14 @@ def lost_span_moved(rows, pick):
     return Planted("span_place", row, span["start"])
 
 
+@planted_more
 def lost_span_missing(rows, pick):
     row, span = pick(spans(rows, "absorbed", "cut", "no_splice_point"))
     row["spans"].remove(span)
     return Planted("policy", row)
 
 
+@planted_more
 def lost_range_shorter(rows, pick):
     row, span = pick(
         [
@@ -755,6 +664,7 @@ def lost_range_shorter(rows, pick):
     return Planted("policy", row)
 
 
+@planted_more
 def context_called_trained(rows, pick):
     row, span = pick(spans(rows, "duplicate", "untrainable"))
     span["kind"] = "trained"
@@ -762,6 +672,7 @@ def context_called_trained(rows, pick):
     return Planted("trained_twice", row, span["start"])
 
 
+@planted_more
 def last_token_missing(rows, pick):
     row = pick([r for r in rows if len(r["input_ids"]) > 1 and not r["loss_mask"][-1]])
     for name in ("input_ids", "loss_mask", "logprobs"):
@@ -769,6 +680,7 @@ def last_token_missing(rows, pick):
     return Planted("row_tokens", row)
 
 
+@planted_more
 def token_appended(rows, pick):
     row = pick(rows)
     for name, value in (("input_ids", 5), ("loss_mask", False), ("logprobs", None)):
@@ -776,24 +688,7 @@ def token_appended(rows, pick):
     return Planted("row_tokens", row)
 
 
-def prompt_shorter(rows, pick):
-    row = pick([r for r in rows if r["prompt_length"]])
-    row["prompt_length"] -= 1
-    return Planted("prompt_length", row, row["prompt_length"])
-
-
-def last_turn_changed(rows, pick):
-    row = pick(rows)
-    row["last_turn"] += 1
-    return Planted("turns", row)
-
-
-def flag_null(rows, pick):
-    row = pick(rows)
-    row["truncated"] = None
-    return Planted("flags", row)
-
-
+@planted_more
 def segment_changed(rows, pick):
     row = pick(rows)
     kinds = {"final", "subagent", None} - {row["segment_kind"]}
@@ -801,19 +696,74 @@ def segment_changed(rows, pick):
     return Planted("policy", row)
 
 
-MORE = [
-    lost_span_moved,
-    lost_span_missing,
-    lost_range_shorter,
-    context_called_trained,
-    last_token_missing,
-    token_appended,
-    prompt_shorter,
-    last_turn_changed,
-    flag_null,
-    segment_changed,
-]
-"""Faults that are found by one of several rules, or not without the policy."""
+def of_column(column, value, where, token, rule):
+    """A fault that changes one value of a row."""
+
+    def fault(rows, pick):
+        row = pick([one for one in rows if where(one)])
+        before = row[column]
+        row[column] = value(row)
+        at = {None: None, "new": row[column], "old": before}[token]
+        return Planted(rule or column, row, at)
+
+    return fault
+
+
+def always(row):
+    return True
+
+
+def has_weight(row):
+    return row["row_weight"] is not None
+
+
+def is_shared(row):
+    return row["shared_length"]
+
+
+# name: column, its new value, the rows that have a place, the token named, the rule
+for name, of in {
+    "index_skipped": ("row_index", lambda r: r["row_index"] + 100, always, None, None),
+    "prompt_negative": ("prompt_length", lambda r: -1, always, "new", None),
+    "shared_length_more": (
+        *("shared_length", lambda r: r["shared_length"] + 1, always, "old", None),
+    ),
+    "shared_length_less": (
+        *("shared_length", lambda r: r["shared_length"] - 1, is_shared, "new", None),
+    ),
+    "parent_row_none": ("parent_row", lambda r: None, is_shared, None, None),
+    "parent_row_itself": ("parent_row", lambda r: r["row_index"], always, None, None),
+    "weight_changed": (
+        *("row_weight", lambda r: r["row_weight"] + 1e-6, has_weight, None, None),
+    ),
+    "weight_null": ("row_weight", lambda r: None, has_weight, None, None),
+    "sum_changed": (
+        *("rollout_mask_sum", lambda r: r["rollout_mask_sum"] + 1, always, None, None),
+    ),
+    "reward_changed": ("reward", lambda r: 0.5, always, None, None),
+    "reward_null": ("reward", lambda r: None, always, None, None),
+    "group_changed": ("group_id", lambda r: "another", always, None, None),
+    "finish_reason_changed": ("finish_reason", lambda r: "another", always, None, None),
+    "truncated_flipped": (
+        *("truncated", lambda r: not r["truncated"], always, None, "flags"),
+    ),
+    "weights_made_up": (
+        *("weight_versions", lambda r: {"first": "none", "last": "none"}),
+        *(always, None, None),
+    ),
+}.items():
+    planted(of_column(*of)).__name__ = name
+for name, of in {
+    "prompt_shorter": (
+        *("prompt_length", lambda r: r["prompt_length"] - 1),
+        *(lambda r: r["prompt_length"], "new", None),
+    ),
+    "last_turn_changed": (
+        *("last_turn", lambda r: r["last_turn"] + 1, always, None, "turns"),
+    ),
+    "flag_null": ("truncated", lambda r: None, always, None, "flags"),
+}.items():
+    planted_more(of_column(*of)).__name__ = name
 
 
 def planted_in(policy, n_places=2):
@@ -847,6 +797,9 @@ def planted_in(policy, n_places=2):
             n += 1
             if n == n_places:
                 break
+    for name in [one for one in rows if one not in sessions]:
+        faulty += rows[name]
+        called += lines[name]
     return (
         pa.Table.from_pylist(faulty, ROWS),
         pa.Table.from_pylist(called, turns.schema),
@@ -864,6 +817,7 @@ def missed_in(policy, *, named=True):
         rows, turns, policy if named else None, sessions=facts_of(turns)
     ).to_pylist()
     wrong = {one["session_id"] for one in found}
+    assert wrong <= {*sessions, "nobody"}, "a session without a fault"
     # their rows are those of a session without turns
     spared = {name for name in sessions if name.startswith("session_of_nobody")}
     missed = [sessions[name] for name in sessions if name not in wrong | spared]

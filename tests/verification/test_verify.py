@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.generated import generated_runs
 from tests.strategies import row_limits, runs, thresholds
-from tests.tables import by_session, linearized, turns_table
+from tests.tables import linearized, turns_table
 from tests.verification.mutations import (
     CLEAN,
     FAULTS,
@@ -74,37 +74,6 @@ def test_a_fault_is_found_where_it_is_planted(fault, data, seed):
     table = pa.Table.from_pylist(rows, ROWS)
     found = tk.verify(table, turns, policy, sessions=facts_of(turns))
     assert planted.is_among(found.to_pylist())
-
-
-@settings(max_examples=5)
-@given(st.randoms(use_true_random=False), st.sampled_from(KEEPS_ALL))
-def test_all_faults_at_once(draw, policy):
-    """All are found, and nothing in the sessions that none was planted in."""
-    turns, rows, planted, clean = [], [], [], set()
-    for fault in FAULTS:
-        if policy not in policies_with_place(fault):
-            continue
-        run = draw.randrange(64), f"{fault.__name__}: "
-        turns.append(rich_run(*run))
-        faulty = copy.deepcopy(rich_rows(run[0], policy, run[1]))
-        planted.append(fault(faulty, picking(draw.randrange)))
-        rows += faulty
-        before = by_session(rich_rows(run[0], policy, run[1]))
-        after = by_session(faulty)
-        clean |= {name for name in before if before[name] == after.get(name)}
-    table = pa.concat_tables(turns)
-    found = tk.verify(
-        pa.Table.from_pylist(rows, ROWS), table, policy, sessions=facts_of(table)
-    ).to_pylist()
-    assert [one for one in planted if not one.is_among(found)] == []
-    assert {one["session_id"] for one in found} & clean <= out_of_order(rows)
-
-
-def out_of_order(rows):
-    """Sessions whose rows do not follow one another."""
-    names = [row["session_id"] for row in rows]
-    runs_of = [a for a, b in zip(names, [None, *names], strict=False) if a != b]
-    return {name for name in runs_of if runs_of.count(name) > 1}
 
 
 @pytest.mark.parametrize("policy", PRESETS)

@@ -6,12 +6,11 @@ fields, chunks, no metadata. `canonical` accepts them all and copies only what i
 refuses values that a cast would have to guess, round or drop.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import arrow_source, did_you_mean, near_miss
@@ -25,6 +24,9 @@ from trajkit.schema import (
     TURNS,
     TURNS_DELTA,
 )
+from trajkit.schema.columns import Fault
+from trajkit.schema.columns import Rows as Rows
+from trajkit.schema.engine import fault
 
 if TYPE_CHECKING:
     TableLike: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader | list[Any]
@@ -60,18 +62,6 @@ _EXPECTED = {
 
 Plan: TypeAlias = Callable[[list[str]], pa.Schema]
 """The schema that a table with columns of these names is expected to have."""
-
-Rows: TypeAlias = npt.NDArray[np.int64]
-Violation: TypeAlias = tuple[Rows, Callable[[int], str]]
-"""Rows that break a rule, and a function that explains the k-th of them."""
-
-
-def violation(
-    rows: Rows, template: str, *columns: Sequence[object] | npt.NDArray[np.generic]
-) -> Violation:
-    """A violation; the k-th value of each column fills the template."""
-    return rows, lambda k: template.format(*(column[k] for column in columns))
-
 
 UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What pyarrow raises for damaged bytes."""
@@ -377,7 +367,7 @@ _ALIKE: tuple[Callable[[pa.DataType], bool], ...] = (
 )
 
 
-def misfits(table: pa.Table, schema: pa.Schema) -> Iterator[Violation]:
+def misfits(table: pa.Table, schema: pa.Schema) -> Iterator[Fault]:
     """Values that `cast` would refuse. The table passed `check_columns`."""
     for field in schema:
         if field.name not in table.column_names:
@@ -385,7 +375,7 @@ def misfits(table: pa.Table, schema: pa.Schema) -> Iterator[Violation]:
         column = table.column(field.name)
         if not field.nullable and column.null_count:
             rows = np.flatnonzero(column.is_null().to_numpy())
-            yield violation(rows, f"{field.name} is null")
+            yield fault(rows, f"{field.name} is null")
         if column.type == field.type:
             continue
         start = 0
@@ -396,7 +386,7 @@ def misfits(table: pa.Table, schema: pa.Schema) -> Iterator[Violation]:
 
 def _misfits(
     array: pa.Array, target: pa.DataType, name: str, start: int
-) -> Iterator[Violation]:
+) -> Iterator[Fault]:
     for path, leaf, type_, parents in _leaves(array, target, name, lambda rows: rows):
         if pa.types.is_floating(leaf.type):
             bad = _not_whole(leaf, type_)
@@ -409,7 +399,7 @@ def _misfits(
             rule = f"is not {type_.byte_width} bytes long"
         if bad.size:
             values = leaf.take(pa.array(bad)).to_pylist()
-            yield violation(start + parents(bad), f"{path} {{!r}} {rule}", values)
+            yield fault(start + parents(bad), f"{path} {{!r}} {rule}", values)
 
 
 def _leaves(

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit.errors import ArgumentError, SchemaError, UnknownSessionError
+from trajkit.schema.engine import list_values as list_values
 
 _Column = TypeVar("_Column", pa.Array, pa.ChunkedArray)
 
@@ -60,14 +61,6 @@ def take_session(table: pa.Table, session_id: str, what: str = "turns") -> pa.Ta
 def tuples(table: pa.Table, *names: str) -> Iterator[tuple[Any, ...]]:
     """The values of some columns, line by line, as Python objects."""
     return zip(*(table.column(name).to_pylist() for name in names), strict=True)
-
-
-def list_values(column: pa.ChunkedArray) -> pa.Array:
-    """The elements of all lists of a column, concatenated."""
-    parts = [chunk.flatten() for chunk in column.chunks]
-    if len(parts) == 1:
-        return parts[0]
-    return pa.concat_arrays([pa.array([], column.type.value_type), *parts])
 
 
 def row_lengths(rows: pa.Table) -> npt.NDArray[np.int64]:

@@ -14,11 +14,11 @@ from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import ROW_CHECKS
+from trajkit.schema.engine import Bools
 from trajkit.turns.flat_buffers import TurnTokens, flat_turns
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions
 from trajkit.turns.trainability import aborted_calls
-from trajkit.turns.turn_rules import Bools
 from trajkit.verification.context import consecutive
 from trajkit.verification.row_forms import Array, plain_rows
 

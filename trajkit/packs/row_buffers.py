@@ -12,8 +12,8 @@ from trajkit._arrow.canonical import is_list, place
 from trajkit._arrow.ragged import Longs, offsets_of, positions
 from trajkit._arrow.take import list_values
 from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.schema.engine import lookup, nulls
 from trajkit.turns.structs import PACK_ROW
-from trajkit.turns.turn_rules import lookup, nulls
 
 OBSERVED = "observation_weight"
 

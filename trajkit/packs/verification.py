@@ -21,6 +21,7 @@ from trajkit.errors import SchemaError
 from trajkit.learn.loss import Reduce
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACK_VIOLATIONS, PACKS
+from trajkit.schema.engine import Violation, as_lines
 from trajkit.turns.flat_buffers import FlatRows, flat_rows
 from trajkit.turns.mm_items import Image, image_faults, same_image
 
@@ -100,8 +101,8 @@ def verify_packs(
         check.pack(line, max_tokens)
     check.edges(reduce)
     last = np.iinfo(np.int64).max  # what is of no pack comes last
-    check.found.sort(key=lambda one: last if one["pack"] is None else one["pack"])
-    return pa.Table.from_pylist(check.found, PACK_VIOLATIONS)
+    check.found.sort(key=lambda one: last if one.pack is None else one.pack)
+    return as_lines(check.found, PACK_VIOLATIONS)
 
 
 class _FaultError(Exception):
@@ -194,8 +195,7 @@ class _Check:
             if (runs := _runs(table.column(name))) is not None
         }
         self.trees: dict[int, _Trees] = {}
-        # lines of `trajkit.schema.PACK_VIOLATIONS`
-        self.found: list[dict[str, Any]] = []
+        self.found: list[Violation] = []
 
     def report(
         self,
@@ -207,11 +207,21 @@ class _Check:
         row_token: int | None = None,
     ) -> None:
         """Add a violation; ``row`` counts lines of the rows."""
-        named = {"session_id": None, "row_index": None}
+        session = row_index = None
         if row is not None:
-            named = {name: self.rows.table[name][row].as_py() for name in named}
-        at = {"pack": pack, "token": token, "row_token": row_token}
-        self.found.append({**at, **named, "rule": rule, "detail": detail})
+            session = self.rows.text("session_id", row)
+            row_index = self.rows.number("row_index", row)
+        self.found.append(
+            Violation(
+                rule,
+                detail,
+                session,
+                row_index,
+                token=token,
+                pack=pack,
+                row_token=row_token,
+            )
+        )
 
     def list(self, name: str, line: int) -> Array | None:
         """A list of a pack, or None if it is null."""

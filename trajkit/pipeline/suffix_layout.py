@@ -22,9 +22,9 @@ from trajkit._arrow.take import list_values, row_lengths
 from trajkit._streams import limits
 from trajkit._streams.stages import apply, stage
 from trajkit.schema import ROWS, ROWS_SUFFIX
+from trajkit.schema.engine import lookup, nulls
 from trajkit.turns.sessions import Forest, run_starts
 from trajkit.turns.structs import CALL
-from trajkit.turns.turn_rules import lookup, nulls
 from trajkit.turns.validation import check_layout
 
 

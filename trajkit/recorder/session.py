@@ -15,6 +15,7 @@ from trajkit.errors import InvalidTurnsError
 from trajkit.recorder.extra_columns import ExtraColumns, Types
 from trajkit.recorder.message_lists import MessageLog
 from trajkit.schema import TURNS_DELTA
+from trajkit.schema.engine import MAX_LOGPROB, NO_LOGPROB, Bools
 from trajkit.turns.python_lists import ID_RULE, checked_ids, read_ids, read_logprobs
 from trajkit.turns.records import (
     METADATA,
@@ -26,7 +27,6 @@ from trajkit.turns.records import (
 from trajkit.turns.session_metadata import OF_TURNS
 from trajkit.turns.sessions import Sessions
 from trajkit.turns.structs import STOPS
-from trajkit.turns.turn_rules import MAX_LOGPROB, NO_LOGPROB, Bools
 
 ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
 """A message as a dict, or as its key (`trajkit.turns.message_key`) and its role."""

@@ -12,8 +12,8 @@ from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import Rows
 from trajkit._arrow.ragged import Array, Index, Ints, Longs, Ragged, positions
+from trajkit.schema.engine import Bools, flat_chunks, raw_floats
 from trajkit.turns.sessions import Sessions
-from trajkit.turns.turn_rules import Bools, flat_chunks, raw_floats
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 

@@ -16,13 +16,13 @@ from trajkit._arrow.canonical import TableLike, as_table
 from trajkit._arrow.ragged import Longs, offsets_of
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import MM_ITEM, TURNS, WEIGHT_VERSION
+from trajkit.turns.content_rules import item_fault
 from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep
 from trajkit.turns.mapping import MapLike, read_map
 from trajkit.turns.messages import NO_IDS, Ids, MessageBook, check_text, encode
 from trajkit.turns.mm_items import Ints
 from trajkit.turns.python_lists import ListBuilder, checked_ids, read_logprobs
-from trajkit.turns.turn_rules import item_fault
-from trajkit.turns.validation import Nonfinite, check_values
+from trajkit.turns.validation import Nonfinite, check_turns
 
 Record: TypeAlias = Mapping[str, object]
 
@@ -125,7 +125,7 @@ def from_records(
                 f"record {number}, session {reprlib.repr(record.get('session_id'))}: a "
                 "value is nested too deep"
             ) from None
-    return check_values(batch.table(), nonfinite_logprobs)
+    return check_turns(batch.table(), nonfinite_logprobs)
 
 
 def as_turns(turns: TableLike | list[Record], unread: Collection[str] = ()) -> pa.Table:

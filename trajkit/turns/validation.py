@@ -12,7 +12,6 @@ from trajkit._arguments import check_choice, check_flag
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import (
     TableLike,
-    Violation,
     as_table,
     cast,
     check_columns,
@@ -33,8 +32,12 @@ from trajkit._streams.stages import (
     stage,
 )
 from trajkit.errors import InvalidTurnsError, SchemaError
-from trajkit.turns import table_rules, turn_rules
-from trajkit.turns.turn_rules import Check
+from trajkit.schema.columns import Check, Fault, checks_of
+from trajkit.schema.engine import not_logprobs, raw_floats
+from trajkit.schema.rows import row_lengths
+from trajkit.schema.turns import not_empty
+from trajkit.turns import content_rules
+from trajkit.turns.content_rules import mm_items
 
 Kind: TypeAlias = Literal["turns", "sessions", "links", "drift", "rows", "report"]
 Nonfinite: TypeAlias = Literal["raise", "null"]
@@ -50,21 +53,17 @@ REJECTED = pa.schema(
 )
 """The rejected sessions that `reject_sessions` returns: one row per session."""
 
-_ASCENDING: Check = partial(turn_rules.ascending, "turn_index")
-_LOGPROBS: Check = partial(turn_rules.logprobs, "output_logprobs", "output_ids")
-_IN_ORDER: tuple[Check, ...] = (turn_rules.sessions_contiguous, _ASCENDING)
-_ROWS_IN_ORDER: tuple[Check, ...] = (
-    turn_rules.sessions_contiguous,
-    partial(turn_rules.ascending, "row_index"),
-)
-_DERIVED: dict[str, tuple[pa.Schema, tuple[Check, ...]]] = {
-    "sessions": (schema.SESSIONS, table_rules.SESSIONS),
-    "links": (schema.LINKS, (*_IN_ORDER, *table_rules.LINKS)),
-    "drift": (schema.DRIFT, (*_IN_ORDER, *table_rules.DRIFT)),
-    "report": (schema.REPORT, table_rules.REPORT),
-    "rows": (schema.ROWS, (*_ROWS_IN_ORDER, *table_rules.ROWS)),
+_SCHEMAS: dict[str, pa.Schema] = {
+    "sessions": schema.SESSIONS,
+    "links": schema.LINKS,
+    "drift": schema.DRIFT,
+    "report": schema.REPORT,
 }
-_ROWS_SUFFIX = (schema.ROWS_SUFFIX, (*_ROWS_IN_ORDER, *table_rules.ROWS_SUFFIX))
+_LAYOUT = (
+    *("session_id", "row_index", "loss_mask", "suffix_mask"),
+    *("prompt_length", "shared_length", "rollout_mask_sum", "parent_row"),
+)
+"""Columns of rows that conversions of the layout and packs rely on."""
 
 
 @stage
@@ -205,13 +204,6 @@ def _reject(
     return out, bad
 
 
-def check_values(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
-    """As `validate`, for turns that `from_records` checked value by value."""
-    return _checked(
-        _settle(turns, nonfinite_logprobs), (_ASCENDING, _LOGPROBS, turn_rules.payloads)
-    )
-
-
 def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
     """As `validate`, for turns in canonical form, without bodies and empty prompts."""
     return _checked(_settle(turns, nonfinite_logprobs), _stored_checks(turns)[1])
@@ -228,7 +220,7 @@ def _stored_checks(
     turns: pa.Table, *, bodies: bool = False
 ) -> tuple[pa.Schema, tuple[Check, ...]]:
     plan, checks = _plan(turns, "turns", bodies)
-    return plan, tuple(one for one in checks if one is not turn_rules.prompts_not_empty)
+    return plan, tuple(one for one in checks if one is not not_empty)
 
 
 def check_table(table: pa.Table, kind: Kind) -> pa.Table:
@@ -241,10 +233,11 @@ def check_layout(rows: pa.Table, *, read_ids: bool = True) -> None:
 
     Without ``read_ids``, token ids are only checked for nulls, so no token is read.
     """
-    ids = "suffix_ids" if "suffix_ids" in rows.column_names else "input_ids"
+    plan = rows_schema(rows.column_names)
+    ids = "suffix_ids" if plan is schema.ROWS_SUFFIX else "input_ids"
     read_ids |= any(chunk.values.null_count for chunk in rows.column(ids).chunks)
-    of_ids = (partial(turn_rules.token_ids, ids),) if read_ids else ()
-    _checked(rows, (*_ROWS_IN_ORDER, *of_ids, *table_rules.LAYOUT))
+    names = (*_LAYOUT, ids) if read_ids else _LAYOUT
+    _checked(rows, (*checks_of(plan, names), row_lengths, mm_items))
 
 
 def _checked(table: pa.Table, checks: Iterable[Check]) -> pa.Table:
@@ -256,18 +249,22 @@ def _checked(table: pa.Table, checks: Iterable[Check]) -> pa.Table:
 def _plan(
     table: pa.Table, kind: Kind | None, bodies: bool
 ) -> tuple[pa.Schema, tuple[Check, ...]]:
+    """The schema of a table, and its rules."""
     name = kind or _kind_of(table)
-    if name == "turns":
-        plan = turns_schema(table.column_names)
-        return plan, _turn_checks(plan, bodies)
-    if name not in _DERIVED:
+    if name in _SCHEMAS:
+        return _SCHEMAS[name], checks_of(_SCHEMAS[name])
+    if name == "rows":
+        plan = rows_schema(table.column_names)
+        return plan, (*checks_of(plan), mm_items)
+    if name != "turns":
         raise SchemaError(
             f"kind {name!r} does not exist: expected one of "
-            f"{', '.join(['turns', *_DERIVED])}"
+            f"{', '.join(['turns', *_SCHEMAS, 'rows'])}"
         )
-    if name == "rows" and rows_schema(table.column_names) is schema.ROWS_SUFFIX:
-        return _ROWS_SUFFIX
-    return _DERIVED[name]
+    plan = turns_schema(table.column_names)
+    messages = "messages" if plan is schema.TURNS else "suffix_messages"
+    of_bodies = (partial(content_rules.bodies, messages),) if bodies else ()
+    return plan, (*checks_of(plan), mm_items, content_rules.payloads, *of_bodies)
 
 
 def _kind_of(table: pa.Table) -> str:
@@ -291,36 +288,14 @@ def _kind_of(table: pa.Table) -> str:
     )
 
 
-def _turn_checks(plan: pa.Schema, bodies: bool) -> tuple[Check, ...]:
-    is_delta = plan is schema.TURNS_DELTA
-    ids, messages = (
-        ("suffix_ids", "suffix_messages") if is_delta else ("prompt_ids", "messages")
-    )
-    return (
-        *_IN_ORDER,
-        partial(turn_rules.token_ids, ids),
-        partial(turn_rules.token_ids, "output_ids"),
-        *((turn_rules.delta,) if is_delta else ()),
-        turn_rules.prompts_not_empty,
-        _LOGPROBS,
-        turn_rules.output_mask,
-        turn_rules.weight_versions,
-        turn_rules.mm_items,
-        turn_rules.payloads,
-        partial(turn_rules.messages, messages),
-        turn_rules.response,
-        *((partial(turn_rules.bodies, messages),) if bodies else ()),
-    )
-
-
-def _raise_first(table: pa.Table, violations: Iterator[Violation]) -> None:
+def _raise_first(table: pa.Table, violations: Iterator[Fault]) -> None:
     for rows, explain in violations:
         if len(rows):
             raise InvalidTurnsError(f"{place(table, int(rows[0]))}: {explain(0)}")
 
 
 def _without(
-    table: pa.Table, violations: Iterator[Violation], reasons: dict[str, str]
+    table: pa.Table, violations: Iterator[Fault], reasons: dict[str, str]
 ) -> pa.Table:
     """Remove the sessions that break a rule, and add the first reason of each."""
     before = len(reasons)
@@ -354,10 +329,10 @@ def _settle(table: pa.Table, nonfinite: Nonfinite) -> pa.Table:
 
 def _settle_chunk(chunk: pa.LargeListArray, make_null: bool) -> pa.LargeListArray:
     values = chunk.flatten()
-    numbers = turn_rules.raw_floats(values)
+    numbers = raw_floats(values)
     absent = values.is_null().to_numpy(zero_copy_only=False)
     if make_null:
-        absent = absent | turn_rules.not_logprobs(numbers)
+        absent = absent | not_logprobs(numbers)
     elif not values.null_count:
         return chunk
     # the schema promises 0.0 in the bytes, not -0.0 or NaN

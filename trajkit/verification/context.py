@@ -1,7 +1,7 @@
 """Rows together with the turns they came from, and the violations found in them."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,22 +12,10 @@ from trajkit._arrow.canonical import Rows
 from trajkit._arrow.ragged import Index, Longs
 from trajkit.policies import Policy
 from trajkit.schema import RULES, VIOLATIONS
+from trajkit.schema.engine import Bools, Violation, as_lines, shown
 from trajkit.turns.flat_buffers import FlatRows, TurnTokens
 from trajkit.turns.session_metadata import errored
 from trajkit.turns.trainability import aborted_calls
-from trajkit.turns.turn_rules import Bools
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """A row of `trajkit.schema.VIOLATIONS`."""
-
-    session_id: str | None
-    row_index: int | None
-    turn_index: int | None
-    token: int | None
-    rule: str
-    detail: str
 
 
 def violations_table(
@@ -51,8 +39,7 @@ def violations_table(
         rest.insert(0 if one.row_index is None else 2, turn)
         return sessions[one.session_id], row, *rest
 
-    lines = [asdict(one) for one in sorted(found, key=rank)]
-    return pa.Table.from_pylist(lines, VIOLATIONS)
+    return as_lines(sorted(found, key=rank), VIOLATIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +82,7 @@ class Case:
                 session = str(calls.ids[int(at)].as_py())
         at_token = None if token is None else int(token)
         self.found.append(
-            Violation(session, row_index, turn_index, at_token, rule, detail)
+            Violation(rule, detail, session, row_index, turn_index, at_token)
         )
 
     def report_where(
@@ -225,11 +212,6 @@ def consecutive(at: Rows, *groups: npt.NDArray[Any]) -> Iterator[tuple[int, int]
     first = np.flatnonzero(np.concatenate([[len(at) > 0], breaks]))
     lengths = np.diff(np.append(first, len(at)))
     return zip(first.tolist(), lengths.tolist(), strict=True)
-
-
-def shown(value: object) -> object:
-    """A value as violations show it."""
-    return "null" if value is None else value
 
 
 def count(n: int) -> str:

@@ -13,7 +13,7 @@ import pyarrow as pa
 from trajkit._arrow.canonical import canonical
 from trajkit._arrow.ragged import Longs
 from trajkit.errors import SchemaError
-from trajkit.turns.turn_rules import Bools
+from trajkit.schema.engine import Bools
 from trajkit.verification.context import Case, consecutive
 from trajkit.verification.rules import not_trained
 

@@ -15,8 +15,9 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit.pipeline.rows import linearize
+from trajkit.schema.engine import Violation, shown
 from trajkit.turns.flat_buffers import FlatRows, flat_rows
-from trajkit.verification.context import Case, Violation, consecutive, count, shown
+from trajkit.verification.context import Case, consecutive, count
 
 Found = Iterator[Violation]
 
@@ -113,11 +114,11 @@ def _differences(
                 f"{int(_mask(due, k).sum())} trained, which is not there"
             )
             session = due.table["session_id"][k].as_py()
-            yield Violation(session, wanted[k], None, None, "policy", detail)
+            yield Violation("policy", detail, session, wanted[k])
             continue
         if k is None:
             detail = f"{word} makes no such row"
-            yield Violation(name, numbers[row], None, None, "policy", detail)
+            yield Violation("policy", detail, name, numbers[row])
             continue
         ids, expected = case.rows.ids[row], due.ids[k]
         shared = _core.lcp(ids, expected)
@@ -127,7 +128,7 @@ def _differences(
                 f"{_token(ids, shared)}: {word} has {_token(expected, shared)} there"
                 f"{other} ({len(ids)} tokens, expected {len(expected)})"
             )
-            yield Violation(name, numbers[row], None, shared, "policy", detail)
+            yield Violation("policy", detail, name, numbers[row], None, shared)
         yield from _masks(case, due, name, row, k, shared, word)
         if own and shared == max(len(ids), len(expected)):
             for column in _OTHERS:
@@ -135,7 +136,7 @@ def _differences(
                 here, there = (table[column][line].as_py() for table, line in tables)
                 if here != there and not (here is None and column in _UNKNOWN):
                     detail = f"{column} is {shown(here)}: {word} has {shown(there)}"
-                    yield Violation(name, numbers[row], None, None, "policy", detail)
+                    yield Violation("policy", detail, name, numbers[row])
     if own:
         yield from _spans(case, due, name, pairs, word)
 
@@ -161,7 +162,7 @@ def _masks(
         token = int(at[first])
         what = f"{word} does not train" if here[token] else f"{word} trains"
         turn = int(turns[token]) if turns[token] >= 0 else None
-        yield Violation(name, index, turn, token, "policy", f"{count(n)} that {what}")
+        yield Violation("policy", f"{count(n)} that {what}", name, index, turn, token)
 
 
 def _spans(
@@ -184,10 +185,10 @@ def _spans(
             kind, start, stop, turn, first, last = key
             owner = "the row has" if key in here else f"{word} has"
             detail = f"{owner} {kind} {start}:{stop} (output {first}:{last}) alone"
-            yield Violation(name, index, turn, start, "policy", detail)
+            yield Violation("policy", detail, name, index, turn, start)
         if not alone and here != there:
             detail = f"{word} has the spans in another order"
-            yield Violation(name, index, None, None, "policy", detail)
+            yield Violation("policy", detail, name, index)
 
 
 def _span_keys(table: pa.Table, row: int) -> list[tuple[Any, ...]]:

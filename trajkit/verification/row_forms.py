@@ -16,7 +16,7 @@ from trajkit._arguments import arrow_source
 from trajkit._arrow.canonical import as_table, canonical_rows
 from trajkit.errors import SchemaError
 from trajkit.pipeline.suffix_layout import full_rows
-from trajkit.turns.turn_rules import Bools
+from trajkit.schema.engine import Bools
 
 Array = npt.NDArray[Any]
 

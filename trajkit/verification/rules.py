@@ -16,10 +16,10 @@ from trajkit._arrow.canonical import Rows
 from trajkit._arrow.ragged import Index, Ints, Longs, Ragged
 from trajkit.policies import Policy, Rewards
 from trajkit.schema import EMPTY_KINDS, SPAN_KINDS
+from trajkit.schema.engine import Bools, shown
 from trajkit.turns.flat_buffers import Spans, spans_of
 from trajkit.turns.mm_items import Image, has_items, image_faults, same_image
-from trajkit.turns.turn_rules import Bools
-from trajkit.verification.context import Case, consecutive, count, shown
+from trajkit.verification.context import Case, consecutive, count
 
 _ROUNDING = 1e-9  # row_weight is one division away from the counts
 

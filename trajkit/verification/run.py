@@ -21,12 +21,13 @@ from trajkit.errors import SchemaError
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
+from trajkit.schema.engine import Violation
 from trajkit.turns.flat_buffers import flat_rows, flat_turns, sessions_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
 from trajkit.turns.sessions import Sessions
 from trajkit.verification import policy_rows
-from trajkit.verification.context import Case, Violation, violations_table
+from trajkit.verification.context import Case, violations_table
 from trajkit.verification.foreign_rows import foreign_rows, verify_located
 from trajkit.verification.row_forms import is_rows, plain_rows
 from trajkit.verification.rules import check_rows
@@ -228,7 +229,7 @@ def session_faults(
                 )
             for row, detail in faults:
                 index = numbers[row].as_py()
-                yield Violation(name, index, None, None, "session", detail)
+                yield Violation("session", detail, name, index)
             current = name
             began.add(name)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajkit.turns.turn_rules import MAX_LOGPROB, not_logprobs
+from trajkit.schema.engine import MAX_LOGPROB, not_logprobs
 from trajkit_shim.engines import base
 from trajkit_shim.errors import EngineError
 

@@ -21,7 +21,7 @@ from trajkit_shim.engines.embedded import EmbeddedEngine
 from trajkit_shim.prompting.conversation import Budget, Conversation
 from trajkit_shim.sessions.turn_log import DELTA_LOG_SCHEMA, TurnLog
 
-TEXT = (Path(__file__).parents[3] / "trajkit" / "schema.py").read_text()
+TEXT = (Path(__file__).parents[3] / "trajkit" / "policies.py").read_text()
 
 ids = st.lists(st.integers(0, 1), max_size=6).map(lambda x: np.array(x, np.int32))
 texts = st.sampled_from(["x", "y"])

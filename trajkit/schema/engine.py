@@ -1,0 +1,320 @@
+"""The engine that checks tables: rules of columns that several tables have, and its tools.
+
+A rule is a generator of faults: the rows that break it, and the words for each, with
+column, value and rule. `trajkit.validate` adds session and turn. Tables are in canonical
+form; pyarrow.compute is left alone, so that importing a schema is cheap.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit.schema.columns import Fault, Rows, Rule
+
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+MAX_LOGPROB = np.float32(1e-4)
+"""Rounding may take a logprob this far above 0."""
+NO_LOGPROB = np.float32(-9999.0)
+"""vLLM writes this for a token without a logprob; sampled tokens never have it."""
+
+_NO_NUMBER = "it is not a number (nonfinite_logprobs='null' makes it null)"
+_NO_LOGPROB = (
+    "engines write this if they have no logprob for a token "
+    "(nonfinite_logprobs='null' makes it null)"
+)
+POSITIVE = "a log-probability is at most 0 (1e-4 is tolerated for rounding)"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A finding in words, and where it is: a line of a table of violations."""
+
+    # None: of no one of them
+    rule: str
+    detail: str
+    session_id: str | None = None
+    row_index: int | None = None
+    turn_index: int | None = None
+    token: int | None = None
+    pack: int | None = None
+    row_token: int | None = None
+
+
+def as_lines(found: Sequence[Violation], schema: pa.Schema) -> pa.Table:
+    """The violations as a table."""
+    columns = [[getattr(one, name) for one in found] for name in schema.names]
+    arrays = [
+        pa.array(values, field.type)
+        for values, field in zip(columns, schema, strict=True)
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def shown(value: object) -> object:
+    """A value as violations show it."""
+    return "null" if value is None else value
+
+
+def fault(
+    rows: Rows, template: str, *columns: Sequence[object] | npt.NDArray[np.generic]
+) -> Fault:
+    """A fault; the k-th value of each column fills the template."""
+    return rows, lambda k: template.format(*(column[k] for column in columns))
+
+
+def broken(
+    bad: npt.ArrayLike, template: str, *columns: Sequence[object] | npt.NDArray[Any]
+) -> Fault:
+    """The rows where ``bad`` is true; a row's value of each column fills the template."""
+    rows = np.flatnonzero(bad)
+    return rows, lambda k: template.format(
+        *(_plain(column, rows[k]) for column in columns)
+    )
+
+
+def broken_items(
+    start: int,
+    ends: Rows,
+    bad: npt.ArrayLike,
+    template: str,
+    *columns: Sequence[object] | npt.NDArray[Any],
+) -> Fault:
+    """As `broken`, for the elements of lists, see `flat_chunks`.
+
+    The template first gets the index of the element in its list.
+    """
+    at = np.flatnonzero(bad)
+    rows, index = owners(at, ends)
+    return start + rows, lambda k: template.format(
+        index[k], *(_plain(column, at[k]) for column in columns)
+    )
+
+
+def _plain(column: Any, at: np.integer[Any]) -> object:
+    value = column[int(at)]
+    return value.as_py() if isinstance(value, pa.Scalar) else value
+
+
+def contiguous(name: str, table: pa.Table) -> Iterator[Fault]:
+    """The rows of each session are contiguous."""
+    starts = run_starts(table)
+    codes = _codes(table.column(name))[starts]
+    first = np.unique(codes, return_index=True)[1]
+    again = np.flatnonzero(first[codes] != np.arange(len(codes)))
+    yield fault(
+        starts[again],
+        "the session began in table row {} and comes back in row {} after another: "
+        "make it contiguous, for instance by sorting the table by session_id",
+        starts[first[codes[again]]],
+        starts[again],
+    )
+
+
+def ascending(index: str, table: pa.Table) -> Iterator[Fault]:
+    """`index` ascends within each session, from 0 or above."""
+    values = table.column(index).to_numpy()
+    yield broken(values < 0, f"{index} is negative: it counts from 0")
+    before = np.append(-1, values)[: len(values)]
+    before[run_starts(table)] = -1
+    yield broken(values == before, f"{index} is repeated within the session")
+    rule = f"{index} {{}} follows {{}}: it must ascend within a session"
+    yield broken(values < before, rule, values, before)
+
+
+def one_row_per_session(name: str, table: pa.Table) -> Iterator[Fault]:
+    """Each session has one row."""
+    again = repeated(_codes(table.column(name)))
+    yield broken(again, "the session has a row already")
+
+
+def repeated(values: Rows) -> Bools:
+    """Where a value occurred before."""
+    again = np.ones(len(values), np.bool_)
+    again[np.unique(values, return_index=True)[1]] = False
+    return again
+
+
+def finite(name: str, table: pa.Table) -> Iterator[Fault]:
+    """A column of float64 contains no NaN and no infinity."""
+    values = table.column(name).fill_null(0.0).to_numpy()
+    rule = f"{name} is {{}}: expected a finite number or null"
+    yield broken(~np.isfinite(values), rule, values)
+
+
+def not_negative(name: str, table: pa.Table) -> Iterator[Fault]:
+    """An integer column is null or at least 0."""
+    values = table.column(name).fill_null(0).to_numpy()
+    yield broken(values < 0, f"{name} is {{}}: it must not be negative", values)
+
+
+def one_of(known: tuple[str, ...]) -> Rule:
+    """A column contains only known names and null."""
+
+    def rule(name: str, table: pa.Table) -> Iterator[Fault]:
+        text = table.column(name).cast(pa.string())
+        odd = [value for value in text.unique().to_pylist() if value not in known]
+        bad = np.zeros(len(text), np.bool_)
+        if odd not in ([], [None]):
+            bad = np.array([v in odd and v is not None for v in text.to_pylist()])
+        words = f"{name} is {{!r}}: expected one of {', '.join(known)}"
+        yield broken(bad, words, text)
+
+    return rule
+
+
+def refers(index: str, fits: Callable[[Rows, Rows], Bools], what: str) -> Rule:
+    """A reference is null, or an index that fits the row's own."""
+
+    def rule(name: str, table: pa.Table) -> Iterator[Fault]:
+        column = table.column(name)
+        values = column.fill_null(-1).to_numpy()
+        good = (values >= 0) & fits(values, table.column(index).to_numpy())
+        words = f"{name} {{}} is not {what} of the session"
+        yield broken(~good & ~nulls(column), words, values)
+
+    return rule
+
+
+def turn_exists(name: str, table: pa.Table) -> Iterator[Fault]:
+    """A reference is to a turn of the session, or null."""
+    column = table.column(name)
+    known = lookup(table, "turn_index", column)[1]
+    words = f"{name} {{}} is not a turn of the session"
+    yield broken(~known & ~nulls(column), words, column)
+
+
+def token_ids(name: str, table: pa.Table) -> Iterator[Fault]:
+    """A column of ids has no null and no negative element."""
+    yield from no_null(name, table)
+    for start, ends, values in flat_chunks(table.column(name)):
+        if values.null_count:
+            continue
+        ids = values.to_numpy()
+        if len(ids) and ids.min() < 0:
+            rule = f"{name}[{{}}] is {{}}: token ids are not negative"
+            yield broken_items(start, ends, ids < 0, rule, ids)
+
+
+def logprobs(ids: str) -> Rule:
+    """A column has one log-probability per id of another, or none at all."""
+
+    def rule(name: str, table: pa.Table) -> Iterator[Fault]:
+        yield from as_long_as(ids, name, "{} " + name, table)
+        for start, ends, values in flat_chunks(table.column(name)):
+            numbers = raw_floats(values)
+            given = np.asarray(values.is_valid()) if values.null_count else True
+            for wrong, text in (
+                (np.isnan(numbers), _NO_NUMBER),
+                (numbers <= NO_LOGPROB, _NO_LOGPROB),
+                (numbers > MAX_LOGPROB, POSITIVE),
+            ):
+                words = f"{name}[{{}}] is {{}}: {text}"
+                yield broken_items(start, ends, wrong & given, words, numbers)
+
+    return rule
+
+
+def as_long_as(ids: str, name: str, what: str, table: pa.Table) -> Iterator[Fault]:
+    """A list is null, or has one element per id; ``what`` is its number in words."""
+    column = table.column(name)
+    n_here, n_ids = lengths(column), lengths(table.column(ids))
+    odd = (n_here != n_ids) & ~nulls(column)
+    yield broken(odd, f"{what} for {{}} {ids}", n_here, n_ids)
+
+
+def no_null(name: str, table: pa.Table) -> Iterator[Fault]:
+    """No element of a list column is null."""
+    for start, ends, values in flat_chunks(table.column(name)):
+        if values.null_count:
+            yield broken_items(start, ends, values.is_null(), f"{name}[{{}}] is null")
+
+
+def not_logprobs(numbers: npt.NDArray[np.float32]) -> Bools:
+    """Where an engine had no logprob: NaN, an infinity, -9999 and below."""
+    return ~np.isfinite(numbers) | (numbers <= NO_LOGPROB)
+
+
+def lacks(structs: pa.StructArray, *names: str) -> Bools:
+    """Where a struct, or one of these fields, is null."""
+    parts = (structs, *(field_of(structs, name) for name in names))
+    lacking: Bools = np.any([np.asarray(part.is_null()) for part in parts], axis=0)
+    return lacking
+
+
+def field_of(structs: pa.StructArray, name: str) -> pa.Array:
+    """A field of structs, null where the struct is."""
+    return structs.flatten()[structs.type.get_field_index(name)]
+
+
+def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Rows, Bools]:
+    """The row of each wanted index in its session, and whether it was found.
+
+    Sessions are contiguous and ``index`` ascends in each. Null is never found.
+    """
+    starts = run_starts(table)
+    session: Rows = np.searchsorted(starts, np.arange(len(table)), side="right") << 32
+    have = session + table.column(index).to_numpy()
+    seek = session + wanted.fill_null(-1).to_numpy()
+    row = np.minimum(np.searchsorted(have, seek), max(len(table) - 1, 0))
+    found = (have[row] == seek) & ~nulls(wanted)
+    return np.where(found, row, 0), found
+
+
+def run_starts(table: pa.Table) -> Rows:
+    """The first row of each session."""
+    codes = _codes(table.column("session_id"))
+    return np.flatnonzero(np.diff(codes, prepend=-1))
+
+
+def _codes(column: pa.ChunkedArray) -> Rows:
+    """A number for each value; they count up in order of first appearance."""
+    return np.asarray(column.combine_chunks().dictionary_encode().indices, np.int64)
+
+
+def lengths(column: pa.ChunkedArray | pa.Array) -> Rows:
+    """Elements of each list, 0 for a null list."""
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    parts = [np.asarray(chunk.value_lengths().fill_null(0)) for chunk in chunks]
+    return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+def list_values(column: pa.ChunkedArray) -> pa.Array:
+    """The elements of all lists of a column, end to end."""
+    parts = [chunk.flatten() for chunk in column.chunks]
+    if len(parts) == 1:
+        return parts[0]
+    return pa.concat_arrays([pa.array([], column.type.value_type), *parts])
+
+
+def nulls(column: pa.ChunkedArray) -> Bools:
+    """Where the column is null."""
+    return np.asarray(column.is_null().to_numpy())
+
+
+def flat_chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Rows, pa.Array]]:
+    """The first row, the ends of lists and the values of each chunk of lists."""
+    start = 0
+    for chunk in column.chunks:
+        yield start, np.cumsum(lengths(chunk), dtype=np.int64), chunk.flatten()
+        start += len(chunk)
+
+
+def owners(at: Rows, ends: Rows) -> tuple[Rows, Rows]:
+    """The list of each value position, and the index in the list."""
+    rows: Rows = np.searchsorted(ends, at, side="right")
+    begins = np.concatenate([[0], ends])
+    return rows, at - begins[rows]
+
+
+def raw_floats(values: pa.FloatArray) -> npt.NDArray[np.float32]:
+    """The numbers of an array, with the bytes under nulls as they are."""
+    data = values.buffers()[1]
+    if data is None:
+        return np.empty(0, np.float32)
+    # a buffer may be longer than its values
+    return np.frombuffer(data, np.float32, len(values), 4 * values.offset)

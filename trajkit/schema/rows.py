@@ -1,0 +1,448 @@
+"""Rows: training sequences, what they do with outputs, and what is wrong with them."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit.schema.columns import (
+    NAMES,
+    TURN,
+    Fault,
+    Rows,
+    column,
+    defined,
+    required,
+    table,
+)
+from trajkit.schema.engine import (
+    ascending,
+    broken,
+    broken_items,
+    contiguous,
+    fault,
+    field_of,
+    finite,
+    flat_chunks,
+    lacks,
+    lengths,
+    list_values,
+    logprobs,
+    lookup,
+    no_null,
+    not_negative,
+    nulls,
+    owners,
+    refers,
+    token_ids,
+)
+from trajkit.schema.sessions import LOSSES
+from trajkit.schema.turns import MM_ITEM
+
+SPAN_KINDS = defined("""What a row does with a range of a turn's output.
+
+trained
+    The row trains it.
+duplicate
+    The row contains it as context; another row trains it.
+absorbed
+    The row lost it to drift; the span is empty.
+cut
+    It is beyond ``max_row_tokens``; the span is empty.
+untrainable
+    The row contains it as context, since it may not be trained (`LOSSES`: untrainable,
+    aborted, masked, no_logprob).
+no_splice_point
+    The row ended before it could continue with it; the span is empty.
+""")
+
+SPAN = pa.struct(
+    [
+        pa.field("start", pa.int32()),
+        pa.field("stop", pa.int32()),
+        pa.field("turn_index", pa.int32()),
+        pa.field("output_start", pa.int32()),
+        pa.field("output_stop", pa.int32()),
+        pa.field("kind", NAMES),
+    ]
+)
+"""Row tokens ``start:stop`` are ``output_start:output_stop`` of the turn's output.
+
+``trained``, ``duplicate`` and ``untrainable`` spans have ``stop - start == output_stop
+- output_start``. ``absorbed``, ``cut`` and ``no_splice_point`` spans are empty (``start ==
+stop``): the output range was lost. Their ``start`` is its position in the row, or the
+position where the row was replaced or ended if that is smaller.
+"""
+
+EMPTY_KINDS = ("absorbed", "cut", "no_splice_point")
+"""Kinds of spans whose tokens the row lost."""
+
+ROW_VERSIONS = pa.struct(
+    [pa.field("first", pa.string()), pa.field("last", pa.string())]
+)
+"""The weights that sampled a row's first token and its last."""
+
+
+def _per_token(table: pa.Table) -> tuple[str, str, str]:
+    """The columns of ids, mask and logprobs, in either layout of rows."""
+    if "suffix_ids" in table.column_names:
+        return "suffix_ids", "suffix_mask", "suffix_logprobs"
+    return "input_ids", "loss_mask", "logprobs"
+
+
+def _stored(table: pa.Table) -> tuple[Rows, Rows]:
+    """The start of each row's stored tokens in the row, and their number."""
+    n_stored = lengths(table.column(_per_token(table)[0]))
+    if "suffix_ids" not in table.column_names:
+        return np.zeros_like(n_stored), n_stored
+    return table.column("suffix_start").to_numpy().astype(np.int64), n_stored
+
+
+def row_lengths(table: pa.Table) -> Iterator[Fault]:
+    """Per-token columns have the row's length, and no length exceeds it."""
+    first, n_stored = _stored(table)
+    ids, *others = _per_token(table)
+    for name in others:
+        n_here = lengths(table.column(name))
+        rule = f"{{}} elements of {name} for {{}} {ids}"
+        yield broken(n_here != n_stored, rule, n_here, n_stored)
+    shared = table.column("shared_length").to_numpy()
+    rule = "suffix_start is {}: expected 0 to {}, the shared_length"
+    yield broken((first < 0) | (first > shared), rule, first, shared)
+    n_ids = first + n_stored
+    for name in ("prompt_length", "shared_length"):
+        values = table.column(name).to_numpy()
+        rule = f"{name} is {{}} in a row of {{}} tokens"
+        yield broken(values > n_ids, rule, values, n_ids)
+    parent = table.column("parent_row")
+    rule = "shared_length is {} without a parent_row"
+    yield broken(nulls(parent) & (shared > 0), rule, shared)
+    parent_at, found = lookup(table, "row_index", parent)
+    of_parent = np.where(found, n_ids[parent_at], 0)
+    rule = "shared_length is {}, but the parent row has {} tokens"
+    yield broken(found & (shared > of_parent), rule, shared, of_parent)
+    rule = "parent_row {} is missing, which stores the first {} tokens"
+    yield broken((first > 0) & ~found, rule, parent.fill_null(-1).to_numpy(), first)
+
+
+def masks(table: pa.Table) -> Iterator[Fault]:
+    """Prompt tokens are not trained, and only trained tokens have a logprob."""
+    _, mask_name, logprobs_name = _per_token(table)
+    mask = np.asarray(list_values(table.column(mask_name)))
+    first, n_stored = _stored(table)
+    ends = np.cumsum(n_stored)
+    owner, offset = owners(np.flatnonzero(mask), ends)
+    prompt = table.column("prompt_length").to_numpy()[owner]
+    bad = np.flatnonzero(first[owner] + offset < prompt)
+    rule = f"{mask_name}[{{}}] is true within the prompt of {{}} tokens"
+    yield fault(owner[bad], rule, offset[bad], prompt[bad])
+    given = np.asarray(list_values(table.column(logprobs_name)).is_valid())
+    rule = f"{logprobs_name}[{{}}] is not null, but {mask_name} is false"
+    yield broken_items(0, ends, given & ~mask, rule)
+    n_trained = np.bincount(owner, minlength=len(table))
+    sums = table.column("rollout_mask_sum").to_numpy()
+    rule = "rollout_mask_sum is {} in a row that trains {} tokens"
+    yield broken(sums < n_trained, rule, sums, n_trained)
+
+
+_SPAN_NUMBERS = ("start", "stop", "turn_index", "output_start", "output_stop")
+
+
+def no_span_null(name: str, table: pa.Table) -> Iterator[Fault]:
+    """Every span has all its fields."""
+    for start, ends, spans in flat_chunks(table.column(name)):
+        lacking = lacks(spans, *_SPAN_NUMBERS, "kind")
+        yield broken_items(start, ends, lacking, f"{name}[{{}}] has a null")
+
+
+def spans_in_order(table: pa.Table) -> Iterator[Fault]:
+    """Spans ascend within the row, and trained spans are where the mask is true."""
+    first, n_stored = _stored(table)
+    n_ids = first + n_stored
+    listed = list_values(table.column("spans"))
+    kind = np.asarray(field_of(listed, "kind").cast(pa.string()))
+    start, stop, turn, out_start, out_stop = (
+        np.asarray(field_of(listed, name)) for name in _SPAN_NUMBERS
+    )
+    ends = np.cumsum(lengths(table.column("spans")))
+    row, at = owners(np.arange(len(kind)), ends)
+    before = np.append(0, stop)[: len(stop)]
+    before[at == 0] = 0
+    inside = (start >= 0) & (stop >= start) & (stop <= n_ids[row])
+    mask = np.asarray(list_values(table.column(_per_token(table)[1])))
+    trues = np.append(0, np.cumsum(mask))
+    base = np.cumsum(n_stored) - n_stored
+    # tokens that are not stored are not trained
+    low = np.where(inside, base[row] + np.maximum(start - first[row], 0), 0)
+    high = np.where(inside, base[row] + np.maximum(stop - first[row], 0), 0)
+    trained, empty = kind == "trained", np.isin(kind, EMPTY_KINDS)
+    for bad, rule in (
+        (~np.isin(kind, SPAN_KINDS), f"expected one of {', '.join(SPAN_KINDS)}"),
+        (~inside, "it must lie within the row"),
+        (start < before, "it must not overlap the previous span"),
+        ((out_start < 0) | (out_stop < out_start), "its output range runs backwards"),
+        (turn < 0, "its turn_index is negative"),
+        (empty & (start != stop), "an absorbed, cut or no_splice_point span is empty"),
+        (
+            ~empty & (stop - start != out_stop - out_start),
+            "it must be as long as its output range",
+        ),
+        (
+            inside & (trues[high] - trues[low] != np.where(trained, stop - start, 0)),
+            "loss_mask is true in trained spans, and only there",
+        ),
+    ):
+        rule = f"spans[{{}}] is {{}}:{{}} of kind {{!r}}: {rule}"
+        yield broken_items(0, ends, bad, rule, start, stop, kind)
+    claimed = np.bincount(row, np.where(trained, stop - start, 0), len(table))
+    masked = trues[base + n_stored] - trues[base]
+    rule = "loss_mask is true for {} tokens, but the trained spans have {:.0f}"
+    yield broken(claimed != masked, rule, masked, claimed)
+
+
+def is_share(name: str, table: pa.Table) -> Iterator[Fault]:
+    """A row's weight is in [0, 1]: its share of the rollout."""
+    values = table.column(name).fill_null(0.0).to_numpy()
+    rule = f"{name} is {{}}: it is a share of the rollout"
+    yield broken((values < 0) | (values > 1), rule, values)
+
+
+_EARLIER = refers("row_index", np.less, "an earlier row_index")
+
+_ROWS = (
+    required("session_id", pa.string(), contiguous),
+    # counts the session's rows from 0, in the policy's order
+    required("row_index", pa.int32(), ascending),
+    column("group_id", pa.string()),
+    required("input_ids", pa.large_list(pa.int32()), token_ids),
+    # the prompt of the call that opened the row
+    required("prompt_length", pa.int32(), not_negative),
+    # true where this row trains the token
+    required("loss_mask", pa.large_list(pa.bool_()), no_null),
+    # null outside the mask, and for tokens without a logprob
+    required("logprobs", pa.large_list(pa.float32()), logprobs("input_ids")),
+    # ascending, never overlapping
+    required("spans", pa.large_list(SPAN), no_span_null),
+    # row_index of the earlier row of the session with the longest shared prefix, the
+    # first on ties. null: none shares a token
+    column("parent_row", pa.int32(), _EARLIER),
+    # tokens shared with it; 0 without one
+    required("shared_length", pa.int32(), not_negative),
+    # the session's reward. null: unscorable
+    column("reward", pa.float64(), finite),
+    # this row's share of the rollout's trained tokens; null if the rollout trains none
+    column("row_weight", pa.float64(), finite, is_share),
+    # trained tokens of all rows of the session
+    required("rollout_mask_sum", pa.int64(), not_negative),
+    column("finish_reason", pa.string()),
+    column("truncated", pa.bool_()),
+    column("use_tool", pa.bool_()),
+    column("ill_formed", pa.bool_()),
+    # of its turns, as in LINKS
+    column("segment_kind", NAMES),
+    # the turn whose path the row is, or whose output ends the row. null: unknown
+    column("last_turn", pa.int32()),
+    # the turns in the row, in order, up to last_turn, including turns with an empty
+    # output and turns lost to drift or truncation. null: unknown
+    column("turns", pa.large_list(pa.int32())),
+    # the weights of the first and the last sampled token with known weights. null: none
+    column("weight_versions", ROW_VERSIONS),
+    # the training step of the last turn, if turns have this column. null: unknown
+    column("step", pa.int64()),
+    # its images, in order. An image that max_row_tokens cuts has its stop beyond the
+    # row. null: none
+    column("mm_items", pa.large_list(MM_ITEM)),
+)
+_RULES = (row_lengths, masks, spans_in_order)
+ROWS = table("rows", *_ROWS, rules=_RULES)
+"""One row per training sequence."""
+
+_SUFFIX_FIELDS = {
+    "input_ids": (
+        # first token of the suffixes: shared_length, or the row's first trained token
+        # if that is earlier. 0 without a parent_row
+        required("suffix_start", pa.int32()),
+        # input_ids[suffix_start:]
+        required("suffix_ids", pa.large_list(pa.int32()), token_ids),
+    ),
+    # loss_mask[suffix_start:]; the tokens before are false
+    "loss_mask": (required("suffix_mask", pa.large_list(pa.bool_()), no_null),),
+    # logprobs[suffix_start:]; the tokens before are null
+    "logprobs": (
+        required(
+            "suffix_logprobs", pa.large_list(pa.float32()), logprobs("suffix_ids")
+        ),
+    ),
+}
+
+ROWS_SUFFIX = table(
+    "rows",
+    *(new for old in _ROWS for new in _SUFFIX_FIELDS.get(old.field.name, (old,))),
+    rules=_RULES,
+)
+"""``rows`` in the suffix layout: only the parent_row stores the prefix that a row shares
+with it and does not train. Positions (``spans``, ``prompt_length``) count from the start
+of the full row."""
+
+OPENED_BY = ("no_parent", "drift", "branch")
+"""Why a row begins at its first turn: it has no parent, its prompt drifts from its parent's
+path, or another row continues its parent."""
+
+ROW_REASONS = table(
+    "row_reasons",
+    # null: the rows do not name it
+    pa.field("session_id", pa.string()),
+    required("row_index", pa.int32()),
+    # the turn that opens the row: the first that no earlier row contains. null: the rows
+    # do not name turns
+    pa.field("first_turn", pa.int32()),
+    # its parent. null: none
+    pa.field("parent", pa.int32()),
+    # one of OPENED_BY
+    required("opened_by", pa.string()),
+    required("tokens_trained", pa.int64()),
+    # tokens of its empty spans (EMPTY_KINDS)
+    required("tokens_lost", pa.int64()),
+    required("sentence", pa.string()),
+)
+"""Why each row begins where it does, one line per row (see `analysis.why`)."""
+
+OUTPUT_KINDS = ("trained", *LOSSES)
+"""What a policy does with a sampled token: it trains it, or loses it for a reason."""
+
+OUTPUT_SPANS = table(
+    "output_spans",
+    *TURN,
+    # tokens output_start:output_stop of the turn's output
+    required("output_start", pa.int32()),
+    required("output_stop", pa.int32()),
+    # one of OUTPUT_KINDS
+    required("kind", NAMES),
+    # the row that trains them, lost them, or has them as context. null: no row does
+    pa.field("row_index", pa.int32()),
+    # the turn whose prompt caused the loss because it departs from an earlier path.
+    # null: none did
+    pa.field("drift_turn", pa.int32()),
+)
+"""Each range of sampled tokens and what a policy does with it, in order of session, turn
+and position (see `analysis.output_spans`). Every sampled token is in one line; a token that
+several rows train is in one line per row."""
+
+RULES = defined("""The rules that `trajkit.verify` checks.
+
+session
+    The row's session has turns, and its rows are contiguous.
+row_index
+    It counts the rows of the session from 0.
+length
+    Mask and logprobs have the row's length, and no row exceeds ``max_row_tokens``.
+null
+    Ids, mask and spans have no null.
+span_turn, span_kind, span_place, span_range
+    A span names a turn of the session and a kind that the policy produces, follows the
+    previous span without overlap, and is as long as its range of the turn's output.
+span_tokens
+    A span has the tokens of its output range.
+untrainable
+    Tokens that may not be trained are in untrainable spans, and no others are.
+mask
+    It is true exactly for trained spans. In rows without spans: for outputs that were
+    located in the row.
+logprob
+    The engine's value under the mask, null elsewhere.
+context
+    The tokens before a trained token are those it was sampled after. For spliced rows see
+    row_tokens.
+trained_twice
+    No sampled token is trained or lost in two spans, or in two of a row if the policy
+    trains a token in several.
+not_trained
+    Every token that the policy promises to train is trained.
+not_located
+    In rows without spans: some row contains the end of the turn's prompt and its output.
+row_tokens
+    A row is the path of a turn (of ``last_turn``, if given), truncated at
+    ``max_row_tokens``; in a spliced row, each output follows the end of its prompt.
+prompt_length
+    The prompt length of the row's first turn.
+parent_row, shared_length
+    The first earlier row with the longest shared prefix, and the prefix's length.
+rollout_mask_sum, row_weight, reward, group_id
+    They follow from the complete rollout.
+finish_reason
+    It follows from the row's calls.
+turns
+    They end with ``last_turn`` and contain the turns of the row's spans in order.
+weight_versions
+    Those of the row's first and last sampled token with known weights.
+flags
+    They follow from the row's turns, or have at least theirs if the policy takes those of
+    the chain.
+mm_items
+    Each is an image of the session, its tokens are that image's content ids, and no
+    other token is a content id.
+policy
+    The rows are those that the policy makes of the turns: tokens, mask, spans, turns and
+    flags. Checked in sessions that break no other rule.
+""")
+
+VIOLATIONS = table(
+    "violations",
+    pa.field("session_id", pa.string()),
+    # null: the violation concerns no single row
+    pa.field("row_index", pa.int32()),
+    # null: it concerns no single turn
+    pa.field("turn_index", pa.int32()),
+    # position of the first wrong token in the row or, without row_index, in the turn's
+    # output. null: the violation concerns the row as such
+    pa.field("token", pa.int32()),
+    required("rule", NAMES),
+    # the values found and expected, and the number of tokens
+    required("detail", pa.string()),
+)
+"""One row per violation and contiguous range of tokens."""
+
+ROW_CHECK_KINDS = defined("""What `trajkit.check_rows` says of rows.
+
+trains
+    The row trains these tokens of the turn. Nothing is wrong.
+mask_shifted
+    The mask is that of the tokens before or after the sampled ones.
+not_sampled
+    Trained tokens that are no turn's output.
+untrainable
+    Trained tokens of a turn, or of an output, that may not be trained.
+trained_twice
+    Tokens that an earlier row trains too.
+out_of_context
+    Trained tokens that follow other tokens than they were sampled after.
+logprobs_shifted
+    The logprobs are those of the tokens before or after.
+logprobs
+    Logprobs that are not the engine's.
+masked_out
+    Sampled tokens that rows have and none trains.
+in_no_row
+    Sampled tokens that no row has.
+not_found
+    No turn begins like the row.
+session_without_rows
+    Sessions of the turns that have no row. Nothing is wrong.
+""")
+
+ROW_CHECKS = table(
+    "row_checks",
+    # the position of the row, from 0. null: the line is of no row
+    pa.field("row", pa.int32()),
+    # null: the row was not found
+    pa.field("session_id", pa.string()),
+    # null: the line concerns no single turn
+    pa.field("turn_index", pa.int32()),
+    # position in the row, padding included. null: of no token
+    pa.field("token", pa.int32()),
+    # one of ROW_CHECK_KINDS
+    required("kind", NAMES),
+    required("tokens", pa.int64()),
+    required("detail", pa.string()),
+)
+"""What rows train of what was sampled (see `trajkit.check_rows`)."""
