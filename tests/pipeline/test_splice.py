@@ -707,6 +707,18 @@ def test_a_fault_is_found_where_it_is_planted(fault):
     assert any(due.items() <= one.items() for one in found)
 
 
+def test_a_spliced_row_opens_with_a_whole_prompt_under_any_policy():
+    turns = turns_table(RICH)
+    rows = tk.linearize(turns, "polar").to_pylist()
+    row = rows[1]
+    for name in ("input_ids", "loss_mask", "logprobs"):
+        del row[name][0]
+    row["spans"][0]["start"] -= 1
+    row["spans"][0]["stop"] -= 1
+    found = tk.verify(pa.Table.from_pylist(rows, ROWS), turns)["rule"].to_pylist()
+    assert "row_tokens" in found
+
+
 def test_a_splice_is_no_promise_of_other_policies():
     turns = turns_table(RICH)
     rows = tk.linearize(turns, "polar")
