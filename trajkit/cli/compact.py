@@ -4,12 +4,15 @@ import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pyarrow as pa
+
+import trajkit as tk
 from trajkit.cli.file_options import job_options, print_written
 from trajkit.cli.options import command
 from trajkit.cli.progress import Progress
 from trajkit.io.formats import paths_in
+from trajkit.io.run import run
 from trajkit.io.tables import log_files
-from trajkit.jobs.stages import compact_file, expand_file
 
 
 def total_size(files: Iterable[Path]) -> int:
@@ -18,12 +21,14 @@ def total_size(files: Iterable[Path]) -> int:
 
 
 def _change(
-    arguments: argparse.Namespace, name: str, change: Callable[..., dict[str, int]]
+    arguments: argparse.Namespace, name: str, change: Callable[[pa.Table], pa.Table]
 ) -> None:
     """Write the turns and print their size."""
     with Progress(name, "turns") as bar:
         options = job_options(arguments, bar)
-        totals = change(arguments.source, arguments.out, **options)
+        totals = run(
+            arguments.source, change, arguments.out, resume={"stage": name}, **options
+        )
     before = total_size(log_files(arguments.source)[0])
     after = total_size(paths_in(Path(arguments.out)))
     facts = {**totals, "bytes_before": before, "bytes_after": after}
@@ -49,7 +54,7 @@ source, --json
 )
 def run_compact(arguments: argparse.Namespace) -> None:
     """Write the delta form; see `_change`."""
-    _change(arguments, "compact", compact_file)
+    _change(arguments, "compact", tk.compact)
 
 
 @command(
@@ -68,4 +73,4 @@ source, --json
 )
 def run_expand(arguments: argparse.Namespace) -> None:
     """Write the full form; see `_change`."""
-    _change(arguments, "expand", expand_file)
+    _change(arguments, "expand", tk.expand)

@@ -21,8 +21,6 @@ from trajkit.cli.progress import Progress
 from trajkit.cli.terminal import visible
 from trajkit.cli.text import text_table
 from trajkit.cli.tokenizer import chosen_tokenizer
-from trajkit.io.tables import write_tables
-from trajkit.jobs.stages import Made, Target
 from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.calls import read_calls
 from trajkit.turns.table import locate
@@ -61,21 +59,20 @@ def run(arguments: argparse.Namespace) -> None:
         codec = Codec(tokenizer)
     summary, causes = DriftSummary(), dict[str, CauseGroup]()
 
-    def stage(turns: pa.Table) -> Made:
+    def stage(turns: pa.Table) -> dict[str, pa.Table]:
         links = tk.link(turns, policy)
         drift = tk.classify_drift(turns, links, tokenizer=tokenizer)
-        findings = None
+        found = {"drift": drift}
         if tokenizer is not None:
             findings = tk.analysis.explain_drift(turns, links, tokenizer)
             add_causes(causes, turns, findings, codec, arguments.examples)
+            found["findings"] = findings
         # last, because a session that was refused would be counted twice
         summary.add(turns, links, drift)
-        yield "drift", drift
-        if findings is not None:
-            yield "findings", findings
+        return found
 
     paths = {"drift": arguments.out, "findings": arguments.findings}
-    targets = {name: Target(path, write_tables) for name, path in paths.items() if path}
+    targets = {name: path for name, path in paths.items() if path}
     with Progress("drift", "turns") as bar:
         totals = run_stage(arguments, stage, targets, bar)
     groups = sorted(causes.values(), key=lambda g: (-g.findings, g.cause))

@@ -5,18 +5,19 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trajkit.cli.options import no_calls
 from trajkit.cli.progress import Progress
 from trajkit.cli.terminal import Screen
 from trajkit.errors import ArgumentError
 from trajkit.io.formats import replacing
-from trajkit.jobs.group_sessions import SessionIndex, bucket_numbers
-from trajkit.jobs.stages import JobOptions, Stage, Target, Watch, run_job
+from trajkit.io.group import SessionIndex, bucket_numbers
+from trajkit.io.run import Stage, Watch, run
 
 
-def job_options(arguments: argparse.Namespace, bar: Progress) -> JobOptions:
-    """What ``--gather`` and ``--rejected`` ask for, with the progress bar."""
+def job_options(arguments: argparse.Namespace, bar: Progress) -> dict[str, Any]:
+    """Options of `trajkit.run`: of ``--gather`` and ``--rejected``, and a progress bar."""
     gather = arguments.gather == "auto"
 
     def note(text: str) -> None:
@@ -36,7 +37,7 @@ def job_options(arguments: argparse.Namespace, bar: Progress) -> JobOptions:
             )
         bar.begin(index.n_turns, done)
 
-    return JobOptions(
+    return dict(
         rejected=arguments.rejected,
         gather=gather,
         nonfinite_logprobs=arguments.nonfinite_logprobs,
@@ -61,11 +62,11 @@ def write_text(path: Path, text: str) -> None:
 def run_stage(
     arguments: argparse.Namespace,
     stage: Stage,
-    targets: Mapping[str, Target],
+    outputs: Mapping[str, Path],
     bar: Progress,
-) -> Mapping[str, int]:
+) -> dict[str, int]:
     """Apply a stage to the turns of ``arguments.source``; returns the totals."""
-    return run_job(arguments.source, stage, targets, **job_options(arguments, bar))
+    return run(arguments.source, stage, outputs, **job_options(arguments, bar))
 
 
 def rejected_note(arguments: argparse.Namespace, totals: Mapping[str, int]) -> str:

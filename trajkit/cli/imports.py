@@ -12,8 +12,8 @@ from trajkit.cli.options import command
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
 from trajkit.importers import FORMATS, TARGETS
+from trajkit.io.run import Watch
 from trajkit.io.tables import write_table
-from trajkit.jobs.stages import Watch
 from trajkit.turns.mapping import merged_map
 
 

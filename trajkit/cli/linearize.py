@@ -1,8 +1,12 @@
 """``trajkit linearize``: a file of turns into a file of training rows."""
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import asdict
 
+import pyarrow as pa
+
+import trajkit as tk
 from trajkit.cli.file_options import job_options, print_written
 from trajkit.cli.options import (
     add_facts,
@@ -12,8 +16,9 @@ from trajkit.cli.options import (
 )
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import share, text_table
-from trajkit.jobs.stages import linearize_file
+from trajkit.io.run import facts_digest
 from trajkit.schema import LOSSES
+from trajkit.turns.session_metadata import session_facts
 
 
 @command(
@@ -40,18 +45,36 @@ source, --json
 def run(arguments: argparse.Namespace) -> None:
     """Write the rows and print the totals."""
     policy, sessions = chosen_policy(arguments), known_sessions(arguments.sessions)
+    options = {
+        "reward": arguments.reward,
+        "sessions": sessions,
+        "max_row_tokens": arguments.max_row_tokens,
+        "layout": arguments.layout,
+        "threads": arguments.threads or 1,
+    }
+
+    def stage(turns: pa.Table) -> dict[str, Iterable[pa.RecordBatch]]:
+        report: list[pa.RecordBatch] = []
+        rows = tk.linearize_batches(turns, policy, report=report, **options)
+        if arguments.weigh_by != "token":  # the weights that rows have
+            rows = tk.add_weights_batches(rows, arguments.weigh_by)
+        return {"rows": rows, "report": report}
+
+    outputs = {"rows": arguments.out}
+    if arguments.report is not None:
+        outputs["report"] = arguments.report
+    job = {
+        "stage": "linearize",
+        "policy": asdict(policy),
+        "reward": facts_digest(session_facts(arguments.reward, sessions)),
+        "max_row_tokens": arguments.max_row_tokens,
+        "layout": arguments.layout,
+        "weigh_by": arguments.weigh_by,
+    }
     with Progress("linearize", "turns") as bar:
-        totals = linearize_file(
-            arguments.source,
-            arguments.out,
-            policy,
-            reward=arguments.reward,
-            sessions=sessions,
-            weigh_by=arguments.weigh_by,
-            max_row_tokens=arguments.max_row_tokens,
-            threads=arguments.threads,
-            layout=arguments.layout,
-            report=arguments.report,
+        totals = tk.run(
+            *(arguments.source, stage, outputs),
+            resume=job,
             **job_options(arguments, bar),
         )
     facts = {"policy": asdict(policy), **totals}

@@ -15,9 +15,9 @@ import pyarrow as pa
 import trajkit as tk
 from trajkit.cli.policy_args import Set, setting, with_choices
 from trajkit.errors import LeftOutWarning
+from trajkit.io.group import Log
 from trajkit.io.sources import Paths, SessionPrefix
 from trajkit.io.tables import sessions_below
-from trajkit.jobs.group_sessions import Log
 from trajkit.learn.weights import By
 from trajkit.policies import DEFAULT_FORK_THRESHOLD, PRESETS
 from trajkit.turns.validation import reject_turns

@@ -19,7 +19,6 @@ from trajkit.cli.options import (
 )
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import share, text_table
-from trajkit.jobs.stages import Made
 
 WIDTH = 100
 """Columns of the table, unless it is to be wide."""
@@ -54,9 +53,9 @@ def run(arguments: argparse.Namespace) -> None:
         max_row_tokens=arguments.max_row_tokens,
     )
 
-    def stage(turns: pa.Table) -> Made:
+    def stage(turns: pa.Table) -> pa.Table:
         counts.add(turns)
-        yield "turns", turns
+        return turns
 
     with Progress("simulate", "turns") as bar:
         totals = run_stage(arguments, stage, {}, bar)

@@ -22,6 +22,7 @@ from trajkit.cli.options import (
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
 from trajkit.io.tables import iter_tables
+from trajkit.verification.files import verify_file
 
 VIOLATED = 1
 SHOWN = 20
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
         output = arguments.out or str(Path(folder, "violations.arrows"))
         with Progress("verify", "turns") as bar:
-            totals = tk.jobs.verify_file(
+            totals = verify_file(
                 arguments.rows,
                 arguments.turns,
                 output,

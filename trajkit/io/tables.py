@@ -386,6 +386,19 @@ def write_tables(
     _write(itertools.chain([first], tables), first.schema, sink, format)
 
 
+def write_any(batches: Iterator[pa.RecordBatch], path: Path) -> None:
+    """Write batches with the function for their kind of table; there is at least one."""
+    first = next(batches)
+    kind = (first.schema.metadata or {}).get(b"trajkit.table", b"")
+    batches = itertools.chain([first], batches)
+    if kind == b"turns":
+        write_turns(batches, path)
+    elif kind == b"rows":
+        write_rows(batches, path)
+    else:
+        write_tables(batches, path)
+
+
 def gather(table: pa.Table, index: str) -> pa.Table:
     """The table with contiguous sessions, in order of first appearance.
 
