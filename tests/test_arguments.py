@@ -378,11 +378,12 @@ def test_errors_name_the_files_that_the_caller_named(tmp_path, place, scattered)
 
 
 def test_a_full_disk_is_reported_with_the_files_name(tmp_path, monkeypatch):
-    def fails(tables, schema, path):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    def fails(tables, schema, file, kind):
+        [draft] = tmp_path.glob(".*rows.parquet.*.tmp")
+        raise OSError(errno.ENOSPC, "No space left on device", str(draft))
 
-    monkeypatch.setattr(tables, "write_parquet", fails)
     tk.write_turns(TURNS, tmp_path / "turns.arrow")
+    monkeypatch.setattr(tables, "write_batches", fails)
     with pytest.raises(OSError, match="No space left") as refused:
         linearize_file(tmp_path / "turns.arrow", tmp_path / "rows.parquet")
     assert refused.value.filename == str(tmp_path / "rows.parquet")

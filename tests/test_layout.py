@@ -150,9 +150,6 @@ def test_trajkit_imports_nothing_heavy_and_never_the_shim(path):
         refused -= {"tokenizers", "transformers"}
     if path == ROOT / "trajkit/engines.py":
         refused -= {"ray"}
-    if path == ROOT / "trajkit/io/parquet_polars.py":
-        # where it is installed, for files that are not small
-        refused -= {"polars"}
     if path.parent == ROOT / "trajkit/export":
         # in functions that return objects of these libraries
         refused -= {"slime", "torch", "verl"}

@@ -41,7 +41,7 @@ def add_serve(commands: Commands) -> None:
 --host ADDRESS 127.0.0.1  default: %(default)s
 --port PORT 8765  0: any free one (default: %(default)s)
 -o --out RUN  directory of the turn log; made if missing
---log {{full,delta}}  delta: store only what each prompt adds to an earlier turn, compressed
+--log {{full,delta}}  delta: store only what each prompt adds to an earlier turn
     (default: %(default)s)
 --prompts {{append,render}}  append: extend the token ids of an earlier turn if the chat
     template permits (the default); render: render every prompt from its messages

@@ -39,11 +39,9 @@ from trajkit.io.formats import (
     is_json,
     name_of,
     paths_in,
-    replacing,
 )
 from trajkit.io.guard import check_not_read, reading
 from trajkit.io.jsonl import Record
-from trajkit.io.parquet_polars import write_parquet
 from trajkit.io.sources import Naming, Paths, SessionPrefix, paths_of, placed
 from trajkit.schema import AMENDMENTS, REPORT, ROWS, SESSIONS, TURNS
 from trajkit.turns.amendments import Amendments
@@ -105,9 +103,7 @@ def read_turns(
     ------
     FormatError
         The suffix or content is of an unknown format, or damaged; a line of JSON is
-        longer than 256 MB, or than the environment variable ``TRAJKIT_MAX_LINE_BYTES``;
-        a compressed batch or row group needs more than 4 GB of memory, or than the
-        environment variable ``TRAJKIT_MAX_BATCH_BYTES``.
+        longer than 256 MB, or than the environment variable ``TRAJKIT_MAX_LINE_BYTES``.
     SchemaError
         A column is missing or has another type.
     InvalidTurnsError
@@ -365,9 +361,7 @@ def write_rows(
 ) -> None:
     """Write training rows to a file that `read_rows` reads; see `write_turns`.
 
-    Rows of the layout "suffix" keep it. Parquet files of more than 32 MB as Arrow are
-    written by polars if it is installed (``trajkit[polars]``): that takes a third of the
-    time, and Arrow reads the same types.
+    Rows of the layout "suffix" keep it.
     """
     _write((canonical_rows(table) for table in _tables(rows)), ROWS, sink, format)
 
@@ -616,10 +610,6 @@ def _write(
         check_not_read(target)
     if kind == "parquet":
         tables = map(storable, tables)
-        if isinstance(target, Path):
-            with replacing(target) as path:
-                write_parquet(tables, schema, path)
-            return
     with atomic(target, kind) as file:
         if is_json(kind):
             jsonl.write(tables, schema, file)
