@@ -20,11 +20,7 @@ from tests.strategies import (
     versioned,
 )
 from tests.tables import in_delta_form, linearized, link_by, turns_table
-from trajkit import _core
-from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError, SchemaError
-from trajkit.turns.calls import read_calls
-from trajkit.turns.prefix_forest import grow
-from trajkit.turns.structs import LINK
+from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
 
 emits = st.sampled_from(["all", "main"])
 
@@ -749,22 +745,6 @@ def test_a_row_each_that_shares_a_reply_breaks_no_promise_of_nemo():
     assert tk.verify(rows, table, "nemo").num_rows == 0
     found = tk.verify(rows, table, "faithful")["rule"].to_pylist()
     assert found == ["trained_twice"]
-
-
-@pytest.mark.parametrize(
-    ("places", "match"),
-    [
-        ([0, 1, 1], r"by_prompt\[2\] = 1"),
-        ([0, 2, 3], r"by_prompt\[2\] = 3"),
-        ([1, 0, 2], r"by_prompt\[1\] = 0"),
-        ([0, 1], "by_prompt has 2 entries, 3 are needed"),
-    ],
-)
-def test_prefix_routing_refuses_what_ranks_no_calls(places, match):
-    calls = read_calls(turns_table(FORKED))
-    forest = grow(calls)
-    with pytest.raises(LayoutError, match=match):
-        _core.route_prefix(forest.paths, np.array(places, np.int32), np.zeros(3, LINK))
 
 
 def test_parents_in_a_circle_are_refused():

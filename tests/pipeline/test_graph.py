@@ -120,6 +120,13 @@ def test_a_request_goes_on_from_the_last_reply_that_it_repeats():
     ]
 
 
+def test_of_equal_paths_the_last_is_continued():
+    turns = [turn([U], A, [1], [2]) for _ in range(3)]
+    turns.append(turn([U, A, V], B, [1, 2, 3], [4]))
+    assert reference_graph.links_of(turns)[-1]["parent"] == 2
+    assert graph_links(turns_table(turns))["parent"].to_pylist()[-1] == 2
+
+
 def call(name, arguments, **more):
     return {"id": "1", "function": {"name": name, "arguments": arguments}, **more}
 

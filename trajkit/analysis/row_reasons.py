@@ -21,7 +21,7 @@ from trajkit.schema import EMPTY_KINDS, ROW_REASONS
 from trajkit.turns.flat_buffers import flat_rows, ids_of
 from trajkit.turns.records import as_turns
 from trajkit.verification.row_forms import is_rows, plain_rows
-from trajkit.verification.row_rules import longest_shared
+from trajkit.verification.rules import longest_shared
 
 _NO_PARENT = {
     "history_replaced": "its request does not extend its agent's history",

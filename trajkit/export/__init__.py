@@ -19,9 +19,13 @@ if TYPE_CHECKING:
 
 MODULES = (
     "areal",
+    "miles",
     "nemo_rl",
     "openrlhf",
     "prime_rl",
+    "rlinf",
+    "rllm",
+    "roll",
     "sft",
     "skyrl",
     "slime",

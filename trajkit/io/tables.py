@@ -293,7 +293,7 @@ def scan_rows(
 ) -> Iterator[pa.RecordBatch]:
     """Training rows in batches as stored, neither reordered nor checked.
 
-    Rows from `trajkit.jobs.linearize_file` are in an order that every stage accepts as a
+    Rows that `trajkit.run` writes are in an order that every stage accepts as a
     stream: sessions are contiguous, in the order of the turns.
 
     Parameters
