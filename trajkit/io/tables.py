@@ -42,7 +42,14 @@ from trajkit.io.formats import (
 )
 from trajkit.io.guard import check_not_read, reading
 from trajkit.io.jsonl import Record
-from trajkit.io.sources import Naming, Paths, SessionPrefix, paths_of, placed
+from trajkit.io.sources import (
+    Naming,
+    Paths,
+    SessionPrefix,
+    local_files,
+    paths_of,
+    placed,
+)
 from trajkit.schema import AMENDMENTS, REPORT, ROWS, SESSIONS, TURNS
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.mapping import Map, MapLike, read_map
@@ -74,7 +81,9 @@ def read_turns(
         IPC, file or stream form); ``.arrows`` (stream form); ``.jsonl`` or ``.ndjson``,
         plain or with ``.gz`` or ``.zst`` added (one call per line, as
         `trajkit.from_records` takes them); ``.json`` (lines, or one array of calls). A
-        path with ``*`` is a pattern. A directory is read recursively in path order, JSON
+        path with ``*`` is a pattern. An address (``s3://bucket/log``, ``hf://...``) is
+        copied to a temporary file with fsspec. A directory is read recursively in path
+        order, JSON
         Lines files last. Hidden files, files with the suffix ``.json`` and files whose
         metadata name another table (sessions, rows, a report) are skipped there.
         Amendments in a directory are applied: a turn that they call context only has
@@ -115,6 +124,17 @@ def read_turns(
         A log ends within an entry; the text names the file and the bytes left out.
     """
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
+    with local_files(source) as local:
+        return _read_turns(local, format, map, nonfinite_logprobs, session_prefix)
+
+
+def _read_turns(
+    source: Source,
+    format: Format | None,
+    map: MapLike | None,
+    nonfinite_logprobs: Nonfinite,
+    session_prefix: SessionPrefix | None,
+) -> pa.Table:
     paths = paths_of(source)
     naming = Naming.of(paths or [], session_prefix)
     if map is not None:
@@ -275,6 +295,11 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
 
     Each line of JSON lines is one row, an object of the table's columns.
     """
+    with local_files(source) as local:
+        return _read_rows(local, format)
+
+
+def _read_rows(source: Source, format: Format | None) -> pa.Table:
     tables = iter_tables(source, format=format, plan=rows_schema)
     rows = _concat([canonical_rows(table) for table in tables], ROWS)
     try:
