@@ -27,7 +27,6 @@ import pyarrow as pa
 import trajkit as tk
 from benchmarks.compare import Timing, commit, machine
 from benchmarks.data import Record, Size, quoted, rollout
-from trajkit.io.ipc_compression import IpcCompressor
 from trajkit.pipeline.rows import Layout
 
 TOKENS_PER_TURN = 1024
@@ -99,11 +98,10 @@ def turn_by_turn(table: pa.Table) -> list[pa.RecordBatch]:
     ]
 
 
-def squeezed_bytes(batches: list[pa.RecordBatch]) -> int:
+def logged_bytes(batches: list[pa.RecordBatch]) -> int:
     """What the batches take in a file as the gateway's log writes them in delta form."""
     schema = batches[0].schema
-    squeeze = IpcCompressor(schema)
-    return schema.serialize().size + sum(squeeze(batch).size for batch in batches)
+    return schema.serialize().size + sum(batch.serialize().size for batch in batches)
 
 
 def bytes_a_token(shape: str, most: int) -> dict[int, float]:
@@ -144,7 +142,7 @@ def sizes(size: Size) -> Iterator[tuple[str, int]]:
         "Arrow IPC, delta form, one batch per turn",
         file_bytes(pa.Table.from_batches(log), "arrows"),
     )
-    yield "Arrow IPC, delta form, one batch per turn, as logged", squeezed_bytes(log)
+    yield "Arrow IPC, delta form, one batch per turn, as logged", logged_bytes(log)
 
 
 def print_sizes(size: Size) -> None:

@@ -33,7 +33,8 @@ import trajkit as tk
 from benchmarks import peers_chains
 from benchmarks.compare import commit, machine
 from benchmarks.data import mixed, rollout
-from trajkit.jobs.stages import Watch
+from tests.files import expand_file, linearize_file
+from trajkit.io.run import Watch
 
 POLICY = "trl"
 MiB = 1 << 20
@@ -144,7 +145,7 @@ def warm(suffixes: tuple[str, str]) -> None:
         )
         call = {"session_id": "s", "prompt_ids": [1], "output_ids": [2]}
         tk.write_turns(tk.from_records([call]), source)
-        tk.jobs.linearize_file(source, output, POLICY)
+        linearize_file(source, output, POLICY)
 
 
 def work(source: str, output: str) -> None:
@@ -152,7 +153,7 @@ def work(source: str, output: str) -> None:
     warm((Path(source).suffix, Path(output).suffix))
     seen: list[int] = []
     start = time.perf_counter()
-    totals = tk.jobs.linearize_file(
+    totals = linearize_file(
         source,
         output,
         POLICY,
@@ -274,7 +275,7 @@ def measure(folder: Path, n_rollouts: int, n_sample: int) -> Streamed:
     run, few, few_full = (folder / f"{n}.parquet" for n in ("run", "few", "few_full"))
     tk.write_turns(recorded(n_rollouts), run)
     sample(run, few, n_sample)
-    tk.jobs.expand_file(few, few_full)
+    expand_file(few, few_full)
     check_answers(few)
     rows = folder / "rows.parquet"
     plain = []

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
+from tests.files import linearize_file
 from trajkit.errors import (
     ArgumentError,
     FormatError,
@@ -19,6 +20,7 @@ from trajkit.errors import (
     SchemaError,
 )
 from trajkit.io import tables
+from trajkit.verification.files import verify_file
 
 CALL = {
     "session_id": "a",
@@ -153,7 +155,7 @@ def test_the_wrong_kind_of_file_is_named(tmp_path, suffix):
     tk.write_rows(ROWS.replace_schema_metadata(None), rows)
     tk.write_sessions(known, facts)
     out = tmp_path / "out.parquet"
-    for read in (tk.read_turns, lambda path: tk.jobs.linearize_file(path, out)):
+    for read in (tk.read_turns, lambda path: linearize_file(path, out)):
         with pytest.raises(SchemaError) as refused:
             read(rows)
         assert "mine." in str(refused.value)
@@ -166,7 +168,7 @@ def test_the_wrong_kind_of_file_is_named(tmp_path, suffix):
     with pytest.raises(SchemaError, match=r"calls\..* of turns .*expected rows"):
         tk.read_rows(turns)
     with pytest.raises(SchemaError, match=r"calls\..* of turns .*expected rows"):
-        tk.jobs.verify_file(turns, turns, out)
+        verify_file(turns, turns, out)
 
 
 def test_columns_of_any_layout_are_looked_at_in_files(tmp_path):
@@ -369,18 +371,19 @@ def test_errors_name_the_files_that_the_caller_named(tmp_path, place, scattered)
     log.write_text("".join(json.dumps(c) + "\n" for c in calls[: 2 + scattered]))
     (tmp_path / "shut").write_text("")
     with pytest.raises((FormatError, OSError)) as refused:
-        tk.jobs.linearize_file(log, tmp_path / place)
+        linearize_file(log, tmp_path / place)
     said = str(refused.value)
     assert str((tmp_path / place).parent) in said
     assert not re.search(r"/\.|\d{3,}-|tmp\b.*\.tmp", said.replace(str(tmp_path), ""))
 
 
 def test_a_full_disk_is_reported_with_the_files_name(tmp_path, monkeypatch):
-    def fails(tables, schema, path):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    def fails(tables, schema, file, kind):
+        [draft] = tmp_path.glob(".*rows.parquet.*.tmp")
+        raise OSError(errno.ENOSPC, "No space left on device", str(draft))
 
-    monkeypatch.setattr(tables, "write_parquet", fails)
     tk.write_turns(TURNS, tmp_path / "turns.arrow")
+    monkeypatch.setattr(tables, "write_batches", fails)
     with pytest.raises(OSError, match="No space left") as refused:
-        tk.jobs.linearize_file(tmp_path / "turns.arrow", tmp_path / "rows.parquet")
+        linearize_file(tmp_path / "turns.arrow", tmp_path / "rows.parquet")
     assert refused.value.filename == str(tmp_path / "rows.parquet")

@@ -25,7 +25,6 @@ PACKAGES = {
 PUBLIC = [
     trajkit,
     trajkit.analysis,
-    trajkit.jobs,
     trajkit.learn,
     trajkit.packs,
     trajkit.plot,
@@ -159,11 +158,8 @@ def test_trajkit_imports_nothing_heavy_and_never_the_shim(path):
     if path == ROOT / "trajkit/cli/tokenizer.py":
         # when a command is given one, and nowhere else
         refused -= {"tokenizers", "transformers"}
-    if path == ROOT / "trajkit/jobs/engines.py":
+    if path == ROOT / "trajkit/engines.py":
         refused -= {"ray"}
-    if path == ROOT / "trajkit/io/parquet_polars.py":
-        # where it is installed, for files that are not small
-        refused -= {"polars"}
     if path.parent in (ROOT / "trajkit/analysis", ROOT / "trajkit/view"):
         # counting and grouping, of the extra `look`
         refused -= {"polars"}

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from trajkit import errors as errors
     from trajkit import export as export
     from trajkit import importers as importers
-    from trajkit import jobs as jobs
     from trajkit import learn as learn
     from trajkit import observations as observations
     from trajkit import packs as packs
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from trajkit.analysis.simulation import simulate as simulate
     from trajkit.errors import TrajkitError as TrajkitError
     from trajkit.importers.reader import import_turns as import_turns
+    from trajkit.io.group import scan_turns as scan_turns
+    from trajkit.io.run import run as run
     from trajkit.io.tables import read_rows as read_rows
     from trajkit.io.tables import read_sessions as read_sessions
     from trajkit.io.tables import read_turns as read_turns
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from trajkit.io.tables import write_rows as write_rows
     from trajkit.io.tables import write_sessions as write_sessions
     from trajkit.io.tables import write_turns as write_turns
-    from trajkit.jobs.group_sessions import scan_turns as scan_turns
     from trajkit.learn.baselines import add_advantages as add_advantages
     from trajkit.learn.baselines import add_advantages_batches as add_advantages_batches
     from trajkit.learn.weights import add_weights as add_weights

@@ -61,7 +61,7 @@ def serve(
     port
         0: any free one.
     log
-        delta: store only what each prompt adds to an earlier turn, compressed.
+        delta: store only what each prompt adds to an earlier turn.
     prompts
         append: extend the token ids of an earlier turn if the chat template permits;
         render: render every prompt from its messages.

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
+from tests.files import compact_file
 from tests.strategies import columns_of_any_type, runs
 from trajkit._arrow.take import take_rows
 from trajkit._streams import limits
@@ -73,9 +74,7 @@ def test_a_session_of_polars_turns_is_rejected(tmp_path):
     )
     wrong.write_ipc(tmp_path / "log.arrow")
     aside = tmp_path / "aside.parquet"
-    tk.jobs.compact_file(
-        tmp_path / "log.arrow", tmp_path / "turns.arrow", rejected=aside
-    )
+    compact_file(tmp_path / "log.arrow", tmp_path / "turns.arrow", rejected=aside)
     kept = tk.read_turns(tmp_path / "turns.arrow")
     assert kept["session_id"].to_pylist() == ["b", "b"]
     assert kept["about"].to_pylist() == frame.filter(~first)["about"].to_list()

@@ -11,11 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
+from tests.files import linearize_file
 from trajkit import cli
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.export import files
 from trajkit.io import guard
 from trajkit.policies import PRESETS
+from trajkit.verification.files import verify_file
 
 
 def call(session, prompt, output=(3,), **more):
@@ -157,8 +159,8 @@ def test_an_export_does_not_replace_its_rows(place, capsys):
             tk.linearize_batches(tk.scan_turns("t.parquet")), "./t.parquet"
         ),
         lambda: tk.write_rows(tk.scan_rows("r.parquet"), "r.parquet"),
-        lambda: tk.jobs.linearize_file("t.parquet", "t.parquet"),
-        lambda: tk.jobs.verify_file("r.parquet", "t.parquet", "r.parquet"),
+        lambda: linearize_file("t.parquet", "t.parquet"),
+        lambda: verify_file("r.parquet", "t.parquet", "r.parquet"),
         lambda: tk.importers.import_file("c.jsonl", "hard.jsonl"),
     ],
 )

@@ -14,12 +14,13 @@ from ray import cloudpickle
 from ray.data import DataContext
 
 import trajkit as tk
-import trajkit.jobs.engines
+import trajkit.engines
 from tests.engines.runs import in_order, turns_of, write_files, write_scattered
+from tests.files import compact_file
 from trajkit import schema
+from trajkit.engines import LinearizeStep
 from trajkit.errors import FormatError, InvalidTurnsError
 from trajkit.io.tables import write_table
-from trajkit.jobs.engines import LinearizeStep
 
 # as the tests do not stand in a package that workers could import
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -46,7 +47,7 @@ def test_files_of_whole_sessions(tmp_path):
     turns = turns_of()
     write_files(turns, tmp_path / "turns")
     step = LinearizeStep(policy="slime", layout="suffix")
-    trajkit.jobs.engines.linearize_on_ray(tmp_path / "turns", step).write_parquet(
+    trajkit.engines.linearize_on_ray(tmp_path / "turns", step).write_parquet(
         str(tmp_path / "rows")
     )
     expected = tk.linearize(turns, "slime", layout="suffix")
@@ -59,7 +60,7 @@ def test_a_dataset_is_brought_together_by_session(tmp_path):
     turns = turns_of()
     write_scattered(turns, tmp_path / "turns")
     dataset = ray.data.read_parquet(str(tmp_path / "turns"))
-    rows = trajkit.jobs.engines.linearize_on_ray(dataset, shuffles=2)
+    rows = trajkit.engines.linearize_on_ray(dataset, shuffles=2)
     rows.write_parquet(str(tmp_path / "rows"))
     assert in_order(tk.read_rows(tmp_path / "rows")) == in_order(tk.linearize(turns))
 
@@ -95,7 +96,7 @@ def test_the_rows_are_the_same_where_a_worker_is_killed(tmp_path):
     looks = tmp_path / "looks"
     looks.mkdir()
     step = LinearizeStep(reward=Deadly(str(looks), rewards))
-    trajkit.jobs.engines.linearize_on_ray(tmp_path / "turns", step).write_parquet(
+    trajkit.engines.linearize_on_ray(tmp_path / "turns", step).write_parquet(
         str(tmp_path / "rows")
     )
     # one more than there are files
@@ -106,7 +107,7 @@ def test_the_rows_are_the_same_where_a_worker_is_killed(tmp_path):
 
 def test_a_directory_without_turns_is_refused(tmp_path):
     with pytest.raises(FormatError, match="contains no file"):
-        trajkit.jobs.engines.linearize_on_ray(tmp_path)
+        trajkit.engines.linearize_on_ray(tmp_path)
 
 
 def amend(folder, *lines):
@@ -116,7 +117,7 @@ def amend(folder, *lines):
 
 
 def rows_of(tmp_path, *args, **kwargs):
-    trajkit.jobs.engines.linearize_on_ray(*args, **kwargs).write_parquet(
+    trajkit.engines.linearize_on_ray(*args, **kwargs).write_parquet(
         str(tmp_path / "rows")
     )
     return tk.read_rows(tmp_path / "rows")
@@ -172,11 +173,11 @@ def test_a_session_in_two_files_is_refused_with_the_way_out(tmp_path, form):
             writer.write_table(part)
     amend(log, ("s04", 1, "undelivered", False))
     with pytest.raises(InvalidTurnsError, match=r"in \S+00000.* in \S+00001"):
-        trajkit.jobs.engines.linearize_on_ray(log)
+        trajkit.engines.linearize_on_ray(log)
     with pytest.raises(InvalidTurnsError) as refused:
-        trajkit.jobs.engines.linearize_on_ray([log])
+        trajkit.engines.linearize_on_ray([log])
     assert f"`trajkit compact {log} -o DIRECTORY/`" in str(refused.value)
-    tk.jobs.compact_file(log, f"{whole}/")
+    compact_file(log, f"{whole}/")
     got = rows_of(tmp_path, whole)
     assert in_order(got) == in_order(tk.linearize(tk.read_turns(log)))
 
@@ -184,7 +185,7 @@ def test_a_session_in_two_files_is_refused_with_the_way_out(tmp_path, form):
 def test_one_file_twice_is_refused(tmp_path):
     write_files(turns_of(), tmp_path / "turns")
     with pytest.raises(InvalidTurnsError, match="has turns in"):
-        trajkit.jobs.engines.linearize_on_ray(
+        trajkit.engines.linearize_on_ray(
             [tmp_path / "turns", tmp_path / "turns" / "0.parquet"]
         )
 
@@ -192,4 +193,4 @@ def test_one_file_twice_is_refused(tmp_path):
 def test_no_turns_give_no_rows(tmp_path):
     tk.write_turns(turns_of(0), tmp_path / "a.parquet")
     tk.write_turns(turns_of(0), tmp_path / "b.parquet")
-    assert trajkit.jobs.engines.linearize_on_ray(tmp_path).take_all() == []
+    assert trajkit.engines.linearize_on_ray(tmp_path).take_all() == []

@@ -9,7 +9,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 import trajkit as tk
 from tests.engines.runs import in_order, turns_of, write_scattered
-from trajkit.jobs.engines import LinearizeStep
+from trajkit.engines import LinearizeStep
 
 
 @pytest.fixture(scope="module")

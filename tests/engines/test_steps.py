@@ -10,8 +10,8 @@ import pytest
 import trajkit as tk
 from tests.engines.runs import in_order, turns_of, write_files, write_scattered
 from trajkit._streams import limits
+from trajkit.engines import LinearizeStep
 from trajkit.errors import ArgumentError
-from trajkit.jobs.engines import LinearizeStep
 
 
 def plain(type_):
@@ -76,8 +76,8 @@ def test_in_polars(tmp_path):
 
 
 def test_ray_is_named_where_it_is_missing(monkeypatch):
-    import trajkit.jobs.engines
+    import trajkit.engines
 
     monkeypatch.setitem(__import__("sys").modules, "ray.data", None)
     with pytest.raises(ArgumentError, match="needs Ray"):
-        trajkit.jobs.engines.linearize_on_ray("turns")
+        trajkit.engines.linearize_on_ray("turns")

@@ -224,7 +224,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/turns/delta.py",
-        "tests/turns/test_delta.py tests/jobs/test_stages.py",
+        "tests/turns/test_delta.py tests/io/test_run.py",
         (
             "attribution of shared tokens is lost where it says something",
             "clear = counts[begins + np.minimum(shared, n)] == counts[begins]",

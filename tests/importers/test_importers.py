@@ -21,7 +21,7 @@ from trajkit.importers import FORMATS
 from trajkit.importers.containers import head_of
 from trajkit.importers.findings import KEPT, LEFT_OUT
 from trajkit.importers.reader import EXTRAS, fitting
-from trajkit.jobs.stages import Watch
+from trajkit.io.run import Watch
 from trajkit.schema import IMPORT_REPORT, TURNS
 
 ROOT = Path(__file__).parents[2]

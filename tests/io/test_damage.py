@@ -11,6 +11,7 @@ import pytest
 
 import trajkit as tk
 from benchmarks import fuzz_files
+from tests.files import linearize_file
 from tests.tables import linearized
 from trajkit._arrow import canonical
 from trajkit._arrow.canonical import as_table, check_buffers
@@ -304,7 +305,7 @@ def test_a_column_nested_too_deep_is_the_session_s_error(tmp_path, levels, openi
     ):
         tk.read_turns(path)
     aside, rows = tmp_path / "aside.parquet", tmp_path / "rows.parquet"
-    assert tk.jobs.linearize_file(path, rows, rejected=aside)["rejected"] == 1
+    assert linearize_file(path, rows, rejected=aside)["rejected"] == 1
     assert tk.read_rows(rows)["session_id"].to_pylist() == ["b"]
     path.write_text(f'{{"session_id": "a", "odd": {nested(levels, opening)}}}')
     with pytest.raises(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests import foreign
+from tests.files import compact_file, expand_file, linearize_file
 from tests.importers.test_importers import Letters
 from tests.strategies import policies, row_limits, runs, session_lines, transcripts
 from tests.tables import policy_of
@@ -149,12 +150,12 @@ def test_turns_that_change_their_form_from_file_to_file(records, formats, size, 
         tk.write_turns(turns, log)
         compacted = folder / ("delta/" if parts else f"delta.{delta}")
         full = folder / f"full.{formats[2]}"
-        tk.jobs.compact_file(log, f"{compacted}/" if parts else compacted)
+        compact_file(log, f"{compacted}/" if parts else compacted)
         assert tk.read_turns(compacted).equals(tk.compact(turns))
-        tk.jobs.expand_file(compacted, full)
+        expand_file(compacted, full)
         assert tk.read_turns(full).equals(turns)
         rows = folder / f"rows.{formats[2]}"
-        tk.jobs.linearize_file(compacted, rows, "slime")
+        linearize_file(compacted, rows, "slime")
         expected = tk.linearize(turns, "slime")
         assert tk.read_rows(rows).to_pylist() == expected.to_pylist()
 

@@ -41,10 +41,6 @@ ROW_GROUP_BYTES = 64 << 20
 """A Parquet row group by Arrow."""
 DICTIONARY_BYTES = 16 << 20
 """Distinct texts of a row group; beyond that each text is written in full."""
-POLARS_FILE_BYTES = 32 << 20
-"""Arrow writes files up to this size: polars need not be imported for them."""
-POLARS_GROUP_BYTES, MAX_POLARS_GROUP_BYTES = 8 << 20, 128 << 20
-"""A row group by polars, which holds several of them, and what one may grow to."""
 VIOLATIONS = 4096
 """Violations of sessions without turns that become one table."""
 

@@ -152,12 +152,6 @@ def cost(table: pa.Table) -> Longs:
     return np.asarray(np.maximum(limits.TURN_TOKENS + 2 * tokens, path // 2))
 
 
-def path_tokens(table: pa.Table) -> int:
-    """The tokens of all paths together: all rows contain no more."""
-    tokens = _n_items(table, "prompt_ids", "suffix_ids", "output_ids")
-    return int((tokens + _shared(table)).sum())
-
-
 def _shared(table: pa.Table) -> Longs:
     """The shared_length of each turn, 0 if it is missing or invalid."""
     if "shared_length" in table.column_names:

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+
+import pyarrow as pa
 
 import trajkit as tk
 from trajkit.cli.files import Writes
@@ -23,12 +25,13 @@ from trajkit.cli.options import (
     print_text,
     read_rows,
 )
-from trajkit.cli.screen import Progress, share, text_table, working
+from trajkit.cli.screen import share, text_table, working
 from trajkit.io.formats import paths_in
+from trajkit.io.run import facts_digest
 from trajkit.io.tables import log_files, write_table
-from trajkit.jobs.stages import compact_file, expand_file, linearize_file
 from trajkit.learn.weights import By
 from trajkit.schema import LOSSES
+from trajkit.turns.session_metadata import session_facts
 
 
 def linearize(
@@ -71,19 +74,32 @@ def linearize(
     """
     job = job or Job()
     chosen = one_policy(policy)
-    with Progress("linearize", "turns") as bar:
-        totals = linearize_file(
-            source,
-            out,
+    rewards: dict[str, Any] = facts_of(sessions, reward)
+    options: dict[str, Any] = {"max_row_tokens": max_row_tokens, "layout": layout}
+
+    def stage(turns: pa.Table) -> dict[str, Iterable[pa.RecordBatch]]:
+        counts: list[pa.RecordBatch] = []
+        rows = tk.linearize_batches(
+            turns,
             chosen,
-            **facts_of(sessions, reward),
-            weigh_by=weigh_by,
-            max_row_tokens=max_row_tokens,
-            threads=threads,
-            layout=layout,
-            report=report,
-            **job.options(source, bar),
+            report=counts,
+            threads=threads or 1,
+            **rewards,
+            **options,
         )
+        if weigh_by != "token":  # the weights that rows have
+            rows = tk.add_weights_batches(rows, weigh_by)
+        return {"rows": rows, "report": counts}
+
+    resume = {
+        "stage": "linearize",
+        "policy": asdict(chosen),
+        "reward": facts_digest(session_facts(**rewards)),
+        "weigh_by": weigh_by,
+        **options,
+    }
+    outputs = {"rows": out, **({} if report is None else {"report": report})}
+    totals = job.run("linearize", source, stage, outputs, resume)
     facts = {"output": out, "policy": asdict(chosen), **totals}
     job.print(totals, facts, f"{describe(totals)}\n\nwritten to {out}", json)
 
@@ -139,7 +155,7 @@ def compact(
         Turns: Parquet or Arrow IPC, by suffix; or DIRECTORY/ for parts in Parquet, where an
         interrupted run continues; - is standard output.
     """
-    _change(compact_file, "compact", source, out, job or Job(), json)
+    _change(tk.compact, "compact", source, out, job or Job(), json)
 
 
 def expand(
@@ -161,11 +177,11 @@ def expand(
         Turns: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts in Parquet,
         where an interrupted run continues; - is standard output.
     """
-    _change(expand_file, "expand", source, out, job or Job(), json)
+    _change(tk.expand, "expand", source, out, job or Job(), json)
 
 
 def _change(
-    change: Callable[..., dict[str, int]],
+    change: Callable[[pa.Table], pa.Table],
     name: str,
     source: list[str],
     out: str,
@@ -173,8 +189,7 @@ def _change(
     json: bool,
 ) -> None:
     """Write the turns and print their size."""
-    with Progress(name, "turns") as bar:
-        totals = change(source, out, **job.options(source, bar))
+    totals = job.run(name, source, change, out, {"stage": name})
     before = total_size(log_files(source)[0])
     after = total_size(paths_in(Path(out)))
     sizes = {"bytes_before": before, "bytes_after": after}

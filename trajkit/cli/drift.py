@@ -28,8 +28,6 @@ from trajkit.cli.options import (
 )
 from trajkit.cli.screen import text_table, visible
 from trajkit.cli.tokenizer import chosen_tokenizer
-from trajkit.io.tables import write_tables
-from trajkit.jobs.stages import Made, Target
 from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.sessions import Sessions
 
@@ -74,22 +72,21 @@ def drift(
         raise tk.errors.ArgumentError("--findings needs --tokenizer")
     summary, causes = DriftSummary(), dict[str, CauseGroup]()
 
-    def stage(turns: pa.Table) -> Made:
+    def stage(turns: pa.Table) -> dict[str, pa.Table]:
         links = tk.link(turns, chosen)
         table = tk.classify_drift(turns, links, tokenizer=loaded)
-        details = None
+        made = {"drift": table}
         if codec is not None and loaded is not None:
             details = tk.analysis.explain_drift(turns, links, loaded)
             add_causes(causes, turns, details, codec, examples)
+            made["findings"] = details
         # last, because a session that was refused would be counted twice
         summary.add(turns, links, table)
-        yield "drift", table
-        if details is not None:
-            yield "findings", details
+        return made
 
     paths = {"drift": out, "findings": findings}
-    targets = {name: Target(path, write_tables) for name, path in paths.items() if path}
-    totals = job.run("drift", source, stage, targets)
+    outputs = {name: path for name, path in paths.items() if path}
+    totals = job.run("drift", source, stage, outputs)
     groups = sorted(causes.values(), key=lambda g: (-g.findings, g.cause))
     facts = {"policy": asdict(chosen), **summary.to_json()}
     text = summary.describe()

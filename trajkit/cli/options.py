@@ -22,10 +22,10 @@ from trajkit.cli.files import Reads, Writes
 from trajkit.cli.policy_words import PolicyWords
 from trajkit.cli.screen import Progress
 from trajkit.errors import ArgumentError, InvalidTurnsError, LeftOutWarning
+from trajkit.io.group import Log, SessionIndex, bucket_numbers
+from trajkit.io.run import Stage, Watch, run
 from trajkit.io.sources import Paths, SessionPrefix
 from trajkit.io.tables import sessions_below
-from trajkit.jobs.group_sessions import Log, SessionIndex, bucket_numbers
-from trajkit.jobs.stages import JobOptions, Stage, Target, Watch, run_job
 from trajkit.policies import ALIASES, PRESETS
 from trajkit.turns.validation import reject_turns
 
@@ -218,8 +218,8 @@ class Job(Reading):
         Writes("rejected"),
     ] = None
 
-    def options(self, source: Paths, bar: Progress) -> JobOptions:
-        """The options of a job, with the progress bar."""
+    def options(self, source: Paths, bar: Progress) -> dict[str, Any]:
+        """The options of `trajkit.run`, with the progress bar."""
 
         def begins(index: SessionIndex, done: int) -> None:
             if not index.n_turns:
@@ -235,7 +235,7 @@ class Job(Reading):
                 )
             bar.begin(index.n_turns, done)
 
-        return JobOptions(
+        return dict(
             rejected=self.rejected,
             gather=self.gather == "auto",
             nonfinite_logprobs=self.nonfinite_logprobs,
@@ -244,11 +244,17 @@ class Job(Reading):
         )
 
     def run(
-        self, name: str, source: Paths, stage: Stage, targets: Mapping[str, Target]
+        self,
+        name: str,
+        source: Paths,
+        stage: Stage,
+        outputs: str | Mapping[str, str],
+        resume: Mapping[str, object] | None = None,
     ) -> dict[str, int]:
         """Apply a stage to the turns; returns the totals."""
         with Progress(name, "turns") as bar:
-            return run_job(source, stage, targets, **self.options(source, bar))
+            options = self.options(source, bar)
+            return run(source, stage, outputs, resume=resume, **options)
 
     def rejected_note(self, totals: Mapping[str, int]) -> str:
         """A line with the number of rejected sessions, if they are written."""

@@ -20,7 +20,6 @@ from trajkit.cli.options import (
     many_policies,
 )
 from trajkit.cli.screen import count, share, text_table
-from trajkit.jobs.stages import Made
 from trajkit.policies import ALIASES
 
 WIDTH = 100
@@ -64,9 +63,9 @@ def simulate(
         max_row_tokens=max_row_tokens,
     )
 
-    def stage(turns: pa.Table) -> Made:
+    def stage(turns: pa.Table) -> pa.Table:
         counts.add(turns)
-        yield "turns", turns
+        return turns
 
     totals = job.run("simulate", source, stage, {})
     table = counts.table()

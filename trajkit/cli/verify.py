@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import pyarrow as pa
 
-import trajkit as tk
 from trajkit.cli.files import Writes
 from trajkit.cli.options import (
     OUT,
@@ -29,6 +28,7 @@ from trajkit.cli.options import (
 from trajkit.cli.screen import Progress, text_table
 from trajkit.io.tables import iter_tables
 from trajkit.learn.weights import By
+from trajkit.verification.files import verify_file
 
 VIOLATED = 1
 SHOWN = 20
@@ -78,7 +78,7 @@ def verify(
         output = out or str(Path(folder, "violations.arrows"))
         chosen = maybe_policy(policy)
         with Progress("verify", "turns") as bar:
-            totals = tk.jobs.verify_file(
+            totals = verify_file(
                 rows,
                 turns,
                 output,

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from trajkit.errors import ArgumentError, FormatError
+from trajkit.io.sources import fetched
 
 Sources: TypeAlias = str | PathLike[str] | Iterable[str | PathLike[str]]
 """A path, or an iterable of paths."""
@@ -119,31 +120,14 @@ def _in_directory(path: Path) -> list[Path]:
 
 def _fetched(address: str) -> Iterator[Local | Folder]:
     """Temporary copies of what is at an address of fsspec."""
-    try:
-        import fsspec  # type: ignore[import-untyped]
-    except ModuleNotFoundError:
-        raise ArgumentError(f"{address} needs fsspec: pip install fsspec") from None
-    try:
-        system, path = fsspec.core.url_to_fs(address)
-    except (ImportError, ValueError) as error:
-        raise ArgumentError(f"{address}: {error}") from None
     with tempfile.TemporaryDirectory() as folder:
-        if not glob.has_magic(path) and not system.isdir(path):
-            yield _copy(system, path, folder, 0)
-            return
-        listed = system.glob(path) if glob.has_magic(path) else system.find(path)
-        names = [one for one in sorted(listed) if one.lower().endswith(SUFFIXES)]
-        copies = [_copy(system, one, folder, k) for k, one in enumerate(names)]
-        yield Folder(address, copies)
-
-
-def _copy(system: Any, path: str, folder: str, number: int) -> Local:
-    within = Path(folder, str(number))
-    within.mkdir()
-    copy = within / (PurePosixPath(path).name or "file")
-    name = system.unstrip_protocol(path)
-    try:
-        system.get_file(path, str(copy))
-    except FileNotFoundError:
-        raise FormatError(f"{name}: no such file") from None
-    return Local(name, copy)
+        copies = [
+            Local(name, copy)
+            for name, copy in fetched(
+                address, Path(folder), lambda name: name.lower().endswith(SUFFIXES)
+            )
+        ]
+        if len(copies) == 1 and copies[0].name.endswith(address.partition("://")[2]):
+            yield copies[0]
+        else:
+            yield Folder(address, copies)

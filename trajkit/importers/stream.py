@@ -12,10 +12,10 @@ from trajkit.errors import FormatError
 from trajkit.importers.reader import Contradicted, Options, imported
 from trajkit.importers.sources import SUFFIXES, Sources, sources_of
 from trajkit.importers.transcripts import ChatTokenizer
+from trajkit.io.group import TEMPORARY, index_sessions
 from trajkit.io.guard import check_outputs, inputs_of, is_parts
-from trajkit.io.tables import write_tables, write_turns
-from trajkit.jobs.group_sessions import TEMPORARY, index_sessions
-from trajkit.jobs.stages import Made, Target, Watch, folder_of, run_job
+from trajkit.io.run import Watch, folder_of, run
+from trajkit.io.tables import write_tables
 from trajkit.turns.mapping import MapLike
 from trajkit.turns.validation import Nonfinite
 
@@ -36,7 +36,7 @@ def import_file(
     The turns are those of `trajkit.import_turns`. They are written as they are found to a
     temporary file next to ``output``, of about their size as Arrow, and grouped by
     session from there. In memory are some hundred records, the tables that
-    `trajkit.jobs.linearize_file` would have, and the report.
+    `trajkit.run` has, and the report.
 
     Parameters
     ----------
@@ -67,10 +67,10 @@ def import_file(
     check_outputs(outputs, inputs_of(sources, None, SUFFIXES))
     sessions = 0
 
-    def stage(turns: pa.Table) -> Made:
+    def stage(turns: pa.Table) -> pa.Table:
         nonlocal sessions
         sessions += pc.count_distinct(turns["session_id"]).as_py()
-        yield "turns", turns
+        return turns
 
     folder = folder_of(output)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
@@ -79,6 +79,5 @@ def import_file(
         write_tables(batches_in(tables), path)
         if not index_sessions([path], "arrows").turns:
             return {"sessions": 0, "turns": 0}, notes.table()
-        targets = {"turns": Target(output, write_turns)}
-        totals = run_job(path, stage, targets, watch=watch)
+        totals = run(path, stage, output, watch=watch)
     return {"sessions": sessions, "turns": totals["turns"]}, notes.table()

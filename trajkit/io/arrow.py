@@ -18,7 +18,6 @@ from trajkit._arrow.take import empty_batch, without_views
 from trajkit._streams import limits
 from trajkit.errors import FormatError, LayoutError, SchemaError, TornLogWarning
 from trajkit.io.formats import Format, name_of, open_input
-from trajkit.io.memory_bound import MemoryBound
 
 _NAMES = {"parquet": "Parquet", "arrow": "Arrow IPC", "arrows": "Arrow IPC"}
 # length of the marker at the end of an IPC stream; an unfinished log has none
@@ -43,9 +42,9 @@ def read_batches(
     name = name_of(file)
     with _content_of(name, kind):
         if kind == "parquet":
-            batches = _read_parquet(source, name, batch_rows)
+            batches = _read_parquet(source, batch_rows)
         elif _is_file_form(source):
-            batches = _read_file(source, name)
+            batches = _read_file(source)
         else:
             batches = _read_stream(source, name)
         checked: pa.Schema | None = None
@@ -79,12 +78,9 @@ def key_batches(
     name = name_of(path)
     with _content_of(name, kind):
         if kind == "parquet":
-            file, leaves = _parquet_file(source)
+            file, _ = _parquet_file(source)
             found = [column for column in names if column in file.schema_arrow.names]
-            columns = [leaf for column in found for leaf in leaves[column]]
-            bound = MemoryBound(source, name)
             for group in range(file.num_row_groups):
-                bound.check_row_group(file.schema, group, columns)
                 n_bytes = file.metadata.row_group(group).total_byte_size
                 keys = file.read_row_group(group, columns=found)
                 _check_rows(file, group, keys.num_rows if found else None)
@@ -95,7 +91,7 @@ def key_batches(
             return
         # pages of a mapped file are read when they are used
         batches = (
-            _read_file(pa.memory_map(str(path)), name)
+            _read_file(pa.memory_map(str(path)))
             if _is_file_form(source)
             else _read_stream(source, name)
         )
@@ -111,11 +107,9 @@ def _is_file_form(source: pa.NativeFile) -> bool:
     return bool(magic == b"ARROW1")
 
 
-def _read_file(source: pa.NativeFile, name: str) -> Iterator[pa.RecordBatch]:
+def _read_file(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
     reader = pa.ipc.open_file(source)
-    bound = MemoryBound(source, name)
-    for i, start in enumerate(bound.check_file()):
-        bound.check_batch(start)
+    for i in range(reader.num_record_batches):
         yield reader.get_batch(i)
     if not reader.num_record_batches:
         yield empty_batch(reader.schema)
@@ -160,13 +154,12 @@ def _parquet_file(source: pa.NativeFile) -> tuple[Any, dict[str, list[int]]]:
 
 
 def _read_parquet(
-    source: pa.NativeFile, name: str, batch_rows: int | None
+    source: pa.NativeFile, batch_rows: int | None
 ) -> Iterator[pa.RecordBatch]:
-    (file, leaves), bound = _parquet_file(source), MemoryBound(source, name)
+    file, leaves = _parquet_file(source)
     if file.metadata.num_rows == 0:
         yield empty_batch(file.schema_arrow)
     for k in range(file.num_row_groups):
-        bound.check_row_group(file.schema, k, range(file.metadata.num_columns))
         group = file.metadata.row_group(k)
         n_rows = 0
         n_values: dict[str, npt.NDArray[np.int64]] = {}
@@ -217,8 +210,7 @@ def _values_in(array: pa.Array) -> npt.NDArray[np.int64]:
 
 def _read_stream(source: pa.NativeFile, name: str) -> Iterator[pa.RecordBatch]:
     """Complete batches of one stream, or of several streams that were appended."""
-    size, bound = source.size(), MemoryBound(source, name)
-    good = 0
+    size, good = source.size(), 0
     try:
         while good < size:
             reader = pa.ipc.open_stream(source)
@@ -226,7 +218,6 @@ def _read_stream(source: pa.NativeFile, name: str) -> Iterator[pa.RecordBatch]:
             while True:
                 # a complete schema or batch ends here
                 good = source.tell()
-                bound.check_stream()
                 try:
                     batch = reader.read_next_batch()
                 except StopIteration:

@@ -11,10 +11,12 @@ import errno
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal, TypeAlias
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -22,10 +24,10 @@ import pyarrow as pa
 from trajkit._arguments import check_choice
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.reshape import with_column
-from trajkit.errors import ArgumentError, InvalidTurnsError
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, TrajkitError
 from trajkit.io import jsonl
 from trajkit.io.arrow import key_batches
-from trajkit.io.formats import Format, format_of, is_json, without_suffix
+from trajkit.io.formats import Format, format_of, is_json, is_listed, without_suffix
 from trajkit.turns.records import from_records
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -67,6 +69,79 @@ def paths_of(source: object) -> list[Path] | None:
             )
         names.add(path.resolve())
     return found
+
+
+def is_address(source: object) -> bool:
+    """Whether a source is at an address of fsspec."""
+    return isinstance(source, str) and "://" in source
+
+
+@contextmanager
+def local_files(source: Any) -> Iterator[Any]:
+    """The source with temporary copies of what is at addresses (``s3://bucket/log``).
+
+    Errors that the block raises name the address.
+    """
+    listed = list(source) if isinstance(source, list | tuple) else [source]
+    if not any(map(is_address, listed)):
+        yield source
+        return
+    with tempfile.TemporaryDirectory() as root:
+        found: list[Any] = []
+        addresses: dict[str, str] = {}
+        for number, one in enumerate(listed):
+            if not is_address(one):
+                found.append(one)
+                continue
+            folder = Path(root, str(number))
+            folder.mkdir()
+            copies = fetched(one, folder, lambda name: is_listed(Path(name)))
+            addresses |= {str(copy): name for name, copy in copies}
+            # a directory may have other tables, which its reader skips
+            single = len(copies) == 1 and copies[0][0].endswith(one.partition("://")[2])
+            found.append(copies[0][1] if single else folder)
+        try:
+            yield found
+        except TrajkitError as error:
+            text = str(error)
+            for copy, name in addresses.items():
+                text = text.replace(copy, name)
+            error.args = (text, *error.args[1:])
+            raise
+
+
+def fetched(
+    address: str, folder: Path, takes: Callable[[str], bool]
+) -> list[tuple[str, Path]]:
+    """Addresses and copies of a file, or of the files that a directory or pattern has.
+
+    Of a directory or pattern, those whose names ``takes`` accepts.
+    """
+    try:
+        import fsspec  # type: ignore[import-untyped]
+    except ModuleNotFoundError:
+        raise ArgumentError(f"{address} needs fsspec: pip install fsspec") from None
+    try:
+        system, path = fsspec.core.url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise ArgumentError(f"{address}: {error}") from None
+    listed = [path]
+    if glob.has_magic(path) or system.isdir(path):
+        found = system.glob(path) if glob.has_magic(path) else system.find(path)
+        listed = sorted(one for one in found if takes(one))
+        if not listed:
+            raise FormatError(f"{address}: no file of a known format is there")
+    copies = []
+    for number, one in enumerate(listed):
+        within = folder / f"{number:06d}"
+        within.mkdir()
+        copy, name = within / PurePosixPath(one).name, system.unstrip_protocol(one)
+        try:
+            system.get_file(one, str(copy))
+        except FileNotFoundError:
+            raise FormatError(f"{name}: no such file") from None
+        copies.append((name, copy))
+    return copies
 
 
 @dataclass(frozen=True, slots=True)

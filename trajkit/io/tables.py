@@ -39,12 +39,17 @@ from trajkit.io.formats import (
     is_json,
     name_of,
     paths_in,
-    replacing,
 )
 from trajkit.io.guard import check_not_read, reading
 from trajkit.io.jsonl import Record
-from trajkit.io.parquet_polars import write_parquet
-from trajkit.io.sources import Naming, Paths, SessionPrefix, paths_of, placed
+from trajkit.io.sources import (
+    Naming,
+    Paths,
+    SessionPrefix,
+    local_files,
+    paths_of,
+    placed,
+)
 from trajkit.schema import AMENDMENTS, REPORT, ROWS, SESSIONS, TURNS
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.mapping import Map, MapLike, read_map
@@ -76,7 +81,9 @@ def read_turns(
         IPC, file or stream form); ``.arrows`` (stream form); ``.jsonl`` or ``.ndjson``,
         plain or with ``.gz`` or ``.zst`` added (one call per line, as
         `trajkit.from_records` takes them); ``.json`` (lines, or one array of calls). A
-        path with ``*`` is a pattern. A directory is read recursively in path order, JSON
+        path with ``*`` is a pattern. An address (``s3://bucket/log``, ``hf://...``) is
+        copied to a temporary file with fsspec. A directory is read recursively in path
+        order, JSON
         Lines files last. Hidden files, files with the suffix ``.json`` and files whose
         metadata name another table (sessions, rows, a report) are skipped there.
         Amendments in a directory are applied: a turn that they call context only has
@@ -105,9 +112,7 @@ def read_turns(
     ------
     FormatError
         The suffix or content is of an unknown format, or damaged; a line of JSON is
-        longer than 256 MB, or than the environment variable ``TRAJKIT_MAX_LINE_BYTES``;
-        a compressed batch or row group needs more than 4 GB of memory, or than the
-        environment variable ``TRAJKIT_MAX_BATCH_BYTES``.
+        longer than 256 MB, or than the environment variable ``TRAJKIT_MAX_LINE_BYTES``.
     SchemaError
         A column is missing or has another type.
     InvalidTurnsError
@@ -119,6 +124,17 @@ def read_turns(
         A log ends within an entry; the text names the file and the bytes left out.
     """
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
+    with local_files(source) as local:
+        return _read_turns(local, format, map, nonfinite_logprobs, session_prefix)
+
+
+def _read_turns(
+    source: Source,
+    format: Format | None,
+    map: MapLike | None,
+    nonfinite_logprobs: Nonfinite,
+    session_prefix: SessionPrefix | None,
+) -> pa.Table:
     paths = paths_of(source)
     naming = Naming.of(paths or [], session_prefix)
     if map is not None:
@@ -279,6 +295,11 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
 
     Each line of JSON lines is one row, an object of the table's columns.
     """
+    with local_files(source) as local:
+        return _read_rows(local, format)
+
+
+def _read_rows(source: Source, format: Format | None) -> pa.Table:
     tables = iter_tables(source, format=format, plan=rows_schema)
     rows = _concat([canonical_rows(table) for table in tables], ROWS)
     try:
@@ -297,7 +318,7 @@ def scan_rows(
 ) -> Iterator[pa.RecordBatch]:
     """Training rows in batches as stored, neither reordered nor checked.
 
-    Rows from `trajkit.jobs.linearize_file` are in an order that every stage accepts as a
+    Rows that `trajkit.run` writes are in an order that every stage accepts as a
     stream: sessions are contiguous, in the order of the turns.
 
     Parameters
@@ -365,9 +386,7 @@ def write_rows(
 ) -> None:
     """Write training rows to a file that `read_rows` reads; see `write_turns`.
 
-    Rows of the layout "suffix" keep it. Parquet files of more than 32 MB as Arrow are
-    written by polars if it is installed (``trajkit[look]``): that takes a third of the
-    time, and Arrow reads the same types.
+    Rows of the layout "suffix" keep it.
     """
     _write((canonical_rows(table) for table in _tables(rows)), ROWS, sink, format)
 
@@ -384,6 +403,19 @@ def write_tables(
     tables = _tables(batches)
     first = next(tables)
     _write(itertools.chain([first], tables), first.schema, sink, format)
+
+
+def write_any(batches: Iterator[pa.RecordBatch], path: Path) -> None:
+    """Write batches with the function for their kind of table; there is at least one."""
+    first = next(batches)
+    kind = (first.schema.metadata or {}).get(b"trajkit.table", b"")
+    batches = itertools.chain([first], batches)
+    if kind == b"turns":
+        write_turns(batches, path)
+    elif kind == b"rows":
+        write_rows(batches, path)
+    else:
+        write_tables(batches, path)
 
 
 def gather(table: pa.Table, index: str) -> pa.Table:
@@ -603,10 +635,6 @@ def _write(
         check_not_read(target)
     if kind == "parquet":
         tables = map(storable, tables)
-        if isinstance(target, Path):
-            with replacing(target) as path:
-                write_parquet(tables, schema, path)
-            return
     with atomic(target, kind) as file:
         if is_json(kind):
             jsonl.write(tables, schema, file)

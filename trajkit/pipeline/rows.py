@@ -3,7 +3,7 @@
 from __future__ import annotations  # a signature shows the words below
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, TypedDict, Unpack
 
@@ -243,8 +243,15 @@ def linearize_batches(
     """
     work = replace(_Work.of(policy, **options), reports=report is not None)
 
+    unread = _unread(work.policy)
+    tables: Iterable[pa.Table]
+    if isinstance(batches, Iterator):
+        tables = whole_sessions(batches_of(batches, unread))
+    else:
+        tables = [as_turns(batches, unread)]
+
     def made() -> Batches:
-        for table in whole_sessions(batches_of(batches, _unread(work.policy))):
+        for table in tables:
             parts, schema = work.made(Sessions.of(table))
             for rows, counts in parts:
                 if report is not None:

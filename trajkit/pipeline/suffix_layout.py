@@ -12,7 +12,6 @@ from trajkit._arrow.ragged import (
     Ints,
     Longs,
     Ragged,
-    lengths,
     offsets_of,
     positions,
     runs_of,
@@ -101,37 +100,6 @@ def _convert(
         )
 
     return apply(one, rows)
-
-
-def row_pieces(rows: pa.Table) -> Iterator[pa.Table]:
-    """Split rows into tables of at most `limits.BATCH_TOKENS` tokens, or of one row.
-
-    Yields at least one table. Each is released after use if the caller keeps no
-    reference to ``rows``.
-    """
-    column = "suffix_ids" if "suffix_ids" in rows.column_names else "input_ids"
-    runs = runs_of(lengths(rows.column(column)), limits.BATCH_TOKENS)
-    parts = [rows.slice(lo, hi - lo) for lo, hi in runs] or [rows]
-    del rows
-    parts.reverse()
-    while parts:
-        yield parts.pop()
-
-
-def full_pieces(rows: pa.Table) -> Iterator[pa.Table]:
-    """Like `full_rows` for rows from `trajkit.linearize`, table by table.
-
-    Memory stays bounded however many and long the rows of a session are.
-    """
-    sizes, paths, _suffixes = _paths(rows)
-    for lo, hi in runs_of(sizes, limits.BATCH_TOKENS):
-        offsets = offsets_of(sizes[lo:hi])
-        ids = np.frombuffer(pa.allocate_buffer(4 * int(offsets[-1])), np.int32)
-        for row, start, stop in zip(range(lo, hi), offsets, offsets[1:], strict=False):
-            _core.copy_path(paths, row, 0, ids[start:stop])
-        part = rows.slice(lo, hi - lo)
-        made = _per_token(part, offsets, ids)
-        yield replace_columns(part, ROWS_SUFFIX, ROWS, [made])
 
 
 def _parts(table: pa.Table) -> Iterator[pa.Table]:

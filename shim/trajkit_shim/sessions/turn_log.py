@@ -5,7 +5,7 @@ loses no turn that a client has seen. A kill can leave a torn last batch, of a t
 was never acknowledged. Whether an answer arrived is written to a second stream.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import partial
@@ -17,7 +17,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import schema
-from trajkit.io.ipc_compression import IpcCompressor
 from trajkit_shim.chat.request import LoggedMessage
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.payloads import EXPERTS, MASK, experts_cell, mask_cell
@@ -142,7 +141,7 @@ class TurnLog:
 
     The directory must not contain a log, because session ids and turn numbers of two
     gateways would collide (`FileExistsError`). ``form``: ``delta`` stores only what each
-    prompt adds to an earlier turn of its session, compressed. ``fsync``: also write each
+    prompt adds to an earlier turn of its session. ``fsync``: also write each
     turn to disk, so that it survives a crash of the machine; all calls wait for it.
     ``max_file_bytes`` limits one file, ``max_total_bytes`` all files of turns.
     ``routed_experts`` and ``sampling_masks`` add the columns of `engines.payloads`,
@@ -186,9 +185,6 @@ class TurnLog:
         self._columns = pa.struct(kept)
         added = [field for field, kept in payloads.items() if kept]
         self._schema = pa.schema([*kept, *added], columns.metadata)
-        self._serialize: Callable[[pa.RecordBatch], pa.Buffer] = (
-            pa.RecordBatch.serialize if form == "full" else IpcCompressor(self._schema)
-        )
         new_log = partial(
             AppendLog, self.directory, fsync=fsync, max_file_bytes=max_file_bytes
         )
@@ -249,7 +245,7 @@ class TurnLog:
         if MASK.name not in self._left_out:
             columns.append(mask_cell(turn.sampling_mask))
         batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
-        self._turns.append(self._serialize(batch))
+        self._turns.append(batch.serialize())
         bodies |= new
 
     def amend(

@@ -1,17 +1,17 @@
-"""`trajkit.verify` from file to file, in bounded memory.
+"""`verify` from file to file, in bounded memory.
 
 Rows and turns are read in step, in the order of the turns. The session ids of both are
 scanned first. Rows in another order are sorted through temporary files, as scattered turns
-are (`trajkit.jobs.group_sessions`).
+are (`trajkit.io.group`).
 """
 
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,16 @@ from trajkit._streams.session_batches import concat, whole_sessions
 from trajkit._streams.stages import one_by_one
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.io.formats import paths_in
+from trajkit.io.group import (
+    SessionIndex,
+    Spill,
+    bucket_numbers,
+    index_sessions,
+    spilled,
+)
 from trajkit.io.guard import Input, check_outputs, is_parts, turns_inputs
+from trajkit.io.outputs import fingerprint
+from trajkit.io.run import Made, Watch, facts_digest, folder_of, run, whole
 from trajkit.io.sources import Paths, paths_of
 from trajkit.io.tables import (
     iter_tables,
@@ -32,24 +41,6 @@ from trajkit.io.tables import (
     read_turns,
     rows_plan,
     write_table,
-    write_tables,
-)
-from trajkit.jobs.group_sessions import (
-    SessionIndex,
-    Spill,
-    bucket_numbers,
-    index_sessions,
-    spilled,
-)
-from trajkit.jobs.outputs import fingerprint
-from trajkit.jobs.stages import (
-    JobOptions,
-    Made,
-    Target,
-    Watch,
-    facts_digest,
-    folder_of,
-    run_job,
 )
 from trajkit.policies import Policy
 from trajkit.schema import ROWS
@@ -74,7 +65,7 @@ def verify_file(
     sessions: TableLike | None = None,
     max_row_tokens: int | None = None,
     weigh_by: WeighBy = "token",
-    **options: Unpack[JobOptions],
+    **options: Any,
 ) -> dict[str, int]:
     """Write the violations in files of rows, in bounded memory.
 
@@ -91,14 +82,13 @@ def verify_file(
         A file or a directory, or a list of them, as for `trajkit.read_turns`.
     output : path
         The file of the violations, or a directory of parts, as for
-        `jobs.linearize_file`. Violations of sessions as such (no turns, not contiguous)
+        `trajkit.run`. Violations of sessions as such (no turns, not contiguous)
         come first.
     policy, reward, sessions, max_row_tokens, weigh_by
         As for `trajkit.verify`.
     **options
-        Of all jobs, about the turns; see `trajkit.jobs.stages.JobOptions`. Rows of
-        rejected sessions are skipped. With ``gather``, rows in another order than the
-        turns are sorted, too.
+        Of `trajkit.run`, about the turns. Rows of rejected sessions are skipped. With
+        ``gather``, rows in another order than the turns are sorted, too.
 
     Returns
     -------
@@ -136,8 +126,10 @@ def verify_file(
                 f"the rows of {path} have no session_id, so they are verified together: "
                 "pass a file as output, and no file for rejected sessions"
             )
-        outputs = {"violations": (output, "violations")}
-        check_outputs(outputs, [*turns_inputs(paths_of(turns) or []), *inputs])
+        check_outputs(
+            {"violations": (output, "violations")},
+            [*turns_inputs(paths_of(turns) or []), *inputs],
+        )
         table = read_turns(
             turns,
             format=options.get("format"),
@@ -155,12 +147,10 @@ def verify_file(
         watch.begins(turns, done)
         reader.begin(turns, done)
 
-    def stage(turns: pa.Table) -> Made:
+    def stage(turns: pa.Table) -> Mapping[str, Made]:
         found = judge.found(reader.rows_of(turns), turns)
-        yield "turns", turns
-        for faults in reader.faults:
-            yield "violations", faults
-        yield "violations", found
+        faults = (batch for table in reader.faults for batch in table.to_batches())
+        return {"turns": turns, "violations": chain(faults, whole(found))}
 
     job = {
         "stage": "verify",
@@ -171,9 +161,9 @@ def verify_file(
         "weigh_by": weigh_by,
     }
     options["watch"] = replace(watch, begins=begins)
-    targets = {"violations": Target(output, write_tables)}
     with closing(reader):
-        return run_job(turns, stage, targets, job=job, inputs=inputs, **options)
+        outputs = {"violations": output}
+        return run(turns, stage, outputs, resume=job, inputs=inputs, **options)
 
 
 class _RowReader:

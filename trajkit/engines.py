@@ -18,8 +18,8 @@ from trajkit._arrow.ragged import runs_of
 from trajkit._arrow.take import row_lengths
 from trajkit._streams import limits
 from trajkit.errors import ArgumentError, InvalidTurnsError
+from trajkit.io.group import index_sessions, scan_turns
 from trajkit.io.tables import gather, turn_files
-from trajkit.jobs.group_sessions import index_sessions, scan_turns
 from trajkit.pipeline.rows import Layout, linearize_batches
 from trajkit.policies import Policy
 from trajkit.schema import ROWS, ROWS_SUFFIX

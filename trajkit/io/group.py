@@ -34,7 +34,15 @@ from trajkit.io import jsonl
 from trajkit.io.arrow import key_batches, read_batches
 from trajkit.io.formats import Format, format_of, is_json
 from trajkit.io.guard import reading
-from trajkit.io.sources import Naming, Paths, SessionPrefix, paths_of, placed
+from trajkit.io.sources import (
+    Naming,
+    Paths,
+    SessionPrefix,
+    is_address,
+    local_files,
+    paths_of,
+    placed,
+)
 from trajkit.io.tables import gather, integers, read_turns, turn_files, turn_tables
 from trajkit.schema import TURNS
 from trajkit.turns.amendments import Amendments
@@ -356,19 +364,21 @@ def scan_turns(
     ``tk.write_rows(tk.linearize_batches(tk.scan_turns("log")), "rows.parquet")``
     """
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
-    log = Log(
-        *(source, format, nonfinite_logprobs),
-        gather=gather,
-        folder=folder,
-        session_prefix=session_prefix,
-    )
 
     def batches() -> Iterator[pa.RecordBatch]:
-        with closing(log.pieces(log.index())) as found:
-            yield from batches_in(piece.turns for piece in found)
+        with local_files(source) as local:
+            log = Log(
+                *(local, format, nonfinite_logprobs),
+                gather=gather,
+                folder=folder,
+                session_prefix=session_prefix,
+            )
+            with closing(log.pieces(log.index())) as found:
+                yield from batches_in(piece.turns for piece in found)
 
     found = batches()
-    reading(found, paths_of(source) or [])
+    given = source if isinstance(source, list | tuple) else [source]
+    reading(found, paths_of([one for one in given if not is_address(one)]) or [])
     return found
 
 

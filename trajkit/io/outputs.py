@@ -1,4 +1,4 @@
-"""Output files that threads write, and the manifest of a directory of parts."""
+"""Files that appear together and are written by threads; the manifest of their parts."""
 
 import errno
 import json
@@ -15,13 +15,12 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from trajkit._arrow.take import empty_batch
 from trajkit.errors import FormatError
 from trajkit.io.formats import naming
 
 Write: TypeAlias = Callable[[Iterator[pa.RecordBatch], Path], None]
-Put: TypeAlias = Callable[[pa.Table], None]
-"""Queues a table for a file."""
+Put: TypeAlias = Callable[[pa.RecordBatch], None]
+"""Queues a batch for a file."""
 
 MANIFEST = "_manifest.json"
 """The manifest's file name; readers of directories skip names with an underscore."""
@@ -35,25 +34,23 @@ class _Abandoned(Exception):
 
 @contextmanager
 def write_in_thread(path: Path, write: Write, target: Path) -> Iterator[Put]:
-    """Queue tables for a thread that writes a file, completely or not at all.
+    """Queue batches for a thread that writes a file, completely or not at all.
 
-    The function waits while another table is queued, and raises the error of an earlier
-    table. ``write`` must leave no file if its iterator raises, as `trajkit.write_rows`
+    The function waits while another batch is queued, and raises the error of an earlier
+    batch. ``write`` must leave no file if its iterator raises, as `trajkit.write_rows`
     does. Errors call the file ``target``.
     """
-    tables = SimpleQueue[pa.Table | _Abandoned | None]()
+    queue = SimpleQueue[pa.RecordBatch | _Abandoned | None]()
     room = Semaphore()
     failed: list[BaseException] = []
 
     def batches() -> Iterator[pa.RecordBatch]:
-        while (table := tables.get()) is not None:
-            if isinstance(table, _Abandoned):
-                raise table
+        while (batch := queue.get()) is not None:
+            if isinstance(batch, _Abandoned):
+                raise batch
             room.release()
-            # one batch, so that row groups do not depend on the number of threads
-            parts = table.combine_chunks().to_batches() or [empty_batch(table.schema)]
-            del table
-            yield from parts
+            yield batch
+            del batch
 
     def work() -> None:
         try:
@@ -63,27 +60,27 @@ def write_in_thread(path: Path, write: Write, target: Path) -> Iterator[Put]:
             failed.append(error)
             room.release()
 
-    def put(table: pa.Table) -> None:
+    def put(batch: pa.RecordBatch) -> None:
         room.acquire()
         if failed:
             raise failed[0]
-        tables.put(table)
+        queue.put(batch)
 
     with ThreadPoolExecutor(1, f"trajkit writes {target.name}") as pool:
         pool.submit(work)
         try:
             yield put
         except BaseException:
-            tables.put(_Abandoned())
+            queue.put(_Abandoned())
             raise
-        tables.put(None)
+        queue.put(None)
     if failed:
         raise failed[0]
 
 
 @contextmanager
 def atomic_writers(
-    targets: Mapping[str, tuple[Path, Write]],
+    targets: Mapping[str, Path], write: Write
 ) -> Iterator[dict[str, Put]]:
     """`write_in_thread` per target; files get their names once all are complete.
 
@@ -92,20 +89,20 @@ def atomic_writers(
     ones. Then a replaced file is still there as ``.PID~NAME``, and a complete file that
     was not renamed yet as ``.PID-NAME``.
     """
-    for path, _ in targets.values():
+    for path in targets.values():
         _check_no_directory(path)
     # readers of directories skip hidden files; the suffix determines the format
     drafts = {
         name: path.with_name(f".{os.getpid()}-{path.name}")
-        for name, (path, _) in targets.items()
+        for name, path in targets.items()
     }
     try:
         with ExitStack() as stack:
             yield {
                 name: stack.enter_context(write_in_thread(drafts[name], write, path))
-                for name, (path, write) in targets.items()
+                for name, path in targets.items()
             }
-        _rename_all([(drafts[name], path) for name, (path, _) in targets.items()])
+        _rename_all([(drafts[name], path) for name, path in targets.items()])
     finally:
         for draft in drafts.values():
             draft.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.cli.test_cli import run_json
+from tests.files import compact_file, expand_file, linearize_file
 from tests.strategies import runs
 from tests.tables import linearized
 from trajkit import cli
@@ -29,15 +30,15 @@ from trajkit.errors import (
     InvalidTurnsError,
     SchemaError,
 )
-from trajkit.io import parquet_polars
+from trajkit.io import group, outputs
+from trajkit.io import run as run_module
 from trajkit.io.formats import paths_in
+from trajkit.io.group import index_sessions
+from trajkit.io.outputs import write_in_thread
+from trajkit.io.run import Watch
 from trajkit.io.tables import read_any_rows, write_rows, write_table, write_tables
-from trajkit.jobs import group_sessions, outputs, stages
-from trajkit.jobs.group_sessions import index_sessions
-from trajkit.jobs.outputs import write_in_thread
-from trajkit.jobs.stages import compact_file, expand_file, linearize_file
-from trajkit.pipeline import suffix_layout
 from trajkit.schema import AMENDMENTS, REPORT, SESSIONS, TURNS, TURNS_DELTA
+from trajkit.verification.files import verify_file
 
 per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 SUFFIXES = ["parquet", "arrow", "arrows", "jsonl", "jsonl.gz"]
@@ -78,22 +79,6 @@ def small(monkeypatch):
     monkeypatch.setattr(limits, "ROW_GROUP_BYTES", 1000)
 
 
-@pytest.fixture(params=["arrow", "polars"])
-def writer(request, monkeypatch):
-    """What writes the rows, in row groups of a few."""
-    by_polars = request.param == "polars"
-    monkeypatch.setattr(parquet_polars, "_polars_works", lambda: by_polars)
-    monkeypatch.setattr(limits, "POLARS_FILE_BYTES", 1)
-    monkeypatch.setattr(limits, "POLARS_GROUP_BYTES", 1000)
-    return request.param
-
-
-def written_by(path):
-    """Which of the two wrote a Parquet file."""
-    said = pq.read_metadata(path).created_by
-    return "polars" if "Polars" in said else "arrow"
-
-
 def scattered(records):
     """The same calls, sessions mixed."""
     numbered = list(records)
@@ -132,7 +117,7 @@ def test_scattered_sessions_are_gathered(tmp_path, small, suffix_):
     write_log(scattered(some_sessions()), log)
     index = index_sessions(paths_in(log), None)
     assert index.scattered is not None
-    assert len(set(group_sessions.bucket_numbers(index).values())) > 2
+    assert len(set(group.bucket_numbers(index).values())) > 2
     got = pa.Table.from_batches(tk.scan_turns(log, folder=tmp_path))
     assert got.equals(tk.read_turns(log))
     assert os.listdir(tmp_path) == [log.name]
@@ -225,26 +210,13 @@ def test_rows_are_those_of_the_table(tmp_path, small, monkeypatch, policy, layou
         assert totals["sessions"] == 12
 
 
-@per_example
-@given(records=runs())
-def test_whole_rows_come_some_at_a_time(records):
-    turns = tk.from_records(records)
-    rows = tk.linearize(turns, layout="suffix")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "BATCH_TOKENS", 5)
-        got = list(suffix_layout.full_pieces(rows))
-    expected = tk.linearize(turns)
-    assert pa.concat_tables([expected.slice(0, 0), *got]).equals(expected)
-
-
-def test_threads_write_the_same_bytes(tmp_path, monkeypatch, writer):
+def test_threads_write_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "MIN_PART_TOKENS", 64)
     monkeypatch.setattr(limits, "ROW_GROUP_BYTES", 1000)
     log = tmp_path / "log.parquet"
     write_log(some_sessions(), log)
     for threads in (1, 2, 3):
         linearize_file(log, tmp_path / f"{threads}.parquet", threads=threads)
-    assert written_by(tmp_path / "1.parquet") == writer
     first, *others = ((tmp_path / f"{n}.parquet").read_bytes() for n in (1, 2, 3))
     assert all(other == first for other in others)
 
@@ -293,7 +265,7 @@ class Killed(Exception):
         (["0.arrow", "1.jsonl", "2.jsonl", "3.jsonl.gz"], False),
     ],
 )
-def test_a_run_that_was_stopped_goes_on(tmp_path, small, names, mixed, writer):
+def test_a_run_that_was_stopped_goes_on(tmp_path, small, names, mixed):
     log = tmp_path / "log"
     log.mkdir()
     records = some_sessions(15)
@@ -315,7 +287,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small, names, mixed, writer):
 
         folder = tmp_path / name
         begun = []
-        watch = stages.Watch(lambda index, done: begun.append(done), advances)
+        watch = Watch(lambda index, done: begun.append(done), advances)
         try:
             totals = linearize_file(
                 log, f"{folder}/rows/", report=f"{folder}/report/", watch=watch
@@ -328,7 +300,6 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small, names, mixed, writer):
         (tmp_path / name).mkdir()
     whole, _ = go("whole", n_turns + 1)
     assert len(list((tmp_path / "whole/rows").glob("part-*.parquet"))) > 3
-    assert written_by(tmp_path / "whole/rows/part-00000.parquet") == writer
     expected = tk.linearize(tk.read_turns(log))
     assert tk.read_rows(tmp_path / "whole/rows").equals(expected)
     starts = []
@@ -496,11 +467,11 @@ def test_rows_whose_turns_are_all_set_aside_or_gone(tmp_path, small):
     write_rows(tk.linearize(tk.from_records(list(both))), path)
     known = pa.table({"session_id": ["z"], "reward": [1.0]})
     found = tmp_path / "found.parquet"
-    totals = tk.jobs.verify_file(path, log, found, sessions=known, rejected=aside)
+    totals = verify_file(path, log, found, sessions=known, rejected=aside)
     assert totals == {"turns": 0, "violations": 1, "rejected": 3}
     assert set(pq.read_table(found)["session_id"].to_pylist()) == {"x"}
     write_log([], tmp_path / "none.jsonl")
-    totals = tk.jobs.verify_file(path, tmp_path / "none.jsonl", found)
+    totals = verify_file(path, tmp_path / "none.jsonl", found)
     whole = tk.verify(read_any_rows(path), tk.from_records([]))
     assert totals == {"turns": 0, "violations": whole.num_rows}
     assert as_text(pq.read_table(found).to_pylist()) == as_text(whole.to_pylist())
@@ -578,7 +549,7 @@ def test_a_piece_ends_with_the_session_that_fills_it_however_the_turns_come():
 
 
 def test_an_outlet_hands_back_what_went_wrong(tmp_path):
-    rows = tk.linearize(tk.from_records(some_sessions(2)))
+    [rows] = tk.linearize(tk.from_records(some_sessions(2))).to_batches()
 
     def put(path, n, error=None):
         with write_in_thread(path, write_rows, path) as put_table:
@@ -596,7 +567,7 @@ def test_an_outlet_hands_back_what_went_wrong(tmp_path):
 
 
 def test_no_more_than_is_allowed_waits_for_its_file(tmp_path):
-    rows = tk.linearize(tk.from_records(some_sessions(2)))
+    [rows] = tk.linearize(tk.from_records(some_sessions(2))).to_batches()
     handed, ahead = [], []
 
     def write(batches, path):
@@ -682,7 +653,7 @@ def test_a_run_that_ended_before_it_said_so_makes_no_further_part(tmp_path):
 def test_a_part_that_was_not_yet_remembered_is_made_again(tmp_path, monkeypatch):
     write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
     with monkeypatch.context() as patch:
-        patch.setattr(stages.Manifest, "add", lambda *_: 1 // 0)
+        patch.setattr(run_module.Manifest, "add", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             linearize_file(
                 tmp_path / "t.jsonl", f"{tmp_path}/rows/", report=f"{tmp_path}/said/"
@@ -835,7 +806,7 @@ def test_files_break_what_their_tables_break(
         write_table(rows.select(names), path)
     whole = tk.verify(read_any_rows(path), tk.read_turns(log), "strict").to_pylist()
     output = tmp_path / "found.parquet"
-    totals = tk.jobs.verify_file(path, log, output, "strict")
+    totals = verify_file(path, log, output, "strict")
     found = pq.read_table(output).to_pylist()
     assert as_text(found) == as_text(whole)
     assert {line["session_id"] for line in found} >= {"s4"}
@@ -849,7 +820,7 @@ def test_sessions_of_rows_without_turns_are_named(tmp_path, small):
     others = tk.from_records(chain(session("x", 2), session("y", 1)))
     both = [tk.linearize(tk.read_turns(log)), tk.linearize(others)]
     write_rows(pa.concat_tables([both[1].slice(0, 1), both[0], both[1].slice(1)]), path)
-    tk.jobs.verify_file(path, log, tmp_path / "found.jsonl")
+    verify_file(path, log, tmp_path / "found.jsonl")
     text = (tmp_path / "found.jsonl").read_text()
     found = [json.loads(line) for line in text.splitlines()]
     assert as_text(found) == as_text(
@@ -930,7 +901,7 @@ def test_rows_of_sessions_set_aside_are_passed_over(tmp_path, small, capsys):
     # what only the comparison asks for is set aside as well, session by session
     known = pa.table({"session_id": [f"s{k}" for k in range(12) if k != 5]})
     known = known.append_column("reward", pa.nulls(11, pa.float64()))
-    totals = tk.jobs.verify_file(
+    totals = verify_file(
         *(path, log, tmp_path / "found.parquet", "faithful"),
         sessions=known,
         rejected=aside,
@@ -958,19 +929,19 @@ def test_verify_goes_on_where_it_was_stopped(tmp_path, small, mixed):
         if gone > 20:
             raise Killed
 
-    for name, watch in (("whole", None), ("parts", stages.Watch(advances=advances))):
+    for name, watch in (("whole", None), ("parts", Watch(advances=advances))):
         folder = f"{tmp_path}/{name}/"
         if watch:
             with pytest.raises(Killed):
-                tk.jobs.verify_file(path, log, folder, watch=watch)
+                verify_file(path, log, folder, watch=watch)
             n_parts = len(list(Path(folder).glob("part-*")))
             assert n_parts > 1
-        totals = tk.jobs.verify_file(path, log, folder)
+        totals = verify_file(path, log, folder)
     assert tree(tmp_path / "parts") == tree(tmp_path / "whole")
     whole = tk.verify(read_any_rows(path), tk.read_turns(log))
     assert totals["violations"] == whole.num_rows
     with pytest.raises(FormatError, match="parts of another job"):
-        tk.jobs.verify_file(path, log, folder, "slime")
+        verify_file(path, log, folder, "slime")
     assert len(list(Path(folder).glob("part-*"))) > n_parts
 
 
@@ -1044,8 +1015,7 @@ def test_outputs_stand_all_or_none(tmp_path, small, monkeypatch, parts, full):
         if n_written == 1 + parts:  # of parts, the second
             raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(stages, "write_tables", write)
-    monkeypatch.setattr(stages, "write_rows", write)
+    monkeypatch.setattr(run_module, "write_any", write)
     if not parts:
         Path(places["report"]).write_text("of the run before")
     options = {name: places[name] for name in names[1:]}
@@ -1133,10 +1103,10 @@ THREE = ("a.arrows", "b.arrows", "c.arrows")
 
 def write_three(folder, blocked=None):
     """Write three files together; the place of one is taken meanwhile."""
-    places = {name: (folder / name, write_tables) for name in THREE}
-    with outputs.atomic_writers(places) as puts:
+    places = {name: folder / name for name in THREE}
+    with outputs.atomic_writers(places, write_tables) as puts:
         for put in puts.values():
-            put(pa.table({"x": [1]}))
+            put(pa.record_batch({"x": [1]}))
         if blocked:
             (folder / blocked).unlink(missing_ok=True)
             (folder / blocked).mkdir()
@@ -1200,7 +1170,7 @@ def test_a_log_that_grows_while_it_is_gathered_is_refused(tmp_path, small, suffi
     whole = scattered(some_sessions())
     log = tmp_path / f"a.{suffix_}"
     write_log(whole, log)
-    source = group_sessions.Log(tmp_path)
+    source = group.Log(tmp_path)
     index = source.index()
     write_log(
         [{**one, "session_id": "new"} for one in whole[:5]], tmp_path / "b.arrows"
