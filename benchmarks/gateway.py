@@ -1,16 +1,12 @@
 """Gateways on the embedded engine, in processes of their own, and what their logs owe.
 
-``python -m benchmarks.gateway`` prints what a turn costs (`benchmarks.turn_cost`): against
-the history, on a kept-alive connection, and while another client sends long messages.
-
-``python -m benchmarks.gateway host`` imports what a gateway needs once, and forks one for
+``python -m benchmarks.gateway`` imports what a gateway needs once, and forks one for
 each line of JSON that it reads. `Host` speaks with it.
 
 Every session talks of itself: its messages and the replies to them bear its name and a
 number, so that a turn that is lost, doubled or under the wrong session can be told.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -150,7 +146,7 @@ class Host:
 
     def __enter__(self) -> "Host":
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.gateway", "host"],
+            [sys.executable, "-W", "ignore", "-m", "benchmarks.gateway"],
             cwd=ROOT,
             env=os.environ
             | {
@@ -421,23 +417,5 @@ def _check_turns(turns: pa.Table, told: Told, found: Found) -> None:
             wrong.append(f"{session}: {surplus} turns that nobody asked for")
 
 
-def main() -> None:
-    """The command."""
-    from benchmarks import turn_cost
-    from benchmarks.compare import commit, machine
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sizes", type=int, nargs="*", default=turn_cost.SIZES)
-    parser.add_argument("--no-stall", action="store_true", help="the history alone")
-    options = parser.parse_args()
-    print(f"{machine()}; {commit()}")
-    turn_cost.history(sorted(options.sizes))
-    if not options.no_stall:
-        turn_cost.stall()
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["host"]:
-        host()
-    else:
-        main()
+    host()

@@ -1,4 +1,7 @@
-"""What a turn costs the gateway: see ``python -m benchmarks.gateway``.
+"""What a turn costs the gateway: ``python -m benchmarks.turn_cost``.
+
+Printed is the cost against the history, on a kept-alive connection, and while another
+client sends long messages.
 
 Against history: one session in append mode, with a log in delta form, in this process.
 The app is called without a server and the engine answers at once, so what is measured is
@@ -8,6 +11,7 @@ body that a server received in pieces of 64 KiB, and writing the ids as JSON for
 over HTTP.
 """
 
+import argparse
 import asyncio
 import json
 import multiprocessing
@@ -24,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 import trajkit
+from benchmarks.compare import commit, machine
 from benchmarks.gateway import Host, Line
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
@@ -404,3 +409,19 @@ def show(when: str, taken: dict[str, np.ndarray]) -> None:
             f"{name:<8} {when:<28} {len(seconds):6} calls, median {median:6.1f} ms, "
             f"99th percentile {late:6.1f} ms, longest {worst:6.1f} ms"
         )
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
+    parser.add_argument("--no-stall", action="store_true", help="the history alone")
+    options = parser.parse_args()
+    print(f"{machine()}; {commit()}")
+    history(sorted(options.sizes))
+    if not options.no_stall:
+        stall()
+
+
+if __name__ == "__main__":
+    main()

@@ -348,3 +348,20 @@ def test_a_model_without_a_vocab_size(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="has no vocab_size"):
         vocab_size(tmp_path)
+
+
+async def test_a_session_stays_on_one_of_several_servers():
+    """Which has its prefixes in the cache, whatever the ids of its calls."""
+    doubles = [Double("sglang", *["basic"] * 30) for _ in range(2)]
+    async with doubles[0].listening() as one, doubles[1].listening() as other:
+        engine = double_module.SGLangEngine(
+            one, other, vocab_size=double_module.VOCABULARY
+        )
+        served = {}
+        for number in range(30):
+            before = len(doubles[0].calls)
+            session = str(number % 10)
+            await sample(engine, session_id=session, request_id=f"r{number}")
+            served.setdefault(session, set()).add(len(doubles[0].calls) > before)
+        await engine.close()
+    assert sorted({*map(tuple, served.values())}) == [(False,), (True,)]
