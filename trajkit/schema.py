@@ -5,17 +5,18 @@ Token ids are int32. Positions and lengths count tokens. Unknown is null, never 
 finite number. Lists are ``large_list``; small sets of names are dictionary-encoded.
 
 The schema version travels in the table metadata under ``trajkit.version``; a table that
-lost its metadata is read as the current version.
+lost its metadata is read as the current version. Turns of version 2 have other message
+keys, which are computed again from the bodies (`trajkit.turns.old_keys`).
 """
 
 import re
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+# versions that are read
+SCHEMA_VERSIONS = (2, 3)
 KEY_BYTES = 16
-# The first bytes of a key: a digest of the message that ignores the types of numbers.
-VALUE_BYTES = 12
 
 _names = pa.dictionary(pa.int8(), pa.string())
 
@@ -46,10 +47,10 @@ _TURN = (_required("session_id", pa.string()), _required("turn_index", pa.int32(
 
 MESSAGE = pa.struct(
     [
-        # digest of the body: each key has one body (trajkit.turns.messages)
+        # digest of the message: the same for messages that are == (trajkit.turns.messages)
         pa.field("key", pa.binary(KEY_BYTES)),
         pa.field("role", pa.string()),
-        # canonical JSON; null if an earlier message of the session has the same key
+        # JSON with sorted keys; null: the last body that the session has of this key
         pa.field("body", pa.string()),
     ]
 )

@@ -37,7 +37,6 @@ ENUMS["TieBreak"] = {
 
 cdef enum:
     KEY_BYTES = 16
-    VALUE_BYTES = 12          # of a key: equal if Python calls the messages equal
     NOT_YET = 0x7FFFFFFF      # a later call; larger than every call
 
 

@@ -264,6 +264,11 @@ PYTHON = (
             'for name in ("key",):\n        both',
         ),
         (
+            "messages whose body is another one are shared",
+            "if _is_respelled(messages, replies):",
+            "if False:",
+        ),
+        (
             "a reply counts without a list of messages",
             "np.logical_and(known, reply)",
             "reply",
@@ -357,8 +362,8 @@ PYTHON = (
         ),
         (
             "cache_control within objects counts",
-            "within.extend(value.values())",
-            "within.extend(())",
+            "within += value.values()",
+            "within += ()",
         ),
     ),
     _place(
@@ -367,8 +372,47 @@ PYTHON = (
         "tests/recorder/test_message_lists.py",
         (
             "a body that comes after its key is not stored",
-            "return known if has_body or message.body is None else -1",
-            "return known",
+            "        if message.body is not None:\n            return self._numbers.get(m",
+            "        if message.key is None:\n            return self._numbers.get(m",
+        ),
+        (
+            "a float keeps its type",
+            "return int(value) if value.is_integer() else value",
+            "return value",
+        ),
+        (
+            "a message with an integer is plain",
+            "int not in types",
+            "True",
+        ),
+        (
+            "numbers are written alike that are ==",
+            "and self._text == _quickly_written(other)",
+            "and True",
+        ),
+        (
+            "a body is shown once for each key",
+            "new[at] = ~again | (np.diff(ids[at], prepend=-1) != 0)",
+            "new[at] = ~again",
+        ),
+        (
+            "a body that its key last had is shown again",
+            "new[at] = ~again | (np.diff(ids[at], prepend=-1) != 0)",
+            "new[at] = True",
+        ),
+    ),
+    _place(
+        "trajkit/turns/old_keys.py",
+        "tests/turns/test_messages.py",
+        (
+            "keys without a body are whole",
+            "padded = prefix + bytes(KEY_BYTES - _EQUAL_BYTES)",
+            "padded = key",
+        ),
+        (
+            "shared messages of the delta form lose their bodies",
+            'if book.respelled and stored == "suffix_messages":',
+            "if False:",
         ),
     ),
     _place(
@@ -623,11 +667,22 @@ PYTHON = (
     ),
     _place(
         "trajkit/recorder/message_lists.py",
-        "tests/recorder/test_message_lists.py tests/recorder/test_match.py",
+        "tests/recorder/test_message_lists.py tests/recorder/test_match.py "
+        "tests/recorder/test_recorder.py",
         (
             "messages that a base supplies entirely match no call",
             "if n >= one.shared:",
             "if n > one.shared:",
+        ),
+        (
+            "messages whose body is not the last of their key are shared",
+            "        if not respelled:\n            return n\n",
+            "        return n\n",
+        ),
+        (
+            "a message is not copied",
+            "comparable(_copied(message), encoded.is_plain)",
+            "comparable(message, encoded.is_plain)",
         ),
     ),
     _place(

@@ -17,11 +17,7 @@ from trajkit.policies import policy as chosen_policy
 from trajkit.schema import DRIFT, LINK_REASONS, LINKS, SEGMENT_KINDS
 from trajkit.turns.call_order import by_prompt
 from trajkit.turns.calls import Calls, Ints, Longs, Records, read_calls
-from trajkit.turns.message_equality import (
-    classify,
-    identity_of,
-    with_equality,
-)
+from trajkit.turns.message_equality import classify, with_equality
 from trajkit.turns.prefix_forest import Forest, grow
 from trajkit.turns.records import as_turns
 from trajkit.turns.structs import LINK
@@ -104,7 +100,7 @@ def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
             links,
         )
     elif policy.parent_by == "agents":
-        classes = classify(calls, identity_of(policy.message_equality))
+        classes = classify(calls, policy.message_equality)
         keyed = classes.keyed(calls)
         dispatches = find_dispatches(classes, policy.dispatch_tools)
         _core.route_agents(

@@ -7,9 +7,8 @@ import numpy as np
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit.turns.calls import Ints, Longs
-from trajkit.turns.deep_json import parse
 from trajkit.turns.message_equality import Classes
-from trajkit.turns.messages import message_body
+from trajkit.turns.messages import message_body, parse_json
 
 # The JSON key that names the answered tool call, and the id in quotes.
 _ANSWERS = re.compile(r'"tool_(?:call|use)_id":\s*("(?:[^"\\]|\\.)*")')
@@ -46,7 +45,9 @@ def find_dispatches(classes: Classes, tools: tuple[str, ...]) -> Dispatches:
             bodies.filter(calling).to_pylist(),
             strict=True,
         ):
-            ids = [call for name, call in _tool_calls(parse(body)) if name in tools]
+            ids = [
+                call for name, call in _tool_calls(parse_json(body)) if name in tools
+            ]
             if ids:
                 of_class[k] = numbers.setdefault(ids[-1], len(numbers))
     offsets = np.zeros(len(classes.bodies) + 1, np.int64)
@@ -55,7 +56,7 @@ def find_dispatches(classes: Classes, tools: tuple[str, ...]) -> Dispatches:
     if quoted:
         for k, body in enumerate(classes.bodies.to_pylist()):
             if not quoted.isdisjoint(_ANSWERS.findall(body)):
-                found = {numbers.get(call, -1) for call in _answered(parse(body))}
+                found = {numbers.get(call, -1) for call in _answered(parse_json(body))}
                 answers.extend(found - {-1})
             offsets[k + 1] = len(answers)
     return Dispatches(of_class[classes.replies], offsets, np.array(answers, np.int32))

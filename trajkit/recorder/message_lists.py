@@ -11,15 +11,19 @@ from trajkit import _core
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import KEY_BYTES
 from trajkit.turns.calls import Ints, Longs, Records
-from trajkit.turns.messages import Encoded, MessageBook, check_text, encode
+from trajkit.turns.flat_buffers import offsets_of
+from trajkit.turns.messages import (
+    Encoded,
+    MessageBook,
+    check_text,
+    comparable,
+    encode,
+    unequal_places,
+)
 from trajkit.turns.structs import REQUEST
 
-Read: TypeAlias = tuple[int, dict[str, object]] | Encoded
-"""A message as its hash and a copy, or encoded if it can have no copy."""
-
-
-# of a message that can have none; the same as no message
-_NO_COPY = object()
+Read: TypeAlias = tuple[Encoded, object]
+"""A message, and a copy that the caller cannot change, to compare others with."""
 
 
 class ReadCall(NamedTuple):
@@ -27,10 +31,10 @@ class ReadCall(NamedTuple):
 
     # its base, or -1
     base: int
-    # the messages; -1: not the one at the same place of the base. None: no list
-    numbers: Ints | None
-    # the messages of -1, in order
-    others: list[Read]
+    # the messages, where they are those of the base. None: no list
+    numbers: "array[int] | None"
+    # the other messages, by place
+    others: dict[int, Read]
     response: Read | None
 
 
@@ -56,7 +60,7 @@ class CallMessages(NamedTuple):
 
 
 # a call without messages
-_NOTHING_READ = ReadCall(-1, None, [], None)
+_NOTHING_READ = ReadCall(-1, None, {}, None)
 _NOTHING = CallMessages(-1, 0, -1, -1, b"")
 
 
@@ -65,15 +69,13 @@ class MessageLog:
     """The messages of a session's calls.
 
     A message that occurred before is compared with a copy, as Python compares dicts, and
-    not encoded again. Bodies and keys are computed when they are first needed (`write`).
+    not encoded again.
     """
 
-    # by number: a copy, a pair of key and role, or _NO_COPY
-    copies: list[object] = field(default_factory=list)
-    # the numbers of copies by their hash
-    by_hash: dict[int, list[int]] = field(default_factory=dict)
-    # bodies and keys of messages, by number; some may be missing (`write`)
+    # the distinct messages, with their numbers
     book: MessageBook = field(default_factory=MessageBook)
+    # by number: a copy as `comparable`, or a pair of key and role
+    copies: list[object] = field(default_factory=list)
     calls: list[CallMessages] = field(default_factory=list)
     # a call, and the messages of `path`
     _last: tuple[int, "array[int]"] = field(default_factory=lambda: (-1, array("i")))
@@ -104,20 +106,17 @@ class MessageLog:
         """
         if messages is None and response is None:
             return _NOTHING_READ
-        numbers, others = None, []
+        numbers, others = None, {}
         if messages is not None:
-            listed, numbers = self._compared(messages, base, n_calls)
-            others = [
-                _read(listed[i], f"prompt_messages[{i}]")
-                for i in np.flatnonzero(numbers < 0).tolist()
-            ]
+            listed, numbers, places = self._compared(messages, base, n_calls)
+            others = {i: _read(listed[i], f"prompt_messages[{i}]") for i in places}
         reply = None if response is None else _read(response, "response_message")
         return ReadCall(base, numbers, others, reply)
 
     def _compared(
         self, messages: object, base: int, n_calls: int
-    ) -> tuple[list[object], Ints]:
-        """A list of messages, and the numbers of those that a call has there, else -1.
+    ) -> tuple[list[object], "array[int]", list[int]]:
+        """A list of messages, the numbers that a call has there, and where they differ.
 
         The call is the base or, without one, the last.
         """
@@ -127,9 +126,10 @@ class MessageLog:
                 "of dicts"
             )
         listed, known = list(messages), self.path(base if base >= 0 else n_calls - 1)
-        numbers = np.empty(len(listed), np.int32)
-        _core.match_messages(listed, self.copies, known, numbers)
-        return listed, numbers
+        places = unequal_places(listed, map(self.copies.__getitem__, known))
+        numbers = known[: len(listed)]
+        numbers.extend([-1] * (len(listed) - len(numbers)))
+        return listed, numbers, places
 
     def add(self, read: ReadCall, call: int) -> None:
         """Add the messages of a call; those of earlier calls were added before."""
@@ -139,12 +139,12 @@ class MessageLog:
             self._last = -1, array("i")
             return
         base, numbers, others, response = read
-        if numbers is not None and others:
-            numbers[numbers < 0] = [self._number(other) for other in others]
+        for place, other in others.items():
+            numbers[place] = self._number(other)  # type: ignore[index]
         reply = -1 if response is None else self._number(response)
         shared, n_own, own, path = 0, -1, b"", self.path(base)
         if numbers is not None:
-            shared = _core.lcp(numbers, path)
+            shared = self._n_current(numbers, _core.lcp(numbers, path), call)
             n_own, own = len(numbers) - shared, numbers[shared:].tobytes()
         added = CallMessages(base, shared, n_own, reply, own)
         # in the place of a call that was interrupted
@@ -159,13 +159,14 @@ class MessageLog:
         ``base``: compare with this call alone; -1: with every call, the first of equals
         counts. The call is -1 if none shares a message.
         """
-        listed, numbers = self._compared(messages, base, n_calls)
-        for i in np.flatnonzero(numbers < 0).tolist():
-            numbers[i] = self._find(_read(listed[i], f"prompt_messages[{i}]"))
+        listed, numbers, places = self._compared(messages, base, n_calls)
+        for i in places:
+            numbers[i] = self.book.find(_read(listed[i], f"prompt_messages[{i}]")[0])
             if numbers[i] < 0:
                 break
         if base >= 0:
-            return base, _core.lcp(self.path(base), numbers)
+            n_shared = _core.lcp(self.path(base), numbers)
+            return base, self._n_current(numbers, n_shared, n_calls)
         found: list[int] = []
         for one in self.calls[:n_calls]:
             n = found[one.base] if one.base >= 0 else 0
@@ -182,7 +183,6 @@ class MessageLog:
         (-1: the call has no list of messages), and the reply (-1: none). Then those it
         does not, end to end.
         """
-        self.write()
         calls = self.calls[:n_calls]
         if calls.count(_NOTHING) == n_calls:
             # of token ids alone, where the general way would take longest
@@ -192,55 +192,76 @@ class MessageLog:
 
     def requests(self, n_calls: int) -> tuple[Records, Longs, tuple[object, ...]]:
         """The requests of all calls, their keys, and the buffers of their roles."""
-        requests = np.empty(n_calls, REQUEST)
-        keys, *roles = _core.fill_requests(
-            *self.suffixes(n_calls), self.book.keys, self.book.roles, requests
-        )
-        return requests, keys, tuple(roles)
+        counts, numbers = self.suffixes(n_calls)
+        shared, lengths, replies = counts.T
+        has_reply = replies >= 0
+        messages = self.book.messages
+        own = [messages[number] for number in numbers.tolist()]
+        replied = [messages[number] for number in replies[has_reply].tolist()]
+        words = b"".join([message.key for message in (*own, *replied)])
+        keys = np.frombuffer(words, np.int64)
+        roles = [message.role.encode() for message in own]
+        ends = offsets_of(np.array([len(role) for role in roles])).astype(np.int32)
+        text = np.frombuffer(b"".join(roles) + b" ", np.uint8)
+        sizes = np.maximum(lengths, 0)
+        first = np.cumsum(sizes) - sizes
+        requests = np.zeros(n_calls, REQUEST)
+        requests["shared"], requests["n_keys"] = shared, lengths
+        requests["keys"] = keys.ctypes.data + first * KEY_BYTES
+        requests["role_offsets"] = ends.ctypes.data + first * ends.itemsize
+        requests["role_bytes"] = text.ctypes.data
+        after = len(own) + np.arange(len(replied))
+        requests["reply_key"][has_reply] = keys.ctypes.data + after * KEY_BYTES
+        requests["reply_is_assistant"][has_reply] = [
+            message.role == "assistant" for message in replied
+        ]
+        return requests, keys, (ends, text)
 
-    def write(self) -> None:
-        """Compute the bodies and keys of messages that have none yet."""
-        for copy in self.copies[len(self.book.bodies) :]:
-            self.book.add(encode(copy, ""))
+    def _n_current(self, numbers: "array[int]", n: int, call: int) -> int:
+        """How many of the first n messages of a call have the body that is current.
+
+        A message without body refers to the last body that the session has for its key.
+        """
+        respelled = self.book.respelled
+        if not respelled:
+            return n
+        last: dict[int, int] = {}
+        for one in self.calls[:call]:
+            for number in [*array("i", one.own), one.reply]:
+                if number in respelled:
+                    last[respelled[number]] = number
+        for at, number in enumerate(numbers[:n]):
+            if number in respelled and last.get(respelled[number]) != number:
+                return at
+        return n
 
     def _number(self, read: Read) -> int:
         """The number of a message, which is new or known."""
-        number = self._find(read)
-        if number < 0:
-            number = len(self.copies)
-            if isinstance(read, Encoded):
-                self.book.add(read)
-                self.copies.append(
-                    (read.key, read.role) if read.body is None else _NO_COPY
-                )
-            else:
-                self.by_hash.setdefault(read[0], []).append(number)
-                self.copies.append(read[1])
+        message, copy = read
+        number = self.book.add(message)
+        if number >= len(self.copies):
+            # without those of a call that was interrupted
+            missing = number - len(self.copies)
+            self.copies += [*[None] * missing, copy]
         return number
 
-    def _find(self, read: Read) -> int:
-        """The number of a message; -1 if it is new."""
-        if isinstance(read, Encoded):
-            self.write()
-            return self.book.find(read)
-        digest, copy = read
-        for number in self.by_hash.get(digest, ()):
-            if _core.same_message(self.copies[number], copy):
-                return number
-        return -1
+
+def _copied(value: object) -> object:
+    """A copy of a JSON value that shares its texts."""
+    if isinstance(value, dict):
+        return {name: _copied(one) for name, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value
 
 
 def _read(message: object, where: str) -> Read:
-    copied = _core.copy_message(message)
-    if copied is not None:
-        return copied
     if not isinstance(message, tuple):
-        return encode(message, where)
+        encoded = encode(message, where)
+        return encoded, comparable(_copied(message), encoded.is_plain)
     if len(message) == 2:
         key, role = message
         if isinstance(key, bytes) and len(key) == KEY_BYTES and isinstance(role, str):
             check_text(role, f"{where} role")
-            return Encoded(key, role, None)
+            return Encoded(key, role, None, False), message
     raise InvalidTurnsError(
         f"{where} is {message!r}: expected a dict, or a pair of its "
         f"{KEY_BYTES}-byte key and its role"

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arrow.canonical import canonical, turns_schema
+from trajkit._arrow.canonical import canonical, has_old_keys, turns_schema
 from trajkit.errors import InvalidTurnsError
 from trajkit.turns.turn_rules import run_starts
 
@@ -58,13 +58,22 @@ def locate(turns: pa.Table) -> Turns:
     Raises as `canonical`, and InvalidTurnsError if the rows of a session are not
     contiguous.
     """
-    table = canonical(turns, turns_schema(turns.column_names))
+    table = with_current_keys(canonical(turns, turns_schema(turns.column_names)))
     chunks = table.column("output_ids").num_chunks
     if chunks > _MANY_CHUNKS and table.nbytes < chunks * _CHUNK_BYTES:
         table = table.combine_chunks()  # a log has one chunk per turn
     first = run_starts(table)
     offsets = np.append(first, table.num_rows).astype(np.int64, copy=False)
     return Turns(table, offsets, _session_ids(table.column("session_id"), first))
+
+
+def with_current_keys(turns: pa.Table) -> pa.Table:
+    """Turns of complete sessions, in canonical form, with keys of the current version."""
+    if not has_old_keys(turns):
+        return turns
+    from trajkit.turns.old_keys import renew_keys  # loaded for old logs only
+
+    return renew_keys(turns)
 
 
 def runs_of(sizes: _Longs, most: int) -> Iterator[tuple[int, int]]:

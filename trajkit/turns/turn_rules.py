@@ -16,7 +16,7 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import Rows, Violation, is_list, list_parts, violation
 from trajkit._arrow.take import list_values
 from trajkit.errors import SchemaError
-from trajkit.turns.deep_json import parse
+from trajkit.turns.messages import parse_json
 from trajkit.turns.mm_items import (
     CONTENT_HASH,
     FIRST_CONTENT_ID,
@@ -357,7 +357,7 @@ def response(table: pa.Table) -> Iterator[Violation]:
 
 
 def bodies(name: str, table: pa.Table) -> Iterator[Violation]:
-    """Each key has one JSON body, in its first message of the session."""
+    """Each key has a JSON body, in its first message of the session, and of one message."""
     places, rows = message_places(table, name)
     keys, roles, texts = (
         pc.struct_field(places, field) for field in ("key", "role", "body")
@@ -378,6 +378,15 @@ def bodies(name: str, table: pa.Table) -> Iterator[Violation]:
     said = texts.dictionary_encode().indices.fill_null(0).to_numpy()[given]
     _, before, group = np.unique(names[given], return_index=True, return_inverse=True)
     other = given[said != said[before[group]]]
+    first_of = dict(zip(given.tolist(), before[group].tolist(), strict=True))
+    other = np.array(
+        [
+            at
+            for at in other.tolist()
+            if not _is_same(texts[at].as_py(), texts[int(given[first_of[at]])].as_py())
+        ],
+        np.int64,
+    )
     yield violation(
         rows[other],
         "the message with the key {} has another body earlier in the session: "
@@ -392,10 +401,18 @@ def bodies(name: str, table: pa.Table) -> Iterator[Violation]:
     yield violation(rows[list(faults)], "{}", list(faults.values()))
 
 
+def _is_same(body: str, other: str) -> bool:
+    """Whether two bodies are of messages that are ``==``."""
+    try:
+        return parse_json(body) == parse_json(other)
+    except ValueError:
+        return False
+
+
 def _body_fault(body: str, role: str) -> str | None:
     shown = body if len(body) <= 60 else f"{body[:57]}..."
     try:
-        message = parse(body)
+        message = parse_json(body)
     except ValueError as error:
         return f"the message body {shown!r} is not JSON: {error}"
     if not isinstance(message, dict):
