@@ -6,6 +6,7 @@ from numpy import asarray, dtype
 
 cdef Call _call
 cdef Request _request
+cdef Message _message
 cdef Node _node
 cdef Link _link
 cdef Row _row
@@ -18,6 +19,7 @@ DTYPES = {
     for name, record in (
         ("Call", <Call[:1]>&_call),
         ("Request", <Request[:1]>&_request),
+        ("Message", <Message[:1]>&_message),
         ("Node", <Node[:1]>&_node),
         ("Link", <Link[:1]>&_link),
         ("Row", <Row[:1]>&_row),

@@ -40,7 +40,7 @@ from benchmarks.fuzz_payloads import (
 )
 from benchmarks.fuzz_sessions import Turn, n_calls, random_policy, session
 from tests import against_twins
-from tests.tables import by_session, in_delta_form, turns_table
+from tests.tables import by_session, in_delta_form, linearized, streamed, turns_table
 from trajkit._streams import limits
 
 REGRESSIONS = Path(__file__).parents[1] / "tests" / "regressions"
@@ -198,10 +198,9 @@ def _between_forms(case: Case) -> str | None:
     options: dict[str, Any] = {
         "max_row_tokens": case.max_row_tokens,
         "reward": 1.0,
-        "report": True,
         "payloads": PAYLOADS,
     }
-    rows, report = tk.linearize(table, policy, threads=1, **options)
+    rows, report = linearized(table, policy, threads=1, **options)
     rows.validate(full=True)
 
     def same(form: str, found: tuple[pa.Table, pa.Table] | str | None) -> str | None:
@@ -215,7 +214,7 @@ def _between_forms(case: Case) -> str | None:
         return None
 
     checks: list[Callable[[], str | None]] = [
-        lambda: same("delta", tk.linearize(tk.compact(table), policy, **options)),
+        lambda: same("delta", linearized(tk.compact(table), policy, **options)),
         lambda: same("threads", _on_threads(table, policy, draw, options)),
         lambda: same("stream", _streamed(table, policy, draw, options)),
         lambda: _other_layout(
@@ -239,7 +238,7 @@ def _on_threads(
     least = draw.choice([1, 10, 200])
     with mock.patch.multiple(limits, MIN_PART_TOKENS=least, PART_TOKENS=8 * least):
         turns = draw.choice([table, tk.compact(table)])
-        made: tuple[pa.Table, pa.Table] = tk.linearize(
+        made: tuple[pa.Table, pa.Table] = linearized(
             turns, policy, threads=draw.randint(1, 4), **options
         )
     return made
@@ -258,14 +257,14 @@ def _streamed(
             yield from table.slice(at, size).combine_chunks().to_batches()
             at += size
 
-    pairs = list(tk.linearize(batches(), policy, threads=draw.randint(1, 2), **options))
-    return tuple(pa.Table.from_batches(parts) for parts in zip(*pairs, strict=True))
+    rows, counts = streamed(batches(), policy, threads=draw.randint(1, 2), **options)
+    return pa.Table.from_batches(rows), pa.Table.from_batches(counts)
 
 
 def _other_layout(
     table: pa.Table, policy: tk.Policy, rows: pa.Table, options: dict[str, Any]
 ) -> str | None:
-    suffix, _ = tk.linearize(table, policy, layout="suffix", **options)
+    suffix = tk.linearize(table, policy, layout="suffix", **options)
     if not tk.full_rows(suffix).equals(rows):
         return "suffix: its full rows are others"
     if not tk.suffix_rows(rows).equals(suffix):
@@ -317,7 +316,7 @@ def _recorded(
         at = ids.index(name) if name in ids else 0
         if not alone.rows.equals(rows.slice(at, ids.count(name))):
             return f"recorder: other rows of {name}"
-    made: tuple[pa.Table, pa.Table] = tk.linearize(turns, policy, **options)
+    made: tuple[pa.Table, pa.Table] = linearized(turns, policy, **options)
     return made
 
 
@@ -365,8 +364,8 @@ def _by_chance(
     delta = in_delta_form(table, draw.choice)
     for field in (*_FIELDS, *COLUMNS):
         delta = delta.append_column(field, table[field])
-    made = tk.linearize(delta, policy, **options)
-    whole = tk.linearize(table, policy, **options)
+    made = linearized(delta, policy, **options)
+    whole = linearized(table, policy, **options)
     return None if made == whole else "delta by chance: other rows or another report"
 
 

@@ -156,7 +156,7 @@ def print_sizes(size: Size) -> None:
 def layouts(size: Size) -> tuple[int, int]:
     """Tokens that the rows of a rollout hold in layout full and in layout suffix."""
     turns = recorded("s", size, "tail_changed")
-    full, report = tk.linearize(turns, report=True)
+    full, report = tk.linearize(turns), tk.report(turns)
     suffix = tk.linearize(turns, layout="suffix")
     check(tk.full_rows(suffix) == full, "full_rows gives the full layout back")
     n = sum(len(ids) for ids in suffix["suffix_ids"])

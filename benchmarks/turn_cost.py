@@ -31,7 +31,7 @@ from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.json_input import Json, parse_object, read_body
 from trajkit_shim.prompting.attribution import Ids
-from trajkit_shim.prompting.conversation import Conversation, RestoredRequest
+from trajkit_shim.prompting.conversation import RestoredRequest
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols import openai_chat
@@ -258,7 +258,6 @@ def render(prompts: Prompts, body: bytes, *, attributed: bool) -> None:
     prompts.build(
         RestoredRequest(messages=asked.messages),
         asked.tools,
-        Conversation(),
         attributed=attributed,
     )
 

@@ -2,14 +2,14 @@
 
 import trajkit as tk
 from tests.reference_policies import twins_of
-from tests.tables import by_session, turns_table
+from tests.tables import by_session, linearized, turns_table
 
 
 def difference(turns, policy, max_row_tokens=None, reward=1.0):
     """The first difference that is found, as text, or None."""
     table = turns_table(turns)
-    rows, report = tk.linearize(
-        table, policy, max_row_tokens=max_row_tokens, reward=reward, report=True
+    rows, report = linearized(
+        table, policy, max_row_tokens=max_row_tokens, reward=reward
     )
     links = tk.link(table, policy)
     found = {

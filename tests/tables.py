@@ -15,6 +15,19 @@ def by_session(turns):
     return sessions
 
 
+def linearized(turns, policy="faithful", **options):
+    """The rows of turns, and their report."""
+    shared = {k: v for k, v in options.items() if k not in ("payloads", "layout")}
+    return tk.linearize(turns, policy, **options), tk.report(turns, policy, **shared)
+
+
+def streamed(batches, policy="faithful", **options):
+    """The batches of rows of batches of turns, and those of their report."""
+    counts = []
+    batches = list(tk.linearize_batches(batches, policy, report=counts, **options))
+    return batches, counts
+
+
 def turns_table(turns):
     """The turns table of one session or of several, interleaved ones gathered."""
     # from_records refuses an empty prompt, the stages after it take one

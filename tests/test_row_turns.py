@@ -35,7 +35,7 @@ TURNS = tk.from_records({"session_id": "s", **call} for call in CALLS)
 )
 def test_rows_list_their_turns_weights_and_step(form, tmp_path):
     if form == "stream":
-        made = tk.linearize(iter(TURNS.to_batches(max_chunksize=1)), "faithful")
+        made = tk.linearize_batches(iter(TURNS.to_batches(max_chunksize=1)), "faithful")
         rows = pa.Table.from_batches(made)
     elif form == "suffix":
         rows = tk.full_rows(tk.linearize(TURNS, "faithful", layout="suffix"))

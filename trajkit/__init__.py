@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trajkit import turns as turns
     from trajkit import view as view
     from trajkit.analysis.drift import classify_drift as classify_drift
+    from trajkit.analysis.drift import classify_drift_batches as classify_drift_batches
     from trajkit.analysis.row_check import check_rows as check_rows
     from trajkit.analysis.simulation import simulate as simulate
     from trajkit.errors import TrajkitError as TrajkitError
@@ -34,66 +35,36 @@ if TYPE_CHECKING:
     from trajkit.io.tables import write_turns as write_turns
     from trajkit.jobs.group_sessions import scan_turns as scan_turns
     from trajkit.learn.baselines import add_advantages as add_advantages
+    from trajkit.learn.baselines import add_advantages_batches as add_advantages_batches
     from trajkit.learn.weights import add_weights as add_weights
+    from trajkit.learn.weights import add_weights_batches as add_weights_batches
     from trajkit.packs.balancing import balance as balance
     from trajkit.packs.packing import pack as pack
+    from trajkit.packs.packing import pack_batches as pack_batches
     from trajkit.packs.unpacking import unpack as unpack
     from trajkit.packs.verification import verify_packs as verify_packs
     from trajkit.pipeline.links import link as link
+    from trajkit.pipeline.links import link_batches as link_batches
     from trajkit.pipeline.rows import linearize as linearize
+    from trajkit.pipeline.rows import linearize_batches as linearize_batches
+    from trajkit.pipeline.rows import report as report
     from trajkit.pipeline.suffix_layout import full_rows as full_rows
+    from trajkit.pipeline.suffix_layout import full_rows_batches as full_rows_batches
     from trajkit.pipeline.suffix_layout import suffix_rows as suffix_rows
+    from trajkit.pipeline.suffix_layout import (
+        suffix_rows_batches as suffix_rows_batches,
+    )
     from trajkit.policies import Policy as Policy
     from trajkit.policies import policy as policy
     from trajkit.recorder.recorder import Recorder as Recorder
     from trajkit.turns.delta import compact as compact
+    from trajkit.turns.delta import compact_batches as compact_batches
     from trajkit.turns.delta import expand as expand
+    from trajkit.turns.delta import expand_batches as expand_batches
     from trajkit.turns.records import from_records as from_records
     from trajkit.turns.validation import validate as validate
+    from trajkit.turns.validation import validate_batches as validate_batches
     from trajkit.verification.run import verify as verify
+    from trajkit.verification.run import verify_batches as verify_batches
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "analysis.drift": "classify_drift",
-            "analysis.row_check": "check_rows",
-            "analysis.simulation": "simulate",
-            "errors": "TrajkitError",
-            "importers.reader": "import_turns",
-            "io.tables": "read_rows read_sessions read_turns scan_rows write_rows "
-            "write_sessions write_turns",
-            "jobs.group_sessions": "scan_turns",
-            "learn.baselines": "add_advantages",
-            "learn.weights": "add_weights",
-            "packs.balancing": "balance",
-            "packs.packing": "pack",
-            "packs.unpacking": "unpack",
-            "packs.verification": "verify_packs",
-            "pipeline.links": "link",
-            "pipeline.rows": "linearize",
-            "pipeline.suffix_layout": "full_rows suffix_rows",
-            "policies": "Policy policy",
-            "recorder.recorder": "Recorder",
-            "turns.delta": "compact expand",
-            "turns.records": "from_records",
-            "turns.validation": "validate",
-            "verification.run": "verify",
-        },
-        (
-            "analysis",
-            "errors",
-            "export",
-            "importers",
-            "jobs",
-            "learn",
-            "observations",
-            "packs",
-            "plot",
-            "policies",
-            "recorder",
-            "schema",
-            "training",
-            "turns",
-            "view",
-        ),
-    )
+    __getattr__, __dir__ = lazy_names(__name__)

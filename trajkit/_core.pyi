@@ -93,7 +93,18 @@ class Growth:
         self, trainable: bool, use_tool: bool, ill_formed: bool, stop: int
     ) -> tuple[int, int, bool]: ...
 
-# route/route.pxi
+# route/links.pxi
+def shared_length(forest: CallForest, call: int, other: int) -> int: ...
+def measure_links(forest: CallForest, links: _Records) -> None: ...
+
+# route/token_index.pxi
+@final
+class TokenIndex:
+    def __new__(cls, forest: CallForest) -> Self: ...
+    def add(self, call: int) -> None: ...
+    def find(self, call: int) -> int: ...
+
+# route/messages.pxi
 def route_messages(
     forest: CallForest,
     requests: _Records,
@@ -101,29 +112,10 @@ def route_messages(
     tie_break: int,
     links: _Records,
 ) -> None: ...
-def measure_links(forest: CallForest, links: _Records) -> None: ...
 
-# route/by_prefix.pxi
-def route_prefix(forest: CallForest, by_prompt: _I32, links: _Records) -> None: ...
-
-# route/by_generations.pxi
-def route_generations(
-    forest: CallForest, requests: _Records, threshold: int, links: _Records
-) -> None: ...
-
-# route/by_chain_ends.pxi
+# route/chains.pxi
 def route_chains(
-    forest: CallForest, by_prompt: _I32 | None, links: _Records
-) -> None: ...
-
-# route/by_agents.pxi
-def route_agents(
-    forest: CallForest,
-    requests: _Records,
-    dispatches: _I32,
-    answer_offsets: _I64,
-    answers: _I32,
-    links: _Records,
+    forest: CallForest, of_prompts: bool, first: _I32, links: _Records
 ) -> None: ...
 
 # text/message_equality.pxi

@@ -1,31 +1,50 @@
 """Public names that are imported when they are first used (PEP 562)."""
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable
 from importlib import import_module
 
 
 def lazy_names(
-    package: str, modules: Mapping[str, str], subpackages: tuple[str, ...] = ()
+    package: str, modules: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package.
+    """``__getattr__`` and ``__dir__`` of a package, from its own list of imports.
 
-    Parameters
-    ----------
-    package : str
-        Its ``__name__``.
-    modules : mapping of str to str
-        The public names that each module of the package defines, separated by spaces.
-    subpackages : tuple of str
-        Subpackages that work as attributes without an import of their own.
+    The list is the block ``if TYPE_CHECKING:`` of its ``__init__.py``, which type checkers
+    read: ``from MODULE import NAME as NAME``. The package's ``modules`` work as attributes,
+    too.
     """
+    sources: dict[str, str] = dict.fromkeys(modules, package)
 
-    names = {name: module for module, own in modules.items() for name in own.split()}
+    def known() -> dict[str, str]:
+        if len(sources) == len(modules):
+            sources.update(_imports(package))
+        return sources
 
     def get(name: str) -> object:
-        if name in subpackages:
-            return import_module(f"{package}.{name}")
-        if name not in names:
+        module = known().get(name)
+        if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{names[name]}"), name)
+        if module == package:
+            return import_module(f"{package}.{name}")
+        return getattr(import_module(module), name)
 
-    return get, lambda: sorted(names)
+    return get, lambda: sorted(known())
+
+
+def _imports(package: str) -> dict[str, str]:
+    """The module of each name that a package imports for type checkers."""
+    spec = sys.modules[package].__spec__
+    text = spec.loader.get_data(spec.origin).decode()  # type: ignore[union-attr]
+    _, _, block = text.partition("\nif TYPE_CHECKING:\n")
+    words = block.partition("\n\n")[0].partition("\nelse:")[0]
+    for mark in "(),":
+        words = words.replace(mark, " ")
+    found, module = {}, ""
+    each = words.split()
+    for before, word, after in zip(each, each[1:], each[2:], strict=False):
+        if before == "from":
+            module = word
+        elif word == "as":
+            found[after] = module
+    return found

@@ -58,7 +58,7 @@ def test_nothing_but_numpy_and_pyarrow_is_installed_or_imported():
 
 @pytest.mark.parametrize("policy", sorted(PRESETS.keys() - {"polar"}))
 def test_rows_keep_the_promises_of_their_policy(policy):
-    rows, report = tk.linearize(TURNS, policy, report=True)
+    rows, report = tk.linearize(TURNS, policy), tk.report(TURNS, policy)
     lost = sum(
         report[name].to_pylist()[0] for name in report.column_names if "lost_" in name
     )

@@ -329,30 +329,34 @@ class _App(Gateway):
         # of earlier turns; a full disk may have room again
         session.write_amendments()
         turn.resend_of = session.request_ids.get(call.digest)
-        vars(turn).update(session.agent_starts.find(made.restored, context.caller))
+        conversation, caller = session.conversation, context.caller
+        started = conversation.started_by(
+            made.restored,
+            caller.agent_id,
+            caller.parent_agent_id,
+            named=caller.harness is not None,
+        )
+        vars(turn).update(started)
+        turn.delta = conversation.delta(made.restored, turn.prompt_ids)
         turn_index = counts.turns
         with writing("the turn"):
-            self.log.append(turn, turn_index, session.written)
+            self.log.append(turn, turn_index, conversation.logged)
         counts.prompts[turn.render_reason or "append"] += 1
         counts.turns += 1
         counts.prompt_tokens += len(turn.prompt_ids)
         counts.output_tokens += len(turn.output_ids)
         if self.options.attributed:
             counts.unattributed += turn.prompt_message_index is None
-        session.conversation.count(made.restored)
-        if made.reply is None:
+        conversation.count(made.restored)
+        if made.reply is None or made.node is None:
             reason = turn.finish_reason or "no reason"
             message = (
                 f"the engine broke off the call after {len(turn.output_ids)} tokens"
             )
             raise EngineError(f"{message}, with {reason}", 503)
         counts.answered += 1
-        session.conversation.remember(made.restored.position, made.message)
-        session.agent_starts.add(turn_index, turn.agent_id, made.message)
-        if made.node is not None:
-            session.conversation.add(
-                made.position, made.node, made.base, self.cache_budget
-            )
+        made.node.turn = turn_index
+        conversation.add(made.node, self.cache_budget)
         call.turn, call.request_id = turn_index, turn.request_id
         session.remember(call)
         counts.tools_left_out.update(context.chat.left_out)

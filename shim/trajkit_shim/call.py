@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 
+import numpy as np
+
 from trajkit_shim import timing
 from trajkit_shim.chat.image_store import ImageLimits, ImageStore
 from trajkit_shim.chat.images import Images, NoImages, hashes_of, texts_of
@@ -209,7 +211,6 @@ def _build_prompt(
     prompt = prompts.build(
         restored,
         request.tools,
-        session.conversation,
         context.variables,
         attributed=attributed,
         max_tokens=max_tokens,
@@ -225,9 +226,8 @@ class ModelCall:
     # None: the engine did not complete it, and its turn is context only
     reply: Reply | None
     message: Json  # the reply in canonical form
-    # prompt and output, for later prompts to extend
+    # for the session's conversation; its turn is set when it is recorded
     node: Node | None
-    position: bytes  # after the reply
 
     @timing.step()
     def __init__(
@@ -366,11 +366,21 @@ class ModelCall:
         names = self.node = None
         if self._options.attributed:
             names = self.restored.tool_names[prompt.n_known :]
-        self.position = next_position(self.restored.position, response.key)
-        self.base = prompt.base
-        if not aborted:
-            self.node = self._gateway.prompts.node(prompt, sample.output_ids)
         caller = self._context.caller
+        if not aborted:
+            ids, ends = sample.output_ids, self._renderer.end_ids
+            self.node = Node(
+                message=self.message,
+                position=self.restored.position,
+                after=next_position(self.restored.position, response.key),
+                turn=-1,
+                agent_id=caller.agent_id,
+                ids=np.concatenate([prompt.ids, ids]),
+                between=prompt.between,
+                offered=prompt.offered,
+                closed=bool(len(ids)) and int(ids[-1]) in ends,
+                base=prompt.base,
+            )
         untrained = caller.is_side_call and not self._options.train_side_calls
         self.turn = LoggedTurn(
             session_id=self._context.session.session_id,
@@ -381,7 +391,6 @@ class ModelCall:
             output_logprobs=sample.output_logprobs,
             finish_reason=sample.finish_reason,
             messages=self.restored.logged,
-            positions=self.restored.positions,
             response=None if aborted else response,
             use_tool=bool(parsed.calls),
             ill_formed=parsed.ill_formed,
@@ -399,7 +408,7 @@ class ModelCall:
             message_tool_names=names,
             prompt_built=prompt.built,
             render_reason=prompt.reason,
-            prompt_digest=prompt.hasher.digest(),
+            prompt_digest=prompt.digest,
             mm_items=[asdict(image) for image in self._images] or None,
         )
 

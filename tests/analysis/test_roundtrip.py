@@ -9,7 +9,7 @@ import trajkit as tk
 from tests.analysis.test_drift_findings import TOKENIZER, ids, pieces, turn
 from tests.shim.fakes import byte_tokenizer
 from tests.strategies import sessions
-from tests.tables import in_delta_form, turns_table
+from tests.tables import in_delta_form, linearized, turns_table
 from trajkit import schema
 
 FAST = byte_tokenizer()
@@ -88,7 +88,7 @@ def test_trainable_is_the_turn_s_own_and_false_where_it_does_not_come_back():
     assert checked["trainable"].to_pylist() == expected
     at = table.schema.get_field_index("trainable")
     table = table.set_column(at, table.field(at), checked["trainable"])
-    _, report = tk.linearize(table, report=True)
+    _, report = linearized(table)
     assert report["tokens_trained"].to_pylist() == [2 * len(ids("ok"))]
     assert report["lost_untrainable"].to_pylist() == [len(ids("ok")) + 3 * len(drifts)]
 

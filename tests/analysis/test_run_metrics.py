@@ -7,7 +7,7 @@ import pytest
 
 import trajkit as tk
 from tests.generated import generated_runs
-from tests.tables import turns_table
+from tests.tables import linearized, turns_table
 from trajkit.analysis import metrics, metrics_by_step
 from trajkit.schema import LOSSES
 
@@ -16,7 +16,7 @@ RUN = turns_table(generated_runs(12, 5))
 
 @pytest.mark.parametrize("policy", ["faithful", "slime", "nemo", "polar"])
 def test_counts_are_those_of_simulate_and_drift(policy):
-    _, report = tk.linearize(RUN, policy, report=True)
+    _, report = linearized(RUN, policy)
     found = metrics(RUN, report, policy)
     (line,) = tk.simulate(RUN, policy).to_pylist()
     assert found["run/turns"] == line["turns"] == RUN.num_rows
@@ -71,7 +71,7 @@ def reported(calls, **facts):
         )
         if "error" not in facts:
             sessions = sessions.drop_columns(["error"])
-    _, report = tk.linearize(turns, sessions=sessions, report=True)
+    _, report = linearized(turns, sessions=sessions)
     return turns, report
 
 
@@ -126,7 +126,7 @@ def test_lengths_logprobs_and_versions():
 
 def test_means_of_nothing_are_absent():
     empty = RUN.slice(0, 0)
-    _, report = tk.linearize(empty, report=True)
+    _, report = linearized(empty)
     found = metrics(empty, report)
     assert found["tokens/sampled"] == found["run/sessions"] == found["drift/turns"] == 0
     means = {"tokens/trained_share", "reward/mean", "length/output", "logprob/mean"}

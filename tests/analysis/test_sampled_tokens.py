@@ -19,7 +19,7 @@ from tests.strategies import (
     runs,
     sessions,
 )
-from tests.tables import turns_table
+from tests.tables import linearized, turns_table
 from trajkit._streams import limits
 from trajkit.policies import PRESETS
 from trajkit.schema import LOSSES, OUTPUT_SPANS
@@ -28,7 +28,7 @@ from trajkit.schema import LOSSES, OUTPUT_SPANS
 def check(turns, policy, limit=None, sessions=None):
     """Compare the lines with turns, rows and report, token by token."""
     options = {"max_row_tokens": limit, "sessions": sessions}
-    rows, report = tk.linearize(turns, policy, report=True, **options)
+    rows, report = linearized(turns, policy, **options)
     table = tk.analysis.output_spans(turns, policy, **options)
     assert table.schema.equals(OUTPUT_SPANS, check_metadata=True)
     lines = table.to_pylist()

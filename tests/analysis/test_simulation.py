@@ -10,7 +10,7 @@ from benchmarks.data import SMALL, quoted, rollout
 from tests.generated import generated_runs
 from tests.reference import held
 from tests.strategies import row_limits, runs
-from tests.tables import by_session, link_by, turns_table
+from tests.tables import by_session, linearized, link_by, turns_table
 from trajkit.analysis.simulation import cheapest_lossless, label
 from trajkit.errors import ArgumentError
 from trajkit.policies import PRESETS
@@ -51,7 +51,7 @@ def trained_once(rows):
 @given(runs(), st.sampled_from([*PRESETS]), row_limits, st.sampled_from([None, 1, 8]))
 def test_the_simulation_counts_what_the_tables_hold(turns, name, limit, pad):
     table = turns_table(turns)
-    rows, report = tk.linearize(table, name, max_row_tokens=limit, report=True)
+    rows, report = linearized(table, name, max_row_tokens=limit)
     rows = rows.to_pylist()
     lengths = [len(row["input_ids"]) for row in rows]
     found = tk.simulate(table, [name], pad_to=pad, max_row_tokens=limit)
@@ -236,7 +236,7 @@ def test_the_report_counts_roots_and_calls_rejected():
             ([5, 6, 7], [9]),
         ]
     )
-    _, report = tk.linearize(turns, "nemo", report=True)
+    _, report = linearized(turns, "nemo")
     names = ["roots", "turns_quarantined", "turns_unresolved"]
     assert [report[name].to_pylist() for name in names] == [[3], [3], [4]]
     assert tk.simulate(turns, "nemo")["turns_unresolved"].to_pylist() == [4]

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
+from tests.tables import linearized
 from trajkit import cli
 from trajkit._streams import limits
 from trajkit.analysis.tokenizer import Codec
@@ -98,9 +99,7 @@ def test_linearize_writes_what_the_function_gives(
     printed = run_json(
         capsys, "linearize", turns, "-o", str(rows), "--report", str(report), *options
     )
-    expected_rows, expected_report = tk.linearize(
-        tk.from_records(CALLS), report=True, **choices
-    )
+    expected_rows, expected_report = linearized(tk.from_records(CALLS), **choices)
     assert tk.read_rows(rows).equals(expected_rows)
     assert pq.read_table(report).to_pylist() == expected_report.to_pylist()
     assert printed["sessions"] == 2

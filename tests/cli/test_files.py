@@ -154,7 +154,9 @@ def test_an_export_does_not_replace_its_rows(place, capsys):
     [
         lambda: tk.write_turns(tk.scan_turns("t.parquet"), "t.parquet"),
         lambda: tk.write_turns(tk.scan_turns(["c.jsonl"]), "link.jsonl"),
-        lambda: tk.write_rows(tk.linearize(tk.scan_turns("t.parquet")), "./t.parquet"),
+        lambda: tk.write_rows(
+            tk.linearize_batches(tk.scan_turns("t.parquet")), "./t.parquet"
+        ),
         lambda: tk.write_rows(tk.scan_rows("r.parquet"), "r.parquet"),
         lambda: tk.jobs.linearize_file("t.parquet", "t.parquet"),
         lambda: tk.jobs.verify_file("r.parquet", "t.parquet", "r.parquet"),

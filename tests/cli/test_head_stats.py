@@ -7,6 +7,7 @@ import pytest
 
 import trajkit as tk
 from tests.cli.test_show import HOSTILE, terminal
+from tests.tables import linearized
 from trajkit.cli import BAD_DATA, BAD_FILE, main
 from trajkit.cli.head import cell
 from trajkit.cli.terminal import visible
@@ -31,7 +32,7 @@ def tables(tmp_path):
     """A file of each kind of table."""
     turns = tk.from_records(CALLS)
     links = tk.link(turns)
-    rows, report = tk.linearize(turns, report=True)
+    rows, report = linearized(turns)
     found = {
         "turns": turns,
         "delta": tk.compact(turns),

@@ -17,9 +17,13 @@ from tests.tables import turns_table
 from trajkit.errors import ExportError, NoSignalWarning
 from trajkit.export import (
     areal,
+    miles,
     nemo_rl,
     openrlhf,
     prime_rl,
+    rlinf,
+    rllm,
+    roll,
     sft,
     skyrl,
     slime,
@@ -456,6 +460,106 @@ def test_openrlhf_executions_are_those_of_its_samples():
         assert [one["truncated"]] == two["truncated"]
 
 
+def test_miles_samples_are_what_its_class_takes():
+    due = TARGETS["miles"]["status, trained tokens and rollout"]
+    samples = miles.sample_fields(sample_rows())
+    assert samples == slime.sample_fields(sample_rows())
+    assert due == [
+        [each["status"].upper(), sum(each["loss_mask"]), each["rollout_id"]]
+        for each in samples
+    ]
+
+
+def test_miles_takes_experts_as_arrays_and_no_sampling_masks():
+    ids = sample_rows()["input_ids"].to_pylist()
+    experts = [[[[1]]] * len(each) for each in ids]
+    table = sample_rows().append_column("routed_experts", pa.array(experts))
+    found = miles.sample_fields(table)[0]["rollout_routed_experts"]
+    assert (found.dtype, found.shape) == (np.int32, (len(ids[0]) - 1, 1, 1))
+    masks = pa.array([[[k] for k in each] for each in ids])
+    table = sample_rows().append_column("sampling_mask", masks)
+    with pytest.raises(ExportError, match="payload sampling_mask"):
+        miles.sample_fields(table)
+
+
+def test_roll_batches_are_those_of_its_environment_manager():
+    due = TARGETS["roll"]
+    rows = one_row_each(sample_rows())
+    batch, facts = roll.batch_fields(rows, sequence_length=12, pad_token_id=0)
+    assert subset(batch, due["batch"]) == due["batch"]
+    # it adds the rewards of the steps up
+    sums = [sum(scores) for scores in due["non_tensor_batch"].pop("step_scores")]
+    assert [sum(scores) for scores in facts.pop("step_scores")] == sums
+    assert subset(facts, due["non_tensor_batch"]) == due["non_tensor_batch"]
+    assert {*batch} == {*due["batch"]}
+    with pytest.raises(ExportError, match="9 tokens, but sequence_length is 8"):
+        roll.batch_fields(rows, sequence_length=8, pad_token_id=0)
+
+
+def test_rlinf_results_have_the_mask_of_the_rows():
+    due = TARGETS["rlinf"]
+    rows = one_row_each(sample_rows())
+    found = rlinf.rollout_fields(rows, group_size=2)
+    for k, mask in enumerate(due["response_mask"]):
+        n = found["prompt_lengths"][k] + found["response_lengths"][k]
+        assert mask[:n] == rows["loss_mask"][k].as_py()
+        assert found["prompt_ids"][k] + found["response_ids"][k] == (
+            rows["input_ids"][k].as_py()
+        )
+    assert found["rewards"] == [1.0, 0.0]
+    assert found["is_end"] == [True, False]
+    with pytest.raises(ExportError, match="has 2 rows, but 3 were expected"):
+        rlinf.rollout_fields(rows, group_size=3)
+
+
+CALL = {
+    "session_id": "a",
+    "prompt_ids": [1],
+    "output_ids": [2],
+    "output_logprobs": [-1],
+}
+
+
+def test_rllm_episodes_have_the_turns():
+    span = {"version": "7", "start": 0, "stop": 1}
+    calls = [
+        {**CALL, "weight_versions": [span]},
+        {**CALL, "prompt_ids": [1, 2, 3], "trainable": False},
+        {**CALL, "prompt_ids": [1, 2, 3, 2, 9], "output_ids": [8]},
+        {**CALL, "session_id": "b"},
+    ]
+    names = {"session_id": ["a", "b"], "group_id": ["g", "g"], "reward": [1.0, 0.0]}
+    one, two = rllm.episode_fields(tk.from_records(calls), pa.table(names))
+    assert (one["id"], two["id"], one["task"]) == ("g:0", "g:1", "g")
+    (path,) = one["trajectories"]
+    assert (path["name"], path["reward"]) == ("agent", 1.0)
+    assert [step["prompt_ids"] for step in path["steps"]] == [[1], [1, 2, 3, 2, 9]]
+    assert [step["response_ids"] for step in path["steps"]] == [[2], [8]]
+    assert [step["logprobs"] for step in path["steps"]] == [[-1.0], [-1.0]]
+    assert [step["done"] for step in path["steps"]] == [False, True]
+    assert [step["weight_version"] for step in path["steps"]] == [7, None]
+
+
+@pytest.mark.parametrize(
+    ("call", "reward", "group", "said"),
+    [
+        pytest.param({}, None, "g", "session 'a' has no reward", id="reward"),
+        pytest.param({}, 1.0, "g:1", "the group 'g:1' has one", id="colon"),
+        pytest.param(
+            {"output_mask": [False]}, 1.0, "g", "turn 0: output_mask", id="mask"
+        ),
+        pytest.param(
+            {"output_logprobs": [None]}, 1.0, "g", "token 0 is null", id="null"
+        ),
+    ],
+)
+def test_rllm_takes_no_part_of_a_turn(call, reward, group, said):
+    turns = tk.from_records([{**CALL, **call}])
+    sessions = {"session_id": ["a"], "group_id": [group], "reward": [reward]}
+    with pytest.raises(ExportError, match=said):
+        rllm.episode_fields(turns, pa.table(sessions))
+
+
 def test_sft_labels_are_those_of_its_trainer():
     table = sft.labels_table(sample_rows())
     assert (
@@ -482,9 +586,12 @@ TARGETS_ROWS = [
 
 EVERY = {
     "areal": lambda rows: areal.trajectory_fields(rows, reward="advantage"),
+    "miles": miles.sample_fields,
     "nemo_rl": nemo_rl.message_log_fields,
     "openrlhf": openrlhf.execution_fields,
     "prime_rl": lambda rows: prime_rl.sample_fields(rows, env_name="demo"),
+    "rlinf": lambda rows: rlinf.rollout_fields(rows, group_size=len(rows)),
+    "roll": lambda rows: roll.batch_fields(rows, sequence_length=12, pad_token_id=0),
     "sft": sft.labels_table,
     "skyrl": skyrl.generator_fields,
     "slime": slime.sample_fields,

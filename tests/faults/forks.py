@@ -27,7 +27,7 @@ def plant(place: Place, change: Change, number: int) -> None:
     if place in NATIVE:
         _core.select_fault(number)
         return
-    name = place.file.removesuffix(".py").replace("/", ".")
+    name = place.file.removesuffix(".py").removeprefix("shim/").replace("/", ".")
     module = importlib.import_module(name)
     source = Path(module.__file__).read_text()
     assert source.count(change.old) == 1

@@ -4,32 +4,9 @@ A fault of a kernel is an expression, or a statement of one line (which becomes 
 of them are built into one extension, and a variable of the environment selects one.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
-
-class Change(NamedTuple):
-    """What is wrong then, the text that occurs once in the file, and what it becomes."""
-
-    idea: str
-    old: str
-    new: str
-    # of a kernel: the expression within ``old`` that ``new`` takes the place of
-    within: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The faults of one file, and the tests that should catch them."""
-
-    file: str
-    tests: tuple[str, ...]
-    changes: tuple[Change, ...]
-
-
-def _place(file: str, tests: str, *changes: tuple[str, ...]) -> Place:
-    return Place(file, tuple(tests.split()), tuple(Change(*one) for one in changes))
-
+from tests.faults.form import Change, Place
+from tests.faults.form import place as _place
+from tests.faults.gateway import GATEWAY
 
 PYTHON = (
     _place(
@@ -522,8 +499,46 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/pipeline/subagents.py",
-        "tests/pipeline/test_segments.py",
+        "trajkit/pipeline/routes/prefix.py",
+        "tests/pipeline/test_forest_routes.py tests/pipeline/test_golden.py",
+        (
+            "equal paths are no ambiguity",
+            "ambiguous[ranked] = several[node]",
+            "pass",
+        ),
+        (
+            "a chain below a quarantined call is sound",
+            "parents[call] < 0 or parents[call] in sound",
+            "True",
+        ),
+    ),
+    _place(
+        "trajkit/pipeline/routes/generations.py",
+        "tests/pipeline/test_forest_routes.py tests/pipeline/test_golden.py",
+        (
+            "drift as long as the threshold may be trimmed",
+            "drift >= self._threshold",
+            "drift > self._threshold",
+        ),
+        (
+            "a generation is not found where an equal call was refused",
+            "self._n_open[end] -= 1",
+            "self._n_open[end] = 0",
+        ),
+    ),
+    _place(
+        "trajkit/pipeline/routes/agents.py",
+        "tests/pipeline/test_segments.py tests/pipeline/test_golden.py",
+        (
+            "a repeated prompt continues itself",
+            "0 < opening <= shared and opening < self._prompt_len[call]",
+            "0 < opening <= shared",
+        ),
+        (
+            "a sub-agent starts a sub-agent",
+            "if is_main and self._dispatches[call] >= 0:",
+            "if self._dispatches[call] >= 0:",
+        ),
         (
             "the first of several dispatches counts",
             "numbers.setdefault(ids[-1], len(numbers))",
@@ -742,12 +757,12 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/_streams/lockstep.py",
+        "trajkit/_streams/stages.py",
         "tests/streams/test_streams.py tests/verification/test_verify.py",
         (
             "a session that comes too late is skipped",
-            "self._taken.update(wanted.to_pylist())",
-            "self._taken.update(())",
+            "earlier.update(names)",
+            "earlier.update(())",
         ),
     ),
 )
@@ -899,26 +914,26 @@ NATIVE = (
         ),
     ),
     _place(
-        "_native/route/route.pxi",
+        "_native/route/messages.pxi",
         "tests/pipeline/test_links.py tests/pipeline/test_graph.py "
         "tests/pipeline/test_forest_routes.py tests/pipeline/test_policies.py",
         (
             "a reply as long as the threshold is rewritten",
-            "and calls[call].out_len < merge_threshold",
-            "calls[call].out_len <= merge_threshold",
-            "calls[call].out_len < merge_threshold",
+            "or calls[reply.call].out_len >= self.merge_threshold",
+            "calls[reply.call].out_len > self.merge_threshold",
+            "calls[reply.call].out_len >= self.merge_threshold",
         ),
         (
             "a reply that was continued is rewritten",
-            "assistant and call >= 0 and tree.nodes[child].child < 0",
-            "True",
-            "tree.nodes[child].child < 0",
+            "reply.call < 0 or reply.child >= 0",
+            "False",
+            "reply.child >= 0",
         ),
         (
             "a reply with siblings is rewritten",
-            "if depth < total and merge_threshold > 0 and tree.nodes[node].n_assistants == 1:",
-            "tree.nodes[node].n_assistants >= 1",
-            "tree.nodes[node].n_assistants == 1",
+            "if self.merge_threshold <= 0 or self.nodes[node].n_assistants != 1:",
+            "self.nodes[node].n_assistants < 1",
+            "self.nodes[node].n_assistants != 1",
         ),
         (
             "of equal paths any call is the parent",
@@ -934,68 +949,59 @@ NATIVE = (
         ),
         (
             "a rewritten reply still is above what follows",
-            "tree.nodes[child].above = tree.nodes[node].above",
+            "reply.above = self.nodes[node].above",
             "",
         ),
         (
-            "of equally long repeats the last counts",
-            "if shared > longest or calls[call].prompt_len < calls[best].prompt_len:",
+            "a rewritten call is continued by tokens if it was indexed",
+            "self.rewrote_indexed = True",
+            "",
+        ),
+        (
+            "a rewritten call is continued by tokens if it was not indexed",
+            "if self.node_of[call] >= 0 and self.links[call].rewritten_by < 0:",
             "True",
-            "shared > longest or calls[call].prompt_len < calls[best].prompt_len",
+            "self.links[call].rewritten_by < 0",
+        ),
+    ),
+    _place(
+        "_native/route/token_index.pxi",
+        "tests/pipeline/test_links.py tests/pipeline/test_graph.py "
+        "tests/pipeline/test_forest_routes.py tests/pipeline/test_policies.py",
+        (
+            "of equally long repeats the last counts",
+            "if other >= 0 and calls[other].prompt_len <= prompt_len:",
+            "calls[other].prompt_len < prompt_len",
+            "calls[other].prompt_len <= prompt_len",
         ),
         (
             "a reply that repeats no more than a path goes before it",
-            "while node >= 0 and min(nodes[node].stop, calls[index].prompt_len) > covered:",
-            "min(nodes[node].stop, calls[index].prompt_len) >= covered",
-            "min(nodes[node].stop, calls[index].prompt_len) > covered",
+            "if nodes[node].stop <= prompt_len and self.ended[node] >= 0:",
+            "nodes[node].stop < prompt_len",
+            "nodes[node].stop <= prompt_len",
+        ),
+        (
+            "a call continues one with its own prompt",
+            "if other >= 0 and calls[other].prompt_len < prompt_len:",
+            "calls[other].prompt_len <= prompt_len",
+            "calls[other].prompt_len < prompt_len",
         ),
     ),
     _place(
-        "_native/route/by_agents.pxi",
-        "tests/pipeline/test_segments.py tests/pipeline/test_golden.py",
-        (
-            "a repeated prompt continues itself",
-            "return 0 < before.prompt_len <= shared and "
-            "before.prompt_len < calls[index].prompt_len",
-            "True",
-            "before.prompt_len < calls[index].prompt_len",
-        ),
-        (
-            "a sub-agent starts a sub-agent",
-            "if to_main and dispatches[i] >= 0:",
-            "dispatches[i] >= 0",
-            "to_main and dispatches[i] >= 0",
-        ),
-    ),
-    _place(
-        "_native/route/by_prefix.pxi",
-        "tests/pipeline/test_forest_routes.py tests/pipeline/test_golden.py",
-        ("equal paths are no ambiguity", "router.several[node] = True", ""),
-        (
-            "a chain below a quarantined call is sound",
-            "if links[i].parent < 0 or state[links[i].parent] & STATE_SOUND:",
-            "1",
-            "state[links[i].parent] & STATE_SOUND",
-        ),
-    ),
-    _place(
-        "_native/route/by_generations.pxi",
-        "tests/pipeline/test_forest_routes.py tests/pipeline/test_golden.py",
-        (
-            "drift as long as the threshold may be trimmed",
-            "if drift > 0 and (shared < calls[parent].prompt_len or drift >= threshold):",
-            "drift > threshold",
-            "drift >= threshold",
-        ),
-    ),
-    _place(
-        "_native/route/by_chain_ends.pxi",
-        "tests/pipeline/test_forest_routes.py tests/pipeline/test_golden.py",
+        "_native/route/chains.pxi",
+        "tests/pipeline/test_links.py tests/pipeline/test_splice.py "
+        "tests/pipeline/test_golden.py",
         (
             "of equal ends the last chain wins",
-            "if best < 0 or ends.first_of[end] < ends.first_of[best]:",
-            "ends.first_of[end] > ends.first_of[best]",
-            "ends.first_of[end] < ends.first_of[best]",
+            "length > longest or length == longest and self.first[call] < self.first[best]",
+            "self.first[call] > self.first[best]",
+            "self.first[call] < self.first[best]",
+        ),
+        (
+            "an empty prompt continues a chain",
+            "if self.of_prompts and prompt_len == 0:",
+            "False",
+            "prompt_len == 0",
         ),
     ),
     _place(
@@ -1097,4 +1103,6 @@ NATIVE = (
 
 def all_faults() -> list[tuple[Place, Change]]:
     """Every fault with its place, in order."""
-    return [(one, change) for one in (*PYTHON, *NATIVE) for change in one.changes]
+    return [
+        (one, change) for one in (*PYTHON, *GATEWAY, *NATIVE) for change in one.changes
+    ]

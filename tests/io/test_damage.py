@@ -11,9 +11,10 @@ import pytest
 
 import trajkit as tk
 from benchmarks import fuzz_files
+from tests.tables import linearized
 from trajkit._arrow import canonical
 from trajkit._arrow.canonical import as_table, check_buffers
-from trajkit._streams import lockstep
+from trajkit._streams import stages
 from trajkit.importers.containers import objects
 from trajkit.io import jsonl
 from trajkit.turns.records import MAX_DEPTH
@@ -27,7 +28,7 @@ TURNS = tk.from_records(
 LINKS = tk.link(TURNS)
 DRIFT = tk.classify_drift(TURNS, LINKS)
 ROWS = tk.linearize(TURNS)
-SESSIONS = tk.linearize(TURNS, reward=1.0, report=True)[1]
+SESSIONS = linearized(TURNS, reward=1.0)[1]
 
 
 def decreasing(table, name="session_id"):
@@ -67,9 +68,7 @@ TAKES_TURNS = {
     "simulate": tk.simulate,
     "verify": lambda turns: tk.verify(ROWS, turns),
     "observations": lambda turns: tk.learn.observation_weights(ROWS, turns),
-    "report of observations": lambda turns: tk.learn.observation_weights(
-        ROWS, turns, report=True
-    ),
+    "report of observations": lambda turns: tk.learn.observation_report(ROWS, turns),
     "write_turns": lambda turns: tk.write_turns(turns, BytesIO(), format="arrow"),
     "read_turns": tk.read_turns,
 }
@@ -119,13 +118,13 @@ def test_a_table_with_bad_offsets_is_refused_by_every_stage(table, stage):
 @pytest.mark.parametrize(
     "stage",
     [
-        tk.linearize,
-        tk.link,
-        tk.compact,
-        tk.validate,
+        tk.linearize_batches,
+        tk.link_batches,
+        tk.compact_batches,
+        tk.validate_batches,
         tk.simulate,
-        lambda turns: tk.classify_drift(turns, LINKS),
-        lambda turns: tk.verify(ROWS, turns),
+        lambda turns: tk.classify_drift_batches(turns, LINKS),
+        lambda turns: tk.verify_batches(ROWS, turns),
         lambda turns: tk.write_turns(turns, BytesIO(), format="arrows"),
     ],
 )
@@ -226,7 +225,7 @@ def test_a_nested_name_that_is_no_text_is_refused(tmp_path):
 def test_each_stage_validates_its_tables_once(monkeypatch):
     seen = []
     true = canonical.check_buffers
-    for module in (canonical, lockstep):
+    for module in (canonical, stages):
         monkeypatch.setattr(
             module,
             "check_buffers",
@@ -235,7 +234,10 @@ def test_each_stage_validates_its_tables_once(monkeypatch):
     for stage, n in (
         (lambda: tk.linearize(TURNS, threads=3), 1),
         (lambda: tk.linearize(TURNS, links=LINKS, drift=DRIFT), 3),
-        (lambda: list(tk.linearize(iter(TURNS.to_batches(max_chunksize=2)))), 3),
+        (
+            lambda: list(tk.linearize_batches(iter(TURNS.to_batches(max_chunksize=2)))),
+            3,
+        ),
         (lambda: tk.compact(TURNS), 1),
         (lambda: tk.validate(TURNS), 1),
         (lambda: tk.simulate(TURNS), 1),
@@ -263,9 +265,9 @@ def test_policies_that_read_bodies_refuse_bodies_that_are_not_text():
     table = table.set_column(index, table.schema.field(index), column)
     rows = tk.linearize(table, "faithful")
     assert rows["input_ids"].to_pylist() == [[1, 2]]
-    for turns in (table, iter(table.to_batches())):
+    for stage in (tk.linearize, tk.linearize_batches):
         with pytest.raises(tk.errors.LayoutError, match=r"column 'messages' .* UTF8"):
-            list(tk.linearize(turns, "segments"))
+            list(stage(table, "segments"))
     for stage in (tk.validate, tk.compact, tk.link):
         with pytest.raises(tk.errors.LayoutError, match=r"column 'messages' .* UTF8"):
             stage(table)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.cli.test_cli import run_json
 from tests.strategies import runs
+from tests.tables import linearized
 from trajkit import cli
 from trajkit._streams import limits, session_batches
 from trajkit._streams.prefetch import prefetch
@@ -211,9 +212,7 @@ def test_turns_out_of_order_are_found_across_batches_and_files(tmp_path, suffix_
 def test_rows_are_those_of_the_table(tmp_path, small, monkeypatch, policy, layout):
     log, rows, report = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "report"))
     write_log(some_sessions(), log)
-    expected, counts = tk.linearize(
-        tk.read_turns(log), policy, reward=0.5, layout=layout, report=True
-    )
+    expected, counts = linearized(tk.read_turns(log), policy, reward=0.5, layout=layout)
     for large in (1, 1 << 20):
         monkeypatch.setattr(limits, "PART_TOKENS", large)
         monkeypatch.setattr(limits, "BATCH_TOKENS", 20)
@@ -746,7 +745,7 @@ def test_sessions_without_a_name_are_refused(tmp_path, small, names, error, text
     with pytest.raises(error, match=text):
         list(tk.scan_turns(tmp_path / "t.parquet"))
     with pytest.raises(error, match=text):
-        list(tk.linearize(iter(odd.to_batches())))
+        list(tk.linearize_batches(iter(odd.to_batches())))
 
 
 def test_a_session_that_unicode_cannot_say_is_refused(tmp_path):
@@ -763,7 +762,7 @@ def test_lists_in_a_dictionary_are_lists():
     coded = turns.set_column(2, "prompt_ids", prompts)
     expected = tk.linearize(turns)
     assert tk.linearize(coded) == expected
-    streamed = tk.linearize(iter(coded.to_batches()))
+    streamed = tk.linearize_batches(iter(coded.to_batches()))
     assert pa.Table.from_batches(streamed) == expected
 
 
@@ -1098,9 +1097,9 @@ def test_advantages_take_two_passes(tmp_path, small):
     )
     linearize_file(log, rows, report=report, sessions=known)
     given = tk.learn.advantages(pq.read_table(report))
-    weighed = tk.add_advantages(tk.scan_rows(rows, batch_rows=3), given)
+    weighed = tk.add_advantages_batches(tk.scan_rows(rows, batch_rows=3), given)
     tk.write_rows(weighed, tmp_path / "weighed.parquet")
-    whole, counts = tk.linearize(tk.read_turns(log), sessions=known, report=True)
+    whole, counts = linearized(tk.read_turns(log), sessions=known)
     expected = tk.add_advantages(whole, tk.learn.advantages(counts))
     got = tk.read_rows(tmp_path / "weighed.parquet")
     assert got.to_pylist() == expected.to_pylist()

@@ -135,7 +135,7 @@ def weighed(records, policy="faithful", *, sessions=None, **options):
 def counted(records, policy="faithful", **options):
     turns = tk.from_records(records)
     rows = tk.linearize(turns, policy)
-    _, report = tk.learn.observation_weights(rows, turns, report=True, **options)
+    report = tk.learn.observation_report(rows, turns, **options)
     (line,) = report.to_pylist()
     return line
 
@@ -175,7 +175,7 @@ def test_a_row_that_was_cut_leaves_the_rest_of_a_message_to_the_next():
     turns = tk.from_records(records)
     rows = tk.linearize(turns, max_row_tokens=14)
     assert [ids[-1] for ids in rows["input_ids"].to_pylist()] == [40, END]
-    _, report = tk.learn.observation_weights(rows, turns, report=True)
+    report = tk.learn.observation_report(rows, turns)
     line = report.to_pylist()[0]
     assert (line["tokens_observed"], line["tokens_repeated"]) == (2, 1)
     out = tk.learn.observation_weights(rows, turns, normalization="ratio")

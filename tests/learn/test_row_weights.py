@@ -10,7 +10,7 @@ import trajkit as tk
 from tests.golden_sessions import golden
 from tests.libraries import LIBRARIES, joined, tensor
 from tests.strategies import END, STARTS, runs
-from tests.tables import by_session, turns_table
+from tests.tables import by_session, linearized, turns_table
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import REPORT, SESSIONS
 
@@ -396,7 +396,7 @@ def test_a_rollout_without_a_trained_token_shifts_the_baseline_and_says_so():
     facts = pa.table(
         {"session_id": ["a", "b"], "reward": [1.0, 0.0], "group_id": ["g", "g"]}
     )
-    rows, report = tk.linearize(turns, sessions=facts, report=True)
+    rows, report = linearized(turns, sessions=facts)
     table = tk.learn.advantages(report)
     assert table["trained"].to_pylist() == [True, False]
     # one rollout against one, although one of them made three rows and one none

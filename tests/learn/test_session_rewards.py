@@ -5,6 +5,7 @@ import pytest
 
 import trajkit as tk
 from tests import foreign
+from tests.tables import linearized, streamed
 from trajkit.errors import InvalidTurnsError, SchemaError
 
 
@@ -37,12 +38,11 @@ def test_rows_and_report_have_what_the_turns_state(form):
         tables = [recorder.rows(name, "per_call") for name in "ab"]
         rows, reports = pa.concat_tables(tables), None
     elif form == "stream":
-        pairs = list(tk.linearize(iter(turns.to_batches(1)), "per_call", report=True))
-        rows = pa.Table.from_batches([one for one, _ in pairs])
-        reports = pa.Table.from_batches([one for _, one in pairs])
+        made = streamed(iter(turns.to_batches(1)), "per_call")
+        rows, reports = map(pa.Table.from_batches, made)
     else:
         turns = tk.compact(turns) if form == "delta" else turns
-        rows, reports = tk.linearize(turns, "per_call", report=True)
+        rows, reports = linearized(turns, "per_call")
     assert rows["reward"].to_pylist() == [0.5, 0.5, None]
     assert rows["group_id"].to_pylist() == ["g", "g", "h"]
     if reports is not None:

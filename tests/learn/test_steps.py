@@ -130,7 +130,7 @@ def test_each_trained_token_has_the_advantage_of_its_turn(suffix):
         [0, 0, 1, 1, 0, -2, -2, -2],
         [0, 0, 0, 0, 0.25],
     ]
-    batches = tk.add_advantages(iter(rows.to_batches(max_chunksize=1)), GAINS)
+    batches = tk.add_advantages_batches(iter(rows.to_batches(max_chunksize=1)), GAINS)
     assert pa.Table.from_batches(batches).equals(found)
 
 

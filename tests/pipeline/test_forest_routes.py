@@ -19,12 +19,8 @@ from tests.strategies import (
     row_limits,
     versioned,
 )
-from tests.tables import in_delta_form, link_by, turns_table
-from trajkit import _core
-from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError, SchemaError
-from trajkit.turns.calls import read_calls
-from trajkit.turns.prefix_forest import grow
-from trajkit.turns.structs import LINK
+from tests.tables import in_delta_form, linearized, link_by, turns_table
+from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
 
 emits = st.sampled_from(["all", "main"])
 
@@ -102,7 +98,7 @@ def test_golden_nemo(session):
     route = "prefix" if merging else "none"
     policy = tk.policy("nemo", parent_by=route)
     table = turns_table(turns)
-    rows, report = tk.linearize(table, policy, report=True)
+    rows, report = linearized(table, policy)
     rows = rows.to_pylist()
     links = link_by(table, route, row_order="prompt").to_pylist()
     names = session["knobs"]["call_ids"]
@@ -241,7 +237,7 @@ FORKED = [
 
 
 def test_a_claim_trains_in_every_row():
-    rows, report = tk.linearize(turns_table(FORKED), "nemo", report=True)
+    rows, report = linearized(turns_table(FORKED), "nemo")
     masks = rows["loss_mask"].to_pylist()
     assert masks == [
         [False, True, True, False, True],
@@ -284,8 +280,8 @@ def test_main_is_the_chain_of_the_root_created_first():
         {"prompt_ids": [3, 3], "output_ids": [4], "started_at": 1.0, "request_id": "b"},
         {"prompt_ids": [6], "output_ids": [7], "started_at": None, "request_id": "c"},
     ]
-    rows, report = tk.linearize(
-        turns_table(turns), tk.policy("nemo", row_selection="main"), report=True
+    rows, report = linearized(
+        turns_table(turns), tk.policy("nemo", row_selection="main")
     )
     assert rows["input_ids"].to_pylist() == [[3, 3, 4]]
     assert report["lost_not_selected"].to_pylist() == [2]
@@ -301,11 +297,10 @@ def test_main_of_any_policy_is_one_chain_of_all(turns, limit):
     table = turns_table(turns)
     for name in ("faithful", "strict", "slime"):
         rows = tk.linearize(table, name, max_row_tokens=limit).to_pylist()
-        main, report = tk.linearize(
+        main, report = linearized(
             table,
             tk.policy(name, row_selection="main"),
             max_row_tokens=limit,
-            report=True,
         )
         kept = main["input_ids"].to_pylist()
         assert all(ids in [row["input_ids"] for row in rows] for ids in kept)
@@ -402,7 +397,7 @@ RETRIED = [
 @example(RETRIED)
 @given(named_sessions())
 def test_what_is_set_aside_is_counted(turns):
-    rows, report = tk.linearize(turns_table(turns), "nemo", report=True)
+    rows, report = linearized(turns_table(turns), "nemo")
     placed = {s["turn_index"] for row in rows["spans"].to_pylist() for s in row}
     names = reference.turn_indices(turns)
     assert report["lost_quarantined"].to_pylist() == [
@@ -469,12 +464,11 @@ def test_golden_miles(session):
             chains.append([one["turn_index"]])
             while links[chains[-1][0]]["parent"] is not None:
                 chains[-1].insert(0, links[chains[-1][0]]["parent"])
-    rows, report = tk.linearize(
+    rows, report = linearized(
         table,
         policy,
         reward=session["knobs"]["reward"],
         max_row_tokens=limit,
-        report=True,
     )
     assert rows.num_rows + report["rows_cut"][0].as_py() == len(chains)
     chains = [
@@ -691,9 +685,7 @@ def test_the_chain_that_ended_first_owns_and_the_deepest_comes_first():
 
 
 def test_a_cut_inside_a_prompt_ends_with_the_call_before():
-    rows, report = tk.linearize(
-        turns_table(GROWN), "miles", max_row_tokens=4, report=True
-    )
+    rows, report = linearized(turns_table(GROWN), "miles", max_row_tokens=4)
     assert rows["input_ids"].to_pylist() == [[1, 2, 3], [1, 2, 3]]
     assert rows["loss_mask"].to_pylist()[0] == [False, True, True]
     assert report["lost_cut"].to_pylist() == [3]
@@ -709,7 +701,7 @@ def test_a_reply_is_trimmed_though_the_call_after_it_is_left_out():
         generation([USER, SAID, USER], [1, 2, 4, 4, 4], [5]),
     ]
     table, policy = turns_table(turns), tk.policy("miles", fork_threshold=2)
-    rows, report = tk.linearize(table, policy, max_row_tokens=5, report=True)
+    rows, report = linearized(table, policy, max_row_tokens=5)
     assert rows["input_ids"].to_pylist() == [[1, 2]]
     assert rows["loss_mask"].to_pylist() == [[False, True]]
     assert report["lost_absorbed"].to_pylist() == report["lost_cut"].to_pylist() == [1]
@@ -731,7 +723,7 @@ def test_what_is_refused_or_retried_is_counted():
             [8],
         ),
     ]
-    rows, report = tk.linearize(turns_table(turns), "miles", report=True)
+    rows, report = linearized(turns_table(turns), "miles")
     assert rows["input_ids"].to_pylist() == [[1, 2, 3, 4, 7]]
     line = report.to_pylist()[0]
     assert (line["lost_refused"], line["lost_retried"]) == (3, 3)
@@ -753,22 +745,6 @@ def test_a_row_each_that_shares_a_reply_breaks_no_promise_of_nemo():
     assert tk.verify(rows, table, "nemo").num_rows == 0
     found = tk.verify(rows, table, "faithful")["rule"].to_pylist()
     assert found == ["trained_twice"]
-
-
-@pytest.mark.parametrize(
-    ("places", "match"),
-    [
-        ([0, 1, 1], r"by_prompt\[2\] = 1"),
-        ([0, 2, 3], r"by_prompt\[2\] = 3"),
-        ([1, 0, 2], r"by_prompt\[1\] = 0"),
-        ([0, 1], "by_prompt has 2 entries, 3 are needed"),
-    ],
-)
-def test_prefix_routing_refuses_what_ranks_no_calls(places, match):
-    calls = read_calls(turns_table(FORKED))
-    forest = grow(calls)
-    with pytest.raises(LayoutError, match=match):
-        _core.route_prefix(forest.paths, np.array(places, np.int32), np.zeros(3, LINK))
 
 
 def test_parents_in_a_circle_are_refused():
@@ -803,7 +779,7 @@ def trained_tokens(rows):
 def test_any_choices_together_count_every_token_once(turns, choices, limit):
     table = turns_table(turns)
     policy = tk.policy("nemo", **choices)
-    rows, report = tk.linearize(table, policy, max_row_tokens=limit, report=True)
+    rows, report = linearized(table, policy, max_row_tokens=limit)
     tokens = trained_tokens(rows)
     if policy.train_in != "every":
         assert len(tokens) == len(set(tokens))
@@ -857,8 +833,6 @@ def test_an_empty_row_that_was_cut_to_a_call_has_lost_what_was_cut():
         {**generation([], [1, 2, 3], [4, 5]), "turn_index": 1},
     ]
     policy = tk.policy("skyrl", truncate_at="calls", keep_empty=False)
-    rows, report = tk.linearize(
-        turns_table(turns), policy, max_row_tokens=2, report=True
-    )
+    rows, report = linearized(turns_table(turns), policy, max_row_tokens=2)
     assert rows.num_rows == 0
     assert report["lost_cut"].to_pylist() == [2]

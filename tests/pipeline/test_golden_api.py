@@ -17,6 +17,7 @@ from tests.golden_sessions import (
     interleave_sessions,
     slime_sessions,
 )
+from tests.tables import linearized
 from trajkit.errors import InvalidTurnsError
 
 
@@ -37,12 +38,11 @@ def recorded(session):
 
 @pytest.mark.parametrize("session", slime_sessions(), ids=golden_name)
 def test_slime(session):
-    rows, report = tk.linearize(
+    rows, report = linearized(
         recorded(session),
         policy=tk.policy("slime", fork_threshold=session["knobs"]["fork_threshold"]),
         max_row_tokens=cap(session),
         reward=session["knobs"]["reward"],
-        report=True,
     )
     expected, left_out = expected_slime(session)
     expected = as_float32(expected)
@@ -137,9 +137,7 @@ def test_skyrl(session):
 def test_strict_on_rollouts_that_failed(session):
     """The peer clears its masks, and keeps logprobs that trajkit has no place for."""
     facts = pa.table({"session_id": ["s"], "error": [session["knobs"]["error"]]})
-    rows, report = tk.linearize(
-        recorded(session), "interleave", sessions=facts, report=True
-    )
+    rows, report = linearized(recorded(session), "interleave", sessions=facts)
     names = ["input_ids", "prompt_length", "loss_mask"]
     expected = [
         {name: row[name] for name in names} for row in expected_interleave(session)

@@ -6,7 +6,7 @@ from hypothesis import given
 import trajkit as tk
 from tests import reference_choices, reference_graph
 from tests.strategies import row_limits, runs, sessions
-from tests.tables import dicts, link_by, turns_table
+from tests.tables import dicts, linearized, link_by, turns_table
 from trajkit.recorder.recorder import Recorder
 
 GRAPH = tk.policy("graph")
@@ -33,7 +33,7 @@ def test_links_are_the_twin_s(turns):
 @given(sessions(), row_limits)
 def test_rows_and_report_are_the_twin_s(turns, limit):
     table = turns_table(turns)
-    rows, report = tk.linearize(table, GRAPH, max_row_tokens=limit, report=True)
+    rows, report = linearized(table, GRAPH, max_row_tokens=limit)
     links = reference_graph.links_of(turns)
     expected, counted = reference_choices.linearize(turns, links, GRAPH, limit)
     assert dicts(rows, expected) == expected
@@ -118,6 +118,13 @@ def test_a_request_goes_on_from_the_last_reply_that_it_repeats():
         [(0, "trained"), (1, "trained")],
         [(2, "trained")],
     ]
+
+
+def test_of_equal_paths_the_last_is_continued():
+    turns = [turn([U], A, [1], [2]) for _ in range(3)]
+    turns.append(turn([U, A, V], B, [1, 2, 3], [4]))
+    assert reference_graph.links_of(turns)[-1]["parent"] == 2
+    assert graph_links(turns_table(turns))["parent"].to_pylist()[-1] == 2
 
 
 def call(name, arguments, **more):

@@ -1,5 +1,7 @@
 """Which turn each turn continues, against the twin and by hand."""
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,8 @@ from trajkit import _core
 from trajkit.analysis.drift import drift_table
 from trajkit.errors import LayoutError, PolicyError
 from trajkit.pipeline.links import find_links
+from trajkit.pipeline.routes import ROUTES
+from trajkit.policies import ParentBy
 from trajkit.turns.calls import read_calls
 from trajkit.turns.prefix_forest import grow
 
@@ -56,11 +60,11 @@ def call(messages, reply, output=(7,), prompt=(1,), **more):
 
 
 def parents(turns, **choices):
-    links = link_by(turns_table(turns), "messages", **choices).to_pylist()
-    assert dicts(link_by(turns_table(turns), **choices), links) == links
+    """Parents by messages, of links that are the twin's."""
+    links = link_by(turns_table(turns), "messages", **choices)
     expected = reference.link(turns, "messages", choices.get("merge_threshold", 1024))
-    assert [line["parent"] for line in links] == [one["parent"] for one in expected]
-    return [line["parent"] for line in links]
+    assert dicts(links, expected) == expected
+    return links["parent"].to_pylist()
 
 
 @pytest.mark.parametrize(
@@ -151,10 +155,49 @@ def parents(turns, **choices):
             [None, None, 0],
             id="of equal prompts repeated as far, the first",
         ),
+        pytest.param(
+            [
+                call([USER], said("a")),
+                call([USER, said("a"), USER], said("b")),
+                call([USER, said("c"), USER], said("d")),
+            ],
+            [None, 0, None],
+            id="a reply that was continued is not rewritten",
+        ),
+        pytest.param(
+            [
+                call([USER], said("a")),
+                call([USER], said("b")),
+                call([USER, said("c"), USER], said("d")),
+            ],
+            [None, None, None],
+            id="a reply with siblings is not rewritten",
+        ),
+        pytest.param(
+            [
+                call([USER], said("a"), output=[7], prompt=[1]),
+                call(None, said("x"), prompt=[5]),
+                call([USER, said("b"), USER], said("c"), prompt=[3]),
+                call(None, said("x"), prompt=[1, 7, 9]),
+                call(None, said("x"), prompt=[5, 7, 9]),
+            ],
+            [None, None, None, None, 1],
+            id="without messages: a call that was rewritten is not continued",
+        ),
     ],
 )
 def test_parents_by_hand(turns, expected):
     assert parents(turns) == expected
+
+
+def test_of_equal_ends_the_oldest_chain_is_continued_by_tokens():
+    turns = [call(None, None, (2,), ids) for ids in ([1], [1], [1, 2, 3], [1, 2, 4])]
+    links = link_by(turns_table(turns), "tokens")
+    assert links["parent"].to_pylist() == [None, None, 0, 1]
+
+
+def test_every_way_to_find_parents_has_a_function():
+    assert tuple(ROUTES) == get_args(ParentBy)
 
 
 @pytest.mark.parametrize(
@@ -264,3 +307,24 @@ def test_kernels_refuse_links_that_lead_outside(change, match):
             _core.measure_links(forest.paths, links)
     with pytest.raises(LayoutError, match=match):
         drift_table(calls, forest, links)
+
+
+@pytest.mark.parametrize(
+    ("call", "other", "match"),
+    [
+        (-1, 0, "call is -1: expected one of 2"),
+        (0, 2, "call is 2: expected one of 2"),
+        (0, 1, "call 1 is not in the session of call 0"),
+        (1, 0, "call 0 is not in the session of call 1"),
+    ],
+)
+def test_kernels_refuse_calls_that_lead_outside(call, other, match):
+    turns = [{"prompt_ids": [1], "output_ids": [2], "session_id": s} for s in "ab"]
+    paths = grow(read_calls(turns_table(turns))).paths
+    assert _core.shared_length(paths, 0, 0) == 1
+    with pytest.raises(LayoutError, match=match):
+        _core.shared_length(paths, call, other)
+    if call < 0 or other > 1:
+        for look in (_core.TokenIndex(paths).add, _core.TokenIndex(paths).find):
+            with pytest.raises(LayoutError, match=match):
+                look(min(call, other) if call < 0 else other)

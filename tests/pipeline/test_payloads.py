@@ -337,7 +337,9 @@ def test_rows_have_the_payload_of_their_tokens(data, turns, chosen, limit, layou
         assert row["experts"] == expected
     batches = iter(table.to_batches(max_chunksize=2))
     streamed = [
-        r for batch in tk.linearize(batches, **options) for r in batch.to_pylist()
+        r
+        for batch in tk.linearize_batches(batches, **options)
+        for r in batch.to_pylist()
     ]
     assert streamed == rows.to_pylist()
     assert tk.verify(rows, table, policy, max_row_tokens=limit).num_rows == 0

@@ -17,7 +17,7 @@ from tests.strategies import (
     runs,
     sessions,
 )
-from tests.tables import turns_table
+from tests.tables import linearized, turns_table
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.policies import PRESETS
 from trajkit.recorder.recorder import Recorder
@@ -75,7 +75,7 @@ def test_duplicates_of_rows_over_max_rows_are_not_counted():
     table = turns_table(SHARED)
     for most, duplicated in ((3, 2), (2, 0), (1, 0)):
         policy = tk.policy("faithful", max_rows=most)
-        rows, report = tk.linearize(table, policy, report=True)
+        rows, report = linearized(table, policy)
         kinds = [s["kind"] for row in rows.to_pylist() for s in row["spans"]]
         assert kinds.count("duplicate") == (duplicated > 0)
         assert report["tokens_duplicated"].to_pylist() == [duplicated]
@@ -121,7 +121,7 @@ def test_verify_finds_nothing(turns, chosen, limit):
     name, choices = chosen
     policy = tk.policy(name, **choices)
     table = turns_table(turns)
-    rows, report = tk.linearize(table, policy, max_row_tokens=limit, report=True)
+    rows, report = linearized(table, policy, max_row_tokens=limit)
     found = tk.verify(rows, table, policy, max_row_tokens=limit)
     assert found.to_pylist() == []
     for line in report.to_pylist():
@@ -183,7 +183,7 @@ def test_masked_tokens_are_context(form, tmp_path):
     elif form == "file":
         tk.write_turns(table, tmp_path / "turns.jsonl")
         table = tk.read_turns(tmp_path / "turns.jsonl")
-    rows, report = tk.linearize(table, report=True)
+    rows, report = linearized(table)
     assert pieces(rows) == [
         [
             (1, 2, 0, 0, "trained"),
@@ -206,7 +206,7 @@ def test_masked_tokens_are_context(form, tmp_path):
 def test_every_policy_knows_masked_tokens(name):
     """Verify sees them trained, and the rest of them not trained."""
     table = tk.from_records({"session_id": "s", **one} for one in MASKED)
-    rows, report = tk.linearize(table, name, report=True)
+    rows, report = linearized(table, name)
     assert one_lost(report) == {"masked": 3}
     assert report["tokens_trained"].to_pylist() == [3]
     assert tk.verify(rows, table, name).num_rows == 0
@@ -228,7 +228,7 @@ def test_spliced_rows_know_masked_tokens():
         (2, {"masked": 3, "no_splice_point": 1, "cut": 1}),
     ]:
         options = {"max_row_tokens": limit}
-        rows, report = tk.linearize(table, policy, report=True, **options)
+        rows, report = linearized(table, policy, **options)
         assert one_lost(report) == lost
         assert tk.verify(rows, table, policy, **options).num_rows == 0
 
@@ -246,7 +246,7 @@ def test_a_masked_token_needs_no_logprob():
     )
     tk.linearize(table, tk.policy("strict", missing_logprobs="raise"))
     untrain = tk.policy("strict", missing_logprobs="untrain")
-    assert one_lost(tk.linearize(table, untrain, report=True)[1]) == {"masked": 1}
+    assert one_lost(linearized(table, untrain)[1]) == {"masked": 1}
     bare = table.drop_columns("output_mask")
     with pytest.raises(InvalidTurnsError, match="1 of 2 sampled tokens have no"):
         tk.linearize(bare, tk.policy("strict", missing_logprobs="raise"))
@@ -303,14 +303,14 @@ def test_tokens_without_a_logprob_are_context_where_a_policy_wants_it_so():
             turn([1, 2, 3, 4, 5, 6, 7, 8], [9], output_logprobs=[-3.0]),
         ]
     )
-    kept, report = tk.linearize(table, "strict", report=True)
+    kept, report = linearized(table, "strict")
     assert kept["loss_mask"].to_pylist() == [
         [False] + [True] * 4 + [False] + [True] * 3
     ]
     assert one_lost(report) == {}
 
     policy = tk.policy("strict", missing_logprobs="untrain")
-    rows, report = tk.linearize(table, policy, report=True)
+    rows, report = linearized(table, policy)
     assert pieces(rows) == [
         [
             (1, 2, 0, 0, "trained"),
@@ -335,7 +335,7 @@ def test_what_was_lost_has_a_piece_for_each_part_that_might_have_been_trained():
         turn([1, 9], [5], output_logprobs=[-1.0]),
     ]
     policy = tk.policy("trl", missing_logprobs="untrain")
-    rows, report = tk.linearize(turns_table(turns), policy, report=True)
+    rows, report = linearized(turns_table(turns), policy)
     assert pieces(rows) == [
         [(1, 1, 0, 0, "absorbed"), (1, 1, 0, 2, "absorbed"), (2, 3, 1, 0, "trained")]
     ]
@@ -378,7 +378,7 @@ def test_aborted_turns_are_context_or_trained():
     for name in PRESETS:
         for aborted in (False, True):
             policy = tk.policy(name, train_aborted=aborted)
-            rows, report = tk.linearize(table, policy, report=True)
+            rows, report = linearized(table, policy)
             lost = {"untrainable": 1}
             if not aborted:
                 lost["aborted"] = 2
@@ -396,7 +396,7 @@ def test_trainable_is_honoured_by_every_policy():
     ended = turn([1, 2, 3, 4], [5, 4], finish_reason="stop")
     turns = [turn([1], [2, 3], trainable=False), ended]
     for name in PRESETS:
-        rows, report = tk.linearize(turns_table(turns), name, report=True)
+        rows, report = linearized(turns_table(turns), name)
         assert one_lost(report) == {"untrainable": 2}
         assert {t for turns in trained_turns(rows) for t in turns} == {1}
 
@@ -407,13 +407,13 @@ def test_what_follows_a_truncated_turn_is_kept():
     goes_on = [cut, turn([1, 2, 3, 4], [5, 4], finish_reason="stop")]
     closed = [cut, turn([1, 2, 9, 4], [5, 6])]  # a template closes it in its own way
     for name in PRESETS:
-        rows, report = tk.linearize(turns_table(goes_on), name, report=True)
+        rows, report = linearized(turns_table(goes_on), name)
         refuses = name == "miles"  # to continue a cut reply
         assert one_lost(report) == ({"refused": 2} if refuses else {})
         trained = [t for turns in trained_turns(rows) for t in turns]
         assert trained == ([0] if refuses else [0, 1])
     for name in ("faithful", "strict", "skyrl", "per_call"):
-        rows, report = tk.linearize(turns_table(closed), name, report=True)
+        rows, report = linearized(turns_table(closed), name)
         assert one_lost(report) == {}
         assert trained_turns(rows) == [[0], [1]]
         assert rows["truncated"].to_pylist() == [True, False]
@@ -427,7 +427,7 @@ def test_an_errored_session_trains_nothing_and_says_so(turns):
     )
     table = turns_table(turns)
     for name in PRESETS:
-        rows, report = tk.linearize(table, name, sessions=facts, report=True)
+        rows, report = linearized(table, name, sessions=facts)
         sampled = sum(len(one["output_ids"]) for one in turns)
         assert one_lost(report) == ({"untrainable": sampled} if sampled else {})
         assert report["error"].to_pylist() == ["boom"]
@@ -461,7 +461,7 @@ def test_simulate_counts_as_the_report_does(turns, chosen):
     name, choices = chosen
     policy = tk.policy(name, **choices)
     table = turns_table(turns)
-    _, report = tk.linearize(table, policy, report=True)
+    _, report = linearized(table, policy)
     (line,) = tk.simulate(table, [policy]).to_pylist()
     (counted,) = report.to_pylist()
     assert {n: line[n] for n in counted if n in line} == {
@@ -499,7 +499,7 @@ def test_an_empty_list_of_messages_goes_by_tokens_where_tokens_decide():
         {"prompt_ids": [1, 9], "output_ids": [5], "prompt_messages": []},
     ]
     table = turns_table([{"session_id": "s", **turn} for turn in turns])
-    rows, report = tk.linearize(table, "faithful", report=True)
+    rows, report = linearized(table, "faithful")
     assert rows["input_ids"].to_pylist() == [[1, 2, 3, 4], [1, 9, 5]]
     assert report["lost_unrouted"].to_pylist() == [0]
     assert report["tokens_trained"].to_pylist() == [3]
@@ -509,7 +509,7 @@ def test_an_empty_list_of_messages_goes_by_tokens_where_tokens_decide():
 
 @given(runs())
 def test_faithful_loses_nothing_that_it_was_not_asked_to(turns):
-    report = tk.linearize(turns_table(turns), "faithful", report=True)[1]
+    report = linearized(turns_table(turns), "faithful")[1]
     for line in report.to_pylist():
         asked = line["lost_untrainable"] + line["lost_aborted"]
         assert line["tokens_sampled"] == line["tokens_trained"] + asked
@@ -524,7 +524,7 @@ def test_a_reply_that_a_cut_call_replaced_wholly_is_not_trained():
         ]
     )
     policy = tk.policy("miles", fork_threshold=10)
-    rows, report = tk.linearize(turns, policy, max_row_tokens=6, report=True)
+    rows, report = linearized(turns, policy, max_row_tokens=6)
     (row,), (line,) = rows.to_pylist(), report.to_pylist()
     assert (row["input_ids"], row["loss_mask"]) == ([1, 2], [False, False])
     assert (line["tokens_trained"], line["tokens_sampled"]) == (0, 3)

@@ -24,7 +24,15 @@ from tests.strategies import (
     thresholds,
     versioned,
 )
-from tests.tables import by_session, dicts, link_by, policy_of, turns_table
+from tests.tables import (
+    by_session,
+    dicts,
+    linearized,
+    link_by,
+    policy_of,
+    streamed,
+    turns_table,
+)
 from trajkit._streams import limits
 from trajkit.errors import ArgumentError, InvalidTurnsError, PolicyError, SchemaError
 from trajkit.schema import DRIFT, REPORT, ROWS
@@ -75,8 +83,8 @@ SAME_ANSWER_TWICE = [
 @example(SAME_ANSWER_TWICE, ("strict", 1024), None)
 @example(SAME_ANSWER_TWICE, ("slime", 1024), 2)
 def test_rows_and_report_are_the_twins(turns, choice, limit):
-    rows, report = tk.linearize(
-        turns_table(turns), policy_of(choice), max_row_tokens=limit, report=True
+    rows, report = linearized(
+        turns_table(turns), policy_of(choice), max_row_tokens=limit
     )
     expected, expected_report = by_twin(turns, choice, limit)
     assert dicts(rows, expected) == expected
@@ -198,8 +206,8 @@ def test_what_a_row_promises(turns, choice):
 
 @given(runs(), policies, row_limits)
 def test_the_report_adds_up(turns, choice, limit):
-    rows, report = tk.linearize(
-        turns_table(turns), policy_of(choice), max_row_tokens=limit, report=True
+    rows, report = linearized(
+        turns_table(turns), policy_of(choice), max_row_tokens=limit
     )
     assert report["session_id"].to_pylist() == list(by_session(turns))
     for line in report.to_pylist():
@@ -216,17 +224,14 @@ def test_the_report_adds_up(turns, choice, limit):
 def test_a_batch_is_its_sessions_one_by_one(data, turns, choice, limit, threads):
     """In any order of sessions, with any number of threads."""
     apart = {
-        name: tk.linearize(
-            turns_table(session), policy_of(choice), max_row_tokens=limit, report=True
-        )
+        name: linearized(turns_table(session), policy_of(choice), max_row_tokens=limit)
         for name, session in by_session(turns).items()
     }
     order = data.draw(st.permutations(list(apart)))
-    rows, report = tk.linearize(
+    rows, report = linearized(
         pa.concat_tables(turns_table(by_session(turns)[name]) for name in order),
         policy_of(choice),
         max_row_tokens=limit,
-        report=True,
         threads=threads,
     )
     assert rows.to_pylist() == [
@@ -249,16 +254,11 @@ def test_a_stream_is_its_table(data, turns, choice, limit):
         for batch in table.slice(start, stop - start).to_batches()
     ]
     choices = {"policy": policy_of(choice), "max_row_tokens": limit}
-    whole, report = tk.linearize(table, report=True, **choices)
-    streamed = tk.linearize(iter(batches), **choices)
-    assert pa.Table.from_batches(streamed, whole.schema).to_pylist() == (
-        whole.to_pylist()
-    )
-    pairs = list(tk.linearize(iter(batches), report=True, **choices))
-    assert [row for rows, _ in pairs for row in rows.to_pylist()] == whole.to_pylist()
-    assert [line for _, lines in pairs for line in lines.to_pylist()] == (
-        report.to_pylist()
-    )
+    whole, report = linearized(table, **choices)
+    rows, counts = streamed(iter(batches), **choices)
+    assert [row for one in rows for row in one.to_pylist()] == whole.to_pylist()
+    assert [line for one in counts for line in one.to_pylist()] == report.to_pylist()
+    assert list(tk.linearize_batches(iter(batches), **choices)) == rows
 
 
 def test_a_session_that_comes_back_in_a_stream_is_refused():
@@ -267,7 +267,7 @@ def test_a_session_that_comes_back_in_a_stream_is_refused():
     later = turns_table([{**SAME_ANSWER_TWICE[1], "session_id": "a", "turn_index": 1}])
     pieces = [batch for table in (a, b, later) for batch in table.to_batches()]
     with pytest.raises(InvalidTurnsError, match="'a'"):
-        list(tk.linearize(iter(pieces), "strict"))
+        list(tk.linearize_batches(iter(pieces), "strict"))
     with pytest.raises(InvalidTurnsError, match="'a'"):
         tk.linearize(pa.concat_tables([a, b, later]), "strict")
 
@@ -278,12 +278,10 @@ def test_links_and_drift_may_be_given(turns, threshold, limit):
     policy = tk.policy("slime", fork_threshold=threshold)
     links = link_by(table, "messages", merge_threshold=threshold)
     drift = tk.classify_drift(table, links)
-    computed = tk.linearize(table, policy, max_row_tokens=limit, report=True)
-    given_links = tk.linearize(
-        table, policy, max_row_tokens=limit, report=True, links=links
-    )
-    given_both = tk.linearize(
-        table, policy, max_row_tokens=limit, report=True, links=links, drift=drift
+    computed = linearized(table, policy, max_row_tokens=limit)
+    given_links = linearized(table, policy, max_row_tokens=limit, links=links)
+    given_both = linearized(
+        table, policy, max_row_tokens=limit, links=links, drift=drift
     )
     assert computed == given_links == given_both
 
@@ -361,7 +359,7 @@ def test_a_threshold_of_none_is_the_preset_s_own():
 )
 def test_what_is_no_stream_of_turns_is_refused(pieces, match):
     with pytest.raises(SchemaError, match=match):
-        list(tk.linearize(iter(pieces), "slime"))
+        list(tk.linearize_batches(iter(pieces), "slime"))
 
 
 def test_strict_is_also_called_interleave():
@@ -371,9 +369,7 @@ def test_strict_is_also_called_interleave():
 
 @pytest.mark.parametrize("name", ["slime", "strict", "per_call"])
 def test_no_turns_give_no_rows(name):
-    rows, report = tk.linearize(
-        turns_table(SAME_ANSWER_TWICE).slice(0, 0), name, report=True
-    )
+    rows, report = linearized(turns_table(SAME_ANSWER_TWICE).slice(0, 0), name)
     assert rows.num_rows == report.num_rows == 0
     assert rows.schema.equals(ROWS)
     assert report.schema.equals(REPORT)
@@ -388,9 +384,9 @@ def test_what_else_is_known_of_a_session_is_passed_over():
         "reward": [1.5] * len(names),
     }
     facts = pa.table(known)
-    rows, report = tk.linearize(table, "slime", sessions=facts, report=True)
+    rows, report = linearized(table, "slime", sessions=facts)
     assert report.schema.equals(REPORT)
-    assert (rows, report) == tk.linearize(table, "slime", reward=1.5, report=True)
+    assert (rows, report) == linearized(table, "slime", reward=1.5)
     assert tk.verify(rows, table, "slime", sessions=facts).num_rows == 0
 
 

@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import example, given
@@ -29,13 +28,7 @@ from tests.strategies import (
     sessions,
     versioned,
 )
-from tests.tables import in_delta_form, link_by, turns_table
-from trajkit import _core
-from trajkit.errors import LayoutError
-from trajkit.turns.calls import read_calls
-from trajkit.turns.message_equality import classify, identity_of
-from trajkit.turns.prefix_forest import grow
-from trajkit.turns.structs import LINK
+from tests.tables import in_delta_form, linearized, link_by, turns_table
 
 any_session = delegating_sessions() | sessions()
 row_counts = st.none() | st.integers(1, 3)
@@ -146,7 +139,7 @@ def test_golden_rows(session):
     policy = tk.policy("segments", dispatch_tools=tools_of(session))
     reward = session["knobs"]["reward"]
     table = told(session)
-    rows, report = tk.linearize(table, policy, reward=reward, report=True)
+    rows, report = linearized(table, policy, reward=reward)
     expected = as_float32(expected_segments(session))
     assert comparable(rows.to_pylist(), expected) == expected
     peer = session["expected"]
@@ -336,7 +329,7 @@ def test_choices_that_are_none_are_refused(choice):
 
 
 def test_no_turns_give_no_rows():
-    rows, report = tk.linearize(sent_out().slice(0, 0), "segments", report=True)
+    rows, report = linearized(sent_out().slice(0, 0), "segments")
     assert rows.num_rows == report.num_rows == 0
     assert tk.verify(rows, sent_out().slice(0, 0), "segments").num_rows == 0
 
@@ -352,30 +345,3 @@ def test_a_shifted_share_of_the_reward_is_found():
         assert {one["rule"] for one in found} == {"reward"}
     final = tk.policy(policy, rewards="final_only")
     assert tk.verify(rows, turns, final, reward=1.0).num_rows == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "match"),
-    [
-        ("dispatches", lambda a: a[:-1], "dispatches has 2 entries"),
-        ("answer_offsets", lambda a: a[:0], "answer_offsets has 0"),
-        ("answer_offsets", lambda a: a[:-1] * 0, "shows a class outside of 0 to"),
-        ("answer_offsets", lambda a: a + 1, "answer_offsets ends at 1"),
-    ],
-)
-def test_the_kernel_refuses_what_leads_outside(name, change, match):
-    calls = read_calls(sent_out())
-    classes = classify(calls, identity_of("text"))
-    calls = classes.keyed(calls)
-    forest = grow(calls)
-    good = {
-        "forest": forest.paths,
-        "requests": calls.requests,
-        "dispatches": np.full(3, -1, np.int32),
-        "answer_offsets": np.zeros(len(classes.bodies) + 1, np.int64),
-        "answers": np.empty(0, np.int32),
-        "links": np.zeros(3, LINK),
-    }
-    _core.route_agents(*good.values())
-    with pytest.raises(LayoutError, match=match):
-        _core.route_agents(*{**good, name: change(good[name])}.values())

@@ -24,7 +24,14 @@ from tests.strategies import (
     sessions,
     versioned,
 )
-from tests.tables import by_session, dicts, in_delta_form, link_by, turns_table
+from tests.tables import (
+    by_session,
+    dicts,
+    in_delta_form,
+    linearized,
+    link_by,
+    turns_table,
+)
 from trajkit.cli import main
 from trajkit.errors import PolicyError
 from trajkit.schema import ROWS
@@ -166,9 +173,9 @@ def test_partial_logprobs_are_dropped_from_whole_rows(turns, token, limit):
 def test_delta_form_and_recorder_give_the_same_rows(data, turns, token, limit):
     table = turns_table(turns)
     policy = tk.policy("polar", end_of_turn_token_id=token)
-    given_rows = tk.linearize(table, policy, max_row_tokens=limit, report=True)
+    given_rows = linearized(table, policy, max_row_tokens=limit)
     delta = in_delta_form(table, lambda some: data.draw(st.sampled_from([*some])))
-    assert tk.linearize(delta, policy, max_row_tokens=limit, report=True) == given_rows
+    assert linearized(delta, policy, max_row_tokens=limit) == given_rows
     links = link_by(delta, "prompts")
     assert links == link_by(table, "prompts")
     assert (
@@ -197,11 +204,9 @@ def test_the_recorder_gives_the_rows_of_the_stored_table(turns, token, limit):
 @given(runs(), ends_of_turn, st.sampled_from([1, 2, 3]))
 def test_a_batch_is_its_sessions_one_by_one(turns, token, threads):
     policy = tk.policy("polar", end_of_turn_token_id=token)
-    rows, report = tk.linearize(
-        turns_table(turns), policy, report=True, threads=threads
-    )
+    rows, report = linearized(turns_table(turns), policy, threads=threads)
     apart = [
-        tk.linearize(turns_table(session), policy, report=True)
+        linearized(turns_table(session), policy)
         for session in by_session(turns).values()
     ]
     assert rows.to_pylist() == [row for mine, _ in apart for row in mine.to_pylist()]
@@ -263,7 +268,7 @@ def test_rows_that_are_left_out_are_counted(turns, token, limit, most):
     table = turns_table(turns)
     plain = tk.policy("polar", end_of_turn_token_id=token)
     policy = tk.policy(plain, max_rows=most, keep_empty=False)
-    rows, report = tk.linearize(table, policy, max_row_tokens=limit, report=True)
+    rows, report = linearized(table, policy, max_row_tokens=limit)
     before = tk.linearize(table, plain, max_row_tokens=limit).to_pylist()
     for line in report.to_pylist():
         mine = [r for r in rows.to_pylist() if r["session_id"] == line["session_id"]]
@@ -290,7 +295,7 @@ def test_tokens_without_a_logprob_are_not_trained(turns, token, limit):
     table = turns_table(turns)
     plain = tk.policy("polar", end_of_turn_token_id=token, missing_logprobs="keep")
     policy = tk.policy(plain, missing_logprobs="untrain", train_aborted=False)
-    rows, report = tk.linearize(table, policy, max_row_tokens=limit, report=True)
+    rows, report = linearized(table, policy, max_row_tokens=limit)
     before = tk.linearize(table, plain, max_row_tokens=limit).to_pylist()
     aborted = {
         (name, one.get("turn_index", k))
@@ -388,9 +393,7 @@ def test_every_golden_session_is_there():
 
 @pytest.mark.parametrize("session", golden("polar"), ids=golden_name)
 def test_rows_are_polar_s(session):
-    rows, report = tk.linearize(
-        recorded(session), tk.policy("polar", **knobs(session)), report=True
-    )
+    rows, report = linearized(recorded(session), tk.policy("polar", **knobs(session)))
     expected = [
         {
             **{name: row[name] for name in peer_row(rows.to_pylist()[0])},
@@ -422,7 +425,7 @@ def test_turns_and_messages_of_rows_are_polar_s(session):
     table = recorded(session)
     policy = tk.policy("polar", **knobs(session))
     links = link_by(table, policy.parent_by).to_pylist()
-    rows, report = tk.linearize(table, policy, report=True)
+    rows, report = linearized(table, policy)
     following = {one["parent"]: one["turn_index"] for one in links}
     roots = [one["turn_index"] for one in links if one["parent"] is None]
     dropped = 0

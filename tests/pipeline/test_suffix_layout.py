@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.strategies import policies, row_limits, runs
-from tests.tables import policy_of, turns_table
+from tests.tables import linearized, policy_of, turns_table
 from trajkit._streams import limits
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import ROWS, ROWS_SUFFIX
@@ -82,9 +82,9 @@ def test_streams_of_rows_change_their_layout_as_tables_do(data, turns, choice):
     full, suffix = both_layouts(turns, choice)
     cut = data.draw(st.integers(0, full.num_rows))
     batches = [*suffix.slice(0, cut).to_batches(), *suffix.slice(cut).to_batches()]
-    back = list(tk.full_rows(iter(batches)))
+    back = list(tk.full_rows_batches(iter(batches)))
     assert pa.Table.from_batches(back, ROWS) == full
-    again = list(tk.suffix_rows(pa.RecordBatchReader.from_batches(ROWS, back)))
+    again = list(tk.suffix_rows_batches(pa.RecordBatchReader.from_batches(ROWS, back)))
     assert pa.Table.from_batches(again, ROWS_SUFFIX) == suffix
 
 
@@ -156,7 +156,7 @@ def test_what_drift_repeats_is_written_once():
     for i in range(40):
         pairs.append((prompt, [i, 100 + i, 200]))
         prompt = [*prompt, i, 300 + i, 400]  # every reply comes back changed
-    rows, report = tk.linearize(session(*pairs), layout="suffix", report=True)
+    rows, report = linearized(session(*pairs), layout="suffix")
     n = sum(map(len, rows["suffix_ids"].to_pylist()))
     assert n == report["tokens_forward_shared"][0].as_py() == 50 + 3 + 39 * 5
     assert report["tokens_forward"][0].as_py() > 10 * n

@@ -11,7 +11,7 @@ import pytest
 
 import trajkit as tk
 from tests.generated import generated_runs
-from tests.tables import turns_table
+from tests.tables import linearized, turns_table
 from trajkit.analysis.colors import OUTPUTS, ROLES, TIMES
 from trajkit.cli import main
 from trajkit.plot.turn_tokens import session_tokens
@@ -88,7 +88,7 @@ def drawn(figure, tmp_path):
 
 @pytest.mark.parametrize("policy", ["faithful", "slime", "nemo", "miles"])
 def test_bars_of_turns_are_the_counts_of_the_report(policy):
-    _, report = tk.linearize(RUN, policy, report=True)
+    _, report = linearized(RUN, policy)
     for line in report.to_pylist()[:4]:
         name = line["session_id"]
         figure = tk.plot.tokens(RUN, policy, name)

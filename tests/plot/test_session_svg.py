@@ -6,7 +6,7 @@ import pytest
 
 import trajkit as tk
 from tests.generated import generated_runs
-from tests.tables import turns_table
+from tests.tables import linearized, turns_table
 from trajkit.cli import main
 from trajkit.plot import forest
 
@@ -67,7 +67,7 @@ def test_bars_begin_where_a_call_leaves_its_parent():
 )
 def test_columns_show_what_a_policy_trains(policy, share):
     picture = forest(DRIFTING, "a", policies=[policy])
-    rows, report = tk.linearize(DRIFTING.slice(0, 3), policy, report=True)
+    rows, report = linearized(DRIFTING.slice(0, 3), policy)
     trained = report["tokens_trained"][0].as_py()
     assert share == f"{100 * trained / 4:.0f}"
     assert share in texts(picture)

@@ -1085,7 +1085,7 @@ def test_types_of_numbers_give_the_same_rows_in_every_form(calls, policy):
     assert rows == tk.linearize(delta, policy, threads=2)
     for form in (both, delta):
         single = iter(form.to_batches(max_chunksize=1))
-        assert rows == pa.Table.from_batches(tk.linearize(single, policy))
+        assert rows == pa.Table.from_batches(tk.linearize_batches(single, policy))
     first = rows.filter(pc.equal(rows["session_id"], "s"))
     assert first == recorder.rows("s", policy)
     links = link_by(full, policy.parent_by, message_equality=policy.message_equality)

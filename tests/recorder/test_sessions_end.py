@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.recorder.test_recorder import call, record, recordable
 from tests.strategies import chosen_policies, sessions
-from tests.tables import turns_table
+from tests.tables import linearized, turns_table
 from trajkit.errors import (
     ArgumentError,
     InvalidTurnsError,
@@ -47,7 +47,7 @@ def test_pop_returns_rows_and_report_of_the_table(
         [{"session_id": "s", "reward": reward, "group_id": group_id, "error": error}],
         tk.schema.SESSIONS,
     )
-    rows, report = tk.linearize(turns_table(turns), policy, sessions=facts, report=True)
+    rows, report = linearized(turns_table(turns), policy, sessions=facts)
     options = {"reward": reward, "group_id": group_id, "error": error}
     assert recorder.n_turns("s") == len(turns)
     assert recorder.rows("s", policy, **options) == rows

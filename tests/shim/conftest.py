@@ -13,6 +13,7 @@ _NEEDS = {
     "engines/test_vllm_real.py": {"TRAJKIT_VLLM_PYTHON"},
     "agents/test_real_clients.py": {"TRAJKIT_CLIENTS"},
     "engines/test_sglang_clients.py": {"TRAJKIT_CLIENTS", "TRAJKIT_SGLANG_PYTHON"},
+    "engines/test_vllm_clients.py": {"TRAJKIT_CLIENTS", "TRAJKIT_VLLM_PYTHON"},
 }
 collect_ignore = [name for name, needs in _NEEDS.items() if not needs <= {*os.environ}]
 

@@ -10,6 +10,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from trajkit_shim.chat.request import logged_message
 from trajkit_shim.engines.base import (
     EngineInfo,
     EngineRequest,
@@ -17,7 +18,14 @@ from trajkit_shim.engines.base import (
     Sampling,
     WeightSpan,
 )
+from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Ids
+from trajkit_shim.prompting.conversation import (
+    Budget,
+    Conversation,
+    Node,
+    next_position,
+)
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.replies.parse import parse
 from trajkit_shim.replies.parsers import HERMES
@@ -97,6 +105,32 @@ def byte_renderer(template: str = AS_STRING) -> ChatRenderer:
 
 
 RENDERER = byte_renderer()
+
+
+def remember(
+    session: Conversation,
+    position: bytes,
+    message: Json,
+    budget: Budget | None = None,
+    **fields: Any,
+) -> Node:
+    """Record a reply at a position of a session; ``fields`` are of its node."""
+    node = Node(
+        **{
+            "message": message,
+            "position": position,
+            "after": next_position(position, logged_message(message).key),
+            "turn": 0,
+            "agent_id": None,
+            "ids": None,
+            "between": None,
+            "offered": b"",
+            "closed": True,
+            **fields,
+        }
+    )
+    session.add(node, budget or Budget(1 << 40))
+    return node
 
 
 def rendered(renderer: ChatRenderer, messages: Any, tools: Any = None) -> Ids:

@@ -20,6 +20,7 @@ from tests.shim.fakes import (
     byte_renderer,
     sampled,
 )
+from tests.tables import linearized
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.errors import EngineError
 
@@ -369,7 +370,7 @@ async def test_an_incomplete_reply_is_context_only(tmp_path, reason):
     assert (aborted["finish_reason"], aborted["turn_index"]) == (reason, 0)
     assert (retried["trainable"], retried["turn_index"]) == (True, 1)
     tk.validate(log)
-    rows, report = tk.linearize(log, policy="slime", reward=1.0, report=True)
+    rows, report = linearized(log, policy="slime", reward=1.0)
     assert [sum(mask) for mask in rows["loss_mask"].to_pylist() if any(mask)] == [2]
     assert report["lost_untrainable"].to_pylist() == [4]
 

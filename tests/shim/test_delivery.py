@@ -13,6 +13,7 @@ import trajkit as tk
 from tests.shim.clients import http, in_process
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from tests.strategies import delivery_steps
+from tests.tables import linearized
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.serve import _Server
@@ -255,7 +256,7 @@ async def test_what_is_lost_is_not_trained_and_counted(gateway):
     await Line(session, lost_after=1).ask(gateway)
     await Line(session).ask(gateway)
     turns = tk.read_turns(gateway.log.directory)
-    rows, report = tk.linearize(turns, reward=1.0, report=True)
+    rows, report = linearized(turns, reward=1.0)
     assert turns["resend_of"].is_valid().to_pylist() == [False, True]
     assert sum(sum(mask) for mask in rows["loss_mask"].to_pylist()) == 2
     assert report["lost_untrainable"].to_pylist() == [2]

@@ -3,7 +3,6 @@
 import itertools
 import weakref
 from collections import deque
-from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -15,13 +14,14 @@ import trajkit as tk
 from tests.generated import generated_runs
 from tests.shim.fakes import byte_tokenizer
 from tests.strategies import fewer_examples, pick, runs
-from tests.tables import link_by, turns_table
+from tests.tables import linearized, streamed, turns_table
 from trajkit import schema
 from trajkit._arrow.take import empty_batch
-from trajkit._streams.lockstep import batches_of, one_batch
-from trajkit.errors import ArgumentError, InvalidTurnsError, LayoutError, SchemaError
+from trajkit._streams.stages import batches_of, in_step
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 
 TOKENIZER = byte_tokenizer()
+BY_TOKENS = tk.policy("faithful", parent_by="tokens")
 
 
 def spoken(turns):
@@ -62,31 +62,47 @@ def turn_rewards_of(turns):
     return given.append_column("reward", zeros)
 
 
-# What each stage is given: the turns, and what is made of them.
+# The two forms of each stage, and its options.
 OF_TURNS = {
-    "link": tk.link,
-    "link by tokens": lambda turns: link_by(turns, "tokens"),
-    "check_roundtrip": lambda turns: tk.analysis.check_roundtrip(turns, TOKENIZER),
-    "validate": lambda turns: tk.validate(turns, "turns", bodies=False),
-    "validate, whatever it is": lambda turns: tk.validate(turns, bodies=False),
-    "compact": tk.compact,
+    "link": (tk.link, tk.link_batches, {}),
+    "link by tokens": (tk.link, tk.link_batches, {"policy": BY_TOKENS}),
+    "check_roundtrip": (
+        tk.analysis.check_roundtrip,
+        tk.analysis.check_roundtrip_batches,
+        {"tokenizer": TOKENIZER},
+    ),
+    "validate": (tk.validate, tk.validate_batches, {"kind": "turns", "bodies": False}),
+    "validate, whatever it is": (tk.validate, tk.validate_batches, {"bodies": False}),
+    "compact": (tk.compact, tk.compact_batches, {}),
 }
+DRIFT = (tk.classify_drift, tk.classify_drift_batches)
 OF_LINKS = {
-    "classify_drift": lambda turns, links: tk.classify_drift(turns, links, min_run=2),
-    "classify_drift by texts": lambda turns, links: tk.classify_drift(
-        turns, links, tokenizer=TOKENIZER
+    "classify_drift": (*DRIFT, {"min_run": 2}),
+    "classify_drift by texts": (*DRIFT, {"tokenizer": TOKENIZER}),
+    "explain_drift": (
+        tk.analysis.explain_drift,
+        tk.analysis.explain_drift_batches,
+        {"tokenizer": TOKENIZER, "min_run": 2},
     ),
-    "explain_drift": lambda turns, links: tk.analysis.explain_drift(
-        turns, links, TOKENIZER, min_run=2
+    "label_branches": (
+        tk.analysis.label_branches,
+        tk.analysis.label_branches_batches,
+        {},
     ),
-    "label_branches": tk.analysis.label_branches,
 }
+SPREAD = (tk.learn.spread_rewards, tk.learn.spread_rewards_batches)
 OF_ROWS = {
-    "weigh": lambda rows: tk.add_weights(rows, "row"),
-    "spread_rewards": lambda rows: tk.learn.spread_rewards(rows, "uniform"),
-    "suffix_rows": tk.suffix_rows,
-    "validate rows": tk.validate,
+    "weigh": (tk.add_weights, tk.add_weights_batches, {"weigh_by": "row"}),
+    "spread_rewards": (*SPREAD, {"mode": "uniform"}),
+    "suffix_rows": (tk.suffix_rows, tk.suffix_rows_batches, {}),
+    "validate rows": (tk.validate, tk.validate_batches, {}),
 }
+VERIFY = (tk.verify, tk.verify_batches, {})
+OBSERVE = (
+    tk.learn.observation_weights,
+    tk.learn.observation_weights_batches,
+    {},
+)
 
 
 def cut(choose, table):
@@ -115,23 +131,23 @@ def lines(batches):
 @fewer_examples
 @given(data=st.data(), turns=runs())
 def test_stages_of_turns(name, data, turns):
-    table, stage = turns_table(spoken(turns)), OF_TURNS[name]
-    stream = stage(iter(cut(chooser(data), table)))
-    assert lines(stream) == stage(table).to_pylist()
+    table, (whole, stage, options) = turns_table(spoken(turns)), OF_TURNS[name]
+    stream = stage(iter(cut(chooser(data), table)), **options)
+    assert lines(stream) == whole(table, **options).to_pylist()
 
 
 @pytest.mark.parametrize("name", OF_LINKS)
 @fewer_examples
 @given(data=st.data(), turns=runs())
 def test_stages_of_turns_beside_their_links(name, data, turns):
-    table, stage = turns_table(spoken(turns)), OF_LINKS[name]
+    table, (whole, stage, options) = turns_table(spoken(turns)), OF_LINKS[name]
     links = tk.link(table)
     choose = chooser(data)
     both = [iter(cut(choose, table)), iter(cut(choose, links))]
     at = choose([None, 0, 1])
     if at is not None:
         both[at] = (table, links)[at]  # one of them may be a table
-    assert lines(stage(*both)) == stage(table, links).to_pylist()
+    assert lines(stage(*both, **options)) == whole(table, links, **options).to_pylist()
 
 
 @pytest.mark.parametrize("policy", ["faithful", "slime"])
@@ -139,9 +155,10 @@ def test_stages_of_turns_beside_their_links(name, data, turns):
 @fewer_examples
 @given(data=st.data(), turns=runs())
 def test_stages_of_rows(name, policy, data, turns):
-    stage = OF_ROWS[name]
+    whole, stage, options = OF_ROWS[name]
     rows = tk.linearize(turns_table(turns), policy, reward=1.0)
-    assert lines(stage(iter(cut(chooser(data), rows)))) == stage(rows).to_pylist()
+    found = stage(iter(cut(chooser(data), rows)), **options)
+    assert lines(found) == whole(rows, **options).to_pylist()
 
 
 @given(data=st.data(), turns=runs())
@@ -150,34 +167,29 @@ def test_what_rows_are_given_from_tables(data, turns):
     rows = tk.linearize(table, reward=1.0)
     choose = chooser(data)
     sessions, rewards = advantages_of(rows), turn_rewards_of(table)
-    for stage in (
-        lambda rows: tk.add_advantages(rows, sessions),
-        lambda rows: tk.learn.spread_rewards(rows, "last_turn", turn_rewards=rewards),
-        lambda rows: tk.learn.spread_rewards(rows, "per_turn", turn_rewards=rewards),
+    for whole, stage, options in (
+        (tk.add_advantages, tk.add_advantages_batches, {"sessions": sessions}),
+        (*SPREAD, {"mode": "last_turn", "turn_rewards": rewards}),
+        (*SPREAD, {"mode": "per_turn", "turn_rewards": rewards}),
     ):
-        assert lines(stage(iter(cut(choose, rows)))) == stage(rows).to_pylist()
+        found = stage(iter(cut(choose, rows)), **options)
+        assert lines(found) == whole(rows, **options).to_pylist()
 
 
 @given(data=st.data(), turns=runs())
 def test_observations_beside_turns(data, turns):
     table = attributed(turns)
     rows, choose = tk.linearize(table, "strict"), chooser(data)
-    whole, report = tk.learn.observation_weights(
-        rows, table, report=True, missing="skip"
-    )
-
-    def both():
-        return iter(cut(choose, rows)), iter(cut(choose, table))
-
-    found = tk.learn.observation_weights(*both(), missing="skip")
+    whole = tk.learn.observation_weights(rows, table, missing="skip")
+    report = tk.learn.observation_report(rows, table, missing="skip")
+    both, counts = (iter(cut(choose, rows)), iter(cut(choose, table))), []
+    found = tk.learn.observation_weights_batches(*both, report=counts, missing="skip")
     assert lines(found) == whole.to_pylist()
-    pairs = list(tk.learn.observation_weights(*both(), report=True, missing="skip"))
-    assert lines(some for some, _ in pairs) == whole.to_pylist()
-    assert lines(told for _, told in pairs) == report.to_pylist()
+    assert lines(counts) == report.to_pylist()
 
 
 @given(data=st.data(), turns=runs())
-def test_sessions_are_set_aside_from_a_stream(data, turns):
+def test_sessions_of_a_stream_are_rejected(data, turns):
     table = turns_table(turns)
     choose = chooser(data)
     names = table["session_id"].unique().to_pylist()
@@ -190,9 +202,12 @@ def test_sessions_are_set_aside_from_a_stream(data, turns):
     field = table.schema.field(at)
     table = table.set_column(at, field, pa.array(prompts, field.type))
     good, bad = tk.turns.reject_sessions(table, bodies=False)
-    pairs = list(tk.turns.reject_sessions(iter(cut(choose, table)), bodies=False))
-    assert lines(some for some, _ in pairs) == good.to_pylist()
-    assert lines(left for _, left in pairs) == bad.to_pylist()
+    rejected = []
+    found = tk.turns.reject_sessions_batches(
+        iter(cut(choose, table)), bodies=False, rejected=rejected
+    )
+    assert lines(found) == good.to_pylist()
+    assert lines(rejected) == bad.to_pylist()
     assert set(bad["session_id"].to_pylist()) == broken
 
 
@@ -232,7 +247,8 @@ def test_verify_beside_turns(data, turns, policy):
     at = choose([None, 0, 1])
     if at is not None:
         both[at] = (rows, table)[at]
-    assert lines(tk.verify(*both, policy)) == tk.verify(rows, table, policy).to_pylist()
+    found = tk.verify_batches(*both, policy)
+    assert lines(found) == tk.verify(rows, table, policy).to_pylist()
 
 
 @given(data=st.data(), turns=runs(), extra=st.sampled_from(["", "z"]))
@@ -243,7 +259,7 @@ def test_rows_of_sessions_without_turns_are_named_at_the_end(data, turns, extra)
     names = [f"{name}{extra}x" for name in rows["session_id"].to_pylist()]
     other = pa.array(names, pa.string())
     rows = pa.concat_tables([rows, rows.set_column(at, rows.field(at), other)])
-    batches = tk.verify(iter(cut(choose, rows)), iter(cut(choose, table)))
+    batches = tk.verify_batches(iter(cut(choose, rows)), iter(cut(choose, table)))
     whole = tk.verify(rows, table)
     assert lines(batches) == whole.to_pylist()
     assert whole.num_rows == rows.num_rows // 2
@@ -269,7 +285,7 @@ def three():
 def test_rows_in_another_order_than_turns_are_refused(order, error, match):
     turns, rows = three()
     with pytest.raises(error, match=match):
-        list(tk.verify(rows.take(order), turns.to_reader(max_chunksize=1)))
+        list(tk.verify_batches(rows.take(order), turns.to_reader(max_chunksize=1)))
 
 
 def test_rows_behind_a_session_without_turns_are_refused():
@@ -278,7 +294,7 @@ def test_rows_behind_a_session_without_turns_are_refused():
     lone = tk.linearize(tk.from_records([{"session_id": "x", **ONE}]))
     mixed = pa.concat_tables([rows.slice(0, 1), lone, rows.slice(1)])
     with pytest.raises(InvalidTurnsError, match="session 'b' comes too late in rows"):
-        list(tk.verify(mixed, turns.to_reader(max_chunksize=1)))
+        list(tk.verify_batches(mixed, turns.to_reader(max_chunksize=1)))
 
 
 @pytest.mark.parametrize(
@@ -300,36 +316,47 @@ def test_rows_that_cannot_be_told_apart_are_refused(columns, match, size):
     for name, values in columns.items():
         plain = plain.append_column(name, pa.array(values))
     with pytest.raises(SchemaError, match=match):
-        list(tk.verify(plain.to_reader(max_chunksize=size), turns))
+        list(tk.verify_batches(plain.to_reader(max_chunksize=size), turns))
 
 
 def test_links_of_other_sessions_are_refused():
     turns, _ = three()
     links = tk.link(turns)
     with pytest.raises(InvalidTurnsError, match="'c' is in links, but not in turns"):
-        list(tk.classify_drift(iter(turns.slice(0, 2).to_batches()), links))
+        list(tk.classify_drift_batches(iter(turns.slice(0, 2).to_batches()), links))
     with pytest.raises(InvalidTurnsError, match="links has 0 rows for 1 turns"):
-        list(tk.classify_drift(iter(turns.to_batches(max_chunksize=1)), links[:2]))
+        list(
+            tk.classify_drift_batches(
+                iter(turns.to_batches(max_chunksize=1)), links[:2]
+            )
+        )
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        pytest.param(lambda turns: tk.link(turns, "nowhere"), id="link"),
+        pytest.param(lambda b: tk.link_batches(b, "nowhere"), id="link"),
+        pytest.param(lambda b: tk.linearize_batches(b, threads=0), id="linearize"),
+        pytest.param(lambda b: tk.classify_drift_batches(b, b, min_run=0), id="drift"),
+        pytest.param(lambda b: tk.add_weights_batches(b, "turn"), id="weigh"),
+        pytest.param(lambda b: tk.verify_batches(b, b, "slim"), id="verify"),
+        pytest.param(lambda b: tk.pack_batches(b, 0), id="pack"),
         pytest.param(
-            lambda turns: tk.classify_drift(turns, turns, min_run=0), id="drift"
-        ),
-        pytest.param(lambda turns: tk.add_weights(turns, "turn"), id="weigh"),
-        pytest.param(lambda turns: tk.verify(turns, turns, "slim"), id="verify"),
-        pytest.param(
-            lambda turns: tk.analysis.label_branches(turns, turns, opening_tokens=0),
+            lambda b: tk.analysis.label_branches_batches(b, b, opening_tokens=0),
             id="label",
         ),
     ],
 )
-def test_choices_are_looked_at_before_a_stream_is_read(call):
+def test_options_are_checked_before_a_stream_is_read(call):
     with pytest.raises(ArgumentError):
         call(iter([]))
+
+
+def test_the_form_for_tables_refuses_an_iterator():
+    turns, _ = three()
+    for stage in (tk.link, tk.compact, tk.validate):
+        with pytest.raises(SchemaError, match=f"{stage.__name__}_batches an iterator"):
+            stage(iter(turns.to_batches()))
 
 
 # --- what is held
@@ -372,10 +399,6 @@ def many_sessions(n=30):
     return attributed(spoken(generated))
 
 
-def report_of(batches):
-    return [report for _, report in batches]
-
-
 @pytest.mark.parametrize(
     "name", [*OF_TURNS, *OF_LINKS, *OF_ROWS, "verify", "observations"]
 )
@@ -388,16 +411,14 @@ def test_few_batches_are_held(name):
     elif name in OF_ROWS:
         stage, sources = OF_ROWS[name], {"rows": rows}
     elif name == "verify":
-        stage, sources = tk.verify, {"rows": rows, "turns": table}
+        stage, sources = VERIFY, {"rows": rows, "turns": table}
     elif name == "observations":
-        stage, sources = (
-            tk.learn.observation_weights,
-            {"rows": rows, "turns": table},
-        )
+        stage, sources = OBSERVE, {"rows": rows, "turns": table}
     else:
         stage = OF_TURNS[name]
     counted = [Counted(source) for source in sources.values()]
-    deque(stage(*(iter(one) for one in counted)), maxlen=0)
+    _, batches, options = stage
+    deque(batches(*(iter(one) for one in counted), **options), maxlen=0)
     assert all(one.sizes > 20 for one in counted)
     # what is at hand, what a frame still names, the one that tells where it ended
     assert max(one.most for one in counted) <= 5
@@ -409,7 +430,8 @@ def test_a_table_without_rows_may_have_categories_of_polars():
     none = schema.TURNS.append(pa.field("word", kind)).empty_table()
     [batch] = batches_of(none)
     assert (batch.num_rows, batch.schema) == (0, none.schema)
-    assert one_batch(none).schema == none.schema
+    [(lead, other)] = in_step([none], [batch], "turns", "turns")
+    assert lead.schema == other.schema == none.schema
 
 
 # --- nothing in it
@@ -432,59 +454,60 @@ def nothing():
 def test_a_stream_without_rows_gives_a_batch_without_rows(name, seen):
     """A reader knows its columns before its first batch, an iterator with it."""
     turns, links, rows = nothing()
-    stage, sources = {
+    (whole, stage, options), sources = {
         **{name: (stage, (turns,)) for name, stage in OF_TURNS.items()},
         **{name: (stage, (turns, links)) for name, stage in OF_LINKS.items()},
         **{name: (stage, (rows,)) for name, stage in OF_ROWS.items()},
-        "verify": (tk.verify, (rows, turns)),
-        "observations": (tk.learn.observation_weights, (rows, turns)),
-        "linearize": (tk.linearize, (turns,)),
+        "verify": (VERIFY, (rows, turns)),
+        "observations": (OBSERVE, (rows, turns)),
+        "linearize": ((tk.linearize, tk.linearize_batches, {}), (turns,)),
     }[name]
     given = [
         iter([empty_batch(one.schema)] * seen) if seen else reader_of(one)
         for one in sources
     ]
-    [batch] = stage(*given)
-    whole = stage(*sources)
-    assert (batch.num_rows, batch.schema) == (0, whole.schema)
-    assert batch.schema.metadata == whole.schema.metadata
+    [batch] = stage(*given, **options)
+    table = whole(*sources, **options)
+    assert (batch.num_rows, batch.schema) == (0, table.schema)
+    assert batch.schema.metadata == table.schema.metadata
 
 
 @pytest.mark.parametrize("layout", ["full", "suffix"])
 def test_linearize_of_a_reader_without_rows_with_all_it_can_give(layout):
     turns, _, _ = nothing()
     payloads = ["prompt_is_content"] if layout == "full" else []
-    options = {"layout": layout, "payloads": payloads, "report": True}
-    [pair] = tk.linearize(reader_of(turns), **options)
-    whole = tk.linearize(turns, **options)
-    assert [one.schema for one in pair] == [one.schema for one in whole]
-    assert [one.num_rows for one in pair] == [0, 0]
+    options = {"layout": layout, "payloads": payloads}
+    [batch], [counts] = streamed(reader_of(turns), **options)
+    rows, report = linearized(turns, **options)
+    assert (batch.schema, counts.schema) == (rows.schema, report.schema)
+    assert batch.num_rows == counts.num_rows == 0
 
 
 def test_further_stages_of_readers_without_rows():
     turns, _, rows = nothing()
     given = advantages_of(rows)
-    for stage, table in (
+    for stage, table, *options in (
         (tk.expand, tk.compact(turns)),
         (tk.full_rows, tk.suffix_rows(rows)),
-        (lambda rows: tk.add_advantages(rows, given), rows),
+        (tk.add_advantages, rows, given),
     ):
-        [batch] = stage(reader_of(table))
-        assert batch.schema == stage(table).schema
-    [(good, bad)] = tk.turns.reject_sessions(reader_of(turns))
-    assert (good.schema, bad.num_rows) == (turns.schema, 0)
+        [batch] = stage.batches(reader_of(table), *options)
+        assert batch.schema == stage(table, *options).schema
+    bad = []
+    [good] = tk.turns.reject_sessions_batches(reader_of(turns), rejected=bad)
+    assert (good.schema, bad) == (turns.schema, [])
     assert tk.simulate(reader_of(turns)) == tk.simulate(turns)
 
 
 @pytest.mark.parametrize("name", [*OF_TURNS, *OF_ROWS])
 def test_an_iterator_without_a_batch_gives_none(name):
-    stage = OF_TURNS.get(name) or OF_ROWS[name]
-    assert list(stage(iter([]))) == []
+    _, stage, options = OF_TURNS.get(name) or OF_ROWS[name]
+    assert list(stage(iter([]), **options)) == []
 
 
 def test_a_stream_of_rows_that_are_as_they_should_be_says_so_in_a_batch():
     turns, rows = three()
-    [batch] = tk.verify(iter(rows.to_batches()), iter(turns.to_batches()))
+    [batch] = tk.verify_batches(iter(rows.to_batches()), iter(turns.to_batches()))
     assert batch.schema == tk.verify(rows, turns).schema
 
 
@@ -493,14 +516,5 @@ def test_a_file_without_turns_says_its_columns_as_a_stream(tmp_path):
     tk.write_turns(turns, tmp_path / "none.parquet")
     [batch] = tk.scan_turns(tmp_path / "none.parquet")
     assert (batch.num_rows, batch.schema) == (0, turns.schema)
-    [links] = tk.link(tk.scan_turns(tmp_path / "none.parquet"))
+    [links] = tk.link_batches(tk.scan_turns(tmp_path / "none.parquet"))
     assert links.schema == tk.link(turns).schema
-
-
-def test_a_table_that_needs_two_batches_is_refused():
-    """Columns of more than 2 GB of text stay in several chunks, and no row may be lost."""
-    chunked = pa.chunked_array([[1], [2]])
-    large = mock.Mock(num_rows=2)
-    large.combine_chunks.return_value = pa.table({"x": chunked})
-    with pytest.raises(LayoutError, match="2 rows do not fit into one batch"):
-        one_batch(large)

@@ -192,7 +192,7 @@ def test_a_stream_of_rows_gives_the_packs_of_the_table(random, share):
     lines.sort(key=lambda line: line["group_id"] or "")
     table = rows_table(lines)
     choices = {"share": share, "oversize": "carry"}
-    batches = list(tk.pack(in_batches(table, 2), 8, **choices))
+    batches = list(tk.pack_batches(in_batches(table, 2), 8, **choices))
     streamed = pa.Table.from_batches(batches)
     assert streamed.equals(tk.pack(table, 8, **choices))
 
@@ -203,7 +203,7 @@ def test_lines_count_through_a_stream_that_is_packed_in_parts():
         for k in range(200)
     ]
     table = tk.linearize(tk.from_records(turns))
-    batches = list(tk.pack(in_batches(table, 7), 3, oversize="carry"))
+    batches = list(tk.pack_batches(in_batches(table, 7), 3, oversize="carry"))
     assert len(batches) > 1
     packs = pa.Table.from_batches(batches)
     assert tk.verify_packs(packs, table, max_tokens=3).num_rows == 0
@@ -224,7 +224,7 @@ def test_a_group_that_comes_back_in_a_stream_is_refused():
     )
     tk.pack(table, 4, share="group")
     with pytest.raises(InvalidTurnsError, match="group 'x' comes back after another"):
-        list(tk.pack(in_batches(table, 1), 4, share="group"))
+        list(tk.pack_batches(in_batches(table, 1), 4, share="group"))
 
 
 def grouped(prompts, groups):

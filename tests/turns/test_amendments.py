@@ -6,6 +6,7 @@ from hypothesis import given
 
 import trajkit as tk
 from tests.strategies import amendment_lists
+from tests.tables import linearized
 from trajkit import schema
 from trajkit.errors import FormatError, SchemaError
 from trajkit.io.tables import write_table
@@ -54,7 +55,7 @@ def test_a_directory_is_read_with_its_amendments(tmp_path):
     assert plain["trainable"].to_pylist() == [None] * 3
     assert "amended" not in plain.column_names
     assert len(tk.validate(table)) == 3
-    _, report = tk.linearize(table, reward=1.0, report=True)
+    _, report = linearized(table, reward=1.0)
     assert report["lost_untrainable"].to_pylist() == [1, 0]
 
 
@@ -71,7 +72,7 @@ def test_turns_in_delta_form_are_amended_too(tmp_path):
     turns = tk.read_turns(run)
     assert "suffix_ids" in turns.column_names
     assert turns["trainable"].to_pylist() == [None, False, None]
-    _, report = tk.linearize(turns, reward=1.0, report=True)
+    _, report = linearized(turns, reward=1.0)
     assert report["lost_untrainable"].to_pylist() == [1, 0]
 
 

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests import reference
 from tests.strategies import pick, policies, row_limits, runs, thresholds
-from tests.tables import in_delta_form, link_by, policy_of, turns_table
+from tests.tables import (
+    in_delta_form,
+    linearized,
+    link_by,
+    policy_of,
+    streamed,
+    turns_table,
+)
 from trajkit._streams import limits
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import TURNS, TURNS_DELTA
@@ -50,14 +57,11 @@ def test_rows_and_report_are_those_of_the_full_form(
     choices = {
         "policy": policy_of(choice),
         "max_row_tokens": limit,
-        "report": True,
         "reward": 1.0,
     }
-    expected = tk.linearize(table, **choices)
-    assert tk.linearize(drawn_delta(data, table), threads=threads, **choices) == (
-        expected
-    )
-    assert tk.linearize(in_delta_form(table, fullest), **choices) == expected
+    expected = linearized(table, **choices)
+    assert linearized(drawn_delta(data, table), threads=threads, **choices) == expected
+    assert linearized(in_delta_form(table, fullest), **choices) == expected
 
 
 @given(st.data(), runs(), policies)
@@ -65,7 +69,7 @@ def test_a_stream_in_delta_form_is_its_table(data, turns, choice):
     delta = drawn_delta(data, turns_table(turns))
     cut = data.draw(st.integers(0, delta.num_rows))
     batches = [*delta.slice(0, cut).to_batches(), *delta.slice(cut).to_batches()]
-    rows = list(tk.linearize(iter(batches), policy_of(choice)))
+    rows = list(tk.linearize_batches(iter(batches), policy_of(choice)))
     whole = tk.linearize(delta, policy_of(choice))
     assert pa.Table.from_batches(rows, whole.schema) == whole
 
@@ -94,7 +98,7 @@ def test_parts_of_a_table_are_the_whole(data, turns, choice, sizes, threads, how
     if how == "payload":
         delta = delta.append_column("own", delta["output_ids"])
         same = {"payloads": ["own"]}
-    whole, counted = tk.linearize(delta, policy, report=True, **same)
+    whole, counted = linearized(delta, policy, **same)
     part, batch, at_once = sizes
     with (
         mock.patch.multiple(
@@ -106,13 +110,11 @@ def test_parts_of_a_table_are_the_whole(data, turns, choice, sizes, threads, how
         ),
         mock.patch.object(limits, "BATCH_TOKENS", batch),
     ):
-        rows, report = tk.linearize(
-            delta, policy, report=True, threads=threads, **given, **same
-        )
-        pairs = [*tk.linearize(iter(delta.to_batches()), policy, report=True, **same)]
+        rows, report = linearized(delta, policy, threads=threads, **given, **same)
+        batches, counts = streamed(iter(delta.to_batches()), policy, **same)
     assert (rows, report) == (whole, counted)
-    assert pa.Table.from_batches([one for one, _ in pairs], whole.schema) == whole
-    assert pa.Table.from_batches([one for _, one in pairs], counted.schema) == counted
+    assert pa.Table.from_batches(batches, whole.schema) == whole
+    assert pa.Table.from_batches(counts, counted.schema) == counted
 
 
 def test_rows_in_several_batches_share_the_reward_of_their_session():
@@ -148,7 +150,7 @@ def test_rows_beyond_what_is_made_at_once_are_made_when_they_are_asked_for():
         mock.patch.object(fill, "record_batch", counting),
         mock.patch.object(limits, "HELD_ROW_TOKENS", 1),
     ):
-        batches = tk.linearize(iter(turns.to_batches()), "per_call")
+        batches = tk.linearize_batches(iter(turns.to_batches()), "per_call")
         assert next(batches).num_rows == 1
         assert len(made) == 1
         assert sum(batch.num_rows for batch in batches) == 2
@@ -617,10 +619,10 @@ def test_streams_of_turns_change_their_form_as_tables_do(data, turns):
     table = turns_table(turns)
     cut = data.draw(st.integers(0, table.num_rows))
     batches = [*table.slice(0, cut).to_batches(), *table.slice(cut).to_batches()]
-    delta = list(tk.compact(iter(batches)))
+    delta = list(tk.compact_batches(iter(batches)))
     assert pa.Table.from_batches(delta, TURNS_DELTA) == tk.compact(table)
     reader = pa.RecordBatchReader.from_batches(TURNS_DELTA, delta)
-    assert pa.Table.from_batches(tk.expand(reader), TURNS) == table
+    assert pa.Table.from_batches(tk.expand_batches(reader), TURNS) == table
 
 
 def test_a_long_chain_of_bases_is_followed():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.strategies import fewer_examples
+from tests.tables import linearized
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.turns import content_ids, engine_ids
 
@@ -105,8 +106,8 @@ def test_rows_are_those_of_prompts_with_a_number_per_image(calls, cap):
     table, twin = tk.from_records(recorded(calls)), twin_of(calls)
     for policy in POLICIES:
         choices = {"policy": policy, "reward": 1.0, "max_row_tokens": cap}
-        rows, report = tk.linearize(table, report=True, **choices)
-        due, due_report = tk.linearize(twin, report=True, **choices)
+        rows, report = linearized(table, **choices)
+        due, due_report = linearized(twin, **choices)
         assert without_ids(rows) == without_ids(due)
         assert report == due_report
         assert tk.verify(rows, table, policy=policy, max_row_tokens=cap).num_rows == 0

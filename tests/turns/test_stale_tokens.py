@@ -3,6 +3,7 @@
 import pytest
 
 import trajkit as tk
+from tests.tables import linearized
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.turns import untrain_stale
 
@@ -45,7 +46,7 @@ def test_tokens_of_old_weights_are_masked(form, max_lag, expected):
     assert found.drop_columns("output_mask") == turns.drop_columns("output_mask")
     assert tk.validate(found).equals(found)
     n_masked = sum(mask.count(False) for mask in expected if mask)
-    rows, report = tk.linearize(found, "per_call", report=True)
+    rows, report = linearized(found, "per_call")
     assert report["lost_masked"].to_pylist() == [n_masked]
     assert tk.verify(rows, found, "per_call").num_rows == 0
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.strategies import runs
-from tests.tables import link_by
+from tests.tables import linearized, link_by
 from trajkit import schema
 from trajkit._arrow.canonical import canonical
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
@@ -450,7 +450,7 @@ def test_what_breaks_a_rule_is_refused_and_rejected(kind, rows, match):
     for size in (1, 2):
         # a stream is refused where a session comes back, before it is looked at
         with pytest.raises(InvalidTurnsError, match=f"{match}|comes back"):
-            list(validate(table.to_reader(max_chunksize=size), kind))
+            list(validate.batches(table.to_reader(max_chunksize=size), kind))
     if None in table["session_id"].to_pylist():
         with pytest.raises(InvalidTurnsError, match=match):
             reject_sessions(table, kind)
@@ -704,14 +704,14 @@ def test_every_stage_of_a_run_is_valid(records):
     assert validate(links).num_rows == turns.num_rows
     validate(tk.classify_drift(turns, links))
     for policy in ("slime", "strict", "per_call"):
-        rows, report = tk.linearize(turns, policy=policy, reward=1.0, report=True)
+        rows, report = linearized(turns, policy=policy, reward=1.0)
         validate(rows)
         assert validate(report).equals(report)
 
 
 def test_a_report_that_does_not_add_up_is_refused():
     turns = tk.from_records([{**IDS_RECORD, "output_ids": [5, 6, 7]}])
-    _, report = tk.linearize(turns, report=True)
+    _, report = linearized(turns)
     at = report.column_names.index("lost_cut")
     report = report.set_column(at, report.field(at), pa.array([1]))
     with pytest.raises(InvalidTurnsError, match="3 tokens sampled, but 4 trained or l"):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.generated import generated_runs
 from tests.strategies import row_limits, runs, thresholds
-from tests.tables import by_session, turns_table
+from tests.tables import by_session, linearized, turns_table
 from trajkit.errors import ArgumentError, InvalidTurnsError, PolicyError, SchemaError
 from trajkit.policies import PRESETS
 from trajkit.schema import (
@@ -826,9 +826,7 @@ def many_turns():
 def test_nothing_is_found_in_thousands_of_sessions(policy, limit):
     turns = many_turns()
     facts = facts_of(turns)
-    rows, report = tk.linearize(
-        turns, policy, sessions=facts, max_row_tokens=limit, report=True
-    )
+    rows, report = linearized(turns, policy, sessions=facts, max_row_tokens=limit)
     assert report.num_rows == MANY
     assert pc.sum(report["tokens_trained"]).as_py() > 2 * MANY
     found = tk.verify(rows, turns, policy, sessions=facts, max_row_tokens=limit)
@@ -840,7 +838,7 @@ def test_generated_sessions_are_hard():
     turns = many_turns()
     kinds, lost = set(), dict.fromkeys(HARD_LOSSES, 0)
     for policy in ("faithful", "slime", "trl"):
-        rows, report = tk.linearize(turns, policy, max_row_tokens=12, report=True)
+        rows, report = linearized(turns, policy, max_row_tokens=12)
         kinds |= set(rows["spans"].combine_chunks().flatten().field("kind").to_pylist())
         for reason in lost:
             lost[reason] += pc.sum(report[f"lost_{reason}"]).as_py()
@@ -889,7 +887,7 @@ def test_a_lost_reply_may_begin_with_tokens_that_have_no_logprob(
 def test_slime_and_trl_keep_their_own_promise(turns, name, threshold, limit):
     table = turns_table(turns)
     policy = tk.policy(name, fork_threshold=threshold)
-    rows, report = tk.linearize(table, policy, max_row_tokens=limit, report=True)
+    rows, report = linearized(table, policy, max_row_tokens=limit)
     found = tk.verify(rows, table, policy, max_row_tokens=limit)
     assert found.to_pylist() == []
     # what they lose is found under the promise to lose nothing

@@ -10,9 +10,18 @@ from trajkit._lazy import lazy_names
 
 if TYPE_CHECKING:
     from trajkit.analysis.branches import label_branches as label_branches
+    from trajkit.analysis.branches import (
+        label_branches_batches as label_branches_batches,
+    )
     from trajkit.analysis.drift import classify_drift as classify_drift
     from trajkit.analysis.drift_findings import explain_drift as explain_drift
+    from trajkit.analysis.drift_findings import (
+        explain_drift_batches as explain_drift_batches,
+    )
     from trajkit.analysis.roundtrip import check_roundtrip as check_roundtrip
+    from trajkit.analysis.roundtrip import (
+        check_roundtrip_batches as check_roundtrip_batches,
+    )
     from trajkit.analysis.row_reasons import why as why
     from trajkit.analysis.run_metrics import metrics as metrics
     from trajkit.analysis.run_metrics import metrics_by_step as metrics_by_step
@@ -20,17 +29,4 @@ if TYPE_CHECKING:
     from trajkit.analysis.session_tree import call_tree as call_tree
     from trajkit.analysis.simulation import simulate as simulate
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "branches": "label_branches",
-            "drift": "classify_drift",
-            "drift_findings": "explain_drift",
-            "roundtrip": "check_roundtrip",
-            "row_reasons": "why",
-            "run_metrics": "metrics metrics_by_step",
-            "sampled_tokens": "output_spans",
-            "session_tree": "call_tree",
-            "simulation": "simulate",
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__)

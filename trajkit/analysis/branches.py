@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
-from trajkit._streams.lockstep import Source, Stream, map_sessions
+from trajkit._streams.stages import Source, apply, stage
 from trajkit.analysis.turn_lines import codes, turn_lines
 from trajkit.pipeline.links import read_linked
 from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
@@ -27,17 +26,10 @@ OPENING_TOKENS = 32
 """Leading prompt tokens that identify an agent without an ``agent_id`` or messages."""
 
 
-@overload
+@stage
 def label_branches(
-    turns: Stream | pa.RecordBatchReader, links: Source, *, opening_tokens: int = ...
-) -> Stream: ...
-@overload
-def label_branches(
-    turns: TableLike, links: TableLike, *, opening_tokens: int = ...
-) -> pa.Table: ...
-def label_branches(
-    turns: Source, links: Source, *, opening_tokens: int = OPENING_TOKENS
-) -> pa.Table | Stream:
+    turns: TableLike, links: Source, *, opening_tokens: int = OPENING_TOKENS
+) -> pa.Table:
     """Label the turns that open a branch, with the evidence for each label.
 
     A turn's *state* is its request followed by its reply; a call that continues the
@@ -73,10 +65,10 @@ def label_branches(
 
     Parameters
     ----------
-    turns : table, or iterator of record batches
+    turns : table
         As for `trajkit.classify_drift`. The columns ``agent_id`` (string),
         ``started_at`` and ``ended_at`` (timestamps) are optional.
-    links : table, or iterator of record batches
+    links : table
         As for `trajkit.classify_drift`.
     opening_tokens : int
         Prompt tokens that identify an agent without an ``agent_id`` and messages.
@@ -85,7 +77,6 @@ def label_branches(
     -------
     Table
         `trajkit.schema.BRANCHES`, one row per labelled turn, in the order of ``turns``.
-        For iterators: an iterator of record batches.
 
     Raises
     ------
@@ -104,7 +95,10 @@ def label_branches(
     def one(turns: pa.Table, links: pa.Table) -> pa.Table:
         return _branches(turns, links, opening_tokens)
 
-    return map_sessions(one, ("turns", turns), ("links", links), table_of=as_turns)
+    return apply(one, turns, table_of=as_turns, links=links)
+
+
+label_branches_batches = label_branches.batches
 
 
 def _branches(turns: pa.Table, links: pa.Table, opening_tokens: int) -> pa.Table:

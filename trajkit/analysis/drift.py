@@ -1,7 +1,5 @@
 """Classify how each prompt departs from its parent's path: the ``drift`` table."""
 
-from typing import overload
-
 import numpy as np
 import pyarrow as pa
 
@@ -9,7 +7,7 @@ from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
 from trajkit._kernel_names import numbers
-from trajkit._streams.lockstep import Source, Stream, map_sessions
+from trajkit._streams.stages import Source, apply, stage
 from trajkit.analysis.drift_findings import MIN_RUN, find_causes
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.analysis.turn_lines import codes, turn_lines
@@ -25,39 +23,24 @@ numbers("Region", REGIONS)
 numbers("Cause", CAUSES)
 
 
-@overload
-def classify_drift(
-    turns: Stream | pa.RecordBatchReader,
-    links: Source,
-    *,
-    min_run: int = ...,
-    tokenizer: Tokenizer | None = ...,
-) -> Stream: ...
-@overload
+@stage
 def classify_drift(
     turns: TableLike,
-    links: TableLike,
-    *,
-    min_run: int = ...,
-    tokenizer: Tokenizer | None = ...,
-) -> pa.Table: ...
-def classify_drift(
-    turns: Source,
     links: Source,
     *,
     min_run: int = MIN_RUN,
     tokenizer: Tokenizer | None = None,
-) -> pa.Table | Stream:
+) -> pa.Table:
     """Classify how the prompt of each linked turn departs from its parent's path.
 
     Parameters
     ----------
-    turns : table, or iterator of record batches
-        `trajkit.schema.TURNS` in full or delta form. An iterator (or a
-        RecordBatchReader) is read lazily; a session may span consecutive batches.
-    links : table, or iterator of record batches
-        `trajkit.schema.LINKS` of the same turns, from `trajkit.link`. An iterator is
-        read in step with ``turns``.
+    turns : table
+        `trajkit.schema.TURNS` in full or delta form.
+    links : table
+        `trajkit.schema.LINKS` of the same turns, from `trajkit.link`.
+        `classify_drift_batches` also takes its batches, and reads them in step with the
+        turns.
     min_run : int
         Tokens that prompt and path must have in common to agree again after drift.
     tokenizer : Tokenizer, optional
@@ -68,8 +51,8 @@ def classify_drift(
     Returns
     -------
     Table
-        `trajkit.schema.DRIFT`, one row per turn with a parent; for iterators, an
-        iterator of record batches. *Path* is the path of the parent.
+        `trajkit.schema.DRIFT`, one row per turn with a parent. *Path* is the path of
+        the parent.
 
         lcp, size
             Length of the longest common prefix of path and prompt, and the number of
@@ -108,7 +91,10 @@ def classify_drift(
             return table
         return _with_text_causes(table, calls, forest, records, codec, min_run)
 
-    return map_sessions(one, ("turns", turns), ("links", links), table_of=as_turns)
+    return apply(one, turns, table_of=as_turns, links=links)
+
+
+classify_drift_batches = classify_drift.batches
 
 
 def _with_text_causes(

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import overload
 
 import numpy as np
 import pyarrow as pa
@@ -10,7 +9,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
-from trajkit._streams.lockstep import Source, Stream, map_sessions
+from trajkit._streams.stages import Source, apply, stage
 from trajkit.analysis.drift_text import Side, Stretch, text_cause
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.analysis.turn_lines import codes, turn_lines
@@ -31,30 +30,15 @@ _MOST_PIECES = 64
 _COARSE = {"white_space": _CLOSER_RUNS, "reasoning_dropped": _CLOSER_RUNS[:1]}
 
 
-@overload
+@stage
 def explain_drift(
-    turns: Stream | pa.RecordBatchReader,
-    links: Source,
-    tokenizer: Tokenizer,
-    *,
-    min_run: int = ...,
-) -> Stream: ...
-@overload
-def explain_drift(
-    turns: TableLike, links: TableLike, tokenizer: Tokenizer, *, min_run: int = ...
-) -> pa.Table: ...
-def explain_drift(
-    turns: Source,
-    links: Source,
-    tokenizer: Tokenizer,
-    *,
-    min_run: int = MIN_RUN,
-) -> pa.Table | Stream:
+    turns: TableLike, links: Source, tokenizer: Tokenizer, *, min_run: int = MIN_RUN
+) -> pa.Table:
     """Explain every span where a prompt departs from its parent's path.
 
     Parameters
     ----------
-    turns, links : table, or iterator of record batches
+    turns, links : table
         As for `trajkit.classify_drift`.
     tokenizer : Tokenizer
         The engine's tokenizer, as `trajkit.analysis.check_roundtrip` takes it.
@@ -67,8 +51,7 @@ def explain_drift(
     Table
         `trajkit.schema.FINDINGS`: one or more rows per turn whose prompt does not begin
         with its parent's path. `trajkit.schema.TEXT_CAUSES` defines the causes. Tokens
-        that the prompt adds after the path are not findings. For iterators: an iterator
-        of record batches.
+        that the prompt adds after the path are not findings.
 
     Raises
     ------
@@ -87,7 +70,10 @@ def explain_drift(
     def one(turns: pa.Table, links: pa.Table) -> pa.Table:
         return _findings(turns, links, codec, min_run)
 
-    return map_sessions(one, ("turns", turns), ("links", links), table_of=as_turns)
+    return apply(one, turns, table_of=as_turns, links=links)
+
+
+explain_drift_batches = explain_drift.batches
 
 
 def _findings(turns: pa.Table, links: pa.Table, codec: Codec, min_run: int) -> pa.Table:

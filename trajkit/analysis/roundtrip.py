@@ -1,12 +1,10 @@
 """Check whether the text of a reply gives its token ids back."""
 
-from typing import overload
-
 import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow.canonical import TableLike
-from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit._streams.stages import apply, stage
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.analysis.turn_lines import turn_lines
 from trajkit.schema import ROUNDTRIP
@@ -16,15 +14,8 @@ from trajkit.turns.prefix_forest import Paths, grow
 from trajkit.turns.records import as_turns
 
 
-@overload
-def check_roundtrip(
-    turns: Stream | pa.RecordBatchReader, tokenizer: Tokenizer
-) -> Stream: ...
-@overload
-def check_roundtrip(turns: TableLike, tokenizer: Tokenizer) -> pa.Table: ...
-def check_roundtrip(
-    turns: TableLike | Stream, tokenizer: Tokenizer
-) -> pa.Table | Stream:
+@stage
+def check_roundtrip(turns: TableLike, tokenizer: Tokenizer) -> pa.Table:
     """Check for each turn whether encoding its decoded output gives the same ids.
 
     If it does not, a client that keeps text cannot return the reply as it was sampled.
@@ -33,9 +24,8 @@ def check_roundtrip(
 
     Parameters
     ----------
-    turns : table, or iterator of record batches
-        `trajkit.schema.TURNS` in full or delta form. An iterator (or a
-        RecordBatchReader) is read lazily; a session may span consecutive batches.
+    turns : table
+        `trajkit.schema.TURNS` in full or delta form.
     tokenizer : Tokenizer
         The engine's tokenizer: any object with ``encode(text,
         add_special_tokens=False)`` and ``decode(ids, skip_special_tokens=False)``, such
@@ -44,8 +34,7 @@ def check_roundtrip(
     Returns
     -------
     Table
-        `trajkit.schema.ROUNDTRIP`, one row per turn, in the order of ``turns``. For an
-        iterator: an iterator of record batches.
+        `trajkit.schema.ROUNDTRIP`, one row per turn, in the order of ``turns``.
 
     Raises
     ------
@@ -68,9 +57,10 @@ def check_roundtrip(
     https://github.com/THUDM/slime/blob/b6764131d/examples/coding_agent_rl/middleware.py).
     """
     codec = Codec(tokenizer)
-    return map_sessions(
-        lambda turns: _checked(turns, codec), ("turns", turns), table_of=as_turns
-    )
+    return apply(lambda turns: _checked(turns, codec), turns, table_of=as_turns)
+
+
+check_roundtrip_batches = check_roundtrip.batches
 
 
 def _checked(turns: pa.Table, codec: Codec) -> pa.Table:

@@ -70,7 +70,7 @@ def metrics(
     >>> import trajkit as tk
     >>> call = {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}
     >>> turns = tk.from_records([call])
-    >>> rows, report = tk.linearize(turns, reward=1.0, report=True)
+    >>> rows, report = tk.linearize(turns), tk.report(turns, reward=1.0)
     >>> numbers = tk.analysis.metrics(turns, report)
     >>> numbers["tokens/trained"], numbers["reward/mean"], "logprob/mean" in numbers
     (2.0, 1.0, False)
@@ -149,7 +149,7 @@ def _check_report(turns: pa.Table, report: pa.Table) -> None:
     if missing:
         raise SchemaError(
             f"the report has no column {min(missing)!r}: pass the one that "
-            "trajkit.linearize(turns, policy, report=True) returns"
+            "trajkit.report(turns, policy) returns"
         )
     n_turns = pc.sum(report["turns"]).as_py() or 0
     if n_turns != turns.num_rows:

@@ -1,7 +1,7 @@
 """`simulate`: compare what policies keep, lose and cost on the same recorded calls."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 import numpy as np
@@ -10,13 +10,13 @@ import pyarrow as pa
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
 from trajkit._streams import limits
-from trajkit._streams.lockstep import Stream, batches_of, is_stream
 from trajkit._streams.session_batches import whole_sessions
+from trajkit._streams.stages import Batches, batches_of
 from trajkit.errors import ArgumentError, LeftOutWarning, MissingBodyError
 from trajkit.packs.balancing import pack_pairs
 from trajkit.packs.packing import pack
 from trajkit.pipeline.plan import COUNTS
-from trajkit.pipeline.rows import linearize
+from trajkit.pipeline.rows import rows_and_report
 from trajkit.policies import PRESETS, Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import LOSSES, SIMULATION
@@ -39,7 +39,7 @@ ASKED = ("untrainable", "aborted", "masked", "no_logprob")
 
 
 def simulate(
-    turns: TableLike | Stream,
+    turns: TableLike | Batches,
     policies: str | Policy | Iterable[str | Policy] | None = None,
     *,
     pad_to: int | None = None,
@@ -101,7 +101,7 @@ def simulate(
     counts = Simulation(
         policies, pad_to, pack_tokens, sessions, max_row_tokens, threads
     )
-    if is_stream(turns):
+    if isinstance(turns, Iterator):
         tables: Iterable[pa.Table] = whole_sessions(batches_of(turns))
     else:
         tables = [as_turns(turns)]
@@ -154,12 +154,11 @@ class Simulation:
             for total in tuple(totals):
                 policy, counts = total
                 try:
-                    rows, report = linearize(
+                    rows, report = rows_and_report(
                         located,
                         policy,
                         sessions=self._facts,
                         max_row_tokens=self._max_row_tokens,
-                        report=True,
                         threads=self._threads,
                     )
                 except MissingBodyError as error:

@@ -19,9 +19,13 @@ if TYPE_CHECKING:
 
 MODULES = (
     "areal",
+    "miles",
     "nemo_rl",
     "openrlhf",
     "prime_rl",
+    "rlinf",
+    "rllm",
+    "roll",
     "sft",
     "skyrl",
     "slime",
@@ -34,6 +38,4 @@ FILE_FORMATS = ("llama-factory", "prime-rl", "sft", "skyrl-sft", "slime", "tinke
 """The formats of ``trajkit export``; `trajkit.export.files` writes them."""
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(
-        __name__, {"_rows": "StepCounts sessions_of step_counts"}, MODULES
-    )
+    __getattr__, __dir__ = lazy_names(__name__, MODULES)

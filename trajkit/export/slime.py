@@ -63,14 +63,17 @@ def sample_fields(
     ExportError
         A reward is null.
     """
+    carried = "routed_experts", "sampling_mask", "teacher_logprobs"
+    checked = checked_rows(rows, "slime", response=True, carried=carried)
+    return fields_of(rows, checked, first_index, first_group_index)
+
+
+def fields_of(
+    rows: TableLike, checked: list[ExportRow], first_index: int, first_group_index: int
+) -> list[dict[str, Any]]:
+    """`sample_fields` of rows that were checked."""
     chosen_int("first_index", first_index, 0)
     chosen_int("first_group_index", first_group_index, 0)
-    checked = checked_rows(
-        rows,
-        "slime",
-        response=True,
-        carried=("routed_experts", "sampling_mask", "teacher_logprobs"),
-    )
     experts, masks = routed_experts(rows, checked), sampling_masks(rows, checked)
     teacher = token_values(rows, checked, "teacher_logprobs")
     rollouts: dict[int, int] = {}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit._streams.lockstep import batches_in
+from trajkit._streams.stages import batches_in
 from trajkit.errors import FormatError
 from trajkit.importers.reader import Contradicted, Options, imported
 from trajkit.importers.sources import SUFFIXES, Sources, sources_of

@@ -10,10 +10,4 @@ if TYPE_CHECKING:
     from trajkit.jobs.stages import linearize_file as linearize_file
     from trajkit.jobs.verification import verify_file as verify_file
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "stages": "compact_file expand_file linearize_file",
-            "verification": "verify_file",
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -19,7 +19,7 @@ from trajkit._streams import limits
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.io.tables import gather, turn_files
 from trajkit.jobs.group_sessions import index_sessions, scan_turns
-from trajkit.pipeline.rows import Layout, linearize
+from trajkit.pipeline.rows import Layout, linearize_batches
 from trajkit.policies import Policy
 from trajkit.schema import ROWS, ROWS_SUFFIX
 from trajkit.turns.amendments import Amendments
@@ -63,9 +63,9 @@ class LinearizeStep:
         return pa.schema([_plain_field(field) for field in fields])
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The rows of the turns; raises as `trajkit.linearize` of a stream."""
+        """The rows of the turns; raises as `trajkit.linearize_batches`."""
         schema = self.schema
-        rows = linearize(
+        rows = linearize_batches(
             iter(batches),
             self.policy,
             reward=self.reward,

@@ -26,8 +26,8 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import canonical, check_session_id, turns_schema
 from trajkit._arrow.take import take_rows
 from trajkit._streams import limits
-from trajkit._streams.lockstep import batches_in, one_batch
 from trajkit._streams.session_batches import concat, rechunk, whole_sessions
+from trajkit._streams.stages import batches_in
 from trajkit.errors import FormatError, InvalidTurnsError, TornLogWarning
 from trajkit.io import jsonl
 from trajkit.io.arrow import key_batches, read_batches
@@ -294,7 +294,8 @@ class Log:
                 continue
             for batch in read_batches(path, kind, limits.MIN_READ_ROWS, turns_schema):
                 table = naming.table(pa.Table.from_batches([batch]), path)
-                spill.add(one_batch(table))
+                for part in table.to_batches():
+                    spill.add(part)
         lines = {
             path: jsonl.raw_lines(path, self.format or format_of(path))
             for path in texts
@@ -352,7 +353,7 @@ def scan_turns(
 
     Examples
     --------
-    ``tk.write_rows(tk.linearize(tk.scan_turns("log")), "rows.parquet")``
+    ``tk.write_rows(tk.linearize_batches(tk.scan_turns("log")), "rows.parquet")``
     """
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
     log = Log(

@@ -31,7 +31,7 @@ from trajkit.io.tables import log_files, write_rows, write_tables, write_turns
 from trajkit.jobs.group_sessions import Log, Piece, SessionIndex
 from trajkit.jobs.outputs import Manifest, Write, atomic_writers, fingerprint
 from trajkit.learn.weights import By, add_weights
-from trajkit.pipeline.rows import Layout, linearize
+from trajkit.pipeline.rows import Layout, rows_and_report
 from trajkit.pipeline.suffix_layout import full_pieces, row_pieces
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
@@ -325,7 +325,7 @@ def linearize_file(
 
     def stage(turns: pa.Table) -> Made:
         large = layout == "full" and path_tokens(turns) > limits.PART_TOKENS
-        rows, counts = linearize(
+        rows, counts = rows_and_report(
             locate(turns),
             chosen,
             reward=reward,
@@ -333,7 +333,6 @@ def linearize_file(
             max_row_tokens=max_row_tokens,
             threads=threads or 1,
             layout="suffix" if large else layout,
-            report=True,
         )
         if weigh_by != "token":  # the weights that `linearize` sets
             rows = add_weights(rows, weigh_by)

@@ -18,10 +18,10 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike
-from trajkit._arrow.take import take_rows
+from trajkit._arrow.take import empty_batch, take_rows
 from trajkit._streams import limits
-from trajkit._streams.lockstep import SessionCursor, one_batch
-from trajkit._streams.session_batches import concat
+from trajkit._streams.session_batches import concat, whole_sessions
+from trajkit._streams.stages import one_by_one
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.io.formats import paths_in
 from trajkit.io.guard import Input, check_outputs, is_parts, turns_inputs
@@ -111,7 +111,13 @@ def verify_file(
         As for `trajkit.verify`; the rows have no session_id, and ``output`` is a
         directory or ``rejected`` is given.
     """
-    judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
+    judge = judge_of(
+        policy,
+        reward=reward,
+        sessions=sessions,
+        max_row_tokens=max_row_tokens,
+        weigh_by=weigh_by,
+    )
     path = Path(rows)
     inputs = [Input(path)]
     index = index_sessions(paths_in(path), None, None)
@@ -183,10 +189,10 @@ class _RowReader:
         self._notes, self._folder = notes, folder
         self._ranks: dict[str | None, int] = {}
         self.faults: Iterator[pa.Table] = iter([])
-        # rank of the first current session; the cursor skips rows of earlier ones
-        self._rank = 0
-        self._names: set[str] = set()
-        self._rows = ROWS.empty_table()
+        # rows of sessions that were read, by name, and the next session
+        self._held: dict[str, pa.Table] = {}
+        self._next: tuple[str | None, pa.Table | None] = None, None
+        self._empty = ROWS.empty_table()
         self._stack = ExitStack()
 
     def begin(self, turns: SessionIndex, done: int) -> None:
@@ -218,7 +224,11 @@ class _RowReader:
             )
             batches = self._sorted(batches, self._folder)
         self._stack.callback(batches.close)
-        self._cursor = SessionCursor("rows", batches, "turns", self._is_past)
+        self._sessions = one_by_one(whole_sessions(batches, "rows"))
+        self._next = next(self._sessions, (None, None))
+        if self._next[1] is not None:
+            schema = self._next[1].schema
+            self._empty = pa.Table.from_batches([empty_batch(schema)])
 
     def close(self) -> None:
         """Stop reading rows and delete temporary files."""
@@ -226,19 +236,23 @@ class _RowReader:
 
     def rows_of(self, turns: pa.Table) -> pa.Table:
         """The rows of the next sessions, or of some of the current ones."""
-        names = pc.unique(turns.column("session_id"))
-        wanted = set(names.to_pylist())
-        if not wanted <= self._names:
-            self._rank, self._names = self._ranks[names[0].as_py()], wanted
-            self._rows = ROWS.empty_table()  # frees the rows before the next are read
-            self._rows = self._cursor.take(turns)
-        if wanted == self._names:
-            return self._rows
-        wanted_rows = pc.is_in(self._rows.column("session_id"), value_set=names)
-        return self._rows.filter(wanted_rows)
-
-    def _is_past(self, name: str) -> bool:
-        return self._ranks.get(name, -1) < self._rank
+        names = pc.unique(turns.column("session_id")).to_pylist()
+        if not names:
+            return self._empty
+        first, last = self._ranks[names[0]], self._ranks[names[-1]]
+        self._held = {
+            name: rows
+            for name, rows in self._held.items()
+            if self._ranks[name] >= first
+        }
+        name, rows = self._next
+        while rows is not None and self._ranks.get(name, -1) <= last:
+            if self._ranks.get(name, -1) >= first:
+                self._held[str(name)] = rows
+            name, rows = next(self._sessions, (None, None))
+        self._next = name, rows
+        wanted = [self._held[name] for name in names if name in self._held]
+        return concat(wanted) if wanted else self._empty
 
     def _session_faults(self) -> Iterator[pa.Table]:
         """Violations of sessions as such."""
@@ -271,4 +285,4 @@ class _RowReader:
                 table = concat(iter_tables(bucket))
                 names = table.column("session_id").to_pylist()
                 order = np.argsort([self._ranks[name] for name in names], kind="stable")
-                yield one_batch(take_rows(table, pa.array(order)))
+                yield from take_rows(table, pa.array(order)).to_batches()

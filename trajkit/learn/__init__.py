@@ -10,17 +10,13 @@ if TYPE_CHECKING:
     from trajkit.learn.baselines import step_advantages as step_advantages
     from trajkit.learn.loss import Loss as Loss
     from trajkit.learn.loss import reference_loss as reference_loss
+    from trajkit.learn.observations import observation_report as observation_report
     from trajkit.learn.observations import observation_weights as observation_weights
+    from trajkit.learn.observations import (
+        observation_weights_batches as observation_weights_batches,
+    )
     from trajkit.learn.rewards import spread_rewards as spread_rewards
+    from trajkit.learn.rewards import spread_rewards_batches as spread_rewards_batches
     from trajkit.learn.weights import add_weights as add_weights
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "baselines": "add_advantages advantages step_advantages",
-            "loss": "Loss reference_loss",
-            "observations": "observation_weights",
-            "rewards": "spread_rewards",
-            "weights": "add_weights",
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__)

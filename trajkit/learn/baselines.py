@@ -1,6 +1,6 @@
 """Advantages of rollouts, and of their turns or segments."""
 
-from typing import Literal, TypeAlias, overload
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ from trajkit._arrow.canonical import (
 )
 from trajkit._arrow.reshape import with_column
 from trajkit._arrow.take import row_lengths, tuples
-from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit._streams.stages import apply, stage
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.learn._checks import (
     Floats,
@@ -185,19 +185,14 @@ def advantages(
     return out
 
 
-@overload
-def add_advantages(
-    rows: Stream | pa.RecordBatchReader, sessions: TableLike
-) -> Stream: ...
-@overload
-def add_advantages(rows: TableLike, sessions: TableLike) -> pa.Table: ...
-def add_advantages(rows: TableLike | Stream, sessions: TableLike) -> pa.Table | Stream:
+@stage
+def add_advantages(rows: TableLike, sessions: TableLike) -> pa.Table:
     """Add the column ``advantage``: that of each row's session, segment or turns.
 
     Parameters
     ----------
-    rows : table, or iterator of record batches
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``. Iterators as for `trajkit.linearize`.
+    rows : table
+        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``.
     sessions : table
         A table with ``session_id`` and ``advantage``, from
         `trajkit.learn.advantages`. If it also has ``turn_index`` or ``row_index``
@@ -208,8 +203,7 @@ def add_advantages(rows: TableLike | Stream, sessions: TableLike) -> pa.Table | 
     Table
         The rows. ``advantage`` is a float64, null if the session's or the segment's is.
         For advantages of turns it is a list of float64 per row: for each trained token
-        that of the turn that sampled it, 0 for other tokens. For an iterator: an
-        iterator of record batches.
+        that of the turn that sampled it, 0 for other tokens.
 
     Raises
     ------
@@ -230,7 +224,10 @@ def add_advantages(rows: TableLike | Stream, sessions: TableLike) -> pa.Table | 
     facts = canonical(given, schema).select(schema.names)
     check_once(facts, ["session_id", *steps])
     check_finite(facts, "advantage")
-    return map_sessions(lambda rows: _with_advantages(rows, facts), ("rows", rows))
+    return apply(lambda rows: _with_advantages(rows, facts), rows)
+
+
+add_advantages_batches = add_advantages.batches
 
 
 def _with_advantages(rows: pa.Table, facts: pa.Table) -> pa.Table:

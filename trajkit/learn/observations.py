@@ -7,23 +7,26 @@ predict it, once per rollout however many rows show it.
 from __future__ import annotations  # a signature shows the words below
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arguments import check_choice, check_flag
+from trajkit._arguments import check_choice
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical, place
-from trajkit._streams.lockstep import (
+from trajkit._streams.session_batches import whole_sessions
+from trajkit._streams.stages import (
+    Batches,
     Source,
-    is_stream,
-    map_session_pairs,
-    map_sessions,
+    batches_in,
+    batches_of,
+    in_step,
+    unknown,
 )
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.learn._checks import check_number
@@ -155,8 +158,8 @@ def _observed_rows(
 
 
 def observation_weights(
-    rows: Source,
-    turns: Source,
+    rows: TableLike,
+    turns: TableLike,
     *,
     roles: Names | None = None,
     tool_names: Names | None = None,
@@ -164,8 +167,7 @@ def observation_weights(
     normalization: Normalization = "flat",
     missing: Missing = "raise",
     sessions: TableLike | None = None,
-    report: bool = False,
-) -> Any:
+) -> pa.Table:
     """Add a weight for every observed token that is learned.
 
     The loss mask does not change. A token has a weight if
@@ -183,12 +185,12 @@ def observation_weights(
 
     Parameters
     ----------
-    rows : table, or iterator of record batches
+    rows : table
         `trajkit.schema.ROWS`, made of these turns, with all rows of each session that
-        occurs. An iterator has the sessions in the order of ``turns``.
-    turns : table, or iterator of record batches
+        occurs.
+    turns : table
         `trajkit.schema.TURNS` in full or delta form, with the columns
-        `trajkit.schema.ATTRIBUTION`. Iterators as for `trajkit.linearize`.
+        `trajkit.schema.ATTRIBUTION`.
     roles : names, or mapping of name to alpha, optional
         Roles whose messages get a weight. None: ``("tool",)``. Without messages in
         ``turns``, only tools are known, by their names.
@@ -206,18 +208,13 @@ def observation_weights(
         a weight as well; otherwise as "skip".
     sessions : table, optional
         `trajkit.schema.SESSIONS`: a rollout with an error gets no weights.
-    report : bool
-        Return counts of observed, repeated and missing tokens as well.
 
     Returns
     -------
-    rows : Table
-        With the column ``observation_weight`` (large_list<float32>), as long as
-        ``input_ids``; 0 for tokens that are not learned.
-    report : Table, if requested
-        `trajkit.schema.OBSERVATIONS`, one row per session of ``turns``.
-
-        For iterators: an iterator of record batches of rows, or of pairs of them.
+    Table
+        The rows with the column ``observation_weight`` (large_list<float32>), as long
+        as ``input_ids``; 0 for tokens that are not learned. `observation_report` has
+        the counts.
 
     Raises
     ------
@@ -227,19 +224,65 @@ def observation_weights(
         ``missing="raise"`` and a turn lacks attribution; or a row does not belong to
         these turns.
     """
-    check_flag("report", report)
-    selection = _selection(roles, tool_names, alpha, normalization, missing)
-    facts = session_facts(None, sessions)
+    selection, facts = _selection(
+        roles, tool_names, alpha, normalization, missing, sessions
+    )
+    return _observed(as_turns(turns), as_table(rows), selection, facts)[0]
 
-    def one(turns: pa.Table, rows: pa.Table) -> tuple[pa.Table, pa.Table]:
-        return _observed(turns, rows, selection, facts)
 
-    sources = ("turns", turns), ("rows", rows)
-    if not report:
-        return map_sessions(lambda *tables: one(*tables)[0], *sources)
-    if is_stream(turns) or is_stream(rows):
-        return map_session_pairs(one, *sources)
-    return one(as_turns(turns), as_table(rows))
+class _Options(TypedDict, total=False):
+    roles: Names | None
+    tool_names: Names | None
+    alpha: float
+    normalization: Normalization
+    missing: Missing
+    sessions: TableLike | None
+
+
+def observation_report(
+    rows: TableLike, turns: TableLike, **options: Unpack[_Options]
+) -> pa.Table:
+    """The counts of observed, repeated and missing tokens of `observation_weights`.
+
+    Parameters
+    ----------
+    rows, turns, **options
+        As for `observation_weights`.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.OBSERVATIONS`, one row per session of ``turns``.
+    """
+    selection, facts = _selection(**options)
+    return _observed(as_turns(turns), as_table(rows), selection, facts)[1]
+
+
+def observation_weights_batches(
+    rows: Source,
+    turns: Source,
+    *,
+    report: list[pa.RecordBatch] | None = None,
+    **options: Unpack[_Options],
+) -> Batches:
+    """From record batches to an iterator of them; see `observation_weights`.
+
+    Both have their sessions in one order. The batches of `observation_report` are
+    appended to ``report`` while the rows are read.
+    """
+    selection, facts = _selection(**options)
+
+    def made() -> Iterator[pa.Table]:
+        lead = whole_sessions(batches_of(turns))
+        for own, theirs in in_step(lead, batches_of(rows), "turns", "rows"):
+            if own is None:
+                raise unknown(theirs, "rows", "turns")
+            table, counts = _observed(own, theirs, selection, facts)
+            if report is not None:
+                report.extend(counts.to_batches())
+            yield table
+
+    return batches_in(made())
 
 
 def _observed(
@@ -283,12 +326,14 @@ def _observed(
 
 
 def _selection(
-    roles: Names | None,
-    tool_names: Names | None,
-    alpha: float,
-    normalization: Normalization,
-    missing: Missing,
-) -> Selection:
+    roles: Names | None = None,
+    tool_names: Names | None = None,
+    alpha: float = 1.0,
+    normalization: Normalization = "flat",
+    missing: Missing = "raise",
+    sessions: TableLike | None = None,
+) -> tuple[Selection, SessionFacts]:
+    """The checked options, and the facts of the sessions."""
     check_choice("normalization", normalization, Normalization)
     check_choice("missing", missing, Missing)
     check_number("alpha", alpha, 0)
@@ -300,7 +345,8 @@ def _selection(
                 f"tool_names={tool_names!r}: roles {sorted(by_role)} select no tool"
             )
         by_tool = _alphas("tool_names", tool_names, by_role["tool"])
-    return Selection(by_role, by_tool, normalization, missing)
+    selection = Selection(by_role, by_tool, normalization, missing)
+    return selection, session_facts(None, sessions)
 
 
 def _alphas(what: str, names: Names, alpha: float) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Spread the reward of a rollout over its rows."""
 
-from typing import Literal, TypeAlias, overload
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from trajkit._arrow.canonical import (
 )
 from trajkit._arrow.reshape import with_column
 from trajkit._arrow.take import list_values
-from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit._streams.stages import apply, stage
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.learn._checks import (
     Bools,
@@ -35,37 +35,21 @@ Spread: TypeAlias = Literal[
 ]
 
 
-@overload
-def spread_rewards(
-    rows: Stream | pa.RecordBatchReader,
-    mode: Spread = ...,
-    *,
-    turn_rewards: TableLike | None = ...,
-    segment_rewards: TableLike | None = ...,
-) -> Stream: ...
-@overload
+@stage
 def spread_rewards(
     rows: TableLike,
-    mode: Spread = ...,
-    *,
-    turn_rewards: TableLike | None = ...,
-    segment_rewards: TableLike | None = ...,
-) -> pa.Table: ...
-def spread_rewards(
-    rows: TableLike | Stream,
     mode: Spread = "copy",
     *,
     turn_rewards: TableLike | None = None,
     segment_rewards: TableLike | None = None,
-) -> pa.Table | Stream:
+) -> pa.Table:
     """Spread the reward of each rollout over its rows.
 
     Parameters
     ----------
-    rows : table, or iterator of record batches
+    rows : table
         `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session. Each row
-        has the reward of its rollout, as `trajkit.linearize` writes it. Iterators as
-        for `trajkit.linearize`.
+        has the reward of its rollout, as `trajkit.linearize` writes it.
     mode : {"copy", "uniform", "final_only", "per_turn", "last_turn", "per_segment"}
         copy
             Every row has the reward of the rollout.
@@ -95,7 +79,7 @@ def spread_rewards(
     Table
         The rows with new rewards. A null reward gives null in all rows of the rollout;
         with per_turn in the rows that train the turn; with last_turn in the rows that
-        end with it. For an iterator: an iterator of record batches.
+        end with it.
 
     Raises
     ------
@@ -130,7 +114,10 @@ def spread_rewards(
             given = canonical(given, schema)
             check_once(given, schema.names[:2])
             check_finite(given)
-    return map_sessions(lambda rows: _spread_over(rows, mode, given), ("rows", rows))
+    return apply(lambda rows: _spread_over(rows, mode, given), rows)
+
+
+spread_rewards_batches = spread_rewards.batches
 
 
 def _spread_over(rows: pa.Table, mode: Spread, given: pa.Table | None) -> pa.Table:

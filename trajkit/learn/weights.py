@@ -1,6 +1,6 @@
 """Row weights, so that the weight of a rollout does not depend on its number of rows."""
 
-from typing import Literal, TypeAlias, overload
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -8,7 +8,7 @@ import pyarrow as pa
 from trajkit._arguments import check_choice
 from trajkit._arrow.canonical import TableLike, canonical_rows
 from trajkit._arrow.reshape import with_column
-from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit._streams.stages import apply, stage
 from trajkit.errors import ArgumentError
 from trajkit.learn._checks import check_number, session_codes, trained_tokens
 
@@ -16,23 +16,10 @@ By: TypeAlias = Literal["token", "row", "rollout"]
 Weighing: TypeAlias = Literal[By, "constant"]
 
 
-@overload
+@stage
 def add_weights(
-    rows: Stream | pa.RecordBatchReader,
-    weigh_by: Weighing = ...,
-    *,
-    constant: float | None = ...,
-) -> Stream: ...
-@overload
-def add_weights(
-    rows: TableLike, weigh_by: Weighing = ..., *, constant: float | None = ...
-) -> pa.Table: ...
-def add_weights(
-    rows: TableLike | Stream,
-    weigh_by: Weighing = "token",
-    *,
-    constant: float | None = None,
-) -> pa.Table | Stream:
+    rows: TableLike, weigh_by: Weighing = "token", *, constant: float | None = None
+) -> pa.Table:
     """Set ``row_weight``, by default so that every rollout has a total weight of one.
 
     ``n`` is the number of trained tokens of a row, ``N`` that of all rows of its
@@ -55,9 +42,8 @@ def add_weights(
 
     Parameters
     ----------
-    rows : table, or iterator of record batches
+    rows : table
         `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session.
-        Iterators as for `trajkit.linearize`.
     weigh_by : {"token", "row", "rollout", "constant"}
         The definition of the weight; see the table.
     constant : float, for weigh_by="constant"
@@ -67,8 +53,7 @@ def add_weights(
     -------
     Table
         The rows with new ``row_weight`` and ``rollout_mask_sum`` (``N``). A row that
-        trains nothing has weight 0; if ``N`` is 0, the weights are null. For an
-        iterator: an iterator of record batches.
+        trains nothing has weight 0; if ``N`` is 0, the weights are null.
 
     Raises
     ------
@@ -97,7 +82,10 @@ def add_weights(
         )
     if constant is not None:
         check_number("constant", constant, 0, above=True)
-    return map_sessions(lambda rows: _weighed(rows, weigh_by, constant), ("rows", rows))
+    return apply(lambda rows: _weighed(rows, weigh_by, constant), rows)
+
+
+add_weights_batches = add_weights.batches
 
 
 def _weighed(rows: pa.Table, weigh_by: Weighing, constant: float | None) -> pa.Table:

@@ -8,4 +8,4 @@ if TYPE_CHECKING:
     from trajkit.packs.segments import Varlen as Varlen
     from trajkit.packs.segments import varlen as varlen
 else:
-    __getattr__, __dir__ = lazy_names(__name__, {"segments": "Varlen varlen"})
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, overload
+from typing import Literal, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,8 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.buffers import pooled
 from trajkit._arrow.canonical import TableLike, as_table, canonical_rows, place
 from trajkit._arrow.take import list_values, row_lengths, take_values
-from trajkit._streams.lockstep import Stream, batches_in, batches_of, is_stream
 from trajkit._streams.session_batches import concat, whole_sessions
+from trajkit._streams.stages import Batches, Source, batches_in, batches_of
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.learn.loss import Reduce
 from trajkit.packs import forest
@@ -44,11 +44,7 @@ Oversize: TypeAlias = Literal["repeat", "carry", "error"]
 _PACKS_AT_A_TIME = 64
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """The arguments of `pack`, checked."""
-
-    max_tokens: int
+class _Choices(TypedDict, total=False):
     layout: Layout
     share: Share
     oversize: Oversize
@@ -57,7 +53,24 @@ class _Options:
     columns: Sequence[str]
     reduce: Reduce
 
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The arguments of `pack`, checked."""
+
+    max_tokens: int
+    layout: Layout = "tree"
+    share: Share = "session"
+    oversize: Oversize = "repeat"
+    align: int = 1
+    same: Sequence[str] = ()
+    columns: Sequence[str] = ()
+    reduce: Reduce = "mean"
+
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "align"):
+            chosen = chosen_int(name, getattr(self, name), 1)
+            object.__setattr__(self, name, chosen)
         if self.max_tokens >= 2**31:
             words = f"max_tokens={self.max_tokens}: positions are of 32 bits"
             raise ArgumentError(words)
@@ -80,34 +93,8 @@ class _Options:
                 )
 
 
-@overload
-def pack(
-    rows: Stream | pa.RecordBatchReader,
-    max_tokens: int,
-    *,
-    layout: Layout = ...,
-    share: Share = ...,
-    oversize: Oversize = ...,
-    align: int = ...,
-    same: Sequence[str] = ...,
-    columns: Sequence[str] = ...,
-    reduce: Reduce = ...,
-) -> Stream: ...
-@overload
 def pack(
     rows: TableLike,
-    max_tokens: int,
-    *,
-    layout: Layout = ...,
-    share: Share = ...,
-    oversize: Oversize = ...,
-    align: int = ...,
-    same: Sequence[str] = ...,
-    columns: Sequence[str] = ...,
-    reduce: Reduce = ...,
-) -> pa.Table: ...
-def pack(
-    rows: TableLike | Stream,
     max_tokens: int,
     *,
     layout: Layout = "tree",
@@ -117,7 +104,7 @@ def pack(
     same: Sequence[str] = (),
     columns: Sequence[str] = (),
     reduce: Reduce = "mean",
-) -> pa.Table | Stream:
+) -> pa.Table:
     """Pack rows into micro-batches of trees, with an edge per trained token.
 
     Each shared prefix is stored once. Token q of a pack attends to token k if
@@ -127,10 +114,8 @@ def pack(
 
     Parameters
     ----------
-    rows : table, or iterator of record batches
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session. An
-        iterator (or a RecordBatchReader) is read lazily and packed a few sessions at a
-        time.
+    rows : table
+        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session.
     max_tokens : int
         Maximum number of tokens in a pack. With 1.25 to 1.5 times the longest row, few
         tokens are repeated.
@@ -138,7 +123,7 @@ def pack(
         With "rows", rows share nothing: each is a tree of its own.
     share : {"session", "group"}
         With "group", the first rows of all sessions of a ``group_id`` also share their
-        common prefix. In a stream, the sessions of a group must be contiguous.
+        common prefix.
     oversize : {"repeat", "carry", "error"}
         How to treat a tree of more than ``max_tokens``.
 
@@ -169,8 +154,7 @@ def pack(
     Returns
     -------
     Table
-        `trajkit.schema.PACKS`. For an iterator: an iterator of record batches. Lines of
-        rows and packs count from the first row and the first pack of the stream.
+        `trajkit.schema.PACKS`.
 
     Raises
     ------
@@ -181,7 +165,7 @@ def pack(
         A tree or a row is too large; a pack has a part of an image, because
         ``max_row_tokens`` or ``carry`` cut it; a row trains its first token, which nothing
         predicts; a row that trains something has no row_weight; a parent_row is not
-        there; a session or a group comes back after another began.
+        there; a session comes back after another began.
     ArgumentError
         A choice does not exist, or ``align`` does not divide ``max_tokens``.
 
@@ -200,14 +184,20 @@ def pack(
     >>> packs["edge_source"], packs["edge_target"], packs["edge_row"]
     ([1, 2, 4], [3, 4, 5], [0, 0, 1])
     """
-    max_tokens = chosen_int("max_tokens", max_tokens, 1)
-    align = chosen_int("align", align, 1)
     options = _Options(
         max_tokens, layout, share, oversize, align, same, columns, reduce
     )
-    if is_stream(rows):
-        return batches_in(_streamed(batches_of(rows), options))
     return _packed(as_table(rows), options)
+
+
+def pack_batches(rows: Source, max_tokens: int, **options: Unpack[_Choices]) -> Batches:
+    """From record batches to an iterator of them, a few sessions at a time; see `pack`.
+
+    The batches of a session are consecutive and, with ``share="group"``, the sessions
+    of a group. Lines of rows and packs count from the first row and the first pack.
+    """
+    chosen = _Options(max_tokens, **options)
+    return batches_in(_streamed(batches_of(rows), chosen))
 
 
 def _streamed(

@@ -1,50 +1,35 @@
 """Which call a call continues: the ``links`` table."""
 
-from typing import overload
-
 import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, canonical
-from trajkit._kernel_names import numbers
-from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit._streams.stages import apply, stage
 from trajkit.errors import InvalidTurnsError
-from trajkit.pipeline.subagents import find_dispatches
-from trajkit.policies import TIE_BREAKS, ParentBy, Policy
+from trajkit.pipeline.routes import ROUTES
+from trajkit.pipeline.routes.links import first_of_session
+from trajkit.policies import ParentBy, Policy
 from trajkit.policies import policy as chosen_policy
 from trajkit.schema import DRIFT, LINK_REASONS, LINKS, SEGMENT_KINDS
-from trajkit.turns.call_order import by_prompt
 from trajkit.turns.calls import Calls, Ints, Longs, Records, read_calls
-from trajkit.turns.message_equality import classify, with_equality
 from trajkit.turns.prefix_forest import Forest, grow
 from trajkit.turns.records import as_turns
 from trajkit.turns.structs import LINK
 from trajkit.turns.validation import check_table
 
-_REASONS = numbers("LinkReason", LINK_REASONS)
-numbers("SegmentKind", ("none", *SEGMENT_KINDS))  # as the records have them
-
 BY_MESSAGES: tuple[ParentBy, ...] = ("messages", "agents", "generations")
 
 
-@overload
-def link(
-    turns: Stream | pa.RecordBatchReader, policy: str | Policy = ...
-) -> Stream: ...
-@overload
-def link(turns: TableLike, policy: str | Policy = ...) -> pa.Table: ...
-def link(
-    turns: TableLike | Stream, policy: str | Policy = "faithful"
-) -> pa.Table | Stream:
+@stage
+def link(turns: TableLike, policy: str | Policy = "faithful") -> pa.Table:
     """The turn that each turn continues under a policy.
 
     Parameters
     ----------
-    turns : table, or iterator of record batches
-        `trajkit.schema.TURNS` in full or delta form. Iterators as for
-        `trajkit.linearize`.
+    turns : table
+        `trajkit.schema.TURNS` in full or delta form.
     policy : str or Policy
         A name (see `trajkit.policy`) or a policy, as for `trajkit.linearize`. Links
         depend on ``parent_by``, ``dispatch_tools``, ``merge_rewrites``,
@@ -62,8 +47,7 @@ def link(
     Returns
     -------
     Table
-        `trajkit.schema.LINKS`, one row per turn, in the order of ``turns``. For an
-        iterator: an iterator of record batches.
+        `trajkit.schema.LINKS`, one row per turn, in the order of ``turns``.
 
     Raises
     ------
@@ -84,72 +68,22 @@ def link(
         calls = read_calls(turns)
         return links_table(calls, find_links(calls, grow(calls), chosen))
 
-    return map_sessions(one, ("turns", turns), table_of=as_turns)
+    return apply(one, turns, table_of=as_turns)
+
+
+link_batches = link.batches
 
 
 def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
     """The link of every call under a policy, dtype LINK."""
-    links = np.zeros(len(calls.calls), LINK)
-    if policy.parent_by == "messages":
-        keyed = with_equality(calls, policy.message_equality)
-        _core.route_messages(
-            forest.paths,
-            keyed.requests,
-            policy.merge_threshold,
-            TIE_BREAKS[policy.tie_break],
-            links,
-        )
-    elif policy.parent_by == "agents":
-        classes = classify(calls, policy.message_equality)
-        keyed = classes.keyed(calls)
-        dispatches = find_dispatches(classes, policy.dispatch_tools)
-        _core.route_agents(
-            forest.paths,
-            keyed.requests,
-            dispatches.calls,
-            dispatches.offsets,
-            dispatches.answers,
-            links,
-        )
-    elif policy.parent_by == "tokens":
-        _core.route_chains(forest.paths, None, links)
-    elif policy.parent_by == "generations":
-        keyed = with_equality(calls, policy.message_equality)
-        _core.route_generations(
-            forest.paths, keyed.requests, policy.fork_threshold, links
-        )
-    elif policy.parent_by == "prefix":
-        _core.route_prefix(forest.paths, by_prompt(calls), links)
-    elif policy.parent_by == "prompts":
-        ranked = np.lexsort((calls.calls["prompt_len"], calls.session_of()))
-        _core.route_chains(forest.paths, ranked.astype(np.int32), links)
-    else:
-        _link_in_order(calls, policy, links)
+    links = ROUTES[policy.parent_by](calls, forest, policy)
     if policy.chain_order == "recorded":
         placed = links["order"] >= 0
         before = np.concatenate([[0], np.cumsum(placed)])
-        first = np.repeat(
-            before[calls.session_offsets[:-1]], np.diff(calls.session_offsets)
-        )
-        links["order"] = np.where(placed, before[:-1] - first, -1)
+        rank = before[:-1] - before[first_of_session(calls)]
+        links["order"] = np.where(placed, rank, -1)
     _core.measure_links(forest.paths, links)
     return links
-
-
-def _link_in_order(calls: Calls, policy: Policy, links: Records) -> None:
-    """Fill links to the previous call, or to none."""
-    starts = calls.session_offsets[:-1]
-    index = np.arange(len(calls.calls), dtype=np.int32)
-    previous = policy.parent_by == "previous"
-    by_length = not previous and policy.row_order == "prompt"
-    ranked = by_prompt(calls) if by_length else index
-    first = np.repeat(starts, np.diff(calls.session_offsets))
-    links["order"][ranked] = index - first
-    links["rewritten_by"] = -1
-    links["parent"] = index - 1 if previous else -1
-    links["link_reason"] = _REASONS["previous" if previous else "root"]
-    links["parent"][starts] = -1
-    links["link_reason"][starts] = _REASONS["root"]
 
 
 def n_by_tokens(calls: Calls, policy: Policy) -> Longs:

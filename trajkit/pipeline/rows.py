@@ -1,21 +1,21 @@
-"""`linearize`: turn recorded calls into training rows under a policy."""
+"""`linearize` and `report`: recorded calls as training rows, and what became of them."""
 
 from __future__ import annotations  # a signature shows the words below
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypedDict, Unpack, overload
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import check_choice, check_flag, chosen_int
+from trajkit._arguments import check_choice, chosen_int
 from trajkit._arrow.canonical import TableLike, as_table
 from trajkit._arrow.take import empty_batch
 from trajkit._streams import limits
-from trajkit._streams.lockstep import Stream, batches_of, is_stream
 from trajkit._streams.session_batches import whole_sessions
+from trajkit._streams.stages import Batches, Source, batches_of
 from trajkit._streams.thread_pool import parallel_map
 from trajkit.errors import ArgumentError
 from trajkit.pipeline.fill import row_batches
@@ -44,7 +44,7 @@ from trajkit.turns.session_metadata import Reward, SessionFacts, errored, sessio
 from trajkit.turns.table import Turns, locate, runs_of
 from trajkit.turns.trainability import check_logprobs, without_aborted
 
-Batches: TypeAlias = tuple[Iterable[pa.RecordBatch], pa.RecordBatch | None]
+Made: TypeAlias = tuple[Iterable[pa.RecordBatch], pa.RecordBatch | None]
 """Rows of some sessions, and their report or None."""
 
 Layout: TypeAlias = Literal["full", "suffix"]
@@ -61,45 +61,8 @@ class _Options(TypedDict, total=False):
     layout: Layout
 
 
-class _TableOptions(_Options, total=False):
-    links: TableLike | None
-    drift: TableLike | None
-
-
-@overload
-def linearize(
-    turns: Stream | pa.RecordBatchReader,
-    policy: str | Policy = ...,
-    *,
-    report: Literal[False] = ...,
-    **options: Unpack[_Options],
-) -> Stream: ...
-@overload
-def linearize(
-    turns: Stream | pa.RecordBatchReader,
-    policy: str | Policy = ...,
-    *,
-    report: Literal[True],
-    **options: Unpack[_Options],
-) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]: ...
-@overload
 def linearize(
     turns: TableLike,
-    policy: str | Policy = ...,
-    *,
-    report: Literal[False] = ...,
-    **options: Unpack[_TableOptions],
-) -> pa.Table: ...
-@overload
-def linearize(
-    turns: TableLike,
-    policy: str | Policy = ...,
-    *,
-    report: Literal[True],
-    **options: Unpack[_TableOptions],
-) -> tuple[pa.Table, pa.Table]: ...
-def linearize(
-    turns: TableLike | Iterator[pa.RecordBatch],
     policy: str | Policy = "faithful",
     *,
     reward: Reward = None,
@@ -107,19 +70,20 @@ def linearize(
     max_row_tokens: int | None = None,
     links: TableLike | None = None,
     drift: TableLike | None = None,
-    report: bool = False,
     payloads: Sequence[str] = (),
     threads: int | None = None,
     layout: Layout = "full",
-) -> object:
+) -> pa.Table:
     """Turn recorded calls into training rows.
+
+    `report` counts what becomes of the sampled tokens. `linearize_batches` does the same
+    with an iterator of record batches.
 
     Parameters
     ----------
-    turns : table, or iterator of record batches
+    turns : table
         `trajkit.schema.TURNS` in full or delta form. The turns of a session are
-        contiguous. An iterator (or a RecordBatchReader) is read lazily; a session may
-        span consecutive batches.
+        contiguous.
     policy : str or Policy
         The name of a preset (see `trajkit.policy`), or a policy.
     reward : float, mapping of session_id to float or None, or table, optional
@@ -135,9 +99,7 @@ def linearize(
     links, drift : table, optional
         Results of `trajkit.link` and `trajkit.classify_drift` for the same turns.
         Computed by default. An ``lcp`` may be lowered, but not raised above the prefix
-        that the two turns share. Not allowed with an iterator.
-    report : bool
-        Also return the report.
+        that the two turns share.
     payloads : sequence of str
         Extra columns of ``turns`` to carry into the rows, such as routed experts or
         rewards per token. Each turn has null or a list, whose elements have any type
@@ -169,13 +131,9 @@ def linearize(
 
     Returns
     -------
-    rows : Table
+    Table
         `trajkit.schema.ROWS`, or ``ROWS_SUFFIX`` with ``layout="suffix"``. Sessions come
         in the order of ``turns``, the rows of a session in the policy's order.
-    report : Table, only with ``report=True``
-        `trajkit.schema.REPORT`, one row per session.
-
-        For an iterator: an iterator of record batches of rows, or of pairs of them.
 
     Raises
     ------
@@ -201,43 +159,105 @@ def linearize(
     ----------
     trajkit/policies.py links the source of each preset.
     """
-    chosen = named_policy(policy)
-    check_choice("layout", layout, Layout)
-    check_flag("report", report)
-    if max_row_tokens is not None:
-        max_row_tokens = chosen_int("max_row_tokens", max_row_tokens, 1)
-    if threads is not None:
-        threads = chosen_int("threads", threads, 1)
-    work = _Work(
-        chosen,
-        session_facts(reward, sessions),
-        _NO_CAP if max_row_tokens is None else max_row_tokens,
-        report,
-        payload_names(payloads),
-        layout == "suffix",
+    work = _Work.of(
+        policy,
+        reward=reward,
+        sessions=sessions,
+        max_row_tokens=max_row_tokens,
+        payloads=payloads,
+        threads=threads,
+        layout=layout,
     )
-    if work.payloads and work.suffix:
-        raise ArgumentError("payloads need layout='full': layout is 'suffix'")
-    if isinstance(turns, Calls):
-        return _tables([work(turns, None)], work.schema(turns.table.schema), report)
-    n_threads = threads or os.cpu_count() or 1
-    if is_stream(turns):
-        if links is not None or drift is not None:
-            raise ArgumentError(
-                "links and drift were given for a stream of turns: pass a table"
-            )
-        parts = _stream(turns, work, n_threads)
-        if report:
-            return (pair for rows, counts in parts for pair in _pairs(rows, counts))
-        return (batch for rows, _ in parts for batch in rows)
+    return _rows(*work.made(turns, links, drift))
 
-    if not isinstance(turns, Turns):
-        turns = locate(as_turns(turns, _unread(chosen)))
-    given = None
-    if links is not None or drift is not None:
-        given = _given_links(read_calls(turns), chosen, links, drift)
-    made = _spread(work, turns, given, n_threads)
-    return _tables(made, work.schema(turns.table.schema), report)
+
+def report(
+    turns: TableLike,
+    policy: str | Policy = "faithful",
+    *,
+    reward: Reward = None,
+    sessions: TableLike | None = None,
+    max_row_tokens: int | None = None,
+    links: TableLike | None = None,
+    drift: TableLike | None = None,
+    threads: int | None = None,
+) -> pa.Table:
+    """Count what `linearize` does with the sampled tokens of each session.
+
+    No row is built for it.
+
+    Parameters
+    ----------
+    turns, policy, reward, sessions, max_row_tokens, links, drift, threads
+        As for `linearize`.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.REPORT`, one row per session.
+    """
+    work = _Work.of(
+        policy,
+        reward=reward,
+        sessions=sessions,
+        max_row_tokens=max_row_tokens,
+        threads=threads,
+    )
+    made, _ = replace(work, fills=False, reports=True).made(turns, links, drift)
+    return pa.Table.from_batches([counts for _, counts in made], REPORT)
+
+
+def rows_and_report(
+    turns: TableLike, policy: str | Policy = "faithful", **options: Unpack[_Options]
+) -> tuple[pa.Table, pa.Table]:
+    """`linearize` and `report` in one go."""
+    work = replace(_Work.of(policy, **options), reports=True)
+    made, schema = work.made(turns)
+    counts = pa.Table.from_batches([counts for _, counts in made], REPORT)
+    return _rows(made, schema), counts
+
+
+def linearize_batches(
+    batches: Source,
+    policy: str | Policy = "faithful",
+    *,
+    report: list[pa.RecordBatch] | None = None,
+    **options: Unpack[_Options],
+) -> Batches:
+    """From record batches to an iterator of record batches; see `linearize`.
+
+    The batches of a session are consecutive; a session may span several. The rows of a
+    large session are built batch by batch, as they are read.
+
+    Parameters
+    ----------
+    batches : iterator of record batches, RecordBatchReader or table
+        The turns.
+    report : list of RecordBatch, optional
+        The batches of `report` are appended to it while the rows are read.
+    policy, **options
+        As for `linearize`, without ``links`` and ``drift``.
+
+    Returns
+    -------
+    iterator of RecordBatch
+        The rows: at least one batch, unless there is no batch of turns.
+    """
+    work = replace(_Work.of(policy, **options), reports=report is not None)
+
+    def made() -> Batches:
+        for table in whole_sessions(batches_of(batches, _unread(work.policy))):
+            parts, schema = work.made(locate(table))
+            for rows, counts in parts:
+                if report is not None:
+                    report.append(counts)
+                yield from rows
+            if not table.num_rows:
+                yield empty_batch(schema)
+                if report is not None:
+                    report.append(empty_batch(REPORT))
+
+    return made()
 
 
 def reads_turns(policy: Policy) -> bool:
@@ -256,33 +276,8 @@ def _unread(policy: Policy) -> tuple[str, ...]:
     return () if reads_turns(policy) else ("messages", "suffix_messages", "response")
 
 
-def _tables(made: list[Batches], schema: pa.Schema, report: bool) -> object:
-    batches = [batch for rows, _ in made for batch in rows]
-    table = pa.Table.from_batches(batches, schema)
-    if not report:
-        return table
-    return table, pa.Table.from_batches([counts for _, counts in made], REPORT)
-
-
-def _pairs(
-    batches: Iterable[pa.RecordBatch], report: pa.RecordBatch | None
-) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
-    """Yield (batch, report); only the last report has rows."""
-    assert report is not None
-    before: pa.RecordBatch | None = None
-    for batch in batches:
-        if before is not None:
-            yield before, report.slice(0, 0)
-        before = batch
-    yield before, report
-
-
-def _stream(turns: Stream, work: _Work, n_threads: int) -> Iterator[Batches]:
-    for table in whole_sessions(batches_of(turns, _unread(work.policy))):
-        located = locate(table)
-        yield from _spread(work, located, None, n_threads)
-        if not len(located.ids):
-            yield [empty_batch(work.schema(located.table.schema))], empty_batch(REPORT)
+def _rows(made: list[Made], schema: pa.Schema) -> pa.Table:
+    return pa.Table.from_batches([batch for rows, _ in made for batch in rows], schema)
 
 
 def _given_links(
@@ -299,44 +294,90 @@ def _given_links(
     return records
 
 
-def _spread(
-    work: _Work, turns: Turns, links: Records | None, n_threads: int
-) -> list[Batches]:
-    """Apply ``work`` to the turns, part by part, on ``n_threads`` threads."""
-    brought, finer = turns.brought, limits.DELTA_PART_FACTOR if turns.is_delta else 1
-    largest = limits.PART_TOKENS // finer
-    if n_threads > 1:
-        fair = int(brought.sum()) // n_threads
-        largest = min(max(fair, limits.MIN_PART_TOKENS // finer), largest)
-
-    def part(bounds: tuple[int, int]) -> Batches:
-        here = None
-        if links is not None:
-            lo, hi = (int(turns.offsets[s]) for s in bounds)
-            here = links[lo:hi].copy()
-            for name in ("parent", "rewritten_by"):
-                here[name][here[name] >= 0] -= lo
-        return work(read_calls(turns.sessions(*bounds)), here)
-
-    return parallel_map(part, list(runs_of(brought, largest)), n_threads)
-
-
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The options that all parts share."""
+    """The checked options that all parts share.
+
+    ``fills``: rows are made; ``reports``: the report is made, too.
+    """
 
     policy: Policy
     facts: SessionFacts
     cap: int
-    report: bool
     payloads: tuple[str, ...]
     suffix: bool
+    n_threads: int
+    fills: bool = True
+    reports: bool = False
 
-    def schema(self, turns: pa.Schema) -> pa.Schema:
+    @classmethod
+    def of(
+        cls,
+        policy: str | Policy,
+        *,
+        reward: Reward = None,
+        sessions: TableLike | None = None,
+        max_row_tokens: int | None = None,
+        payloads: Sequence[str] = (),
+        threads: int | None = None,
+        layout: Layout = "full",
+    ) -> _Work:
+        """Check the options of `linearize`."""
+        chosen = named_policy(policy)
+        check_choice("layout", layout, Layout)
+        cap, n_threads = _NO_CAP, os.cpu_count() or 1
+        if max_row_tokens is not None:
+            cap = chosen_int("max_row_tokens", max_row_tokens, 1)
+        if threads is not None:
+            n_threads = chosen_int("threads", threads, 1)
+        facts, names = session_facts(reward, sessions), payload_names(payloads)
+        if names and layout == "suffix":
+            raise ArgumentError("payloads need layout='full': layout is 'suffix'")
+        return cls(chosen, facts, cap, names, layout == "suffix", n_threads)
+
+    def made(
+        self,
+        turns: TableLike | Turns | Calls,
+        links: TableLike | None = None,
+        drift: TableLike | None = None,
+    ) -> tuple[list[Made], pa.Schema]:
+        """The rows and reports of the parts of a table, and the schema of the rows.
+
+        `Calls` are one part; a table is cut into parts for the threads.
+        """
+        if isinstance(turns, Calls):
+            return [self(turns, None)], self._schema(turns.table.schema)
+        if not isinstance(turns, Turns):
+            turns = locate(as_turns(turns, _unread(self.policy)))
+        given = None
+        if links is not None or drift is not None:
+            given = _given_links(read_calls(turns), self.policy, links, drift)
+        return self._spread(turns, given), self._schema(turns.table.schema)
+
+    def _schema(self, turns: pa.Schema) -> pa.Schema:
         """The schema of rows from turns with this schema."""
         return ROWS_SUFFIX if self.suffix else rows_schema(turns, self.payloads)
 
-    def __call__(self, calls: Calls, links: Records | None) -> Batches:
+    def _spread(self, turns: Turns, links: Records | None) -> list[Made]:
+        """Make the turns' parts, on several threads."""
+        finer = limits.DELTA_PART_FACTOR if turns.is_delta else 1
+        largest, brought = limits.PART_TOKENS // finer, turns.brought
+        if self.n_threads > 1:
+            fair = int(brought.sum()) // self.n_threads
+            largest = min(max(fair, limits.MIN_PART_TOKENS // finer), largest)
+
+        def part(bounds: tuple[int, int]) -> Made:
+            here = None
+            if links is not None:
+                lo, hi = (int(turns.offsets[s]) for s in bounds)
+                here = links[lo:hi].copy()
+                for name in ("parent", "rewritten_by"):
+                    here[name][here[name] >= 0] -= lo
+            return self(read_calls(turns.sessions(*bounds)), here)
+
+        return parallel_map(part, list(runs_of(brought, largest)), self.n_threads)
+
+    def __call__(self, calls: Calls, links: Records | None) -> Made:
         """The rows of complete sessions, and their report if requested."""
         facts = self.facts.of_calls(calls)
         if facts.column("error").null_count < calls.n_sessions:
@@ -352,6 +393,14 @@ class _Work:
             spliced = splice(calls, forest, links, self.policy)
             trees, links, ranges = spliced.forest, spliced.links, spliced.ranges
         plan = plan_rows(calls, trees, links, self.policy, self.cap)
+        report = None
+        if self.reports:
+            plan.counted("lost_untrainable")[:] -= aborted
+            plan.counted("lost_aborted")[:] += aborted
+            plan.counted("turns_by_tokens")[:] = n_by_tokens(calls, self.policy)
+            report = report_batch(facts, plan)
+        if not self.fills:
+            return [], report
         written = row_batches(
             calls,
             trees,
@@ -363,12 +412,6 @@ class _Work:
             ranges,
             suffix=self.suffix,
         )
-        report = None
-        if self.report:
-            plan.counted("lost_untrainable")[:] -= aborted
-            plan.counted("lost_aborted")[:] += aborted
-            plan.counted("turns_by_tokens")[:] = n_by_tokens(calls, self.policy)
-            report = report_batch(facts, plan)
         batches = (
             with_payloads(batch, calls, forest, planned, self.payloads, ranges)
             for planned, batch in written

@@ -1,7 +1,6 @@
 """Convert rows between the full and the suffix layout."""
 
 from collections.abc import Callable, Iterator
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,7 @@ from trajkit._arrow.canonical import TableLike, canonical_rows, rows_schema
 from trajkit._arrow.reshape import Columns, check_no_clash, replace_columns
 from trajkit._arrow.take import list_values, row_lengths
 from trajkit._streams import limits
-from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit._streams.stages import apply, stage
 from trajkit.schema import ROWS, ROWS_SUFFIX
 from trajkit.turns.calls import Ints, Longs
 from trajkit.turns.flat_buffers import Ragged, ids_of, offsets_of, positions
@@ -23,24 +22,20 @@ from trajkit.turns.turn_rules import lengths, lookup, nulls, run_starts
 from trajkit.turns.validation import check_layout
 
 
-@overload
-def full_rows(rows: Stream | pa.RecordBatchReader) -> Stream: ...
-@overload
-def full_rows(rows: TableLike) -> pa.Table: ...
-def full_rows(rows: TableLike | Stream) -> pa.Table | Stream:
+@stage
+def full_rows(rows: TableLike) -> pa.Table:
     """Convert rows from the suffix layout to the full layout.
 
     Parameters
     ----------
-    rows : table, or iterator of record batches
+    rows : table
         `trajkit.schema.ROWS_SUFFIX` with all rows of each session. Full rows are
-        returned unchanged. Iterators as for `trajkit.linearize`.
+        returned unchanged.
 
     Returns
     -------
     Table
-        `trajkit.schema.ROWS`, followed by the extra columns, unchanged. For an
-        iterator: an iterator of record batches.
+        `trajkit.schema.ROWS`, followed by the extra columns, unchanged.
 
     Raises
     ------
@@ -54,11 +49,11 @@ def full_rows(rows: TableLike | Stream) -> pa.Table | Stream:
     return _convert(rows, ROWS, _full_columns)
 
 
-@overload
-def suffix_rows(rows: Stream | pa.RecordBatchReader) -> Stream: ...
-@overload
-def suffix_rows(rows: TableLike) -> pa.Table: ...
-def suffix_rows(rows: TableLike | Stream) -> pa.Table | Stream:
+full_rows_batches = full_rows.batches
+
+
+@stage
+def suffix_rows(rows: TableLike) -> pa.Table:
     """Convert rows from the full layout to the suffix layout.
 
     The inverse of `full_rows`. `trajkit.linearize` with ``layout="suffix"`` makes such
@@ -66,15 +61,13 @@ def suffix_rows(rows: TableLike | Stream) -> pa.Table | Stream:
 
     Parameters
     ----------
-    rows : table, or iterator of record batches
-        `trajkit.schema.ROWS` with all rows of each session; iterators as for
-        `full_rows`.
+    rows : table
+        `trajkit.schema.ROWS` with all rows of each session.
 
     Returns
     -------
     Table
-        `trajkit.schema.ROWS_SUFFIX`, followed by the extra columns, unchanged. For an
-        iterator: an iterator of record batches.
+        `trajkit.schema.ROWS_SUFFIX`, followed by the extra columns, unchanged.
 
     Raises
     ------
@@ -84,11 +77,12 @@ def suffix_rows(rows: TableLike | Stream) -> pa.Table | Stream:
     return _convert(rows, ROWS_SUFFIX, _suffix_columns)
 
 
+suffix_rows_batches = suffix_rows.batches
+
+
 def _convert(
-    rows: TableLike | Stream,
-    schema: pa.Schema,
-    columns: Callable[[pa.Table], Columns],
-) -> pa.Table | Stream:
+    rows: TableLike, schema: pa.Schema, columns: Callable[[pa.Table], Columns]
+) -> pa.Table:
     def one(rows: pa.Table) -> pa.Table:
         table = canonical_rows(rows)
         layout = rows_schema(table.column_names)
@@ -100,7 +94,7 @@ def _convert(
             table, layout, schema, [columns(part) for part in _parts(table)]
         )
 
-    return map_sessions(one, ("rows", rows))
+    return apply(one, rows)
 
 
 def row_pieces(rows: pa.Table) -> Iterator[pa.Table]:

@@ -14,11 +14,4 @@ if TYPE_CHECKING:
     from trajkit.plot.session_svg import forest as forest
     from trajkit.plot.timeline import trace as trace
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "figures": "swimlanes tokens",
-            "session_svg": "forest",
-            "timeline": "trace",
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__)

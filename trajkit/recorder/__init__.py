@@ -13,10 +13,4 @@ if TYPE_CHECKING:
     from trajkit.recorder.rejected import REJECTED_CALLS as REJECTED_CALLS
     from trajkit.recorder.rejected import RejectedCall as RejectedCall
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "recorder": "Match Recorded Recorder RowOptions SessionRows",
-            "rejected": "REJECTED_CALLS RejectedCall",
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__)

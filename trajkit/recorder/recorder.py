@@ -1,6 +1,6 @@
 """Calls as they come: the online form of a ``turns`` table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from threading import Lock
@@ -12,7 +12,7 @@ import pyarrow as pa
 from trajkit._arguments import check_choice
 from trajkit._arrow.canonical import TableLike
 from trajkit.errors import ArgumentError, InvalidTurnsError, UnknownSessionError
-from trajkit.pipeline.rows import Layout, linearize, reads_turns
+from trajkit.pipeline.rows import Layout, linearize, reads_turns, rows_and_report
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.recorder.extra_columns import METADATA, Types, with_metadata
@@ -375,15 +375,13 @@ class Recorder:
             As `trajkit.linearize`; or ``sessions`` is given together with ``group_id`` or
             ``error``.
         """
-        return self._linearized(session_id, policy, False, False, **options)
+        return self._made(linearize, session_id, policy, **options)
 
     def rows_and_report(
         self, session_id: str, policy: str | Policy, **options: Unpack[RowOptions]
     ) -> SessionRows:
         """As `rows`, with the report that `trajkit.linearize` makes of the same turns."""
-        return SessionRows(
-            *self._linearized(session_id, policy, True, False, **options)
-        )
+        return SessionRows(*self._made(rows_and_report, session_id, policy, **options))
 
     def pop(
         self, session_id: str, policy: str | Policy, **options: Unpack[RowOptions]
@@ -393,7 +391,8 @@ class Recorder:
         No call can be recorded between the two. If no rows can be made, the error is
         raised and the session stays.
         """
-        return SessionRows(*self._linearized(session_id, policy, True, True, **options))
+        made = self._made(rows_and_report, session_id, policy, forget=True, **options)
+        return SessionRows(*made)
 
     def drop(self, session_id: str) -> None:
         """Forget a session. Tables that `turns` returned stay valid.
@@ -447,16 +446,17 @@ class Recorder:
             raise _unknown(session_id)
         return session
 
-    def _linearized(
+    def _made(
         self,
+        make: Callable[..., Any],
         session_id: str,
         policy: str | Policy,
-        report: bool,
-        forget: bool,
+        *,
+        forget: bool = False,
         **options: Unpack[RowOptions],
     ) -> Any:
-        """What `trajkit.linearize` makes of a session, which is forgotten then if asked."""
-        arguments: Any = {**_options(session_id, **options), "report": report}
+        """What `make` makes of a session, which is then forgotten if asked."""
+        arguments = _options(session_id, **options)
         chosen = named_policy(policy)
         session = self._known(session_id)
         with session.lock:
@@ -467,7 +467,7 @@ class Recorder:
             if source is None:
                 turns, ids = session.turns(session_id), pa.array([session_id])
                 source = Turns(turns, np.array([0, len(turns)]), ids)
-            result = linearize(source, chosen, **arguments)
+            result = make(source, chosen, **arguments)
             if forget:
                 self._forget(session, session_id)
         return result

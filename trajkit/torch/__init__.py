@@ -30,18 +30,4 @@ if TYPE_CHECKING:
     from trajkit.torch.packs import Pack as Pack
     from trajkit.torch.parallel import PackedModel as PackedModel
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "attention": "TreeAttention",
-            "datasets": "PackDataset RowDataset pad_rows",
-            "logprobs": "gather_logprobs",
-            "losses": "nll_loss observation_loss policy_loss",
-            "masks": "cu_seqlens dense_mask flashmask_columns flex_block_mask "
-            "magi_slices",
-            "models": "carry_backward carry_logprobs check_model edge_logprobs "
-            "model_inputs",
-            "packs": "Pack",
-            "parallel": "PackedModel",
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -13,14 +13,8 @@ if TYPE_CHECKING:
     from trajkit.turns.prefix import lcp as lcp
     from trajkit.turns.stale_tokens import untrain_stale as untrain_stale
     from trajkit.turns.validation import reject_sessions as reject_sessions
-else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "messages": "message_body message_key message_record",
-            "mm_items": "content_ids engine_ids",
-            "prefix": "lcp",
-            "stale_tokens": "untrain_stale",
-            "validation": "reject_sessions",
-        },
+    from trajkit.turns.validation import (
+        reject_sessions_batches as reject_sessions_batches,
     )
+else:
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -1,7 +1,6 @@
 """Convert turns between full and delta form."""
 
 from collections.abc import Callable
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ from trajkit._arrow.reshape import (
     with_column,
 )
 from trajkit._streams import limits
-from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit._streams.stages import apply, stage
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
 from trajkit.turns.calls import Calls, Ints, Longs, read_calls
@@ -31,11 +30,8 @@ from trajkit.turns.table import with_current_keys
 from trajkit.turns.turn_rules import lengths
 
 
-@overload
-def compact(turns: Stream | pa.RecordBatchReader) -> Stream: ...
-@overload
-def compact(turns: TableLike) -> pa.Table: ...
-def compact(turns: TableLike | Stream) -> pa.Table | Stream:
+@stage
+def compact(turns: TableLike) -> pa.Table:
     """Convert turns to delta form: each prompt is stored as its difference to a base.
 
     The base of a turn is the earlier turn of its session whose path shares the longest
@@ -46,16 +42,15 @@ def compact(turns: TableLike | Stream) -> pa.Table | Stream:
 
     Parameters
     ----------
-    turns : table, or iterator of record batches
+    turns : table
         `trajkit.schema.TURNS`, the rows of each session contiguous. Turns in delta form
-        are returned unchanged. An iterator (or a RecordBatchReader) is read lazily; a
-        session may extend over several consecutive batches.
+        are returned unchanged.
 
     Returns
     -------
     Table
         `trajkit.schema.TURNS_DELTA`, in the order of ``turns``, then the extra columns
-        unchanged. For an iterator: an iterator of record batches.
+        unchanged.
 
     Raises
     ------
@@ -69,11 +64,11 @@ def compact(turns: TableLike | Stream) -> pa.Table | Stream:
     return _convert(turns, TURNS_DELTA, _delta_columns)
 
 
-@overload
-def expand(turns: Stream | pa.RecordBatchReader) -> Stream: ...
-@overload
-def expand(turns: TableLike) -> pa.Table: ...
-def expand(turns: TableLike | Stream) -> pa.Table | Stream:
+compact_batches = compact.batches
+
+
+@stage
+def expand(turns: TableLike) -> pa.Table:
     """Convert turns to full form: each has its complete prompt and all messages.
 
     The inverse of `compact`. A shared message has no body, because an earlier turn of the
@@ -81,16 +76,15 @@ def expand(turns: TableLike | Stream) -> pa.Table | Stream:
 
     Parameters
     ----------
-    turns : table, or iterator of record batches
+    turns : table
         `trajkit.schema.TURNS_DELTA`, the rows of each session contiguous. Turns in full
-        form are returned unchanged. An iterator (or a RecordBatchReader) is read lazily;
-        a session may extend over several consecutive batches.
+        form are returned unchanged.
 
     Returns
     -------
     Table
         `trajkit.schema.TURNS`, in the order of ``turns``, then the extra columns
-        unchanged. For an iterator: an iterator of record batches.
+        unchanged.
 
     Raises
     ------
@@ -104,11 +98,12 @@ def expand(turns: TableLike | Stream) -> pa.Table | Stream:
     return _convert(turns, TURNS, _full_columns)
 
 
+expand_batches = expand.batches
+
+
 def _convert(
-    turns: TableLike | Stream,
-    schema: pa.Schema,
-    columns: Callable[[Calls], Columns],
-) -> pa.Table | Stream:
+    turns: TableLike, schema: pa.Schema, columns: Callable[[Calls], Columns]
+) -> pa.Table:
     def one(table: pa.Table) -> pa.Table:
         form = turns_schema(table.column_names)
         if form is schema:
@@ -122,7 +117,7 @@ def _convert(
         n_prompt = calls.calls["prompt_len"].astype(np.int64)
         return _attributed(made, shared, n_prompt, cut=delta is made)
 
-    return map_sessions(one, ("turns", turns), table_of=as_turns)
+    return apply(one, turns, table_of=as_turns)
 
 
 def _attributed(

@@ -18,6 +18,10 @@ class Forest:
     shared: Longs
     # shape (n_calls,): a call that has them, or -1
     shared_with: Ints
+    # dtype NODE, shape (n_nodes,): ranges of paths that no call leaves or ends inside
+    nodes: Records
+    # shape (n_calls,): the node at whose stop the call's path ends
+    ends: Ints
     # the forest and the calls it was grown from, as kernels take them
     paths: _core.CallForest
 
@@ -45,8 +49,9 @@ def grow_paths(paths: Records, session_offsets: Longs) -> Forest:
         shared,
         shared_with,
     )
-    grown = _core.CallForest(paths, session_offsets, nodes[:n_nodes], ends)
-    return Forest(shared, shared_with, grown)
+    nodes = nodes[:n_nodes]
+    grown = _core.CallForest(paths, session_offsets, nodes, ends)
+    return Forest(shared, shared_with, nodes, ends, grown)
 
 
 class Paths:

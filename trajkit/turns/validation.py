@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Literal, TypeAlias, overload
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -22,11 +22,14 @@ from trajkit._arrow.canonical import (
     turns_schema,
 )
 from trajkit._arrow.take import take_rows
-from trajkit._streams.lockstep import (
-    Stream,
-    is_stream,
-    map_session_pairs,
-    map_sessions,
+from trajkit._streams.session_batches import whole_sessions
+from trajkit._streams.stages import (
+    Batches,
+    Source,
+    apply,
+    batches_in,
+    batches_of,
+    stage,
 )
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.turns import table_rules, turn_rules
@@ -63,37 +66,21 @@ _DERIVED: dict[str, tuple[pa.Schema, tuple[Check, ...]]] = {
 _ROWS_SUFFIX = (schema.ROWS_SUFFIX, (*_ROWS_IN_ORDER, *table_rules.ROWS_SUFFIX))
 
 
-@overload
-def validate(
-    table: Stream | pa.RecordBatchReader,
-    kind: Kind | None = ...,
-    *,
-    nonfinite_logprobs: Nonfinite = ...,
-    bodies: bool = ...,
-) -> Stream: ...
-@overload
+@stage
 def validate(
     table: TableLike,
-    kind: Kind | None = ...,
-    *,
-    nonfinite_logprobs: Nonfinite = ...,
-    bodies: bool = ...,
-) -> pa.Table: ...
-def validate(
-    table: TableLike | Stream,
     kind: Kind | None = None,
     *,
     nonfinite_logprobs: Nonfinite = "raise",
     bodies: bool = True,
-) -> pa.Table | Stream:
+) -> pa.Table:
     """Check every rule of a table's schema and return the table in canonical form.
 
     Parameters
     ----------
-    table : Table, RecordBatch, any Arrow stream, or iterator of record batches
+    table : Table, RecordBatch, or any Arrow stream
         Turns (in full or delta form), sessions, links, drift, report or rows, in any
-        layout that polars, Parquet or pyarrow produce. Iterators as for
-        `trajkit.linearize`.
+        layout that polars, Parquet or pyarrow produce.
     kind : {"turns", "sessions", "links", "drift", "rows", "report"}, optional
         None: taken from the table's metadata or, without metadata, from its columns.
     nonfinite_logprobs : {"raise", "null"}
@@ -106,8 +93,7 @@ def validate(
     Returns
     -------
     Table
-        Columns that are in canonical form already are not copied. For an iterator: an
-        iterator of record batches.
+        Columns that are in canonical form already are not copied.
 
     Raises
     ------
@@ -130,32 +116,19 @@ def validate(
         _raise_first(source, misfits(source, plan))
         return _checked(_settle(cast(source, plan), nonfinite_logprobs), table_checks)
 
-    return map_sessions(one, (kind or "tables", table))
+    return apply(one, table, what=kind or "tables")
 
 
-@overload
-def reject_sessions(
-    table: Stream | pa.RecordBatchReader,
-    kind: Kind | None = ...,
-    *,
-    nonfinite_logprobs: Nonfinite = ...,
-    bodies: bool = ...,
-) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]: ...
-@overload
+validate_batches = validate.batches
+
+
 def reject_sessions(
     table: TableLike,
-    kind: Kind | None = ...,
-    *,
-    nonfinite_logprobs: Nonfinite = ...,
-    bodies: bool = ...,
-) -> tuple[pa.Table, pa.Table]: ...
-def reject_sessions(
-    table: TableLike | Stream,
     kind: Kind | None = None,
     *,
     nonfinite_logprobs: Nonfinite = "raise",
     bodies: bool = True,
-) -> object:
+) -> tuple[pa.Table, pa.Table]:
     """Separate the sessions that keep every rule from those that break one.
 
     Parameters
@@ -170,25 +143,41 @@ def reject_sessions(
     bad : Table
         Columns session_id and reason, in order of discovery.
 
-        For an iterator: an iterator of pairs of record batches.
-
     Raises
     ------
     SchemaError
         As for `validate`: the fault affects the complete table.
     InvalidTurnsError
-        A session_id is null, so the session to reject is unknown. For an iterator: the
-        batches of a session are not consecutive.
+        A session_id is null, so the session to reject is unknown.
     """
+    _check_options(kind, nonfinite_logprobs, bodies)
+    source = as_table(table)
+    return _reject(source, *_plan(source, kind, bodies), nonfinite_logprobs)
 
+
+def reject_sessions_batches(
+    batches: Source,
+    kind: Kind | None = None,
+    *,
+    rejected: list[pa.RecordBatch],
+    nonfinite_logprobs: Nonfinite = "raise",
+    bodies: bool = True,
+) -> Batches:
+    """From record batches to an iterator of them; see `reject_sessions`.
+
+    The batches of the good sessions are returned; those of the bad ones are appended to
+    ``rejected`` while they are read.
+    """
     _check_options(kind, nonfinite_logprobs, bodies)
 
-    def one(source: pa.Table) -> tuple[pa.Table, pa.Table]:
-        return _reject(source, *_plan(source, kind, bodies), nonfinite_logprobs)
+    def good() -> Iterator[pa.Table]:
+        for source in whole_sessions(batches_of(batches), kind or "tables"):
+            plan = _plan(source, kind, bodies)
+            out, bad = _reject(source, *plan, nonfinite_logprobs)
+            rejected.extend(bad.to_batches())
+            yield out
 
-    if is_stream(table):
-        return map_session_pairs(one, (kind or "tables", table))
-    return one(as_table(table))
+    return batches_in(good())
 
 
 def _check_options(kind: object, nonfinite_logprobs: object, bodies: object) -> None:

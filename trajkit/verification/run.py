@@ -7,7 +7,7 @@ from collections.abc import Container, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import itemgetter
-from typing import TypedDict, Unpack, get_args, overload
+from typing import TypedDict, Unpack, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -15,18 +15,10 @@ import pyarrow as pa
 from trajkit._arguments import check_choice, chosen_int
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import Rows, TableLike, as_table, canonical_rows
-from trajkit._arrow.take import take_rows
+from trajkit._arrow.take import empty_batch, take_rows
 from trajkit._streams import limits
-from trajkit._streams.lockstep import (
-    SessionCursor,
-    Source,
-    Stream,
-    batches_in,
-    batches_of,
-    is_stream,
-    one_batch,
-)
 from trajkit._streams.session_batches import whole_sessions
+from trajkit._streams.stages import Batches, Source, batches_in, batches_of, in_step
 from trajkit.errors import SchemaError
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.policies import PRESETS, MissingLogprobs, Policy, Rewards
@@ -49,54 +41,30 @@ class _Options(TypedDict, total=False):
     weigh_by: WeighBy
 
 
-@overload
-def verify(
-    rows: Stream | pa.RecordBatchReader,
-    turns: Source,
-    policy: str | Policy | None = ...,
-    **options: Unpack[_Options],
-) -> Stream: ...
-@overload
-def verify(
-    rows: TableLike,
-    turns: Stream | pa.RecordBatchReader,
-    policy: str | Policy | None = ...,
-    **options: Unpack[_Options],
-) -> Stream: ...
-@overload
 def verify(
     rows: TableLike,
     turns: TableLike,
-    policy: str | Policy | None = ...,
-    **options: Unpack[_Options],
-) -> pa.Table: ...
-def verify(
-    rows: Source,
-    turns: Source,
     policy: str | Policy | None = None,
     *,
     reward: Reward = None,
     sessions: TableLike | None = None,
     max_row_tokens: int | None = None,
     weigh_by: WeighBy = "token",
-) -> pa.Table | Stream:
+) -> pa.Table:
     """Compare rows with their turns and return every violation.
 
     The comparison is token by token and uses nothing that `trajkit.linearize` computed.
 
     Parameters
     ----------
-    rows : table, or iterator of record batches
+    rows : table
         `trajkit.schema.ROWS` or ``ROWS_SUFFIX``, or rows of another system without
         ``spans``. The latter need ``input_ids`` and ``loss_mask``, which covers the row
         or only its response; ``logprobs`` (as long as the mask), ``session_id``,
         ``row_index`` and ``prompt_length`` are optional. Turns are then located by
         their prompts and outputs.
-    turns : table, or iterator of record batches
-        `trajkit.schema.TURNS` of all sessions of the rows, in full or delta form. An
-        iterator (or a RecordBatchReader) is read lazily, in step with ``rows``: the
-        batches of a session are contiguous, and rows have their sessions in the order
-        of the turns. Rows then need a ``session_id``.
+    turns : table
+        `trajkit.schema.TURNS` of all sessions of the rows, in full or delta form.
     policy : str or Policy, optional
         The policy that made the rows. Rows that break no other rule are compared with
         those that `trajkit.linearize` makes under it, which is the rule ``policy``. Before
@@ -125,8 +93,6 @@ def verify(
     Table
         `trajkit.schema.VIOLATIONS`, sorted by session and row; empty if the rows are
         correct. Sessions come in the order of ``turns``, sessions without turns last.
-        If ``rows`` or ``turns`` is an iterator: an iterator of record batches, empty if
-        the rows are correct.
 
     Raises
     ------
@@ -134,8 +100,7 @@ def verify(
         A column is missing or cannot be cast to its type.
     InvalidTurnsError
         The turns of a session are not contiguous, or ``reward`` or ``sessions`` lacks a
-        session. For iterators also: the sessions of the rows are in another order than
-        those of the turns.
+        session.
     PolicyError, ArgumentError
         The policy does not exist, or ``max_row_tokens`` or ``weigh_by`` is not allowed.
 
@@ -154,18 +119,47 @@ def verify(
     >>> found.select(["turn_index", "token", "rule"]).to_pylist()
     [{'turn_index': 0, 'token': 1, 'rule': 'not_trained'}]
     """
-    judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
-    if is_stream(rows) or is_stream(turns):
-        return batches_in(_streamed(rows, turns, judge))
+    judge = judge_of(
+        policy,
+        reward=reward,
+        sessions=sessions,
+        max_row_tokens=max_row_tokens,
+        weigh_by=weigh_by,
+    )
     return judge.found(any_rows(as_table(rows)), as_turns(turns))
+
+
+def verify_batches(
+    rows: Source,
+    turns: Source,
+    policy: str | Policy | None = None,
+    **options: Unpack[_Options],
+) -> Batches:
+    """From record batches to an iterator of record batches; see `verify`.
+
+    The batches of a session are consecutive, and the rows have a ``session_id`` and
+    their sessions in the order of the turns; else it is an InvalidTurnsError.
+    """
+    judge = judge_of(policy, **options)
+
+    def found() -> Iterator[pa.Table]:
+        lead = whole_sessions(batches_of(turns))
+        for own, theirs in in_step(lead, numbered(batches_of(rows)), "turns", "rows"):
+            if own is not None:
+                yield judge.found(theirs, own)
+            else:
+                yield violations_table(list(session_faults(theirs.to_batches(), ())))
+
+    return batches_in(found())
 
 
 def judge_of(
     policy: str | Policy | None,
-    reward: Reward,
-    sessions: TableLike | None,
-    max_row_tokens: int | None,
-    weigh_by: WeighBy,
+    *,
+    reward: Reward = None,
+    sessions: TableLike | None = None,
+    max_row_tokens: int | None = None,
+    weigh_by: WeighBy = "token",
 ) -> Judge:
     """Check the options of `verify`."""
     if max_row_tokens is not None:
@@ -177,14 +171,6 @@ def judge_of(
         known = ("reward",) if facts.table is None else ("reward", "group_id")
     chosen = None if policy is None else named_policy(policy)
     return Judge(chosen, max_row_tokens, facts, known, weigh_by)
-
-
-def _streamed(rows: Source, turns: Source, judge: Judge) -> Iterator[pa.Table]:
-    beside = SessionCursor("rows", numbered(batches_of(rows)), "turns")
-    for table in whole_sessions(batches_of(turns)):
-        yield judge.found(beside.take(table), table)
-    for left in beside.rest():
-        yield violations_table(list(session_faults(left.to_batches(), ())))
 
 
 def any_rows(table: pa.Table, first: int = 0) -> pa.Table:
@@ -205,7 +191,7 @@ def numbered(
     first, counted = 0, None
     for batch in batches:
         if not isinstance(batch, pa.RecordBatch):
-            yield batch  # SessionCursor raises SchemaError for it
+            yield batch  # `whole_sessions` raises SchemaError for it
             continue
         table = pa.Table.from_batches([batch])
         names = table.column_names
@@ -218,7 +204,8 @@ def numbered(
         if counted not in (none, None) and table.num_rows:
             raise SchemaError("row_index is null in some rows: expected all or none")
         counted = none if table.num_rows else counted
-        yield one_batch(any_rows(table, first))
+        made = any_rows(table, first)
+        yield from made.to_batches() or [empty_batch(made.schema)]
         first += table.num_rows
 
 

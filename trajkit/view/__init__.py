@@ -13,9 +13,4 @@ if TYPE_CHECKING:
     from trajkit.view.document import page as page
     from trajkit.view.document import view as view
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "document": "Page page view",
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -153,7 +153,8 @@ def learn(
     ``mismatch_mean`` and ``mismatch_max`` compare the logprobs that the engine recorded
     with those of the same weights over the packs, in nats per trained token.
     """
-    rows, report = tk.linearize(turns, policy, sessions=sessions, report=True)
+    rows = tk.linearize(turns, policy, sessions=sessions)
+    report = tk.report(turns, policy, sessions=sessions)
     scored = advantages(report, "group_mean", scale="group_std")
     rows = tk.add_advantages(rows, scored)
     table = tk.pack(rows, settings.pack_tokens, columns=["advantage"])

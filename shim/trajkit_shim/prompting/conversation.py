@@ -1,15 +1,15 @@
-"""One session's conversations: what was sampled, by its position.
+"""The conversations of one session: a map from a position to the replies sampled there.
 
-A position is a digest of all messages up to it. At the position after a reply a session
-keeps the token ids of its prompt and output, for later prompts to extend.
+A position is a digest of all messages before it. A `Node` is a reply: the message as it
+was sampled, the ids of its prompt and output, and its turn. From the map follows
 
-The replies that a client sends back are recognized by their position.
-
-The replies in a request may differ from what was sampled: numbers in tool arguments
-respelled, reasoning removed, white space trimmed, one reply split into two messages, text
-after a call moved before it. What was sampled is restored. So the next prompt is rendered
-from what the model really wrote, and the log has the reply's own message key. A reply that
-is not recognized stays as the client sent it, and is counted.
+- what a client's assistant message is. It may differ from what was sampled: numbers in
+  tool arguments respelled, reasoning removed, white space trimmed, one reply split into
+  two messages, text after a call moved before it. What was sampled is restored. A message
+  that is not recognized stays as the client sent it, and is counted;
+- the turn whose ids a prompt extends (`prompting.prompts`);
+- what a turn in delta form shares with an earlier one (`Conversation.delta`);
+- the tool call that started a sub-agent (`Conversation.started_by`).
 
 The results of a reply's calls follow it in the order of the calls, as a template that
 shows no ids presents them. Results that belong to no call are refused.
@@ -20,15 +20,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 from itertools import islice, takewhile
-from threading import Lock
 from typing import Literal, NoReturn, TypeAlias
 
 import numpy as np
 
 from trajkit_shim.chat import request as chat
+from trajkit_shim.chat.images import texts_of
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Json, without_halves
 from trajkit_shim.prompting.attribution import Ids
@@ -37,13 +36,40 @@ Known: TypeAlias = Literal["as_sent", "restored", "new"]
 """What an assistant message of a request is: an exact reply (``as_sent``), a reply in
 another form (``restored``), or not a reply of this session (``new``)."""
 
-_SAMPLED = ("as_sent", "restored")
-
 START = b""
 """The position of the first message."""
 
-# bytes of a turn besides its tokens: the node, its position and its digests
+PROMPTS = ("prompt", "message", "task", "objective", "goal", "instructions")
+"""Names of arguments that are the prompt of a sub-agent: in Claude Code, opencode and
+qwen-code; in Codex; and in others."""
+
+# the latest calls that may have started a sub-agent, and the length of their arguments
+_STARTS = 256
+_LONGEST = 1 << 16
+# a shorter text is in many messages by chance
+_SHORTEST = 12
+# bytes of a node besides its ids
 _OVERHEAD = 1024
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Node:
+    """A sampled reply, and the turn that it is of."""
+
+    message: Json  # canonical; it must not change
+    position: bytes  # before it
+    after: bytes  # the position after it
+    turn: int
+    agent_id: str | None
+    # prompt and output; None: they were released
+    ids: Ids | None
+    # the template's text between the replies before this one; None: unknown
+    between: bytes | None
+    offered: bytes  # digest of the offered tools and the template's variables
+    closed: bool  # the output ends with an end-of-message token
+    # the turn whose ids it extends
+    base: "Node | None" = None
+    extended: bool = False  # another turn's ids begin with these
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +85,8 @@ class RestoredRequest:
     # the tool whose output it is; None: not a tool's, or unknown
     tool_names: list[str | None] = field(default_factory=list)
     known: list[Known | None] = field(default_factory=list)  # None: not an assistant's
+    # the reply that was sampled at this very position
+    nodes: list[Node | None] = field(default_factory=list)
 
     @property
     def position(self) -> bytes:
@@ -73,119 +101,49 @@ class RestoredRequest:
     @property
     def sampled(self) -> list[int]:
         """The indices of the messages that are replies of this session."""
-        return [i for i, known in enumerate(self.known) if known in _SAMPLED]
+        return [i for i, known in enumerate(self.known) if known not in (None, "new")]
 
     def add(
         self,
         message: Json,
-        position: bytes,
-        known: Known | None,
+        known: Known | None = None,
         tool: str | None = None,
-    ) -> bytes:
-        """Add the message at a position, and return the position after it."""
+        node: Node | None = None,
+    ) -> None:
+        """Add the next message."""
         record = chat.logged_message(message)
         if known in (None, "new") and "\\ud" in record.body:
             message = without_halves(message)
             record = chat.logged_message(message)
-        position = next_position(position, record.key)
+        position = next_position(self.position, record.key)
         self.messages.append(message)
         self.logged.append(record)
         self.positions.append(position)
         self.tool_names.append(tool)
         self.known.append(known)
-        return position
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Node:
-    """The prompt and output of a recorded turn, for later prompts to extend."""
-
-    # prompt and output, a view of a buffer; None: they were released, or the output has
-    # no end-of-message token
-    ids: Ids | None = None
-    buffer: "Buffer | None" = None
-    # BLAKE2b of the ids as little-endian int32
-    hasher: blake2b = field(default_factory=partial(blake2b, digest_size=16))
-    # the template's text between the replies before this one; None: unknown
-    between: bytes | None = None
-    # digest of the offered tools and the template's variables
-    offered: bytes = b""
-    closed: bool = False  # the output has an end-of-message token
-
-
-class Buffer:
-    """The ids of turns that extend each other, with room for more.
-
-    Ids in it do not change, so that a prompt and the ones that extend it are views of
-    one array, and each costs only what it adds. A fork is a copy.
-    """
-
-    def __init__(self, n_ids: int = 0) -> None:
-        room = n_ids // 8 + min(n_ids // 2, 1024)
-        self.ids: Ids = np.empty(n_ids + room, np.int32)
-        self._n_used = n_ids
-        self._lock = Lock()
-
-    def extend(self, ids: Ids, new: Ids) -> "tuple[Ids, Buffer]":
-        """Return ``ids``, the first ones here, with new ones after them, and a buffer.
-
-        It is another one if others follow them, or there is no room.
-        """
-        n_ids, end = len(ids), len(ids) + len(new)
-        buffer = self
-        with self._lock:
-            if n_ids == self._n_used and end <= len(self.ids):
-                self._n_used = end
-            else:
-                buffer = Buffer(end)
-                buffer.ids[:n_ids] = ids
-        buffer.ids[n_ids:end] = new
-        return buffer.ids[:end], buffer
-
-
-class Budget:
-    """A limit in bytes on the token ids of all sessions.
-
-    Beyond it the ids of the session that was idle longest are released: its next prompt
-    is rendered, and may differ from them.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.n_bytes = 0
-        self._sessions: OrderedDict[Conversation, int] = OrderedDict()
-
-    def count(self, session: "Conversation") -> None:
-        """Count a session that has changed; it is the one that was used last."""
-        self.uncount(session)
-        n_bytes = session.n_bytes
-        self._sessions[session] = n_bytes
-        self.n_bytes += n_bytes
-        while self.n_bytes > self.max_bytes:
-            oldest = next(iter(self._sessions))
-            oldest.release()
-            self.uncount(oldest)
-
-    def uncount(self, session: "Conversation") -> None:
-        """Forget a session, if it was counted."""
-        self.n_bytes -= self._sessions.pop(session, 0)
+        self.nodes.append(node)
 
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """The messages and token ids of one session, by position.
+    """The replies of one session.
 
-    `restore` and `node` only read, and may run on another thread during calls of the
-    others.
+    `restore` only reads, and may run on another thread during calls of the others.
     """
 
-    # by their position, by the ids of their calls, and those without by their text
-    _replies: dict[bytes | str, list[Json]] = field(default_factory=dict)
-    _nodes: dict[bytes, Node] = field(default_factory=dict)
-    _buffers: set[Buffer] = field(default_factory=set)
-    _budget: Budget | None = None
-    _counted: set[bytes] = field(default_factory=set)
     counts: Counter[Known] = field(default_factory=Counter)
+    # keys of the messages whose body is in the log
+    logged: set[bytes] = field(default_factory=set)
+    # by position; for histories that changed, by the ids of their calls, and of replies
+    # without calls by their text
+    _nodes: dict[bytes | str, list[Node]] = field(default_factory=dict)
+    _in_order: list[Node] = field(default_factory=list)
+    _counted: set[bytes] = field(default_factory=set)
+    # what started each agent, by its id, else by the position after its first request
+    _starts: dict[str | bytes, tuple[int, int]] = field(default_factory=dict)
+    # turn and number of the calls that have started an agent
+    _used: set[tuple[int, int]] = field(default_factory=set)
+    _budget: "Budget | None" = None
 
     def restore(self, messages: list[Json]) -> RestoredRequest:
         """Replace recognized replies in canonical messages by what was sampled.
@@ -193,85 +151,57 @@ class Conversation:
         Raises `GatewayError` (400) if tool results do not answer the calls before them.
         """
         restored = RestoredRequest()
-        position = START
         index = 0
         while index < len(messages):
-            message, step = messages[index], 1
-            known: Known | None = None
-            if message["role"] == "assistant":
-                message, step, known = self._known(messages, index, position)
-                sent = messages[index : index + step]
-                index += step
-                position = restored.add(message, position, known)
-                results = [*takewhile(_is_result, messages[index:])]
-                calls = _called(sent, message)
-                if results:
-                    results = _in_order(results, calls, index)
-                for result, (_, tool) in zip(results, calls.values(), strict=False):
-                    name = str(result.get("name") or tool)
-                    position = restored.add(result, position, None, name)
-                index += len(results)
-                continue
+            message = messages[index]
             if message["role"] == "tool":
-                _refuse_result(
-                    index, message, "no reply with a call is right before it"
-                )
+                rule = "no reply with a call is right before it"
+                _refuse_result(index, message, rule)
+            if message["role"] != "assistant":
+                restored.add(message)
+                index += 1
+                continue
+            node, step, known = self._recognized(messages, index, restored.position)
+            here = node if node and node.position == restored.position else None
+            restored.add(node.message if node else message, known, node=here)
+            calls = _called(messages[index : index + step], restored.messages[-1])
             index += step
-            position = restored.add(message, position, None)
+            results = [*takewhile(_is_result, islice(messages, index, None))]
+            ordered = _in_order(results, calls, index) if results else []
+            for result, tool in ordered:
+                restored.add(result, tool=str(result.get("name") or tool))
+            index += len(results)
         return restored
 
-    def node(self, position: bytes) -> Node | None:
-        """Return the turn whose reply ends at a position."""
-        return self._nodes.get(position)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the token ids, and of what belongs to them."""
-        return sum(b.ids.nbytes for b in self._buffers) + _OVERHEAD * len(self._nodes)
-
-    def release(self) -> None:
-        """Drop the token ids; the replies are still recognized."""
-        for node in self._nodes.values():
-            node.ids = node.buffer = None
-        self._buffers.clear()
-
-    def close(self) -> None:
-        """Drop the token ids of a session that has ended."""
-        self.release()
-        if self._budget is not None:
-            self._budget.uncount(self)
-
-    def add(
-        self, position: bytes, node: Node, base: Node | None, budget: Budget
-    ) -> None:
-        """Store the turn of a reply, by the position after it; it extends ``base``."""
-        self._nodes[position] = node
-        old, new = base and base.buffer, node.buffer
-        if new is not None:
-            self._buffers.add(new)
-        if old is not None and new is not None and old is not new:
-            nodes = [each for each in self._nodes.values() if each.buffer is old]
-            assert base is not None
-            assert base.ids is not None
-            # it has outgrown its buffer; after a fork both are needed
-            if all(n.ids is not None and len(n.ids) <= len(base.ids) for n in nodes):
-                for each in nodes:
-                    assert each.ids is not None
-                    each.ids, each.buffer = new.ids[: len(each.ids)], new
-                self._buffers.discard(old)
+    def add(self, node: Node, budget: "Budget") -> None:
+        """Store a reply that was recorded."""
+        alike = self._nodes.setdefault(node.position, [])
+        for i, other in enumerate(alike):
+            if other.after == node.after:
+                # the same reply to the same messages: the latest turn counts
+                self._replace(other, node)
+                alike[i] = node
+                break
+        else:
+            alike.append(node)
+            for key in _keys(node.message):
+                self._nodes.setdefault(key, []).append(node)
+        self._in_order.append(node)
+        if node.base is not None:
+            node.base.extended = True
+        # the ids of all turns that it extends are a part of its own
+        ids, earlier = node.ids, node.base
+        while ids is not None and earlier is not None and earlier.ids is not None:
+            earlier.ids = ids[: len(earlier.ids)]
+            earlier = earlier.base
         self._budget = budget
         budget.count(self)
 
-    def has_reply_at(self, position: bytes) -> bool:
-        """Return whether a reply was sampled at a position."""
-        return position in self._replies
-
-    def remember(self, position: bytes, reply: Json) -> None:
-        """Store a canonical reply, which must not change later, at a position."""
-        for key in (position, *_keys(reply)):
-            alike = self._replies.setdefault(key, [])
-            if reply not in alike:
-                alike.append(reply)
+    def _replace(self, old: Node, new: Node) -> None:
+        for key in _keys(old.message):
+            self._nodes[key] = [
+                new if each is old else each for each in self._nodes[key]
+            ]
 
     def count(self, restored: RestoredRequest) -> None:
         """Count the assistant messages of a request, each position once."""
@@ -283,10 +213,112 @@ class Conversation:
             self._counted.add(position)
             self.counts[known] += 1
 
-    def _known(
+    def delta(
+        self, restored: RestoredRequest, prompt_ids: Ids
+    ) -> tuple[int | None, int, int]:
+        """Return an earlier turn, and how many ids and messages a prompt shares with it.
+
+        It is the latest turn with the most of the request's messages; None: there is none
+        (`trajkit.schema.DELTA_FIELDS`).
+        """
+        path = [START, *restored.positions]
+        for n_messages in reversed(range(len(path))):
+            nodes = self._nodes.get(path[n_messages])
+            if not nodes:
+                continue
+            after = path[n_messages + 1] if n_messages + 1 < len(path) else None
+            node = next((n for n in nodes if n.after == after), nodes[-1])
+            n_ids = 0 if node.ids is None else _n_common(node.ids, prompt_ids)
+            if n_ids:
+                return node.turn, n_ids, n_messages + (node.after == after)
+        return None, 0, 0
+
+    def started_by(
+        self,
+        restored: RestoredRequest,
+        agent_id: str | None,
+        parent_id: str | None,
+        *,
+        named: bool,
+    ) -> Json:
+        """Return the columns of what started the agent of a request; empty: nothing.
+
+        A request without a reply of its session begins a conversation. It is a
+        sub-agent's if its user messages contain the prompt of an earlier tool call: the
+        longest text among the call's arguments with one of `PROMPTS` as name, without
+        outer white space. The longest such prompt counts, then the earliest call. If the
+        harness names its agents (``named``), the call must be one of the parent agent,
+        and the main agent's conversations have none.
+
+        A call starts one sub-agent, so sub-agents with equal prompts get their calls in
+        the order of their requests. A request that is sent again, and another
+        conversation of the same agent, have the call of the first.
+        """
+        if restored.sampled or (named and agent_id is None):
+            return {}
+        agent = agent_id or restored.position
+        if not (agent_id and agent in self._starts):
+            text = "\n".join(
+                text
+                for message in restored.messages
+                if message["role"] == "user"
+                for text in texts_of(message["content"])
+            )
+            fitting = [
+                (node, number, prompt)
+                for node, number, prompt in self._calls()
+                if prompt in text
+                and (not named or node.agent_id == parent_id)
+                and (node.turn, number) not in self._used
+            ]
+            if fitting:
+                # the first of the longest
+                node, number, _ = max(fitting, key=lambda one: len(one[2]))
+                self._starts[agent] = node.turn, number
+                self._used.add((node.turn, number))
+        if agent not in self._starts:
+            return {}
+        turn, number = self._starts[agent]
+        reply = next(node for node in self._in_order if node.turn == turn)
+        call_id = _calls(reply.message)[number]["id"]
+        return {"started_by_turn": turn, "started_by_call": call_id}
+
+    def _calls(self) -> list[tuple[Node, int, str]]:
+        """The latest calls with a prompt, in order: node, number of the call, prompt."""
+        found: list[tuple[Node, int, str]] = []
+        for node in reversed(self._in_order):
+            numbered = [*enumerate(_calls(node.message))]
+            for number, call in reversed(numbered):
+                prompt = _prompt(str(chat.function_of(call)["arguments"]))
+                if len(prompt) >= _SHORTEST:
+                    found.append((node, number, prompt))
+            if len(found) >= _STARTS:
+                break
+        return found[:_STARTS][::-1]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the ids, and of what belongs to them."""
+        own = (
+            n.ids.nbytes for n in self._in_order if not n.extended and n.ids is not None
+        )
+        return sum(own) + _OVERHEAD * len(self._in_order)
+
+    def release(self) -> None:
+        """Drop the ids; the replies are still recognized."""
+        for node in self._in_order:
+            node.ids = None
+
+    def close(self) -> None:
+        """Drop the ids of a session that has ended."""
+        self.release()
+        if self._budget is not None:
+            self._budget.uncount(self)
+
+    def _recognized(
         self, messages: list[Json], index: int, position: bytes
-    ) -> tuple[Json, int, Known]:
-        """The reply or message at an index, how many messages it takes, and which."""
+    ) -> tuple[Node | None, int, Known]:
+        """The reply that the messages at an index are, and how many of them."""
         roles = (message["role"] for message in islice(messages, index, None))
         n_run = len([*takewhile("assistant".__eq__, roles)])
         stops = range(index + n_run, index, -1)
@@ -295,17 +327,17 @@ class Conversation:
         for stop, key in [*((i, position) for i in stops), (index + 1, anywhere)]:
             sent = _joined(messages[index:stop])
             alike = self._alike(sent, key)
-            if alike and (key is position or len(alike) == 1):
-                as_sent = stop == index + 1 and alike[0] == sent
+            first = alike[0].message if alike else None
+            if alike and (key is position or all(n.message == first for n in alike)):
+                as_sent = stop == index + 1 and first == sent
                 return alike[0], stop - index, "as_sent" if as_sent else "restored"
-        return messages[index], 1, "new"
+        return None, 1, "new"
 
-    def _alike(self, sent: Json, key: bytes | str) -> list[Json]:
-        """The replies with a key that a message may be; only the equal one if there is."""
-        replies = self._replies.get(key, [])
-        if sent in replies:
-            return [replies[replies.index(sent)]]
-        return [reply for reply in replies if self._same(sent, reply)]
+    def _alike(self, sent: Json, key: bytes | str) -> list[Node]:
+        """The replies with a key that a message may be; the equal one if there is one."""
+        nodes = self._nodes.get(key, [])
+        equal = [node for node in nodes if node.message == sent]
+        return equal[:1] or [node for node in nodes if self._same(sent, node.message)]
 
     def _same(self, sent: Json, reply: Json) -> bool:
         """Whether a message has the content of a reply, maybe without its reasoning."""
@@ -321,16 +353,51 @@ class Conversation:
         )
 
     def _same_call(self, sent: Json, call: Json) -> bool:
-        if sent["id"] != call["id"] and str(sent["id"]) in self._replies:
+        if sent["id"] != call["id"] and str(sent["id"]) in self._nodes:
             return False
         one, other = chat.function_of(sent), chat.function_of(call)
         same = _same_json(str(one["arguments"]), str(other["arguments"]))
         return same and one["name"] == other["name"]
 
 
+class Budget:
+    """A limit in bytes on the token ids of all sessions.
+
+    Beyond it the ids of the session that was idle longest are released: its next prompt
+    is rendered, and may differ from them.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.n_bytes = 0
+        self._sessions: OrderedDict[Conversation, int] = OrderedDict()
+
+    def count(self, session: Conversation) -> None:
+        """Count a session that has changed; it is the one that was used last."""
+        self.uncount(session)
+        n_bytes = session.n_bytes
+        self._sessions[session] = n_bytes
+        self.n_bytes += n_bytes
+        while self.n_bytes > self.max_bytes:
+            oldest = next(iter(self._sessions))
+            oldest.release()
+            self.uncount(oldest)
+
+    def uncount(self, session: Conversation) -> None:
+        """Forget a session, if it was counted."""
+        self.n_bytes -= self._sessions.pop(session, 0)
+
+
 def next_position(position: bytes, key: bytes) -> bytes:
     """Return the position after a message with a key."""
     return blake2b(position + key, digest_size=16).digest()
+
+
+def _n_common(one: Ids, other: Ids) -> int:
+    """How many ids two prompts begin with alike."""
+    n = min(len(one), len(other))
+    differs = one[:n] != other[:n]
+    return int(np.argmax(differs)) if differs.any() else n
 
 
 def _joined(messages: list[Json]) -> Json:
@@ -361,26 +428,30 @@ def _is_result(message: Json) -> bool:
 
 def _in_order(
     results: list[Json], calls: dict[str, tuple[str, str]], index: int
-) -> list[Json]:
-    """Return results in the order of their calls, with the calls' own ids.
+) -> list[tuple[Json, str]]:
+    """Return results in the order of their calls, with the calls' own ids and tools.
 
     ``calls``: own ids and tools by the client's ids. ``index``: of the first result.
+    An equal result that is sent again stays: Gemini CLI 0.61 does that in a session
+    that it resumes.
     """
-    found: dict[str, Json] = {}
+    by_call: dict[str, list[Json]] = {}
     for i, result in enumerate(results, index):
         sent_id = str(result.get("tool_call_id"))
         if sent_id not in calls:
             known = ", ".join(calls) or "none"
             rule = f"no call of the reply before it has this id (its calls: {known})"
             _refuse_result(i, result, rule)
-        if sent_id in found:
-            _refuse_result(i, result, "another result has this id")
-        found[sent_id] = {**result, "tool_call_id": calls[sent_id][0]}
-    missing = [sent_id for sent_id in calls if sent_id not in found]
+        own = {**result, "tool_call_id": calls[sent_id][0]}
+        same = by_call.setdefault(sent_id, [])
+        if same and own != same[0]:
+            _refuse_result(i, result, "another result, with other content, has this id")
+        same.append(own)
+    missing = [sent_id for sent_id in calls if sent_id not in by_call]
     if missing:
         rule = f"the call {missing[0]!r} of the same reply has no result right after it"
         _refuse_result(index, results[0], rule)
-    return [found[sent_id] for sent_id in calls]
+    return [(r, tool) for sent_id, (_, tool) in calls.items() for r in by_call[sent_id]]
 
 
 def _refuse_result(index: int, result: Json, rule: str) -> NoReturn:
@@ -400,6 +471,19 @@ def _calls(message: Json) -> list[Json]:
     calls = message.get("tool_calls", [])
     assert isinstance(calls, list)
     return calls
+
+
+def _prompt(arguments: str) -> str:
+    """The prompt of a sub-agent in the arguments of a call, or an empty text."""
+    if len(arguments) > _LONGEST:
+        return ""
+    # as sampled, arguments may be no JSON, or too deep
+    with suppress(ValueError, RecursionError):
+        values = json.loads(arguments)
+        if isinstance(values, dict):
+            texts = [values[n] for n in PROMPTS if isinstance(values.get(n), str)]
+            return max(map(str.strip, texts), key=len, default="")
+    return ""
 
 
 def _same_json(one: str, other: str) -> bool:

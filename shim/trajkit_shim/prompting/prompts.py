@@ -21,17 +21,14 @@ from hashlib import blake2b
 from threading import Lock
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from trajkit_shim.chat.request import squeezed
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting import attribution
-from trajkit_shim.prompting.conversation import (
-    START,
-    Buffer,
-    Conversation,
-    Node,
-    RestoredRequest,
-)
+from trajkit_shim.prompting.attribution import Ids
+from trajkit_shim.prompting.conversation import Node, RestoredRequest
 from trajkit_shim.prompting.image_places import ImagePlaces
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.skeleton import (
@@ -65,16 +62,14 @@ _KEPT = 64
 class Prompt:
     """The ids for one request, and how they were built."""
 
-    ids: attribution.Ids
-    buffer: Buffer  # that the ids are in
-    hasher: blake2b  # BLAKE2b (16 bytes) of the ids as little-endian int32
+    ids: Ids
     reason: Reason | None  # why it does not extend the last reply; None: it does
-    base: Node | None  # the turn that it extends, if any
+    base: Node | None  # the turn whose ids are its first, if any
     n_base: int  # of its first ids, those of that turn
     n_known: int  # how many of the messages have those tokens
     # of each appended id, the index of its message after the known ones; -1: no message.
     # None: unknown, or not requested
-    message_index: attribution.Ids | None
+    message_index: Ids | None
     # the template's text between the replies; None: no later prompt may extend this one
     between: bytes | None
     offered: bytes  # digest of tools and variables
@@ -84,6 +79,12 @@ class Prompt:
         """How."""
         return "append" if self.reason in (None, "end_token") else "render"
 
+    @property
+    def digest(self) -> bytes:
+        """BLAKE2b (16 bytes) of the ids as little-endian int32."""
+        ids = self.ids.astype("<i4", copy=False).tobytes()
+        return blake2b(ids, digest_size=16).digest()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Offer:
@@ -92,6 +93,7 @@ class _Offer:
     tools: list[Json] | None
     variables: Mapping[str, object]
     digest: bytes
+    skeleton: Skeleton
 
 
 class Prompts:
@@ -166,13 +168,12 @@ class Prompts:
         self,
         restored: RestoredRequest,
         tools: list[Json] | None,
-        conversation: Conversation,
         variables: Mapping[str, object] | None = None,
         *,
         attributed: bool,
         max_tokens: int = NO_LIMIT,
     ) -> Prompt:
-        """Return the prompt for a request of the session with that conversation.
+        """Return the prompt for a request.
 
         ``attributed``: also determine which message each appended token belongs to.
         Raises as `ChatRenderer.text`, and `EngineError` if there are surely more than
@@ -181,10 +182,11 @@ class Prompts:
         given = dict(variables or {})
         # not sorted, because a template may render the fields in order
         digest = blake2b(json.dumps([tools, given]).encode(), digest_size=16).digest()
-        offer = _Offer(tools=tools, variables=given, digest=digest)
+        skeleton = self.skeleton(given, tools=tools is not None)
+        offer = _Offer(tools=tools, variables=given, digest=digest, skeleton=skeleton)
         if self.mode == "render":
             return self._render(restored, offer, "chosen", attributed, max_tokens)
-        n_known, base, reason = _find_base(restored, offer.digest, conversation)
+        n_known, base, reason = _find_base(restored, offer.digest)
         if base is not None:
             found = self._appended(restored, offer, n_known, base)
             if isinstance(found, Between):
@@ -202,12 +204,12 @@ class Prompts:
     ) -> "Between | Reason":
         """What the template writes after the reply of a turn, or why it may not be used."""
         messages, new = restored.messages, restored.messages[n_known:]
-        skeleton = self.skeleton(offer.variables, tools=offer.tools is not None)
+        skeleton = offer.skeleton
         roles = {role_of(message) for message in new} or {"user"}
         if base.between is None or any(skeleton.extends[role] for role in roles):
             return "template"
-        opaque = [i for i in range(n_known) if restored.known[i] in _KNOWN]
         sampled = restored.sampled
+        opaque = [i for i in sampled if i < n_known]
         found = skeleton.between(
             *(messages, offer.tools, offer.variables, opaque, sampled)
         )
@@ -240,8 +242,8 @@ class Prompts:
         thought = squeezed(reply.get("reasoning_content") or "")
         if thought:
             # the reply shows what the generation prompt opened, in other words maybe
-            skeleton = self.skeleton(offer.variables, tools=offer.tools is not None)
-            before = before.removesuffix(skeleton.leaves_after(messages[n_known - 2]))
+            leaves = offer.skeleton.leaves_after(messages[n_known - 2])
+            before = before.removesuffix(leaves)
         if not after.startswith(before):
             return changed
         shown = squeezed(self.renderer.without_mark(after[len(before) :]))
@@ -258,29 +260,25 @@ class Prompts:
         attributed: bool,
         max_tokens: int,
     ) -> Prompt:
-        messages = restored.messages
-        skeleton = self.skeleton(offer.variables, tools=offer.tools is not None)
-        start, ids, hasher = found.start, base.ids, base.hasher
+        messages, skeleton = restored.messages, offer.skeleton
+        start, ids = found.start, base.ids
+        kept: Node | None = base
         assert ids is not None
         ended = self.renderer.token_of(int(ids[-1]))
         if skeleton.opens_next and found.end != ended:
             # the reply stopped at the start of a message of another role
-            start, ids = found.end_at, ids[:-1]
-            hasher = _hashed(blake2b(digest_size=16), ids)
+            start, ids, kept = found.end_at, ids[:-1], None
             reason = reason or "end_token"
         encoded = self.renderer.encode(found.text[start:], max_tokens)
         if self.places is not None:
             encoded = self.places.expand(encoded, messages[n_known:])
-        buffer = base.buffer
-        assert buffer is not None
-        full, buffer = buffer.extend(ids, encoded.ids)
         # replies that were recognized at another position are written out here
         between: bytes | None = found.digest
-        if any(known in _KNOWN for known in restored.known[n_known:]):
+        if any(i >= n_known for i in restored.sampled):
             between = self._between(restored, offer)
         index = None
         if attributed:
-            opaque = [i for i in range(n_known) if restored.known[i] in _KNOWN]
+            opaque = [i for i in restored.sampled if i < n_known]
 
             def marked(changed: list[Json]) -> str:
                 found = skeleton.between(
@@ -292,11 +290,9 @@ class Prompts:
                 messages, n_known, found.text, start, encoded, marked
             )
         return Prompt(
-            ids=full,
-            buffer=buffer,
-            hasher=_hashed(hasher, encoded.ids),
+            ids=np.concatenate([ids, encoded.ids]),
             reason=reason,
-            base=base,
+            base=kept,
             n_base=len(ids),
             n_known=n_known,
             message_index=index,
@@ -323,14 +319,11 @@ class Prompts:
         encoded = self.renderer.encode(text, max_tokens)
         if self.places is not None:
             encoded = self.places.expand(encoded, messages)
-        ids, buffer = Buffer().extend(encoded.ids[:0], encoded.ids)
         index = None
         if attributed:
             index = self._attribute(messages, 0, text, 0, encoded, text_of)
         return Prompt(
-            ids=ids,
-            buffer=buffer,
-            hasher=_hashed(blake2b(digest_size=16), encoded.ids),
+            ids=encoded.ids,
             reason=reason,
             base=None,
             n_base=0,
@@ -342,28 +335,13 @@ class Prompts:
 
     def _between(self, restored: RestoredRequest, offer: _Offer) -> bytes | None:
         """The digest of the text between all replies, if they can be told apart."""
-        skeleton = self.skeleton(offer.variables, tools=offer.tools is not None)
-        opaque = [i for i, known in enumerate(restored.known) if known in _KNOWN]
+        replies = restored.sampled
         with suppress(TemplateError):
-            found = skeleton.between(
-                *(restored.messages, offer.tools, offer.variables, opaque),
-                restored.sampled,
+            found = offer.skeleton.between(
+                *(restored.messages, offer.tools, offer.variables, replies, replies)
             )
             return found.digest if isinstance(found, Between) else None
         return None
-
-    def node(self, prompt: Prompt, output_ids: attribution.Ids) -> Node:
-        """Return prompt and output for later prompts to extend."""
-        node = Node(
-            hasher=_hashed(prompt.hasher, output_ids),
-            between=prompt.between,
-            offered=prompt.offered,
-        )
-        # one that is not closed is recognized later, but not extended
-        if len(output_ids) and int(output_ids[-1]) in self.renderer.end_ids:
-            node.closed = True
-            node.ids, node.buffer = prompt.buffer.extend(prompt.ids, output_ids)
-        return node
 
     def _attribute(
         self,
@@ -372,8 +350,8 @@ class Prompts:
         text: str,
         start: int,
         encoded: attribution.Encoded,
-        text_of: "attribution.TextOf",
-    ) -> attribution.Ids | None:
+        text_of: attribution.TextOf,
+    ) -> Ids | None:
         """The new message that each token of a text after ``start`` renders."""
         plain = self.renderer.without_mark
         whole, tail = plain(text), plain(text[start:])
@@ -389,31 +367,21 @@ class Prompts:
         return None if spans is None else attribution.message_index(encoded, spans)
 
 
-_KNOWN = ("as_sent", "restored")
-
-
 def _find_base(
-    restored: RestoredRequest, offered: bytes, conversation: Conversation
+    restored: RestoredRequest, offered: bytes
 ) -> tuple[int, Node | None, Reason | None]:
     """How many messages are extended, their turn, and why not all up to the last reply."""
-    positions, indices = restored.positions, restored.replies
-    last = next(indices, None)
+    last = next(restored.replies, None)
     if last is None:
         return 0, None, "opening"
     reason: Reason | None = None
-    node = conversation.node(positions[last])
+    if restored.nodes[last] is None:
+        # if messages before it changed, the last reply before the change is extended
+        reason = "unknown_reply" if restored.known[last] == "new" else "moved"
+        last = next((i for i in restored.replies if restored.nodes[i]), last)
+    node = restored.nodes[last]
     if node is None:
-        if restored.known[last] == "new":
-            reason = "unknown_reply"
-        elif conversation.has_reply_at(positions[last - 1] if last else START):
-            return 0, None, "released"
-        else:
-            # messages before it changed: extend the last reply before the change
-            reason = "moved"
-        last = next((i for i in indices if conversation.node(positions[i])), last)
-        node = conversation.node(positions[last])
-        if node is None:
-            return 0, None, reason
+        return 0, None, reason
     if not node.closed:
         return 0, None, reason or "unclosed"
     if node.ids is None:
@@ -421,10 +389,3 @@ def _find_base(
     if node.offered != offered:
         return 0, None, reason or "tools"
     return last + 1, node, reason
-
-
-def _hashed(before: blake2b, ids: attribution.Ids) -> blake2b:
-    """The digest of ids, after those that were hashed before."""
-    hasher = before.copy()
-    hasher.update(ids.astype("<i4", copy=False).tobytes())
-    return hasher

@@ -20,10 +20,9 @@ from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import refuse
 from trajkit_shim.prompting.conversation import Conversation, Known
-from trajkit_shim.sessions.agent_starts import AgentStarts
 from trajkit_shim.sessions.answers import KEPT, Amounts, SharedCall
 from trajkit_shim.sessions.append_log import LogFullError
-from trajkit_shim.sessions.turn_log import TurnLog, WrittenTurns
+from trajkit_shim.sessions.turn_log import TurnLog
 
 # allowed in an HTTP header and in paths, except . and .., which clients resolve
 _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")
@@ -174,12 +173,9 @@ class Session:
         self.answers: deque[SharedCall] = deque(maxlen=KEPT)
         # of the first turn with each request
         self.request_ids: dict[bytes, str] = {}
-        self.written = WrittenTurns()
         # amendments that could not be written yet, in order
         self._unwritten: list[tuple[Sequence[int], str, bool | None]] = []
-        # its replies, and the token ids of its prompts
         self.conversation = Conversation(counts=record.counts.echo)
-        self.agent_starts = AgentStarts()
         # requests until their last byte was sent, and the tasks that serve them
         self.requests: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
         self.timer: asyncio.TimerHandle | None = None

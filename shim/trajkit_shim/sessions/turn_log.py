@@ -16,13 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit import Recorder, schema
+from trajkit import schema
 from trajkit.io.ipc_compression import IpcCompressor
 from trajkit_shim.chat.request import LoggedMessage
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.payloads import EXPERTS, MASK, experts_cell, mask_cell
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.conversation import START, next_position
 from trajkit_shim.sessions.append_log import AppendLog
 
 Form: TypeAlias = Literal["full", "delta"]
@@ -54,7 +53,7 @@ class Provenance:
     parent_agent_id: str | None = None
     call_kind: str | None = None
     # the turn and the id of the tool call that started the agent of a conversation's
-    # first turn (agent_starts); null: none, or unknown
+    # first turn (`Conversation.started_by`); null: none, or unknown
     started_by_turn: int | None = None
     started_by_call: str | None = None
     sampling: str  # parameters of the engine call, as JSON
@@ -113,8 +112,9 @@ class LoggedTurn(Provenance):
     finish_reason: str | None
     messages: list[LoggedMessage]
     response: LoggedMessage | None  # None: no client will send it back
-    # for the delta form: the position after each message (`prompting.conversation`)
-    positions: list[bytes]
+    # for the delta form: an earlier turn (None: none), and how many ids and messages it
+    # shares with that turn (`trajkit.schema.DELTA_FIELDS`)
+    delta: tuple[int | None, int, int] = (None, 0, 0)
     use_tool: bool
     ill_formed: bool
     trainable: bool
@@ -128,52 +128,6 @@ class LoggedTurn(Provenance):
     routed_experts: npt.NDArray[np.int16] | None = None
     sampling_mask: Sequence[Sequence[int]] | None = None
     mm_items: list[Json] | None = None  # the images of the prompt
-
-
-class WrittenTurns:
-    """What the log has of one session."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything, so that the next turn is written in full."""
-        # keys of the messages whose body is in the log
-        self.keys: set[bytes] = set()
-        # turns, in delta form
-        self._recorder = Recorder()
-        # for each turn in the recorder its turn index, and the position after its
-        # messages and its reply
-        self._turns: list[tuple[int, bytes]] = []
-        # a tree of message lists: by position the one before it, and its length
-        self._nodes = {START: (START, 0)}
-
-    def add(self, turn: LoggedTurn, turn_index: int) -> tuple[int | None, int, int]:
-        """Add a turn; return its base, and how many ids and messages it shares with it.
-
-        The base is an earlier turn (`trajkit.schema.DELTA_FIELDS`), or None.
-        """
-        recorded = self._recorder.record(
-            "", prompt_ids=turn.prompt_ids, output_ids=turn.output_ids
-        )
-        path = [START, *turn.positions]
-        if turn.response is not None:
-            path.append(next_position(path[-1], turn.response.key))
-        delta: tuple[int | None, int, int] = None, 0, 0
-        if recorded.base_turn is not None:
-            base, position = self._turns[recorded.base_turn]
-            before, depth = self._nodes[position]
-            while depth > len(turn.messages) or path[depth] != position:
-                position = before
-                before, depth = self._nodes[position]
-            delta = base, recorded.shared_length, depth
-        for depth in range(len(path) - 1, 0, -1):
-            if path[depth] in self._nodes:
-                # so are all before it
-                break
-            self._nodes[path[depth]] = path[depth - 1], depth
-        self._turns.append((turn_index, path[-1]))
-        return delta
 
 
 class TurnLog:
@@ -249,23 +203,26 @@ class TurnLog:
         """Whether no further turn can be written."""
         return self._turns.total_bytes >= self._turns.max_total_bytes
 
-    def append(self, turn: LoggedTurn, turn_index: int, written: WrittenTurns) -> None:
+    def append(self, turn: LoggedTurn, turn_index: int, bodies: set[bytes]) -> None:
         """Write one turn; on return the operating system has it.
 
-        ``written``: what the log has of the session. Raises as `AppendLog.append`.
+        ``bodies``: keys of the messages of the session whose bodies the log has; those of
+        the turn are added. Raises as `AppendLog.append`.
         """
         for name, option in self._left_out.items():
             if getattr(turn, name, None) is not None:
                 raise ValueError(f"the log was opened with {option}: it has no {name}")
+        new = set[bytes]()
 
         def fields_of(message: LoggedMessage) -> dict[str, object]:
-            body = None if message.key in written.keys else message.body
-            written.keys.add(message.key)
+            known = message.key in bodies or message.key in new
+            new.add(message.key)
+            body = None if known else message.body
             return {"key": message.key, "role": message.role, "body": body}
 
         base_turn, n_ids, n_messages = None, 0, 0
         if self._form == "delta":
-            base_turn, n_ids, n_messages = written.add(turn, turn_index)
+            base_turn, n_ids, n_messages = turn.delta
         ids = turn.prompt_ids[n_ids:]
         messages = [*map(fields_of, turn.messages[n_messages:])]
         # with columns of both forms, of which the log has one
@@ -283,19 +240,15 @@ class TurnLog:
             "response": None if turn.response is None else fields_of(turn.response),
             "weight_versions": [*map(asdict, turn.weight_versions)] or None,
         }
-        try:
-            # converting all values together takes less time than one by one
-            columns = pa.array([row], self._columns).flatten()
-            if EXPERTS.name not in self._left_out:
-                columns.append(experts_cell(turn.routed_experts))
-            if MASK.name not in self._left_out:
-                columns.append(mask_cell(turn.sampling_mask))
-            batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
-            self._turns.append(self._serialize(batch))
-        except Exception:
-            # no later turn may use this one as its base, or lack bodies because of it
-            written.clear()
-            raise
+        # converting all values together takes less time than one by one
+        columns = pa.array([row], self._columns).flatten()
+        if EXPERTS.name not in self._left_out:
+            columns.append(experts_cell(turn.routed_experts))
+        if MASK.name not in self._left_out:
+            columns.append(mask_cell(turn.sampling_mask))
+        batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
+        self._turns.append(self._serialize(batch))
+        bodies |= new
 
     def amend(
         self, session_id: str, turns: Sequence[int], reason: str, trainable: bool | None

@@ -455,6 +455,9 @@ def test_rollouts_of_a_real_agent_are_graded(tmp_path, monkeypatch, name):
         str(out),
         "--path",
         str(program.parent),
+        # the programs in .bin are links into other folders
+        "--path",
+        str(MODULES),
     ]
     assert run_command([*argv, "--parallel", "2", "--timeout", "120"]) == 0
     sessions = pq.read_table(out / "sessions.parquet")

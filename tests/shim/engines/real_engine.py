@@ -17,6 +17,7 @@ import pytest
 import trajkit as tk
 from tests.shim.clients import in_process, read_log
 from tests.shim.fakes import TOOL, engine_request
+from tests.tables import linearized
 from trajkit_shim.errors import EngineError
 from trajkit_shim.replies.parse import FormParser
 from trajkit_shim.replies.parsers import FORMS
@@ -80,10 +81,14 @@ class RealEngine:
         """How many calls the server has under way."""
         raise NotImplementedError
 
-    async def until_running(self, engine, wanted):
-        async with asyncio.timeout(60):
-            while await self.n_running(engine) != wanted:
-                pass
+    async def n_sampled(self, engine):
+        """A count that grows once a call is sampled, also where the last one is stale."""
+        return await self.n_running(engine)
+
+    async def until_sampled(self, engine, before):
+        async with asyncio.timeout(120):
+            while await self.n_sampled(engine) <= before:
+                await asyncio.sleep(0)
 
     async def test_a_conversation_with_tools(self, tmp_path, renderer, engine):
         async with in_process(engine, renderer, tmp_path) as gateway:
@@ -125,7 +130,7 @@ class RealEngine:
         # every echo is recognised, and every sampled token ends in one row's mask
         links = tk.link(log)
         assert links["parent"].to_pylist() == [None, 0, 1]
-        rows, report = tk.linearize(log, policy="strict", reward=1.0, report=True)
+        rows, report = linearized(log, policy="strict", reward=1.0)
         sampled = sum(len(turn["output_ids"]) for turn in turns)
         assert report["tokens_trained"].to_pylist() == [sampled]
         assert pc.sum(pc.list_flatten(rows["loss_mask"])).as_py() == sampled
@@ -271,12 +276,15 @@ class RealEngine:
         limit = {"max_new_tokens": 30_000}
         async with in_process(engine, renderer, tmp_path, **limit) as gateway:
             client = await gateway.open(sampling={"extra": {"ignore_eos": True}})
+            before = await self.n_sampled(engine)
             call = asyncio.create_task(ask(client, [USER]))
-            await self.until_running(engine, 1)
+            await self.until_sampled(engine, before)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
-            await self.until_running(engine, 0)
+            async with asyncio.timeout(120):
+                while await self.n_running(engine):
+                    await asyncio.sleep(0)
             assert gateway.turns() == []
 
     async def test_a_call_that_is_aborted_at_the_server(
@@ -286,8 +294,9 @@ class RealEngine:
         limit = {"max_new_tokens": 30_000}
         async with in_process(engine, renderer, tmp_path, **limit) as gateway:
             client = await gateway.open(sampling={"extra": {"ignore_eos": True}})
+            before = await self.n_sampled(engine)
             call = asyncio.create_task(ask(client, [USER]))
-            await self.until_running(engine, 1)
+            await self.until_sampled(engine, before)
             await self.abort_all(engine)
             with pytest.raises(openai.InternalServerError, match="with abort"):
                 await call
@@ -297,14 +306,15 @@ class RealEngine:
 
     async def change_weights(self, tmp_path, renderer, engine, source, old):
         """Update while a call runs, then go back; return what changed of greedy calls."""
-        before = await greedy(engine)
+        old_reply = await greedy(engine)
         # so many that it still runs when a busy server says so
         n_tokens = 1000
         limit = {"max_new_tokens": n_tokens}
         async with in_process(engine, renderer, tmp_path, **limit) as gateway:
             client = await gateway.open(sampling={"extra": {"ignore_eos": True}})
+            before = await self.n_sampled(engine)
             call = asyncio.create_task(ask(client, [USER]))
-            await self.until_running(engine, 1)
+            await self.until_sampled(engine, before)
             paused = await gateway.http.post("/engine/pause", json={"timeout_s": 300})
             assert paused.status_code == 200, paused.text
             updated = await gateway.http.post(
@@ -322,10 +332,10 @@ class RealEngine:
             answer = await gateway.http.post("/engine/update", json=back)
             assert answer.status_code == 200
             await gateway.http.post("/engine/resume")
-        assert await greedy(engine) == before
+        assert await greedy(engine) == old_reply
         spans = turn["weight_versions"]
         assert [span["version"] for span in spans] == ["default", "step-1"]
         assert spans[0]["start"] == 0
         assert spans[0]["stop"] == spans[1]["start"]
         assert spans[1]["stop"] == len(turn["output_ids"]) == n_tokens
-        return changed != before
+        return changed != old_reply

@@ -11,7 +11,7 @@ from tests.shim.fakes import RENDERER, ScriptedEngine
 from tests.shim.sessions.test_turn_log import turn
 from trajkit_shim.engines.model_config import config_number
 from trajkit_shim.engines.payloads import experts_cell
-from trajkit_shim.sessions.turn_log import TurnLog, WrittenTurns
+from trajkit_shim.sessions.turn_log import TurnLog
 
 
 def experts_of(n_tokens, first):
@@ -88,7 +88,7 @@ def test_a_turn_without_experts_has_none():
 def test_payloads_are_not_lost_on_the_way(tmp_path, payload, option):
     log = TurnLog(tmp_path)
     with pytest.raises(ValueError, match=option):
-        log.append(turn(**payload), 0, WrittenTurns())
+        log.append(turn(**payload), 0, set())
     log.close()
 
 

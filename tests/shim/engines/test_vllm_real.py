@@ -57,6 +57,12 @@ async def engine(url, model):
     await engine.close()
 
 
+async def metric(engine, name):
+    async with httpx.AsyncClient(trust_env=False) as client:
+        metrics = (await client.get(f"{engine._servers[0].base_url}/metrics")).text
+    return int(float(re.search(rf"^vllm:{name}\{{.*\}} (.*)$", metrics, re.M)[1]))
+
+
 class TestVLLM(RealEngine):
     name = "vLLM"
     max_context = 32768
@@ -68,13 +74,10 @@ class TestVLLM(RealEngine):
 
     @staticmethod
     async def n_running(engine):
-        async with httpx.AsyncClient(trust_env=False) as client:
-            metrics = (await client.get(f"{engine._servers[0].base_url}/metrics")).text
-        return int(
-            float(
-                re.search(r"^vllm:num_requests_running\{.*\} (.*)$", metrics, re.M)[1]
-            )
-        )
+        return await metric(engine, "num_requests_running")
+
+    async def n_sampled(self, engine):
+        return await metric(engine, "generation_tokens_total")
 
     @staticmethod
     async def abort_all(engine):
@@ -130,12 +133,12 @@ async def test_routed_experts_and_sampling_masks(tmp_path):
     with served(model, tmp_path, *arguments, second_runner=True) as url:
         options = {"experts_per_token": 2, "sampling_masks": True}
         engine = VLLMEngine(url, vocab_size=vocab_size(model), **options)
-        log = {"routed_experts": True, "sampling_masks": True}
+        log = {"routed_experts": True, "sampling_masks": True, "max_new_tokens": 4}
         async with in_process(engine, renderer, tmp_path / "run", **log) as gateway:
             client = await gateway.open(sampling={"top_k": 3})
             messages = [USER]
             for _ in range(2):
-                reply = await ask(client, messages, max_tokens=4)
+                reply = await ask(client, messages)
                 said = reply.choices[0].message.model_dump(exclude_none=True)
                 messages += [said, USER]
             turns = read_log(gateway.log.path)

@@ -48,7 +48,7 @@ def calling(content, *ids, name="bash"):
 def shown(renderer, messages, tools=None):
     """The text of each message that has content tokens; None: nothing is told."""
     prompts, replies = Prompts(renderer, "render"), Conversation()
-    built = prompts.build(replies.restore(messages), tools, replies, attributed=True)
+    built = prompts.build(replies.restore(messages), tools, attributed=True)
     prompt, found = built.ids, built.message_index
     if found is None:
         return None

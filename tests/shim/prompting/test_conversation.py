@@ -16,6 +16,7 @@ from tests.shim.fakes import (
     ScriptedEngine,
     byte_renderer,
     parse_reply,
+    remember,
     rendered,
 )
 from tests.strategies import client_habits, reply_texts
@@ -42,7 +43,7 @@ def book_with(*replies, messages=(USER,)):
     """A session in which these were sampled after those messages."""
     book = Conversation()
     for reply in replies:
-        book.remember(book.restore(list(messages)).position, reply)
+        remember(book, book.restore(list(messages)).position, reply)
     return book
 
 
@@ -148,7 +149,7 @@ def test_the_exact_sibling_is_preferred():
 def test_the_place_tells_replies_apart():
     book = book_with(said("Done"))
     other = {"role": "user", "content": "another"}
-    book.remember(book.restore([other]).position, said("Done\n"))
+    remember(book, book.restore([other]).position, said("Done\n"))
     assert restored(book, USER, said("Done "))[0][1] == said("Done")
     assert restored(book, other, said("Done "))[0][1] == said("Done\n")
     # elsewhere nobody can tell which one it is
@@ -158,7 +159,7 @@ def test_the_place_tells_replies_apart():
 def test_where_the_messages_before_changed():
     reply, last = calling("Look. ", "{}"), said(" fine", reasoning_content="hm")
     book = book_with(reply)
-    book.remember(book.restore([USER, reply]).position, last)
+    remember(book, book.restore([USER, reply]).position, last)
     sent = [NEXT, calling("Look.", "{}"), said("fine")]
     assert restored(book, *sent) == ([NEXT, reply, last], ["restored", "restored"])
 
@@ -175,7 +176,7 @@ def test_one_reply_split_into_two_messages():
     assert restored(book, USER, *sent) == ([USER, reply], ["restored"])
     # and two replies stay two
     second = said("Well.")
-    book.remember(book.restore([USER, reply]).position, second)
+    remember(book, book.restore([USER, reply]).position, second)
     assert restored(book, USER, *sent, second) == (
         [USER, reply, second],
         ["restored", "as_sent"],
@@ -350,13 +351,23 @@ def test_results_come_in_the_order_of_their_calls():
     assert [message["tool_call_id"] for message in got.messages[2:]] == ["x", "y"]
 
 
+def test_a_result_that_is_sent_again_stays():
+    """Gemini CLI 0.61 sends each twice once it resumes a session."""
+    twice = [result("x"), result("y"), result("x"), result("y")]
+    got = Conversation().restore([USER, CALLS, *twice])
+    assert got.messages[2:] == [result("x")] * 2 + [result("y")] * 2
+
+
 @pytest.mark.parametrize(
     ("messages", "where", "rule"),
     [
         pytest.param([CALLS, result("z")], 2, "its calls: x, y", id="another id"),
         pytest.param([CALLS, result("x")], 2, "'y' of the same reply", id="one only"),
         pytest.param(
-            [CALLS, result("x"), result("x")], 3, "another result", id="one twice"
+            [CALLS, result("x"), result("x", "no")],
+            3,
+            "another result",
+            id="two of one",
         ),
         pytest.param([result("x")], 1, "no reply with a call", id="no call"),
         pytest.param(

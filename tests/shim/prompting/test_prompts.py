@@ -19,16 +19,16 @@ from tests.shim.fakes import (
     byte_renderer,
     byte_tokenizer,
     parse_reply,
+    remember,
     rendered,
     sampled,
 )
 from tests.strategies import good_calls, plain_texts, spoken_texts
 from tests.tables import link_by
 from trajkit_shim.chat.reply import Usage, canonical_reply, make_reply
-from trajkit_shim.chat.request import logged_message
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.errors import EngineError, TemplateError
-from trajkit_shim.prompting.conversation import Budget, Buffer, Node, next_position
+from trajkit_shim.prompting.conversation import START, Budget
 from trajkit_shim.prompting.conversation import Conversation as Session
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer
@@ -176,7 +176,7 @@ class Conversation:
         self.restored = self.session.restore(messages)
         self.tools = tools
         self.prompt = self.prompts.build(
-            self.restored, tools, self.session, variables, attributed=attributed
+            self.restored, tools, variables, attributed=attributed
         )
         return self.prompt
 
@@ -187,13 +187,13 @@ class Conversation:
         opened = opens_reasoning(self.renderer, self.prompt.ids)
         parsed = parse_reply(text, self.tools, opened=opened)
         message = canonical_reply(make_reply(parsed, "stop", model="m", usage=USAGE))
-        key = logged_message(message).key
-        self.session.remember(self.restored.position, message)
-        self.session.add(
-            next_position(self.restored.position, key),
-            self.prompts.node(self.prompt, ids),
-            self.prompt.base,
-            self.budget,
+        remember(
+            *(self.session, self.restored.position, message, self.budget),
+            ids=np.concatenate([self.prompt.ids, ids]),
+            between=self.prompt.between,
+            offered=self.prompt.offered,
+            closed=ended,
+            base=self.prompt.base,
         )
         # a client adds nothing of the gateway's own
         return {name: message[name] for name in message if name != "sampled"}
@@ -608,8 +608,6 @@ def test_a_fork_goes_on_from_its_own_path():
         held = prompt.ids[: prompt.n_base].tolist()
         assert held == [*ids.tolist(), *output.tolist()]
     assert reason(conversation, [*other, NEXT]) is None
-    # one of the ways continues the trunk's buffer
-    assert len(conversation.session._buffers) == 3
 
 
 def test_a_prompt_keeps_its_ids_when_another_extends_the_same_turn():
@@ -635,48 +633,47 @@ def test_of_equal_replies_the_last_one_is_gone_on_from():
         reply = conversation.reply(ids)
     prompt = conversation.ask([*opening, reply, NEXT])
     assert prompt.ids[prompt.n_base - len(ids) : prompt.n_base].tolist() == ids.tolist()
-    assert len(conversation.session._nodes) == 1
 
 
 def test_a_session_that_grows_needs_memory_for_its_longest_path():
-    session, budget = Session(), Budget(1 << 40)
-    base, ids, buffer = None, np.empty(0, np.int32), Buffer()
+    session, budget, nodes = Session(), Budget(1 << 40), []
     for i in range(300):
-        ids, buffer = buffer.extend(ids, np.full(50, i, np.int32))
-        node = Node(ids=ids, buffer=buffer, closed=True)
-        session.add(b"%d" % i, node, base, budget)
-        base = node
-    assert len(session._buffers) == 1
-    n_ids = sum(len(each.ids) for each in session._buffers)
-    assert n_ids < 1.2 * len(ids) + 1024
-    for i in range(300):
-        known = session.node(b"%d" % i)
-        assert known.ids.tolist() == np.repeat(np.arange(i + 1), 50).tolist()
-    assert budget.n_bytes == session.n_bytes > 4 * len(ids)
+        base = nodes[-1] if nodes else None
+        ids = np.repeat(np.arange(i + 1, dtype=np.int32), 50)
+        fields = {"ids": ids, "base": base}
+        nodes.append(
+            remember(session, b"%d" % i, said("assistant", ""), budget, **fields)
+        )
+    assert len({id(node.ids.base) for node in nodes[:-1]}) == 1
+    for i, node in enumerate(nodes):
+        assert node.ids.tolist() == np.repeat(np.arange(i + 1), 50).tolist()
+    assert budget.n_bytes == session.n_bytes
+    assert 4 * 50 * 300 < session.n_bytes < 4 * 50 * 300 + 300 * 1100
     session.close()
     assert budget.n_bytes == 0
 
 
 def test_a_fork_keeps_the_ids_of_both_ways():
-    session, budget = Session(), Budget(1 << 40)
-    ids, buffer = Buffer().extend(np.empty(0, np.int32), np.arange(5, dtype=np.int32))
-    trunk = Node(ids=ids, buffer=buffer, closed=True)
-    session.add(b"trunk", trunk, None, budget)
-    for name, new in (("left", 10), ("right", 20), ("more", 30)):
-        way, own = buffer.extend(ids, np.full(2000, new, np.int32))
-        node = Node(ids=way, buffer=own, closed=True)
-        session.add(name.encode(), node, trunk, budget)
-    for name, new in (("left", 10), ("right", 20), ("more", 30)):
-        assert session.node(name.encode()).ids[4:7].tolist() == [4, new, new]
+    session, reply = Session(), said("assistant", "")
+    trunk = remember(session, START, reply, ids=np.arange(5, dtype=np.int32))
+    ways = [
+        remember(session, b"%d" % new, reply, ids=ids, base=trunk)
+        for new in (10, 20, 30)
+        for ids in [np.append(trunk.ids, np.full(2000, new, np.int32))]
+    ]
+    assert [way.ids[4:7].tolist() for way in ways] == [[4, n, n] for n in (10, 20, 30)]
+    assert trunk.ids.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_the_session_that_was_idle_longest_is_released():
     budget, sessions = Budget(30_000), [Session() for _ in range(3)]
-    for session in (*sessions, sessions[0]):
-        ids, buffer = Buffer().extend(np.empty(0, np.int32), np.zeros(2000, np.int32))
-        session.add(b"p", Node(ids=ids, buffer=buffer, closed=True), None, budget)
-    kept = [session.node(b"p").ids is not None for session in sessions]
-    assert kept == [True, False, True]
+    nodes = [
+        remember(
+            session, START, said("assistant", ""), budget, ids=np.zeros(2000, "i4")
+        )
+        for session in (*sessions, sessions[0])
+    ]
+    assert [node.ids is not None for node in nodes] == [True, False, True, True]
     assert budget.n_bytes <= 30_000
 
 

@@ -18,6 +18,7 @@ import pytest
 
 import trajkit as tk
 from tests.shim.agents.test_sandbox import ISOLATED, marked
+from tests.tables import linearized
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE, main
 from trajkit.errors import FormatError
 from trajkit_rollout import solver
@@ -105,7 +106,7 @@ def rows_of(out):
     """Rows of a run and their report, verified."""
     turns = tk.read_turns(out / "turns")
     facts = read_sessions(out)
-    rows, report = tk.linearize(turns, sessions=facts, report=True)
+    rows, report = linearized(turns, sessions=facts)
     assert tk.verify(rows, turns, sessions=facts).num_rows == 0
     return rows, {line["session_id"]: line for line in report.to_pylist()}
 

@@ -6,11 +6,9 @@ import pytest
 
 import trajkit as tk
 from tests.shim.clients import in_process
-from tests.shim.fakes import RENDERER, ScriptedEngine
+from tests.shim.fakes import RENDERER, ScriptedEngine, remember
 from trajkit_shim.chat.request import assistant_message, tool_call
-from trajkit_shim.prompting.conversation import RestoredRequest
-from trajkit_shim.sessions.agent_starts import AgentStarts
-from trajkit_shim.sessions.client_identity import Caller
+from trajkit_shim.prompting.conversation import START, Conversation
 
 pytestmark = pytest.mark.anyio
 
@@ -161,13 +159,18 @@ async def test_what_is_not_linked(tmp_path, reply):
     assert started(root) == NOTHING
 
 
+def started_after(arguments, opening):
+    """What started the agent that opens with a content, if a call has the arguments."""
+    session, call = Conversation(), tool_call("c", "Agent", arguments)
+    remember(session, START, assistant_message("", calls=[call]), turn=3)
+    restored = session.restore([{"role": "user", "content": opening}])
+    return session.started_by(restored, None, None, named=False)
+
+
 def test_a_prompt_of_several_lines_next_to_an_image():
-    starts, prompt = AgentStarts(), 'Find "f".\nList every caller.'
-    call = tool_call("c", "Agent", json.dumps({"prompt": prompt}))
-    starts.add(3, None, assistant_message("", calls=[call]))
+    prompt = 'Find "f".\nList every caller.'
     parts = [{"type": "text", "text": prompt}, {"type": "image", "sha256": "0" * 64}]
-    opening = RestoredRequest([{"role": "user", "content": parts}])
-    assert starts.find(opening, Caller()) == {
+    assert started_after(json.dumps({"prompt": prompt}), parts) == {
         "started_by_turn": 3,
         "started_by_call": "c",
     }
@@ -175,9 +178,5 @@ def test_a_prompt_of_several_lines_next_to_an_image():
 
 @pytest.mark.parametrize("arguments", ['["a text that is no prompt"]', "null", "7"])
 def test_arguments_that_are_no_object(arguments):
-    """An external parser of replies may give such."""
-    starts = AgentStarts()
-    call = tool_call("c", "Agent", arguments)
-    starts.add(0, None, assistant_message("", calls=[call]))
-    opening = RestoredRequest([{"role": "user", "content": arguments}])
-    assert starts.find(opening, Caller()) == {}
+    """The parser of an engine may give such."""
+    assert started_after(arguments, arguments) == {}

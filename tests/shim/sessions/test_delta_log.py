@@ -11,60 +11,58 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.shim.clients import in_process, read_log
+from tests.shim.fakes import remember
 from tests.shim.prompting.test_prompts import EMBEDDED, work
 from tests.shim.sessions.test_turn_log import turn
 from trajkit import cli
 from trajkit_shim.chat.request import logged_message
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.embedded import EmbeddedEngine
-from trajkit_shim.sessions.turn_log import DELTA_LOG_SCHEMA, TurnLog, WrittenTurns
+from trajkit_shim.prompting.conversation import Budget, Conversation
+from trajkit_shim.sessions.turn_log import DELTA_LOG_SCHEMA, TurnLog
 
 TEXT = (Path(__file__).parents[3] / "trajkit" / "schema.py").read_text()
 
-messages = st.lists(
-    st.builds(
-        lambda role, content: logged_message({"role": role, "content": content}),
-        st.sampled_from(["user", "assistant"]),
-        # equal keys with other bodies
-        st.sampled_from(["x", "y", 1, 1.0]),
-    ),
-    max_size=4,
-)
 ids = st.lists(st.integers(0, 1), max_size=6).map(lambda x: np.array(x, np.int32))
+texts = st.sampled_from(["x", "y"])
+# what is asked, and the length of an earlier conversation that it continues
 logged = st.lists(
-    st.tuples(
-        st.sampled_from("ab"), ids.filter(len), ids, messages, st.none() | messages
-    ),
-    max_size=8,
+    st.tuples(texts, texts, st.integers(0, 8), ids.filter(len), ids), max_size=8
 )
 
 
 def written(directory, form, calls):
-    """The table of a log of these calls."""
-    log = TurnLog(directory, form=form)
-    sessions, n_turns = {}, {}
-    for name, prompt, output, heard, said in calls:
+    """The table of a log of these calls, all of one session."""
+    log, session = TurnLog(directory, form=form), Conversation()
+    budget = Budget(1 << 40)
+    talk = []
+    for index, (asked, answer, kept, prompt, output) in enumerate(calls):
+        talk = [*talk[:kept], {"role": "user", "content": asked}]
+        restored = session.restore(talk)
+        reply = {"role": "assistant", "content": answer}
         log.append(
             turn(
-                session_id=name,
                 prompt_ids=prompt,
                 output_ids=output,
                 output_logprobs=None,
                 weight_versions=(),
-                messages=heard,
-                response=said[0] if said else None,
+                messages=restored.logged,
+                response=logged_message(reply),
                 prompt_message_index=np.full(len(prompt), -1, np.int32),
+                delta=session.delta(restored, prompt),
             ),
-            n_turns.get(name, 0),
-            sessions.setdefault(name, WrittenTurns()),
+            index,
+            session.logged,
         )
-        n_turns[name] = n_turns.get(name, 0) + 1
+        path = np.concatenate([prompt, output])
+        remember(session, restored.position, reply, budget, ids=path, turn=index)
+        talk = [*talk, reply]
     log.close()
     return tk.read_turns(directory)
 
 
 @given(logged)
-def test_a_delta_log_is_the_full_log_compacted(tmp_path_factory, calls):
+def test_a_delta_log_is_the_full_log(tmp_path_factory, calls):
     full, delta = (
         written(tmp_path_factory.mktemp("log"), form, calls)
         for form in ("full", "delta")
@@ -72,34 +70,33 @@ def test_a_delta_log_is_the_full_log_compacted(tmp_path_factory, calls):
     if not calls:
         assert (full.num_rows, delta.num_rows) == (0, 0)
         return
-    assert delta.select(DELTA_LOG_SCHEMA.names).equals(
-        tk.compact(full).select(DELTA_LOG_SCHEMA.names)
-    )
+    tk.validate(delta)
     assert tk.expand(delta).select(full.column_names).equals(full)
 
 
 def test_a_write_that_fails_is_no_base(tmp_path, monkeypatch):
     log = TurnLog(tmp_path / "run", form="delta", images=True)
-    book = WrittenTurns()
-    log.append(turn(), 0, book)
+    bodies = set()
+    log.append(turn(), 0, bodies)
 
     def full(*_):
         raise OSError(errno.ENOSPC, "full")
 
-    longer = turn(prompt_ids=np.array([1, 2, 3, 4, 5], np.int32))
+    said = logged_message({"role": "user", "content": "new"})
+    longer = turn(messages=[*turn().messages, said], delta=(0, 2, 1))
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         with pytest.raises(OSError, match="full"):
-            log.append(longer, 1, book)
-    log.append(longer, 1, book)
-    log.append(longer, 2, book)
+            log.append(longer, 1, bodies)
+    assert said.key not in bodies
+    log.append(longer, 1, bodies)
     log.close()
     table = read_log(log.path)
     assert table.schema.equals(DELTA_LOG_SCHEMA, check_metadata=True)
     tk.validate(table)
-    assert table["base_turn"].to_pylist() == [None, None, 1]
-    assert table["suffix_ids"].to_pylist() == [[1, 2], [1, 2, 3, 4, 5], []]
-    assert table["shared_messages"].to_pylist() == [0, 0, 1]
+    assert table["base_turn"].to_pylist() == [None, 0]
+    assert table["suffix_ids"].to_pylist() == [[1, 2], []]
+    assert table["suffix_messages"].to_pylist()[1][0]["body"] == said.body
 
 
 @pytest.mark.anyio
@@ -128,18 +125,14 @@ async def test_a_delta_log_of_a_session_makes_the_same_rows(tmp_path):
 def test_a_delta_log_is_within_a_third_of_the_compact_form(tmp_path):
     """Turns of 500 tokens and the text of them."""
     random = np.random.default_rng(0)
-    calls = []
-    held, heard = np.empty(0, np.int32), []
+    calls, held = [], np.empty(0, np.int32)
     for i in range(20):
         new, output = random.integers(0, 150_000, (2, 500), np.int32)
-        texts = TEXT[2000 * i % 20_000 :], TEXT[2000 * i % 20_000 + 1 :]
-        asked, said = (
-            logged_message({"role": role, "content": text[:1500]})
-            for role, text in zip(("user", "assistant"), texts, strict=True)
-        )
+        begin = 2000 * i % 20_000
         prompt = np.concatenate([held, new])
-        calls.append(("a", prompt, output, [*heard, asked], [said]))
-        held, heard = np.concatenate([prompt, output]), [*heard, asked, said]
+        asked, said = (TEXT[begin + j : begin + j + 1500] for j in (0, 1))
+        calls.append((asked, said, 2 * i, prompt, output))
+        held = np.concatenate([prompt, output])
     full, _ = (written(tmp_path / form, form, calls) for form in ("full", "delta"))
     tk.write_turns(tk.compact(full), tmp_path / "compact.arrow")
     size = (tmp_path / "delta" / "turns-00000.arrows").stat().st_size
@@ -149,7 +142,7 @@ def test_a_delta_log_is_within_a_third_of_the_compact_form(tmp_path):
 def test_the_log_takes_little_more_than_the_table_that_it_is(tmp_path):
     """Turn by turn, with all that is known of each; compacted, Arrow's batch is one."""
     log = TurnLog(tmp_path, form="delta", attributed=False)
-    rng, book = np.random.default_rng(0), WrittenTurns()
+    rng, book, base = np.random.default_rng(0), set(), None
     held, talk = np.empty(0, np.int32), []
     for index in range(8):
         said = {"role": "user", "content": str(index)}
@@ -174,8 +167,10 @@ def test_the_log_takes_little_more_than_the_table_that_it_is(tmp_path):
             harness="claude-code",
             agent_id="main",
             call_kind="agent",
+            delta=(base, len(held), len(talk) - 1),
         )
         log.append(call, index, book)
+        base = index
         held, talk = np.append(prompt, output), [*talk, call.response]
     log.close()
     turns = tk.read_turns(tmp_path)

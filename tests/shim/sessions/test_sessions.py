@@ -393,7 +393,7 @@ def test_a_hundred_thousand_sessions_leave_little_behind():
     for k in range(100_000):
         session = lines.store.open(f"s{k}", terms)
         keys.append(session.api_key)
-        session.written.keys.add(b"key")
+        session.conversation.logged.add(b"key")
         session.counts.turns += 1
         lines.store.end(session, "finish")
         lines.sessions.clear()

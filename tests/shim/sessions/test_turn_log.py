@@ -7,7 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from itertools import accumulate, count
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +21,8 @@ from trajkit import schema
 from trajkit.errors import TornLogWarning
 from trajkit_shim.chat.request import logged_message
 from trajkit_shim.engines.base import WeightSpan
-from trajkit_shim.prompting.conversation import START, next_position
 from trajkit_shim.sessions.append_log import END_OF_STREAM, LogFullError
-from trajkit_shim.sessions.turn_log import LOG_SCHEMA, LoggedTurn, TurnLog, WrittenTurns
+from trajkit_shim.sessions.turn_log import LOG_SCHEMA, LoggedTurn, TurnLog
 
 ROOT = Path(__file__).parents[3]
 WHEN = datetime(2026, 1, 2, tzinfo=UTC)
@@ -50,14 +49,12 @@ def turn(**changes) -> LoggedTurn:
         "ended_at": WHEN,
     }
     fields |= changes
-    keys = [message.key for message in fields["messages"]]
-    positions = [*accumulate(keys, next_position, initial=START)][1:]
-    return LoggedTurn(**{"positions": positions, **fields})
+    return LoggedTurn(**fields)
 
 
 def test_what_is_written_is_read_and_valid(tmp_path):
     log = TurnLog(tmp_path / "run", fsync=True, images=True)
-    written = WrittenTurns()
+    written = set()
     log.append(turn(), 0, written)
     log.append(
         turn(
@@ -91,7 +88,7 @@ def test_a_body_is_written_where_the_session_first_has_it(tmp_path):
         return turn(messages=[logged_message(message)] * 2, response=None)
 
     log = TurnLog(tmp_path)
-    written = WrittenTurns()
+    written = set()
     for index, number in enumerate([1, 1.0, 1.0, 1]):
         log.append(saying(number), index, written)
     table = read_log(log.path)
@@ -112,14 +109,14 @@ def test_a_log_is_never_written_over(tmp_path):
 
 def test_a_log_without_an_end_is_read(tmp_path):
     log = TurnLog(tmp_path)
-    log.append(turn(), 0, WrittenTurns())
+    log.append(turn(), 0, set())
     assert read_log(log.path).num_rows == 1
     log.close()
 
 
 def test_a_write_that_fails_half_way_leaves_the_log_as_it_was(tmp_path, monkeypatch):
     log = TurnLog(tmp_path)
-    log.append(turn(), 0, WrittenTurns())
+    log.append(turn(), 0, set())
     before = log.path.read_bytes()
     write = os.write
     written = []
@@ -133,19 +130,19 @@ def test_a_write_that_fails_half_way_leaves_the_log_as_it_was(tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         with pytest.raises(OSError, match="No space left"):
-            log.append(turn(), 1, WrittenTurns())
+            log.append(turn(), 1, set())
     assert written == [100]
     assert log.path.read_bytes() == before
-    log.append(turn(), 1, WrittenTurns())
+    log.append(turn(), 1, set())
     assert read_log(log.path)["turn_index"].to_pylist() == [0, 1]
     log.close()
 
 
 def test_a_torn_last_turn_is_left_out_and_said_so(tmp_path):
     log = TurnLog(tmp_path / "whole")
-    log.append(turn(), 0, WrittenTurns())
+    log.append(turn(), 0, set())
     good = log.path.stat().st_size
-    log.append(turn(), 1, WrittenTurns())
+    log.append(turn(), 1, set())
     log.close()
     whole = log.path.read_bytes()[: -len(END_OF_STREAM)]
     torn = tmp_path / "turns-00000.arrows"
@@ -160,7 +157,7 @@ def test_a_short_write_is_finished(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda file, data: write(file, data[:7]))
         log = TurnLog(tmp_path)
-        log.append(turn(), 0, WrittenTurns())
+        log.append(turn(), 0, set())
     assert read_log(log.path).num_rows == 1
     log.close()
 
@@ -236,13 +233,13 @@ def flushed(monkeypatch):
 def test_every_batch_and_every_new_name_is_flushed_to_disk(tmp_path, flushed):
     log = TurnLog(tmp_path / "sizes")
     for k in range(2):
-        log.append(turn(), k, WrittenTurns())
+        log.append(turn(), k, set())
     two = log._turns.total_bytes
     log.close()
     log = TurnLog(tmp_path, max_file_bytes=two, fsync=True)
     for k in range(5):
         flushed.clear()
-        log.append(turn(), k, WrittenTurns())
+        log.append(turn(), k, set())
         name = f"turns-0000{k // 2}.arrows"
         assert flushed[-1] == (name, (tmp_path / name).stat().st_size)
         if k in (2, 4):
@@ -258,7 +255,7 @@ def test_every_batch_and_every_new_name_is_flushed_to_disk(tmp_path, flushed):
 
 def test_the_first_file_s_name_is_flushed_to_disk(tmp_path, flushed):
     log = TurnLog(tmp_path, fsync=True)
-    log.append(turn(), 0, WrittenTurns())
+    log.append(turn(), 0, set())
     assert {"turns-00000.arrows"} in flushed
     log.close()
 
@@ -266,25 +263,25 @@ def test_the_first_file_s_name_is_flushed_to_disk(tmp_path, flushed):
 def test_nothing_is_flushed_to_disk_unless_asked(tmp_path, flushed):
     log = TurnLog(tmp_path, max_file_bytes=1)
     for k in range(2):
-        log.append(turn(), k, WrittenTurns())
+        log.append(turn(), k, set())
     log.close()
     assert flushed == []
 
 
 def test_the_log_rolls_by_bytes(tmp_path):
     log = TurnLog(tmp_path / "one")
-    log.append(turn(), 0, WrittenTurns())
+    log.append(turn(), 0, set())
     head = log._turns.total_bytes
-    log.append(turn(), 1, WrittenTurns())
+    log.append(turn(), 1, set())
     each = log._turns.total_bytes - head
     most = head + 2 * each
     log.close()
     log = TurnLog(tmp_path / "two", max_file_bytes=most)
     for k in range(4):
-        log.append(turn(), k, WrittenTurns())
+        log.append(turn(), k, set())
     # longer than a file may be: alone in one
-    log.append(turn(prompt_ids=np.arange(most, dtype=np.int32)), 4, WrittenTurns())
-    log.append(turn(), 5, WrittenTurns())
+    log.append(turn(prompt_ids=np.arange(most, dtype=np.int32)), 4, set())
+    log.append(turn(), 5, set())
     total = log._turns.total_bytes
     log.close()
     files = sorted((tmp_path / "two").iterdir())
@@ -299,7 +296,7 @@ def test_the_log_rolls_by_bytes(tmp_path):
 
 def test_a_log_that_cannot_roll_stays_as_it_was(tmp_path, monkeypatch):
     log = TurnLog(tmp_path, max_file_bytes=1)
-    log.append(turn(), 0, WrittenTurns())
+    log.append(turn(), 0, set())
     before = log.path.read_bytes()
 
     def full(file, data):
@@ -308,10 +305,10 @@ def test_a_log_that_cannot_roll_stays_as_it_was(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         with pytest.raises(OSError, match="No space left"):
-            log.append(turn(), 1, WrittenTurns())
+            log.append(turn(), 1, set())
     assert [file.name for file in tmp_path.iterdir()] == [log.path.name]
     assert log.path.read_bytes() == before
-    log.append(turn(), 1, WrittenTurns())
+    log.append(turn(), 1, set())
     log.close()
     assert tk.read_turns(tmp_path)["turn_index"].to_pylist() == [0, 1]
 
@@ -319,7 +316,7 @@ def test_a_log_that_cannot_roll_stays_as_it_was(tmp_path, monkeypatch):
 def test_a_full_file_that_does_not_close_does_not_stop_the_log(tmp_path, monkeypatch):
     """Some network file systems report a full disk there, after all was written."""
     log = TurnLog(tmp_path, max_file_bytes=1)
-    log.append(turn(), 0, WrittenTurns())
+    log.append(turn(), 0, set())
     close = os.close
 
     def failing(file):
@@ -328,15 +325,15 @@ def test_a_full_file_that_does_not_close_does_not_stop_the_log(tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr("trajkit_shim.sessions.append_log.os.close", failing)
-        log.append(turn(), 1, WrittenTurns())
-    log.append(turn(), 2, WrittenTurns())
+        log.append(turn(), 1, set())
+    log.append(turn(), 2, set())
     log.close()
     assert tk.read_turns(tmp_path)["turn_index"].to_pylist() == [0, 1, 2]
 
 
 def fill(log):
     for k in count():
-        log.append(turn(), k, WrittenTurns())
+        log.append(turn(), k, set())
 
 
 def test_a_log_has_no_more_bytes_than_it_may(tmp_path):
@@ -360,7 +357,7 @@ def test_a_closed_log_takes_nothing(tmp_path):
     log = TurnLog(tmp_path)
     log.close()
     with pytest.raises(OSError, match="closed"):
-        log.append(turn(), 0, WrittenTurns())
+        log.append(turn(), 0, set())
     with pytest.raises(OSError, match="closed"):
         log.amend("s", [0], "dropped", False)
     assert [path.name for path in tmp_path.iterdir()] == ["turns-00000.arrows"]
@@ -377,9 +374,9 @@ def test_a_directory_that_holds_any_of_a_log_is_refused(tmp_path, stem):
 @pytest.mark.parametrize("form", ["full", "delta"])
 def test_what_prompt_tokens_show_may_be_left_out(tmp_path, form):
     log = TurnLog(tmp_path, form=form, attributed=False)
-    log.append(turn(), 0, WrittenTurns())
+    log.append(turn(), 0, set())
     with pytest.raises(ValueError, match="attributed=False"):
-        log.append(turn(message_tool_names=[None]), 1, WrittenTurns())
+        log.append(turn(message_tool_names=[None]), 1, set())
     log.close()
     turns = tk.read_turns(tmp_path)
     assert turns.num_rows == 1
@@ -410,7 +407,7 @@ def replaced(path):
     ],
 )
 def test_a_log_that_another_program_changes_takes_no_turn(tmp_path, change, says):
-    log, written = TurnLog(tmp_path), WrittenTurns()
+    log, written = TurnLog(tmp_path), set()
     log.append(turn(), 0, written)
     change(log.path)
     for number in (1, 2):

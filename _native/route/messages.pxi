@@ -1,0 +1,411 @@
+"""Which call a call continues: by its chat messages.
+
+Fills links from requests and the forest of token paths. The message tree has one node per
+message. A message that is sent again descends into the first child that equals it, so of equal
+siblings only the first can be found: a hash table over (parent, key) contains those, and a
+list the others, for a rule by which tokens choose among them. Messages that a request shares
+with the previous call, or with its base, are not looked up one by one: equal runs of keys are
+compared as bytes, and the node is reached by climbing from that call. O(new messages + bytes
+of keys compared + nodes of the forest); where calls have no messages, as token_index.pxi says,
+and O(calls of the session) after a rewritten call.
+"""
+
+cdef enum:  # trajkit.policies.TieBreak
+    TIE_BREAK_FIRST, TIE_BREAK_TOKENS, TIE_BREAK_FULL_PATH
+
+ENUMS["TieBreak"] = {
+    "first": TIE_BREAK_FIRST, "tokens": TIE_BREAK_TOKENS, "full_path": TIE_BREAK_FULL_PATH,
+}
+
+cdef enum:
+    KEY_BYTES = 16
+
+
+cdef inline bint _is_assistant(const Request* request, int64_t own) noexcept nogil:
+    """Whether the role of the call's own message number ``own`` is assistant."""
+    cdef const int32_t* offsets = <const int32_t*><intptr_t>request.role_offsets
+    if offsets[own + 1] - offsets[own] != 9:
+        return False
+    return memcmp(
+        <const char*><intptr_t>request.role_bytes + offsets[own], b"assistant", 9
+    ) == 0
+
+
+cdef int64_t _repeated(const Request* request, const Request* before) noexcept nogil:
+    """Messages that two calls, neither with a base, have in common at their start."""
+    cdef int64_t n = min(request.n_keys, before.n_keys)
+    if n <= 0:
+        return 0
+    # A key is four tokens long.
+    return _lcp(
+        <const token_t*><intptr_t>request.keys, <const token_t*><intptr_t>before.keys, 4 * n
+    ) // 4
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class MessageRouter:
+    """The message tree of a session, and the links that follow from it.
+
+    Room for the largest session; `_begin` empties the tree.
+    """
+    cdef const Request[::1] requests
+    cdef Link[::1] links
+    cdef int64_t merge_threshold
+    cdef int32_t tie_break
+    cdef Message[::1] nodes
+    cdef int32_t n_nodes      # the next unused node
+    cdef int32_t[::1] table   # open addressing; -1: free
+    cdef int64_t mask         # the entries in use, less one
+    cdef int32_t[::1] node_of # per call: the node that it generated, or -1
+    cdef TokenIndex index
+    cdef int32_t n_indexed    # calls before this one are indexed, if they may be continued
+    cdef bint rewrote_indexed # and one of them was rewritten since
+
+    def __cinit__(
+        self, CallForest forest, const Request[::1] requests, int64_t merge_threshold,
+        int32_t tie_break, Link[::1] links,
+    ):
+        cdef int64_t s, largest = 1
+        for s in range(forest.n_sessions):
+            largest = max(
+                largest,
+                _tree_nodes(requests, forest.session_offsets[s], forest.session_offsets[s + 1]),
+            )
+        self.requests, self.links = requests, links
+        self.merge_threshold, self.tie_break = merge_threshold, tie_break
+        self.nodes = empty(largest, DTYPES["Message"])
+        self.table = empty(_table_entries(largest), "i4")
+        self.node_of = full(forest.n_calls, -1, "i4")
+        self.index = TokenIndex(forest)
+
+    cdef void _begin(self, int64_t lo, int64_t hi) noexcept nogil:
+        """Empty the tree but for its root; the cleared table is as large as the session needs."""
+        cdef int64_t n_table = _table_entries(_tree_nodes(self.requests, lo, hi))
+        memset(&self.table[0], 0xFF, n_table * sizeof(int32_t))
+        self.mask = n_table - 1
+        self.n_nodes = 0
+        self._add_node(-1, 0, -1, False)
+        self.n_indexed = <int32_t>lo
+        self.rewrote_indexed = False
+
+    cdef int64_t _slot(self, int32_t parent, int64_t key) noexcept nogil:
+        cdef uint64_t mixed
+        memcpy(&mixed, <const void*><intptr_t>key, sizeof(mixed))
+        mixed ^= <uint64_t>parent * <uint64_t>0x9E3779B97F4A7C15
+        return <int64_t>(mixed ^ (mixed >> 32)) & self.mask
+
+    cdef int32_t _child(self, int32_t parent, int64_t key) noexcept nogil:
+        """The first child of parent with this key, or -1."""
+        cdef int64_t slot = self._slot(parent, key)
+        cdef const Message* node
+        while self.table[slot] >= 0:
+            node = &self.nodes[self.table[slot]]
+            # Compare with the node's current key: a rewritten node keeps its old table entry.
+            if node.parent == parent and node.key != 0 and memcmp(
+                <const void*><intptr_t>node.key, <const void*><intptr_t>key, KEY_BYTES
+            ) == 0:
+                return self.table[slot]
+            slot = (slot + 1) & self.mask
+        return -1
+
+    cdef void _enter(self, int32_t node) noexcept nogil:
+        """Enter a node in the table, by its parent and key."""
+        cdef int64_t slot = self._slot(self.nodes[node].parent, self.nodes[node].key)
+        while self.table[slot] >= 0:
+            slot = (slot + 1) & self.mask
+        self.table[slot] = node
+
+    cdef int32_t _add_node(
+        self, int32_t parent, int64_t key, int32_t call, bint assistant
+    ) noexcept nogil:
+        """A new last child of parent.
+
+        `_tree_nodes` counts what may be added: a call's own messages, the reply of its base and
+        its own reply. The table has twice as many entries as nodes and changed keys, so `_enter`
+        and `_child` reach a free one.
+        """
+        cdef int32_t index = self.n_nodes
+        cdef Message* node = &self.nodes[index]
+        cdef Message* above
+        self.n_nodes += 1
+        node.key = key
+        node.parent = parent
+        node.call = call
+        node.child = node.last_child = node.sibling = node.assistant = node.equal = -1
+        node.n_assistants = 0
+        if parent < 0:
+            node.above = -1
+            node.depth = 0
+            return index
+        above = &self.nodes[parent]
+        node.above = call if call >= 0 else above.above
+        node.depth = above.depth + 1
+        if above.last_child < 0:
+            above.child = index
+        else:
+            self.nodes[above.last_child].sibling = index
+        above.last_child = index
+        if assistant:
+            above.n_assistants += 1
+            above.assistant = index
+        return index
+
+    cdef int32_t _at_depth(self, int32_t node, int64_t depth) noexcept nogil:
+        while self.nodes[node].depth > depth:
+            node = self.nodes[node].parent
+        return node
+
+    cdef int32_t _place(self, const Call* calls, int32_t call, int32_t before) noexcept nogil:
+        """Add the messages of a call's prompt; return the node of the last one.
+
+        ``before`` is the previous call with messages, or -1. What the base supplies is all in
+        the tree but for the base's reply, if that is shared: then it is the next message.
+        """
+        cdef:
+            const Request* request = &self.requests[call]
+            int32_t base = calls[call].base, node = 0, child
+            int64_t total = request.shared + request.n_keys, depth = 0, of_base
+            int64_t key
+            bint assistant, merged = False, exists = True
+
+        if request.shared > 0:
+            of_base = self.requests[base].shared + self.requests[base].n_keys
+            depth = min(<int64_t>request.shared, of_base)
+            if depth > 0:
+                node = self._at_depth(self.node_of[base], depth)
+        elif before >= 0 and self.requests[before].shared == 0:
+            depth = _repeated(request, &self.requests[before])
+            if depth > 0:
+                node = self._at_depth(self.node_of[before], depth)
+
+        for depth in range(depth, total):
+            if depth < request.shared:
+                key = self.requests[base].reply_key
+                assistant = self.requests[base].reply_is_assistant != 0
+            else:
+                key = request.keys + KEY_BYTES * (depth - request.shared)
+                assistant = _is_assistant(request, depth - request.shared)
+            if exists:
+                child = self._child(node, key)
+                if child >= 0:
+                    node = child
+                    continue
+                exists = False
+                if assistant and self._merge(calls, node, key, call):
+                    node = self.nodes[node].assistant
+                    merged = True
+                    continue
+            node = self._add_node(node, key, -1, assistant)
+            self._enter(node)
+        self.links[call].link_reason = REASON_REWRITE if merged else REASON_MESSAGES
+        return node
+
+    cdef bint _merge(
+        self, const Call* calls, int32_t node, int64_t key, int32_t call
+    ) noexcept nogil:
+        """Replace the only reply below a node if it is short, as slime's TrajectoryManager does."""
+        cdef Message* reply
+        if self.merge_threshold <= 0 or self.nodes[node].n_assistants != 1:
+            return False
+        reply = &self.nodes[self.nodes[node].assistant]
+        if (
+            reply.call < 0 or reply.child >= 0
+            or calls[reply.call].out_len >= self.merge_threshold
+        ):
+            return False
+        self.links[reply.call].rewritten_by = call
+        if reply.call < self.n_indexed:
+            self.rewrote_indexed = True
+        reply.call = -1
+        reply.above = self.nodes[node].above
+        reply.key = key
+        self._enter(self.nodes[node].assistant)
+        return True
+
+    cdef void _place_reply(self, int32_t node, int32_t call) noexcept nogil:
+        """Add the node that a call generates below the node of its last message."""
+        cdef const Request* request = &self.requests[call]
+        cdef int32_t first
+        if request.reply_key == 0 or not request.reply_is_assistant:
+            self.node_of[call] = self._add_node(node, 0, call, True)
+            return
+        first = self._child(node, request.reply_key)
+        node = self.node_of[call] = self._add_node(node, request.reply_key, call, True)
+        if first < 0:
+            self._enter(node)
+        else:
+            self.nodes[node].equal = self.nodes[first].equal
+            self.nodes[first].equal = node
+
+    cdef int32_t _parent_by_messages(
+        self, const Paths* paths, int32_t node, int32_t index
+    ) noexcept nogil:
+        """The call that a request whose last message is at a node continues, or -1.
+
+        By TIE_BREAK_FIRST the nearest call above. By TIE_BREAK_TOKENS, of that call and its equal
+        siblings, the one whose path the prompt repeats for longest, of equals the one with the
+        shortest path (so one that it repeats entirely), then the first. By TIE_BREAK_FULL_PATH
+        the nearest whose path the prompt repeats entirely, the last of equals.
+        """
+        cdef int32_t other, call, best
+        cdef pos_t shared, most, size, least = 0
+        cdef bint better
+        if self.tie_break == TIE_BREAK_FIRST:
+            return self.nodes[node].above
+        while node > 0:
+            best = -1
+            most = -1
+            other = node
+            while other >= 0:
+                call = self.nodes[other].call
+                if call >= 0:
+                    shared = _shared_of(paths, call, index)
+                    size = _held_len(&paths.calls[call])
+                    if self.tie_break == TIE_BREAK_FULL_PATH:
+                        better = shared == size and call > best
+                    else:
+                        better = shared > most or shared == most and (
+                            size < least or size == least and call < best
+                        )
+                    if better:
+                        most = shared
+                        least = size
+                        best = call
+                other = self.nodes[other].equal
+            if best >= 0:
+                return best
+            node = self.nodes[node].parent
+        return -1
+
+    cdef int32_t _parent_by_tokens(self, int32_t first, int32_t index) noexcept nogil:
+        """The call that a call without messages continues, or -1.
+
+        The index is brought up to date where it is needed: few sessions have such calls.
+        ``first`` is the session's first call.
+        """
+        cdef int32_t call
+        if self.rewrote_indexed:
+            for call in range(first, self.n_indexed):
+                self.index._clear(call)
+            self.n_indexed = first
+            self.rewrote_indexed = False
+        for call in range(self.n_indexed, index):
+            if self.node_of[call] >= 0 and self.links[call].rewritten_by < 0:
+                self.index._add(call)
+        self.n_indexed = index
+        return self.index._find(index)
+
+    cdef void _route_session(self, const Paths* paths, int32_t lo, int32_t hi) noexcept nogil:
+        """The links of one session."""
+        cdef const Request* request
+        cdef Link* link
+        cdef int32_t i, node, before = -1
+        cdef bint empty_list
+        self._begin(lo, hi)
+        for i in range(lo, hi):
+            request = &self.requests[i]
+            link = &self.links[i]
+            empty_list = request.n_keys >= 0 and request.shared + request.n_keys == 0
+            if request.n_keys < 0 or (empty_list and self.tie_break == TIE_BREAK_TOKENS):
+                link.parent = self._parent_by_tokens(lo, i)
+                link.link_reason = REASON_TOKENS if link.parent >= 0 else REASON_ROOT
+                node = self.node_of[link.parent] if link.parent >= 0 else 0
+                self.node_of[i] = self._add_node(node, 0, i, True)
+            elif empty_list:
+                link.link_reason = REASON_UNROUTED
+            else:
+                node = self._place(paths.calls, i, before)
+                link.parent = self._parent_by_messages(paths, node, i)
+                if link.parent < 0 and link.link_reason == REASON_MESSAGES:
+                    link.link_reason = REASON_ROOT
+                self._place_reply(node, i)
+                before = i
+        self._rank()
+
+    cdef void _rank(self) noexcept nogil:
+        """Rank the calls of the tree in depth-first pre-order, children in order of arrival."""
+        cdef int32_t node = 0, rank = 0
+        while True:
+            if self.nodes[node].call >= 0:
+                self.links[self.nodes[node].call].order = rank
+                rank += 1
+            if self.nodes[node].child >= 0:
+                node = self.nodes[node].child
+                continue
+            while node > 0 and self.nodes[node].sibling < 0:
+                node = self.nodes[node].parent
+            if node == 0:
+                return
+            node = self.nodes[node].sibling
+
+
+cdef int64_t _tree_nodes(const Request[::1] requests, int64_t start, int64_t stop) noexcept nogil:
+    """Nodes that the message tree of the calls start:stop may need."""
+    cdef int64_t i, n = 1, before = -1
+    for i in range(start, stop):
+        n += 2  # the base's reply and the call's own
+        if requests[i].n_keys < 0 or requests[i].shared + requests[i].n_keys == 0:
+            continue
+        n += requests[i].n_keys
+        if requests[i].shared == 0 and before >= 0 and requests[before].shared == 0:
+            n -= _repeated(&requests[i], &requests[before])
+        before = i
+    return n
+
+
+cdef int64_t _table_entries(int64_t n_nodes) noexcept nogil:
+    """Entries for each node and one for each changed key; the table is at most half full."""
+    cdef int64_t n_table = 2
+    while n_table < 4 * n_nodes:
+        n_table *= 2
+    return n_table
+
+
+cdef _check_requests(CallForest forest, const Request[::1] requests):
+    """Raise unless every call has a request that describes a list of messages."""
+    cdef int64_t i, most
+    cdef int32_t base
+    cdef bint good
+    _check_length("requests", requests.shape[0], forest.n_calls)
+    for i in range(forest.n_calls):
+        good = requests[i].shared >= 0 and requests[i].n_keys >= -1
+        base = forest.calls[i].base
+        if good and requests[i].shared > 0:
+            good = requests[i].n_keys >= 0 and 0 <= base < i and requests[base].n_keys >= 0
+            if good:
+                most = requests[base].shared + requests[base].n_keys
+                good = requests[i].shared <= most + (requests[base].reply_key != 0)
+        if not good:
+            raise LayoutError(
+                f"requests[{i}] is no list of messages: {requests[i].n_keys} of its own "
+                f"after {requests[i].shared} of call {base}"
+            )
+
+
+def route_messages(
+    CallForest forest not None,
+    const Request[::1] requests not None,
+    int64_t merge_threshold,
+    int32_t tie_break,
+    Link[::1] links not None,
+):
+    """Fill ``parent``, ``order``, ``rewritten_by`` and ``link_reason`` of links that are empty.
+
+    Messages are routed as slime does; tokens decide which call a call without a list of messages
+    continues (token_index.pxi). With TIE_BREAK_TOKENS this holds for an empty list, too.
+    """
+    cdef int64_t s
+    cdef Paths paths
+    cdef MessageRouter router
+    _check_requests(forest, requests)
+    _check_length("links", links.shape[0], forest.n_calls)
+    if forest.n_calls == 0:
+        return
+    router = MessageRouter(forest, requests, merge_threshold, tie_break, links)
+    paths = _paths(forest)
+    with nogil:
+        for s in range(paths.n_sessions):
+            router._route_session(
+                &paths, <int32_t>paths.session_offsets[s], <int32_t>paths.session_offsets[s + 1]
+            )

@@ -1,0 +1,684 @@
+"""The faults of the gateway (`shim/trajkit_shim`)."""
+
+from tests.faults.form import place
+
+_PROMPTS = "tests/shim/prompting tests/shim/test_app.py"
+_SESSIONS = "tests/shim/sessions tests/shim/test_app.py tests/shim/test_delivery.py "
+_SESSIONS += "tests/shim/test_retries.py"
+_PROTOCOLS = (
+    "tests/shim/protocols tests/shim/test_conformance.py tests/shim/test_app.py"
+)
+_ENGINES = "tests/shim/engines/test_acceptance.py tests/shim/engines/test_sglang.py "
+_ENGINES += "tests/shim/engines/test_vllm.py tests/shim/engines/test_checks.py"
+_REPLIES = "tests/shim/replies tests/shim/test_app.py"
+
+GATEWAY = (
+    place(
+        "shim/trajkit_shim/prompting/conversation.py",
+        _PROMPTS,
+        (
+            "a reply is restored whatever the arguments of its calls",
+            'same = _same_json(str(one["arguments"]), str(other["arguments"]))',
+            "same = True",
+        ),
+        (
+            "a reply is restored whatever its reasoning",
+            "if thought and thought != chat.squeezed(",
+            "if False and thought != chat.squeezed(",
+        ),
+        (
+            "a restored reply counts as it was sent",
+            "as_sent = stop == index + 1 and first == sent",
+            "as_sent = True",
+        ),
+        (
+            "a reply that is split in two is not joined",
+            "stops = range(index + n_run, index, -1)",
+            "stops = range(index + 1, index, -1)",
+        ),
+        (
+            "results keep the order of the client",
+            "return [by_call[sent_id] for sent_id in calls]",
+            "return [*by_call.values()]",
+        ),
+        ("a call may have no result", "if missing:", "if False:"),
+        ("a call may have two results", "if sent_id in by_call:", "if False:"),
+        (
+            "half a character ends the session",
+            'if known in (None, "new") and "\\\\ud" in record.body:',
+            "if False:",
+        ),
+        (
+            "ids of earlier turns are kept apart",
+            "earlier.ids = ids[: len(earlier.ids)]",
+            "pass",
+        ),
+        (
+            "ids are never released",
+            "while self.n_bytes > self.max_bytes:",
+            "while False:",
+        ),
+        (
+            "a call of another reply may be this one",
+            'if sent["id"] != call["id"] and str(sent["id"]) in self._nodes:',
+            "if False:",
+        ),
+        (
+            "a position does not depend on what was before",
+            "return blake2b(position + key, digest_size=16).digest()",
+            "return blake2b(key, digest_size=16).digest()",
+        ),
+        (
+            "of several replies of unknown position the first is restored",
+            "if alike and (key is position or all(n.message == first for n in alike)):",
+            "if alike:",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/prompting/prompts.py",
+        _PROMPTS,
+        (
+            "text before the replies may be rewritten",
+            "if found.before != base.between:",
+            "if False:",
+        ),
+        (
+            "other tools do not matter",
+            "if node.offered != offered:",
+            "if False:",
+        ),
+        ("a cut reply is extended", "if not node.closed:", "if False:"),
+        (
+            "a reply that stopped at another role keeps its last token",
+            "if skeleton.opens_next and found.end != ended:",
+            "if False:",
+        ),
+        (
+            "what the template would rewrite is not looked at",
+            "if by_template:",
+            "if False:",
+        ),
+        (
+            "reasoning that the template leaves out is not noticed",
+            'return None if thought in shown else "reasoning"',
+            "return None",
+        ),
+        (
+            "other variables do not matter",
+            "json.dumps([tools, given])",
+            "json.dumps([tools])",
+        ),
+        (
+            "a template that cannot extend at a role is extended",
+            "any(skeleton.extends[role] for role in roles)",
+            "False",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/prompting/skeleton.py",
+        _PROMPTS,
+        ("a reply may be hidden", "if first < 0:", "if False:"),
+        (
+            "the text after a reply may depend on it",
+            "if len(tails) > 1:",
+            "if False:",
+        ),
+        (
+            "what moves on with a later message is not noticed",
+            "if role in moved:",
+            "if False:",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/prompting/render.py",
+        _PROMPTS,
+        (
+            "text may forge control tokens",
+            "while isinstance(value, str) and spelled.search(value):",
+            "while False:",
+        ),
+        (
+            "an end token of a cut reply is not shown",
+            "if ended and ids and ids[-1] in self.end_ids:",
+            "if ids and ids[-1] in self.end_ids:",
+        ),
+        (
+            "late system messages are never refused",
+            'if self.late_system == "refuse":',
+            "if False:",
+        ),
+        (
+            "end tokens of the language model's own section are not read",
+            "for part in (config, inner if isinstance(inner, dict) else {}):",
+            "for part in (config,):",
+        ),
+        (
+            "calls get ids that the template refuses",
+            'not shown(*calling("call_0000000000"))',
+            "False",
+        ),
+        (
+            "half a character reaches the tokenizer",
+            'return _SURROGATE.sub("\\ufffd", text)',
+            "return text",
+        ),
+        (
+            "an end token may be left of the reasoning's end",
+            "return int(ends[0]) + 1 if len(ends) else None",
+            "return int(ends[0]) if len(ends) else None",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/prompting/attribution.py",
+        _PROMPTS,
+        (
+            "the first of several equal texts is the message's",
+            "unsure = content != content.strip() or text.find(content, start + 1) >= 0",
+            "unsure = False",
+        ),
+        (
+            "a token that reaches beyond a message belongs to it",
+            'stops, side="right")',
+            'stops, side="left")',
+        ),
+        ("broken marks are not noticed", "if opened != closed:", "if False:"),
+    ),
+    place(
+        "shim/trajkit_shim/call.py",
+        "tests/shim/test_app.py tests/shim/protocols tests/shim/test_adversity.py "
+        "tests/shim/test_conformance.py tests/shim/sessions",
+        ("clients see the stop string", "text = text[:start]", "text = text"),
+        (
+            "a reply that was broken off trains",
+            "trainable=not aborted and not untrained",
+            "trainable=not untrained",
+        ),
+        (
+            "a side call trains",
+            "trainable=not aborted and not untrained",
+            "trainable=not aborted",
+        ),
+        (
+            "a client of a session with fixed sampling may require a form",
+            "required = replace(required, schema=None)",
+            "pass",
+        ),
+        (
+            "logprobs include those of the end token",
+            "if i >= start and token not in self._renderer.end_ids:",
+            "if i >= start:",
+        ),
+        (
+            "logprobs include those of the reasoning",
+            "if i >= start and token not in self._renderer.end_ids:",
+            "if token not in self._renderer.end_ids:",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/app.py",
+        _SESSIONS + " tests/shim/test_adversity.py tests/shim/test_serve.py",
+        (
+            "a repeated request is not named",
+            "turn.resend_of = session.request_ids.get(call.digest)",
+            "turn.resend_of = None",
+        ),
+        (
+            "work is not bounded",
+            "if self._n_bytes + n_bytes > limit:",
+            "if False:",
+        ),
+        ("web pages may call", 'if "origin" in headers:', "if False:"),
+        (
+            "messages are not bounded",
+            "if len(chat.messages) > limit:",
+            "if False:",
+        ),
+        (
+            "the session's variables do not win",
+            "{**self.options.variables, **asked, **fixed}",
+            "{**self.options.variables, **fixed, **asked}",
+        ),
+        (
+            "a full log takes calls",
+            "if self.log.full:",
+            "if False:",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/sessions/sessions.py",
+        _SESSIONS,
+        (
+            "a dropped turn may train again",
+            "if kept := [turn for turn in turns if turn >= self.counts.dropped]:",
+            "if kept := [*turns]:",
+        ),
+        (
+            "calls of one session are not bounded",
+            "if len(self.calls) >= MAX_CALLS:",
+            "if False:",
+        ),
+        (
+            "the id of a forgotten session may be used again",
+            "if known or hash(session_id) in self._forgotten:",
+            "if known:",
+        ),
+        (
+            "a session with a running call is idle",
+            "busy = session.requests or session.closing",
+            "busy = False",
+        ),
+        (
+            "a session ends without its amendments",
+            "await self._amended(session)",
+            "pass",
+        ),
+        (
+            "a session's end does not end its calls",
+            "call.end(closed_error(session.session_id))",
+            "pass",
+        ),
+        (
+            "metadata is replaced, not merged",
+            '{**outcome["metadata"], **fields.get("metadata", {})}',
+            '{**fields.get("metadata", {})}',
+        ),
+        (
+            "an unwritten amendment is forgotten",
+            "self._unwritten.append((kept, reason, trainable))",
+            "self._unwritten[:] = [(kept, reason, trainable)]",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/sessions/answers.py",
+        _SESSIONS,
+        (
+            "a turn whose answer was lost trains",
+            'self._amend([self.turn], "undelivered", False)',
+            "pass",
+        ),
+        (
+            "a turn whose answer arrived later does not train",
+            'self._amend([self.turn], "delivered", None)',
+            "pass",
+        ),
+        (
+            "every request is a retry",
+            'return count.isdecimal() and count.strip("0") != ""',
+            "return True",
+        ),
+        (
+            "the work goes on when its last client has left",
+            "                    self.work.cancel()\n                    await",
+            "                    await",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/prompting/conversation.py",
+        "tests/shim/sessions/test_agent_starts.py tests/shim/sessions/test_delta_log.py",
+        ("any call started an agent", "if prompt in text\n", "if True\n"),
+        (
+            "a call starts several agents",
+            "self._used.add((node.turn, number))",
+            "pass",
+        ),
+        (
+            "a call of another agent may have started one",
+            "and (not named or node.agent_id == parent_id)",
+            "",
+        ),
+        (
+            "a conversation that goes on has a start",
+            "if restored.sampled or (named and agent_id is None):",
+            "if named and agent_id is None:",
+        ),
+        (
+            "the shortest prompt counts",
+            "max(fitting, key=lambda one: len(one[2]))",
+            "min(fitting, key=lambda one: len(one[2]))",
+        ),
+        (
+            "a reply that was not sent back is shared",
+            "n_messages + (node.after == after)",
+            "n_messages + 1",
+        ),
+        (
+            "ids are shared by their number",
+            "return int(np.argmax(differs)) if differs.any() else n",
+            "return n",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/sessions/turn_log.py",
+        "tests/shim/sessions tests/shim/test_app.py",
+        (
+            "a body is written twice",
+            "body = None if known else message.body",
+            "body = message.body",
+        ),
+        (
+            "bodies of a turn that could not be written are in the log",
+            "        new = set[bytes]()",
+            "        new = bodies",
+        ),
+        (
+            "attribution of shared tokens is left out",
+            "if (index[: max(0, n_shared - n_earlier)] >= 0).any():",
+            "if False:",
+        ),
+        (
+            "a column that the log lacks is lost",
+            "if getattr(turn, name, None) is not None:",
+            "if False:",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/sessions/append_log.py",
+        "tests/shim/sessions tests/shim/test_app.py tests/shim/test_adversity.py",
+        (
+            "a truncated log is not noticed",
+            "elif own.st_size != self._sizes[-1]:",
+            "elif False:",
+        ),
+        ("half a batch stays", "os.ftruncate(file, begin)", "pass"),
+        (
+            "the log's size is not bounded",
+            "if total > self.max_total_bytes:",
+            "if False:",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/sessions/client_identity.py",
+        "tests/shim/sessions tests/shim/test_app.py",
+        (
+            "a tool's result decides what a call is for",
+            'return message["role"] == "user" and text in str(message["content"])',
+            'return text in str(message["content"])',
+        ),
+        (
+            "any value of a harness's header will do",
+            "if value is not None and value.startswith(harness.starts):",
+            "if value is not None:",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/pauses.py",
+        "tests/shim/test_adversity.py tests/shim/test_weight_updates.py "
+        "tests/shim/test_app.py tests/shim/test_client.py",
+        (
+            "weights change while the engine samples",
+            "            if not self.paused:\n                rule =",
+            "            if False:\n                rule =",
+        ),
+        (
+            "a lease never ends",
+            "await asyncio.sleep(seconds)",
+            "await asyncio.sleep(1e6)",
+        ),
+        (
+            "a pause that came too late holds",
+            "        if late:\n            self.resume()",
+            "        if late:\n            pass",
+        ),
+        (
+            "a call that a pause cut off is lost",
+            "if not self._calls[call] or (task and task.cancelling()):",
+            "if True:",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/protocols/anthropic.py",
+        _PROTOCOLS,
+        (
+            "parallel calls are what was refused",
+            "parallel=not choice.flag(",
+            "parallel=choice.flag(",
+        ),
+        (
+            "the billing line is shown to the model",
+            "if t.startswith(_BILLING)",
+            "if False",
+        ),
+        (
+            "cached tokens are counted twice",
+            "reply.usage.prompt_tokens - cached",
+            "reply.usage.prompt_tokens",
+        ),
+        (
+            "hosted tools are offered",
+            'if kind != "custom":',
+            "if False:",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/protocols/openai_chat.py",
+        _PROTOCOLS,
+        (
+            "a chosen tool is not required",
+            'given, names = "required", (_named(choice),)',
+            'given = "required"',
+        ),
+        (
+            "usage comes whether it was asked for or not",
+            "if self.request.include_usage:",
+            "if True:",
+        ),
+        (
+            "reasoning that is sent back is lost",
+            'canonical["reasoning_content"] = thought',
+            "pass",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/protocols/openai_responses.py",
+        _PROTOCOLS,
+        (
+            "two turns become one message",
+            "over = reply_id != latest",
+            "over = False",
+        ),
+        (
+            "a namespace is lost",
+            'item["namespace"], item["name"] = request.namespaces[block.name]',
+            "pass",
+        ),
+        (
+            "a cut reply is complete",
+            '"status": "incomplete" if reply.cut else "completed",',
+            '"status": "completed",',
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/protocols/gemini.py",
+        _PROTOCOLS,
+        (
+            "two results without ids are of one call",
+            "waiting.remove(calls[0])",
+            "pass",
+        ),
+        (
+            "types of schemas stay in upper case",
+            'schema.lower() if key == "type" and schema in _TYPES else schema',
+            "schema",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/protocols/stream.py",
+        _PROTOCOLS,
+        (
+            "a line break in arguments ends an event",
+            'raw.text.replace("\\n", " ").replace("\\r", " ")',
+            "raw.text",
+        ),
+        (
+            "half a character ends the connection",
+            'errors="backslashreplace"',
+            'errors="strict"',
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/replies/parse.py",
+        _REPLIES,
+        (
+            "an unclosed thought is text",
+            'return inside, rest.lstrip("\\n") if closed else ""',
+            'return ("", text) if not closed else (inside, rest.lstrip("\\n"))',
+        ),
+        (
+            "a call that cannot be read is well formed",
+            "ill_formed, stop = True, max(",
+            "ill_formed, stop = False, max(",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/replies/parsers.py",
+        _REPLIES,
+        ("a key may come twice", "if key in values:", "if False:"),
+        (
+            "a string that spells a number becomes one",
+            'return text if kind != "string" and kind in kinds else _dumps(written)',
+            'return text if kind != "string" else _dumps(written)',
+        ),
+        (
+            "an unknown format is served as text",
+            "if not renderer.shows_tools():",
+            "if True:",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/replies/grammar.py",
+        _REPLIES + " tests/shim/protocols",
+        (
+            "a session's own grammar is replaced",
+            "    if own:",
+            "    if False:",
+        ),
+        (
+            "a required tool need not be offered",
+            "if wanted or (required.call and not tools):",
+            "if False:",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/engines/acceptance.py",
+        _ENGINES,
+        (
+            "a reply of another request is recorded",
+            "if answer.request_id not in expected:",
+            "if False:",
+        ),
+        (
+            "a reply whose counts differ is recorded",
+            "if type(given) is not int or given != counted:",
+            "if False:",
+        ),
+        (
+            "logprobs may be of other ids",
+            "if not _all_of(labels, int) or labels != ids:",
+            "if False:",
+        ),
+        (
+            "a null weight version is a name",
+            "known &= version is not None",
+            "known = True",
+        ),
+        (
+            "an impossible count of cached tokens is recorded",
+            "if not (type(cached) is int and 0 <= cached <= n_prompt):",
+            "if False:",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/engines/checks.py",
+        _ENGINES,
+        ("ids may follow the end of a reply", "if end is not None:", "if False:"),
+        ("a mask may lack what was drawn", "if token not in allowed:", "if False:"),
+    ),
+    place(
+        "shim/trajkit_shim/engines/sglang.py",
+        _ENGINES,
+        (
+            "logprobs are from before the cut",
+            "logprobs = [(logprob, entry[1]) for logprob, entry in pairs]",
+            "pass",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/engines/vllm.py",
+        _ENGINES,
+        (
+            "a greedy call has logprobs of the model",
+            'if params["temperature"] == 0:',
+            "if False:",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/engines/http.py",
+        _ENGINES,
+        (
+            "a client that leaves does not abort its call",
+            'if getattr(error, "answered", None) is None:',
+            "if False:",
+        ),
+        (
+            "sessions move between servers",
+            "zlib.crc32(request.session_id.encode())",
+            "zlib.crc32(request.request_id.encode())",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/chat/sampling_params.py",
+        _PROTOCOLS,
+        (
+            "a client decides what the session fixes",
+            "return name not in client and pins != SamplingParams()",
+            "return False",
+        ),
+        (
+            "a client may sample longer than the session",
+            "limits = (requested.max_tokens, pins.max_tokens, max_tokens, room)",
+            "limits = (requested.max_tokens, max_tokens, room)",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/json_input.py",
+        _PROTOCOLS,
+        (
+            "numbers need not be finite",
+            "    if math.isinf(number):",
+            "    if False:",
+        ),
+        (
+            "a body may be nested without limit",
+            "        if not level:",
+            "        if True:",
+        ),
+        (
+            "ignored fields are counted without limit",
+            "if where in self.ignored or len(self.ignored) < _MOST_IGNORED:",
+            "if True:",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/workers.py",
+        "tests/shim/test_workers.py",
+        (
+            "all sessions are the first worker's",
+            "owner = loads.index(min(loads))",
+            "owner = 0",
+        ),
+    ),
+    place(
+        "shim/trajkit_shim/client.py",
+        "tests/shim/test_client.py",
+        (
+            "a lost lease is not noticed",
+            "self._lost = error",
+            "pass",
+        ),
+        (
+            "sessions are all opened at one gateway",
+            "self._open[url] += 1",
+            "pass",
+        ),
+    ),
+)

@@ -1,0 +1,31 @@
+"""Which call each call continues: a function per rule, by the value of ``parent_by``.
+
+Each takes the calls, the forest of their token paths and the policy, and returns a record
+of dtype LINK for every call.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from trajkit.pipeline.routes.agents import by_agents
+from trajkit.pipeline.routes.chains import by_prompts, by_tokens
+from trajkit.pipeline.routes.generations import by_generations
+from trajkit.pipeline.routes.messages import by_messages
+from trajkit.pipeline.routes.order import by_none, by_previous
+from trajkit.pipeline.routes.prefix import by_prefix
+from trajkit.policies import ParentBy, Policy
+from trajkit.turns.calls import Calls, Records
+from trajkit.turns.prefix_forest import Forest
+
+Route: TypeAlias = Callable[[Calls, Forest, Policy], Records]
+
+ROUTES: Mapping[ParentBy, Route] = {
+    "messages": by_messages,
+    "agents": by_agents,
+    "tokens": by_tokens,
+    "previous": by_previous,
+    "none": by_none,
+    "prompts": by_prompts,
+    "prefix": by_prefix,
+    "generations": by_generations,
+}
