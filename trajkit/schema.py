@@ -82,7 +82,7 @@ MM_ITEM = pa.struct(
 """An image in a prompt.
 
 Its tokens are content ids: ids beyond every vocabulary that depend on kind, hash and
-number of tokens (`trajkit.turns.mm_items.content_ids`). Hence prompts with different
+number of tokens (`trajkit.turns.images.content_ids`). Hence prompts with different
 images differ in their ids, and every stage that compares tokens compares images too.
 `trajkit.turns.engine_ids` gives the ids that the engine consumed.
 """

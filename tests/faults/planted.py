@@ -11,7 +11,7 @@ from tests.faults.gateway import GATEWAY
 PYTHON = (
     _place(
         "trajkit/turns/turn_rules.py",
-        "tests/turns/test_validation.py tests/turns/test_mm_items.py "
+        "tests/turns/test_validation.py tests/turns/test_images.py "
         "tests/turns/test_delta.py",
         (
             "-9999 itself is a logprob",
@@ -32,21 +32,6 @@ PYTHON = (
             "spans of weights are checked against turns of other chunks",
             "here & given & (last != n_output)",
             "given & (last != n_output)",
-        ),
-        (
-            "an image may end beyond the prompt",
-            "inside = start < end if may_be_cut else stop <= end",
-            "inside = start < end",
-        ),
-        (
-            "an image may have no token",
-            "last <= start < stop and inside",
-            "last <= start <= stop and inside",
-        ),
-        (
-            "the first content id is an id of the engine",
-            '0 <= item["token_id"] < FIRST_CONTENT_ID',
-            '0 <= item["token_id"] <= FIRST_CONTENT_ID',
         ),
         (
             "a body in another session counts",
@@ -181,6 +166,35 @@ PYTHON = (
             "2 is a bool of a mask",
             "(mask != 0) & (mask != 1)",
             "(mask < 0) | (mask > 2)",
+        ),
+    ),
+    _place(
+        "trajkit/turns/images.py",
+        "tests/turns/test_images.py tests/verification/test_verify.py",
+        (
+            "an image may end beyond the prompt",
+            "inside = start < end if may_be_cut else stop <= end",
+            "inside = start < end",
+        ),
+        (
+            "an image may have no token",
+            "last <= start < stop and inside",
+            "last <= start <= stop and inside",
+        ),
+        (
+            "the first content id is an id of the engine",
+            '0 <= item["token_id"] < FIRST_CONTENT_ID',
+            '0 <= item["token_id"] <= FIRST_CONTENT_ID',
+        ),
+        (
+            "content ids of no item are not seen",
+            "    if known is not None:\n",
+            "    if known is None:\n",
+        ),
+        (
+            "images of other sources are known",
+            "elif known is not None and same_image(item) not in known:",
+            "elif False:",
         ),
     ),
     _place(

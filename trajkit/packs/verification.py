@@ -27,7 +27,7 @@ from trajkit.turns.flat_buffers import (
     offsets_of,
     positions,
 )
-from trajkit.turns.mm_items import Image, image_faults, same_image
+from trajkit.turns.images import Image, image_faults, same_image
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -279,7 +279,8 @@ class _Judge:
         self._segments(line, shape, len(own))
         if self.images is not None:
             items = self.packs.table.column("mm_items")[line].as_py() or ()
-            for token, detail in image_faults(items, own[:n], self.images):
+            found = image_faults(items, own[:n], may_be_cut=True, known=self.images)
+            for token, detail in found:
                 self.say("mm_items", detail, line, token)
 
     def _number(self, name: str, line: int, absent: int) -> int:

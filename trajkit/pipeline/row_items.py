@@ -10,7 +10,7 @@ from trajkit.pipeline.payloads import PathRanges
 from trajkit.schema import MM_ITEM, ROWS
 from trajkit.turns.calls import Calls
 from trajkit.turns.flat_buffers import offsets_of, positions
-from trajkit.turns.mm_items import has_items
+from trajkit.turns.images import has_items
 
 _TYPE = ROWS.field("mm_items").type
 

@@ -16,6 +16,7 @@ from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import MM_ITEM, TURNS, WEIGHT_VERSION
 from trajkit.turns.calls import Longs
 from trajkit.turns.flat_buffers import offsets_of
+from trajkit.turns.images import Ints, image_faults
 from trajkit.turns.mapping import MapLike, read_map
 from trajkit.turns.messages import (
     NO_IDS,
@@ -26,9 +27,7 @@ from trajkit.turns.messages import (
     encode,
     unequal_places,
 )
-from trajkit.turns.mm_items import Ints
 from trajkit.turns.python_lists import ListBuilder, checked_ids, read_logprobs
-from trajkit.turns.turn_rules import item_fault
 from trajkit.turns.validation import Nonfinite, check_values
 
 Record: TypeAlias = Mapping[str, object]
@@ -560,8 +559,7 @@ def _mm_items(value: object, what: str, prompt: Ints, _: int) -> list[dict[str, 
             items.append(pa.scalar(item, MM_ITEM).as_py())
         except (pa.ArrowException, OverflowError) as error:
             raise InvalidTurnsError(f"{what}[{i}] is {item!r}: {error}") from None
-    fault = item_fault(items, prompt)
-    if fault is not None:
+    for _token, fault in image_faults(items, prompt):
         raise InvalidTurnsError(f"{what.removesuffix('mm_items')}{fault}")
     return items
 

@@ -16,15 +16,8 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import Rows, Violation, is_list, list_parts, violation
 from trajkit._arrow.take import list_values
 from trajkit.errors import SchemaError
+from trajkit.turns.images import has_items, image_faults
 from trajkit.turns.messages import parse_json
-from trajkit.turns.mm_items import (
-    CONTENT_HASH,
-    FIRST_CONTENT_ID,
-    Ints,
-    Item,
-    has_items,
-    item_ids,
-)
 
 Check: TypeAlias = Callable[[pa.Table], Iterator[Violation]]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -293,50 +286,10 @@ def mm_items(table: pa.Table) -> Iterator[Violation]:
     for row, listed in enumerate(table.column("mm_items").to_pylist()):
         if listed:
             ids = table.column(name)[row].values.to_numpy()
-            fault = item_fault(listed, ids, int(first[row]), may_be_cut=of_rows)
-            if fault is not None:
-                faults[row] = fault
+            found = image_faults(listed, ids, int(first[row]), may_be_cut=of_rows)
+            for _, fault in found:
+                faults.setdefault(row, fault)
     yield violation(np.array([*faults], np.int64), "{}", list(faults.values()))
-
-
-def item_fault(
-    items: Sequence[Item | None],
-    ids: Ints,
-    first: int = 0,
-    *,
-    may_be_cut: bool = False,
-) -> str | None:
-    """What is wrong with the images of a prompt or row.
-
-    ``ids`` are its ids from ``first`` on; ``may_be_cut``: it may end within an image.
-    """
-    last, end = 0, first + len(ids)
-    for i, item in enumerate(items):
-        if item is None or None in item.values():
-            return f"mm_items[{i}] has a null: every field is needed"
-        if not CONTENT_HASH.fullmatch(item["hash"]):
-            return (
-                f"mm_items[{i}] has the hash {item['hash']!r}: expected a SHA-256, 64 "
-                "hexadecimal digits in lower case"
-            )
-        start, stop = item["start"], item["stop"]
-        inside = start < end if may_be_cut else stop <= end
-        if not (last <= start < stop and inside):
-            return (
-                f"mm_items[{i}] is {start}:{stop}: expected tokens from {last} to "
-                f"{end}, the end of the {'row' if may_be_cut else 'prompt'}"
-            )
-        if not 0 <= item["token_id"] < FIRST_CONTENT_ID:
-            return f"mm_items[{i}] has the token_id {item['token_id']}, a content id"
-        low, high = max(start, first), min(max(stop, first), end)
-        due = item_ids(item)[low - start : high - start]
-        if not np.array_equal(ids[low - first : high - first], due):
-            return (
-                f"the tokens {start}:{stop} are not the content ids of mm_items[{i}]: "
-                "make them with trajkit.turns.content_ids"
-            )
-        last = stop
-    return None
 
 
 def messages(name: str, table: pa.Table) -> Iterator[Violation]:

@@ -14,7 +14,7 @@ from trajkit import _core
 from trajkit._arrow.canonical import Rows
 from trajkit.turns.calls import Ints, Longs
 from trajkit.turns.flat_buffers import Index, Ragged, Spans
-from trajkit.turns.mm_items import Image, has_items, image_faults, same_image
+from trajkit.turns.images import Image, has_items, image_faults, same_image
 from trajkit.verification.context import Case
 
 WeighBy: TypeAlias = Literal["token", "row", "rollout"]
@@ -375,7 +375,8 @@ def mm_items(case: Case) -> None:
         known[session].update(map(same_image, listed or ()))
     for row, listed in enumerate(table.column("mm_items").to_pylist()):
         own = known[case.session[row]]
-        for token, detail in image_faults(listed or (), ids[row], own):
+        found = image_faults(listed or (), ids[row], may_be_cut=True, known=own)
+        for token, detail in found:
             case.report("mm_items", detail, row, None, token)
 
 

@@ -178,7 +178,9 @@ def find_dispatches(
             bodies.filter(calling).to_pylist(),
             strict=True,
         ):
-            ids = [call for name, call in _tool_calls(parse_json(body)) if name in tools]
+            ids = [
+                call for name, call in _tool_calls(parse_json(body)) if name in tools
+            ]
             if ids:
                 of_class[k] = numbers.setdefault(ids[-1], len(numbers))
     answers: dict[int, list[int]] = {}
@@ -186,7 +188,9 @@ def find_dispatches(
     if quoted:
         for k, body in enumerate(classes.bodies.to_pylist()):
             if not quoted.isdisjoint(_ANSWERS.findall(body)):
-                answered = [numbers[c] for c in _answered(parse_json(body)) if c in numbers]
+                answered = [
+                    numbers[c] for c in _answered(parse_json(body)) if c in numbers
+                ]
                 if answered:
                     answers[k] = answered
     return of_class[classes.replies].tolist(), answers
