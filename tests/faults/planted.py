@@ -695,7 +695,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/recorder/message_lists.py",
+        "trajkit/recorder/session.py",
         "tests/recorder/test_message_lists.py tests/recorder/test_match.py "
         "tests/recorder/test_recorder.py",
         (
@@ -734,7 +734,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/recorder/extra_columns.py",
+        "trajkit/recorder/session.py",
         "tests/recorder/test_recorder.py",
         (
             "a time without a zone is taken",

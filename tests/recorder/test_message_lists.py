@@ -15,7 +15,7 @@ import trajkit as tk
 from tests.reference_talk import Numbers
 from tests.strategies import NAN, heard_calls
 from trajkit.errors import InvalidTurnsError
-from trajkit.recorder.message_lists import MessageLog
+from trajkit.recorder.session import MessageLog
 from trajkit.turns.messages import message_key
 
 
