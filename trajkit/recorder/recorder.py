@@ -235,7 +235,8 @@ class Recorder:
             None: true if ``response_message`` is a dict with ``tool_calls``.
         prompt_messages : sequence of dict, or of pairs (key, role), optional
             The request's chat messages. None: the call is routed by tokens. A message
-            that an earlier call contained is compared with it, not encoded again.
+            that the base contains at the same place is compared with it, not encoded
+            again.
 
             A pair represents a message by its key (`turns.message_key`) and role. The
             session has no body for it, unless a call gives the message as a dict.
