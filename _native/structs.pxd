@@ -73,7 +73,6 @@ cdef struct Link:             # a call and its parent
     int32_t rewritten_by        # -1: not rewritten
     int32_t link_reason       # index into trajkit.schema.LINK_REASONS
     int32_t segment           # index into trajkit.schema.SEGMENT_KINDS plus 1; 0: none
-    int32_t splice            # SPLICE_*, of the links that splice_calls fills; else 0
 
 
 cdef struct Row:              # one training sequence, before its columns are written

@@ -31,14 +31,12 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import closing
 from pathlib import Path
 
 from benchmarks.compare import commit, machine
 from benchmarks.gateway import (
     Found,
     Host,
-    Line,
     Told,
     check_log,
     converse,
@@ -47,22 +45,17 @@ from benchmarks.gateway import (
 )
 from benchmarks.stream import MiB, resident
 
-Times = dict[str, dict[str, float]]
-
 # sessions at a time that are opened and finished
 _AT_ONCE = 32
 
 
-async def _load(url: str, sessions: int, turns: int, length: int, told: Told) -> Times:
+async def _load(url: str, sessions: int, turns: int, length: int, told: Told) -> None:
     names = [f"s{k}" for k in range(sessions)]
     for name in names:
         await open_session(url, name, told)
     await asyncio.gather(
         *(converse(url, name, turns, told, length=length) for name in names)
     )
-    with closing(Line(url)) as line:
-        times: Times = await line.ask("/admin/timings")
-    return times
 
 
 def _at_once(
@@ -72,7 +65,7 @@ def _at_once(
     told = Told()
     pid, url = host.start(directory, choices.engine_seconds)
     at_first, start = processor_seconds(pid), time.perf_counter()
-    times = asyncio.run(_load(url, sessions, turns, choices.characters, told))
+    asyncio.run(_load(url, sessions, turns, choices.characters, told))
     seconds = time.perf_counter() - start
     busy = (processor_seconds(pid) - at_first) / told.n_replies
     found = _ended(host, pid, directory, told)
@@ -81,16 +74,6 @@ def _at_once(
         f"{seconds:.1f} s, up to {told.most_at_once} calls at once, "
         f"{len(found.wrong)} things wrong"
     )
-    for name, what in (
-        ("gateway_ms", "gateway, waiting included"),
-        ("busy_ms", "gateway, processor time"),
-        ("engine_ms", "engine"),
-    ):
-        each = times[name]
-        print(
-            f"  {what:<27}{each['median']:10.2f} ms median"
-            f"{each['p99']:10.2f} ms 99th percentile"
-        )
     print(
         f"  {'its process':<27}{busy * 1e3:10.2f} ms of a processor per turn: "
         f"{1 / busy:.0f} turns per second and core"

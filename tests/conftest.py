@@ -1,12 +1,16 @@
 """Hypothesis profiles, warnings of libraries, the build, an end for helper processes."""
 
+import ast
 import gc
 import os
+import re
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -83,6 +87,62 @@ def other_versions() -> list[str]:
         except PackageNotFoundError:
             pass
     return found
+
+
+# what the extra `dev` has and `test` has not, by the name that is imported
+_DEV = (
+    *("PIL", "anthropic", "duckdb", "google.genai", "litellm", "matplotlib"),
+    *("minisweagent", "openai", "pandas"),
+)
+_ROOT = Path(__file__).parents[1]
+
+
+@cache
+def _imports(path: Path) -> frozenset[str]:
+    """What a test module imports at its top, with what its helpers in tests/ import."""
+    names: set[str] = set()
+    text = path.read_text("utf-8")
+    names.update(re.findall(r'importorskip\("([\w.]+)"', text))
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Import):
+            names.update(each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{each.name}" for each in node.names)
+    for name in [name for name in names if name.startswith("tests.")]:
+        helper = _ROOT / f"{name.replace('.', '/')}.py"
+        if helper.is_file() and helper != path:
+            names |= _imports(helper)
+    return frozenset(names)
+
+
+def _of_dev(path: Path) -> list[str]:
+    """The packages of the extra `dev` that a test module needs."""
+    return [
+        package
+        for package in _DEV
+        if any(f"{name}.".startswith(f"{package}.") for name in _imports(path))
+    ]
+
+
+class _NotRun(pytest.Module):
+    def collect(self):
+        needs = ", ".join(_of_dev(self.path))
+        pytest.skip(f"needs {needs}: pip install -e '.[dev]'", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector):
+    """Skip a module that needs a package of `dev` which is not installed."""
+    if not all(find_spec(name.partition(".")[0]) for name in _of_dev(module_path)):
+        return _NotRun.from_parent(parent, path=module_path)
+    return None
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """With TRAJKIT_TESTS=dev, only modules that need a package of `dev` run."""
+    if os.environ.get("TRAJKIT_TESTS") != "dev" or collection_path.suffix != ".py":
+        return None
+    return None if _of_dev(collection_path) else True
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -591,10 +591,9 @@ def delegating_sessions(draw, max_turns=10):
 
 @st.composite
 def payload_lists(draw, turn):
-    """Pairs of small numbers: per output id, per id or per id but the last, or none."""
-    n_output, n_held = len(turn["output_ids"]), len(turn["prompt_ids"])
-    n_held += n_output
-    n = pick(draw, [n_output, n_held, max(n_held - 1, 0), None])
+    """Pairs of small numbers: per output id, per id, or none."""
+    n_output = len(turn["output_ids"])
+    n = pick(draw, [n_output, len(turn["prompt_ids"]) + n_output, None])
     pairs = st.none() | st.lists(st.integers(0, 99), min_size=2, max_size=2)
     return None if n is None else draw(st.lists(pairs, min_size=n, max_size=n))
 

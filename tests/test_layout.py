@@ -100,7 +100,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def modules_after(statement: str) -> list[str]:
-    code = f"{statement}; import sys; print(*sys.modules)"
+    code = f"{statement}\nimport sys; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -115,7 +115,18 @@ def modules_after(statement: str) -> list[str]:
 EVERY_NAME = "import trajkit; [getattr(trajkit, name) for name in dir(trajkit)]"
 
 
-@pytest.mark.parametrize("statement", [EVERY_NAME, "import trajkit.cli"])
+COMMANDS = (
+    "import contextlib, io, trajkit.cli as cli\n"
+    "with contextlib.redirect_stdout(io.StringIO()): cli.main(['--help'])\n"
+)
+
+
+def test_the_help_loads_no_table():
+    heavy = {"numpy", "polars", "pyarrow"}
+    assert heavy.isdisjoint(loaded_by(COMMANDS))
+
+
+@pytest.mark.parametrize("statement", [EVERY_NAME])
 def test_importing_trajkit_loads_its_dependencies_only(statement):
     third_party = {
         name

@@ -140,6 +140,7 @@ def align(
 def copy_path(forest: CallForest, call: int, start: int, out: _I32) -> None: ...
 
 # plan/plan.pxi
+def order_calls(forest: CallForest, links: _Records) -> npt.NDArray[np.int32]: ...
 def plan_rows(
     forest: CallForest,
     links: _Records,
@@ -203,17 +204,6 @@ def hand_over(
     schema: object,
     take: Callable[[int, object], _Taken],
 ) -> _Taken: ...
-
-# plan/splice.pxi
-def splice_calls(
-    forest: CallForest,
-    links: _Records,
-    end_of_turn: int,
-    ended: _U8,
-    starts: _I64,
-    calls: _Records,
-    spliced: _Records,
-) -> _I32: ...
 
 # forest/delta.pxi
 def copy_prompts(

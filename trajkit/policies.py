@@ -34,7 +34,8 @@ RowSelection: TypeAlias = Literal["all", "main"]
 RowOrder: TypeAlias = Literal["turn", "prompt"]
 TruncateAt: TypeAlias = Literal["tokens", "calls"]
 
-DRIFT_ACTIONS = numbers("OnDrift", get_args(OnDrift))
+DRIFT_ACTIONS = numbers("OnDrift", get_args(OnDrift)[:-1])
+"""What kernels do at drift; rows are spliced before (trajkit.pipeline.splice)."""
 TIE_BREAKS = numbers("TieBreak", get_args(TieBreak))
 TRAINING_ROWS = numbers("TrainIn", get_args(TrainIn))
 """The kernels' numbers of these choices, by name."""
@@ -435,8 +436,27 @@ PRESETS: dict[str, Policy] = {
 }
 """The named policies."""
 
-ALIASES = {"interleave": "strict"}
-"""Other names of presets."""
+ALIASES = {
+    "interleave": PRESETS["strict"],
+    # AReaL's export_style "individual", its default: a row per interaction.
+    # https://github.com/areal-project/AReaL/blob/4aef98d8d8/areal/experimental/openai/cache.py
+    "areal": PRESETS["per_call"],
+    # agentcore-rl-toolkit since its pull request 149: slime's message tree, whose rows end
+    # at any drift.
+    # https://github.com/awslabs/agentcore-rl-toolkit/pull/149
+    "art": replace(
+        PRESETS["slime"], merge_rewrites=False, on_drift="fork", fork_threshold=0
+    ),
+    # rLLM's transform: a step whose prompt does not begin with all tokens of the segment
+    # opens the next segment.
+    # https://github.com/rllm-org/rllm/blob/9beb6e0f/rllm/trainer/verl/transform.py
+    "rllm": PRESETS["skyrl"],
+    # verl's agent loop keeps one growing list of ids; its gateway closes the list and
+    # begins another where a request does not extend it.
+    # https://github.com/verl-project/verl/blob/1dda039b9c/verl/experimental/agent_loop
+    "verl": PRESETS["skyrl"],
+}
+"""Rules of other systems that choices of a preset express, by the system's name."""
 
 IN_OTHER_WORDS: dict[str, dict[str, dict[str, dict[str, object]]]] = {
     # PrefixMergingBuilder, PerRequestBuilder
@@ -485,7 +505,7 @@ def policy(name: str | Policy, **choices: object) -> Policy:
         chosen = name
     else:
         known_name = isinstance(name, str)
-        preset = PRESETS.get(ALIASES.get(name, name)) if known_name else None
+        preset = PRESETS.get(name, ALIASES.get(name)) if known_name else None
         if preset is None:
             known = ", ".join(sorted([*PRESETS, *ALIASES]))
             raise PolicyError(

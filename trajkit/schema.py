@@ -853,19 +853,20 @@ mask
 logprob
     The engine's value under the mask, null elsewhere.
 context
-    The tokens before a trained token are those it was sampled after. Not checked for
-    spliced rows.
+    The tokens before a trained token are those it was sampled after. For spliced rows see
+    row_tokens.
 trained_twice
-    No sampled token is trained or lost in two spans.
+    No sampled token is trained or lost in two spans, or in two of a row if the policy
+    trains a token in several.
 not_trained
     Every token that the policy promises to train is trained.
 not_located
     In rows without spans: some row contains the end of the turn's prompt and its output.
 row_tokens
     A row is the path of a turn (of ``last_turn``, if given), truncated at
-    ``max_row_tokens``; a spliced row is its turns' outputs joined by prompt text.
+    ``max_row_tokens``; in a spliced row, each output follows the end of its prompt.
 prompt_length
-    The prompt length of the row's first call.
+    The prompt length of the row's first turn.
 parent_row, shared_length
     The first earlier row with the longest shared prefix, and the prefix's length.
 rollout_mask_sum, row_weight, reward, group_id
@@ -877,13 +878,14 @@ turns
 weight_versions
     Those of the row's first and last sampled token with known weights.
 flags
-    They follow from the row's calls.
+    They follow from the row's turns, or have at least theirs if the policy takes those of
+    the chain.
 mm_items
     Each is an image of the session, its tokens are that image's content ids, and no
     other token is a content id.
 policy
-    The rows are those that the policy makes of the turns: tokens, mask and spans. Checked
-    where no other rule is broken.
+    The rows are those that the policy makes of the turns: tokens, mask, spans, turns and
+    flags. Checked in sessions that break no other rule.
 """)
 
 VIOLATIONS = _schema(

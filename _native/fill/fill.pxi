@@ -241,7 +241,7 @@ cdef bint _fill_spans(
 ) noexcept nogil:
     """Write the spans of a row; return whether there are as many as it claims."""
     cdef int64_t at = target.span_offsets[r + 1], n_parts
-    cdef int32_t call = _lowest_call(&rows[r], choices), n_left = rows[r].n_calls
+    cdef int32_t call = rows[r].last, n_left = rows[r].n_calls
     cdef pos_t replaced = rows[r].end, begin
     cdef int n, k
     cdef bint owned
@@ -263,7 +263,7 @@ cdef bint _fill_spans(
             target, r, at, &paths.calls[call], call, spans, n, choices.need_logprob
         )
         replaced = min(replaced, links[call].lcp)
-        n_left -= links[call].splice != SPLICE_DROPPED
+        n_left -= 1
         call = links[call].parent
     return at == target.span_offsets[r]
 

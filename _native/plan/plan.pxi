@@ -13,24 +13,18 @@ cdef enum:  # how a call meets the row that its parent ended
     MEET_FORK
     MEET_RESTART              # the row starts over; its earlier outputs are lost
 
-cdef enum:  # trajkit.policies.OnDrift
+cdef enum:  # trajkit.policies.OnDrift, but "splice" (trajkit.pipeline.splice)
     ON_DRIFT_FORK, ON_DRIFT_ABSORB_SHORT_REPLY, ON_DRIFT_ABSORB_SHORT_DRIFT
-    ON_DRIFT_ABSORB_ANY, ON_DRIFT_SPLICE
+    ON_DRIFT_ABSORB_ANY
 
 cdef enum:
     NEVER = 0x7FFFFFFFFFFFFFFF  # a position beyond every row
 
-cdef enum:  # Link.splice
-    SPLICE_NONE
-    SPLICE_OPENS              # the call opens a row although it continues another call
-    SPLICE_DROPPED            # it comes after the end of its chain's row
-
 cdef enum:  # trajkit.policies.TrainIn
     TRAIN_IN_FIRST, TRAIN_IN_EARLIEST, TRAIN_IN_EVERY
 
-cdef enum:  # trajkit.schema.SPAN_KINDS
+cdef enum:  # trajkit.schema.SPAN_KINDS, but the last
     SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE
-    SPAN_NO_SPLICE_POINT
     N_SPAN_KINDS
 
 cdef enum:  # trajkit.pipeline.plan.COUNTS, the columns of trajkit.schema.REPORT from turns on
@@ -42,7 +36,8 @@ cdef enum:  # trajkit.pipeline.plan.COUNTS, the columns of trajkit.schema.REPORT
     REPORT_LOST_UNTRAINABLE, REPORT_LOST_UNROUTED, REPORT_LOST_RESTARTED
     REPORT_LOST_OVER_MAX_ROWS
     REPORT_LOST_ABORTED       # filled by the caller, who knows which calls were aborted
-    REPORT_LOST_MASKED, REPORT_LOST_NO_LOGPROB, REPORT_LOST_NO_SPLICE_POINT
+    REPORT_LOST_MASKED, REPORT_LOST_NO_LOGPROB
+    REPORT_LOST_NO_SPLICE_POINT  # these are filled by trajkit.pipeline.splice
     REPORT_LOST_QUARANTINED, REPORT_LOST_NOT_SELECTED, REPORT_LOST_REFUSED
     REPORT_LOST_RETRIED
     REPORT_ROWS_NO_SPLICE_POINT, REPORT_TURNS_NO_SPLICE_POINT
@@ -53,14 +48,13 @@ cdef enum:  # trajkit.pipeline.plan.COUNTS, the columns of trajkit.schema.REPORT
 ENUMS["OnDrift"] = {
     "fork": ON_DRIFT_FORK, "absorb_short_reply": ON_DRIFT_ABSORB_SHORT_REPLY,
     "absorb_short_drift": ON_DRIFT_ABSORB_SHORT_DRIFT, "absorb_any": ON_DRIFT_ABSORB_ANY,
-    "splice": ON_DRIFT_SPLICE,
 }
 ENUMS["TrainIn"] = {
     "first": TRAIN_IN_FIRST, "earliest": TRAIN_IN_EARLIEST, "every": TRAIN_IN_EVERY,
 }
 ENUMS["SpanKind"] = {
     "trained": SPAN_TRAINED, "duplicate": SPAN_DUPLICATE, "absorbed": SPAN_ABSORBED,
-    "cut": SPAN_CUT, "untrainable": SPAN_UNTRAINABLE, "no_splice_point": SPAN_NO_SPLICE_POINT,
+    "cut": SPAN_CUT, "untrainable": SPAN_UNTRAINABLE,
 }
 ENUMS["ReportCount"] = {
     "turns": REPORT_TURNS, "rows": REPORT_ROWS, "rows_untrained": REPORT_ROWS_UNTRAINED,
@@ -174,9 +168,7 @@ cdef int _output_spans(
         spans[n].start = spans[n].stop = min(min(start + kept, replaced), choices.max_tokens)
         spans[n].out_start = kept
         spans[n].out_stop = call.out_len
-        spans[n].kind = (
-            SPAN_NO_SPLICE_POINT if choices.on_drift == ON_DRIFT_SPLICE else SPAN_ABSORBED
-        )
+        spans[n].kind = SPAN_ABSORBED
         n += 1
     return n
 
@@ -250,16 +242,11 @@ cdef inline pos_t _row_len(const Call* calls, const Row* row) noexcept nogil:
     return min(_held_len(&calls[row.last]), row.end)
 
 
-cdef inline int32_t _lowest_call(const Row* row, const Choices* choices) noexcept nogil:
-    """The last call with spans in the row: the chain's, if a row ends before dropped calls."""
-    return row.owner if choices.on_drift == ON_DRIFT_SPLICE else row.last
-
-
 cdef void _measure_row(const Plan* plan, Row* row, int64_t* totals) noexcept nogil:
     """Complete a row whose last, end, n_calls and owner are known; ``totals`` by span kind."""
     cdef const Call* calls = plan.paths.calls
     cdef const Choices* choices = plan.choices
-    cdef int32_t call = _lowest_call(row, choices), n_left = row.n_calls
+    cdef int32_t call = row.last, n_left = row.n_calls
     cdef pos_t replaced = row.end
     cdef int n, k
     cdef bint owned
@@ -291,11 +278,10 @@ cdef void _measure_row(const Plan* plan, Row* row, int64_t* totals) noexcept nog
                     totals[part.kind] += size
                 elif part.kind == SPAN_TRAINED:
                     totals[SPAN_DUPLICATE] += size
-        if plan.links[call].splice != SPLICE_DROPPED:
-            row.use_tool |= calls[call].use_tool
-            row.ill_formed |= calls[call].ill_formed
-            row.prompt_len = calls[call].prompt_len
-            n_left -= 1
+        row.use_tool |= calls[call].use_tool
+        row.ill_formed |= calls[call].ill_formed
+        row.prompt_len = calls[call].prompt_len
+        n_left -= 1
         replaced = min(replaced, plan.links[call].lcp)
         call = plan.links[call].parent
 
@@ -384,7 +370,7 @@ cdef void _count_call(
     if link.order < 0:
         report[_loss(link)] += due
     report[REPORT_ROOTS] += (
-        link.parent < 0 and link.splice != SPLICE_OPENS
+        link.parent < 0
         and link.link_reason != REASON_UNROUTED and link.link_reason != REASON_EMPTY
     )
     report[REPORT_TURNS_QUARANTINED] += link.link_reason in (
@@ -405,7 +391,6 @@ cdef bint _keep_row(
     at the next call of the chain.
     """
     report[REPORT_LOST_ABSORBED] += totals[SPAN_ABSORBED]
-    report[REPORT_LOST_NO_SPLICE_POINT] += totals[SPAN_NO_SPLICE_POINT]
     if below == MEET_RESTART:
         report[REPORT_LOST_RESTARTED] += totals[SPAN_TRAINED] + totals[SPAN_CUT]
         return False
@@ -505,16 +490,6 @@ cdef inline bint _is_selected(const Plan* plan, int32_t call, int32_t only) noex
     return not plan.choices.main_only or call == only
 
 
-cdef void _drop_calls(const Plan* plan, Row* row, int64_t* report) noexcept nogil:
-    """End a row before the calls that were dropped."""
-    report[REPORT_ROWS_NO_SPLICE_POINT] += plan.links[row.last].splice == SPLICE_DROPPED
-    while plan.links[row.last].splice == SPLICE_DROPPED:
-        report[REPORT_TURNS_NO_SPLICE_POINT] += 1
-        row.end = plan.links[row.last].lcp
-        row.last = plan.links[row.last].parent
-        row.n_calls -= 1
-
-
 cdef int32_t _first_new_call(const Plan* plan, int32_t leaf, int64_t* report) noexcept nogil:
     """The call that opens the topmost row of a chain with something new.
 
@@ -552,7 +527,6 @@ cdef void _plan_chain(
         while plan.meets[call] < MEET_FORK:
             call = links[call].parent
             row.n_calls += 1
-        _drop_calls(plan, &row, report)
         _measure_row(plan, &row, totals)
         if plan.choices.cut_at_calls:
             _cut_at_calls(plan, &row, totals)
@@ -672,6 +646,21 @@ cdef _bad_link(const Link[::1] links, int64_t i):
         f"links[{i}] is no link: parent {links[i].parent}, lcp {links[i].lcp}, order "
         f"{links[i].order}"
     )
+
+
+def order_calls(CallForest forest not None, const Link[::1] links not None):
+    """The calls that are in the policy's order, session by session, in that order."""
+    cdef int64_t n_calls = forest.n_calls, bad
+    cdef Paths paths
+    _check_length("links", links.shape[0], n_calls)
+    by_order = empty(n_calls, "i4")
+    cdef int32_t[::1] filled = by_order
+    if n_calls:
+        paths = _paths(forest)
+        bad = _order_calls(&paths, &links[0], &filled[0])
+        if bad >= 0:
+            raise _bad_link(links, bad)
+    return by_order[by_order >= 0]
 
 
 def plan_rows(

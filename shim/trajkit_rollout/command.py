@@ -1,6 +1,5 @@
 """``trajkit rollout``."""
 
-import argparse
 import json
 import os
 import secrets
@@ -14,80 +13,121 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
+from cyclopts import Parameter
+
 from trajkit.cli import BAD_DATA, DONE
-from trajkit.cli.options import Commands, add_options
-from trajkit.cli.text import text_table
+from trajkit.cli.screen import text_table
+from trajkit.errors import ArgumentError
 from trajkit_shim import engine_options as options
 from trajkit_shim.engine_options import ADMIN_TOKEN
 
 if TYPE_CHECKING:
     from trajkit_rollout.run_log import Rollout
 
-_DESCRIPTION = (
-    "Run a coding agent on each task in a sandbox of its own, record its model calls, and "
-    "grade its changes in a fresh copy. RUN gets the turns and a sessions table with "
-    "reward, group and error. Run the same command again to continue a stopped run. The "
-    "exit code is 1 if a rollout failed."
-)
+
+def rollout(
+    tasks: Path,
+    /,
+    *server_arguments: options.ServerArguments,
+    harness: str | None = None,
+    out: Annotated[Path | None, Parameter(name=("--out", "-o"))] = None,
+    sandbox: str = "local",
+    sandbox_option: list[str] | None = None,
+    image: str | None = None,
+    path: list[str] | None = None,
+    gateway: str | None = None,
+    gateway_url: str | None = None,
+    admin_token: str | None = None,
+    untrusted: bool = False,
+    install: bool = False,
+    repeat: options.Count = 1,
+    parallel: options.Count = 4,
+    timeout: float | None = None,
+    self_test: bool = False,
+    retry_failed: bool = False,
+    callback: str | None = None,
+    argument: Annotated[list[str] | None, Parameter(allow_leading_hyphen=True)] = None,
+    host: str = "127.0.0.1",
+    seed: int | None = None,
+    engine: options.EngineOptions | None = None,
+    json: bool = False,
+) -> int:
+    """Have an agent work on tasks, record it, and grade what it did.
+
+    Run a coding agent on each task in a sandbox of its own, record its model calls, and
+    grade its changes in a fresh copy. RUN gets the turns and a sessions table with reward,
+    group and error. Run the same command again to continue a stopped run. The exit code is
+    1 if a rollout failed.
+
+    Parameters
+    ----------
+    tasks
+        A JSONL file, a directory with a task.toml, or a directory of those.
+    harness
+        The agent, by name or import path (package.module:record); see docs/serving.md.
+    out
+        RUN: directory of the run; created if missing, continued otherwise.
+    sandbox
+        local, docker, apptainer, e2b, or an import path.
+    sandbox_option
+        NAME=VALUE, an option of that kind of sandbox; may be repeated.
+    image
+        For sandboxes that need one, unless the task names one.
+    path
+        Directory to put first on the sandbox's PATH; may be repeated.
+    gateway
+        URL of a gateway that records the calls (trajkit serve) instead of one that runs
+        with the rollouts and has the options of an engine; needs its token.
+    gateway_url
+        URL of the gateway as seen from the sandboxes, if it differs.
+    admin_token
+        Admin token of the gateway (default: a random one); prefer the environment variable
+        TRAJKIT_ADMIN_TOKEN.
+    untrusted
+        Refuse a sandbox that exposes files, processes or the network of this machine; see
+        docs/sandboxes.md.
+    install
+        Install the agent in each sandbox if it is missing.
+    repeat
+        Rollouts of each task, which share its group.
+    parallel
+        Concurrent rollouts.
+    timeout
+        Time limit of each agent in seconds, overriding its task.
+    self_test
+        Run no agent: grade each task's solution and no change at all, which should give 1.0
+        and 0.0.
+    retry_failed
+        When continuing a run, also repeat rollouts that failed.
+    callback
+        URL that receives each finished rollout as a JSON object.
+    argument
+        Extra argument for the agent's command, or the command of the shell harness; may be
+        repeated.
+    host
+        Of the gateway.
+    seed
+        Of the embedded engine.
+    json
+        Print only one JSON object.
+    """
+    given = {**locals(), **vars(engine or options.EngineOptions())}
+    given["admin_token"] = admin_token or os.environ.get(ADMIN_TOKEN)
+    for name in ("sandbox_option", "path", "argument"):
+        given[name] = given[name] or []
+    return _rollout(SimpleNamespace(**given))
 
 
-def add_rollout(commands: Commands) -> None:
-    """Add ``rollout`` to the command line."""
-    help = "have an agent work on tasks, record it, and grade what it did"
-    _add(commands.add_parser("rollout", help=help, description=_DESCRIPTION))
-
-
-def _add(parser: argparse.ArgumentParser) -> None:
-    add_options(
-        parser,
-        f"""
-tasks TASKS  a JSONL file, a directory with a task.toml, or a directory of those
---harness --agent NAME  the agent, by name or import path (package.module:record); see
-    docs/serving.md
--o --out RUN  directory of the run; created if missing, continued otherwise
---sandbox KIND local  local, docker, apptainer, e2b, or an import path (default:
-    %(default)s)
---sandbox-option NAME=VALUE...  option of that kind of sandbox; may be repeated
---image IMAGE  for sandboxes that need one, unless the task names one
---path FOLDER...  directory to put first on the sandbox's PATH; may be repeated
---gateway URL  gateway that records the calls (trajkit serve) instead of one that runs with
-    the rollouts and has the options of an engine; needs its token
---gateway-url URL  URL of the gateway as seen from the sandboxes, if it differs
---admin-token TOKEN  admin token of the gateway (default: a random one); prefer the
-    environment variable {ADMIN_TOKEN}
---untrusted  refuse a sandbox that exposes files, processes or the network of this machine;
-    see docs/sandboxes.md
---install  install the agent in each sandbox if it is missing
---repeat --samples N 1  rollouts of each task, which share its group (default: %(default)s)
---parallel --concurrency N 4  concurrent rollouts (default: %(default)s)
---timeout SECONDS  time limit of each agent, overriding its task
---self-test  run no agent: grade each task's solution and no change at all, which should
-    give 1.0 and 0.0
---retry-failed  when continuing a run, also repeat rollouts that failed
---callback URL  URL that receives each finished rollout as a JSON object
---host ADDRESS 127.0.0.1  of the gateway (default: %(default)s)
---seed SEED  of the embedded engine
---json  print only one JSON object
---argument TEXT...  extra argument for the agent's command, or the command of the shell
-    harness; may be repeated; write --argument=--text if it starts with a hyphen
-""",
-        tasks={"type": Path},
-        out={"type": Path},
-    )
-    options.add_engine(parser)
-    parser.set_defaults(admin_token=os.environ.get(ADMIN_TOKEN))
-    parser.set_defaults(run=lambda arguments: _rollout(parser, arguments))
-
-
-def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def _rollout(arguments: SimpleNamespace) -> int:
     if arguments.self_test:
         arguments.harness = arguments.harness or "shell"
     elif arguments.harness is None or arguments.out is None:
-        parser.error("--harness and --out are required, but for --self-test")
-    with options.needs_extra(parser, "shim"):
+        raise ArgumentError("--harness and --out are required, but for --self-test")
+    with options.needs_extra("shim"):
         from trajkit_rollout.run import Callback, Rollouts, Settings
         from trajkit_rollout.solver import solve
         from trajkit_rollout.tasks import read_tasks, task_files
@@ -96,13 +136,15 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         settings = Settings.chosen(arguments)
         callback = None if arguments.callback is None else Callback(arguments.callback)
     except ValueError as error:
-        parser.error(str(error))
+        raise ArgumentError(str(error)) from None
     if arguments.gateway is not None and arguments.launch is not None:
-        parser.error(
+        raise ArgumentError(
             "a gateway that runs elsewhere has its engine: leave out --gateway"
         )
     if arguments.gateway is not None and not arguments.admin_token:
-        parser.error(f"--gateway {arguments.gateway} needs its token: --admin-token")
+        raise ArgumentError(
+            f"--gateway {arguments.gateway} needs its token: --admin-token"
+        )
     token = arguments.admin_token or secrets.token_hex(16)
     tasks = read_tasks(arguments.tasks)
     if arguments.self_test:
@@ -128,7 +170,6 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
                 logs.mkdir(exist_ok=True)
                 log = logs / f"{len(list(logs.iterdir())):03d}"
                 gateway = options.engine_app(
-                    parser,
                     arguments,
                     log,
                     {},

@@ -3,48 +3,47 @@
 Its dependencies come with an extra, and are imported when it runs.
 """
 
-import argparse
 import itertools
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
-from trajkit.cli.options import Commands, add_options
+from cyclopts import Parameter
+
 from trajkit_shim import engine_options as options
 
 
-def add_demo(commands: Commands) -> None:
-    """Add ``demo`` to the command line."""
-    parser = commands.add_parser(
-        "demo",
-        help="watch real agents being recorded and turned into training rows",
-        description="Run coding agents against the gateway on the embedded engine, "
-        "each in a scratch git repository. Write their turns and the rows of every "
-        "policy, and print what drifted and what each policy trains, loses and costs. "
-        "The exit code is 1 if an agent failed.",
-    )
-    add_options(
-        parser,
-        """
--o --out RUN  directory of the run (default: the first free one of runs/demo, runs/demo-2,
-    ...)
---sessions N 4  number of concurrent agents (default: %(default)s)
---seed SEED  of the engine; random by default
---json  print only one JSON object
-""",
-        out={"type": Path},
-    )
-    parser.set_defaults(run=lambda arguments: _demo(parser, arguments))
+def demo(
+    *,
+    out: Annotated[Path | None, Parameter(name=("--out", "-o"))] = None,
+    sessions: options.Count = 4,
+    seed: int | None = None,
+    json: bool = False,
+) -> int:
+    """Watch real agents being recorded and turned into training rows.
 
+    Run coding agents against the gateway on the embedded engine, each in a scratch git
+    repository. Write their turns and the rows of every policy, and print what drifted and
+    what each policy trains, loses and costs. The exit code is 1 if an agent failed.
 
-def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    with options.needs_extra(parser, "demo"):
+    Parameters
+    ----------
+    out
+        Directory of the run (default: the first free one of runs/demo, runs/demo-2, ...).
+    sessions
+        Number of concurrent agents.
+    seed
+        Of the engine; random by default.
+    json
+        Print only one JSON object.
+    """
+    with options.needs_extra("demo"):
         # the agents are separate processes, which would report it late
         if find_spec("minisweagent") is None:
             raise ModuleNotFoundError(name="minisweagent")
         from trajkit_rollout.demo import run_demo
-    out = arguments.out or first_free(Path("runs/demo"))
     return run_demo(
-        out, sessions=arguments.sessions, seed=arguments.seed, json=arguments.json
+        out or first_free(Path("runs/demo")), sessions=sessions, seed=seed, json=json
     )
 
 

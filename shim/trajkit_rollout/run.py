@@ -4,18 +4,18 @@ import logging
 import math
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any, Self
 
 import httpx
 
-from trajkit.cli.progress import Progress
+from trajkit.cli.screen import Progress
 from trajkit.io.tables import write_table
 from trajkit_rollout.agents.harness import HARNESSES, Harness, Job
 from trajkit_rollout.agents.sandbox import (
@@ -65,7 +65,7 @@ class Settings:
     untrusted: bool = False  # refuse a sandbox that exposes something
 
     @classmethod
-    def chosen(cls, arguments: Namespace) -> Self:
+    def chosen(cls, arguments: SimpleNamespace) -> Self:
         """Return the settings of a command's options; `ValueError` if one is invalid."""
         given = vars(arguments)
         pairs = [option.partition("=") for option in arguments.sandbox_option]

@@ -12,12 +12,14 @@ from functools import partial
 from itertools import islice
 from typing import TypeAlias, cast
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from trajkit_shim.call import Gateway
+from trajkit_shim.call import Gateway, read_body
 from trajkit_shim.chat.sampling_params import parse_client_sampling, parse_pins
+from trajkit_shim.delivery import unless_left
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     Fields,
@@ -31,7 +33,7 @@ from trajkit_shim.json_input import (
     list_of,
     parse_object,
 )
-from trajkit_shim.responses import bearer, cancel_on_disconnect, read_body
+from trajkit_shim.pauses import MODES, Mode
 from trajkit_shim.sessions.sessions import (
     FILTERS,
     EndedBy,
@@ -48,7 +50,6 @@ _TERMS = "sampling client_sampling chat_template_kwargs ttl_seconds group_id rew
 _TERMS += " metadata replay"
 _OPEN = f"session_id {' '.join(_LIMITS)} {_TERMS}"
 _END = "reward error metadata wait_seconds"
-_PAUSE = "wait_seconds abort max_seconds"
 # from a directory or from memory
 _UPDATE = "weight_version model_path tensors load_format"
 
@@ -63,7 +64,6 @@ trajkit_calls_in_flight {in_flight}
 trajkit_turns_total {turns}
 # TYPE trajkit_paused gauge
 trajkit_paused {paused}
-# TYPE trajkit_turn_milliseconds gauge
 """
 
 # a duration; no request may make the gateway wait for more than a day
@@ -72,6 +72,13 @@ _POSITIVE = partial(as_integer, minimum=1)
 
 # sessions of a list whose request sets no limit
 _LISTED = 100
+
+
+def bearer(headers: Headers) -> str:
+    """Return the bearer token of a request, or an empty string."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
 
 Answer: TypeAlias = Response | Json
 Handler: TypeAlias = Callable[[Request, Fields], Answer | Awaitable[Answer]]
@@ -86,7 +93,7 @@ class Admin:
     def routes(self) -> Iterator[Route]:
         """Yield all routes."""
         session, gateway = "/sessions/{session_id}", self.gateway
-        store, weights = gateway.sessions, gateway.weights
+        store = gateway.sessions
         close, finish = partial(self._end, "close"), partial(self._end, "finish")
         table: Iterable[tuple[str, str, Handler, str | None]] = (
             ("/sessions", "POST", self._open, _OPEN),
@@ -97,15 +104,12 @@ class Admin:
             (f"{session}/finish", "POST", finish, _END),
             (f"{session}/drop", "POST", lambda r, _: store.drop(_session_id(r)), ""),
             (f"{session}/reopen", "POST", self._reopen, ""),
-            ("/admin/pause", "POST", self._pause, _PAUSE),
-            ("/admin/resume", "POST", self._resume, ""),
             ("/admin/drain", "POST", self._drain, "wait_seconds"),
-            ("/admin/timings", "GET", lambda *_: gateway.timings.describe(), None),
             ("/metrics", "GET", self._metrics, None),
-            ("/engine", "GET", lambda *_: weights.describe(), None),
-            ("/engine/pause", "POST", self._pause_engine, "timeout_s"),
-            ("/engine/update", "POST", self._update_engine, _UPDATE),
-            ("/engine/resume", "POST", self._resume_engine, ""),
+            ("/engine", "GET", lambda *_: gateway.pause.describe(), None),
+            ("/engine/pause", "POST", self._pause, "timeout_s mode wait_seconds"),
+            ("/engine/update", "POST", self._update, _UPDATE),
+            ("/engine/resume", "POST", self._resume, ""),
         )
         for path, method, handler, fields in table:
             endpoint = partial(self._answer, handler, fields)
@@ -168,54 +172,42 @@ class Admin:
     def _reopen(self, request: Request, _: Fields) -> Json:
         return self.gateway.sessions.reopen(_session_id(request)).describe()
 
-    async def _pause(self, request: Request, body: Fields) -> Json:
-        pause = self.gateway.gate.pause(
-            wait_seconds=_wait(body, default=60.0),
-            abort=body.flag("abort"),
-            max_seconds=body.get("max_seconds", _SECONDS),
-        )
-        await cancel_on_disconnect(request, pause)
-        return {"paused": True}
-
-    def _resume(self, _: Request, __: Fields) -> Json:
-        self.gateway.gate.resume()
-        return {"paused": False}
-
     async def _drain(self, _: Request, body: Fields) -> Json:
         await self.gateway.sessions.drain(_wait(body, default=60.0))
         return {**self.gateway.sessions.counts()}
 
     def _metrics(self, _: Request, __: Fields) -> Response:
-        counts, paused = self.gateway.sessions.counts(), int(self.gateway.gate.paused)
-        text = _METRICS.format(**counts, paused=paused)
-        for name, span in self.gateway.timings.spans().items():
-            part = name.removesuffix("_ms")
-            for statistic, value in span.items():
-                labels = f'{{part="{part}",statistic="{statistic}"}}'
-                text += f"trajkit_turn_milliseconds{labels} {value}\n"
+        counts = self.gateway.sessions.counts()
+        paused = int(self.gateway.pause.mode is not None)
         form = "text/plain; version=0.0.4; charset=utf-8"
+        text = _METRICS.format(**counts, paused=paused)
         return Response(text, headers={"content-type": form})
 
-    async def _pause_engine(self, request: Request, body: Fields) -> Json:
+    async def _pause(self, request: Request, body: Fields) -> Json:
         seconds = body.get("timeout_s", _SECONDS)
-        lease = self.gateway.weights.pause(600.0 if seconds is None else seconds)
-        await cancel_on_disconnect(request, lease)
-        return self.gateway.weights.describe()
+        mode = cast("Mode", body.one_of("mode", MODES, "keep"))
+        work = self.gateway.pause.pause(
+            600.0 if seconds is None else seconds,
+            mode,
+            wait_seconds=_wait(body, default=60.0),
+        )
+        await unless_left(request, work)
+        return self.gateway.pause.describe()
 
-    async def _update_engine(self, _: Request, body: Fields) -> Json:
+    async def _update(self, _: Request, body: Fields) -> Json:
         source = body.get("tensors", list_of(as_name))
         unused = "load_format" if source is None else "model_path"
         body.only(_UPDATE.replace(unused, "").split())
-        await self.gateway.weights.update(
+        await self.gateway.pause.update(
             body.name("model_path") if source is None else source,
             body.name("weight_version"),
             body.get_text("load_format"),
         )
-        return self.gateway.weights.describe()
+        return self.gateway.pause.describe()
 
-    async def _resume_engine(self, _: Request, __: Fields) -> Json:
-        await self.gateway.weights.resume()
-        return self.gateway.weights.describe()
+    async def _resume(self, _: Request, __: Fields) -> Json:
+        await self.gateway.pause.resume()
+        return self.gateway.pause.describe()
 
 
 def _session_id(request: Request) -> str:

@@ -7,14 +7,17 @@ trace. At most it takes room for ids that a later prompt then cannot use.
 import asyncio
 import json
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 
 import numpy as np
+from starlette.datastructures import Headers
+from starlette.requests import Request
 
-from trajkit_shim import timing
+from trajkit_shim import json_input
 from trajkit_shim.chat.image_store import ImageLimits, ImageStore
 from trajkit_shim.chat.images import Images, NoImages, hashes_of, texts_of
 from trajkit_shim.chat.reply import (
@@ -33,10 +36,11 @@ from trajkit_shim.chat.sampling_params import (
     resolve,
     without_fixed,
 )
+from trajkit_shim.delivery import PendingReply, is_retry
 from trajkit_shim.engines import base, checks
-from trajkit_shim.errors import EngineError
-from trajkit_shim.json_input import Json
-from trajkit_shim.pauses import Gate, Weights
+from trajkit_shim.errors import EngineError, GatewayError
+from trajkit_shim.json_input import Json, parse_object
+from trajkit_shim.pauses import Pause
 from trajkit_shim.prompting.conversation import (
     Budget,
     Node,
@@ -46,7 +50,7 @@ from trajkit_shim.prompting.conversation import (
 from trajkit_shim.prompting.image_places import ImageModel, ImagePlaces, PlacedImage
 from trajkit_shim.prompting.prompts import Mode, Past, Prompt, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.protocols.base import WireProtocol
+from trajkit_shim.protocols.base import Verb, WireProtocol
 from trajkit_shim.replies.grammar import grammar
 from trajkit_shim.replies.parse import (
     THINK,
@@ -57,11 +61,14 @@ from trajkit_shim.replies.parse import (
     tags_of,
 )
 from trajkit_shim.replies.parsers import form_of
-from trajkit_shim.sessions.answers import Amounts
 from trajkit_shim.sessions.client_identity import Caller
-from trajkit_shim.sessions.sessions import Session, SessionStore
+from trajkit_shim.sessions.sessions import (
+    Session,
+    SessionStore,
+    closed_error,
+    writing,
+)
 from trajkit_shim.sessions.turn_log import LoggedTurn, TurnLog
-from trajkit_shim.timing import Timings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +121,23 @@ class Options:
     clock: asyncio.AbstractEventLoop | None = None
 
 
+# bytes of a request body that is parsed in well below a millisecond
+_SHORT_BODY = 16 << 10
+# a longer prompt than this many contexts is not counted
+_COUNTED_CONTEXTS = 4
+
+
+async def read_body(request: Request, options: Options) -> bytes:
+    """Return a request's body; reject too long headers or a too long body."""
+    size = sum(len(name) + len(value) for name, value in request.headers.raw)
+    if size > options.max_header_bytes:
+        message = f"the headers are longer than {options.max_header_bytes} bytes"
+        raise GatewayError(message, 431, code="headers_too_long")
+    return await json_input.read_body(request.stream(), options.max_body_bytes)
+
+
 class Gateway:
-    """What the requests to a gateway share."""
+    """The way of a call: it is read, rendered, sampled, parsed and recorded."""
 
     def __init__(
         self,
@@ -125,9 +147,9 @@ class Gateway:
         options: Options,
     ) -> None:
         self.engine, self.log, self.options = engine, log, options
-        self.timings, self.weights = Timings(), Weights(engine)
         # every call passes it on the way to the engine
-        self.gate = Gate(wait_seconds=options.pause_wait_seconds)
+        self.pause = Pause(engine, wait_seconds=options.pause_wait_seconds)
+        self._n_bytes = 0  # of the bodies of requests at work
         self.cache_budget = Budget(options.cache_bytes)
         self.sessions = SessionStore(
             log, clock=options.clock, max_ended=options.max_ended_sessions
@@ -150,6 +172,166 @@ class Gateway:
             form_of(renderer), tags_of(renderer.chat_template)
         )
 
+    async def read(
+        self, protocol: WireProtocol, verb: Verb, body: bytes
+    ) -> ChatRequest:
+        """Read the body of a request, and its images."""
+        read = partial(protocol.read, images=self.image_policy, count=verb == "count")
+
+        def parse() -> ChatRequest:
+            return read(parse_object(body))
+
+        # A long body would delay every other call; a short one takes less time than
+        # a thread switch. Images are decoded.
+        text_only = isinstance(self.image_policy, str)
+        if text_only and len(body) <= _SHORT_BODY:
+            chat = parse()
+        else:
+            chat = await asyncio.to_thread(parse)
+        limit = self.options.max_messages
+        if len(chat.messages) > limit:
+            message = f"{len(chat.messages)} messages; the limit is {limit}"
+            raise GatewayError(message, 413, code="too_many_messages")
+        if not text_only:
+            chat = replace(chat, images=self.images.take(chat.messages))
+        return replace(chat, stream=True) if verb == "stream" else chat
+
+    @contextmanager
+    def working(self, headers: Headers) -> Iterator[None]:
+        """Work on a request in this context; raises a 503 if there is too much work."""
+        length, most = headers.get("content-length", ""), self.options.max_body_bytes
+        # a longer one is refused when it is read
+        n_bytes = min(int(length), most) if length.isdecimal() else most
+        limit = max(self.options.max_work_bytes, most)
+        if self._n_bytes + n_bytes > limit:
+            message = f"the requests at work have more than {limit} bytes together"
+            raise GatewayError(message, 503, code="busy", retry_after=5)
+        self._n_bytes += n_bytes
+        try:
+            yield
+        finally:
+            self._n_bytes -= n_bytes
+
+    def variables(self, session: Session, chat: ChatRequest) -> Json:
+        """The template's variables: the session's, the request's, the gateway's."""
+        known = self.prompts.renderer.variables
+        asked = chat.thinking.resolve(known, chat.ignored)
+        fixed = session.terms.variables
+        for name in asked.keys() & fixed.keys():
+            if asked[name] != fixed[name]:
+                chat.ignored[f"chat_template_kwargs.{name}"] += 1
+        return {**self.options.variables, **asked, **fixed}
+
+    async def count(self, context: "CallContext") -> int:
+        """Return the length of a prompt that the session could still send.
+
+        Only some are counted at once, because a prompt's tokens take much more memory than
+        its text.
+        """
+        session = context.session
+        session.check_open()
+        session.counts.token_counts += 1
+        info = await self.engine.info()
+        most = _COUNTED_CONTEXTS * info.max_context_tokens
+        async with self.counting:
+            _, prompt = await asyncio.to_thread(build_prompt, context, most)
+        session.check_limit("prompt_tokens", len(prompt.ids))
+        return len(prompt.ids)
+
+    def find_call(self, context: "CallContext", headers: Headers) -> PendingReply:
+        """Return the call that a retry asks for again, or begin one.
+
+        Raises `GatewayError`: the session may make no more calls, or the log is full.
+        """
+        session, digest = context.session, context.digest
+        if session.terms.replay or is_retry(headers):
+            session.check_open()
+            if call := session.again(digest):
+                session.counts.replayed += 1
+                return call
+        if self.log.full:
+            message = "the log is full: it has reached its maximum size"
+            raise GatewayError(message, 507, code="log_full")
+        session.admit()
+        call = PendingReply(partial(self._run, context), session.amend, digest)
+        session.calls[call] = None
+        call.work.add_done_callback(lambda _: session.calls.pop(call, None))
+        return call
+
+    async def _make_turn(self, context: "CallContext") -> "NewTurn":
+        """Render, sample and parse one call.
+
+        Raises `GatewayError`: an invalid request, or a session without tokens for it.
+        `EngineError`: the prompt is invalid, or the engine failed.
+        """
+        info = await self.engine.info()
+        limit = context.session.terms.limits.max_context_tokens
+        limit = limit or info.max_context_tokens
+        info = replace(info, max_context_tokens=min(limit, info.max_context_tokens))
+        made = await asyncio.to_thread(NewTurn, context, info)
+        made.resolve_sampling()
+        await made.run()
+        return made
+
+    async def _run(self, context: "CallContext", call: PendingReply) -> Reply:
+        """Sample and record a call."""
+        try:
+            made = await self._make_turn(context)
+            await self.images.write(context.chat.images)
+            return self._record(context, call, made)
+        except GatewayError as error:
+            context.session.counts.failed += error.status >= 500
+            raise
+
+    def _record(
+        self, context: "CallContext", call: PendingReply, made: "NewTurn"
+    ) -> Reply:
+        """Write and count the turn of a call, and return its reply.
+
+        Does not await, so no other call interferes.
+        """
+        session, turn, counts = context.session, made.turn, context.session.counts
+        # closing the session cancelled the work
+        if session.closed:
+            raise closed_error(session.session_id)
+        # of earlier turns; a full disk may have room again
+        session.write_amendments()
+        turn.resend_of = session.request_ids.get(call.digest)
+        conversation, caller = session.conversation, context.caller
+        started = conversation.started_by(
+            made.restored,
+            caller.agent_id,
+            caller.parent_agent_id,
+            named=caller.harness is not None,
+        )
+        vars(turn).update(started)
+        turn.delta = conversation.delta(made.restored, turn.prompt_ids)
+        turn_index = counts.turns
+        with writing("the turn"):
+            self.log.append(turn, turn_index, conversation.logged)
+        counts.prompts[turn.render_reason or "append"] += 1
+        counts.turns += 1
+        counts.prompt_tokens += len(turn.prompt_ids)
+        counts.output_tokens += len(turn.output_ids)
+        if self.options.attributed:
+            counts.unattributed += turn.prompt_message_index is None
+        conversation.count(made.restored)
+        if made.reply is None or made.node is None:
+            reason = turn.finish_reason or "no reason"
+            message = (
+                f"the engine broke off the call after {len(turn.output_ids)} tokens"
+            )
+            raise EngineError(f"{message}, with {reason}", 503)
+        counts.answered += 1
+        made.node.turn = turn_index
+        conversation.add(made.node, self.cache_budget)
+        call.turn, call.request_id = turn_index, turn.request_id
+        session.remember(call)
+        counts.tools_left_out.update(context.chat.left_out)
+        counts.ignored.update(context.chat.ignored)
+        counts.sampling_overruled.update(made.overruled)
+        return made.reply
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallContext:
@@ -160,43 +342,12 @@ class CallContext:
     protocol: WireProtocol
     caller: Caller
     chat: ChatRequest
-    digest: bytes  # `sessions.answers.request_digest`
+    digest: bytes  # `delivery.request_digest`
     # of the chat template, and the settings of the client that are none
     variables: Mapping[str, object] = field(default_factory=dict)
 
 
-async def prepare_call(context: CallContext, reserved: Amounts) -> "ModelCall":
-    """Render, sample and parse one call.
-
-    ``reserved``: gets the tokens that the call may use. Raises `GatewayError`: an
-    invalid request, or a session without tokens for it. `EngineError`: the prompt is
-    invalid, or the engine failed.
-    """
-    info = await context.gateway.engine.info()
-    limit = context.session.terms.limits.max_context_tokens or info.max_context_tokens
-    info = replace(info, max_context_tokens=min(limit, info.max_context_tokens))
-    call = await asyncio.to_thread(ModelCall, context, info)
-    call.resolve_sampling(reserved)
-    await call.run()
-    return call
-
-
-# a longer prompt than this many contexts is not counted
-_COUNTED_CONTEXTS = 4
-
-
-async def count_tokens(context: CallContext) -> int:
-    """Return the length of a call's prompt. Nothing is sampled or recorded.
-
-    Raises `EngineError` if it is several times as long as the context.
-    """
-    info = await context.gateway.engine.info()
-    most = _COUNTED_CONTEXTS * info.max_context_tokens
-    _, prompt = await asyncio.to_thread(_build_prompt, context, most)
-    return len(prompt.ids)
-
-
-def _build_prompt(
+def build_prompt(
     context: CallContext,
     max_tokens: int,
     *,
@@ -218,7 +369,7 @@ def _build_prompt(
     return restored, prompt
 
 
-class ModelCall:
+class NewTurn:
     """One reply to a request, from its prompt to what is recorded and answered."""
 
     # set by `run`
@@ -229,7 +380,6 @@ class ModelCall:
     # for the session's conversation; its turn is set when it is recorded
     node: Node | None
 
-    @timing.step()
     def __init__(
         self,
         context: CallContext,
@@ -242,9 +392,7 @@ class ModelCall:
         self._renderer, self._started_at = prompts.renderer, datetime.now(UTC)
         max_tokens, attributed = info.max_context_tokens, self._options.attributed
         # the request's messages, with the session's replies restored
-        self.restored, prompt = _build_prompt(
-            context, max_tokens, attributed=attributed
-        )
+        self.restored, prompt = build_prompt(context, max_tokens, attributed=attributed)
         messages, self._prompt = self.restored.messages, prompt
         # the prompt as the engine consumes it, and its images, also with their bytes
         self._ids, self._images = prompt.ids, list[PlacedImage]()
@@ -259,12 +407,12 @@ class ModelCall:
         # it ends within the reply's reasoning
         self._opened = opens_reasoning(self._renderer, prompt.ids)
 
-    def resolve_sampling(self, reserved: Amounts) -> None:
-        """Decide the parameters, and reserve their tokens in the session's quota."""
+    def resolve_sampling(self) -> None:
+        """Decide the parameters, within the limits of the session."""
         session = self._context.session
         n_prompt, limit = len(self._prompt.ids), self._options.max_new_tokens
-        session.left("prompt_tokens", n_prompt, reserved)
-        left = session.left("output_tokens", 1, reserved)
+        session.check_limit("prompt_tokens", n_prompt)
+        remaining = session.check_limit("output_tokens", 1)
         pins, client = session.terms.pins, session.terms.client_sampling
         required, self.overruled = self._request.required, list[str]()
         if is_fixed("response_format", pins, client) and required.schema is not None:
@@ -276,7 +424,7 @@ class ModelCall:
         self.sampling = resolve(
             without_fixed(self._request.sampling, pins, client),
             pins,
-            max_tokens=limit if left is None else min(limit, left),
+            max_tokens=limit if remaining is None else min(limit, remaining),
             room=self._info.max_context_tokens - n_prompt,
             end_ids=self._renderer.end_ids,
             client=client,
@@ -289,8 +437,6 @@ class ModelCall:
             ),
         )
         self.overruled += ignored_params(self._request.sampling, self.sampling)
-        reserved.prompt_tokens = n_prompt
-        reserved.output_tokens = self.sampling.max_new_tokens
 
     async def run(self) -> None:
         """Sample and parse, again if a pause cut the call off."""
@@ -298,7 +444,7 @@ class ModelCall:
         self._identity = Identity(
             self._context.protocol.call_prefix, short=self._renderer.short_call_ids
         )
-        sample = await self._gateway.gate.sample(self._sample_once)
+        sample = await self._gateway.pause.sample(self._sample_once)
         checks.check_sample(sample, self._ids, self.sampling, self._info)
         text = self._renderer.decode(sample.output_ids, ended=sample.ended)
         stops = self.sampling.stop if sample.ended else ()
@@ -326,7 +472,6 @@ class ModelCall:
         )
         return await self._gateway.engine.generate(request)
 
-    @timing.step()
     def _finish(
         self,
         sample: base.Sample,

@@ -3,7 +3,6 @@
 Its dependencies come with an extra, and are imported when it runs.
 """
 
-import argparse
 import errno
 import json
 import os
@@ -12,9 +11,13 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from trajkit.cli.options import Commands, add_options
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from trajkit.errors import ArgumentError
 from trajkit_shim import engine_options as options
 from trajkit_shim.engine_options import ADMIN_TOKEN
 
@@ -24,56 +27,81 @@ if TYPE_CHECKING:
     from trajkit_shim.workers import Place
 
 
-def add_serve(commands: Commands) -> None:
-    """Add ``serve`` to the command line."""
-    parser = commands.add_parser(
-        "serve",
-        help="record the model calls of an unmodified agent",
-        description="Run a gateway that speaks OpenAI Chat Completions and Responses, "
-        "Anthropic Messages and Gemini generateContent, samples from an inference "
-        "engine in token ids, and writes every call to the run's turn log before it is "
-        "answered. POST /sessions opens a session and returns its API key.",
-    )
-    options.add_engine(parser)
-    add_options(
-        parser,
-        f"""
---host ADDRESS 127.0.0.1  default: %(default)s
---port PORT 8765  0: any free one (default: %(default)s)
--o --out RUN  directory of the turn log; made if missing
---log {{full,delta}}  delta: store only what each prompt adds to an earlier turn, compressed
-    (default: %(default)s)
---prompts {{append,render}}  append: extend the token ids of an earlier turn if the chat
-    template permits (the default); render: render every prompt from its messages
---no-attribution  do not record which message each prompt token belongs to. A log in full
-    form is then half as large, one in delta form about 8 %% smaller
---admin-token TOKEN  token for requests to /sessions and /admin; required if --host can be
-    reached from other machines. Prefer the environment variable {ADMIN_TOKEN}, which other
-    users of this machine cannot see
---allow-host NAME...  name that clients use for this machine, besides addresses and names of
-    private networks; may be repeated
---fsync  write each turn to disk (fsync) before it is answered
---file-bytes N {1 << 30}  maximum size of one file of the log (default: %(default)s)
---log-bytes N  maximum size of all turns; calls beyond it are rejected
---workers N 1  gateways in processes of their own, on ports from --port on. POST /sessions,
-    at any of them, answers with the base_url of the one that owns the session (default:
-    %(default)s)
---drain-seconds SECONDS 30  how long running calls may take after a stop signal; a second
-    signal ends them at once (default: %(default)s)
---json  print the addresses as a JSON object
-""",
-        out={"type": Path, "required": True},
-    )
-    parser.set_defaults(admin_token=os.environ.get(ADMIN_TOKEN))
-    parser.set_defaults(run=lambda arguments: _serve(parser, arguments))
+def serve(
+    *server_arguments: options.ServerArguments,
+    out: Annotated[Path, Parameter(name=("--out", "-o"))],
+    host: str = "127.0.0.1",
+    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8765,
+    log: Literal["full", "delta"] = "full",
+    prompts: Literal["append", "render"] = "append",
+    no_attribution: bool = False,
+    admin_token: str | None = None,
+    allow_host: list[str] | None = None,
+    fsync: bool = False,
+    file_bytes: options.Count = 1 << 30,
+    log_bytes: options.Count | None = None,
+    workers: options.Count = 1,
+    drain_seconds: float = 30,
+    engine: options.EngineOptions | None = None,
+    json: bool = False,
+) -> int:
+    """Record the model calls of an unmodified agent.
+
+    Run a gateway that speaks OpenAI Chat Completions and Responses, Anthropic Messages and
+    Gemini generateContent, samples from an inference engine in token ids, and writes every
+    call to the run's turn log before it is answered. POST /sessions opens a session and
+    returns its API key.
+
+    Parameters
+    ----------
+    out
+        Directory of the turn log; made if missing.
+    host
+        The address to listen at.
+    port
+        0: any free one.
+    log
+        delta: store only what each prompt adds to an earlier turn, compressed.
+    prompts
+        append: extend the token ids of an earlier turn if the chat template permits;
+        render: render every prompt from its messages.
+    no_attribution
+        Do not record which message each prompt token belongs to. A log in full form is then
+        half as large, one in delta form about 8 % smaller.
+    admin_token
+        Token for requests to /sessions and /admin; required if --host can be reached from
+        other machines. Prefer the environment variable TRAJKIT_ADMIN_TOKEN, which other
+        users of this machine cannot see.
+    allow_host
+        Name that clients use for this machine, besides addresses and names of private
+        networks; may be repeated.
+    fsync
+        Write each turn to disk (fsync) before it is answered.
+    file_bytes
+        Maximum size of one file of the log.
+    log_bytes
+        Maximum size of all turns; calls beyond it are rejected.
+    workers
+        Gateways in processes of their own, on ports from --port on. POST /sessions, at any
+        of them, answers with the base_url of the one that owns the session.
+    drain_seconds
+        How long running calls may take after a stop signal; a second signal ends them at
+        once.
+    json
+        Print the addresses as a JSON object.
+    """
+    given = {**locals(), **vars(engine or options.EngineOptions())}
+    given["admin_token"] = admin_token or os.environ.get(ADMIN_TOKEN)
+    given["allow_host"] = allow_host or []
+    return _serve(SimpleNamespace(**given))
 
 
-def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    with options.needs_extra(parser, "shim"):
+def _serve(arguments: SimpleNamespace) -> int:
+    with options.needs_extra("shim"):
         from trajkit_shim.serve import is_loopback
 
         if not is_loopback(arguments.host) and not arguments.admin_token:
-            parser.error(
+            raise ArgumentError(
                 f"--host {arguments.host} can be reached from other machines: give "
                 "--admin-token"
             )
@@ -82,15 +110,14 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(log))
     with options.terminable():
         if arguments.workers > 1:
-            _serve_workers(parser, arguments)
+            _serve_workers(arguments)
         else:
-            _serve_one(parser, arguments)
+            _serve_one(arguments)
     return 0
 
 
 def _serve_one(
-    parser: argparse.ArgumentParser,
-    arguments: argparse.Namespace,
+    arguments: SimpleNamespace,
     listener: "socket.socket | None" = None,
     place: "Place | None" = None,
     say: Callable[[str], object] = sys.stdout.write,
@@ -108,7 +135,6 @@ def _serve_one(
             "worker": None if place is None else place.index,
         }
         gateway = options.engine_app(
-            parser,
             arguments,
             arguments.out,
             log,
@@ -117,10 +143,10 @@ def _serve_one(
             admin_token=arguments.admin_token or None,
             hosts=arguments.allow_host,
         )
-        with options.needs_extra(parser, "shim"):
+        with options.needs_extra("shim"):
             from trajkit_shim.call import Options
             from trajkit_shim.prompting.prompts import Prompts
-            from trajkit_shim.serve import serve
+            from trajkit_shim.serve import serve as run_server
             from trajkit_shim.workers import Worker
 
             app, renderer = stack.enter_context(gateway)
@@ -141,7 +167,7 @@ def _serve_one(
 
         # a stop signal ends the server, which has answered all running calls by then
         with suppress(KeyboardInterrupt):
-            serve(
+            run_server(
                 app if place is None else Worker(app, place, Options()),
                 arguments.host,
                 arguments.port,
@@ -151,12 +177,10 @@ def _serve_one(
             )
 
 
-def _serve_workers(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace
-) -> None:
+def _serve_workers(arguments: SimpleNamespace) -> None:
     """Run several gateways, each in a process and on a port of its own."""
-    options.check(parser, arguments)
-    with options.needs_extra(parser, "shim"):
+    options.check(arguments)
+    with options.needs_extra("shim"):
         from trajkit_shim.serve import listen
         from trajkit_shim.workers import run_workers
 
@@ -169,23 +193,21 @@ def _serve_workers(
         for listener, _ in listeners:
             stack.enter_context(listener)
         options.launch_server(arguments, stack)
-        # the parser's own function cannot be sent to another process
-        sent = argparse.Namespace(**{**vars(arguments), "run": None})
         sockets, urls = zip(*listeners, strict=True)
 
         def say(text: str) -> None:
             sys.stdout.write(text)
             sys.stdout.flush()
 
-        run_workers(partial(_work, sent), sockets, urls, say)
+        run_workers(partial(_work, arguments), sockets, urls, say)
 
 
 def _work(
-    arguments: argparse.Namespace,
+    arguments: SimpleNamespace,
     listener: "socket.socket",
     place: "Place",
     ready: Callable[[str], None],
 ) -> None:
     """Run one of several gateways. The parent has checked the arguments."""
     with options.terminable():
-        _serve_one(argparse.ArgumentParser(), arguments, listener, place, ready)
+        _serve_one(arguments, listener, place, ready)

@@ -127,21 +127,24 @@ class AsyncGatewayClient:
         described: Json = await self._of_session("GET", session_id, "")
         return described
 
-    async def pause(self, seconds: float = 600.0) -> None:
+    async def pause(self, seconds: float = 600.0, mode: str = "keep") -> None:
         """Pause the engines until `resume`.
+
+        ``mode``: what happens to running calls. ``keep``: they wait at the engine and
+        continue; ``wait``: they finish first; ``abort``: they are sampled again.
 
         The pause is a lease of ``seconds``, which this client renews. It ends by itself
         if the client's process dies. If a gateway fails, none stays paused.
         """
         await self._stop_renewing()
         try:
-            await self._lease(seconds)
+            await self._lease(seconds, mode)
         except BaseException:
             with suppress(Exception):
                 await asyncio.shield(self._everywhere("/engine/resume", {}))
             raise
         self._lost = None
-        self._renewing = asyncio.create_task(self._renew(seconds))
+        self._renewing = asyncio.create_task(self._renew(seconds, mode))
 
     async def update_weights(
         self,
@@ -202,14 +205,14 @@ class AsyncGatewayClient:
             self._running.remove(session_id)
             self._open[self._owners[session_id]] -= 1
 
-    async def _lease(self, seconds: float) -> None:
-        await self._everywhere("/engine/pause", {"timeout_s": seconds})
+    async def _lease(self, seconds: float, mode: str) -> None:
+        await self._everywhere("/engine/pause", {"timeout_s": seconds, "mode": mode})
 
-    async def _renew(self, seconds: float) -> None:
+    async def _renew(self, seconds: float, mode: str) -> None:
         while True:
             await asyncio.sleep(seconds / _RENEWALS)
             try:
-                await self._lease(seconds)
+                await self._lease(seconds, mode)
             except (GatewayError, ConnectionError) as error:
                 self._lost = error
 

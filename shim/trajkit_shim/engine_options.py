@@ -3,23 +3,24 @@
 The dependencies of an engine come with an extra, and are imported when a command runs.
 """
 
-import argparse
 import asyncio
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from trajkit.cli import BAD_USAGE
-from trajkit.cli.options import add_options
-from trajkit.errors import FormatError
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from trajkit.errors import ArgumentError, FormatError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -29,80 +30,110 @@ if TYPE_CHECKING:
     from trajkit_shim.prompting.render import ChatRenderer
     from trajkit_shim.replies.parse import ReplyParser
 
+Count = Annotated[int, Parameter(validator=Number(gte=1))]
+"""A number of at least one."""
+
 ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
 """Environment variable of the admin token."""
 
 # maximum length of a request with images
 _IMAGE_BODY = 64 << 20
 # values of --parser besides the gateway's own: see the option
-_ENGINE, _NONE = ("engine", "sglang"), "none"
+_ENGINE, _NONE = "engine", "none"
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose an engine; `engine_app` reads them."""
-    add_options(
-        parser,
-        f"""
---engine {{embedded,sglang,vllm}}  embedded: a small scripted engine, for trying things out
-    (the default)
---engine-url URL...  of the server (not for embedded); repeat it for several servers of one
-    model: each session stays on one of them
---launch MODEL  start an SGLang server of this model directory, and end it with the command.
-    Arguments after -- are the server's. Its log is RUN/engine.log
---launch-python FILE  the Python that SGLang is installed for (default: the one of this
-    command)
---launch-seconds SECONDS 1800  how long the server may take to start (default: %(default)s)
---check-prompts  have the server return each prompt, and fail a call whose prompt differs
---routed-experts  log which experts each token was routed to; needs a server with
-    --enable-return-routed-experts
---sampling-masks  log the ids that could have been drawn for each token; vLLM needs
-    --return-sampling-mask, and top_k in every session
---train-side-calls  train the calls that a known agent makes for itself too, such as
-    compactions and titles
---model DIR  the model's config, tokenizer and chat template (not for embedded)
---chat-template FILE  in the place of the model's own
---chat-template-kwargs JSON  variables of the chat template, such as
-    '{{"enable_thinking": false}}'; a session or a request may set others
---stop-token TOKEN...  also ends a reply, besides those that the tokenizer,
-    generation_config.json and config.json name; may be repeated
---late-system {{user,refuse}}  a system message after others, where the chat template
-    refuses it: user: show it as a reminder by the user (the default); refuse: reject the
-    request
---past-reasoning {{auto,sampled,template}}  replies that the chat template would rewrite,
-    as by leaving out reasoning: auto: they stay as sampled after tool results, and the
-    template decides at a user's message (the default); sampled: they stay; template: the
-    template decides always
---trust-remote-code  run the Python code of the model directory to load its tokenizer
---parser --tool-form NAME  how the model writes tool calls (default: known from its chat
-    template): gpt-oss, kimi, dsml, deepseek, minimax, seed-oss, qwen3-coder, glm,
-    mistral-args, mistral, toolcall, phi, hermes, pythonic or plain-json; engine: the
-    parsers of the SGLang server; none: calls stay text
---images {{auto,refuse,omit}}  auto: accept images if the model takes them (only with
-    SGLang), else reject requests with images (the default); refuse: reject them; omit:
-    replace each image by a text
---image-bytes N {8 << 20}  maximum size of one image (default: %(default)s)
---images-per-prompt N 100  maximum number of images (default: %(default)s)
-""",
-    )
-    parse = parser.parse_known_args
+@Parameter(name="*")
+@dataclass(kw_only=True)
+class EngineOptions:
+    """The options that choose an engine; `engine_app` reads them.
 
-    def parse_known_args(
-        args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        # argparse cannot tell them from positional arguments
-        words = list(sys.argv[1:] if args is None else args)
-        end = words.index("--") if "--" in words else len(words)
-        parsed, unknown = parse(words[:end], namespace)
-        parsed.server_arguments = words[end + 1 :]
-        return parsed, unknown
+    Attributes
+    ----------
+    engine
+        embedded: a small scripted engine, for trying things out.
+    engine_url
+        URL of the server (not for embedded); repeat it for several servers of one model:
+        each session stays on one of them.
+    launch
+        Start an SGLang server of this model directory, and end it with the command.
+        Arguments after -- are the server's. Its log is RUN/engine.log.
+    launch_python
+        The Python that SGLang is installed for (default: the one of this command).
+    launch_seconds
+        How long the server may take to start.
+    check_prompts
+        Have the server return each prompt, and fail a call whose prompt differs.
+    routed_experts
+        Log which experts each token was routed to; needs a server with
+        --enable-return-routed-experts.
+    sampling_masks
+        Log the ids that could have been drawn for each token; vLLM needs
+        --return-sampling-mask, and top_k in every session.
+    train_side_calls
+        Train the calls that a known agent makes for itself too, such as compactions and
+        titles.
+    model
+        Directory of the model's config, tokenizer and chat template (not for embedded).
+    chat_template
+        A file to use instead of the model's own.
+    chat_template_kwargs
+        Variables of the chat template as JSON, such as '{"enable_thinking": false}'; a
+        session or a request may set others.
+    stop_token
+        Also ends a reply, besides those that the tokenizer, generation_config.json and
+        config.json name; may be repeated.
+    late_system
+        A system message after others, where the chat template refuses it: user: show it as
+        a reminder by the user; refuse: reject the request.
+    past_reasoning
+        Replies that the chat template would rewrite, as by leaving out reasoning: auto:
+        they stay as sampled after tool results, and the template decides at a user's
+        message; sampled: they stay; template: the template decides always.
+    trust_remote_code
+        Run the Python code of the model directory to load its tokenizer.
+    parser
+        How the model writes tool calls (default: known from its chat template): gpt-oss,
+        kimi, dsml, deepseek, minimax, seed-oss, qwen3-coder, glm, mistral-args, mistral,
+        toolcall, phi, hermes, pythonic or plain-json; engine: the parsers of the SGLang
+        server; none: calls stay text.
+    images
+        auto: accept images if the model takes them (only with SGLang), else reject requests
+        with images; refuse: reject them; omit: replace each image by a text.
+    image_bytes
+        Maximum size of one image.
+    images_per_prompt
+        Maximum number of images.
+    """
 
-    parser.parse_known_args = parse_known_args  # type: ignore[assignment,method-assign]
+    engine: Literal["embedded", "sglang", "vllm"] = "embedded"
+    engine_url: list[str] | None = None
+    launch: str | None = None
+    launch_python: str | None = None
+    launch_seconds: float = 1800
+    check_prompts: bool = False
+    routed_experts: bool = False
+    sampling_masks: bool = False
+    train_side_calls: bool = False
+    model: str | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: str | None = None
+    stop_token: list[str] | None = None
+    late_system: Literal["user", "refuse"] = "user"
+    past_reasoning: Literal["auto", "sampled", "template"] = "auto"
+    trust_remote_code: bool = False
+    parser: str | None = None
+    images: Literal["auto", "refuse", "omit"] = "auto"
+    image_bytes: Count = 8 << 20
+    images_per_prompt: Count = 100
+
+
+ServerArguments = Annotated[str, Parameter(show=False)]
+"""Arguments after ``--``: those of the server of ``--launch``."""
 
 
 @contextmanager
 def engine_app(
-    parser: argparse.ArgumentParser,
-    arguments: argparse.Namespace,
+    arguments: SimpleNamespace,
     out: Path,
     log: Mapping[str, Any],
     *,
@@ -121,7 +152,7 @@ def engine_app(
     from trajkit_shim.call import Options
     from trajkit_shim.sessions.turn_log import TurnLog
 
-    check(parser, arguments)
+    check(arguments)
     images = _image_options(arguments)
     with ExitStack() as stack:
         if arguments.engine != "embedded":
@@ -147,7 +178,7 @@ def engine_app(
             TurnLog(out, images="image_limits" in images, **payloads, **log),
             Options(
                 past=arguments.past_reasoning,
-                variables=_variables(parser, arguments.chat_template_kwargs),
+                variables=_variables(arguments.chat_template_kwargs),
                 train_side_calls=arguments.train_side_calls,
                 reply_parser=reply_parser,
                 **images,
@@ -157,26 +188,20 @@ def engine_app(
         yield app, renderer
 
 
-def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Exit with an error if options do not fit."""
-    from trajkit_shim.engines.launch import check_arguments
+def check(arguments: SimpleNamespace) -> None:
+    """Raise `ArgumentError` if options do not fit."""
     from trajkit_shim.replies.parsers import FORMS
 
-    try:
-        check_arguments(arguments.server_arguments)
-    except ValueError as error:
-        parser.error(f"argument after --: {error}")
     engine, url, model = arguments.engine, arguments.engine_url, arguments.model
     sglang, embedded = engine == "sglang", engine == "embedded"
     launch, given = arguments.launch, " ".join(arguments.server_arguments)
-    form, forms = arguments.parser or "", (*FORMS, *_ENGINE, _NONE)
+    form, forms = arguments.parser or "", (*FORMS, _ENGINE, _NONE)
     unknown = form and form not in forms
-    no_setpriv = launch and which("setpriv") is None
     no_sglang = launch and not arguments.launch_python and find_spec("sglang") is None
     payloads = arguments.routed_experts or arguments.sampling_masks
     faults = {
         "--launch needs --engine sglang": launch and not sglang,
-        f"--parser {form} needs --engine sglang": form in _ENGINE and not sglang,
+        f"--parser {form} needs --engine sglang": form == _ENGINE and not sglang,
         "--routed-experts and --sampling-masks need a server": payloads and embedded,
         "--engine-url does not apply to the embedded engine": embedded and url,
         "--model does not apply to the embedded engine": embedded and model,
@@ -185,15 +210,14 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
         f"--parser {form} is not one of {', '.join(forms)}": unknown,
         f"{given} after -- is for the server of --launch": given and not launch,
         "--launch starts a server of its own: leave out --engine-url": launch and url,
-        "--launch needs setpriv (util-linux): install it, or use --engine-url": no_setpriv,
         "--launch needs --launch-python, or pip install 'trajkit[sglang]'": no_sglang,
     }
     for fault in faults:
         if faults[fault]:
-            parser.error(fault)
+            raise ArgumentError(fault)
 
 
-def _image_options(arguments: argparse.Namespace) -> dict[str, Any]:
+def _image_options(arguments: SimpleNamespace) -> dict[str, Any]:
     """The options of the app for images."""
     if arguments.images != "auto":
         return {"images": arguments.images}
@@ -218,7 +242,7 @@ def _image_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"images": model, "image_limits": limits, "max_body_bytes": _IMAGE_BODY}
 
 
-def launch_server(arguments: argparse.Namespace, stack: ExitStack) -> None:
+def launch_server(arguments: SimpleNamespace, stack: ExitStack) -> None:
     """Start the server of ``--launch``, if it is given; it ends with the stack.
 
     The arguments then name it by its address.
@@ -242,7 +266,7 @@ def launch_server(arguments: argparse.Namespace, stack: ExitStack) -> None:
     arguments.launch, arguments.server_arguments = None, []
 
 
-def _renderer(arguments: argparse.Namespace) -> "ChatRenderer":
+def _renderer(arguments: SimpleNamespace) -> "ChatRenderer":
     """The tokenizer and chat template of the model."""
     from trajkit_shim.prompting.render import load_renderer
 
@@ -259,7 +283,7 @@ def _renderer(arguments: argparse.Namespace) -> "ChatRenderer":
         raise FormatError(f"{model}: {error}") from error
 
 
-def _served(arguments: argparse.Namespace, stack: ExitStack) -> "Engine":
+def _served(arguments: SimpleNamespace, stack: ExitStack) -> "Engine":
     """The engine of servers that return everything that is recorded."""
     from trajkit_shim.engines.checks import check_engine
     from trajkit_shim.engines.model_config import config_number, vocab_size
@@ -292,26 +316,28 @@ def _served(arguments: argparse.Namespace, stack: ExitStack) -> "Engine":
     return engine(*served)
 
 
-def _variables(parser: argparse.ArgumentParser, given: str | None) -> dict[str, Any]:
+def _variables(given: str | None) -> dict[str, Any]:
     """The value of ``--chat-template-kwargs``."""
     try:
         variables = json.loads(given or "{}")
     except ValueError as error:
-        parser.error(f"--chat-template-kwargs {given}: not JSON: {error}")
+        raise ArgumentError(
+            f"--chat-template-kwargs {given}: not JSON: {error}"
+        ) from None
     if not isinstance(variables, dict):
-        parser.error(f"--chat-template-kwargs {given}: not a JSON object")
+        raise ArgumentError(f"--chat-template-kwargs {given}: not a JSON object")
     return variables
 
 
 def _own_parser(
-    arguments: argparse.Namespace, renderer: "ChatRenderer"
+    arguments: SimpleNamespace, renderer: "ChatRenderer"
 ) -> "ReplyParser | None":
     """The parser that ``--parser`` names or fits the template; None: the engine's."""
     from trajkit_shim.replies.parse import FormParser, tags_of
     from trajkit_shim.replies.parsers import FORMS, form_of
 
     name = arguments.parser
-    if name in _ENGINE:
+    if name == _ENGINE:
         return None
     try:
         form = form_of(renderer) if name is None else FORMS.get(name)
@@ -321,7 +347,7 @@ def _own_parser(
     return FormParser(form, tags_of(renderer.chat_template))
 
 
-def _engine_parser(arguments: argparse.Namespace) -> "ReplyParser":
+def _engine_parser(arguments: SimpleNamespace) -> "ReplyParser":
     """The parsers of the engine's server; raises `ConnectionError` if it has none."""
     from trajkit_shim.errors import EngineError
     from trajkit_shim.replies.external_parsers import SGLangParser
@@ -355,8 +381,8 @@ def terminable() -> Iterator[None]:
 
 
 @contextmanager
-def needs_extra(parser: argparse.ArgumentParser, extra: str) -> Iterator[None]:
-    """Exit with one line if an import in this context finds a package missing."""
+def needs_extra(extra: str) -> Iterator[None]:
+    """Raise `ArgumentError` if an import in this context finds a package missing."""
     # otherwise transformers warns about missing PyTorch, which is not needed
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
@@ -365,8 +391,6 @@ def needs_extra(parser: argparse.ArgumentParser, extra: str) -> Iterator[None]:
         missing = (error.name or "trajkit").partition(".")[0]
         if missing.startswith("trajkit"):
             raise
-        parser.exit(
-            BAD_USAGE,
-            f"{parser.prog}: {missing} is not installed: "
-            f"pip install 'trajkit[{extra}]'\n",
-        )
+        raise ArgumentError(
+            f"{missing} is not installed: pip install 'trajkit[{extra}]'"
+        ) from None

@@ -1,45 +1,50 @@
-"""Pauses: of the gateway's calls, or of the engine itself while it gets new weights.
+"""The pause of a gateway: a lease, during which its engine may get new weights.
 
-During a pause of the calls none reaches the engine. New calls wait up to a limit and are
-then rejected with a request to retry. Running calls finish, or are cut off and sampled
-again after the pause, so no turn is recorded incompletely.
+A pause has a mode. ``keep``: the engine stops sampling; running calls wait and continue,
+and a turn's ``weight_versions`` state which of its tokens were sampled with which weights.
+``wait``: no call reaches the engine; running calls finish first. ``abort``: likewise, but
+running calls are cut off and sampled again after the pause, so no turn is recorded
+incompletely. Calls that wait for the end of a pause are rejected after a while, with a
+request to retry.
 
-A pause of the engine is a lease. It ends automatically, so that a trainer that died does
-not leave the engine paused. Running calls wait and continue; a turn's ``weight_versions``
-state which of its tokens were sampled with which weights.
+A pause ends automatically, so that a trainer that died does not leave the engine paused.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, TypeAlias, get_args
 
-from trajkit_shim import timing
 from trajkit_shim.engines.base import Engine, Sample, TensorEngine, UpdatableEngine
 from trajkit_shim.errors import EngineError, GatewayError
+
+Mode: TypeAlias = Literal["keep", "wait", "abort"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 _RETRY_AFTER = 5
 # how long an engine may take to pause or resume
 _AT_ONCE_S = 60.0
 
 
-class Gate:
-    """Lets calls through to the engine, except during a pause.
+class Pause:
+    """Lets calls through to an engine, except during a pause.
 
     A call waits up to ``wait_seconds`` for the end of a pause.
     """
 
-    def __init__(self, *, wait_seconds: float) -> None:
+    def __init__(self, engine: Engine, *, wait_seconds: float) -> None:
+        self._engine = engine
         self._wait_seconds = wait_seconds
         # calls at the engine, and whether a pause cut them off
         self._calls: dict[asyncio.Future[Sample], bool] = {}
-        self._running = asyncio.Event()  # set unless paused
-        self._running.set()
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def paused(self) -> bool:
-        """Whether calls have to wait."""
-        return not self._running.is_set()
+        self._open = asyncio.Event()  # calls may reach the engine
+        self._open.set()
+        # serializes all operations, including the end of a lease
+        self._turn = asyncio.Lock()
+        self._lease: asyncio.Task[None] | None = None
+        self.mode: Mode | None = None  # None: not paused
+        self.expired = 0  # pauses that ended automatically
+        self.version: str | None = None  # of the last update, if it succeeded
 
     async def sample(self, start: Callable[[], Awaitable[Sample]]) -> Sample:
         """Make an engine call outside of pauses, and return its result.
@@ -48,12 +53,11 @@ class Gate:
         (``paused``) if the pause took too long.
         """
         while True:
-            await self._wait()
+            await self._until_open()
             call = asyncio.ensure_future(start())
             self._calls[call] = False
             try:
-                with timing.engine():
-                    return await call
+                return await call
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if not self._calls[call] or (task and task.cancelling()):
@@ -62,97 +66,29 @@ class Gate:
                 del self._calls[call]
 
     async def pause(
-        self, *, wait_seconds: float, abort: bool, max_seconds: float | None
+        self, seconds: float, mode: Mode = "keep", *, wait_seconds: float = 60.0
     ) -> None:
-        """Hold back calls; return once none is at the engine.
+        """Pause for at most ``seconds``; repeated, restart that duration.
 
-        ``abort``: cut off running calls. ``max_seconds``: duration of the pause. Raises
-        `GatewayError`: 504: a call took longer than ``wait_seconds``, so nothing is
-        paused. 409: the pause was ended meanwhile.
+        ``wait_seconds``: how long running calls may take. Nothing is paused if it fails.
+        Raises `EngineError`: the engine did not pause, and was asked to resume.
+        `GatewayError`: 504: calls took longer. 409: there is a pause of another mode.
         """
-        # the timer of an earlier pause is not for this one
-        self.resume()
-        self._running.clear()
-        late = {*self._calls}
-        for call in late if abort else ():
-            self._calls[call] = True
-            call.cancel()
-        try:
-            if late:
-                _, late = await asyncio.wait(late, timeout=wait_seconds)
-        except asyncio.CancelledError:
-            # the caller left, so nobody would end the pause
-            self.resume()
-            raise
-        if not self.paused:
-            raise GatewayError("the pause was ended meanwhile", 409, code="resumed")
-        if late:
-            self.resume()
-            calls = (
-                f"{len(late)} calls are still running after {wait_seconds:g} seconds"
-            )
-            message = f"{calls}, so nothing is paused"
-            raise GatewayError(message, 504, code="pause_timed_out")
-        if max_seconds is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max_seconds, self.resume)
-
-    def resume(self) -> None:
-        """End a pause, if there is one."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._running.set()
-
-    async def _wait(self) -> None:
-        try:
-            async with asyncio.timeout(self._wait_seconds):
-                # several pauses may follow each other
-                while self.paused:
-                    await self._running.wait()
-        except TimeoutError:
-            limit = f"{self._wait_seconds:g} seconds"
-            message = f"the engine is paused, for more than {limit}"
-            raise _paused(message) from None
-
-
-def _paused(message: str) -> EngineError:
-    return EngineError(message, 503, code="paused", retry_after=_RETRY_AFTER)
-
-
-class Weights:
-    """The pauses and weight updates of one engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        # serializes all operations, including the end of a lease
-        self._turn = asyncio.Lock()
-        self._lease: asyncio.Task[None] | None = None
-        self.expired = 0  # pauses that ended automatically
-        self.version: str | None = None  # of the last update, if it succeeded
-
-    @property
-    def paused(self) -> bool:
-        """Whether the engine is paused."""
-        return self._lease is not None
-
-    async def pause(self, seconds: float) -> None:
-        """Pause the engine for at most ``seconds``; repeated, restart that duration.
-
-        Raises `EngineError` if it failed to pause; it was asked to resume then.
-        """
-        engine = self._updatable()
         async with self._turn:
+            if self.mode not in (None, mode):
+                message = f"there is a pause with mode {self.mode!r}: resume first"
+                raise GatewayError(message, 409, code="paused")
             try:
-                async with asyncio.timeout(_AT_ONCE_S):
-                    await engine.pause()
-            except (TimeoutError, asyncio.CancelledError, EngineError) as error:
-                # it may have paused, with only its answer lost
+                if mode == "keep":
+                    await self._pause_engine()
+                else:
+                    await self._hold(mode, wait_seconds)
+            except BaseException:
+                self.mode = mode
                 await asyncio.shield(self._go_on())
-                if isinstance(error, TimeoutError):
-                    message = f"the engine did not pause within {_AT_ONCE_S:g} s"
-                    raise EngineError(message, 504) from error
                 raise
             self._end_lease()
+            self.mode = mode
             self._lease = asyncio.create_task(self._expire(seconds))
 
     async def update(
@@ -160,12 +96,12 @@ class Weights:
     ) -> None:
         """Load weights of a directory, or of tensors in ``load_format``.
 
-        Raises `GatewayError` (409) if the engine is not paused. `EngineError`: it failed to
-        load them, is still paused, and `version` is None.
+        Raises `GatewayError` (409) if there is no pause. `EngineError`: the engine failed
+        to load them, it is still paused, and `version` is None.
         """
         engine = self._updatable()
         async with self._turn:
-            if not self.paused:
+            if self.mode is None:
                 rule = "POST /engine/pause first, and renew the pause before it expires"
                 message = f"the engine is not paused: {rule}"
                 raise GatewayError(message, 409, code="not_paused")
@@ -180,27 +116,63 @@ class Weights:
             self.version = version
 
     async def resume(self) -> None:
-        """Resume the engine if it is paused; a failed resume is repeated at expiry."""
-        engine = self._updatable()
+        """End the pause, if there is one; a failed resume is repeated at expiry."""
         async with self._turn:
-            if self.paused:
-                await engine.resume()
-                self._end_lease()
+            if self.mode == "keep":
+                await self._updatable().resume()
+            self._end()
 
     async def close(self) -> None:
-        """End a pause, if there is one."""
+        """End the pause, if there is one, whatever the engine says."""
         async with self._turn:
-            if self.paused:
-                await self._go_on()
-                self._end_lease()
+            await self._go_on()
 
     def describe(self) -> dict[str, object]:
         """Return the state for ``GET /engine``."""
         return {
-            "paused": self.paused,
+            "paused": self.mode is not None,
+            "mode": self.mode,
             "pauses_expired": self.expired,
             "weight_version": self.version,
         }
+
+    async def _pause_engine(self) -> None:
+        engine = self._updatable()
+        try:
+            async with asyncio.timeout(_AT_ONCE_S):
+                await engine.pause()
+        except TimeoutError as error:
+            message = f"the engine did not pause within {_AT_ONCE_S:g} s"
+            raise EngineError(message, 504) from error
+
+    async def _hold(self, mode: Mode, wait_seconds: float) -> None:
+        """Hold back calls; return once none is at the engine."""
+        self._open.clear()
+        running = {*self._calls}
+        for call in running if mode == "abort" else ():
+            self._calls[call] = True
+            call.cancel()
+        if running:
+            _, running = await asyncio.wait(running, timeout=wait_seconds)
+        if running:
+            calls = (
+                f"{len(running)} calls are still running after {wait_seconds:g} seconds"
+            )
+            message = f"{calls}, so nothing is paused"
+            raise GatewayError(message, 504, code="pause_timed_out")
+
+    async def _until_open(self) -> None:
+        try:
+            async with asyncio.timeout(self._wait_seconds):
+                # several pauses may follow each other
+                while not self._open.is_set():
+                    await self._open.wait()
+        except TimeoutError:
+            limit = f"{self._wait_seconds:g} seconds"
+            message = f"the engine is paused, for more than {limit}"
+            raise EngineError(
+                message, 503, code="paused", retry_after=_RETRY_AFTER
+            ) from None
 
     def _updatable(self) -> UpdatableEngine:
         if not isinstance(self._engine, UpdatableEngine):
@@ -212,6 +184,11 @@ class Weights:
             self._lease.cancel()
             self._lease = None
 
+    def _end(self) -> None:
+        self._end_lease()
+        self.mode = None
+        self._open.set()
+
     async def _expire(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         async with self._turn:
@@ -220,10 +197,12 @@ class Weights:
             await self._go_on()
 
     async def _go_on(self) -> None:
-        # the caller has an error to report already, or there is no caller
-        with contextlib.suppress(EngineError, TimeoutError):
-            async with asyncio.timeout(_AT_ONCE_S):
-                await self._updatable().resume()
+        """End the pause; nobody is there for an error, or has one to report already."""
+        if self.mode == "keep" and isinstance(self._engine, UpdatableEngine):
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(_AT_ONCE_S):
+                    await self._engine.resume()
+        self._end()
 
 
 def _not_updatable(engine: Engine, what: str) -> GatewayError:

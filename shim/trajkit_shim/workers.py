@@ -4,7 +4,7 @@ Agents talk to the worker that owns their session. Every worker takes the traine
 requests: it passes them on to the first one, which opens each session at the worker with
 the fewest, passes requests about a session on to its owner, and holds the lease of a
 pause. The workers share the engine's servers, so a pause of the engine and new weights
-are the first worker's; a pause of the gateway's calls is for all of them.
+are the first worker's; a pause that holds back calls is for all of them.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trajkit_shim.call import Options
+from trajkit_shim.call import Options, read_body
+from trajkit_shim.delivery import json_response, unless_left
 from trajkit_shim.engines.http import Connections
 from trajkit_shim.errors import GatewayError, error_body, retry_header
 from trajkit_shim.json_input import Json
-from trajkit_shim.responses import json_response, read_body, watched
 
 _SECRET_HEADER = "x-trajkit-worker"
 # of the trainer's paths, those that one worker answers for all
 _TRAINER = ("/sessions", "/engine", "/admin")
-_EVERYWHERE = ("/admin/pause", "/admin/resume", "/admin/drain")
+_EVERYWHERE = ("/engine/pause", "/engine/resume", "/admin/drain")
 # what a request may wait for is in its body; the answer itself comes at once
 _NO_LIMIT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 
@@ -76,36 +76,17 @@ class Worker:
         request = Request(scope, receive, send)
         path, secret = request.url.path, request.headers.get(_SECRET_HEADER, "")
         inside = secrets.compare_digest(secret.encode(), self.place.secret.encode())
-        if inside or not path.startswith(_TRAINER) or self._is_local(path):
+        if inside or not path.startswith(_TRAINER):
             await self.app(scope, receive, send)
             return
         try:
             body = await read_body(request, self.options)
-            answer = await self._unless_left(request, self._answer(request, body))
+            answer = await unless_left(request, self._answer(request, body))
         except ClientDisconnect:
             answer = Response(status_code=499)
         except GatewayError as error:
             answer = json_response(error_body(error), error.status, retry_header(error))
         await answer(scope, receive, send)
-
-    def _is_local(self, path: str) -> bool:
-        """Whether the first worker's own app answers for all."""
-        return self.place.index == 0 and path.startswith("/engine")
-
-    async def _unless_left(self, request: Request, work: Any) -> Response:
-        """Do a client's work, but cancel it if the client disconnects meanwhile."""
-        task = asyncio.ensure_future(work)
-        async with watched(request.receive) as left:
-            try:
-                await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                if not task.done():
-                    task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-        if task.cancelled():
-            raise ClientDisconnect
-        answer: Response = task.result()
-        return answer
 
     async def _answer(self, request: Request, body: bytes) -> Response:
         path = request.url.path
@@ -115,7 +96,7 @@ class Worker:
             if request.method == "POST":
                 return await self._open(request, body)
             return await self._everywhere(request, body)
-        if path in _EVERYWHERE:
+        if path in _EVERYWHERE and not (path == "/engine/pause" and _keeps(body)):
             return await self._everywhere(request, body)
         name = path.removeprefix("/sessions/").partition("/")[0]
         # another path, or an unknown session, is the first worker's to refuse
@@ -151,8 +132,8 @@ class Worker:
         )
         failed = next((each for each in answers if each.status_code >= 400), None)
         if failed is not None:
-            if request.url.path == "/admin/pause":
-                path, heads = "/admin/resume", self._headers(0, request)
+            if request.url.path == "/engine/pause":
+                path, heads = "/engine/resume", self._headers(0, request)
                 await asyncio.gather(
                     *(self._ask(index, "POST", path, b"{}", heads) for index in indices)
                 )
@@ -161,11 +142,9 @@ class Worker:
         for answer in answers:
             for name, value in json.loads(bytes(answer.body)).items():
                 before = merged.get(name)
-                if isinstance(before, list):
+                if isinstance(before, list) or type(before) is int:
                     merged[name] = before + value
-                elif type(before) is int:
-                    merged[name] = before + value
-                else:
+                elif before is None:
                     merged[name] = value
         listed, limit = merged.get("sessions"), request.query_params.get("limit", "100")
         if isinstance(listed, list):
@@ -212,6 +191,13 @@ class Worker:
                 return answer.status, await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _lost(index, f"{type(error).__name__}: {error}") from error
+
+
+def _keeps(body: bytes) -> bool:
+    """Whether a pause is the engine's, which the workers share."""
+    with suppress(ValueError, AttributeError):
+        return bool(json.loads(body or b"{}").get("mode", "keep") == "keep")
+    return True
 
 
 def _session_id(body: bytes) -> str:

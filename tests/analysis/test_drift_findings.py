@@ -18,8 +18,7 @@ from trajkit import _core, schema
 from trajkit.analysis.drift_text import json_objects
 from trajkit.analysis.tokenizer import Codec
 from trajkit.errors import LayoutError
-from trajkit.turns.calls import read_calls
-from trajkit.turns.prefix_forest import Paths, grow
+from trajkit.turns.sessions import Sessions
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = Tokenizer.from_file(
@@ -454,12 +453,11 @@ def test_paths_are_prompt_and_output_in_either_form(turns, data):
     table = turns_table(turns)
     delta = in_delta_form(table, lambda options: data.draw(st.sampled_from(options)))
     for form in (table, delta):
-        calls = read_calls(form)
-        paths = Paths(calls, grow(calls))
+        calls = Sessions.of(form)
         for i, line in enumerate(table.to_pylist()):
-            assert paths.prompt(i).tolist() == line["prompt_ids"]
-            assert paths.output(i).tolist() == line["output_ids"]
-            assert paths.path(i).tolist() == line["prompt_ids"] + line["output_ids"]
+            assert calls.prompt(i).tolist() == line["prompt_ids"]
+            assert calls.output(i).tolist() == line["output_ids"]
+            assert calls.path(i).tolist() == line["prompt_ids"] + line["output_ids"]
 
 
 @pytest.mark.parametrize(
@@ -475,8 +473,8 @@ def test_paths_are_prompt_and_output_in_either_form(turns, data):
     ],
 )
 def test_paths_that_are_refused(call, start, size, match):
-    calls = read_calls(tk.from_records([turn([1, 2], [3]), turn([1], [3])]))
-    forest = grow(calls)
+    calls = Sessions.of(tk.from_records([turn([1, 2], [3]), turn([1], [3])]))
+    forest = calls.forest
     out = np.empty(size, np.int32)
     with pytest.raises(LayoutError, match=match):
         _core.copy_path(forest.paths, call, start, out)

@@ -79,7 +79,6 @@ def contents(folder):
         ["pack", "r.parquet", "-o", "r.parquet", "--max-tokens", "10"],
         ["view", "c.jsonl", "-o", "c.jsonl"],
         ["view", "c.jsonl", "-o", "r.parquet", "--rows", "r.parquet"],
-        ["plot", "trace", "c.jsonl", "-o", "c.jsonl"],
     ],
     ids=" ".join,
 )
@@ -222,7 +221,7 @@ def test_a_case_insensitive_system_is_seen_by_the_inode(place, monkeypatch):
     "argv",
     [
         ["view", "c.jsonl", "-o", "page.pdf"],
-        ["plot", "trace", "c.jsonl", "-o", "trace.svg"],
+        ["plot", "swimlanes", "c.jsonl", "-o", "lanes.json"],
         ["export", "r.parquet", "--to", "sft", "-o", "rows.pdf"],
     ],
     ids=" ".join,
@@ -432,7 +431,7 @@ def test_several_inputs_and_patterns(tmp_path, capsys, monkeypatch):
         ["expand", "-o", "x.parquet"],
         *(["drift"], ["simulate"], ["head"], ["stats"], ["show"], ["why"], ["tree"]),
         ["view", "-o", "x.html"],
-        ["plot", "forest", "-o", "x.svg"],
+        ["plot", "tokens", "-o", "x.svg"],
         ["import", "--from", "openai", "-o", "x.parquet"],
     ],
     ids=" ".join,
@@ -640,8 +639,8 @@ def test_the_program_keeps_its_input(place):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["view", "c.jsonl", "--port", "99999"], "99999 is not a port"),
-        (["serve", "--out", "x", "--port", "-1"], "-1 is not a port"),
+        (["view", "c.jsonl", "--port", "99999"], "Must be <= 65535"),
+        (["serve", "--out", "x", "--port", "-1"], "Must be >= 0"),
         (["show", "c.jsonl", "--tokenizer", "Qwen/Qwen3-8B"], "Nothing is downloaded"),
     ],
     ids=["port", "port of the gateway", "tokenizer"],

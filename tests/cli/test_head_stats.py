@@ -9,8 +9,8 @@ import trajkit as tk
 from tests.cli.test_show import HOSTILE, terminal
 from tests.tables import linearized
 from trajkit.cli import BAD_DATA, BAD_FILE, main
-from trajkit.cli.head import cell
-from trajkit.cli.terminal import visible
+from trajkit.cli.screen import visible
+from trajkit.cli.tables import cell
 from trajkit.io.tables import write_table
 
 __all__ = ["terminal"]
@@ -58,12 +58,12 @@ def test_every_table_has_a_head_and_stats(tables, capsys):
             assert main(["head", path, "-n", "1"]) == 0
             lines = capsys.readouterr().out.splitlines()
             assert lines[0].split() == table.column_names
-            assert len(lines) == 2
+            assert len(lines) == 3
             assert main(["stats", path]) == 0
             out = capsys.readouterr().out
             assert out.startswith(f"{table.num_rows:,} lines\n")
             assert all(char.isprintable() for char in out.replace("\n", ""))
-            shown = [line.split()[0] for line in out.split("\n\n")[1].splitlines()[1:]]
+            shown = [line.split()[0] for line in out.split("\n\n")[1].splitlines()[2:]]
             assert shown == table.column_names
 
 
@@ -71,9 +71,9 @@ def test_lists_are_shortened_and_texts_escaped(tables, capsys):
     folder, _ = tables
     assert main(["head", str(folder / "turns.parquet")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4
-    assert lines[2].split()[:7] == ["a", "1", "4:", "1", "2", "3", "..."]
-    assert lines[3].startswith(visible(HOSTILE)[:16])
+    assert len(lines) == 5
+    assert lines[3].split()[:7] == ["a", "1", "4:", "1", "2", "3", "..."]
+    assert lines[4].startswith(visible(HOSTILE)[:16])
     assert all(map(str.isprintable, lines))
 
 
@@ -128,7 +128,7 @@ def test_a_directory_is_read_for_its_turns(tmp_path, capsys):
     assert main(["stats", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("3 lines\n")
     assert main(["head", str(tmp_path), "-n", "2"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 def test_a_table_without_lines_is_an_error(tmp_path, capsys):

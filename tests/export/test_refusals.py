@@ -610,8 +610,7 @@ def test_a_missing_package_is_one_line(files):
 
 
 def test_every_file_format_is_one_that_the_help_names(capsys):
-    with pytest.raises(SystemExit):
-        main(["export", "--help"])
+    assert main(["export", "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in FILE_FORMATS)
 

@@ -300,8 +300,8 @@ PYTHON = (
         (
             "retries are not ranked by request_id",
             'keys = [_ranks(calls, "request_id"), calls.calls["prompt_len"], '
-            "calls.session_of()]",
-            'keys = [calls.calls["prompt_len"], calls.session_of()]',
+            "calls.session]",
+            'keys = [calls.calls["prompt_len"], calls.session]',
         ),
         (
             "request_id goes before started_at",
@@ -319,8 +319,8 @@ PYTHON = (
         "tests/pipeline/test_policies.py tests/pipeline/test_rows.py",
         (
             "tokens of an aborted turn of context are lost twice",
-            'now = aborted & (calls.calls["trainable"] != 0)',
-            "now = aborted",
+            'now = aborted_calls(calls) & (calls.calls["trainable"] != 0)',
+            "now = aborted_calls(calls)",
         ),
         (
             "turns of context need logprobs",
@@ -421,8 +421,8 @@ PYTHON = (
         ),
         (
             "an order may be the number of calls",
-            'links["order"] >= np.diff(calls.session_offsets)[session]',
-            'links["order"] > np.diff(calls.session_offsets)[session]',
+            'links["order"] >= np.diff(calls.offsets)[session]',
+            'links["order"] > np.diff(calls.offsets)[session]',
         ),
     ),
     _place(
@@ -439,24 +439,14 @@ PYTHON = (
             "end - run.first",
         ),
         (
-            "a list of n - 1 elements is never that of the outputs",
-            "lacks_last & short,",
-            "short,",
-        ),
-        (
             "a start may be negative",
-            "given & ((starts < 0) | (starts + length > calls.path_len))",
-            "given & (starts + length > calls.path_len)",
+            "given & ((starts < 0) | (starts + length > n_path))",
+            "given & (starts + length > n_path)",
         ),
         (
             "nothing comes before a given start",
-            "np.where(given, starts > 0, partial)",
-            "np.where(given, False, partial)",
-        ),
-        (
-            "in delta form a list without the last token is refused",
-            "delta & (new | (new_short & ~output))",
-            "delta & new",
+            "given & (first > 0) & (length >= 0)",
+            "np.zeros_like(given)",
         ),
     ),
     _place(
@@ -503,13 +493,33 @@ PYTHON = (
         ),
         (
             "a prompt that skips tokens begins its row",
-            'whole = (links["lcp"] == before) & (before == starts)',
-            'whole = links["lcp"] == before',
+            '(links["lcp"] == ends) & (ends == starts),',
+            'links["lcp"] == ends,',
         ),
         (
             "payloads of prompts behind a splice count",
             "heads = (parent >= 0) & (other == other[offsets[:-1]][row])",
             "heads = parent >= 0",
+        ),
+        (
+            "a call that opens a spliced row is a root",
+            'plan.counted("roots")[:] = self.roots',
+            'plan.counted("roots")[:] += 0',
+        ),
+        (
+            "calls after one that was dropped are in the row",
+            "chains.before_each(missing) + missing[chains.calls] > 0",
+            "missing[chains.calls] > 0",
+        ),
+        (
+            "dropped tokens count as unrouted, too",
+            'plan.counted("lost_unrouted")[:] -= lost',
+            'plan.counted("lost_unrouted")[:] -= 0 * lost',
+        ),
+        (
+            "an end of turn at the end of the previous prompt is not seen",
+            "low = np.where(linked, n_prompt[before], n_prompt)",
+            "low = np.where(linked, n_prompt[before] + 1, n_prompt)",
         ),
     ),
     _place(
@@ -623,12 +633,12 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/verification/row_rules.py",
-        "tests/verification/test_verify.py",
+        "trajkit/verification/rules.py",
+        "tests/verification/test_verify.py tests/pipeline/test_splice.py",
         (
             "a row may end anywhere in its path",
-            "return min(n, case.cap or n) == len(ids) or _is_trimmed(",
-            "return n >= len(ids) or _is_trimmed(",
+            "if case.cap is None or min(n, case.cap) == len(ids):",
+            "if case.cap is None:\n        return True\n    if min(n, case.cap) == len(ids):",
         ),
         ("weights may be off by a thousandth", "_ROUNDING = 1e-9", "_ROUNDING = 1e-3"),
         (
@@ -638,18 +648,14 @@ PYTHON = (
         ),
         (
             "weights of an empty range count",
-            'max(one["start"], pieces.out_start[k]) < min(',
-            'max(one["start"], pieces.out_start[k]) <= min(',
+            'max(one["start"], spans.out_start[k]) < min(',
+            'max(one["start"], spans.out_start[k]) <= min(',
         ),
         (
             "use_tool of a row may be true for no turn",
-            "if flag is bool(due[row]) or (flag and _unseen(case, row, name)):",
-            "if flag is bool(due[row]) or flag:",
+            "if given is not flag and (of_row or flag):",
+            "if given is not flag and flag:",
         ),
-    ),
-    _place(
-        "trajkit/verification/span_rules.py",
-        "tests/verification/test_verify.py",
         (
             "a logprob may be where the engine gave none",
             "differ = (rows.given != given) | (given & (rows.logprobs != expected))",
@@ -657,13 +663,32 @@ PYTHON = (
         ),
         (
             "every row trains a token once: counted over all rows",
-            "counted = source + pieces.row[owner] * len(case.turns.outputs.values)",
-            "counted = source",
+            "key = source + counted.row[owner] * len(case.turns.outputs.values)",
+            "key = source",
         ),
         (
-            "an absorbed span may be anywhere before its place",
-            'earlier = (pieces.kind == "absorbed") & (',
-            'earlier = (pieces.kind == "absorbed") | (',
+            "the first output of a spliced row follows any end of its prompt",
+            "            tail = prompt\n",
+            "            pass\n",
+        ),
+        (
+            "a spliced row may end before its last turn",
+            'if call >= 0 and (ends or calls.calls["out_len"][call] == 0)',
+            "if call >= 0",
+        ),
+    ),
+    _place(
+        "trajkit/verification/policy_rows.py",
+        "tests/verification/test_verify.py tests/pipeline/test_splice.py",
+        (
+            "only tokens are compared with the rows of the policy",
+            "if own and shared == max(len(ids), len(expected)):",
+            "if False:",
+        ),
+        (
+            "spans may come in any order",
+            "if not alone and here != there:",
+            "if False:",
         ),
     ),
     _place(
@@ -678,20 +703,6 @@ PYTHON = (
             "NaN is a logprob",
             "nothing = ~rows.given[flat] | (here == 0) | np.isnan(here)",
             "nothing = ~rows.given[flat] | (here == 0)",
-        ),
-    ),
-    _place(
-        "trajkit/verification/splice_rules.py",
-        "tests/pipeline/test_splice.py tests/verification/test_verify.py",
-        (
-            "a spliced row may end early without a cap",
-            "(state.position > n and n == self.case.cap)",
-            "(state.position > n)",
-        ),
-        (
-            "a later dropped turn need not continue the one before",
-            "if not reading.extends(before, call):",
-            "if call < before:",
         ),
     ),
     _place(
@@ -826,12 +837,6 @@ NATIVE = (
             "owned or part.kind in (SPAN_DUPLICATE, SPAN_UNTRAINABLE)",
         ),
         (
-            "dropped calls count in a row",
-            "if plan.links[call].splice != SPLICE_DROPPED:",
-            "True",
-            "plan.links[call].splice != SPLICE_DROPPED",
-        ),
-        (
             "a row that ends with a prompt at the cap is not cut to a call",
             "row.n_calls > 1 and calls[row.last].prompt_len >= plan.choices.max_tokens",
             "calls[row.last].prompt_len > plan.choices.max_tokens",
@@ -854,12 +859,6 @@ NATIVE = (
             "row.shared = min(min(nodes[node].stop, row.n_tokens), plan.rows[by].n_tokens)",
             "min(nodes[node].stop, row.n_tokens)",
             "min(min(nodes[node].stop, row.n_tokens), plan.rows[by].n_tokens)",
-        ),
-        (
-            "a call that opens a spliced row is a root",
-            "link.parent < 0 and link.splice != SPLICE_OPENS",
-            "True",
-            "link.splice != SPLICE_OPENS",
         ),
         (
             "a row that ends where its prompt does is kept",
@@ -1016,16 +1015,6 @@ NATIVE = (
             "if self.of_prompts and prompt_len == 0:",
             "False",
             "prompt_len == 0",
-        ),
-    ),
-    _place(
-        "_native/plan/splice.pxi",
-        "tests/pipeline/test_splice.py tests/pipeline/test_golden.py",
-        (
-            "an end of turn at the end of the previous prompt is not seen",
-            "paths.calls, paths.nodes, paths.ends[call], last.prompt_len,",
-            "last.prompt_len + 1",
-            "last.prompt_len",
         ),
     ),
     _place(

@@ -13,8 +13,7 @@ from trajkit.errors import InvalidTurnsError, LayoutError
 from trajkit.pipeline.links import find_links
 from trajkit.pipeline.plan import NO_LIMIT, choices_of, plan_rows
 from trajkit.pipeline.splice import splice
-from trajkit.turns.calls import read_calls
-from trajkit.turns.prefix_forest import grow
+from trajkit.turns.sessions import Sessions
 from trajkit.turns.structs import CALL, NODE
 
 TURNS = [
@@ -33,9 +32,9 @@ def reserved(n, dtype):
 
 
 def linked(name):
-    calls = read_calls(turns_table(TURNS))
-    forest, policy = grow(calls), tk.policy(name)
-    return calls, forest, find_links(calls, forest, policy), policy
+    calls = Sessions.of(turns_table(TURNS))
+    policy = tk.policy(name)
+    return calls, find_links(calls, calls.forest, policy), policy
 
 
 def columns(rows):
@@ -68,13 +67,13 @@ def changed(plan, change, shifted):
 
 
 def fill_rows(change, shifted=None, policy="faithful"):
-    calls, forest, links, policy = linked(policy)
+    calls, links, policy = linked(policy)
     if policy.on_drift == "splice":
-        spliced = splice(calls, forest, links, policy)
-        forest, links = spliced.forest, spliced.links
-    plan = plan_rows(calls, forest, links, policy, NO_LIMIT)
+        spliced = splice(calls, links, policy)
+        calls, links = spliced.sessions, spliced.links
+    plan = plan_rows(calls, links, policy, NO_LIMIT)
     return _core.fill_rows(
-        forest.paths,
+        calls.forest.paths,
         links,
         choices_of(policy, NO_LIMIT),
         plan.owners,
@@ -119,12 +118,12 @@ def test_rows_that_do_not_fit_their_columns_are_refused(fill, change, match):
 
 
 def test_rows_of_links_that_lead_outside_are_refused():
-    calls, forest, links, policy = linked("slime")
-    plan = plan_rows(calls, forest, links, policy, NO_LIMIT)
+    calls, links, policy = linked("slime")
+    plan = plan_rows(calls, links, policy, NO_LIMIT)
     links["parent"][1] = 1 << 20
     with pytest.raises(LayoutError, match="is no row of 2 calls"):
         _core.fill_rows(
-            forest.paths,
+            calls.forest.paths,
             links,
             choices_of(policy, NO_LIMIT),
             plan.owners,
@@ -143,7 +142,7 @@ def test_offsets_of_rows_begin_with_0(fill, name):
 
 
 def plan(policy, links=None, max_tokens=NO_LIMIT, **choices):
-    calls, forest, known, policy = linked(policy)
+    calls, known, policy = linked(policy)
     for i, order in enumerate(links or []):
         known["order"][i] = order
     if links:
@@ -153,9 +152,9 @@ def plan(policy, links=None, max_tokens=NO_LIMIT, **choices):
             -1,
         ]  # recorded later: parents are found by their order
     if policy.on_drift == "splice":
-        spliced = splice(calls, forest, known, policy)
-        forest, known = spliced.forest, spliced.links
-    return plan_rows(calls, forest, known, tk.policy(policy, **choices), max_tokens)
+        spliced = splice(calls, known, policy)
+        calls, known = spliced.sessions, spliced.links
+    return plan_rows(calls, known, tk.policy(policy, **choices), max_tokens)
 
 
 @pytest.mark.parametrize("name", ["faithful", "polar"])

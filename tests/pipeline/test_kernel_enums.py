@@ -65,7 +65,7 @@ def test_other_names_or_another_order_are_no_import(names):
         ("policies.py", '        "fork": "A new row starts.",\n', ""),
         ("schema.py", '("none", "last_reply", "earlier_reply", "prompt")', None),
         ("analysis/drift_text.py", "    path_start: int\n    path_stop: int\n", None),
-        ("turns/calls.py", '    "own_null":', '    "out_null_":'),
+        ("turns/sessions.py", '    "own_null":', '    "out_null_":'),
     ],
 )
 def test_swapped_words_fail_at_import(tmp_path, file, old, new):

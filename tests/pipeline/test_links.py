@@ -16,8 +16,7 @@ from trajkit.errors import LayoutError, PolicyError
 from trajkit.pipeline.links import find_links
 from trajkit.pipeline.routes import ROUTES
 from trajkit.policies import ParentBy
-from trajkit.turns.calls import read_calls
-from trajkit.turns.prefix_forest import grow
+from trajkit.turns.sessions import Sessions
 
 PARENT_BY = ["messages", "tokens", "previous", "none"]
 
@@ -289,7 +288,7 @@ def test_links_are_those_of_the_rows_of_the_policy(name):
 )
 def test_kernels_refuse_links_that_lead_outside(change, match):
     session = "second" if change.get("parent") == 0 else "s"
-    calls = read_calls(
+    calls = Sessions.of(
         turns_table(
             [
                 {"prompt_ids": [1], "output_ids": [2]},
@@ -298,7 +297,7 @@ def test_kernels_refuse_links_that_lead_outside(change, match):
             ]
         )
     )
-    forest = grow(calls)
+    forest = calls.forest
     links = find_links(calls, forest, tk.policy("trl"))
     for name, value in change.items():
         links[name][1] = value
@@ -320,7 +319,7 @@ def test_kernels_refuse_links_that_lead_outside(change, match):
 )
 def test_kernels_refuse_calls_that_lead_outside(call, other, match):
     turns = [{"prompt_ids": [1], "output_ids": [2], "session_id": s} for s in "ab"]
-    paths = grow(read_calls(turns_table(turns))).paths
+    paths = Sessions.of(turns_table(turns)).forest.paths
     assert _core.shared_length(paths, 0, 0) == 1
     with pytest.raises(LayoutError, match=match):
         _core.shared_length(paths, call, other)

@@ -56,57 +56,41 @@ def test_the_last_turn_fills_what_a_turn_does_not_know_of_its_own_output():
     assert rows["top"].to_pylist() == [[0, 1, 7, 3, 4, None]]
 
 
-def test_engines_know_all_tokens_but_the_last():
-    """The next call tells the last token of a reply."""
-    turns = two_turns(experts=pa.array([[1, 2, 3], [10, 20, 30, 40, 50]]))
+@pytest.mark.parametrize("in_delta", [False, True])
+def test_engines_know_all_tokens_but_the_last(in_delta):
+    """The next call has the element of a reply's last token."""
+    turns = two_turns(
+        experts=pa.array([[1, 2, 3], [10, 20, 30, 40, 50]]),
+        experts_start=pa.array([0, 0]),
+    )
+    turns = tk.compact(turns) if in_delta else turns
     rows = tk.linearize(turns, payloads=["experts"])
     assert rows["experts"].to_pylist() == [[10, 20, 3, 40, 50, None]]
 
 
-def test_a_list_of_two_meanings_is_read_like_the_others_of_its_session():
-    """After a prompt of one id, as many elements as output ids are all ids but the last."""
+@pytest.mark.parametrize("name", ["x", "routed_experts"])
+def test_a_list_as_long_as_the_output_is_of_the_output(name):
+    """Also after a prompt of one id, whatever other turns have."""
     turns = tk.from_records(
         [
-            {"session_id": s, "prompt_ids": prompt, "output_ids": [2, 3], "x": values}
-            for s, prompt, values in [
-                ("a", [1], [10, 20]),
-                ("a", [1, 2, 3, 4], [1, 2, 3, 4, 5]),
-                ("b", [1], [10, 20]),
-            ]
+            {
+                "session_id": "a",
+                "prompt_ids": prompt,
+                "output_ids": [2, 3],
+                name: values,
+            }
+            for prompt, values in [([1], [10, 20]), ([1, 2, 3, 4], [1, 2, 3, 4, 5, 6])]
         ]
     )
-    rows = tk.linearize(turns, "per_call", payloads=["x"])
-    assert rows["x"].to_pylist() == [
-        [10, 20, None],
-        [1, 2, 3, 4, 5, None],
-        [None, 10, 20],
-    ]
-
-
-@pytest.mark.parametrize("in_delta", [False, True])
-def test_routed_experts_are_of_all_tokens_but_the_last(in_delta):
-    """Also where a list is as long as the output: after one token, or one new token."""
-    calls = [([1], [2, 3], [10, 20]), ([1, 2, 3, 4], [5, 6], [30, 31, 32, 33, 34])]
-    if in_delta:
-        calls[1] = (*calls[1][:2], [33, 34])
-    turns = tk.from_records(
-        [
-            {"session_id": "a", "prompt_ids": a, "output_ids": b, "routed_experts": c}
-            for a, b, c in calls
-        ]
-    )
-    if in_delta:
-        turns = tk.compact(turns)
-    per_call = tk.linearize(turns, "per_call", payloads=["routed_experts"])
-    first, second = per_call["routed_experts"].to_pylist()
-    assert first == [10, 20, None]
-    assert second == (
-        [10, 20, None, 33, 34, None] if in_delta else [*calls[1][2], None]
-    )
-    # of the output ids alone, where the length leaves no doubt
-    turns = two_turns(routed_experts=pa.array([[1, 2], None]))
-    rows = tk.linearize(turns, "per_call", payloads=["routed_experts"])
-    assert rows["routed_experts"].to_pylist()[0] == [None, None, 1, 2]
+    rows = tk.linearize(turns, "per_call", payloads=[name])
+    assert rows[name].to_pylist() == [[None, 10, 20], [1, 2, 3, 4, 5, 6]]
+    with pytest.raises(InvalidTurnsError, match=f"1 elements.* column {name}_start: 0"):
+        tk.linearize(
+            turns.set_column(
+                turns.column_names.index(name), name, pa.array([[1], None])
+            ),
+            payloads=[name],
+        )
 
 
 MASKS = pa.list_(pa.list_(pa.int32()))
@@ -221,7 +205,7 @@ def test_payloads_of_what_is_new_join_up(data, turns, chosen, limit, in_delta):
 
 
 @pytest.mark.parametrize("lacks_last", [False, True])
-def test_payloads_in_delta_form_have_an_element_per_new_id(lacks_last):
+def test_lists_of_new_ids_join_up(lacks_last):
     calls = [
         {"prompt_ids": [1, 2], "output_ids": [3, 4]},
         {"prompt_ids": [1, 2, 3, 4, 5], "output_ids": [6]},
@@ -229,9 +213,10 @@ def test_payloads_in_delta_form_have_an_element_per_new_id(lacks_last):
     ]
     lists = [[10, 20, 30, 40], [50, 60], [70, 80, 90]]
     recorder = tk.Recorder()
-    for one, values in zip(calls, lists, strict=True):
+    for one, values, start in zip(calls, lists, (0, 4, 6), strict=True):
         values = values[: len(values) - lacks_last]
-        recorder.record("a", **one, payloads={"experts": values})
+        payloads = {"experts": values, "experts_start": start}
+        recorder.record("a", **one, payloads=payloads)
     rows = recorder.rows("a", "faithful", payloads=["experts"])
     expected = [10, 20, 30, 40, 50, 60, 70, 80, 90]
     if lacks_last:
@@ -239,24 +224,24 @@ def test_payloads_in_delta_form_have_an_element_per_new_id(lacks_last):
     assert rows["experts"].to_pylist() == [expected]
 
 
-def test_null_lists_do_not_decide_what_others_mean():
-    """Of a turn that adds no token, in delta form."""
+def test_elements_come_from_an_earlier_turn_as_far_as_its_ids_are_the_same():
     turns = tk.from_records(
-        {"session_id": "s", "prompt_ids": prompt, "output_ids": output, "x": values}
-        for prompt, output, values in [
-            ([1], [2], [5]),
-            ([1, 2], [], None),
-            ([1, 2], [3], [6]),
+        {"session_id": "s", "prompt_ids": prompt, "output_ids": output, **payload}
+        for prompt, output, payload in [
+            ([1, 2], [3, 4], {"x": [10, 20, 30, 40], "x_start": None}),
+            ([1, 2, 9, 5], [6], {"x": [50, 60], "x_start": 3}),
         ]
     )
-    for table in (turns, tk.compact(turns)):
-        rows = tk.linearize(table, "per_call", payloads=["x"])
-        assert rows["x"].to_pylist() == [[None, 5], [None, None], [None, None, 6]]
+    rows = tk.linearize(turns, "per_call", payloads=["x"])
+    assert rows["x"].to_pylist()[1] == [10, 20, None, 50, 60]
 
 
-def test_a_start_that_leaves_no_room_is_refused():
-    turns = two_turns(x=pa.array([[1, 2], [3]]), x_start=pa.array([None, 6]))
-    said = "session 's', turn 1: x_start is 6 and x has 1 elements"
+@pytest.mark.parametrize(
+    ("start", "said"), [(6, "6 and x has 1"), (-1, "-1 and x has 1")]
+)
+def test_a_start_that_leaves_no_room_is_refused(start, said):
+    turns = two_turns(x=pa.array([[1, 2], [3]]), x_start=pa.array([None, start]))
+    said = f"session 's', turn 1: x_start is {said} elements"
     with pytest.raises(InvalidTurnsError, match=said):
         tk.linearize(turns, payloads=["x"])
     turns = turns.set_column(
@@ -266,17 +251,11 @@ def test_a_start_that_leaves_no_room_is_refused():
         tk.linearize(turns, payloads=["x"])
 
 
-def first_position(turn, name, session):
+def first_position(turn, name):
     """The position in prompt and output of the first element of a turn's list."""
-
-    def lacks_last(one):
-        n, n_held = len(one[name] or []), len(reference.held(one))
-        return one[name] is not None and n == n_held - 1 != len(one["output_ids"])
-
-    n, n_held = len(turn[name]), len(reference.held(turn))
-    if n == n_held or (n == n_held - 1 and any(map(lacks_last, session))):
+    if len(turn[name]) == len(reference.held(turn)):
         return 0
-    return len(turn["prompt_ids"]) if n == len(turn["output_ids"]) else 0
+    return len(turn["prompt_ids"])
 
 
 def payload_by_twin(turns, name, row):
@@ -286,7 +265,7 @@ def payload_by_twin(turns, name, row):
     def of(turn, position):
         if turn[name] is None:
             return None
-        k = position - first_position(turn, name, turns)
+        k = position - first_position(turn, name)
         return turn[name][k] if 0 <= k < len(turn[name]) else None
 
     last = called[row["last_turn"]]

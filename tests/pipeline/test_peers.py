@@ -190,3 +190,84 @@ def test_miles(session):
         assert row["prompt_length"] == n
         assert row["tokens"] == due["tokens"]
         assert row["loss_mask"][n:] == due["loss_mask"]
+
+
+# --- systems whose rule is that of choices of a preset
+
+
+def areal(calls):
+    """Every interaction is a row (``export_style="individual"``).
+
+    https://github.com/areal-project/AReaL/blob/4aef98d8d8/areal/experimental/openai/types.py
+    """
+    return [(p + o, [0] * len(p) + [1] * len(o)) for p, o in calls]
+
+
+def rllm(calls):
+    """Steps extend the segment while their prompt begins with all of its tokens.
+
+    https://github.com/rllm-org/rllm/blob/9beb6e0f/rllm/trainer/verl/transform.py
+    """
+    rows = []
+    for prompt, output in calls:
+        if not rows or prompt[: len(rows[-1][0])] != rows[-1][0]:
+            rows.append(([], []))
+        tokens, mask = rows[-1]
+        mask += [0] * (len(prompt) - len(tokens)) + [1] * len(output)
+        tokens[:] = prompt + output
+    return rows
+
+
+def verl(calls):
+    """One list of ids that only grows; where a request does not extend it, another one.
+
+    https://github.com/verl-project/verl/blob/1dda039b9c/verl/experimental/agent_loop
+    """
+    rows, response_mask = [], []
+    held = None
+    for prompt, output in calls:
+        extends = held is not None and prompt[: len(held)] == held
+        if not extends:
+            held, response_mask = [], []
+            rows.append((held, response_mask))
+        response_mask.extend([0] * (len(prompt) - len(held)))
+        held.extend(prompt[len(held) :])
+        held.extend(output)
+        response_mask.extend([1] * len(output))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("areal", areal), ("rllm", rllm), ("verl", verl)]
+)
+def test_rules_that_have_another_name_here(name, rule):
+    """On tokens alone."""
+    differ = 0
+    for session in by_session(generated_runs(300)).values():
+        names = ("session_id", "prompt_ids", "output_ids")
+        turns = tk.from_records([{key: turn[key] for key in names} for turn in session])
+        found = tk.linearize(turns, name)
+        columns = (found["input_ids"].to_pylist(), found["loss_mask"].to_pylist())
+        expected = rule([(turn["prompt_ids"], turn["output_ids"]) for turn in session])
+        assert list(zip(*columns, strict=True)) == expected
+        differ += len(expected) != tk.linearize(turns, "strict").num_rows
+    assert differ
+
+
+def test_art_is_the_tree_of_slime_whose_rows_end_at_drift():
+    """https://github.com/awslabs/agentcore-rl-toolkit/pull/149"""
+    turns = generated_runs(200)
+    art, slime = (tk.linearize(turns, name) for name in ("art", "slime"))
+    assert art.num_rows > slime.num_rows
+    lost = {"absorbed", "shadowed"}
+    kinds = {span["kind"] for spans in art["spans"].to_pylist() for span in spans}
+    assert kinds.isdisjoint(lost)
+    assert tk.verify(art, turns, "art").num_rows == 0
+    prefix_of_its_row = by_session(turns)
+    for row in art.to_pylist():
+        (last,) = (
+            turn
+            for turn in prefix_of_its_row[row["session_id"]]
+            if turn["turn_index"] == row["last_turn"]
+        )
+        assert row["input_ids"] == last["prompt_ids"] + last["output_ids"]

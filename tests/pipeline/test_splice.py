@@ -335,6 +335,21 @@ def test_payloads_follow_their_tokens(turns, token, limit):
     assert rows["copy"].to_pylist() == rows["input_ids"].to_pylist()
 
 
+def test_a_prompt_that_skips_tokens_does_not_begin_the_row():
+    """The second call's part begins after an id that its prompt has and the row has not."""
+    turns = turns_table(
+        [
+            {**turn([1], [2]), "x": None},
+            {**turn([1, 2, 5, END, 6], [7]), "x": None},
+            {**turn([1, 2, 5, END, 6, 7, END, 8], [9]), "x": [*range(9)]},
+        ]
+    )
+    policy = tk.policy("polar", end_of_turn_token_id=END)
+    (row,) = tk.linearize(turns, policy, payloads=["x"]).to_pylist()
+    assert row["input_ids"] == [1, 2, END, 6, 7, END, 8, 9]
+    assert row["x"] == [None] * 5 + [6, 7, 8]
+
+
 def test_the_next_call_tells_the_last_token_of_a_reply():
     """Where a row starts with its prompt; a spliced prompt tells only its own part."""
     prompts = [[1], [1, 2, 9, 3], [1, 2, 9, 3, 4, 9, 5], [1, 2, 9, 3, 4, 8, 9, 6]]
@@ -345,6 +360,7 @@ def test_the_next_call_tells_the_last_token_of_a_reply():
             "prompt_ids": prompt,
             "output_ids": output,
             "finish_reason": "stop",
+            "x_start": 0,
             "x": [100 * k + i for i in range(len(prompt) + len(output) - 1)],
         }
         for k, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
@@ -570,7 +586,7 @@ def test_the_rich_session_is_what_it_says():
 
 def context_changed(rows):
     rows[0]["input_ids"][8] = 5
-    return "row_tokens", 0, 3, 8
+    return "policy", 0, None, 8
 
 
 def stretch_longer(rows):
@@ -582,7 +598,7 @@ def stretch_longer(rows):
     for span in row["spans"][1:]:
         span["start"] += 1
         span["stop"] += 1
-    return "row_tokens", 0, 1, 5
+    return "policy", 0, None, 5
 
 
 def last_turn_left_out(rows):
@@ -604,13 +620,13 @@ def dropped_elsewhere(rows):
     """The second row says that it dropped what does not go on from it."""
     moved = rows[0]["spans"].pop()
     rows[1]["spans"].append({**moved, "start": 4, "stop": 4})
-    return "span_kind", 1, 5, 4
+    return "policy", 1, 5, 4
 
 
 def dropped_out_of_order(rows):
     spans = rows[0]["spans"]
     spans[3:] = spans[:2:-1]
-    return "span_kind", 0, 4, 14
+    return "policy", 0, None, None
 
 
 def dropped_though_it_goes_on(rows):
@@ -621,7 +637,7 @@ def dropped_though_it_goes_on(rows):
     row["spans"][2]["kind"] = "no_splice_point"
     for span in row["spans"][2:]:
         span["start"] = span["stop"] = 10
-    return "span_kind", 0, 3, 10
+    return "row_tokens", 0, 5, 2
 
 
 def piece_moved(rows):
@@ -695,7 +711,7 @@ def test_a_splice_is_no_promise_of_other_policies():
     turns = turns_table(RICH)
     rows = tk.linearize(turns, "polar")
     rules = set(tk.verify(rows, turns, "strict")["rule"].to_pylist())
-    assert {"span_place", "context", "not_trained", "row_tokens"} <= rules
+    assert {"span_kind", "context", "not_trained", "row_tokens"} <= rules
 
 
 def test_the_simulation_counts_what_stands_out_of_its_context():

@@ -252,8 +252,6 @@ def test_without_matplotlib_errors_name_the_extra(
         assert main(["plot", kind, str(run_folder), "-o", str(path)]) == 2
         assert "trajkit[plot]" in capsys.readouterr().err
     assert not path.exists()
-    assert main(["plot", "forest", str(run_folder), "-o", str(path)]) == 0
-    assert main(["plot", "trace", str(run_folder), "-o", str(tmp_path / "a.json")]) == 0
 
 
 def test_colors_differ():

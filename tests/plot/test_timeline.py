@@ -1,6 +1,5 @@
 """Times of turns become slices, and slices a Chrome trace."""
 
-import json
 from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
@@ -81,36 +80,6 @@ def test_turns_without_times_are_left_out():
     assert found(turns) == [("a", "generation", 0, 1, 0, 0)]
 
 
-def test_a_trace_has_an_event_for_each_slice():
-    name = 'a"</script>\x1b\u202e'
-    turns = timed((name, 0, 2), (name, 1, 3), ("b", 1, 2))
-    events = json.loads(tk.plot.trace(turns))["traceEvents"]
-    named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert named == {1: name, 2: "b"}
-    slices = [
-        (e["pid"], e["tid"], e["cat"], e["ts"], e["dur"])
-        for e in events
-        if e["ph"] == "X"
-    ]
-    assert slices == [
-        (1, 1, "generation", 0, 2_000_000),
-        (1, 2, "generation", 1_000_000, 2_000_000),
-        (2, 0, "queue", 0, 1_000_000),
-        (2, 1, "generation", 1_000_000, 1_000_000),
-    ]
-    threads = {
-        (e["pid"], e["tid"]): e["args"]["name"]
-        for e in events
-        if e["name"] == "thread_name"
-    }
-    assert threads == {
-        (1, 1): "calls 1",
-        (1, 2): "calls 2",
-        (2, 0): "between calls",
-        (2, 1): "calls 1",
-    }
-
-
 CALL = {"session_id": "a", "prompt_ids": [1], "output_ids": [2]}
 
 
@@ -127,9 +96,8 @@ CALL = {"session_id": "a", "prompt_ids": [1], "output_ids": [2]}
     ],
 )
 def test_missing_times_are_named(turns, message):
-    for draw in (tk.plot.trace, tk.plot.swimlanes):
-        with pytest.raises(tk.errors.SchemaError, match=message):
-            draw(turns)
+    with pytest.raises(tk.errors.SchemaError, match=message):
+        tk.plot.swimlanes(turns)
 
 
 def test_a_turn_that_ends_before_it_starts_is_refused():

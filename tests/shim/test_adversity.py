@@ -32,10 +32,10 @@ from trajkit_rollout.tasks import Folder, Grade, Task, read_tasks
 from trajkit_rollout.workspace import StageError, Workspace
 from trajkit_shim import json_input
 from trajkit_shim.app import create_app
+from trajkit_shim.delivery import is_retry
 from trajkit_shim.engines import http
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.serve import running
-from trajkit_shim.sessions.answers import is_retry
 from trajkit_shim.sessions.append_log import AppendLog
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -146,7 +146,7 @@ async def test_a_trainer_that_hangs_up_while_calls_end(tmp_path):
             while not held.entered.is_set():
                 await asyncio.sleep(0.01)
             with pytest.raises(httpx.ReadTimeout):
-                await http.post("/admin/pause", json={}, timeout=0.3)
+                await http.post("/engine/pause", json={"mode": "wait"}, timeout=0.3)
             for _ in range(200):
                 if (await http.get("/healthz")).json()["status"] == "ok":
                     break

@@ -126,7 +126,7 @@ async def test_a_call_that_fails(tmp_path, name, stream, case):
         elif case == "a body that is too long":
             said = driver.user("x" * 4000)
         elif case == "a pause that does not end":
-            await gateway.http.post("/admin/pause")
+            await gateway.http.post("/engine/pause", json={"mode": "wait"})
         elif case in {"no turn left", "no token left"}:
             engine.script.append("first")
             await driver.ask(driver.client(gateway, session), said, stream=stream)
@@ -195,8 +195,8 @@ async def until(event):
 async def cut(gateway, session, what, stalled):
     """What cuts the session's call off, its client apart."""
     if what == "a pause that aborts":
-        await gateway.admin.post("/admin/pause", json={"abort": True})
-        await gateway.admin.post("/admin/resume")
+        await gateway.admin.post("/engine/pause", json={"mode": "abort"})
+        await gateway.admin.post("/engine/resume")
     elif what == "the gateway is drained":
         await gateway.admin.post("/admin/drain", json={"wait_seconds": 0})
     elif what == "the engine fails":

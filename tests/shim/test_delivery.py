@@ -16,8 +16,8 @@ from tests.strategies import delivery_steps
 from tests.tables import linearized
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
+from trajkit_shim.delivery import PendingReply
 from trajkit_shim.serve import _Server
-from trajkit_shim.sessions.answers import Amounts, SharedCall
 from trajkit_shim.sessions.turn_log import TurnLog
 
 RETRY = (b"x-stainless-retry-count", b"1")
@@ -196,7 +196,7 @@ async def test_an_answer_that_cannot_be_written_is_not_delivered(gateway, monkey
 
     session = await gateway.open_key()
     with monkeypatch.context() as patch:
-        patch.setattr("trajkit_shim.responses.encode", fail)
+        patch.setattr("trajkit_shim.delivery.encode", fail)
         with pytest.raises(RuntimeError, match="no words"):
             await Line(session).ask(gateway)
     assert logged(gateway) == [(False, "undelivered")]
@@ -265,7 +265,7 @@ async def test_what_is_lost_is_not_trained_and_counted(gateway):
 
 def shared_call(run, amend=None):
     """A call that is of no session."""
-    return SharedCall(run, amend, b"", Amounts())
+    return PendingReply(run, amend, b"")
 
 
 @given(delivery_steps)

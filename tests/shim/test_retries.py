@@ -8,8 +8,8 @@ import pytest
 
 from tests.shim.clients import http_of, in_process
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
+from trajkit_shim.delivery import KEPT, is_retry
 from trajkit_shim.errors import EngineError
-from trajkit_shim.sessions.answers import KEPT, is_retry
 
 pytestmark = pytest.mark.anyio
 

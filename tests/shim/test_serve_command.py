@@ -148,10 +148,10 @@ def _listens(url):
         pytest.param(["--model", "."], "--model does not apply", id="a model too many"),
         pytest.param(["--engine", "vllm"], "vllm needs --engine-url", id="vllm"),
         pytest.param(
-            ["--tool-form", "x"], "--parser x is not one of gpt-oss", id="no such form"
+            ["--parser", "x"], "--parser x is not one of gpt-oss", id="no such form"
         ),
         pytest.param(
-            ["--tool-form", "sglang"],
+            ["--parser", "engine"],
             "needs --engine sglang",
             id="the parsers of another engine",
         ),
@@ -160,14 +160,14 @@ def _listens(url):
             "--routed-experts and --sampling-masks need a server",
             id="the experts of another engine",
         ),
-        pytest.param(["--engine", "tgi"], "invalid choice", id="no such engine"),
+        pytest.param(["--engine", "tgi"], "Choose from", id="no such engine"),
         pytest.param(["--host", "0.0.0.0"], "give --admin-token", id="open to all"),
     ],
 )
 def test_serve_refuses_options_that_do_not_fit(tmp_path, capsys, options, said):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["serve", "--out", str(tmp_path / "run"), *options])
-    assert ended.value.code == cli.BAD_USAGE
+    assert (
+        cli.main(["serve", "--out", str(tmp_path / "run"), *options]) == cli.BAD_USAGE
+    )
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -240,10 +240,8 @@ def test_a_chat_template_of_its_own(tmp_path, capsys):
 
 @pytest.mark.parametrize("given", ["{", "[1]"])
 def test_variables_that_are_no_object(tmp_path, capsys, given):
-    with pytest.raises(SystemExit):
-        cli.main(
-            ["serve", "--out", str(tmp_path / "run"), "--chat-template-kwargs", given]
-        )
+    argv = ["serve", "--out", str(tmp_path / "run"), "--chat-template-kwargs", given]
+    assert cli.main(argv) == cli.BAD_USAGE
     assert f"--chat-template-kwargs {given}: not" in capsys.readouterr().err
 
 
@@ -256,9 +254,7 @@ def test_serve_takes_no_directory_that_holds_a_log(tmp_path, capsys):
 def test_serve_without_its_extra_says_what_to_install(tmp_path, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "trajkit_shim.app", raising=False)
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["serve", "--out", str(tmp_path / "run")])
-    assert ended.value.code == cli.BAD_USAGE
+    assert cli.main(["serve", "--out", str(tmp_path / "run")]) == cli.BAD_USAGE
     assert "pip install 'trajkit[shim]'" in capsys.readouterr().err
 
 

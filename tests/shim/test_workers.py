@@ -182,9 +182,9 @@ def test_a_pause_of_calls_is_for_all_workers(tmp_path):
             asked = (httpx.get(f"{url}/healthz", trust_env=False) for url in urls)
             return [answer.json()["status"] for answer in asked]
 
-        assert post("/admin/pause", {"wait_seconds": 5}) == {"paused": True}
+        assert post("/engine/pause", {"mode": "wait", "wait_seconds": 5})["paused"]
         assert states() == ["paused", "paused"]
-        assert post("/admin/resume") == {"paused": False}
+        assert not post("/engine/resume")["paused"]
         assert states() == ["ok", "ok"]
         with GatewayClient(urls[1], "t") as client:
             for _ in range(4):
@@ -299,4 +299,4 @@ def test_a_port_that_is_taken(tmp_path):
 def test_a_number_of_workers_below_one(tmp_path):
     ended = run(tmp_path, "--workers", "0")
     assert ended.returncode == cli.BAD_USAGE
-    assert "argument --workers: 0 is below 1" in ended.stderr
+    assert "for --workers. Must be >= 1" in ended.stderr

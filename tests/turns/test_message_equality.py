@@ -18,9 +18,9 @@ from tests.tables import in_delta_form, link_by, turns_table
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError
 from trajkit.schema import TURNS
-from trajkit.turns.calls import read_calls
 from trajkit.turns.message_equality import classify, with_equality
 from trajkit.turns.messages import message_key
+from trajkit.turns.sessions import Sessions
 
 EQUAL = {
     "values": lambda a, b: a == b,
@@ -48,7 +48,7 @@ NUMBERS = [
 @given(delegating_sessions() | sessions(), st.sampled_from([*EQUAL]))
 @example(NUMBERS, "text")
 def test_classes_are_those_of_the_equality(turns, equality):
-    calls = read_calls(turns_table(turns))
+    calls = Sessions.of(turns_table(turns))
     classes = classify(calls, equality)
     messages = shown(turns)
     assert len(classes.places) == len(messages)
@@ -76,7 +76,7 @@ def test_routing_by_new_keys_is_the_same_in_delta_form(data, turns, equality):
     assert link_by(full, "agents", message_equality=equality).equals(
         link_by(delta, "agents", message_equality=equality)
     )
-    calls = read_calls(delta)
+    calls = Sessions.of(delta)
     keyed = with_equality(calls, equality)
     assert keyed.requests["n_keys"].tolist() == calls.requests["n_keys"].tolist()
 
@@ -114,7 +114,7 @@ def test_cache_control_is_left_out_at_any_depth():
             }
         ]
     )
-    places = classify(read_calls(turns), "text").places
+    places = classify(Sessions.of(turns), "text").places
     assert places[0] == places[1]
     assert len({*places.tolist()}) == 3
 
@@ -169,11 +169,11 @@ def test_agents_need_an_equality_that_tells_tool_calls_apart(equality):
 
 
 def test_the_kernel_refuses_arrays_of_other_lengths():
-    calls = read_calls(two_turns())
+    calls = Sessions.of(two_turns())
     has_body = np.ones(3, np.uint8)
     good = {
         "requests": calls.requests,
-        "session_offsets": calls.session_offsets,
+        "session_offsets": calls.offsets,
         "has_body": has_body,
         "reply_has_body": np.ones(2, np.uint8),
         "places": np.empty(3, np.int64),
@@ -190,7 +190,7 @@ def classes_of(messages, equality):
     """The class of each message of one request, by number."""
     call = {"session_id": "s", "prompt_ids": [1], "output_ids": [2]}
     turns = tk.from_records([{**call, "prompt_messages": messages}])
-    return classify(read_calls(turns), equality).places.tolist()
+    return classify(Sessions.of(turns), equality).places.tolist()
 
 
 def alike(values):

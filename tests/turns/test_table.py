@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.strategies import runs
 from tests.tables import turns_table
+from trajkit._arrow.ragged import runs_of
 from trajkit._streams import limits
-from trajkit.turns.table import locate, runs_of
+from trajkit.turns.sessions import Sessions
 
 
 @given(st.data(), runs(), st.booleans())
@@ -23,30 +24,24 @@ def test_sessions_are_found_whatever_the_chunks(data, turns, in_delta):
     cuts = sorted(data.draw(st.lists(st.integers(0, table.num_rows), max_size=3)))
     ends = [0, *cuts, table.num_rows]
     parts = [table.slice(lo, hi - lo) for lo, hi in pairwise(ends)]
-    located = locate(pa.concat_tables(parts))
+    located = Sessions.of(pa.concat_tables(parts))
 
     lines = table.to_pylist()
     names = list(dict.fromkeys(line["session_id"] for line in lines))
-    own = "suffix_ids" if in_delta else "prompt_ids"
-    brought = {name: 0 for name in names}
-    for line in lines:
-        brought[line["session_id"]] += len(line[own]) + len(line["output_ids"])
     assert located.is_delta == in_delta
     assert located.ids.to_pylist() == names
-    assert located.brought.tolist() == [*brought.values()]
     assert np.diff(located.offsets).tolist() == [
         sum(line["session_id"] == name for line in lines) for name in names
     ]
 
     start = data.draw(st.integers(0, len(names)))
     stop = data.draw(st.integers(start, len(names)))
-    some = located.sessions(start, stop)
+    some = located.part(start, stop)
     assert some.ids.to_pylist() == names[start:stop]
     assert some.table.to_pylist() == [
         line for line in lines if line["session_id"] in names[start:stop]
     ]
     assert some.offsets[0] == 0
-    assert some.brought.tolist() == [*brought.values()][start:stop]
 
 
 @given(st.lists(st.integers(0, 5)), st.integers(1, 12))

@@ -151,7 +151,7 @@ def test_a_large_page_names_the_options_that_make_it_smaller(
     path = tmp_path / "page.html"
     assert cli.main(["view", str(run), "-o", str(path)]) == cli.DONE
     out = capsys.readouterr().out
-    for option in ("--session A,B", "--sample N", "--worst N", "leave out -o"):
+    for option in ("--session A,B", "--sample N", "--worst N", "leave out --out"):
         assert option in out
 
 

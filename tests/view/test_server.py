@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -18,6 +17,8 @@ import trajkit as tk
 from tests.view.test_page import counts, simulated
 from trajkit import cli
 from trajkit.cli import view
+from trajkit.cli.options import Reading
+from trajkit.cli.policy_words import policy_of
 from trajkit.errors import ArgumentError
 from trajkit.view.selection import Selection
 from trajkit.view.server import LiveRun, Options, ViewServer
@@ -30,13 +31,9 @@ CALLS = [
 
 @contextmanager
 def serving(path, **options):
-    arguments = Namespace(
-        nonfinite_logprobs="raise",
-        session_prefix=None,
-        follow=options.get("follow", False),
-    )
-    source = view._Files(arguments, [str(path)], None, Selection())
-    live = LiveRun(source, Options(("faithful", "slime"), view._parsed, **options))
+    follow = options.get("follow", False)
+    source = view.Run([str(path)], None, Reading(), Selection(), follow=follow)
+    live = LiveRun(source, Options(("faithful", "slime"), policy_of, **options))
     with ViewServer([live], "run") as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -185,4 +182,4 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(turns):
 
 def test_a_policy_without_a_name_is_refused():
     with pytest.raises(ArgumentError):
-        view._parsed("")
+        policy_of("")

@@ -111,7 +111,7 @@ def as_table(table: TableLike, unread: Collection[str] = ()) -> pa.Table:
     batch. The kernels rely on it. Raises SchemaError if the object is no table (see
     `trajkit._arguments.arrow_source`), and LayoutError as `check_buffers`.
     """
-    source = arrow_source(table)
+    source = table if isinstance(table, pa.Table) else arrow_source(table)
     if source is None:
         raise SchemaError(
             f"{type(table).__name__} is not a table: expected a table of pyarrow, "

@@ -5,7 +5,7 @@ filling a small batch.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,17 @@ import pyarrow as pa
 from trajkit import _core
 
 Array: TypeAlias = npt.NDArray[np.generic]
+_Item = TypeVar("_Item", bound=np.generic)
+
+
+def pooled(size: int, dtype: type[_Item] | np.dtype[_Item]) -> npt.NDArray[_Item]:
+    """An array of shape (size,) in Arrow's memory pool, its values undefined.
+
+    The pool keeps what is freed, so the next array goes to pages that are there; pages
+    from the system are cleared and mapped one by one, which takes as long as filling them.
+    """
+    n_bytes = size * np.dtype(dtype).itemsize
+    return np.frombuffer(pa.allocate_buffer(n_bytes), dtype)
 
 
 class Column(NamedTuple):

@@ -15,7 +15,6 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit.errors import ArgumentError, SchemaError, UnknownSessionError
 
 _Column = TypeVar("_Column", pa.Array, pa.ChunkedArray)
-_Values = TypeVar("_Values", pa.Array, pa.RecordBatch)
 
 
 def take_rows(table: pa.Table, indices: pa.Array) -> pa.Table:
@@ -42,14 +41,6 @@ def take_values(column: _Column, indices: pa.Array, name: str) -> _Column:
             f"column {name!r} has the type {column.type}, whose values cannot be "
             "reordered: cast it to another type first"
         ) from None
-
-
-def take_run(values: _Values, indices: npt.NDArray[Any]) -> _Values:
-    """The values at these indices: a slice, which costs less, if they are consecutive."""
-    n = len(indices)
-    if n == 1 or (n and (np.diff(indices) == 1).all()):
-        return values.slice(int(indices[0]), n)
-    return values.take(pa.array(indices))
 
 
 def take_session(table: pa.Table, session_id: str, what: str = "turns") -> pa.Table:

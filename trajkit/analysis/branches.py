@@ -11,14 +11,14 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
+from trajkit._arrow.ragged import Ints, Records
 from trajkit._streams.stages import Source, apply, stage
 from trajkit.analysis.turn_lines import codes, turn_lines
 from trajkit.pipeline.links import read_linked
 from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
 from trajkit.turns.attribution import SessionCalls
-from trajkit.turns.calls import Calls, Ints, Records
-from trajkit.turns.prefix_forest import Forest, Paths
 from trajkit.turns.records import as_turns
+from trajkit.turns.sessions import Forest, Sessions
 
 _REWRITE = LINK_REASONS.index("rewrite")
 
@@ -104,7 +104,7 @@ label_branches_batches = label_branches.batches
 def _branches(turns: pa.Table, links: pa.Table, opening_tokens: int) -> pa.Table:
     calls, forest, records = read_linked(turns, links)
     found: list[Branch] = []
-    for s in range(calls.n_sessions):
+    for s in range(len(calls)):
         session = _Session(calls, forest, records, s, opening_tokens)
         found += session.branches()
     other = np.array([one.other for one in found], np.int64)
@@ -173,12 +173,11 @@ class _Session:
     """The branches of one session. Call numbers are indices into the table."""
 
     def __init__(
-        self, calls: Calls, forest: Forest, links: Records, s: int, opening: int
+        self, calls: Sessions, forest: Forest, links: Records, s: int, opening: int
     ) -> None:
-        lo, hi = calls.session_offsets[s : s + 2].tolist()
+        lo, hi = calls.offsets[s : s + 2].tolist()
         self._calls = calls
         self._range = range(lo, hi)
-        self._paths = Paths(calls, forest)
         self._shared_with = forest.shared_with
         self._parents: Ints = links["parent"]
         self._is_rewrite: npt.NDArray[np.bool_] = links["link_reason"] == _REWRITE
@@ -190,7 +189,7 @@ class _Session:
         self._children: dict[int, list[int]] = {}
         for call in self._range:
             self._children.setdefault(int(self._parents[call]), []).append(call)
-        session = SessionCalls(calls.sessions(s, s + 1))
+        session = SessionCalls(calls.part(s, s + 1))
         requests, replies = _keys(session)
         # by call: keys of its messages; None: unknown
         self._requests = dict(zip(self._range, requests, strict=True))
@@ -215,7 +214,7 @@ class _Session:
             name = self._agent(call)
             agent = agents.setdefault(name, _Agent())
             request = self._requests[call]
-            prompt = self._paths.prompt(call)
+            prompt = self._calls.prompt(call)
             questions = [(name, "prompt_ids", blake2b(prompt.tobytes()).digest())]
             if request is not None:
                 questions.append((name, "messages", b"".join(request)))
@@ -240,7 +239,7 @@ class _Session:
             return ("agent_id", agent_id)
         if request:
             return ("first message", request[0])
-        head = self._paths.prompt(call)[: self._opening]
+        head = self._calls.prompt(call)[: self._opening]
         for number, known in enumerate(self._heads):
             if _core.lcp(head, known) == min(len(head), len(known)):
                 return ("opening", number)
@@ -315,8 +314,8 @@ class _Session:
         around = {agent.last, int(self._shared_with[call]), parent}
         around |= set(self._children.get(parent, [])) if parent >= 0 else set()
         known = agent.calls & around
-        prompt = self._paths.prompt(call)
-        shared = {c: _core.lcp(self._paths.path(c), prompt) for c in known}
+        prompt = self._calls.prompt(call)
+        shared = {c: _core.lcp(self._calls.path(c), prompt) for c in known}
         other = max(known, key=lambda c: (shared[c], c))
         k, turn = shared[other], self._turn(other)
         if k == self._calls.path_len[other]:
@@ -336,8 +335,8 @@ class _Session:
         request = self._requests[call]
         state = self._states[parent]
         if request is None or state is None:
-            path = self._paths.path(parent)
-            return _core.lcp(path, self._paths.prompt(call)) == len(path)
+            path = self._calls.path(parent)
+            return _core.lcp(path, self._calls.prompt(call)) == len(path)
         return request[: len(state)] == state
 
     def _branch(self, call: int, label: str, other: int, evidence: str) -> Branch:
@@ -348,7 +347,7 @@ class _Session:
             pairs = enumerate(zip(request, state, strict=False))
             n = min(len(request), len(state))
             shared = next((i for i, (a, b) in pairs if a != b), n)
-        tokens = _core.lcp(self._paths.path(other), self._paths.prompt(call))
+        tokens = _core.lcp(self._calls.path(other), self._calls.prompt(call))
         return Branch(call, other, label, shared, tokens, evidence)
 
     def _turn(self, call: int) -> str:

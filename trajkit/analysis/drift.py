@@ -6,6 +6,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
+from trajkit._arrow.ragged import Records
 from trajkit._kernel_names import numbers
 from trajkit._streams.stages import Source, apply, stage
 from trajkit.analysis.drift_findings import MIN_RUN, find_causes
@@ -13,9 +14,8 @@ from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.analysis.turn_lines import codes, turn_lines
 from trajkit.pipeline.links import read_linked
 from trajkit.schema import CAUSES, DRIFT, REGIONS, TEXT_CAUSES
-from trajkit.turns.calls import Calls, Records
-from trajkit.turns.prefix_forest import Forest
 from trajkit.turns.records import as_turns
+from trajkit.turns.sessions import Forest, Sessions
 
 DESCRIBED = tuple(_core.ENUMS["DriftLine"])
 """The columns that the kernel fills, in its order (_native/drift/drift.pxi)."""
@@ -99,7 +99,7 @@ classify_drift_batches = classify_drift.batches
 
 def _with_text_causes(
     table: pa.Table,
-    calls: Calls,
+    calls: Sessions,
     forest: Forest,
     records: Records,
     codec: Codec,
@@ -117,7 +117,7 @@ def _with_text_causes(
 
 
 def drift_table(
-    calls: Calls, forest: Forest, links: Records, min_run: int = MIN_RUN
+    calls: Sessions, forest: Forest, links: Records, min_run: int = MIN_RUN
 ) -> pa.Table:
     """The ``drift`` table of links whose ``lcp`` is known."""
     described = np.zeros((len(DESCRIBED), len(links)), np.int64)

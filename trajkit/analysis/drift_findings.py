@@ -9,6 +9,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
+from trajkit._arrow.ragged import Records
 from trajkit._streams.stages import Source, apply, stage
 from trajkit.analysis.drift_text import Side, Stretch, text_cause
 from trajkit.analysis.tokenizer import Codec, Tokenizer
@@ -16,9 +17,8 @@ from trajkit.analysis.turn_lines import codes, turn_lines
 from trajkit.pipeline.links import read_linked
 from trajkit.schema import FINDINGS, TEXT_CAUSES
 from trajkit.turns.attribution import SessionCalls
-from trajkit.turns.calls import Calls, Records
-from trajkit.turns.prefix_forest import Forest, Paths
 from trajkit.turns.records import as_turns
+from trajkit.turns.sessions import Forest, Sessions
 
 MIN_RUN = 8
 """Contiguous tokens that path and prompt must have in common to agree again."""
@@ -106,19 +106,18 @@ class Finding:
 
 
 def find_causes(
-    calls: Calls, forest: Forest, links: Records, codec: Codec, min_run: int
+    calls: Sessions, forest: Forest, links: Records, codec: Codec, min_run: int
 ) -> Iterator[Finding]:
     """The findings of every call, in order. ``links`` must have their ``lcp``."""
-    paths = Paths(calls, forest)
-    for s in range(calls.n_sessions):
-        lo, hi = calls.session_offsets[s : s + 2].tolist()
-        session = SessionCalls(calls.sessions(s, s + 1))
+    for s in range(len(calls)):
+        lo, hi = calls.offsets[s : s + 2].tolist()
+        session = SessionCalls(calls.part(s, s + 1))
         for call in range(lo, hi):
             parent, lcp = links["parent"][call].item(), links["lcp"][call].item()
             if parent < 0 or lcp == calls.path_len[parent]:
                 continue
             held, prompt = (
-                Side(codec, ids) for ids in (paths.path(parent), paths.prompt(call))
+                Side(codec, ids) for ids in (calls.path(parent), calls.prompt(call))
             )
             other = other_text_cause(session, parent - lo, call - lo)
             causes = _explained(held, prompt, lcp, min_run, other)

@@ -8,10 +8,9 @@ from trajkit._streams.stages import apply, stage
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.analysis.turn_lines import turn_lines
 from trajkit.schema import ROUNDTRIP
-from trajkit.turns.calls import read_calls
 from trajkit.turns.prefix import lcp
-from trajkit.turns.prefix_forest import Paths, grow
 from trajkit.turns.records import as_turns
+from trajkit.turns.sessions import Sessions
 
 
 @stage
@@ -64,13 +63,13 @@ check_roundtrip_batches = check_roundtrip.batches
 
 
 def _checked(turns: pa.Table, codec: Codec) -> pa.Table:
-    calls = read_calls(turns)
-    paths = Paths(calls, grow(calls))
+    calls = Sessions.of(turns)
+
     n_calls = len(calls.calls)
     differs = np.full(n_calls, -1, np.int32)
     n_encoded = np.empty(n_calls, np.int32)
     for call in range(n_calls):
-        output = paths.output(call)
+        output = calls.output(call)
         again = codec.ids(codec.text(output)) if len(output) else output
         n_encoded[call] = len(again)
         same = lcp(output, again)

@@ -14,9 +14,9 @@ from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import ROW_CHECKS
-from trajkit.turns.calls import read_calls
 from trajkit.turns.flat_buffers import TurnTokens, flat_turns
 from trajkit.turns.records import as_turns
+from trajkit.turns.sessions import Sessions
 from trajkit.turns.trainability import aborted_calls
 from trajkit.turns.turn_rules import Bools
 from trajkit.verification.context import consecutive
@@ -100,7 +100,7 @@ class _Turns:
 
     @classmethod
     def of(cls, table: pa.Table) -> "_Turns":
-        calls = read_calls(table)
+        calls = Sessions.of(table)
         tokens = flat_turns(calls)
         n = len(tokens.outputs)
         keys = [
@@ -113,15 +113,13 @@ class _Turns:
             tokens,
             [keys[k] for k in order],
             order,
-            np.repeat(
-                np.arange(len(calls.session_ids)), np.diff(calls.session_offsets)
-            ),
+            np.repeat(np.arange(len(calls.ids)), np.diff(calls.offsets)),
             may[tokens.outputs.owner] & tokens.unmasked,
         )
 
     def name(self, session: int) -> str:
         """The id of a session."""
-        return str(self.tokens.calls.session_ids[session].as_py())
+        return str(self.tokens.calls.ids[session].as_py())
 
     def number(self, call: int) -> int:
         """The ``turn_index`` of a call."""
@@ -187,7 +185,7 @@ class _Check:
         self.turns = _Turns.of(self.table)
         n = len(self.turns.tokens.outputs.values)
         self.trained_by, self.held_by = np.full(n, -1), np.full(n, -1)
-        names = self.turns.tokens.calls.session_ids.to_pylist()
+        names = self.turns.tokens.calls.ids.to_pylist()
         self.known = {name: k for k, name in enumerate(names)}
 
     def add(
@@ -461,7 +459,7 @@ class _Check:
     def absent(self, excused: pa.Table | None) -> None:
         """Add the sampled tokens that no row trains."""
         tokens = self.turns.tokens
-        outputs, n_sessions = tokens.outputs, len(tokens.calls.session_ids)
+        outputs, n_sessions = tokens.outputs, len(tokens.calls.ids)
         session_of = self.turns.session_of[outputs.owner]
         without = np.array(
             [self.turns.name(k) not in self.seen for k in range(n_sessions)]
@@ -514,7 +512,7 @@ def _lost(tokens: TurnTokens, spans: pa.Table) -> Bools:
     lost = np.zeros(len(tokens.outputs.values), np.bool_)
     calls = tokens.calls
     of = {}
-    names = calls.session_ids.to_pylist()
+    names = calls.ids.to_pylist()
     for session, name in enumerate(names):
         for call in tokens.calls_of(session):
             of[name, int(calls.turn_index[call])] = int(tokens.outputs.offsets[call])

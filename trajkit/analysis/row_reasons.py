@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical_rows
+from trajkit._arrow.ragged import Ragged
 from trajkit._arrow.take import tuples
 from trajkit.analysis.drift import classify_drift
 from trajkit.analysis.tokenizer import Tokenizer
@@ -18,10 +19,10 @@ from trajkit.pipeline.rows import linearize
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import EMPTY_KINDS, ROW_REASONS
-from trajkit.turns.flat_buffers import flat_rows, ids_of
+from trajkit.turns.flat_buffers import flat_rows
 from trajkit.turns.records import as_turns
 from trajkit.verification.row_forms import is_rows, plain_rows
-from trajkit.verification.row_rules import longest_shared
+from trajkit.verification.rules import longest_shared
 
 _NO_PARENT = {
     "history_replaced": "its request does not extend its agent's history",
@@ -164,7 +165,7 @@ def _lines(rows: pa.Table, reasons: Callable[[int, str, int], _Reason]) -> pa.Ta
 
 def _first_turns(rows: pa.Table) -> list[int]:
     """The first turn of each row that no earlier row of its session has, or the last."""
-    turns = ids_of(rows.column("turns"))
+    turns = Ragged.of(rows.column("turns"), -1)
     empty = np.flatnonzero(turns.lengths == 0)
     if len(empty):
         k = int(empty[0])

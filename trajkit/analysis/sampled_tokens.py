@@ -7,6 +7,7 @@ import pyarrow as pa
 
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.ragged import Ints, Longs, Ragged
 from trajkit._streams import limits
 from trajkit.analysis.turn_lines import codes
 from trajkit.pipeline.links import find_links
@@ -15,17 +16,10 @@ from trajkit.pipeline.rows import linearize
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import EMPTY_KINDS, LINK_REASONS, OUTPUT_KINDS, OUTPUT_SPANS
-from trajkit.turns.calls import Calls, Ints, Longs, read_calls
-from trajkit.turns.flat_buffers import (
-    Spans,
-    flat_turns,
-    ids_of,
-    sessions_of,
-    spans_of,
-)
-from trajkit.turns.prefix_forest import grow
+from trajkit.turns.flat_buffers import Spans, flat_turns, sessions_of, spans_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import SessionFacts, errored, session_facts
+from trajkit.turns.sessions import Sessions
 from trajkit.turns.trainability import aborted_calls, without_aborted
 
 _CODES = {kind: code for code, kind in enumerate(OUTPUT_KINDS)}
@@ -93,7 +87,7 @@ def output_spans(
     cap = NO_LIMIT
     if max_row_tokens is not None:
         cap = chosen_int("max_row_tokens", max_row_tokens, 1)
-    calls = read_calls(as_turns(as_table(turns)))
+    calls = Sessions.of(as_turns(as_table(turns)))
     facts = session_facts(None, sessions)
     parts = [OUTPUT_SPANS.empty_table()]
     for part in calls.split(limits.PART_TOKENS):
@@ -105,15 +99,14 @@ class _Outputs:
     """The sampled tokens of some sessions under a policy."""
 
     def __init__(
-        self, calls: Calls, policy: Policy, cap: int, facts: SessionFacts
+        self, calls: Sessions, policy: Policy, cap: int, facts: SessionFacts
     ) -> None:
-        calls = calls.mask_sessions(errored(facts.of_calls(calls)))
+        calls = calls.untrained(errored(facts.of_sessions(calls))[calls.session])
         self._policy, self._cap, self._facts = policy, cap, facts
         self._aborted = aborted_calls(calls) & (calls.calls["trainable"] != 0)
-        self._calls, _ = without_aborted(calls, policy)
+        self._calls = calls if policy.train_aborted else without_aborted(calls)[0]
         self._sampled = flat_turns(self._calls, prompts=False)
-        self._forest = grow(self._calls)
-        self._links = find_links(self._calls, self._forest, policy)
+        self._links = find_links(self._calls, self._calls.forest, policy)
         # one per sampled token: its call, an index in OUTPUT_KINDS, a row, and the call
         # whose drift lost it
         self._call = self._sampled.outputs.owner
@@ -206,9 +199,7 @@ class _Outputs:
 
     def _plan_owners(self) -> Ints:
         """The last call of the chain that trains each call's output, or -1."""
-        return plan_rows(
-            self._calls, self._forest, self._links, self._policy, self._cap
-        ).owners
+        return plan_rows(self._calls, self._links, self._policy, self._cap).owners
 
     def _drop_rows(self) -> None:
         """Mark the tokens of rows that the policy does not return.
@@ -278,7 +269,7 @@ class _Outputs:
         if not len(which):
             return by
         calls, lcp = self._calls, self._links["lcp"]
-        turns = ids_of(rows.column("turns"))
+        turns = Ragged.of(rows.column("turns"), -1)
         row_of = turns.owner
         called = calls.named(sessions_of(rows, calls)[row_of], turns.values)
         # rows that absorb have their calls in the order of turns
@@ -324,7 +315,7 @@ class _Outputs:
         row_index = rows.column("row_index").to_numpy()
         return pa.Table.from_arrays(
             [
-                calls.session_ids.take(pa.array(calls.session_of()[call])),
+                calls.ids.take(pa.array(calls.session[call])),
                 pa.array(calls.turn_index[call]),
                 pa.array((start - offsets[call]).astype(np.int32)),
                 pa.array((stop - offsets[call]).astype(np.int32)),

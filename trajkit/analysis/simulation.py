@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
+from trajkit._arrow.ragged import Ragged
 from trajkit._streams import limits
 from trajkit._streams.session_batches import whole_sessions
 from trajkit._streams.stages import Batches, batches_of
@@ -20,17 +21,10 @@ from trajkit.pipeline.rows import rows_and_report
 from trajkit.policies import PRESETS, Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import LOSSES, SIMULATION
-from trajkit.turns.calls import read_calls
-from trajkit.turns.flat_buffers import (
-    TurnTokens,
-    flat_turns,
-    ids_of,
-    sessions_of,
-    spans_of,
-)
+from trajkit.turns.flat_buffers import TurnTokens, flat_turns, sessions_of, spans_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import session_facts
-from trajkit.turns.table import Turns
+from trajkit.turns.sessions import Sessions
 
 _TRAINED = "trained"
 _PACKED = ("packs", "tokens_packed", "pairs_packed")
@@ -147,15 +141,14 @@ class Simulation:
     def add(self, turns: pa.Table) -> None:
         """Count complete sessions. If they are rejected, the counts stay unchanged."""
         totals = [(policy, dict(counts)) for policy, counts in self._totals]
-        calls = read_calls(turns)
+        calls = Sessions.of(turns)
         for part in calls.split(limits.PART_TOKENS):
             sampled = flat_turns(part)
-            located = Turns(part.table, part.session_offsets, part.session_ids)
             for total in tuple(totals):
                 policy, counts = total
                 try:
                     rows, report = rows_and_report(
-                        located,
+                        part,
                         policy,
                         sessions=self._facts,
                         max_row_tokens=self._max_row_tokens,
@@ -193,7 +186,7 @@ class Simulation:
         """Add the rows that a policy made from the calls ``sampled``."""
         for name in COUNTS:
             counts[name] += int(report.column(name).to_numpy().sum())
-        ids = ids_of(rows.column("input_ids"))
+        ids = Ragged.of(rows.column("input_ids"), -1)
         pieces = spans_of(rows, sampled, sessions_of(rows, sampled.calls))
         trained = pieces.take(np.flatnonzero(pieces.kind == _TRAINED))
         beyond = trained.stop - trained.start - trained.in_context(ids, sampled)

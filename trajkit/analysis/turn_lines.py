@@ -7,12 +7,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit.turns.calls import Calls, Longs
+from trajkit._arrow.ragged import Longs
+from trajkit.turns.sessions import Sessions
 
 
 def turn_lines(
     schema: pa.Schema,
-    calls: Calls,
+    calls: Sessions,
     which: Longs | Sequence[int],
     *columns: Sequence[Any] | npt.NDArray[Any] | pa.Array,
 ) -> pa.Table:

@@ -1,11 +1,8 @@
 """``trajkit check``: what a trainer's rows train, compared with what was sampled."""
 
-import argparse
-import json
-import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +10,22 @@ import pyarrow as pa
 import trajkit as tk
 from trajkit.analysis.tokenizer import Codec
 from trajkit.cli.drift import marked
-from trajkit.cli.options import chosen_policy, command, nothing, read_turns
-from trajkit.cli.terminal import Screen, visible
-from trajkit.cli.text import text_table
+from trajkit.cli.files import Writes
+from trajkit.cli.options import (
+    OUT,
+    Count,
+    Json,
+    NoClobber,
+    PolicyOption,
+    Reading,
+    Rows,
+    TokenizerPath,
+    Turns,
+    maybe_policy,
+    nothing,
+    print_json,
+)
+from trajkit.cli.screen import Screen, text_table, visible
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.io.tables import read_any_rows, write_table
 from trajkit.verification.row_forms import plain_rows
@@ -27,52 +37,55 @@ RIGHT = ("trains", "session_without_rows")
 _MOST_LINES = 3
 
 
-@command(
-    "check",
+def check(
+    rows: Rows,
+    turns: Turns,
+    /,
+    *,
+    out: Annotated[str | None, OUT, Writes("row_checks")] = None,
+    policy: PolicyOption = None,
+    show: Count = 3,
+    tokenizer: TokenizerPath = None,
+    reading: Reading | None = None,
+    json: Json = False,
+    no_clobber: NoClobber = False,
+) -> int:
+    """Say whether a trainer's mask trains what was sampled.
+
+    Find rows of any trainer in the log by their tokens, and say which turn each row trains,
+    which trained tokens nobody sampled, which sampled tokens no row trains, and whether
+    mask or logprobs are shifted. The exit code is 1 if anything is wrong. docs/check.md
+    lists the columns that are understood. With --policy, tokens that the policy does not
+    train are not missing; without it, every sampled token that may be trained is expected
+    in a row.
+
+    Parameters
+    ----------
+    rows
+        Rows: Parquet, Arrow IPC or JSON by suffix, .npz, .pt, or a directory.
+    turns
+        The recorded calls that they come from, in files or directories.
+    out
+        Write all lines as a table.
+    show
+        Wrong rows to print.
     """
-say whether a trainer's mask trains what was sampled
-
-Find rows of any trainer in the log by their tokens, and say which turn each row trains,
-which trained tokens nobody sampled, which sampled tokens no row trains, and whether mask or
-logprobs are shifted. The exit code is 1 if anything is wrong. docs/check.md lists the
-columns that are understood.
-
-rows ROWS         rows: Parquet, Arrow IPC or JSON by suffix, .npz, .pt, or a directory
-turns TURNS...    the recorded calls that they come from, in files or directories
---json
--o --out FILE     write all lines as a table
---show K 3        wrong rows to print (default: %(default)s)
---tokenizer
---policy NAME     tokens that this policy does not train are not missing (default: every
-                  sampled token that may be trained is expected in a row)
---set, --fork-threshold, --session-prefix, --nonfinite-logprobs
-""",
-    writes="row_checks",
-)
-def run(arguments: argparse.Namespace) -> int:
-    """Print the findings; the exit code is 1 if there are any."""
-    policy = None
-    if arguments.policy is not None:
-        policy = chosen_policy(arguments)
-    elif arguments.set or arguments.fork_threshold is not None:
-        raise tk.errors.ArgumentError("--set and --fork-threshold need --policy")
-    arguments.source = arguments.turns
-    tokenizer = chosen_tokenizer(arguments)
-    rows = plain_rows(any_rows(arguments.rows))
-    if not rows.num_rows:
-        raise nothing(arguments.rows, "rows")
-    turns = read_turns(arguments)
-    found = tk.check_rows(rows, turns, policy)
-    if arguments.out is not None:
-        write_table(found, arguments.out)
+    chosen = maybe_policy(policy)
+    loaded = chosen_tokenizer(tokenizer, turns)
+    table = plain_rows(any_rows(rows))
+    if not table.num_rows:
+        raise nothing(rows, "rows")
+    calls = (reading or Reading()).turns(turns)
+    found = tk.check_rows(table, calls, chosen)
+    if out is not None:
+        write_table(found, out)
     lines = found.to_pylist()
     wrong = [line for line in lines if line["kind"] not in RIGHT]
-    if arguments.json:
-        sys.stdout.write(json.dumps({"wrong": bool(wrong), "lines": lines}) + "\n")
+    if json:
+        print_json({"wrong": bool(wrong), "lines": lines})
     else:
-        codec = None if tokenizer is None else Codec(tokenizer)
-        text = describe(rows, turns, lines, codec, arguments.show)
-        Screen.of_stdout(colour=False).print(text)
+        codec = None if loaded is None else Codec(loaded)
+        Screen(colour=False).print(describe(table, calls, lines, codec, show))
     return WRONG if wrong else 0
 
 

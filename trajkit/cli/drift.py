@@ -1,11 +1,10 @@
 """``trajkit drift``: where prompts differ from the paths that they continue."""
 
-import argparse
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,76 +14,89 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.take import tuples
 from trajkit.analysis.drift_findings import other_text_cause
 from trajkit.analysis.tokenizer import Codec, Ids
-from trajkit.cli.file_options import print_result, run_stage
-from trajkit.cli.options import chosen_policy, command
-from trajkit.cli.progress import Progress
-from trajkit.cli.terminal import visible
-from trajkit.cli.text import text_table
+from trajkit.cli.files import Writes
+from trajkit.cli.options import (
+    OUT,
+    Count,
+    Job,
+    Json,
+    NoClobber,
+    PolicyOption,
+    TokenizerPath,
+    Turns,
+    one_policy,
+)
+from trajkit.cli.screen import text_table, visible
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.io.tables import write_tables
 from trajkit.jobs.stages import Made, Target
 from trajkit.turns.attribution import SessionCalls
-from trajkit.turns.calls import read_calls
-from trajkit.turns.table import locate
+from trajkit.turns.sessions import Sessions
 
 # tokens of an example: at both ends of the span, and around it
 _MAX_TOKENS = 12
 _AROUND = 3
 
 
-@command(
-    "drift",
+def drift(
+    source: Turns,
+    /,
+    *,
+    out: Annotated[str | None, OUT, Writes("drift")] = None,
+    policy: PolicyOption = None,
+    tokenizer: TokenizerPath = None,
+    findings: Annotated[str | None, Writes("findings")] = None,
+    examples: Count = 1,
+    job: Job | None = None,
+    json: Json = False,
+    no_clobber: NoClobber = False,
+) -> None:
+    """Count drift by region and cause.
+
+    Compare every prompt with the path of the call that it continues (its prompt and
+    output), and count drift by region and cause. 'tokens at stake' are sampled tokens that
+    the prompt changes or lacks. With a tokenizer, causes are found by comparing texts, and
+    every finding is counted and shown.
+
+    Parameters
+    ----------
+    out
+        Write the drift table, a line per turn.
+    findings
+        With --tokenizer: write each finding, with spans and texts of both sides.
+    examples
+        With --tokenizer: findings to show of each cause.
     """
-count drift by region and cause
-
-Compare every prompt with the path of the call that it continues (its prompt and output),
-and count drift by region and cause. 'tokens at stake' are sampled tokens that the prompt
-changes or lacks. With a tokenizer, causes are found by comparing texts, and every finding
-is counted and shown.
-
-source, --json
--o --out FILE  write the drift table, a line per turn
---tokenizer
---findings FILE   with --tokenizer: write each finding, with spans and texts of both sides
---examples N 1    with --tokenizer: findings to show of each cause (default: %(default)s)
---policy, --set, --fork-threshold, --gather, --rejected
-""",
-    writes="drift",
-)
-def run(arguments: argparse.Namespace) -> None:
-    """Print the summary."""
-    policy = chosen_policy(arguments)
-    tokenizer = chosen_tokenizer(arguments)
-    if arguments.findings is not None and tokenizer is None:
+    chosen, job = one_policy(policy), job or Job()
+    loaded = chosen_tokenizer(tokenizer, source)
+    codec = None if loaded is None else Codec(loaded)
+    if findings is not None and codec is None:
         raise tk.errors.ArgumentError("--findings needs --tokenizer")
-    if tokenizer is not None:
-        codec = Codec(tokenizer)
     summary, causes = DriftSummary(), dict[str, CauseGroup]()
 
     def stage(turns: pa.Table) -> Made:
-        links = tk.link(turns, policy)
-        drift = tk.classify_drift(turns, links, tokenizer=tokenizer)
-        findings = None
-        if tokenizer is not None:
-            findings = tk.analysis.explain_drift(turns, links, tokenizer)
-            add_causes(causes, turns, findings, codec, arguments.examples)
+        links = tk.link(turns, chosen)
+        table = tk.classify_drift(turns, links, tokenizer=loaded)
+        details = None
+        if codec is not None and loaded is not None:
+            details = tk.analysis.explain_drift(turns, links, loaded)
+            add_causes(causes, turns, details, codec, examples)
         # last, because a session that was refused would be counted twice
-        summary.add(turns, links, drift)
-        yield "drift", drift
-        if findings is not None:
-            yield "findings", findings
+        summary.add(turns, links, table)
+        yield "drift", table
+        if details is not None:
+            yield "findings", details
 
-    paths = {"drift": arguments.out, "findings": arguments.findings}
+    paths = {"drift": out, "findings": findings}
     targets = {name: Target(path, write_tables) for name, path in paths.items() if path}
-    with Progress("drift", "turns") as bar:
-        totals = run_stage(arguments, stage, targets, bar)
+    totals = job.run("drift", source, stage, targets)
     groups = sorted(causes.values(), key=lambda g: (-g.findings, g.cause))
-    facts = {"policy": asdict(policy), **summary.to_json()}
+    facts = {"policy": asdict(chosen), **summary.to_json()}
     text = summary.describe()
-    if tokenizer is not None:
+    if codec is not None:
         facts["causes"] = [vars(group) for group in groups]
         text += "\n\n" + describe_causes(groups)
-    print_result(arguments, totals, facts, text)
+    job.print(totals, facts, text, json)
 
 
 _EXAMPLE = ("session_id", "turn_index", "path_start", "path_text", "prompt_text")
@@ -127,10 +139,10 @@ def add_causes(
     n_examples: int,
 ) -> None:
     """Count the findings of more sessions by cause, and keep the first few of each."""
-    located = locate(turns)
+    located = Sessions.of(turns)
     numbers = {name: k for k, name in enumerate(located.ids.to_pylist())}
     for session, own in groupby(findings.to_pylist(), itemgetter("session_id")):
-        calls = read_calls(located.sessions(numbers[session], numbers[session] + 1))
+        calls = located.part(numbers[session], numbers[session] + 1)
         shown = SessionCalls(calls)
         counted = set()
         for found in own:
@@ -244,9 +256,8 @@ class DriftSummary:
         """The summary as a table for people."""
         head = ("region", "cause", "turns", "tokens beyond", "tokens at stake")
         return (
-            f"sessions {self.sessions:,}, turns {self.turns:,}, of which "
-            f"{self.turns_compared:,} continue another "
-            f"({self.turns_by_tokens:,} by tokens); "
+            f"sessions {self.sessions:,}; {self.turns_compared:,} of {self.turns:,} turns "
+            f"continue an earlier one ({self.turns_by_tokens:,} found by tokens alone); "
             f"tokens sampled {self.tokens_sampled:,}\n\n"
             f"{text_table(head, self.lines())}"
         )

@@ -1,104 +1,121 @@
 """``trajkit import``: records of another system into a file of turns."""
 
-import argparse
-import json
-import sys
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
+from cyclopts import Parameter
 
 import trajkit as tk
-from trajkit.cli.options import command
-from trajkit.cli.progress import Progress
-from trajkit.cli.text import text_table
+from trajkit.cli.files import Reads, Writes
+from trajkit.cli.options import OUT, Json, NoClobber, print_json, print_text
+from trajkit.cli.screen import Progress, text_table
 from trajkit.importers import FORMATS, TARGETS
 from trajkit.io.tables import write_table
 from trajkit.jobs.stages import Watch
 from trajkit.turns.mapping import merged_map
 
+Format = Literal[("auto", *FORMATS)]  # type: ignore[valid-type]
 
-@command(
-    "import",
-    f"""
-write turns from the records of another system
 
-Write turns from the records of another system: logs, dumps, captures, databases,
-transcripts. Missing facts are not guessed: they are counted and shown, and the report lists
-each of them.
+def import_(
+    source: Annotated[list[str], Reads("records")],
+    /,
+    *,
+    out: Annotated[str, OUT, Writes("turns")],
+    format: Annotated[Format, Parameter(name="--from")] = "auto",
+    map: Annotated[
+        list[str] | None,
+        Parameter(
+            help="where the records have a field, as FIELD=PATH,... such as "
+            "session_id=trajectory_id,reward=metadata.score; or a TOML file; may be "
+            f"repeated. Fields: {', '.join(TARGETS)}"
+        ),
+    ] = None,
+    tokenizer: Annotated[str | None, Reads("tokenizer")] = None,
+    chat_template: Annotated[str | None, Reads("tokenizer")] = None,
+    contradicted: Literal["untrain", "train"] = "untrain",
+    nonfinite_logprobs: Literal["raise", "null"] = "raise",
+    report: Annotated[str | None, Writes("report")] = None,
+    json: Json = False,
+    no_clobber: NoClobber = False,
+) -> None:
+    """Write turns from the records of another system.
 
-source IN             files, patterns, directories, addresses (s3://...), or - for standard
-                      input
---from FORMAT         one of {", ".join(FORMATS)}, or auto: by the files (default:
-                      %(default)s)
--o --out OUT!      turns: Parquet, Arrow IPC or JSONL, by suffix
---report FILE         write the report: a line per record and problem
---map FIELD=PATH,...  where the records have a field, as in
-                      session_id=trajectory_id,reward=metadata.score; or a TOML file; may
-                      be repeated. Fields: {", ".join(TARGETS)}
---tokenizer PATH      for text: the model's directory, or its tokenizer.json
---chat-template PATH  for text: a template to use instead of the tokenizer's own
---contradicted {{untrain,train}}  a turn whose usage states other numbers of tokens than it
-                      has ids: context only, or trained (default: %(default)s)
---nonfinite-logprobs {{raise,null}}  invalid logprobs (NaN, -9999): leave their record out,
-                      or make them null (default: %(default)s)
---json
-""",
-    from_={"dest": "format", "choices": ("auto", *FORMATS), "default": "auto"},
-    source={"nargs": "+"},
-    writes="turns",
-    map={"action": "append", "metavar": "FIELD=PATH,..."},
-)
-def run(arguments: argparse.Namespace) -> None:
-    """Write the turns and print the problems found."""
-    tokenizer = None
-    if arguments.tokenizer is not None:
+    Records are logs, dumps, captures, databases and transcripts. Missing facts are not
+    guessed: they are counted and shown, and the report lists each of them.
+
+    Parameters
+    ----------
+    source
+        Files, patterns, directories, addresses (s3://...), or - for standard input.
+    out
+        Turns: Parquet, Arrow IPC or JSONL, by suffix; - is standard output.
+    format
+        The format of the records; auto: by the files.
+    tokenizer
+        For text: the model's directory, or its tokenizer.json.
+    chat_template
+        For text: a template to use instead of the tokenizer's own.
+    contradicted
+        A turn whose usage states other numbers of tokens than it has ids: context only, or
+        trained.
+    nonfinite_logprobs
+        Invalid logprobs (NaN, -9999): leave their record out, or make them null.
+    report
+        Write the report to this file: a line per record and problem.
+    """
+    chat_tokenizer = None
+    if tokenizer is not None:
         from trajkit.cli.tokenizer import load_chat_tokenizer
 
-        tokenizer = load_chat_tokenizer(arguments.tokenizer, arguments.chat_template)
-    elif arguments.chat_template is not None:
+        template = None if chat_template is None else Path(chat_template)
+        chat_tokenizer = load_chat_tokenizer(Path(tokenizer), template)
+    elif chat_template is not None:
         raise tk.errors.ArgumentError("--chat-template needs --tokenizer")
     with Progress("import", "turns") as bar:
-        totals, report = tk.importers.import_file(
-            arguments.source,
-            arguments.out,
-            arguments.format,
-            map=merged_map(arguments.map),
-            tokenizer=tokenizer,
-            contradicted=arguments.contradicted,
-            nonfinite_logprobs=arguments.nonfinite_logprobs,
+        totals, table = tk.importers.import_file(
+            source,
+            out,
+            format,
+            map=merged_map(map),
+            tokenizer=chat_tokenizer,
+            contradicted=contradicted,
+            nonfinite_logprobs=nonfinite_logprobs,
             watch=Watch(lambda index, done: bar.begin(index.n_turns), bar.advance),
         )
-    if arguments.report is not None:
-        write_table(report, arguments.report)
-    problems = group(report)
-    if arguments.json:
-        facts = {"output": arguments.out, **totals, "problems": problems}
-        text = json.dumps(facts)
+    if report is not None:
+        write_table(table, report)
+    problems = group(table)
+    if json:
+        print_json({"output": out, **totals, "problems": problems})
     else:
-        text = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}\n"
-        if problems:
-            lines = [
-                (
-                    one["problem"],
-                    "kept" if one["kept"] else "left out",
-                    one["count"],
-                    f"{one['file']}, {one['place']}",
-                )
-                for one in problems
-            ]
-            head = ("problem", "record", "count", "first")
-            text += f"\n{text_table(head, lines)}\n"
-            text += "".join(
-                f"\n{one['problem']}: {detail}"
-                for one in problems
-                for detail in one["details"]
-            )
-            text += "\n" * any(one["details"] for one in problems)
-        if totals["turns"]:
-            text += f"\nwritten to {arguments.out}"
-    sys.stdout.write(text + "\n")
+        print_text(describe(totals, problems, out))
     if not totals["turns"]:
         raise tk.errors.InvalidTurnsError(no_turns(problems))
+
+
+def describe(totals: dict[str, int], problems: list[dict[str, Any]], out: str) -> str:
+    """The totals and problems, for people."""
+    text = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}\n"
+    if problems:
+        lines = [
+            (
+                one["problem"],
+                "kept" if one["kept"] else "left out",
+                one["count"],
+                f"{one['file']}, {one['place']}",
+            )
+            for one in problems
+        ]
+        text += f"\n{text_table(('problem', 'record', 'count', 'first'), lines)}\n"
+        details = [
+            f"\n{one['problem']}: {detail}"
+            for one in problems
+            for detail in one["details"]
+        ]
+        text += "".join(details) + "\n" * bool(details)
+    return text + (f"\nwritten to {out}" if totals["turns"] else "")
 
 
 def no_turns(problems: list[dict[str, Any]]) -> str:

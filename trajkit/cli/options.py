@@ -1,317 +1,294 @@
-"""Commands and their options, and the options that several commands have."""
+"""Types of the commands' parameters, and the parameters that several commands have.
 
-import argparse
-import re
+A command is a function: its signature gives the types and defaults of its options, its
+numpydoc docstring their help. What several commands take is here with its help, as an
+annotated type or as a dataclass whose attributes are options.
+"""
+
+import json
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from keyword import iskeyword
-from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
+from cyclopts import Parameter, Token
+from cyclopts.validators import Number
 
 import trajkit as tk
-from trajkit.cli.policy_args import Set, setting, with_choices
-from trajkit.errors import LeftOutWarning
+from trajkit.cli.files import Reads, Writes
+from trajkit.cli.policy_words import PolicyWords
+from trajkit.cli.screen import Progress
+from trajkit.errors import ArgumentError, InvalidTurnsError, LeftOutWarning
 from trajkit.io.sources import Paths, SessionPrefix
 from trajkit.io.tables import sessions_below
-from trajkit.jobs.group_sessions import Log
-from trajkit.learn.weights import By
-from trajkit.policies import DEFAULT_FORK_THRESHOLD, PRESETS
+from trajkit.jobs.group_sessions import Log, SessionIndex, bucket_numbers
+from trajkit.jobs.stages import JobOptions, Stage, Target, Watch, run_job
+from trajkit.policies import ALIASES, PRESETS
 from trajkit.turns.validation import reject_turns
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-Run: TypeAlias = Callable[[argparse.Namespace], int | None]
-"""A function of the parsed arguments; it returns the exit code, or None for 0."""
+Count = Annotated[int, Parameter(validator=Number(gte=1))]
+"""A number of at least one."""
+
+Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
+"""A port number; 0 is any free one."""
+
+Json = Annotated[bool, Parameter(help="print one JSON object and nothing else")]
+
+Turns = Annotated[
+    list[str],
+    Parameter(
+        help="turns: Parquet, Arrow IPC or JSON by suffix, directories of them, or "
+        "patterns; - is standard input"
+    ),
+    Reads("turns"),
+]
+
+Rows = Annotated[
+    str,
+    Parameter(help="rows, in a file or a directory; - is standard input"),
+    Reads("rows"),
+]
+
+SessionsFile = Annotated[
+    str | None,
+    Parameter(
+        name="--sessions",
+        help="a line per session: session_id, reward, group_id, error; Parquet, Arrow IPC "
+        "or JSONL by suffix, or the directory of a run. A session with an error is not "
+        "trained",
+    ),
+    Reads("sessions"),
+]
+
+TokenizerPath = Annotated[
+    str | None,
+    Parameter(
+        name="--tokenizer",
+        help="the model's tokenizer.json, or its directory (default: that in the directory "
+        "of the run)",
+    ),
+    Reads("tokenizer"),
+]
+
+Session = Annotated[
+    str | None, Parameter(help="a single session (default: all of them)")
+]
+
+MaxRowTokens = Annotated[
+    Count | None, Parameter(help="rows are truncated after this many tokens")
+]
+
+NoClobber = Annotated[bool, Parameter(help="replace no existing file")]
+
+OUT = Parameter(name=("--out", "-o"), allow_leading_hyphen=True)
+"""How every command spells its output."""
+
+_POLICY = (
+    f"one of {', '.join([*PRESETS, *ALIASES])}; --set CHOICE=VALUE changes a choice of it "
+    "(`trajkit policies NAME` lists them), and --fork-threshold K is short for --set "
+    "fork_threshold=K: a drifted reply (slime), drift (trl) of fewer than K tokens starts "
+    "no row, drift of K or more is refused (miles)"
+)
 
 
-def port(text: str) -> int:
-    """A port number; 0 is any free one."""
-    number = int(text)
-    if not 0 <= number < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text} is not a port: expected 0 to 65535")
-    return number
+def _words(_: object, tokens: Sequence[Token]) -> list[str]:
+    """The options of `policy_words.PolicyWords`, in their order."""
+    return [f"{token.keyword} {token.value}" for token in tokens]
 
 
-def count(text: str) -> int:
-    """A number of at least one."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return number
+_NAMES = Parameter(
+    name=("--policy", "--set", "--fork-threshold"),
+    converter=_words,
+    negative=(),
+    allow_leading_hyphen=False,
+)
+
+PolicyOption = Annotated[
+    list[str] | None, _NAMES, Parameter(help=f"{_POLICY} (default: faithful)")
+]
+
+PoliciesOption = Annotated[
+    list[str] | None,
+    _NAMES,
+    Parameter(
+        help=f"{_POLICY}. May be repeated; --set and --fork-threshold belong to the "
+        "--policy before them (default: all policies)"
+    ),
+]
 
 
-_TYPES: dict[str, Callable[[str], object]] = {
-    "N": count,
-    "K": int,
-    "PORT": port,
-    "SEED": int,
-    "X": float,
-    "RATE": float,
-    "SECONDS": float,
-    "PATH": Path,
-    "DIR": Path,
-    "CHOICE=VALUE": setting,
-}
-"""Types of option values, by their metavar."""
+def one_policy(words: list[str] | None) -> tk.Policy:
+    """The policy of the option."""
+    return PolicyWords(words or []).one()
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command; see `command`."""
-
-    name: str
-    usage: str
-    run: Run
-    extend: Callable[[argparse.ArgumentParser], None] | None
-    writes: str | None
-    details: Mapping[str, dict[str, Any]]
-
-    def add(self, commands: Commands) -> argparse.ArgumentParser:
-        """Add it to the command line."""
-        help, description, *table = self.usage.strip().split("\n\n")
-        words = " ".join(description.split())
-        parser = commands.add_parser(self.name, help=help, description=words)
-        for options in table:
-            add_options(parser, options, **self.details)
-        if self.extend is not None:
-            self.extend(parser)
-        if self.writes is not None:
-            add_options(parser, "--no-clobber  replace no existing file")
-        parser.set_defaults(run=self.run, writes=self.writes)
-        return parser
+def maybe_policy(words: list[str] | None) -> tk.Policy | None:
+    """The policy of the option; None without it."""
+    return None if words is None else PolicyWords(words).required()
 
 
-def command(
-    name: str,
-    usage: str,
-    *,
-    extend: Callable[[argparse.ArgumentParser], None] | None = None,
-    writes: str | None = None,
-    **details: dict[str, Any],
-) -> Callable[[Run], Command]:
-    """Make a function of the parsed arguments a command.
+def many_policies(words: list[str] | None) -> list[tk.Policy] | None:
+    """The policies of the option; None for every preset as it is."""
+    return None if words is None else PolicyWords(words).many()
 
-    ``usage`` is the help in one line, a paragraph that describes the command, and a table
-    of its options (see `add_options`), with blank lines between them. ``extend`` adds to
-    the parser what is no plain option. ``writes`` is the kind of table, or of file, that
-    goes to ``--out``; None: nothing is written.
+
+@Parameter(name="*")
+@dataclass(kw_only=True)
+class Reading:
+    """How a log of turns is read.
+
+    Attributes
+    ----------
+    session_prefix
+        Put the path of its file, or of its folder, before each session id, where files
+        number their sessions alike; no: files with one id continue one another (default:
+        calls that start over in another file are an error).
+    nonfinite_logprobs
+        Invalid logprobs (NaN, -9999): an error, or null.
     """
-    return lambda run: Command(name, usage, run, extend, writes, details)
+
+    session_prefix: SessionPrefix | None = None
+    nonfinite_logprobs: Literal["raise", "null"] = "raise"
+
+    def turns(self, source: Paths) -> pa.Table:
+        """The turns, without sessions that break a rule.
+
+        Those are reported on stderr. No calls, and no valid session, are errors.
+        """
+        return pa.concat_tables([*self.pieces(source)], promote_options="default")
+
+    def pieces(self, source: Paths, *, empty: bool = False) -> Iterator[pa.Table]:
+        """`turns` in tables of complete sessions. With ``empty``, there may be no call."""
+        log = Log(
+            *(source, None, self.nonfinite_logprobs),
+            reject=True,
+            session_prefix=self.session_prefix,
+        )
+        index = log.index()
+        if not index.n_turns and not empty:
+            raise no_calls(source)
+        n_good = 0
+        rejected: list[dict[str, str]] = []
+        with Progress("read", "turns") as bar:
+            bar.begin(index.n_turns)
+            for piece in log.pieces(index):
+                good, bad = reject_turns(
+                    piece.turns, self.nonfinite_logprobs, bodies=True
+                )
+                rejected += [*piece.rejected.to_pylist(), *bad.to_pylist()]
+                n_good += good.num_rows
+                bar.advance(piece.n_turns)
+                yield good
+        for k, one in enumerate(rejected):
+            reason = one["reason"]
+            if k < _PLACED:
+                reason = str(log.placed(InvalidTurnsError(reason)))
+            if not n_good:
+                raise InvalidTurnsError(reason)
+            words = f"session {one['session_id']!r} is left out: {reason}"
+            warnings.warn(words, LeftOutWarning, stacklevel=2)
 
 
-def add_options(
-    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
-    table: str,
-    **details: dict[str, Any],
-) -> None:
-    """Add the options of a table.
+# rejected sessions whose file and line are searched for
+_PLACED = 10
 
-    An entry has the flags of an option and the name of its value as in a usage line, two
-    spaces, and its help, which indented lines continue. Without flags it is a positional
-    argument, and ``NAME...`` takes several values. After the name there may be a default.
-    ``NAME!`` is required, an option's ``NAME...`` may be repeated. ``{a,b}`` are choices,
-    of which the first is the default. A line without help lists options of `_SHARED`:
-    ``--policy, --set``.
 
-    ``details`` are further keywords of ``add_argument``, by the option's last flag. An
-    option with neither a value nor keywords is a switch.
+@Parameter(name="*")
+@dataclass(kw_only=True)
+class Job(Reading):
+    """How a log of turns is read that may be larger than memory.
+
+    Attributes
+    ----------
+    gather
+        auto: allow a session's calls to be anywhere in the file (they are grouped through
+        temporary files, next to OUT if there is one); no: refuse them.
     """
-    for entry, help in _entries(table):
-        for name in () if help else entry.split(", "):
-            _add_option(parser, *_SHARED[name], **_SHARED_DETAILS.get(name, {}))
-            if name == "source":
-                for also in ("--session-prefix", "--nonfinite-logprobs"):
-                    own = _SHARED_DETAILS.get(also, {})
-                    _add_option(parser, *_SHARED[also], **own)
-        if help:
-            key = _flags(entry)[-1].lstrip("-").replace("-", "_")
-            key += "_" * iskeyword(key)
-            _add_option(parser, entry, help, **details.get(key, {}))
 
+    gather: Literal["auto", "no"] = "auto"
+    rejected: Annotated[
+        str | None,
+        Parameter(
+            help="leave out sessions that break a rule, and write them to this file with "
+            "the reason (default: the first one is an error)"
+        ),
+        Writes("rejected"),
+    ] = None
 
-def _entries(table: str) -> Iterator[tuple[str, str]]:
-    """The flags and the help of each entry of a table."""
-    for entry in re.split(r"\n(?=\S)", table.strip()):
-        spec, _, help = entry.partition("  ")
-        yield spec, " ".join(help.split())
+    def options(self, source: Paths, bar: Progress) -> JobOptions:
+        """The options of a job, with the progress bar."""
 
+        def begins(index: SessionIndex, done: int) -> None:
+            if not index.n_turns:
+                raise no_calls(source)
+            if (
+                self.gather == "auto"
+                and index.scattered is not None
+                and len({*bucket_numbers(index).values()}) > 1
+            ):
+                note(
+                    f"session {index.scattered!r} is not contiguous: all turns are "
+                    "grouped through temporary files first"
+                )
+            bar.begin(index.n_turns, done)
 
-def _flags(spec: str) -> list[str]:
-    """The flags of an option, or the name of an argument."""
-    first, *rest = spec.split()
-    return [first, *(word for word in rest if word.startswith("-"))]
-
-
-def _add_option(
-    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
-    spec: str,
-    help: str,
-    **details: Any,
-) -> None:
-    flags = _flags(spec)
-    value, default = (*spec.split()[len(flags) :], None, None)[:2]
-    own: dict[str, Any]
-    if value is None:
-        own = {} if details else {"action": "store_true"}
-    elif value.startswith("{"):
-        choices = value.strip("{}").split(",")
-        own = {"choices": choices, "default": choices[0]}
-    elif value.endswith("...") and not flags[0].startswith("-"):
-        own = {"metavar": value[:-3], "nargs": "+"}
-    elif value.endswith("..."):
-        own = {"metavar": value[:-3], "type": _TYPES.get(value[:-3])}
-        own |= {"action": "append", "default": []}
-    else:
-        required, value = (
-            {"required": True} if value[-1] == "!" else {},
-            value.strip("!"),
+        return JobOptions(
+            rejected=self.rejected,
+            gather=self.gather == "auto",
+            nonfinite_logprobs=self.nonfinite_logprobs,
+            session_prefix=self.session_prefix,
+            watch=Watch(begins, bar.advance, note),
         )
-        type_ = _TYPES.get(value)
-        own = {"metavar": value, "type": type_, "default": default, **required}
-    parser.add_argument(*flags, help=help, **{**own, **details})
 
+    def run(
+        self, name: str, source: Paths, stage: Stage, targets: Mapping[str, Target]
+    ) -> dict[str, int]:
+        """Apply a stage to the turns; returns the totals."""
+        with Progress(name, "turns") as bar:
+            return run_job(source, stage, targets, **self.options(source, bar))
 
-_BY = ",".join(get_args(By))
-_SHARED: dict[str, tuple[str, str]] = {
-    _flags(spec)[0]: (spec, help)
-    for spec, help in _entries(f"""
-source IN...        turns: Parquet, Arrow IPC or JSON by suffix, directories of them, or
-                    patterns; - is standard input
---session-prefix WHAT  put the path of its file, or of its folder, before each session id,
-                    where files number their sessions alike; no: files with one id continue
-                    one another (default: calls that start over in another file are an
-                    error)
---nonfinite-logprobs {{raise,null}}  invalid logprobs (NaN, -9999): an error, or null
-                    (default: %(default)s)
---json              print one JSON object and nothing else
---max-row-tokens N  rows are truncated after N tokens
---policy NAME faithful  one of {", ".join(PRESETS)} (default: %(default)s);
-                    `trajkit policies` lists their choices
---set CHOICE=VALUE...  change a choice of the policy; may be repeated (`trajkit policies
-                    NAME` lists the choices and their values)
---fork-threshold K  slime: a drifted reply of fewer than K tokens does not start a new row,
-                    nor for trl drift of fewer than K (default: {DEFAULT_FORK_THRESHOLD}; 0:
-                    all drift does); miles: drift of K or more is refused (default: 1)
---sessions FILE     a line per session: session_id, reward, group_id, error; Parquet, Arrow
-                    IPC or JSONL by suffix, or the directory of a run. A session with an
-                    error is not trained
---reward X          the reward of every session
---weigh-by {{{_BY}}}  row_weight: the row's trained tokens over the rollout's N; 1 over
-                    the rollout's rows that train; or 1 / N (default: %(default)s)
---gather {{auto,no}}  auto: group scattered sessions through temporary files (next to OUT,
-                    if there is one); no: refuse them (default: %(default)s)
---rejected FILE     leave out sessions that break a rule, and write them to FILE with the
-                    reason (default: the first one is an error)
---tokenizer PATH    the model's tokenizer.json, or its directory (default: that in the
-                    directory of the run)
---session ID        a single session (default: all of them)
-""")
-}
-"""Flags and help of the options that several commands have, by their first flag."""
+    def rejected_note(self, totals: Mapping[str, int]) -> str:
+        """A line with the number of rejected sessions, if they are written."""
+        if self.rejected is None:
+            return ""
+        return f"{totals['rejected']:,} sessions rejected, see {self.rejected}\n"
 
-_SHARED_DETAILS: dict[str, dict[str, Any]] = {
-    "--session-prefix": {"choices": get_args(SessionPrefix), "metavar": None}
-}
-
-
-def add_facts(parser: argparse.ArgumentParser) -> None:
-    """Add ``--sessions``, and ``--reward`` as an alternative."""
-    add_options(parser.add_mutually_exclusive_group(), "--sessions, --reward")
-
-
-def chosen_policy(arguments: argparse.Namespace) -> tk.Policy:
-    """The policy of the options, with its choices."""
-    sets = list(arguments.set)
-    option = "--set fork_threshold="
-    if arguments.fork_threshold is not None:
-        sets.append(("fork_threshold", str(arguments.fork_threshold)))
-        option = "--fork-threshold "
-    return checked_policy(arguments.policy, sets, option)
-
-
-def checked_policy(
-    name: str, sets: Sequence[Set], option: str = "--set fork_threshold="
-) -> tk.Policy:
-    """The named policy with changed choices; ``option`` sets the fork threshold."""
-    policy = with_choices(tk.policy(name), sets)
-    threshold = dict(sets).get("fork_threshold")
-    if threshold is not None and not _forks(policy):
-        raise tk.errors.PolicyError(
-            f"{option}{threshold}: policy {policy.name!r} ignores fork_threshold. Leave it "
-            "out, or take a policy that uses it: slime, trl or miles"
-        )
-    return policy
-
-
-def add_policies(parser: argparse.ArgumentParser, help: str) -> None:
-    """Add ``--policy`` and ``--set``, which may be repeated, as a list of policies."""
-    add_options(
-        parser,
-        f"""
---policy NAME       {help}
---set CHOICE=VALUE  change a choice of the policy before it; may be repeated
---fork-threshold K  of the policy before it, or without one of every policy that uses it;
-                    see `trajkit linearize --help`
-""",
-        policy={"action": _Repeated},
-        set={"action": _Repeated, "dest": "policy", "type": setting},
-        fork_threshold={"action": _Threshold},
-    )
-
-
-def chosen_policies(arguments: argparse.Namespace) -> list[tk.Policy] | None:
-    """The policies of `add_policies`; None for every preset as it is."""
-    if arguments.policy:
-        return [checked_policy(*one) for one in arguments.policy]
-    if arguments.fork_threshold is None:
-        return None
-    presets = list(PRESETS.values())
-    sets = [("fork_threshold", str(arguments.fork_threshold))]
-    return [checked_policy(one.name, sets) if _forks(one) else one for one in presets]
-
-
-def _forks(policy: tk.Policy) -> bool:
-    """Whether the policy uses ``fork_threshold``."""
-    return policy.merge_rewrites or policy.absorbs_short
-
-
-class _Repeated(argparse.Action):
-    """Collects names of policies from ``--policy``, each with its values of ``--set``."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
+    def print(
+        self, totals: Mapping[str, int], facts: Mapping[str, Any], text: str, json: bool
     ) -> None:
-        named = getattr(namespace, self.dest) or []
-        if "--policy" in self.option_strings:
-            setattr(namespace, self.dest, [*named, (values, [])])
-        elif named:
-            named[-1][1].append(values)
+        """Print ``facts`` as one JSON object, or ``text``, and the rejected sessions."""
+        if json:
+            rejected = {name: totals[name] for name in ("rejected",) if name in totals}
+            print_json({**facts, **rejected})
         else:
-            raise argparse.ArgumentError(self, "needs a --policy before it")
+            print_text(self.rejected_note(totals) + text)
 
 
-class _Threshold(argparse.Action):
-    """Sets ``fork_threshold`` of the policy before it, or of all."""
+def note(text: str) -> None:
+    """Print a message on stderr."""
+    sys.stderr.write(f"trajkit: {text}\n")
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        named = namespace.policy
-        if named:
-            named[-1][1].append(("fork_threshold", str(values)))
-        else:
-            namespace.fork_threshold = values
+
+def print_text(text: str) -> None:
+    """Print text on standard output."""
+    sys.stdout.write(f"{text}\n")
+
+
+def print_json(facts: object) -> None:
+    """Print one JSON object."""
+    print_text(json.dumps(facts))
+
+
+def facts_of(
+    sessions: str | None, reward: float | None
+) -> dict[str, pa.Table | float | None]:
+    """The arguments ``sessions`` and ``reward`` of functions; they exclude each other."""
+    if sessions is not None and reward is not None:
+        raise ArgumentError("--reward: not allowed with --sessions, which has rewards")
+    return {"sessions": known_sessions(sessions), "reward": reward}
 
 
 def known_sessions(
@@ -323,49 +300,7 @@ def known_sessions(
     return None if run is None else sessions_below(run, prefix)
 
 
-def read_turns(arguments: argparse.Namespace) -> pa.Table:
-    """The turns of ``arguments.source``, without sessions that break a rule.
-
-    Those are reported on stderr. No calls, and no valid session, are errors.
-    """
-    found = list(turn_pieces(arguments.source, arguments))
-    return pa.concat_tables(found, promote_options="default")
-
-
-def turn_pieces(
-    source: Paths, arguments: argparse.Namespace, *, empty: bool = False
-) -> Iterator[pa.Table]:
-    """`read_turns` in tables of complete sessions. With ``empty``, there may be no call."""
-    log = Log(
-        *(source, None, arguments.nonfinite_logprobs),
-        reject=True,
-        session_prefix=arguments.session_prefix,
-    )
-    index = log.index()
-    if not index.n_turns and not empty:
-        raise no_calls(source)
-    n_good = 0
-    rejected: list[dict[str, str]] = []
-    for piece in log.pieces(index):
-        good, bad = reject_turns(piece.turns, arguments.nonfinite_logprobs, bodies=True)
-        rejected += [*piece.rejected.to_pylist(), *bad.to_pylist()]
-        n_good += good.num_rows
-        yield good
-    for k, one in enumerate(rejected):
-        reason = one["reason"]
-        if k < _PLACED:
-            reason = str(log.placed(tk.errors.InvalidTurnsError(reason)))
-        if not n_good:
-            raise tk.errors.InvalidTurnsError(reason)
-        words = f"session {one['session_id']!r} is left out: {reason}"
-        warnings.warn(words, LeftOutWarning, stacklevel=2)
-
-
-# rejected sessions whose file and line are searched for
-_PLACED = 10
-
-
-def no_calls(source: Paths) -> tk.errors.InvalidTurnsError:
+def no_calls(source: Paths) -> InvalidTurnsError:
     """The error of an input without a call; a torn line gives its warning first."""
     with suppress(tk.TrajkitError):
         tk.read_turns(source)
@@ -380,7 +315,7 @@ def read_rows(path: str) -> pa.Table:
     return rows
 
 
-def nothing(source: Paths, what: str) -> tk.errors.InvalidTurnsError:
+def nothing(source: Paths, what: str) -> InvalidTurnsError:
     """The error of an input without a line."""
     names = ", ".join(map(str, source if isinstance(source, list) else [source]))
-    return tk.errors.InvalidTurnsError(f"{names}: no {what}, nothing to do")
+    return InvalidTurnsError(f"{names}: no {what}, nothing to do")

@@ -1,19 +1,27 @@
 """``trajkit show``: the tokens of rows as text, coloured by what the rows do with them."""
 
-import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
+from cyclopts import Parameter
 
 import trajkit as tk
 from trajkit._arrow.take import take_session, tuples
 from trajkit.analysis.tokenizer import Codec, Ids
-from trajkit.cli.options import chosen_policy, command, read_turns
-from trajkit.cli.terminal import Fragment, Screen, lines_of, shortened, visible
+from trajkit.cli.files import Reads
+from trajkit.cli.options import (
+    Count,
+    PolicyOption,
+    Reading,
+    Session,
+    TokenizerPath,
+    one_policy,
+)
+from trajkit.cli.screen import Fragment, Screen, count, lines_of, shortened, visible
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.io.arrow import table_kind
@@ -21,67 +29,80 @@ from trajkit.io.formats import format_of, paths_in
 from trajkit.io.sources import Paths, paths_of
 from trajkit.io.tables import iter_tables, read_any_rows
 from trajkit.schema import EMPTY_KINDS
-from trajkit.turns.table import locate
+from trajkit.turns.sessions import Sessions
 from trajkit.verification import row_forms
+
+TurnsOrRows = Annotated[
+    list[str],
+    Parameter(
+        help="turns or rows: Parquet, Arrow IPC or JSON by suffix, or directories; - is "
+        "standard input"
+    ),
+    Reads("turns"),
+]
 
 # characters of a message where there is no tokenizer
 _MAX_MESSAGE = 160
 
 
-@command(
-    "show",
+def show(
+    source: TurnsOrRows,
+    /,
+    *,
+    policy: PolicyOption = None,
+    session: Session = None,
+    row: int | None = None,
+    tokenizer: TokenizerPath = None,
+    context: Count = 16,
+    unfold: bool = False,
+    no_color: bool = False,
+    reading: Reading | None = None,
+) -> None:
+    """Print rows as text: what is trained, context, or lost.
+
+    Print the tokens of rows, in order, with a label per range: trained, context, duplicate
+    (another row trains it), untrainable, lost. Special tokens are in double brackets, a
+    line break is shown as an arrow, and half a character as its bytes. For turns, the rows
+    are those of the policy, and lost tokens are shown too. Without a tokenizer, ids and
+    messages are shown.
+
+    Parameters
+    ----------
+    row
+        A single row per session.
+    context
+        Tokens shown at both ends of long context.
+    unfold
+        Show all context and all messages.
+    no_color
+        No colours.
     """
-print rows as text: what is trained, context, or lost
-
-Print the tokens of rows, in order, with a label per range: trained, context, duplicate
-(another row trains it), untrainable, lost. Special tokens are in double brackets, a line
-break is shown as an arrow, and half a character as its bytes. For turns, the rows are those
-of the policy, and lost tokens are shown too.
-
-source TURNS|ROWS...  turns or rows: Parquet, Arrow IPC or JSON by suffix, or directories;
-                      - is standard input
---session, --session-prefix, --nonfinite-logprobs
---row K            a single row per session
---tokenizer PATH   the model's tokenizer.json, or its directory (default: ids and messages)
---context N 16     tokens shown at both ends of long context (default: %(default)s)
---unfold           show all context and all messages
---no-color         no colours
---policy, --set, --fork-threshold
-""",
-)
-def run(arguments: argparse.Namespace) -> None:
-    """Print the rows."""
-    tokenizer = chosen_tokenizer(arguments)
-    codec = None if tokenizer is None else Codec(tokenizer)
-    view = _View(
-        Screen.of_stdout(colour=not arguments.no_color),
-        codec,
-        None if arguments.unfold else arguments.context,
-    )
-    if is_rows(arguments.source):
-        rows = read_any_rows(arguments.source)
+    loaded = chosen_tokenizer(tokenizer, source)
+    codec = None if loaded is None else Codec(loaded)
+    view = _View(Screen(colour=not no_color), codec, None if unfold else context)
+    if is_rows(source):
+        rows = read_any_rows(source)
         if "suffix_ids" in rows.column_names:
             rows = tk.full_rows(rows)
         elif not {"input_ids", "loss_mask"} <= {*rows.column_names}:
             rows = row_forms.plain_rows(rows).drop_columns("padding")
-        rows = of_session(rows, arguments.session, "rows")
-        for row in _chosen_rows(rows, arguments.row):
-            view.row(row, {})
+        for one in _chosen_rows(of_session(rows, session, "rows"), row):
+            view.row(one, {})
         return
-    policy = chosen_policy(arguments)
-    turns = of_session(read_turns(arguments), arguments.session, "turns")
-    for one in each_session(turns):
-        ids = tuples(one, "turn_index", "output_ids")
+    chosen = one_policy(policy)
+    turns = of_session((reading or Reading()).turns(source), session, "turns")
+    for table in each_session(turns):
+        ids = tuples(table, "turn_index", "output_ids")
         outputs = {turn: np.array(output, np.int32) for turn, output in ids}
-        messages = {} if codec else _messages(one)
-        lines = tk.analysis.output_spans(one, policy).to_pylist()
+        messages = {} if codec else _messages(table)
+        lines = tk.analysis.output_spans(table, chosen).to_pylist()
         drift = {(x["turn_index"], x["output_start"]): x["drift_turn"] for x in lines}
-        for row in _chosen_rows(tk.linearize(one, policy), arguments.row):
-            for span in row["spans"]:
-                place = span["turn_index"], span["output_start"]
-                span["drift_turn"] = drift.get(place)
-            view.row(row, outputs, messages.get(row["last_turn"], []))
-        if arguments.row is None:
+        for one in _chosen_rows(tk.linearize(table, chosen), row):
+            for span in one["spans"]:
+                key = span["turn_index"], span["output_start"]
+                span["drift_turn"] = drift.get(key)
+            view.row(one, outputs, messages.get(one["last_turn"], []))
+        if row is None:
             view.lost([line for line in lines if line["row_index"] is None], outputs)
 
 
@@ -104,9 +125,9 @@ def of_session(table: pa.Table, session: str | None, what: str) -> pa.Table:
 
 def each_session(turns: pa.Table) -> Iterator[pa.Table]:
     """The turns of each session."""
-    located = locate(turns)
-    for k in range(len(located.ids)):
-        yield located.sessions(k, k + 1).table
+    located = Sessions.of(turns)
+    for k in range(len(located)):
+        yield located.part(k, k + 1).table
 
 
 def _chosen_rows(rows: pa.Table, index: int | None) -> Iterator[dict[str, Any]]:
@@ -177,15 +198,15 @@ class _View:
         )
         for role, text in messages or []:
             most = len(text) if self.context is None else _MAX_MESSAGE
-            self.screen.print_labelled(visible(role), [(shortened(text, most), "")])
+            self.screen.labelled(visible(role), [(shortened(text, most), "")])
         first = 0
         parts = list(_parts(row, len(ids)))
         if self.context is not None and row.get("parent_row") is not None:
             own = [start for kind, start, _, _ in parts if kind in ("trained", "lost")]
             first = min([row["shared_length"], *own])
         if first:
-            words = f"... {_count(first)} as in row {row['parent_row']} ..."
-            self.screen.print_labelled("context", [(words, "fold")])
+            words = f"... {count(first)} as in row {row['parent_row']} ..."
+            self.screen.labelled("context", [(words, "fold")])
         for kind, start, stop, span in parts:
             if kind == "lost":
                 self._lost(span, outputs)
@@ -207,12 +228,12 @@ class _View:
         """Print tokens of a row; the middle of long context is folded."""
         n = self.context
         if n is None or kind in ("trained", "untrainable") or len(ids) <= 3 * n:
-            self.screen.print_labelled(kind, self._text(ids, kind))
+            self.screen.labelled(kind, self._text(ids, kind))
             return
-        words = f"... {_count(len(ids) - 2 * n)} of {kind} ..."
-        self.screen.print_labelled(kind, self._text(ids[:n], kind))
-        self.screen.print_labelled("", [(words, "fold")])
-        self.screen.print_labelled("", self._text(ids[-n:], kind))
+        words = f"... {count(len(ids) - 2 * n)} of {kind} ..."
+        self.screen.labelled(kind, self._text(ids[:n], kind))
+        self.screen.labelled("", [(words, "fold")])
+        self.screen.labelled("", self._text(ids[-n:], kind))
 
     def _lost(self, span: dict[str, Any], outputs: dict[int, Ids]) -> None:
         """Print tokens that are lost, with the reason."""
@@ -221,11 +242,11 @@ class _View:
         words = f"({span['kind'].replace('_', ' ')}"
         if span.get("drift_turn") is not None:
             words += f" by turn {span['drift_turn']}"
-        words += f": {_count(stop - start)} of turn {turn})"
+        words += f": {count(stop - start)} of turn {turn})"
         text: list[Fragment] = [(words, "fold")]
         if outputs:
             text += [(" ", ""), *self._text(outputs[turn][start:stop], "lost")]
-        self.screen.print_labelled("lost", text)
+        self.screen.labelled("lost", text)
 
     def _text(self, ids: Ids, style: str) -> Iterator[Fragment]:
         """The text of tokens; special tokens are apart."""
@@ -262,7 +283,3 @@ def _parts(
         at = span["stop"]
     if at < n_tokens:
         yield "context", at, n_tokens, {}
-
-
-def _count(n: int) -> str:
-    return f"{n:,} token" if n == 1 else f"{n:,} tokens"

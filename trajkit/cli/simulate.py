@@ -1,70 +1,78 @@
 """``trajkit simulate``: what each policy would keep, lose and cost on a run."""
 
-import argparse
 from collections.abc import Iterator
-from functools import partial
 from textwrap import fill
 from typing import Any
 
 import pyarrow as pa
 
-from trajkit.analysis.simulation import ASKED, Simulation, cheapest_lossless
+from trajkit.analysis.simulation import ASKED, Simulation, cheapest_lossless, label
 from trajkit.analysis.words import LOSS_WORDS
-from trajkit.cli.file_options import print_result, run_stage
 from trajkit.cli.options import (
-    add_policies,
-    chosen_policies,
-    command,
+    Count,
+    Job,
+    Json,
+    MaxRowTokens,
+    PoliciesOption,
+    SessionsFile,
+    Turns,
     known_sessions,
+    many_policies,
 )
-from trajkit.cli.progress import Progress
-from trajkit.cli.text import share, text_table
+from trajkit.cli.screen import count, share, text_table
 from trajkit.jobs.stages import Made
+from trajkit.policies import ALIASES
 
 WIDTH = 100
 """Columns of the table, unless it is to be wide."""
 
 
-@command(
-    "simulate",
+def simulate(
+    source: Turns,
+    /,
+    *,
+    policy: PoliciesOption = None,
+    sessions: SessionsFile = None,
+    max_row_tokens: MaxRowTokens = None,
+    pad: Count | None = None,
+    pack: Count | None = None,
+    wide: bool = False,
+    job: Job | None = None,
+    json: Json = False,
+) -> None:
+    """Compare what the policies keep, lose and cost.
+
+    Count what the rows of every policy train, lose and cost, and name the policy that keeps
+    everything at the lowest cost. Then say in words what each policy loses, and why.
+    'forward' are the tokens of all rows; 'shared once' counts each shared prefix once.
+
+    Parameters
+    ----------
+    pad
+        Count the padding of each row to a multiple of this many tokens.
+    pack
+        Count the packs of this many tokens that rows make as trees.
+    wide
+        All counts, in a table that may be wider than 100 columns.
     """
-compare what the policies keep, lose and cost
-
-Count what the rows of every policy train, lose and cost, and name the policy that keeps
-everything at the lowest cost. Then say in words what each policy loses, and why. 'forward'
-are the tokens of all rows; 'shared once' counts each shared prefix once.
-
-source, --json, --sessions
---pad N   count the padding of each row to a multiple of N tokens
---pack N  count the packs of N tokens that rows make as trees
---wide    all counts, in a table that may be wider than 100 columns
---max-row-tokens, --gather, --rejected
-""",
-    extend=partial(
-        add_policies, help="a policy to compare; may be repeated (default: all)"
-    ),
-)
-def run(arguments: argparse.Namespace) -> None:
-    """Print the table and the cheapest policy."""
+    job = job or Job()
     counts = Simulation(
-        chosen_policies(arguments),
-        pad_to=arguments.pad,
-        pack_tokens=arguments.pack,
-        sessions=known_sessions(arguments.sessions),
-        max_row_tokens=arguments.max_row_tokens,
+        many_policies(policy),
+        pad_to=pad,
+        pack_tokens=pack,
+        sessions=known_sessions(sessions),
+        max_row_tokens=max_row_tokens,
     )
 
     def stage(turns: pa.Table) -> Made:
         counts.add(turns)
         yield "turns", turns
 
-    with Progress("simulate", "turns") as bar:
-        totals = run_stage(arguments, stage, {}, bar)
+    totals = job.run("simulate", source, stage, {})
     table = counts.table()
     cheapest = cheapest_lossless(table)
     facts = {"cheapest": cheapest, "policies": table.to_pylist()}
-    text = describe(table, cheapest, wide=arguments.wide)
-    print_result(arguments, totals, facts, text)
+    job.print(totals, facts, describe(table, cheapest, wide=wide), json)
 
 
 def describe(table: pa.Table, cheapest: str | None, *, wide: bool = False) -> str:
@@ -106,14 +114,14 @@ def _losses(policies: list[dict[str, Any]]) -> Iterator[str]:
     keeps = []
     for line in policies:
         sentences = [
-            f"{line['policy']} loses {_count(line[f'lost_{reason}'])} "
+            f"{line['policy']} loses {count(line[f'lost_{reason}'])} "
             f"({reason.replace('_', ' ')}). {words}"
             for reason, (_, words) in LOSS_WORDS.items()
             if reason not in ASKED and line[f"lost_{reason}"]
         ]
         if line["tokens_out_of_context"]:
             sentences.append(
-                f"{line['policy']} trains {_count(line['tokens_out_of_context'])} after "
+                f"{line['policy']} trains {count(line['tokens_out_of_context'])} after "
                 "other tokens than they were sampled after."
             )
         if not sentences:
@@ -124,14 +132,21 @@ def _losses(policies: list[dict[str, Any]]) -> Iterator[str]:
     for reason in ASKED:
         n = max((line[f"lost_{reason}"] for line in policies), default=0)
         if n:
-            words = f"Up to {_count(n)} may not be trained. {LOSS_WORDS[reason][1]}"
+            words = f"Up to {count(n)} may not be trained. {LOSS_WORDS[reason][1]}"
             yield fill(words, WIDTH, subsequent_indent="  ")
+    systems = [*_same_rules(policies)]
+    if systems:
+        yield fill(f"same rule: {'; '.join(systems)}", WIDTH, subsequent_indent="  ")
     if policies:
         yield "\n"
 
 
-def _count(n: int) -> str:
-    return f"{n:,} token" if n == 1 else f"{n:,} tokens"
+def _same_rules(policies: list[dict[str, Any]]) -> Iterator[str]:
+    """The systems whose rule is that of a policy in the table."""
+    for line in policies:
+        names = [name for name, one in ALIASES.items() if label(one) == line["policy"]]
+        if names:
+            yield f"{' and '.join(names)} as {line['policy']}"
 
 
 def _wide(table: pa.Table) -> str:

@@ -1,6 +1,5 @@
 """Load a tokenizer. Only this module imports tokenizers and transformers."""
 
-import argparse
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,15 +8,14 @@ from typing import Any, cast
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.errors import ArgumentError, FormatError
 from trajkit.importers.transcripts import ChatTokenizer
-from trajkit.io.sources import paths_of
+from trajkit.io.sources import Paths, paths_of
 
 
-def chosen_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
+def chosen_tokenizer(path: str | None, turns: Paths) -> Tokenizer | None:
     """The tokenizer of ``--tokenizer``, else that of the run; None if there is none."""
-    path: Path | None = arguments.tokenizer
     if path is not None:
-        return load_tokenizer(path)
-    for source in paths_of(arguments.source) or []:
+        return load_tokenizer(Path(path))
+    for source in paths_of(turns) or []:
         folder = source if source.is_dir() else source.parent
         file = folder / "tokenizer.json"
         # only in the directory of a run: elsewhere it may be that of another model

@@ -1,27 +1,34 @@
 """``trajkit verify``: check rows against their turns."""
 
-import argparse
-import json
+import json as json_lines
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit.cli.file_options import job_options, rejected_note
+from trajkit.cli.files import Writes
 from trajkit.cli.options import (
-    add_facts,
-    chosen_policy,
-    command,
-    known_sessions,
+    OUT,
+    Job,
+    Json,
+    MaxRowTokens,
+    NoClobber,
+    PolicyOption,
+    Rows,
+    SessionsFile,
+    Turns,
+    facts_of,
+    maybe_policy,
+    print_text,
 )
-from trajkit.cli.progress import Progress
-from trajkit.cli.text import text_table
+from trajkit.cli.screen import Progress, text_table
 from trajkit.io.tables import iter_tables
+from trajkit.learn.weights import By
 
 VIOLATED = 1
 SHOWN = 20
@@ -31,53 +38,63 @@ _NO_POLICY = (
 )
 
 
-@command(
-    "verify",
+def verify(
+    rows: Rows,
+    turns: Turns,
+    /,
+    *,
+    out: Annotated[str | None, OUT, Writes("violations")] = None,
+    policy: PolicyOption = None,
+    sessions: SessionsFile = None,
+    reward: float | None = None,
+    weigh_by: By = "token",
+    max_row_tokens: MaxRowTokens = None,
+    job: Job | None = None,
+    json: Json = False,
+    no_clobber: NoClobber = False,
+) -> int:
+    """Check rows against the turns that they come from.
+
+    Print the violations; the exit code is 1 if there are any. Rows of other systems need
+    input_ids and loss_mask. With --policy, the rows are compared with those of the policy;
+    without it, what is true under every policy is checked.
+
+    Parameters
+    ----------
+    rows
+        Rows, in a file or a directory; - is standard input.
+    turns
+        Their turns, in files or directories.
+    out
+        Write the table of violations; DIRECTORY/ gets parts, where an interrupted run
+        continues.
+    reward
+        The reward of every session, instead of --sessions.
+    weigh_by
+        What row_weight is, as for linearize.
     """
-check rows against the turns that they come from
-
-Check rows against the turns that they come from, and print the violations. The exit code is
-1 if there are any. Rows of other systems need input_ids and loss_mask.
-
-rows ROWS        rows, in a file or a directory
-turns TURNS...   their turns, in files or directories
---session-prefix, --nonfinite-logprobs, --json
--o --out OUT  write the table of violations; DIRECTORY/ gets parts, where an interrupted
-                 run continues
---policy NAME    compare with the rows of this policy (default: check what is true under
-                 every policy)
---set, --fork-threshold, --weigh-by, --max-row-tokens, --gather, --rejected
-""",
-    extend=add_facts,
-    writes="violations",
-)
-def run(arguments: argparse.Namespace) -> int:
-    """Print the violations; the exit code is 1 if there are any."""
-    policy = None
-    if arguments.policy is not None:
-        policy = chosen_policy(arguments)
-    elif arguments.set or arguments.fork_threshold is not None:
-        raise tk.errors.ArgumentError("--set and --fork-threshold need --policy")
+    job = job or Job()
     with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
-        output = arguments.out or str(Path(folder, "violations.arrows"))
+        output = out or str(Path(folder, "violations.arrows"))
+        chosen = maybe_policy(policy)
         with Progress("verify", "turns") as bar:
             totals = tk.jobs.verify_file(
-                arguments.rows,
-                arguments.turns,
+                rows,
+                turns,
                 output,
-                policy,
-                reward=arguments.reward,
-                sessions=known_sessions(arguments.sessions),
-                max_row_tokens=arguments.max_row_tokens,
-                weigh_by=arguments.weigh_by,
-                **job_options(arguments, bar),
+                chosen,
+                **facts_of(sessions, reward),
+                max_row_tokens=max_row_tokens,
+                weigh_by=weigh_by,
+                **job.options(turns, bar),
             )
-        if arguments.json:
+        if json:
             _print_json(iter_tables(output), totals)
         else:
             text = describe(iter_tables(output))
-            note = "" if policy is not None else f"{_NO_POLICY}\n"
-            sys.stdout.write(f"{text}\n{note}{rejected_note(arguments, totals)}")
+            note = "" if chosen is not None else f"\n{_NO_POLICY}"
+            rejected = job.rejected_note(totals).rstrip("\n")
+            print_text(f"{text}{note}" + (f"\n{rejected}" if rejected else ""))
     return VIOLATED if totals["violations"] else 0
 
 
@@ -87,7 +104,7 @@ def _print_json(found: Iterable[pa.Table], totals: dict[str, int]) -> None:
     between = ""
     for table in found:
         for one in table.to_pylist():
-            sys.stdout.write(between + json.dumps(one))
+            sys.stdout.write(between + json_lines.dumps(one))
             between = ", "
     rejected = totals.get("rejected")
     rest = "" if rejected is None else f', "rejected": {rejected}'

@@ -1,25 +1,29 @@
 """``trajkit view``: a run in the browser."""
 
-import argparse
-import sys
+import webbrowser
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pyarrow as pa
+from cyclopts import Parameter
 
-import trajkit as tk
-from trajkit.cli.file_options import page_path, write_text
+from trajkit.cli.files import Reads, Writes, page_path, write_text
 from trajkit.cli.options import (
-    add_options,
-    add_policies,
-    checked_policy,
-    chosen_policies,
-    command,
+    OUT,
+    Count,
+    NoClobber,
+    PoliciesOption,
+    Port,
+    Reading,
+    SessionsFile,
+    TokenizerPath,
+    Turns,
     known_sessions,
-    turn_pieces,
+    many_policies,
+    print_text,
 )
-from trajkit.cli.policy_args import setting
+from trajkit.cli.policy_words import policy_of, text_of
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.io.tables import iter_tables, log_files, rows_plan
@@ -34,158 +38,167 @@ _LARGE_BYTES = 50_000_000
 _SMALLER = "--session A,B, --sample N or --worst N"
 
 
-def _add_to_view(parser: argparse.ArgumentParser) -> None:
-    add_policies(parser, "a policy to show; may be repeated (default: all)")
-    add_options(
-        parser.add_mutually_exclusive_group(),
-        """
---session A,B   only these sessions
---sample N      only N sessions, the same every time
---worst N       only the N sessions that lose most tokens under the first policy, drift
-                most, or have the lowest logprobs
-""",
-        session={"type": lambda text: tuple(text.split(","))},
-    )
+def view(
+    source: Turns,
+    /,
+    *,
+    out: Annotated[str | None, OUT, Writes("page", piped="html")] = None,
+    policy: PoliciesOption = None,
+    sessions: SessionsFile = None,
+    session: Annotated[str | None, Parameter(help="only these sessions: A,B")] = None,
+    sample: Count | None = None,
+    worst: Count | None = None,
+    tokenizer: TokenizerPath = None,
+    rows: Annotated[str | None, Reads("rows")] = None,
+    pack: Count | None = None,
+    against: Annotated[str | None, Reads("turns")] = None,
+    print: bool = False,
+    no_text: bool = False,
+    port: Port = 0,
+    follow: bool = False,
+    no_browser: bool = False,
+    reading: Reading | None = None,
+    no_clobber: NoClobber = False,
+) -> None:
+    """Look at a run in the browser.
 
+    Show what each policy trains, loses and costs, drift in tokens, the calls of each
+    session, and their tokens. With --out the page is one HTML file that needs no server and
+    no network. Without it the page is served from 127.0.0.1 until Ctrl-C, and can show any
+    policy. Rewards come from --sessions, else from the files of sessions in the directory.
 
-@command(
-    "view",
+    Parameters
+    ----------
+    out
+        Write the page to an HTML file.
+    sample
+        Only this many sessions, the same every time.
+    worst
+        Only the N worst sessions: the worst by loss under the first policy, by drift and by
+        logprob, one after the other.
+    rows
+        Show what `trajkit verify` finds in these rows, under the first --policy if there is
+        one.
+    pack
+        Show the packs of this many tokens that the rows of a session make.
+    against
+        A second run to compare with.
+    print
+        Show the run and one session after the other, to be printed or saved as a PDF from
+        the browser; with --out.
+    no_text
+        Leave out the text of messages and tokens.
+    port
+        Of the server (default: any).
+    follow
+        Show new turns of a running gateway.
+    no_browser
+        Print the address only.
     """
-look at a run in the browser
-
-Show what each policy trains, loses and costs, drift in tokens, the calls of each session,
-and their tokens. With -o the page is one HTML file that needs no server and no network.
-Without it the page is served from 127.0.0.1 until Ctrl-C, and can show any policy.
-
-source
--o --out FILE  write the page to an HTML file
---tokenizer PATH  the model's tokenizer.json, or its directory: show tokens as text, and the
-                  causes of drift in text
---sessions FILE   a line per session: session_id, reward, group_id, error; Parquet, Arrow
-                  IPC or JSONL by suffix. A session with an error is not trained (default:
-                  the files of sessions in the directory IN)
---rows FILE       show what `trajkit verify` finds in these rows, under the first --policy
-                  if there is one
---pack N          show the packs of N tokens that the rows of a session make
---against IN      a second run to compare with, read like IN
---print           show the run and one session after the other, to be printed or saved as
-                  a PDF from the browser; with -o
---no-text         leave out the text of messages and tokens
---port PORT 0     of the server (default: any)
---follow          show new turns of a running gateway
---no-browser      print the address only
-""",
-    extend=_add_to_view,
-    writes="page",
-)
-def run(arguments: argparse.Namespace) -> None:
-    """Write the page or serve it."""
     from trajkit.view.document import page
     from trajkit.view.selection import Selection
 
-    shown = {
-        "tokenizer": chosen_tokenizer(arguments),
-        "text": not arguments.no_text,
-        "pack_tokens": arguments.pack,
+    choices = {"--session": session, "--sample": sample, "--worst": worst}
+    given = [name for name, value in choices.items() if value is not None]
+    if len(given) > 1:
+        raise ArgumentError(f"{given[1]}: not allowed with {given[0]}")
+    shown: dict[str, Any] = {
+        "tokenizer": chosen_tokenizer(tokenizer, source),
+        "text": not no_text,
+        "pack_tokens": pack,
     }
-    policies = chosen_policies(arguments)
-    first = (policies or list(PRESETS.values()))[0]
+    policies = many_policies(policy)
     selection = Selection(
-        arguments.session, arguments.sample, arguments.worst, policy=first
+        None if session is None else tuple(session.split(",")),
+        sample,
+        worst,
+        policy=(policies or list(PRESETS.values()))[0],
     )
-    source = _Files(arguments, arguments.source, arguments.sessions, selection)
-    others = [
-        _Files(arguments, [one], None, selection) for one in [arguments.against] if one
-    ]
-    rows = None
-    if arguments.rows is not None:
+    reading = reading or Reading()
+    run = Run(source, sessions, reading, selection, follow=follow)
+    others = [Run([one], None, reading, selection) for one in [against] if one]
+    table = None
+    if rows is not None:
         # as stored: rows of other systems have few columns, and verify judges them
-        rows = pa.concat_tables(iter_tables(arguments.rows, plan=rows_plan))
-    if arguments.out is None:
-        if arguments.print:
-            raise ArgumentError("--print makes a file: give it a name with -o")
-        own = {"rows": rows, "rows_policy": first if policies else None}
-        _serve(arguments, [source, *others], own, shown)
+        table = pa.concat_tables(iter_tables(rows, plan=rows_plan))
+    if out is None:
+        if print:
+            raise ArgumentError("--print makes a file: give it a name with --out")
+        own = {"rows": table, "rows_policy": policies[0] if policies else None}
+        options = {"policies": tuple(text_of(policy)), "follow": follow, **shown}
+        _serve([run, *others], own, options, port, browser=not no_browser)
         return
-    if arguments.follow:
-        raise ArgumentError("--follow needs the server: leave out -o")
-    path = page_path(Path(arguments.out))
-    turns, sessions = source.load()
-    against = next(((other.title, *other.load()) for other in others), None)
-    about: Any = {"title": source.title, "rows": rows, "against": against, **shown}
-    about["paper"] = arguments.print
-    html = page(turns, policies, sessions=sessions, **about)
+    if follow:
+        raise ArgumentError("--follow needs the server: leave out --out")
+    path = page_path(out)
+    turns, facts = run.load()
+    html = page(
+        turns,
+        policies,
+        sessions=facts,
+        title=run.title,
+        rows=table,
+        against=next(((other.title, *other.load()) for other in others), None),
+        paper=print,
+        **shown,
+    )
     write_text(path, html)
     size = path.stat().st_size
     n_sessions = len(set(turns["session_id"].to_pylist()))
-    text = "the text of all messages; --no-text leaves it out"
-    if arguments.no_text:
-        text = "token ids and numbers, no text"
-    sys.stdout.write(
-        f"{n_sessions:,} of {source.n_sessions:,} sessions, {turns.num_rows:,} turns\n"
-        f"contains {text}\nwritten to {arguments.out} ({size / 1e6:.1f} MB)\n"
+    text = "token ids and numbers, no text"
+    if not no_text:
+        text = "the text of all messages; --no-text leaves it out"
+    print_text(
+        f"{n_sessions:,} of {run.n_sessions:,} sessions, {turns.num_rows:,} turns\n"
+        f"contains {text}\nwritten to {out} ({size / 1e6:.1f} MB)"
     )
     if size > _LARGE_BYTES:
-        sys.stdout.write(
+        print_text(
             f"browsers open files above {_LARGE_BYTES / 1e6:.0f} MB slowly: choose "
-            f"sessions with {_SMALLER}, or leave out -o to serve the page\n"
+            f"sessions with {_SMALLER}, or leave out --out to serve the page"
         )
 
 
 def _serve(
-    arguments: argparse.Namespace,
-    sources: "list[_Files]",
+    sources: "list[Run]",
     own: dict[str, Any],
-    shown: dict[str, Any],
+    options: dict[str, Any],
+    port: int,
+    *,
+    browser: bool,
 ) -> None:
     """Serve the page; ``own`` are options of the first run only."""
     from trajkit.view.server import LiveRun, Options, ViewServer
 
-    texts = tuple(PRESETS)
-    if arguments.policy is not None:
-        texts = tuple(
-            " ".join([name, *(f"{choice}={value}" for choice, value in sets)])
-            for name, sets in arguments.policy
-        )
-    options = Options(texts, _parsed, follow=arguments.follow, **shown)
+    common = Options(parse=policy_of, **options)
     runs = [
-        LiveRun(source, options if k else replace(options, **own))
+        LiveRun(source, common if k else replace(common, **own))
         for k, source in enumerate(sources)
     ]
     try:
-        with ViewServer(runs, sources[0].title, arguments.port) as server:
-            sys.stdout.write(f"{server.url}\nCtrl-C ends\n")
-            sys.stdout.flush()
-            if not arguments.no_browser:
-                import webbrowser
-
+        with ViewServer(runs, sources[0].title, port) as server:
+            print_text(f"{server.url}\nCtrl-C ends")
+            if browser:
                 webbrowser.open(server.url)
             server.serve_forever()
     except KeyboardInterrupt:
         pass
 
 
-def _parsed(text: str) -> tk.Policy:
-    """The policy of ``"NAME CHOICE=VALUE ..."``."""
-    name, *sets = text.split() or [""]
-    try:
-        return checked_policy(name, [setting(one) for one in sets])
-    except argparse.ArgumentTypeError as error:
-        raise ArgumentError(str(error)) from None
-
-
-class _Files:
-    """The turns of the command, and what is known of their sessions."""
+class Run:
+    """The turns of a run, and what is known of its sessions."""
 
     def __init__(
         self,
-        arguments: argparse.Namespace,
         source: list[str],
         sessions: str | None,
+        reading: Reading,
         selection: "Selection",
+        *,
+        follow: bool = False,
     ) -> None:
-        self._arguments, self._source = arguments, source
-        self._sessions, self._selection = sessions, selection
+        self._source, self._sessions, self._follow = source, sessions, follow
+        self._reading, self._selection = reading, selection
         self.title = ", ".join(Path(one).resolve().name for one in source)
         self.n_sessions = 0
 
@@ -196,14 +209,13 @@ class _Files:
 
     def load(self) -> tuple[pa.Table, pa.Table | None]:
         """The turns of the chosen sessions, and the table of these sessions."""
-        pieces = turn_pieces(
-            self._source, self._arguments, empty=self._arguments.follow
-        )
+        pieces = self._reading.pieces(self._source, empty=self._follow)
         turns, self.n_sessions = self._selection.of(
             batch for piece in pieces for batch in piece.to_batches()
         )
-        prefix = self._arguments.session_prefix
-        known = known_sessions(self._sessions, self._source, prefix)
+        known = known_sessions(
+            self._sessions, self._source, self._reading.session_prefix
+        )
         if known is None:
             return turns, None
         # sessions that have not ended have no line yet

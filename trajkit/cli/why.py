@@ -1,71 +1,72 @@
 """``trajkit why`` and ``trajkit tree``: sessions explained in the terminal."""
 
-import argparse
-
 import trajkit as tk
-from trajkit.cli.options import chosen_policy, command, read_turns
-from trajkit.cli.show import each_session, is_rows, of_session
-from trajkit.cli.terminal import Screen, visible
+from trajkit.cli.options import (
+    PolicyOption,
+    Reading,
+    Session,
+    TokenizerPath,
+    Turns,
+    one_policy,
+)
+from trajkit.cli.screen import Screen, visible
+from trajkit.cli.show import TurnsOrRows, each_session, is_rows, of_session
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.io.tables import read_any_rows
 
 
-@command(
-    "why",
+def why(
+    source: TurnsOrRows,
+    /,
+    *,
+    policy: PolicyOption = None,
+    session: Session = None,
+    tokenizer: TokenizerPath = None,
+    reading: Reading | None = None,
+) -> None:
+    """Explain why each row begins where it does.
+
+    Print a sentence for each row that a policy makes: the turn that opens it, where and why
+    that turn leaves the path of its parent, and the tokens that the row trains and loses.
+    With a tokenizer, causes of drift are named by text. Of rows, without their turns: where
+    each leaves an earlier row.
     """
-explain why each row begins where it does
-
-Print a sentence for each row that a policy makes: the turn that opens it, where and why
-that turn leaves the path of its parent, and the tokens that the row trains and loses. Of
-rows, without their turns: where each leaves an earlier row.
-
-source TURNS|ROWS...  turns or rows: Parquet, Arrow IPC or JSON by suffix, or directories;
-                      - is standard input
---session, --session-prefix, --nonfinite-logprobs
---tokenizer PATH   the model's tokenizer.json, or its directory: name causes of drift by
-                   text
---policy, --set, --fork-threshold
-""",
-)
-def run_why(arguments: argparse.Namespace) -> None:
-    """Print the sentences."""
-    screen = Screen.of_stdout(colour=True)
-    if is_rows(arguments.source):
-        table = read_any_rows(arguments.source)
+    screen = Screen()
+    if is_rows(source):
+        table = read_any_rows(source)
         if {"spans", "suffix_mask"} & {*table.column_names}:
-            table = tk.read_rows(arguments.source)
-        table = of_session(table, arguments.session, "rows")
-        reasons = tk.analysis.why(table)
+            table = tk.read_rows(source)
+        reasons = tk.analysis.why(of_session(table, session, "rows"))
     else:
-        tokenizer = chosen_tokenizer(arguments)
-        table = of_session(read_turns(arguments), arguments.session, "turns")
-        reasons = tk.analysis.why(table, chosen_policy(arguments), tokenizer=tokenizer)
-    session = None
+        loaded = chosen_tokenizer(tokenizer, source)
+        turns = (reading or Reading()).turns(source)
+        table = of_session(turns, session, "turns")
+        reasons = tk.analysis.why(table, one_policy(policy), tokenizer=loaded)
+    last = None
     for line in reasons.select(["session_id", "sentence"]).to_pylist():
-        if line["session_id"] != session:
-            session = line["session_id"]
-            screen.print(f"session {visible(session)}", "head")
+        if line["session_id"] != last:
+            last = line["session_id"]
+            screen.print(f"session {visible(last)}", "head")
         screen.print(f"  {line['sentence']}")
 
 
-@command(
-    "tree",
+def tree(
+    source: Turns,
+    /,
+    *,
+    policy: PolicyOption = None,
+    session: Session = None,
+    reading: Reading | None = None,
+) -> None:
+    """Draw the calls of each session as a tree.
+
+    Shown are which call each continues under a policy, its label if it opens a branch, and
+    where its prompt drifts.
     """
-draw the calls of each session as a tree
-
-Print the calls of each session: which call each continues under a policy, its label if it
-opens a branch, and where its prompt drifts.
-
-source, --session, --policy, --set, --fork-threshold
-""",
-)
-def run_tree(arguments: argparse.Namespace) -> None:
-    """Print the trees."""
-    screen = Screen.of_stdout(colour=True)
-    turns = of_session(read_turns(arguments), arguments.session, "turns")
-    policy = chosen_policy(arguments)
+    screen, chosen = Screen(), one_policy(policy)
+    turns = of_session((reading or Reading()).turns(source), session, "turns")
     for table in each_session(turns):
-        session = table["session_id"][0].as_py()
-        screen.print(f"session {visible(session)}", "head")
-        for line in tk.analysis.call_tree(table, session, policy):
+        name = table["session_id"][0].as_py()
+        screen.print(f"session {visible(name)}", "head")
+        for line in tk.analysis.call_tree(table, name, chosen):
             screen.print(f"  {line}")

@@ -51,7 +51,7 @@ from trajkit.turns.amendments import Amendments
 from trajkit.turns.mapping import Map, MapLike, read_map
 from trajkit.turns.records import from_records
 from trajkit.turns.session_metadata import last_lines
-from trajkit.turns.table import with_current_keys
+from trajkit.turns.sessions import with_current_keys
 from trajkit.turns.validation import Nonfinite, check_table, check_turns
 
 Source: TypeAlias = Paths | BinaryIO | TableLike
@@ -368,7 +368,7 @@ def write_rows(
     """Write training rows to a file that `read_rows` reads; see `write_turns`.
 
     Rows of the layout "suffix" keep it. Parquet files of more than 32 MB as Arrow are
-    written by polars if it is installed (``trajkit[polars]``): that takes a third of the
+    written by polars if it is installed (``trajkit[look]``): that takes a third of the
     time, and Arrow reads the same types.
     """
     _write((canonical_rows(table) for table in _tables(rows)), ROWS, sink, format)

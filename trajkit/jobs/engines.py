@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.ragged import runs_of
 from trajkit._arrow.take import row_lengths
 from trajkit._streams import limits
 from trajkit.errors import ArgumentError, InvalidTurnsError
@@ -24,7 +25,6 @@ from trajkit.policies import Policy
 from trajkit.schema import ROWS, ROWS_SUFFIX
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.session_metadata import Reward
-from trajkit.turns.table import runs_of
 
 if TYPE_CHECKING:
     from ray.data import Dataset

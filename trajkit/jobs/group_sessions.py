@@ -24,6 +24,7 @@ import pyarrow as pa
 from trajkit._arguments import check_choice
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import canonical, check_session_id, turns_schema
+from trajkit._arrow.ragged import Longs
 from trajkit._arrow.take import take_rows
 from trajkit._streams import limits
 from trajkit._streams.session_batches import concat, rechunk, whole_sessions
@@ -37,7 +38,6 @@ from trajkit.io.sources import Naming, Paths, SessionPrefix, paths_of, placed
 from trajkit.io.tables import gather, integers, read_turns, turn_files, turn_tables
 from trajkit.schema import TURNS
 from trajkit.turns.amendments import Amendments
-from trajkit.turns.calls import Longs
 from trajkit.turns.records import from_records
 from trajkit.turns.validation import REJECTED, Nonfinite, check_turns, reject_turns
 

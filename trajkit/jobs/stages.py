@@ -37,7 +37,7 @@ from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.turns.delta import compact, expand
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
-from trajkit.turns.table import locate
+from trajkit.turns.sessions import Sessions
 from trajkit.turns.validation import REJECTED, Nonfinite
 
 Made: TypeAlias = Iterator[tuple[str, pa.Table]]
@@ -326,7 +326,7 @@ def linearize_file(
     def stage(turns: pa.Table) -> Made:
         large = layout == "full" and path_tokens(turns) > limits.PART_TOKENS
         rows, counts = rows_and_report(
-            locate(turns),
+            Sessions.of(turns),
             chosen,
             reward=reward,
             sessions=sessions,

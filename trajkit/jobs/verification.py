@@ -55,8 +55,13 @@ from trajkit.policies import Policy
 from trajkit.schema import ROWS
 from trajkit.turns.session_metadata import Reward
 from trajkit.verification.context import violations_table
-from trajkit.verification.row_rules import WeighBy
-from trajkit.verification.run import any_rows, judge_of, numbered, session_faults
+from trajkit.verification.run import (
+    WeighBy,
+    any_rows,
+    judge_of,
+    numbered,
+    session_faults,
+)
 
 
 def verify_file(

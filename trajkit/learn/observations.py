@@ -38,9 +38,9 @@ from trajkit.turns.attribution import (
     SessionCalls,
     ToolCalls,
 )
-from trajkit.turns.calls import read_calls
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import SessionFacts, errored, session_facts
+from trajkit.turns.sessions import Sessions
 
 Names: TypeAlias = Collection[str] | Mapping[str, float]
 """Names with a common alpha, or a mapping with an alpha for each."""
@@ -292,19 +292,19 @@ def _observed(
     facts: SessionFacts,
 ) -> tuple[pa.Table, pa.Table]:
     """The rows with their weights, and the report."""
-    calls = read_calls(turns)
-    failed = errored(facts.of(calls.session_ids))
+    calls = Sessions.of(turns)
+    failed = errored(facts.of(calls.ids))
     table = canonical(rows, ROWS)
-    by_session, offsets = _observed_rows(table, calls.session_ids)
+    by_session, offsets = _observed_rows(table, calls.ids)
     weights = np.zeros(int(offsets[-1]), np.float32)
     counts = []
-    for s in range(calls.n_sessions):
+    for s in range(len(calls)):
         session_rows = by_session.get(s, [])
         if not session_rows or failed[s]:
             counts.append(Observed())
             continue
-        session = SessionCalls(calls.sessions(s, s + 1))
-        where = f"session {calls.session_ids[s].as_py()!r}"
+        session = SessionCalls(calls.part(s, s + 1))
+        where = f"session {calls.ids[s].as_py()!r}"
         each, count = _echo(session, session_rows, selection, where)
         counts.append(count)
         for row, values in zip(session_rows, each, strict=True):
@@ -314,7 +314,7 @@ def _observed(
         table = table.drop_columns("observation_weight")
     table = table.append_column("observation_weight", column)
     lines = [
-        calls.session_ids,
+        calls.ids,
         *(
             pa.array([getattr(count, name) for count in counts], type_)
             for name, type_ in zip(

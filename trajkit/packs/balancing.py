@@ -11,10 +11,10 @@ import pyarrow as pa
 from trajkit._arguments import check_choice, check_flag, chosen_int
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical
+from trajkit._arrow.ragged import offsets_of
 from trajkit._arrow.take import list_values
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import ASSIGNMENT, PACKS
-from trajkit.turns.flat_buffers import offsets_of
 
 Method: TypeAlias = Literal["lpt", "karmarkar_karp"]
 Costs: TypeAlias = npt.NDArray[np.float64]

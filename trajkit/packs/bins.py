@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trajkit.turns.calls import Longs
+from trajkit._arrow.ragged import Longs
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arguments import check_choice, chosen_int, chosen_names
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.buffers import pooled
 from trajkit._arrow.canonical import TableLike, as_table, canonical_rows, place
+from trajkit._arrow.export import pooled
+from trajkit._arrow.ragged import Ints, Longs, Ragged, offsets_of, positions
 from trajkit._arrow.take import list_values, row_lengths, take_values
 from trajkit._streams.session_batches import concat, whole_sessions
 from trajkit._streams.stages import Batches, Source, batches_in, batches_of
@@ -32,8 +33,6 @@ from trajkit.packs.row_buffers import (
 )
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACKS
-from trajkit.turns.calls import Ints, Longs
-from trajkit.turns.flat_buffers import Ragged, offsets_of, positions
 from trajkit.turns.validation import check_layout
 
 Layout: TypeAlias = Literal["tree", "rows"]

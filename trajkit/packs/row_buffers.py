@@ -9,10 +9,9 @@ import pyarrow as pa
 from trajkit._arguments import did_you_mean
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import is_list, place
+from trajkit._arrow.ragged import Longs, offsets_of, positions
 from trajkit._arrow.take import list_values
 from trajkit.errors import InvalidTurnsError, SchemaError
-from trajkit.turns.calls import Longs
-from trajkit.turns.flat_buffers import offsets_of, positions
 from trajkit.turns.structs import PACK_ROW
 from trajkit.turns.turn_rules import lookup, nulls
 

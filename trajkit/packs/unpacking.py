@@ -14,10 +14,10 @@ from trajkit._arrow.canonical import (
     canonical_rows,
     place,
 )
+from trajkit._arrow.ragged import offsets_of
 from trajkit._arrow.take import list_values, row_lengths
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import PACKS
-from trajkit.turns.flat_buffers import offsets_of
 
 
 def unpack(packs: TableLike, values: Any, rows: TableLike) -> pa.LargeListArray:

@@ -1,4 +1,4 @@
-"""The per-token columns of planned rows, and with them the ``rows`` table."""
+"""The columns of planned rows, and with them the ``rows`` table."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,29 +8,39 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arrow.buffers import pooled
 from trajkit._arrow.categories import dictionary_for
-from trajkit._arrow.export import Array, Column, record_batch
+from trajkit._arrow.export import Array, Column, pooled, record_batch
+from trajkit._arrow.ragged import Longs, Records, runs_of
 from trajkit._kernel_names import numbers
 from trajkit._streams import limits
+from trajkit.errors import SchemaError
+from trajkit.learn.rewards import final_rows, spread
 from trajkit.pipeline.payloads import PathRanges
-from trajkit.pipeline.plan import Plan, choices_of, row_offsets
+from trajkit.pipeline.plan import Plan, choices_of
 from trajkit.pipeline.row_items import row_items
-from trajkit.pipeline.row_scalars import row_scalars
 from trajkit.pipeline.weight_versions import row_versions
 from trajkit.policies import Policy
-from trajkit.schema import ROWS, ROWS_SUFFIX, SPAN, SPAN_KINDS
-from trajkit.turns.calls import Calls, Longs, Records
-from trajkit.turns.prefix_forest import Forest
-from trajkit.turns.table import runs_of
+from trajkit.schema import (
+    ROW_VERSIONS,
+    ROWS,
+    ROWS_SUFFIX,
+    SEGMENT_KINDS,
+    SPAN,
+    SPAN_KINDS,
+)
+from trajkit.turns.sessions import Sessions
 
-numbers("SpanKind", SPAN_KINDS)
+numbers("SpanKind", SPAN_KINDS[:-1])  # the last is of trajkit.pipeline.splice
 numbers("SpanLine", [field.name for field in SPAN][:-1])
+# columns in the order in which the kernel fills them (_native/fill/row_scalars.pxi)
+_INTS = tuple(_core.ENUMS["RowInt"])
+_NULLABLE = ("parent_row", "row_weight", "segment_kind")
+_FLAGS = ("truncated", "use_tool", "ill_formed")
+numbers("RowBit", _NULLABLE + _FLAGS)
 
 
 def row_batches(
-    calls: Calls,
-    forest: Forest,
+    sessions: Sessions,
     links: Records,
     policy: Policy,
     max_tokens: int,
@@ -42,35 +52,43 @@ def row_batches(
 ) -> Iterator[tuple[Records, pa.RecordBatch]]:
     """`trajkit.schema.ROWS` of a plan, or ``ROWS_SUFFIX``, each batch when it is asked for.
 
-    Yields (rows of the plan, batch). ``facts`` are of the same
-    sessions; ``ranges`` gives the parts of rows that are parts of recorded paths.
-    ``stored`` of the rows is set at once: where what is written of each starts.
+    Yields (rows of the plan, batch). ``facts`` are of the same sessions; ``ranges`` gives
+    the parts of rows that are parts of recorded paths. ``stored`` of the rows is set at
+    once: where what is written of each starts.
     """
     rows = plan.rows
     rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
-    offsets = row_offsets(rows)
-    known = row_scalars(calls, links, policy, rows, facts)
+    offsets = np.zeros((3, len(rows) + 1), np.int64)
+    np.subtract(rows["n_tokens"], rows["stored"], out=offsets[0, 1:])
+    offsets[1, 1:], offsets[2, 1:] = rows["n_spans"], rows["n_calls"]
+    offsets = offsets.cumsum(axis=1)
+    scalars = _scalars(sessions, links, policy, rows, facts)
     fill = partial(
         _core.fill_rows,
-        forest.paths,
+        sessions.forest.paths,
         links,
         choices_of(policy, max_tokens),
         plan.owners,
-        calls.turn_index,
+        sessions.turn_index,
     )
+
+    schema = ROWS_SUFFIX if suffix else ROWS
+    images = sessions.table.column("mm_items")
+    has_images = images.null_count < len(images)
 
     def batch(lo: int, hi: int) -> pa.RecordBatch:
         here = offsets[:, lo : hi + 1]
         if lo:
             here = here - here[:, :1]
         part, past_caches = rows[lo:hi], here[0, -1] >= limits.STREAMING_STORE_TOKENS
-        columns = dict(known)
+        columns = dict(scalars)
         if len(part) < len(rows):
-            columns = {name: each.slice(lo, hi - lo) for name, each in known.items()}
-        columns["mm_items"] = row_items(calls, hi - lo, partial(ranges, part))
+            columns = {name: each.slice(lo, hi - lo) for name, each in scalars.items()}
+        columns["mm_items"] = pa.nulls(hi - lo, schema.field("mm_items").type)
+        if has_images:
+            columns["mm_items"] = row_items(sessions, hi - lo, ranges(part))
         write = partial(fill, uncached=bool(past_caches))
-        schema = ROWS_SUFFIX if suffix else ROWS
-        return _row_batch(calls, links, policy, part, here, write, columns, schema)
+        return _row_batch(sessions, links, policy, part, here, write, columns, schema)
 
     runs = [(0, len(rows))]
     if offsets[0, -1] > limits.BATCH_TOKENS:
@@ -79,7 +97,7 @@ def row_batches(
 
 
 def _row_batch(
-    calls: Calls,
+    sessions: Sessions,
     links: Records,
     policy: Policy,
     rows: Records,
@@ -91,7 +109,7 @@ def _row_batch(
     """Fill the lists of some rows; ``columns`` are those that have no lists.
 
     ``fill`` takes ``rows`` and ``columns`` as `_core.fill_rows` does; ``offsets`` are those
-    of `row_offsets`.
+    of the rows' tokens, spans and turns.
     """
     starts, span_starts, turn_starts = offsets
     n_rows, n_tokens, n_spans = len(rows), int(starts[-1]), int(span_starts[-1])
@@ -112,7 +130,7 @@ def _row_batch(
         return Column(n_rows, (None, offsets), children=(child,))
 
     turns = np.empty(int(turn_starts[-1]), np.int32)
-    _core.list_turns(rows, links, calls.turn_index, turn_starts, turns)
+    _core.list_turns(rows, links, sessions.turn_index, turn_starts, turns)
     names = Column(n_spans, (None, kinds), dictionary=dictionary_for(SPAN_KINDS))
     parts = *(Column(n_spans, (None, part)) for part in spans), names
     span = Column(n_spans, (None,), children=parts)
@@ -125,13 +143,16 @@ def _row_batch(
     }
     columns |= {
         "turns": lists(turn_starts, None, turns),
-        "weight_versions": row_versions(calls, rows, span_starts, spans),
+        "weight_versions": pa.nulls(n_rows, ROW_VERSIONS),
         "spans": Column(n_rows, (None, span_starts), children=(span,)),
         "input_ids": per_token["ids"],
         "loss_mask": per_token["mask"],
         "logprobs": per_token["logprobs"],
         **{f"suffix_{name}": column for name, column in per_token.items()},
     }
+    named = sessions.table.column("weight_versions")
+    if named.null_count < len(named):
+        columns["weight_versions"] = row_versions(sessions, rows, span_starts, spans)
     return record_batch(schema, n_rows, [columns[name] for name in schema.names])
 
 
@@ -151,3 +172,91 @@ def _drop_partial(
     logprobs[drops] = 0.0
     given[drops] = 0
     valid[:] = np.packbits(given, bitorder="little")
+
+
+def _scalars(
+    sessions: Sessions,
+    links: Records,
+    policy: Policy,
+    rows: Records,
+    facts: pa.RecordBatch,
+) -> dict[str, Column | pa.Array]:
+    """The columns with one value per row, by name, of all rows of the sessions."""
+    n_rows, n_sessions = len(rows), len(sessions.ids)
+    ints = np.empty((len(_INTS), n_rows), np.int32)
+    mask_sums, weights = np.empty(n_rows, np.int64), np.empty(n_rows, np.float64)
+    segments = np.empty(n_rows, np.int8)
+    bits = np.zeros((len(_NULLABLE) + len(_FLAGS), (n_rows + 7) // 8), np.uint8)
+    filled = ints, mask_sums, weights, segments, bits
+    nulls = _core.fill_scalars(rows, links, sessions.turn_index, n_sessions, *filled)
+    values = {
+        **dict(zip(_INTS, ints, strict=True)),
+        "rollout_mask_sum": mask_sums,
+        "row_weight": weights,
+        "segment_kind": segments,
+        **dict(zip(_FLAGS, bits[len(_NULLABLE) :], strict=True)),
+    }
+    columns = {name: Column(n_rows, (None, column)) for name, column in values.items()}
+    for name, valid, n in zip(_NULLABLE, bits, nulls, strict=False):
+        if n:
+            columns[name] = Column(n_rows, (valid, values[name]), n)
+    kinds = dictionary_for(SEGMENT_KINDS)
+    session, last = (_TakeRuns(rows[name]) for name in ("session", "last"))
+    return {
+        **columns,
+        "segment_kind": columns["segment_kind"]._replace(dictionary=kinds),
+        "session_id": session.of(facts.column("session_id")),
+        "group_id": session.of(facts.column("group_id")),
+        "reward": _rewards(session.of(facts.column("reward")), policy, rows, links),
+        "finish_reason": last.of(_chunk(sessions, "finish_reason")),
+        "step": _steps(sessions, last),
+    }
+
+
+class _TakeRuns:
+    """Takes values at these indices: as a slice, which costs less, if they ascend by 1."""
+
+    def __init__(self, indices: Records) -> None:
+        n = len(indices)
+        self._slice = None
+        if n == 1 or (n and (np.diff(indices) == 1).all()):
+            self._slice = int(indices[0]), n
+        else:
+            self._indices = pa.array(indices)
+
+    def of(self, values: pa.Array) -> pa.Array:
+        return values.slice(*self._slice) if self._slice else values.take(self._indices)
+
+
+def _rewards(
+    given: pa.Array, policy: Policy, rows: Records, links: Records
+) -> pa.Array:
+    """Each row's reward: the session's, spread by the policy's ``rewards``."""
+    if policy.rewards == "copy" or not len(rows):
+        return given
+    segments = links["segment"][rows["last"]]
+    final = final_rows(
+        rows["session"],
+        rows["index"],
+        segments > 0,
+        segments == SEGMENT_KINDS.index("final") + 1,
+    )
+    whole = given.fill_null(0.0).to_numpy()
+    shares = spread(whole, policy.rewards, rows["session"], final)
+    return pa.array(shares, mask=given.is_null().to_numpy(zero_copy_only=False))
+
+
+def _chunk(sessions: Sessions, name: str) -> pa.Array:
+    column = sessions.table.column(name)
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _steps(sessions: Sessions, last: _TakeRuns) -> pa.Array:
+    """The training step of each row's last turn."""
+    type_ = ROWS.field("step").type
+    if sessions.table.schema.get_field_index("step") < 0:
+        return last.of(pa.nulls(len(sessions.calls), type_))
+    column = _chunk(sessions, "step")
+    if not pa.types.is_integer(column.type) and not pa.types.is_null(column.type):
+        raise SchemaError(f"column 'step' of turns is {column.type}: expected integers")
+    return last.of(column).cast(type_)

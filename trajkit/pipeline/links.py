@@ -6,6 +6,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, canonical
+from trajkit._arrow.ragged import Ints, Longs, Records
 from trajkit._streams.stages import apply, stage
 from trajkit.errors import InvalidTurnsError
 from trajkit.pipeline.routes import ROUTES
@@ -13,9 +14,8 @@ from trajkit.pipeline.routes.links import first_of_session
 from trajkit.policies import ParentBy, Policy
 from trajkit.policies import policy as chosen_policy
 from trajkit.schema import DRIFT, LINK_REASONS, LINKS, SEGMENT_KINDS
-from trajkit.turns.calls import Calls, Ints, Longs, Records, read_calls
-from trajkit.turns.prefix_forest import Forest, grow
 from trajkit.turns.records import as_turns
+from trajkit.turns.sessions import Forest, Sessions
 from trajkit.turns.structs import LINK
 from trajkit.turns.validation import check_table
 
@@ -65,8 +65,8 @@ def link(turns: TableLike, policy: str | Policy = "faithful") -> pa.Table:
     chosen = chosen_policy(policy)
 
     def one(turns: pa.Table) -> pa.Table:
-        calls = read_calls(turns)
-        return links_table(calls, find_links(calls, grow(calls), chosen))
+        calls = Sessions.of(turns)
+        return links_table(calls, find_links(calls, calls.forest, chosen))
 
     return apply(one, turns, table_of=as_turns)
 
@@ -74,7 +74,7 @@ def link(turns: TableLike, policy: str | Policy = "faithful") -> pa.Table:
 link_batches = link.batches
 
 
-def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
+def find_links(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     """The link of every call under a policy, dtype LINK."""
     links = ROUTES[policy.parent_by](calls, forest, policy)
     if policy.chain_order == "recorded":
@@ -86,19 +86,19 @@ def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
     return links
 
 
-def n_by_tokens(calls: Calls, policy: Policy) -> Longs:
+def n_by_tokens(calls: Sessions, policy: Policy) -> Longs:
     """Turns without messages that a route by messages routes by tokens, by session."""
     if policy.parent_by not in BY_MESSAGES:
-        return np.zeros(calls.n_sessions, np.int64)
+        return np.zeros(len(calls), np.int64)
     which = calls.requests["n_keys"] < 0
     if policy.parent_by == "messages" and policy.tie_break == "tokens":
         which |= calls.requests["n_keys"] + calls.requests["shared"] == 0
     if not which.any():
-        return np.zeros(calls.n_sessions, np.int64)
-    return np.bincount(calls.session_of(), which, calls.n_sessions).astype(np.int64)
+        return np.zeros(len(calls), np.int64)
+    return np.bincount(calls.session, which, len(calls)).astype(np.int64)
 
 
-def links_table(calls: Calls, links: Records) -> pa.Table:
+def links_table(calls: Sessions, links: Records) -> pa.Table:
     """The ``links`` table of the calls' links."""
     return pa.Table.from_arrays(
         [
@@ -121,20 +121,20 @@ def links_table(calls: Calls, links: Records) -> pa.Table:
     )
 
 
-def _turns(calls: Calls, index: Ints) -> pa.Array:
+def _turns(calls: Sessions, index: Ints) -> pa.Array:
     """The turn_index of each call, null where the call is -1."""
     none = index < 0
     return pa.array(calls.turn_index[np.where(none, 0, index)], mask=none)
 
 
-def read_linked(turns: pa.Table, links: pa.Table) -> tuple[Calls, Forest, Records]:
+def read_linked(turns: pa.Table, links: pa.Table) -> tuple[Sessions, Forest, Records]:
     """The calls of turns, their forest, and the records of their ``links`` table."""
-    calls = read_calls(turns)
-    forest = grow(calls)
+    calls = Sessions.of(turns)
+    forest = calls.forest
     return calls, forest, read_links(calls, forest, links)
 
 
-def read_links(calls: Calls, forest: Forest, table: pa.Table) -> Records:
+def read_links(calls: Sessions, forest: Forest, table: pa.Table) -> Records:
     """The records of a ``links`` table, which must have one row per turn in the same
     order.
 
@@ -146,12 +146,12 @@ def read_links(calls: Calls, forest: Forest, table: pa.Table) -> Records:
     _check_keys(table, calls.table, "links", rule)
     check_table(table, "links")
     links = np.zeros(len(calls.calls), LINK)
-    session = calls.session_of()
+    session = calls.session
     for name in ("parent", "rewritten_by"):
         column = table.column(name).fill_null(-1)
         links[name] = calls.named(session, column.to_numpy())
     links["order"] = table.column("order").fill_null(-1).to_numpy()
-    beyond = np.flatnonzero(links["order"] >= np.diff(calls.session_offsets)[session])
+    beyond = np.flatnonzero(links["order"] >= np.diff(calls.offsets)[session])
     if len(beyond):
         call = int(beyond[0])
         raise InvalidTurnsError(
@@ -178,7 +178,7 @@ def _check_keys(given: pa.Table, turns: pa.Table, what: str, rule: str) -> None:
         )
 
 
-def read_lcp(calls: Calls, links: Records, table: TableLike) -> None:
+def read_lcp(calls: Sessions, links: Records, table: TableLike) -> None:
     """Replace the measured ``lcp`` of links by those of a ``drift`` table.
 
     Raises InvalidTurnsError unless it has one row per linked turn, in order, with the

@@ -9,14 +9,13 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import chosen_names
-from trajkit._arrow.canonical import is_list, list_parts
+from trajkit._arrow.canonical import is_list
+from trajkit._arrow.ragged import Longs, Ragged, Records, offsets_of, positions
 from trajkit._arrow.take import take_values
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.pipeline.weight_versions import token_versions
 from trajkit.schema import ROWS, TURNS
-from trajkit.turns.calls import Calls, Longs, Records
-from trajkit.turns.flat_buffers import offsets_of, positions
-from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.sessions import Forest, Sessions
 from trajkit.turns.trainability import Bools
 
 WEIGHT_VERSION = "weight_version"
@@ -99,12 +98,15 @@ def _element(turns: pa.Schema, name: str) -> pa.DataType:
     return type_.value_type
 
 
-def _column(calls: Calls, name: str) -> list[pa.Array]:
-    """The chunks of a payload; `WEIGHT_VERSION` is made from weight_versions."""
-    if name in calls.table.column_names:
-        chunks: list[pa.Array] = calls.table.column(name).chunks
-        return chunks
-    return [token_versions(calls)]
+def _column(calls: Sessions, name: str, element: pa.DataType) -> pa.ChunkedArray:
+    """A payload as a column of lists; `WEIGHT_VERSION` is made from weight_versions."""
+    if name not in calls.table.column_names:
+        return pa.chunked_array([token_versions(calls)])
+    column = calls.table.column(name)
+    if isinstance(column.type, pa.FixedShapeTensorType):
+        type_ = pa.large_list(element)
+        column = pa.chunked_array([_as_lists(c, element) for c in column.chunks], type_)
+    return column
 
 
 def _as_lists(tensors: pa.FixedShapeTensorArray, element: pa.DataType) -> pa.Array:
@@ -114,33 +116,28 @@ def _as_lists(tensors: pa.FixedShapeTensorArray, element: pa.DataType) -> pa.Arr
     for size in reversed(tensors.type.shape[1:]):
         flat = pa.FixedSizeListArray.from_arrays(flat, size)
     offsets = offsets_of(np.where(np.asarray(tensors.is_valid()), n, 0))
-    mask = tensors.is_null() if tensors.null_count else None
-    return pa.LargeListArray.from_arrays(
-        pa.array(offsets), flat.cast(element), mask=mask
-    )
+    null = np.asarray(tensors.is_null())
+    return Ragged(flat.cast(element), offsets).to_arrow(null)
 
 
 def with_payloads(
     batch: pa.RecordBatch,
-    calls: Calls,
-    forest: Forest,
+    calls: Sessions,
     planned: Records,
     names: tuple[str, ...],
     ranges: Callable[[Records], PathRanges],
 ) -> pa.RecordBatch:
     """Add payload columns to rows; later ``ranges`` of recorded paths take precedence."""
-    if not names:
-        return batch
     schema = rows_schema(calls.table.schema, names)
     sampled, shown = _sampled(batch, calls, planned), ranges(planned)
     columns = [
-        _Lists.read(calls, name).of_rows(forest, planned, (sampled, shown))
+        _Lists.read(calls, name).of_rows(calls.forest, planned, (sampled, shown))
         for name in names
     ]
     return pa.RecordBatch.from_arrays([*batch.columns, *columns], schema=schema)
 
 
-def _sampled(batch: pa.RecordBatch, calls: Calls, planned: Records) -> PathRanges:
+def _sampled(batch: pa.RecordBatch, calls: Sessions, planned: Records) -> PathRanges:
     """The ranges that the rows' spans name."""
     spans = batch.column("spans").flatten()
     start, stop, turn, first = (
@@ -171,36 +168,19 @@ class _Lists:
     partial: Bools
 
     @classmethod
-    def read(cls, calls: Calls, name: str) -> Self:
+    def read(cls, calls: Sessions, name: str) -> Self:
         """Read a payload column of the calls."""
-        element = _element(calls.table.schema, name)
-        n_calls = len(calls.calls)
-        starts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        values = [pa.array([], element)]
-        known = 0
-        chunks: list[pa.Array] = []
+        element, n_calls = _element(calls.table.schema, name), len(calls.calls)
         if pa.types.is_null(element):
-            starts, lengths = [np.zeros(n_calls, np.int64)], [np.full(n_calls, -1)]
+            lists = Ragged(pa.nulls(0), np.zeros(n_calls + 1, np.int64))
+            length = np.full(n_calls, -1)
         else:
-            chunks = _column(calls, name)
-        for chunk in chunks:
-            if isinstance(chunk.type, pa.FixedShapeTensorType):
-                chunk = _as_lists(chunk, element)
-            offsets, flat = list_parts(chunk)
-            ends = offsets.to_numpy()
-            starts.append(known + ends[:-1])
-            lengths.append(np.where(np.asarray(chunk.is_valid()), np.diff(ends), -1))
-            values.append(flat)
-            known += len(flat)
-        length = np.concatenate(lengths)
+            column = _column(calls, name, element)
+            lists = Ragged.of(column)
+            length = np.where(column.is_valid(), lists.lengths, -1)
         first, partial = _places(calls, name, length)
         return cls(
-            name,
-            pa.concat_arrays(values),
-            np.concatenate(starts),
-            first,
-            np.maximum(length, 0),
-            partial,
+            name, lists.values, lists.offsets[:-1], first, lists.lengths, partial
         )
 
     def of_rows(
@@ -223,9 +203,7 @@ class _Lists:
                 before = self._before(before, forest)
         taken = take_values(self.values, pa.array(at, mask=at < 0), self.name)
         absent = np.full(len(planned), pa.types.is_null(self.values.type))
-        return pa.LargeListArray.from_arrays(
-            pa.array(offsets), taken, mask=pa.array(absent)
-        )
+        return Ragged(taken, offsets).to_arrow(absent)
 
     def _lay(self, at: Longs, offsets: Longs, run: PathRanges, valid: Bools) -> None:
         """Assign elements to tokens that have none; the last of several ranges counts."""
@@ -253,69 +231,41 @@ class _Lists:
         )
 
 
-def _places(calls: Calls, name: str, length: Longs) -> tuple[Longs, Bools]:
-    """The position of each list's first element, and whether the list is partial.
+def _places(calls: Sessions, name: str, length: Longs) -> tuple[Longs, Bools]:
+    """The position of each list's first element, and whether elements come before it.
 
-    If a length is ambiguous, the other lists of the session decide.
+    A list without a start has an element per output id, or per prompt and output id.
     """
-    prompt, held = calls.calls["prompt_len"], calls.path_len
-    own = calls.calls["own_start"]
-    session = calls.session_of()
-
-    def style(which: Bools) -> Bools:
-        found: Bools = (np.bincount(session, which, calls.n_sessions) > 0)[session]
-        return found
-
-    output, whole = length == calls.calls["out_len"], length == held
-    short = (length == held - 1) & (length >= 0)
-    in_delta = (own > 0) & (length >= 0)
-    new, new_short = (in_delta & (length == n) for n in (held - own, held - own - 1))
-    plain = output | whole | short
-    delta = style((new | new_short) & ~plain)
-    lacks_last = style((short & ~whole & ~output) | (new_short & ~new & ~plain))
-    if name == "routed_experts":  # never of the output ids alone if it may be of more
-        delta, lacks_last = delta | new | new_short, lacks_last | short | new_short
-    meanings = [
-        whole,
-        delta & lacks_last & new_short,
-        delta & (new | (new_short & ~output)),
-        lacks_last & short,
-        output,
-        short,
-    ]
-    zero = np.zeros_like(own)
-    first = np.select(meanings, [zero, own, own, zero, prompt, zero], -1)
-    partial = ~whole & delta & (new | new_short) & (first == own)
-    first, partial = _given_starts(calls, name, length, first, partial)
+    n_prompt, n_path = calls.calls["prompt_len"], calls.path_len
+    first = np.select(
+        [length == n_path, length == calls.calls["out_len"]],
+        [np.zeros_like(n_prompt), n_prompt],
+        -1,
+    )
+    given = np.zeros(len(first), np.bool_)
+    if name + _START in calls.table.column_names:
+        column = calls.table.column(name + _START)
+        if not pa.types.is_integer(column.type) and not pa.types.is_null(column.type):
+            raise SchemaError(f"{name}{_START} is {column.type}: expected integers")
+        given = column.is_valid().to_numpy()
+        starts = column.cast(pa.int64()).fill_null(0).to_numpy()
+        bad = np.flatnonzero(given & ((starts < 0) | (starts + length > n_path)))
+        if len(bad):
+            call = int(bad[0])
+            raise InvalidTurnsError(
+                f"{calls.place(call)}: {name}{_START} is {starts[call]} and {name} has "
+                f"{max(length[call], 0)} elements: they must fit into the "
+                f"{n_path[call]} ids of prompt and output"
+            )
+        first = np.where(given, starts, first)
     bad = np.flatnonzero((length >= 0) & (first < 0))
     if len(bad):
         call = int(bad[0])
         raise InvalidTurnsError(
             f"{calls.place(call)}: payload {name!r} has {length[call]} elements: "
-            f"expected {calls.calls['out_len'][call]} (output ids), {held[call]} "
-            f"(prompt and output ids), or {held[call] - 1}. For another range, give the "
-            f"position of its first element in the column {name}{_START}"
+            f"expected {calls.calls['out_len'][call]} (output ids) or {n_path[call]} "
+            "(prompt and output ids). For another range, give the position of its first "
+            f"element in the column {name}{_START}: 0 for routed experts of all ids but "
+            "the last"
         )
-    return np.maximum(first, 0), partial & (length >= 0)
-
-
-def _given_starts(
-    calls: Calls, name: str, length: Longs, first: Longs, partial: Bools
-) -> tuple[Longs, Bools]:
-    """The result of `_places`, with the starts that the turns give."""
-    if name + _START not in calls.table.column_names:
-        return first, partial
-    column = calls.table.column(name + _START)
-    if not pa.types.is_integer(column.type) and not pa.types.is_null(column.type):
-        raise SchemaError(f"{name}{_START} is {column.type}: expected integers")
-    given = column.is_valid().to_numpy()
-    starts = column.cast(pa.int64()).fill_null(0).to_numpy()
-    bad = np.flatnonzero(given & ((starts < 0) | (starts + length > calls.path_len)))
-    if len(bad):
-        call = int(bad[0])
-        raise InvalidTurnsError(
-            f"{calls.place(call)}: {name}{_START} is {starts[call]} and {name} has "
-            f"{max(length[call], 0)} elements: they must fit into the "
-            f"{calls.path_len[call]} ids of prompt and output"
-        )
-    return np.where(given, starts, first), np.where(given, starts > 0, partial)
+    return np.maximum(first, 0), given & (first > 0) & (length >= 0)

@@ -7,13 +7,12 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arrow.buffers import pooled
+from trajkit._arrow.ragged import Ints, Longs, Records
 from trajkit._kernel_names import numbers
 from trajkit.policies import DRIFT_ACTIONS, TRAINING_ROWS, Policy
 from trajkit.schema import REPORT
 from trajkit.turns.call_order import by_creation
-from trajkit.turns.calls import Calls, Ints, Longs, Records
-from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.sessions import Sessions
 from trajkit.turns.structs import CHOICES, ROW
 
 COUNTS = tuple(REPORT.names[REPORT.names.index("turns") :])
@@ -49,7 +48,8 @@ def choices_of(policy: Policy, max_tokens: int) -> Records:
         "fork_threshold": policy.fork_threshold,
         "max_tokens": max_tokens,
         "max_rows": NO_LIMIT if policy.max_rows is None else policy.max_rows,
-        "on_drift": DRIFT_ACTIONS[policy.on_drift],
+        # spliced rows are planned of calls without drift
+        "on_drift": DRIFT_ACTIONS.get(policy.on_drift, DRIFT_ACTIONS["fork"]),
         "train_in": TRAINING_ROWS[policy.train_in],
         "keep_prefix": policy.keep_prefix,
         "keep_untrained": policy.keep_untrained,
@@ -65,31 +65,23 @@ def choices_of(policy: Policy, max_tokens: int) -> Records:
 
 
 def plan_rows(
-    calls: Calls, forest: Forest, links: Records, policy: Policy, max_tokens: int
+    sessions: Sessions, links: Records, policy: Policy, max_tokens: int
 ) -> Plan:
     """The rows of links whose ``lcp`` is known."""
-    n_calls = len(calls.calls)
-    rows, owners = pooled(n_calls, ROW), np.empty(n_calls, np.int32)
-    counts = np.zeros((calls.n_sessions, len(COUNTS)), np.int64)
+    n_calls = len(links)
+    rows, owners = np.empty(n_calls, ROW), np.empty(n_calls, np.int32)
+    counts = np.zeros((len(sessions.ids), len(COUNTS)), np.int64)
     main = policy.row_selection == "main"
     n_rows = _core.plan_rows(
-        forest.paths,
+        sessions.forest.paths,
         links,
         choices_of(policy, max_tokens),
-        by_creation(calls) if main else np.empty(0, np.int32),
+        by_creation(sessions) if main else np.empty(0, np.int32),
         owners,
         rows,
         counts,
     )
     return Plan(rows[:n_rows], counts, owners)
-
-
-def row_offsets(rows: Records) -> Longs:
-    """Offsets of the rows' tokens, spans and turns, shape (3, n_rows + 1)."""
-    offsets = np.zeros((3, len(rows) + 1), np.int64)
-    np.subtract(rows["n_tokens"], rows["stored"], out=offsets[0, 1:])
-    offsets[1, 1:], offsets[2, 1:] = rows["n_spans"], rows["n_calls"]
-    return offsets.cumsum(axis=1)
 
 
 def report_batch(facts: pa.RecordBatch, plan: Plan) -> pa.RecordBatch:

@@ -1,25 +1,19 @@
 """The column ``mm_items`` of rows: the images that a row has from its calls' prompts."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.ragged import offsets_of, positions
 from trajkit.pipeline.payloads import PathRanges
 from trajkit.schema import MM_ITEM, ROWS
-from trajkit.turns.calls import Calls
-from trajkit.turns.flat_buffers import offsets_of, positions
-from trajkit.turns.images import has_items
+from trajkit.turns.sessions import Sessions
 
 _TYPE = ROWS.field("mm_items").type
 
 
-def row_items(calls: Calls, n_rows: int, ranges: Callable[[], PathRanges]) -> pa.Array:
+def row_items(calls: Sessions, n_rows: int, shown: PathRanges) -> pa.Array:
     """The items that start in ranges of the rows, with their positions in the row."""
-    if not has_items(calls.table):
-        return pa.nulls(n_rows, _TYPE)
-    shown = ranges()
     lists = calls.table.column("mm_items").combine_chunks()
     items = lists.flatten()
     call = pc.list_parent_indices(lists).to_numpy().astype(np.int64)

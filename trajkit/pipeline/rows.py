@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice, chosen_int
 from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.ragged import Records
 from trajkit._arrow.take import empty_batch
 from trajkit._streams import limits
 from trajkit._streams.session_batches import whole_sessions
@@ -36,12 +37,11 @@ from trajkit.pipeline.plan import plan_rows, report_batch
 from trajkit.pipeline.splice import splice
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.schema import REPORT, ROWS_SUFFIX
-from trajkit.turns.calls import Calls, Records, read_calls
-from trajkit.turns.prefix_forest import grow
+from trajkit.schema import REPORT, ROWS, ROWS_SUFFIX
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, errored, session_facts
-from trajkit.turns.table import Turns, locate, runs_of
+from trajkit.turns.sessions import Sessions
+from trajkit.turns.structs import STOPS
 from trajkit.turns.trainability import check_logprobs, without_aborted
 
 Made: TypeAlias = tuple[Iterable[pa.RecordBatch], pa.RecordBatch | None]
@@ -105,15 +105,13 @@ def linearize(
         rewards per token. Each turn has null or a list, whose elements have any type
         and belong to
 
-        - the output ids,
-        - the prompt and output ids, or all of them but the last (engines return routed
-          experts so),
-        - in delta form: the suffix and output ids, or all of them but the last,
+        - the output ids, or the prompt and output ids, if it is as long,
         - any range of the prompt and output ids, if the integer column ``<name>_start``
-          gives the position of the first.
+          gives the position of the first: 0 for the routed experts of all ids but the
+          last, as engines return them. Elements before it come from the earlier turn
+          that shares the longest prefix.
 
-        In the last two cases, earlier elements come from the earlier turn that shares
-        the longest prefix. A `pyarrow.FixedShapeTensorType` column is a list along its
+        A `pyarrow.FixedShapeTensorType` column is a list along its
         first axis. ``weight_version`` does not need a column: by default it names the
         weights that sampled each token, from ``weight_versions``.
 
@@ -247,7 +245,7 @@ def linearize_batches(
 
     def made() -> Batches:
         for table in whole_sessions(batches_of(batches, _unread(work.policy))):
-            parts, schema = work.made(locate(table))
+            parts, schema = work.made(Sessions.of(table))
             for rows, counts in parts:
                 if report is not None:
                     report.append(counts)
@@ -281,16 +279,18 @@ def _rows(made: list[Made], schema: pa.Schema) -> pa.Table:
 
 
 def _given_links(
-    calls: Calls, policy: Policy, links: TableLike | None, drift: TableLike | None
+    sessions: Sessions,
+    policy: Policy,
+    links: TableLike | None,
+    drift: TableLike | None,
 ) -> Records:
     """The caller's links and drift, with the missing part computed."""
-    forest = grow(calls)
     if links is None:
-        records = find_links(calls, forest, policy)
+        records = find_links(sessions, sessions.forest, policy)
     else:
-        records = read_links(calls, forest, as_table(links))
+        records = read_links(sessions, sessions.forest, as_table(links))
     if drift is not None:
-        read_lcp(calls, records, as_table(drift))
+        read_lcp(sessions, records, as_table(drift))
     return records
 
 
@@ -324,98 +324,101 @@ class _Work:
     ) -> _Work:
         """Check the options of `linearize`."""
         chosen = named_policy(policy)
-        check_choice("layout", layout, Layout)
+        if layout != "full":
+            check_choice("layout", layout, Layout)
         cap, n_threads = _NO_CAP, os.cpu_count() or 1
         if max_row_tokens is not None:
             cap = chosen_int("max_row_tokens", max_row_tokens, 1)
         if threads is not None:
             n_threads = chosen_int("threads", threads, 1)
-        facts, names = session_facts(reward, sessions), payload_names(payloads)
+        facts = session_facts(reward, sessions)
+        names = payload_names(payloads) if payloads != () else ()
         if names and layout == "suffix":
             raise ArgumentError("payloads need layout='full': layout is 'suffix'")
         return cls(chosen, facts, cap, names, layout == "suffix", n_threads)
 
     def made(
         self,
-        turns: TableLike | Turns | Calls,
+        turns: TableLike | Sessions,
         links: TableLike | None = None,
         drift: TableLike | None = None,
     ) -> tuple[list[Made], pa.Schema]:
-        """The rows and reports of the parts of a table, and the schema of the rows.
-
-        `Calls` are one part; a table is cut into parts for the threads.
-        """
-        if isinstance(turns, Calls):
-            return [self(turns, None)], self._schema(turns.table.schema)
-        if not isinstance(turns, Turns):
-            turns = locate(as_turns(turns, _unread(self.policy)))
+        """The rows and reports of the parts of a table, and the schema of the rows."""
+        if not isinstance(turns, Sessions):
+            turns = Sessions.of(as_turns(turns, _unread(self.policy)))
+        parts = turns.cut(self.n_threads)
         given = None
         if links is not None or drift is not None:
-            given = _given_links(read_calls(turns), self.policy, links, drift)
-        return self._spread(turns, given), self._schema(turns.table.schema)
+            given = _given_links(turns, self.policy, links, drift)
+        return self._spread(turns, parts, given), self._schema(turns.table.schema)
 
     def _schema(self, turns: pa.Schema) -> pa.Schema:
         """The schema of rows from turns with this schema."""
-        return ROWS_SUFFIX if self.suffix else rows_schema(turns, self.payloads)
+        if self.payloads:
+            return rows_schema(turns, self.payloads)
+        return ROWS_SUFFIX if self.suffix else ROWS
 
-    def _spread(self, turns: Turns, links: Records | None) -> list[Made]:
-        """Make the turns' parts, on several threads."""
-        finer = limits.DELTA_PART_FACTOR if turns.is_delta else 1
-        largest, brought = limits.PART_TOKENS // finer, turns.brought
-        if self.n_threads > 1:
-            fair = int(brought.sum()) // self.n_threads
-            largest = min(max(fair, limits.MIN_PART_TOKENS // finer), largest)
+    def _spread(
+        self, sessions: Sessions, parts: list[tuple[int, int]], links: Records | None
+    ) -> list[Made]:
+        """Make the rows of each part, on several threads."""
 
         def part(bounds: tuple[int, int]) -> Made:
             here = None
             if links is not None:
-                lo, hi = (int(turns.offsets[s]) for s in bounds)
+                lo, hi = (int(sessions.offsets[s]) for s in bounds)
                 here = links[lo:hi].copy()
                 for name in ("parent", "rewritten_by"):
                     here[name][here[name] >= 0] -= lo
-            return self(read_calls(turns.sessions(*bounds)), here)
+            return self(sessions.part(*bounds), here)
 
-        return parallel_map(part, list(runs_of(brought, largest)), self.n_threads)
+        if len(parts) == 1:
+            return [self(sessions, links)]
+        return parallel_map(part, parts, self.n_threads)
 
-    def __call__(self, calls: Calls, links: Records | None) -> Made:
+    def __call__(self, sessions: Sessions, links: Records | None) -> Made:
         """The rows of complete sessions, and their report if requested."""
-        facts = self.facts.of_calls(calls)
-        if facts.column("error").null_count < calls.n_sessions:
-            calls = calls.mask_sessions(errored(facts))
-        calls, aborted = without_aborted(calls, self.policy)
-        check_logprobs(calls, self.policy)
-        forest = grow(calls)
+        facts, policy = self.facts.of_sessions(sessions), self.policy
+        if facts.column("error").null_count < len(sessions.ids):
+            sessions = sessions.untrained(errored(facts)[sessions.session])
+        aborted = np.zeros(len(sessions.ids), np.int64)
+        may_abort = not policy.train_aborted
+        if may_abort and (sessions.calls["stop"] == STOPS["abort"]).any():
+            sessions, aborted = without_aborted(sessions)
+        if policy.missing_logprobs == "raise":
+            check_logprobs(sessions)
         if links is None:
-            links = find_links(calls, forest, self.policy)
-        trees = forest
+            links = find_links(sessions, sessions.forest, policy)
+        made, spliced = sessions, None
         ranges: Callable[[Records], PathRanges] = PathRanges.of_paths
-        if self.policy.on_drift == "splice":
-            spliced = splice(calls, forest, links, self.policy)
-            trees, links, ranges = spliced.forest, spliced.links, spliced.ranges
-        plan = plan_rows(calls, trees, links, self.policy, self.cap)
+        if policy.on_drift == "splice":
+            spliced = splice(sessions, links, policy)
+            made, links, ranges = spliced.sessions, spliced.links, spliced.ranges
+        plan = plan_rows(made, links, policy, self.cap)
+        if spliced is not None:
+            spliced.finish(plan, policy)
         report = None
         if self.reports:
             plan.counted("lost_untrainable")[:] -= aborted
             plan.counted("lost_aborted")[:] += aborted
-            plan.counted("turns_by_tokens")[:] = n_by_tokens(calls, self.policy)
+            plan.counted("turns_by_tokens")[:] = n_by_tokens(sessions, policy)
             report = report_batch(facts, plan)
         if not self.fills:
             return [], report
         written = row_batches(
-            calls,
-            trees,
-            links,
-            self.policy,
-            self.cap,
-            plan,
-            facts,
-            ranges,
-            suffix=self.suffix,
+            made, links, policy, self.cap, plan, facts, ranges, suffix=self.suffix
         )
-        batches = (
-            with_payloads(batch, calls, forest, planned, self.payloads, ranges)
-            for planned, batch in written
-        )
+        if spliced is not None and len(spliced.dropped):
+            written = (
+                (planned, spliced.with_dropped(batch, planned))
+                for planned, batch in written
+            )
+        batches: Iterable[pa.RecordBatch] = (batch for _, batch in written)
+        if self.payloads:
+            batches = (
+                with_payloads(batch, sessions, planned, self.payloads, ranges)
+                for planned, batch in written
+            )
         huge = (
             int((plan.rows["n_tokens"] - plan.rows["stored"]).sum())
             > limits.HELD_ROW_TOKENS

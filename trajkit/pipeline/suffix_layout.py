@@ -8,17 +8,23 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow.canonical import TableLike, canonical_rows, rows_schema
+from trajkit._arrow.ragged import (
+    Ints,
+    Longs,
+    Ragged,
+    lengths,
+    offsets_of,
+    positions,
+    runs_of,
+)
 from trajkit._arrow.reshape import Columns, check_no_clash, replace_columns
 from trajkit._arrow.take import list_values, row_lengths
 from trajkit._streams import limits
 from trajkit._streams.stages import apply, stage
 from trajkit.schema import ROWS, ROWS_SUFFIX
-from trajkit.turns.calls import Ints, Longs
-from trajkit.turns.flat_buffers import Ragged, ids_of, offsets_of, positions
-from trajkit.turns.prefix_forest import grow_paths
+from trajkit.turns.sessions import Forest, run_starts
 from trajkit.turns.structs import CALL
-from trajkit.turns.table import runs_of
-from trajkit.turns.turn_rules import lengths, lookup, nulls, run_starts
+from trajkit.turns.turn_rules import lookup, nulls
 from trajkit.turns.validation import check_layout
 
 
@@ -147,7 +153,7 @@ def _full_columns(table: pa.Table) -> Columns:
 
 def _paths(rows: pa.Table) -> tuple[Longs, _core.CallForest, Ragged]:
     """Lengths of rows in the suffix layout, the rows as paths, and what these refer to."""
-    suffixes = ids_of(rows.column("suffix_ids"))
+    suffixes = Ragged.of(rows.column("suffix_ids"), -1)
     start = rows.column("suffix_start").to_numpy().astype(np.int64)
     paths = np.zeros(rows.num_rows, CALL)
     paths["own"] = suffixes.values.ctypes.data + 4 * suffixes.offsets[:-1]
@@ -156,7 +162,7 @@ def _paths(rows: pa.Table) -> tuple[Longs, _core.CallForest, Ragged]:
     parents = lookup(rows, "row_index", rows.column("parent_row"))[0]
     paths["base"] = np.where(start > 0, parents, -1)
     sessions = np.append(run_starts(rows), rows.num_rows).astype(np.int64)
-    return start + suffixes.lengths, grow_paths(paths, sessions).paths, suffixes
+    return start + suffixes.lengths, Forest.of(paths, sessions).paths, suffixes
 
 
 def _per_token(table: pa.Table, offsets: Longs, ids: Ints) -> Columns:
@@ -178,7 +184,7 @@ def _per_token(table: pa.Table, offsets: Longs, ids: Ints) -> Columns:
 
 def _suffix_columns(table: pa.Table) -> Columns:
     """The columns that only `ROWS_SUFFIX` has."""
-    ids = ids_of(table.column("input_ids"))
+    ids = Ragged.of(table.column("input_ids"), -1)
     mask = _marks(table.column("loss_mask"))
     # position of each row's first trained token, or its end
     trained = np.append(np.flatnonzero(mask), len(mask))

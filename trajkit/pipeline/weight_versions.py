@@ -1,14 +1,15 @@
 """The weights that sampled each token, for turns and rows."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.ragged import Ints, Longs, Records, offsets_of, positions
 from trajkit.schema import ROW_VERSIONS
-from trajkit.turns.calls import Calls, Ints, Longs, Records
-from trajkit.turns.flat_buffers import offsets_of, positions
+from trajkit.turns.sessions import Sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,9 @@ class Versions:
     stops: Longs
 
     @classmethod
-    def of(cls, calls: Calls) -> "Versions | None":
-        """The entries of the calls; None if no call has any."""
-        column = calls.table.column("weight_versions")
-        if column.null_count == len(column):
-            return None
-        lists = column.combine_chunks()
+    def of(cls, calls: Sessions) -> Self:
+        """The entries of the calls."""
+        lists = calls.table.column("weight_versions").combine_chunks()
         pieces = lists.flatten()
         call = pc.list_parent_indices(lists).to_numpy().astype(np.int64)
         start, stop = (
@@ -47,7 +45,7 @@ class Versions:
 
 
 def row_versions(
-    calls: Calls, rows: Records, offsets: Longs, spans: Ints
+    calls: Sessions, rows: Records, offsets: Longs, spans: Ints
 ) -> pa.StructArray:
     """The column ``weight_versions`` of rows, from the offsets and the fields of their
     spans.
@@ -56,8 +54,6 @@ def row_versions(
     n_spans).
     """
     n_rows, versions = len(rows), Versions.of(calls)
-    if versions is None:
-        return pa.nulls(n_rows, ROW_VERSIONS)
     start, stop, turn, out_start, out_stop = spans.astype(np.int64)
     row = np.repeat(np.arange(n_rows), np.diff(offsets))
     call = calls.named(rows["session"][row], turn)
@@ -75,14 +71,11 @@ def row_versions(
     )
 
 
-def token_versions(calls: Calls) -> pa.LargeListArray:
+def token_versions(calls: Sessions) -> pa.LargeListArray:
     """The weights that sampled each output token of each call, null if unknown."""
     n_calls, out_len = len(calls.calls), calls.calls["out_len"]
     offsets, versions = offsets_of(out_len), Versions.of(calls)
-    if versions is None:
-        names = pa.nulls(int(offsets[-1]), pa.string())
-    else:
-        call = np.repeat(np.arange(n_calls), out_len)
-        piece = versions.piece_of(call, positions(np.zeros_like(out_len), out_len))
-        names = versions.names.take(pa.array(piece, mask=piece < 0))
+    call = np.repeat(np.arange(n_calls), out_len)
+    piece = versions.piece_of(call, positions(np.zeros_like(out_len), out_len))
+    names = versions.names.take(pa.array(piece, mask=piece < 0))
     return pa.LargeListArray.from_arrays(pa.array(offsets), names)

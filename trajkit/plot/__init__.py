@@ -1,7 +1,7 @@
-"""Pictures of sessions and runs: SVG, or matplotlib figures (extra ``plot``).
+"""Pictures of sessions and runs as matplotlib figures (extra ``plot``).
 
-For turns, policies, sessions and rows that they cannot take, the functions raise what
-`trajkit.linearize` and `trajkit.verify` raise.
+For turns, policies and sessions that they cannot take, the functions raise what
+`trajkit.linearize` raises.
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,5 @@ from trajkit._lazy import lazy_names
 if TYPE_CHECKING:
     from trajkit.plot.figures import swimlanes as swimlanes
     from trajkit.plot.figures import tokens as tokens
-    from trajkit.plot.session_svg import forest as forest
-    from trajkit.plot.timeline import trace as trace
 else:
     __getattr__, __dir__ = lazy_names(__name__)

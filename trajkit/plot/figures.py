@@ -6,7 +6,7 @@ is not installed, and for its tables what the function that makes them raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ import numpy.typing as npt
 from trajkit._arrow.canonical import TableLike
 from trajkit.analysis.colors import MUTED, OUTPUTS, ROLES, TEXT, TIMES
 from trajkit.errors import ArgumentError
-from trajkit.plot.markup import printable, words
 from trajkit.plot.timeline import Slice, slices_of
 from trajkit.plot.turn_tokens import session_tokens
 from trajkit.policies import Policy
@@ -121,6 +120,8 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
         lanes.setdefault(one.session_id, []).append(one)
     n = len(lanes)
     with _figure(f"{n:,} session{'s' * (n != 1)} over time") as figure:
+        from matplotlib.patches import Patch
+
         figure.set_size_inches(10, min(1.5 + 0.3 * n, 40))
         ax = figure.subplots()
         for y, own in enumerate(lanes.values()):
@@ -134,13 +135,14 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
                 ax.broken_barh(line, place, color=TIMES[kind])
         ax.set(xlabel="seconds since the run began", ylim=(n - 0.5, -0.5))
         step = -(-n // 120)
-        names = [printable(name) for name in lanes]
+        names = [_printable(name) for name in lanes]
         ax.set_yticks(range(0, n, step), names[::step])
         ax.margins(x=0.01)
         labels = {
             f"{kind} {seconds[kind]:,.1f} s": color for kind, color in TIMES.items()
         }
-        _legend(figure, labels, set(labels))
+        handles = [Patch(color=color, label=label) for label, color in labels.items()]
+        figure.legend(handles=handles, loc="outside lower left", ncols=7)
     return figure
 
 
@@ -161,12 +163,11 @@ def _figure(title: str) -> Iterator[Figure]:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ArgumentError(
-            "this picture needs matplotlib: pip install 'trajkit[plot]'. `forest` and "
-            "`trace` work without it"
+            "this picture needs matplotlib: pip install 'trajkit[plot]'"
         ) from error
     with mpl.rc_context(_STYLE):
         figure = Figure(layout="constrained")
-        figure.suptitle(printable(title), x=0.01, ha="left")
+        figure.suptitle(_printable(title), x=0.01, ha="left")
         yield figure
 
 
@@ -175,37 +176,22 @@ Counts = dict[str, npt.NDArray[Any]]
 
 def _stacks(ax: Axes, counts: Counts, colors: dict[str, str]) -> None:
     """A stacked bar per turn, and a legend of the kinds that occur."""
-    _bars(ax.bar, counts, colors, 0.9)
+    base: npt.NDArray[Any] = np.zeros(1)
+    for kind, of in counts.items():
+        if of.sum():
+            label = f"{_words(kind)} {of.sum():,.0f}"
+            ax.bar(range(len(of)), of, 0.9, base, color=colors[kind], label=label)
+            base = base + of
     if ax.has_data():
         ax.legend(loc="upper left", bbox_to_anchor=(1, 1), title="over all turns")
     ax.yaxis.set_major_formatter("{x:,.0f}")
 
 
-def _bars(
-    draw: Callable[..., Any], counts: Counts, colors: dict[str, str], width: float = 0.8
-) -> None:
-    """Stacked bars of ``Axes.bar`` or ``Axes.barh``."""
-    base: npt.NDArray[Any] = np.zeros(1)
-    for kind, of in counts.items():
-        if of.sum():
-            label = f"{words(kind)} {of.sum():,.0f}"
-            draw(range(len(of)), of, width, base, color=colors[kind], label=label)
-            base = base + of
+def _words(name: str) -> str:
+    """A name of the schema as words."""
+    return name.replace("_", " ")
 
 
-def _note(ax: Axes, text: str) -> None:
-    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", color=MUTED)
-    ax.set(xticks=[], yticks=[])
-
-
-def _legend(figure: Figure, colors: dict[str, str], shown: set[str]) -> None:
-    """A legend below the axes, of the kinds that occur."""
-    from matplotlib.patches import Patch
-
-    handles = [
-        Patch(color=color, label=words(kind))
-        for kind, color in colors.items()
-        if kind in shown
-    ]
-    if handles:
-        figure.legend(handles=handles, loc="outside lower left", ncols=7)
+def _printable(text: str) -> str:
+    """The text with U+FFFD for each character that is not printable, as XML has none."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)

@@ -1,6 +1,5 @@
-"""What sessions spend their time on, and `trace`: the same for Perfetto."""
+"""What sessions spend their time on."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -78,56 +77,6 @@ def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice
             if turn is not None or start < stop
         ]
     return slices
-
-
-def trace(turns: TableLike, sessions: TableLike | None = None) -> str:
-    """The times of a run as a Chrome trace, which https://ui.perfetto.dev opens.
-
-    A session is a process. Its threads are its calls at the engine, one per lane of calls
-    that overlap, and its waiting.
-
-    Parameters
-    ----------
-    turns, sessions : table
-        As for `trajkit.plot.swimlanes`.
-
-    Returns
-    -------
-    str
-        JSON: "X" events in microseconds, and names of processes and threads.
-
-    References
-    ----------
-    Trace Event Format, "JSON Object Format", "Complete Events", "Metadata Events".
-    """
-    numbers: dict[str, int] = {}
-    threads: dict[tuple[int, int], str] = {}
-    events = []
-    for one in slices_of(turns, sessions):
-        process = numbers.setdefault(one.session_id, len(numbers) + 1)
-        generates = one.turn_index is not None
-        thread = one.lane + 1 if generates else 0
-        threads[process, thread] = f"calls {thread}" if generates else "between calls"
-        events.append(
-            {
-                "name": f"turn {one.turn_index}" if generates else one.kind,
-                "cat": one.kind,
-                "ph": "X",
-                "pid": process,
-                "tid": thread,
-                "ts": round(one.start * 1e6),
-                "dur": round((one.stop - one.start) * 1e6),
-            }
-        )
-    names: list[dict[str, object]] = [
-        {"name": "process_name", "ph": "M", "pid": number, "args": {"name": name}}
-        for name, number in numbers.items()
-    ]
-    names += [
-        {"name": "thread_name", "ph": "M", "pid": p, "tid": t, "args": {"name": name}}
-        for (p, t), name in threads.items()
-    ]
-    return json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"})
 
 
 def _rollouts(sessions: TableLike | None) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -18,8 +18,8 @@ from trajkit.pipeline.links import link
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.turns.attribution import SessionCalls
-from trajkit.turns.calls import read_calls
 from trajkit.turns.records import as_turns
+from trajkit.turns.sessions import Sessions
 
 _ROLE_NAMES = [*ROLES]
 _OTHER, _ASSISTANT = _ROLE_NAMES.index("other"), _ROLE_NAMES.index("assistant")
@@ -74,7 +74,7 @@ def _roles(
     A token without attribution has the role that it has in the parent's path, as far as
     the prompt repeats that path.
     """
-    calls = read_calls(session)
+    calls = Sessions.of(session)
     attributed = SessionCalls(calls)
     parents = {
         line["turn_index"]: (indices.index(line["parent"]), line["lcp"])

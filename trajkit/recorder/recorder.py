@@ -27,7 +27,7 @@ from trajkit.recorder.session import (
 )
 from trajkit.turns.messages import check_text
 from trajkit.turns.session_metadata import Reward, one_session
-from trajkit.turns.table import Turns
+from trajkit.turns.sessions import Sessions
 
 OnInvalid: TypeAlias = Literal["raise", "reject"]
 
@@ -507,8 +507,7 @@ class Recorder:
             if not (reads_turns(chosen) or arguments.get("payloads")):
                 source = session.as_calls(session_id)
             if source is None:
-                turns, ids = session.turns(session_id), pa.array([session_id])
-                source = Turns(turns, np.array([0, len(turns)]), ids)
+                source = Sessions.of(session.turns(session_id))
             result = make(source, chosen, **arguments)
             if forget:
                 self._forget(session, session_id)

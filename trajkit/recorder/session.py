@@ -13,10 +13,9 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow.export import Column, record_batch
+from trajkit._arrow.ragged import Ints, Longs, Records, offsets_of
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import KEY_BYTES, TURNS_DELTA
-from trajkit.turns.calls import Calls, Ints, Longs, Records
-from trajkit.turns.flat_buffers import offsets_of
 from trajkit.turns.messages import (
     Encoded,
     MessageBook,
@@ -39,6 +38,7 @@ from trajkit.turns.records import (
     value_column,
 )
 from trajkit.turns.session_metadata import OF_TURNS
+from trajkit.turns.sessions import Sessions
 from trajkit.turns.structs import REQUEST, STOPS
 from trajkit.turns.turn_rules import MAX_LOGPROB, NO_LOGPROB, Bools
 
@@ -461,7 +461,7 @@ class Recording:
         self.valid: list[npt.NDArray[np.uint8] | None] = []
         # by call: its values of the columns `METADATA`
         self.metadata: list[tuple[object, ...]] = []
-        # the forest of paths (turns.prefix_forest), grown call by call
+        # the forest of paths (turns.sessions.Forest), grown call by call
         self.paths = _core.Growth(_SHORT)
         self.message_log = MessageLog()
         # the session's id as an array
@@ -520,7 +520,7 @@ class Recording:
                 n_messages = 0
         return turn, n_tokens, n_messages
 
-    def as_calls(self, name: str) -> Calls | None:
+    def as_calls(self, name: str) -> Sessions | None:
         """The calls as a policy reads them that compares messages by their values.
 
         It costs a fraction of making `turns` and reading them. Returns None if that is
@@ -543,7 +543,9 @@ class Recording:
         table = pa.Table.from_arrays(arrays, schema=schema)
         requests, keys, roles = self.message_log.requests(n_calls)
         turn_index, offsets = np.arange(n_calls, dtype=np.int32), np.array([0, n_calls])
-        return Calls(table, calls, requests, offsets, self.id, turn_index, keys, roles)
+        return Sessions(
+            table, self.id, offsets, turn_index, calls, requests, keys, roles
+        )
 
     def turns(self, name: str) -> pa.Table:
         """The calls so far: `trajkit.schema.TURNS_DELTA`, then the extra columns.

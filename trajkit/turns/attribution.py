@@ -16,7 +16,7 @@ import pyarrow as pa
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import canonical
 from trajkit.schema import ATTRIBUTION, KEY_BYTES
-from trajkit.turns.calls import Calls
+from trajkit.turns.sessions import Sessions
 
 Ints: TypeAlias = npt.NDArray[np.int32]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -56,7 +56,7 @@ class Rendered:
 class SessionCalls:
     """The calls of one session, with their attribution."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Sessions) -> None:
         self.table = canonical(calls.table, ATTRIBUTION).combine_chunks()
         self.turn_index = calls.turn_index
         self.base = calls.calls["base"]

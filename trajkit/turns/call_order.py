@@ -4,21 +4,22 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.ragged import Ints, Longs
 from trajkit.errors import SchemaError
-from trajkit.turns.calls import Calls, Ints, Longs
+from trajkit.turns.sessions import Sessions
 
 
-def by_prompt(calls: Calls) -> Ints:
+def by_prompt(calls: Sessions) -> Ints:
     """The calls of each session, shortest prompt first, then by request_id.
 
     ``request_id`` is an optional column of ``turns``; calls without one follow those
     that have one, in the order of turns. Raises SchemaError if its type has no order.
     """
-    keys = [_ranks(calls, "request_id"), calls.calls["prompt_len"], calls.session_of()]
+    keys = [_ranks(calls, "request_id"), calls.calls["prompt_len"], calls.session]
     return np.lexsort(keys).astype(np.int32)
 
 
-def by_creation(calls: Calls) -> Ints:
+def by_creation(calls: Sessions) -> Ints:
     """The rank of each call by ``started_at``, then ``request_id``, then turn.
 
     Both are optional columns of ``turns``. Ranks are over all sessions. Raises
@@ -31,7 +32,7 @@ def by_creation(calls: Calls) -> Ints:
     return ranks
 
 
-def _ranks(calls: Calls, name: str) -> Longs:
+def _ranks(calls: Sessions, name: str) -> Longs:
     """Number of smaller values in the column, by row; nulls come last."""
     if name not in calls.table.column_names:
         return np.zeros(len(calls.calls), np.int64)

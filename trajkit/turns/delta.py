@@ -8,8 +8,9 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.buffers import pooled
 from trajkit._arrow.canonical import TableLike, canonical, place, turns_schema
+from trajkit._arrow.export import pooled
+from trajkit._arrow.ragged import Ints, Longs, lengths, offsets_of, positions
 from trajkit._arrow.reshape import (
     Columns,
     check_no_clash,
@@ -20,14 +21,10 @@ from trajkit._streams import limits
 from trajkit._streams.stages import apply, stage
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
-from trajkit.turns.calls import Calls, Ints, Longs, read_calls
-from trajkit.turns.flat_buffers import offsets_of, positions
 from trajkit.turns.message_equality import current_bodies
-from trajkit.turns.prefix_forest import grow, grow_paths
 from trajkit.turns.records import as_turns
+from trajkit.turns.sessions import Forest, Sessions, with_current_keys
 from trajkit.turns.structs import CALL
-from trajkit.turns.table import with_current_keys
-from trajkit.turns.turn_rules import lengths
 
 
 @stage
@@ -102,14 +99,14 @@ expand_batches = expand.batches
 
 
 def _convert(
-    turns: TableLike, schema: pa.Schema, columns: Callable[[Calls], Columns]
+    turns: TableLike, schema: pa.Schema, columns: Callable[[Sessions], Columns]
 ) -> pa.Table:
     def one(table: pa.Table) -> pa.Table:
         form = turns_schema(table.column_names)
         if form is schema:
             return with_current_keys(canonical(table, schema))
         check_no_clash(table, form, schema, "form of turns")
-        calls = read_calls(table)
+        calls = Sessions.of(table)
         parts = [columns(part) for part in calls.split(limits.PART_TOKENS)]
         made = replace_columns(calls.table, form, schema, parts)
         delta = made if schema is TURNS_DELTA else calls.table
@@ -168,9 +165,9 @@ def _attributed(
     return table
 
 
-def _delta_columns(calls: Calls) -> Columns:
+def _delta_columns(calls: Sessions) -> Columns:
     """The columns of `TURNS_DELTA` that `TURNS` lacks."""
-    forest = grow(calls)
+    forest = calls.forest
     n_prompt = calls.calls["prompt_len"]
     shared = np.minimum(forest.shared, n_prompt)
     bases = np.where(shared > 0, forest.shared_with, -1).astype(np.int32)
@@ -200,7 +197,7 @@ def _delta_columns(calls: Calls) -> Columns:
 
 
 def _shared_messages(
-    calls: Calls,
+    calls: Sessions,
     bases: Ints,
     n_messages: Longs,
     messages: pa.StructArray,
@@ -246,26 +243,26 @@ def _is_respelled(messages: pa.StructArray, replies: pa.StructArray) -> bool:
     return n_keys < len(shown.group_by([*names]).aggregate([]))
 
 
-def _replied(calls: Calls) -> npt.NDArray[np.bool_]:
+def _replied(calls: Sessions) -> npt.NDArray[np.bool_]:
     """Calls with a list of messages and a reply, shape (n_calls,)."""
     known, reply = calls.requests["n_keys"] >= 0, calls.requests["reply_key"] != 0
     replied: npt.NDArray[np.bool_] = np.logical_and(known, reply)
     return replied
 
 
-def _full_columns(calls: Calls) -> Columns:
+def _full_columns(calls: Sessions) -> Columns:
     """The columns of `TURNS` that `TURNS_DELTA` lacks."""
     offsets = offsets_of(calls.calls["prompt_len"])
     ids = pooled(int(offsets[-1]), np.int32)
     starts = np.zeros(len(calls.calls), np.int64)
-    _core.copy_prompts(grow(calls).paths, starts, offsets, ids)
+    _core.copy_prompts(calls.forest.paths, starts, offsets, ids)
     return {
         "prompt_ids": pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids)),
         "messages": _all_messages(calls),
     }
 
 
-def _all_messages(calls: Calls) -> pa.LargeListArray:
+def _all_messages(calls: Sessions) -> pa.LargeListArray:
     lists = _combined(calls.table.column("suffix_messages"))
     absent = lists.is_null().to_numpy(zero_copy_only=False)
     count = calls.table.column("shared_messages")
@@ -291,7 +288,7 @@ def _all_messages(calls: Calls) -> pa.LargeListArray:
     paths["prompt_len"] = n_own + shared
     offsets = offsets_of(paths["prompt_len"])
     places = np.empty(int(offsets[-1]), np.int32)
-    grown = grow_paths(paths, calls.session_offsets).paths
+    grown = Forest.of(paths, calls.offsets).paths
     _core.copy_prompts(grown, np.zeros(len(paths), np.int64), offsets, places)
     given = np.zeros(len(places), np.bool_)
     given[positions(offsets[:-1] + shared, n_own)] = True

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self, TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,60 +11,18 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import Rows
-from trajkit.turns.calls import Calls, Ints, Longs
+from trajkit._arrow.ragged import Array, Index, Ints, Longs, Ragged, positions
+from trajkit.turns.sessions import Sessions
 from trajkit.turns.turn_rules import Bools, flat_chunks, raw_floats
 
-Array: TypeAlias = npt.NDArray[Any]
-Index: TypeAlias = int | np.integer[Any]
 Floats: TypeAlias = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class Ragged:
-    """Lists of numbers, concatenated."""
-
-    # shape (n_values,)
-    values: Array
-    # shape (n_lists + 1,): list k is values[offsets[k]:offsets[k + 1]]
-    offsets: Longs
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, k: Index) -> Array:
-        return self.values[self.offsets[k] : self.offsets[k + 1]]
-
-    @property
-    def lengths(self) -> Longs:
-        """Shape (n_lists,)."""
-        return np.diff(self.offsets)
-
-    @property
-    def owner(self) -> Longs:
-        """The list of each value, shape (n_values,)."""
-        return np.repeat(np.arange(len(self)), self.lengths)
-
-
-def offsets_of(lengths: Longs) -> Longs:
-    """The offsets of lists of these lengths, shape (n_lists + 1,)."""
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-def positions(starts: Longs, lengths: Longs) -> Longs:
-    """``start, start + 1, ...`` of every span, concatenated: 5, 6 and 0, 1, 2 for
-    starts of 5 and 0 with lengths of 2 and 3.
-    """
-    offsets = offsets_of(lengths)
-    return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class TurnTokens:
     """Prompts and outputs of calls."""
 
-    calls: Calls
+    calls: Sessions
     # by call
     prompts: Sequence[Ints]
     outputs: Ragged
@@ -90,36 +48,36 @@ class TurnTokens:
 
     def calls_of(self, session: int) -> range:
         """The calls of a session."""
-        offsets = self.calls.session_offsets
+        offsets = self.calls.offsets
         return range(int(offsets[session]), int(offsets[session + 1]))
 
 
-def sessions_of(rows: pa.Table, calls: Calls) -> Rows:
+def sessions_of(rows: pa.Table, calls: Sessions) -> Rows:
     """The session of each row, -1 if it has no turns; shape (n_rows,)."""
-    found = pc.index_in(rows.column("session_id"), calls.session_ids)
+    found = pc.index_in(rows.column("session_id"), calls.ids)
     return np.asarray(found.fill_null(-1), np.int64)
 
 
-def flat_turns(calls: Calls, *, prompts: bool = True) -> TurnTokens:
+def flat_turns(calls: Sessions, *, prompts: bool = True) -> TurnTokens:
     """Ids and logprobs of calls; only prompts in delta form are copied.
 
     Without ``prompts`` there are none, which saves that copy.
     """
     table = calls.table
-    outputs = ids_of(table.column("output_ids"))
+    outputs = Ragged.of(table.column("output_ids"), -1)
     logprobs, given = _logprobs(calls, outputs)
     shown = _prompts(calls) if prompts else []
     return TurnTokens(calls, shown, outputs, logprobs, given, _unmasked(calls, outputs))
 
 
-def lacking_logprobs(calls: Calls) -> Longs:
+def lacking_logprobs(calls: Sessions) -> Longs:
     """Tokens of each call without a logprob that ``output_mask`` does not exclude."""
-    outputs = ids_of(calls.table.column("output_ids"))
+    outputs = Ragged.of(calls.table.column("output_ids"), -1)
     lacking = _unmasked(calls, outputs) & ~_logprobs(calls, outputs)[1]
     return np.diff(np.append(0, np.cumsum(lacking))[outputs.offsets])
 
 
-def _logprobs(calls: Calls, outputs: Ragged) -> tuple[Floats, Bools]:
+def _logprobs(calls: Sessions, outputs: Ragged) -> tuple[Floats, Bools]:
     """The logprob of each sampled token (0.0 if missing), and whether it is given."""
     logprobs = np.zeros(len(outputs.values), np.float32)
     given = np.zeros(len(outputs.values), np.bool_)
@@ -129,7 +87,7 @@ def _logprobs(calls: Calls, outputs: Ragged) -> tuple[Floats, Bools]:
     return logprobs, given
 
 
-def _unmasked(calls: Calls, outputs: Ragged) -> Bools:
+def _unmasked(calls: Sessions, outputs: Ragged) -> Bools:
     """Whether ``output_mask`` allows training, one per sampled token."""
     may = np.ones(len(outputs.values), np.bool_)
     for at, values in _per_output_id(calls, "output_mask", outputs):
@@ -138,7 +96,7 @@ def _unmasked(calls: Calls, outputs: Ragged) -> Bools:
 
 
 def _per_output_id(
-    calls: Calls, name: str, outputs: Ragged
+    calls: Sessions, name: str, outputs: Ragged
 ) -> Iterator[tuple[Longs, pa.Array]]:
     """The values of each chunk of a column, and their positions in ``outputs.values``."""
     for first, ends, values in flat_chunks(calls.table.column(name)):
@@ -146,18 +104,15 @@ def _per_output_id(
         yield positions(starts, np.diff(ends, prepend=0)), values
 
 
-def _prompts(calls: Calls) -> list[Ints]:
-    if "suffix_ids" not in calls.table.column_names:
-        return list(_views(calls.table.column("prompt_ids")))
+def _prompts(calls: Sessions) -> list[Ints]:
     outputs = list(_views(calls.table.column("output_ids")))
     prompts: list[Ints] = []
-    records = calls.calls
-    for call, own in enumerate(_views(calls.table.column("suffix_ids"))):
-        base, shared = int(records["base"][call]), int(records["own_start"][call])
-        held = own[:0]
+    bases, starts = (calls.calls[name].tolist() for name in ("base", "own_start"))
+    for own, base, start in zip(_views(calls.stored_ids), bases, starts, strict=True):
         if base >= 0:
-            held = np.concatenate([prompts[base], outputs[base]])[:shared]
-        prompts.append(np.concatenate([held, own]))
+            before = np.concatenate([prompts[base], outputs[base]])[:start]
+            own = np.concatenate([before, own])
+        prompts.append(own)
     return prompts
 
 
@@ -212,7 +167,7 @@ def flat_rows(table: pa.Table, *, align_right: bool = False) -> FlatRows:
     align_right : bool
         Align lists that are shorter than the row with its end, not its start.
     """
-    ids = ids_of(table.column("input_ids"))
+    ids = Ragged.of(table.column("input_ids"), -1)
     bits, valid_bits, n_mask = _per_token(table, "loss_mask", ids, align_right)
     values, given, n_logprobs = _per_token(table, "logprobs", ids, align_right)
     return FlatRows(
@@ -228,17 +183,6 @@ def flat_rows(table: pa.Table, *, align_right: bool = False) -> FlatRows:
 
 
 _EMPTY = np.empty(0, np.int64)
-
-
-def ids_of(column: pa.ChunkedArray) -> Ragged:
-    """A column of ids; -1 for null."""
-    lengths, parts = [_EMPTY], []
-    for chunk in column.chunks:
-        lengths.append(np.asarray(pc.list_value_length(chunk).fill_null(0), np.int64))
-        parts.append(chunk.flatten())
-    values = pa.concat_arrays([pa.array([], pa.int32()), *parts])
-    values = values.fill_null(-1) if values.null_count else values
-    return Ragged(values.to_numpy(), offsets_of(np.concatenate(lengths)))
 
 
 def _per_token(

@@ -15,11 +15,12 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.ragged import Ints, Longs
 from trajkit.errors import InvalidTurnsError, MissingBodyError
 from trajkit.policies import MessageEquality
 from trajkit.schema import KEY_BYTES
-from trajkit.turns.calls import Calls, Ints, Longs
 from trajkit.turns.messages import message_body, message_texts, parse_json
+from trajkit.turns.sessions import Sessions
 
 Message: TypeAlias = dict[str, object]
 Projection: TypeAlias = Callable[[str], str]
@@ -31,7 +32,7 @@ _CACHE_CONTROL = "cache_control"
 _SHOWN = 80
 
 
-def with_equality(calls: Calls, equality: MessageEquality) -> Calls:
+def with_equality(calls: Sessions, equality: MessageEquality) -> Sessions:
     """Replace the keys of requests so that equal messages have equal keys.
 
     Raises as `classify` for an equality that compares bodies.
@@ -50,7 +51,7 @@ class Classes:
     # shape (n_calls,): the class of each reply, or -1
     replies: Longs
 
-    def keyed(self, calls: Calls) -> Calls:
+    def keyed(self, calls: Sessions) -> Sessions:
         """The calls with the class as the first 8 bytes of each key, in native order."""
         n_places, n_calls = len(self.places), len(self.replies)
         keys = np.zeros((n_places + n_calls, _KEY_WORDS), np.int64)
@@ -64,7 +65,7 @@ class Classes:
         return replace(calls, requests=requests, keys=keys)
 
 
-def classify(calls: Calls, equality: MessageEquality) -> Classes:
+def classify(calls: Sessions, equality: MessageEquality) -> Classes:
     """Group the messages of calls into classes of equal messages.
 
     Raises MissingBodyError if a message has no body, here or earlier in its session,
@@ -110,7 +111,7 @@ class Bodies:
     replies: Longs
 
 
-def current_bodies(calls: Calls) -> Bodies:
+def current_bodies(calls: Sessions) -> Bodies:
     """The body that each message of the calls refers to."""
     messages = [chunk.flatten() for chunk in calls.stored_messages.chunks]
     responses = calls.table.column("response").chunks
@@ -124,7 +125,7 @@ def current_bodies(calls: Calls) -> Bodies:
     replies = np.empty(len(calls.requests), np.int64)
     _core.find_bodies(
         calls.requests,
-        calls.session_offsets,
+        calls.offsets,
         has_body,
         reply_has_body,
         places,
@@ -160,7 +161,7 @@ def _message(body: str) -> Message:
     return message
 
 
-def _place_of(calls: Calls, number: int) -> tuple[int, str]:
+def _place_of(calls: Sessions, number: int) -> tuple[int, str]:
     """The call of a message and its name there; numbers count messages, then replies."""
     sizes = np.maximum(calls.requests["n_keys"], 0)
     stops = np.cumsum(sizes)
@@ -172,7 +173,7 @@ def _place_of(calls: Calls, number: int) -> tuple[int, str]:
     return call, f"messages[{index}]"
 
 
-def _check_shown(calls: Calls, current: Bodies) -> None:
+def _check_shown(calls: Sessions, current: Bodies) -> None:
     bodiless = np.flatnonzero(current.places < 0)
     if len(bodiless):
         call, what = _place_of(calls, int(bodiless[0]))

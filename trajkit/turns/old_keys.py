@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.ragged import lengths
 from trajkit.schema import KEY_BYTES, SCHEMA_VERSION
 from trajkit.turns.messages import Encoded, Ids, MessageBook, encode, parse_json
 from trajkit.turns.records import message_columns
-from trajkit.turns.turn_rules import lengths, run_starts
+from trajkit.turns.sessions import run_starts
 
 _EQUAL_BYTES = 12
 

@@ -12,10 +12,9 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice, near_miss, whole_number
 from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.ragged import Longs, offsets_of
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import MM_ITEM, TURNS, WEIGHT_VERSION
-from trajkit.turns.calls import Longs
-from trajkit.turns.flat_buffers import offsets_of
 from trajkit.turns.images import Ints, image_faults
 from trajkit.turns.mapping import MapLike, read_map
 from trajkit.turns.messages import (

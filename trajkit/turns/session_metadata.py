@@ -14,7 +14,7 @@ from trajkit._arrow.canonical import TableLike, as_table, canonical
 from trajkit._arrow.take import take_rows
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import SESSIONS
-from trajkit.turns.calls import Calls
+from trajkit.turns.sessions import Sessions
 
 Reward: TypeAlias = float | Mapping[str, float | None] | TableLike | None
 """One reward for all sessions, one by session_id, or a ``sessions`` table."""
@@ -34,13 +34,13 @@ class SessionFacts:
     # which of reward and group_id the caller gave
     stated: tuple[str, ...] = ()
 
-    def of_calls(self, calls: Calls) -> pa.RecordBatch:
-        """SESSIONS of the calls, with reward and group_id from columns of the turns.
+    def of_sessions(self, calls: Sessions) -> pa.RecordBatch:
+        """SESSIONS of these sessions, with reward and group_id from columns of the turns.
 
         Raises SchemaError if these columns have other types, and InvalidTurnsError as
         `of` and if the turns of a session contradict each other or the given values.
         """
-        facts = self.of(calls.session_ids)
+        facts = self.of(calls.ids)
         for name in OF_TURNS:
             if calls.table.schema.get_field_index(name) < 0:
                 continue
@@ -52,7 +52,7 @@ class SessionFacts:
                 if len(bad):
                     at = int(bad[0])
                     raise InvalidTurnsError(
-                        f"session {calls.session_ids[at].as_py()!r}: {name} "
+                        f"session {calls.ids[at].as_py()!r}: {name} "
                         f"{_null(given[at])} was given, and its turns have {name} "
                         f"{_null(own[at])}: leave one of them out"
                     )
@@ -89,6 +89,8 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
     InvalidTurnsError for a table with two rows of a session or a reward that is not
     finite.
     """
+    if reward is None and sessions is None:
+        return SessionFacts(None, None)
     if not isinstance(reward, Mapping) and arrow_source(reward) is not None:
         if sessions is not None:
             raise ArgumentError(
@@ -155,7 +157,7 @@ def _sessions(ids: pa.Array, rewards: pa.Array, *others: pa.Array) -> pa.RecordB
     )
 
 
-def _of_turns(calls: Calls, name: str) -> pa.Array:
+def _of_turns(calls: Sessions, name: str) -> pa.Array:
     """The value of a column in the turns of each session; null if all are null."""
     column = calls.table.column(name)
     type_, wanted = column.type, SESSIONS.field(name).type
@@ -177,9 +179,9 @@ def _of_turns(calls: Calls, name: str) -> pa.Array:
                 "null"
             )
     given = np.flatnonzero(values.is_valid())
-    session = calls.session_of()[given]
+    session = calls.session[given]
     found, first = np.unique(session, return_index=True)
-    source = np.full(calls.n_sessions, -1)
+    source = np.full(len(calls.ids), -1)
     source[found] = given[first]
     own = values.take(pa.array(source, mask=source < 0))
     due = own.take(pa.array(session))

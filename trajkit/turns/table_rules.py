@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import Rows, Violation, violation
+from trajkit._arrow.ragged import lengths
 from trajkit._arrow.take import list_values
 from trajkit.schema import (
     CAUSES,
@@ -18,6 +19,7 @@ from trajkit.schema import (
     SPAN_KINDS,
     TEXT_CAUSES,
 )
+from trajkit.turns.sessions import run_starts
 from trajkit.turns.turn_rules import (
     Bools,
     Check,
@@ -25,14 +27,12 @@ from trajkit.turns.turn_rules import (
     broken_items,
     flat_chunks,
     lacks,
-    lengths,
     logprobs,
     lookup,
     mm_items,
     no_null,
     nulls,
     owners,
-    run_starts,
     token_ids,
 )
 

@@ -14,10 +14,12 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import Rows, Violation, is_list, list_parts, violation
+from trajkit._arrow.ragged import lengths
 from trajkit._arrow.take import list_values
 from trajkit.errors import SchemaError
 from trajkit.turns.images import has_items, image_faults
 from trajkit.turns.messages import parse_json
+from trajkit.turns.sessions import run_starts
 
 Check: TypeAlias = Callable[[pa.Table], Iterator[Violation]]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -436,21 +438,6 @@ def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Rows, 
     row = np.minimum(np.searchsorted(have, seek), max(len(table) - 1, 0))
     found = (have[row] == seek) & ~nulls(wanted)
     return np.where(found, row, 0), found
-
-
-def run_starts(table: pa.Table) -> Rows:
-    """The first row of each session."""
-    names = table.column("session_id").combine_chunks()
-    if len(names) == 0:
-        return np.empty(0, np.int64)
-    changes = pc.not_equal(names[1:], names[:-1]).to_numpy(zero_copy_only=False)
-    return np.concatenate([[0], 1 + np.flatnonzero(changes)])
-
-
-def lengths(column: pa.ChunkedArray | pa.Array) -> Rows:
-    """Elements of each list, 0 for a null list."""
-    n = pc.list_value_length(column).fill_null(0).to_numpy()
-    return np.asarray(n, np.int64)
 
 
 def nulls(column: pa.ChunkedArray) -> Bools:

@@ -21,6 +21,7 @@ from trajkit._arrow.canonical import (
     rows_schema,
     turns_schema,
 )
+from trajkit._arrow.ragged import lengths
 from trajkit._arrow.take import take_rows
 from trajkit._streams.session_batches import whole_sessions
 from trajkit._streams.stages import (
@@ -364,7 +365,7 @@ def _settle_chunk(chunk: pa.LargeListArray, make_null: bool) -> pa.LargeListArra
         return chunk
     fresh = pa.array(np.where(absent, np.float32(0), numbers), mask=absent)
     return pa.LargeListArray.from_arrays(
-        pa.array(np.append(0, np.cumsum(turn_rules.lengths(chunk)))),
+        pa.array(np.append(0, np.cumsum(lengths(chunk)))),
         fresh,
         type=chunk.type,
         mask=chunk.is_null() if chunk.null_count else None,

@@ -2,15 +2,17 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arrow.canonical import Rows
+from trajkit._arrow.ragged import Index, Longs
 from trajkit.policies import Policy
 from trajkit.schema import RULES, VIOLATIONS
-from trajkit.turns.calls import Longs
-from trajkit.turns.flat_buffers import FlatRows, Index, TurnTokens
+from trajkit.turns.flat_buffers import FlatRows, TurnTokens
 from trajkit.turns.session_metadata import errored
 from trajkit.turns.trainability import aborted_calls
 from trajkit.turns.turn_rules import Bools
@@ -41,7 +43,7 @@ def violations_table(
         sessions.setdefault(one.session_id, len(sessions))
     last = np.iinfo(np.int64).max
 
-    def place(one: Violation) -> tuple[int, ...]:
+    def rank(one: Violation) -> tuple[int, ...]:
         row = last if one.row_index is None else one.row_index
         turn = -1 if one.turn_index is None else one.turn_index
         token = -1 if one.token is None else one.token
@@ -49,7 +51,7 @@ def violations_table(
         rest.insert(0 if one.row_index is None else 2, turn)
         return sessions[one.session_id], row, *rest
 
-    lines = [asdict(one) for one in sorted(found, key=place)]
+    lines = [asdict(one) for one in sorted(found, key=rank)]
     return pa.Table.from_pylist(lines, VIOLATIONS)
 
 
@@ -61,7 +63,7 @@ class Case:
     turns: TurnTokens
     # the session of each row in ``turns.calls``, shape (n_rows,)
     session: Rows
-    # None: unknown
+    # None: unknown, so that only what is true under every policy is checked
     policy: Policy | None
     # max_row_tokens. None: no row is cut
     cap: int | None
@@ -89,51 +91,50 @@ class Case:
             calls = self.turns.calls
             turn_index = int(calls.turn_index[call])
             if session is None:
-                at = np.searchsorted(calls.session_offsets, call, side="right") - 1
-                session = str(calls.session_ids[int(at)].as_py())
+                at = np.searchsorted(calls.offsets, call, side="right") - 1
+                session = str(calls.ids[int(at)].as_py())
         at_token = None if token is None else int(token)
         self.found.append(
             Violation(session, row_index, turn_index, at_token, rule, detail)
         )
 
+    def report_where(
+        self,
+        rule: str,
+        bad: Bools,
+        template: str,
+        *values: Any,
+        row: Longs | None = None,
+        call: Longs | None = None,
+        token: Longs | None = None,
+    ) -> None:
+        """Add a violation for each element of ``bad`` that is true.
+
+        Its element of each of ``values`` fills the template. Without ``row``, the
+        elements are those of the rows.
+        """
+        for k in np.flatnonzero(bad):
+            own = [shown(value[k]) for value in values]
+            self.report(
+                rule,
+                template.format(*own),
+                k if row is None else row[k],
+                None if call is None else call[k],
+                None if token is None else token[k],
+            )
+
+    def calls_of(self, row: Index) -> range:
+        """The calls of a row's session."""
+        return self.turns.calls_of(int(self.session[row]))
+
     @property
     def trainable(self) -> Bools:
-        """Calls that may be trained, shape (n_calls,)."""
+        """Calls that some policy, or this one, may train, shape (n_calls,)."""
         calls = self.turns.calls
-        failed = errored(self.facts)
         flags: Bools = calls.calls["trainable"].astype(np.bool_)
         if self.policy is not None and not self.policy.train_aborted:
             flags &= ~aborted_calls(calls)
-        return flags & ~failed[calls.session_of()]
-
-    @property
-    def trains_again(self) -> bool:
-        """Whether a token may train in several rows."""
-        return self.policy is None or self.policy.train_in == "every"
-
-    @property
-    def splices(self) -> bool:
-        """Whether rows join raw outputs by text of later prompts."""
-        return self.policy is not None and self.policy.on_drift == "splice"
-
-    @property
-    def routed(self) -> Bools:
-        """Calls that the policy can route, shape (n_calls,).
-
-        Routes by messages skip calls with an empty list of messages, unless tokens
-        decide between equal replies.
-        """
-        policy, requests = self.policy, self.turns.calls.requests
-        by_messages = policy is None or policy.parent_by in ("messages", "agents")
-        by_tokens = (
-            policy is not None
-            and policy.parent_by == "messages"
-            and policy.tie_break == "tokens"
-        )
-        if not by_messages or by_tokens:
-            return np.ones(len(requests), np.bool_)
-        found: Bools = (requests["n_keys"] != 0) | (requests["shared"] != 0)
-        return found
+        return flags & ~errored(self.facts)[calls.session]
 
     @property
     def may_train(self) -> Bools:
@@ -144,26 +145,73 @@ class Case:
         return tokens
 
     @property
-    def must_train(self) -> Bools:
-        """Sampled tokens that some row must train, shape (n_sampled,).
+    def never_barred(self) -> Bools:
+        """Sampled tokens that every policy, or this one, may train."""
+        tokens = self.may_train
+        if self.policy is None:
+            aborted = aborted_calls(self.turns.calls)[self.turns.outputs.owner]
+            tokens = tokens & self.turns.given & ~aborted
+        return tokens
 
-        All are False if the policy may lose tokens: it absorbs, rewrites, quarantines
-        or omits rows. Such a policy only promises how often a token trains. Splicing
-        policies are checked by `trajkit.verification.splice_rules.accounted_for`.
+    @property
+    def per_row(self) -> bool:
+        """Whether a token may train in several rows."""
+        return self.policy is None or self.policy.train_in == "every"
+
+    @property
+    def may_splice(self) -> bool:
+        """Whether rows may join raw outputs by text of later prompts."""
+        return self.policy is None or self.policy.on_drift == "splice"
+
+    @property
+    def accounts(self) -> tuple[str, ...]:
+        """The kinds of spans that must name every token of `due`.
+
+        None if the policy may lose tokens in silence: it absorbs, rewrites, quarantines
+        or omits rows.
         """
-        calls, outputs = self.turns.calls, self.turns.outputs
         policy = self.policy
-        if policy is None or not policy.keeps_all:
-            return np.zeros(len(outputs.values), np.bool_)
+        if policy is None:
+            return ()
+        if policy.keeps_all:
+            return ("trained",)
+        keeps = policy.keep_untrained and policy.keep_empty
+        if policy.on_drift == "splice" and policy.places_all and keeps:
+            return ("trained", "cut", "no_splice_point") if not policy.max_rows else ()
+        return ()
+
+    @property
+    def due(self) -> Bools:
+        """Sampled tokens that some span must name, shape (n_sampled,)."""
+        calls, outputs = self.turns.calls, self.turns.outputs
         owner = outputs.owner
-        tokens = self.routed[owner] & self.may_train
+        if not self.accounts:
+            return np.zeros(len(owner), np.bool_)
+        tokens = self._routed[owner] & self.may_train
         if self.cap is not None:
             at = np.arange(len(owner)) - outputs.offsets[owner]
+            # a row that is cut reports the rest of its last output
+            at = np.where("cut" in self.accounts, 0, at)
             tokens &= calls.calls["prompt_len"][owner] + at < self.cap
         return tokens
 
+    @property
+    def _routed(self) -> Bools:
+        """Calls that the policy can route, shape (n_calls,).
 
-def consecutive(at: Rows, group: Longs) -> Iterator[tuple[int, int]]:
+        Routes by messages skip calls with an empty list of messages, unless tokens
+        decide between equal replies.
+        """
+        policy, requests = self.policy, self.turns.calls.requests
+        assert policy is not None
+        by_tokens = policy.parent_by == "messages" and policy.tie_break == "tokens"
+        if by_tokens or policy.parent_by not in ("messages", "agents"):
+            return np.ones(len(requests), np.bool_)
+        listed: Bools = (requests["n_keys"] != 0) | (requests["shared"] != 0)
+        return listed
+
+
+def consecutive(at: Rows, *groups: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
     """Ranges of consecutive positions within one group: first index in ``at``, length.
 
     Examples
@@ -171,7 +219,19 @@ def consecutive(at: Rows, group: Longs) -> Iterator[tuple[int, int]]:
     >>> list(consecutive(np.array([3, 4, 5, 9]), np.array([0, 0, 1, 1])))
     [(0, 2), (2, 1), (3, 1)]
     """
-    breaks = (np.diff(at) != 1) | (np.diff(group) != 0)
+    breaks = np.diff(at) != 1
+    for group in groups:
+        breaks |= np.diff(group) != 0
     first = np.flatnonzero(np.concatenate([[len(at) > 0], breaks]))
     lengths = np.diff(np.append(first, len(at)))
     return zip(first.tolist(), lengths.tolist(), strict=True)
+
+
+def shown(value: object) -> object:
+    """A value as violations show it."""
+    return "null" if value is None else value
+
+
+def count(n: int) -> str:
+    """A number of tokens in words."""
+    return f"{n} token" if n == 1 else f"{n} tokens"

@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow.canonical import canonical
+from trajkit._arrow.ragged import Longs
 from trajkit.errors import SchemaError
-from trajkit.turns.calls import Longs
 from trajkit.turns.turn_rules import Bools
-from trajkit.verification import span_rules
 from trajkit.verification.context import Case, consecutive
+from trajkit.verification.rules import not_trained
 
 FOREIGN = pa.schema(
     [
@@ -157,14 +157,14 @@ class _Located:
             left[at] = False
             twice[at] = -1
             self._compare(row, call, start, at)
-            if not (place.in_context or case.splices or case.policy is None):
+            if not (place.in_context or case.may_splice):
                 n_prompt = len(case.turns.prompts[call])
                 detail = (
                     f"trained at token {start}, sampled at token {n_prompt} or after other "
                     "tokens"
                 )
                 case.report("context", detail, row, call, at[0])
-        again = np.flatnonzero((twice >= 0) & (not case.trains_again))
+        again = np.flatnonzero((twice >= 0) & (not case.per_row))
         for first, n in consecutive(again, twice[again]):
             detail = f"{n} tokens that an earlier row trains"
             case.report("trained_twice", detail, row, twice[again[first]], again[first])
@@ -250,8 +250,10 @@ def _look_everywhere(case: Case, found: _Located) -> None:
 
 def _not_located(case: Case, found: _Located) -> None:
     """Report outputs that no row contains, and tokens that no row trains."""
+    if case.accounts != ("trained",):
+        return
     outputs = case.turns.outputs
-    due = np.bincount(outputs.owner, case.must_train, len(outputs)) > 0
+    due = np.bincount(outputs.owner, case.due, len(outputs)) > 0
     hidden = [call for call in np.flatnonzero(due) if call not in found.seen]
     for call in hidden:
         detail = (
@@ -260,7 +262,7 @@ def _not_located(case: Case, found: _Located) -> None:
         )
         case.report("not_located", detail, call=call, token=0)
     known = np.flatnonzero(found.trained | np.isin(outputs.owner, hidden))
-    span_rules.not_trained(case, known)
+    not_trained(case, known)
 
 
 def _lengths(case: Case) -> None:

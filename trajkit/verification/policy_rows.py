@@ -16,10 +16,18 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit.pipeline.rows import linearize
 from trajkit.turns.flat_buffers import FlatRows, flat_rows
-from trajkit.turns.table import Turns
-from trajkit.verification.context import Case, Violation, consecutive
+from trajkit.verification.context import Case, Violation, consecutive, count, shown
 
 Found = Iterator[Violation]
+
+_UNKNOWN = ("last_turn", "turns")
+_OTHERS = (
+    *("prompt_length", "finish_reason", "truncated", "use_tool", "ill_formed"),
+    *("segment_kind", *_UNKNOWN),
+)
+"""Columns that are compared beside tokens, mask and spans; those of `_UNKNOWN` may be
+null.
+"""
 
 
 def compare(case: Case, *, own: bool) -> None:
@@ -30,9 +38,8 @@ def compare(case: Case, *, own: bool) -> None:
     wrong = {one.session_id for one in case.found}
     if not own and case.found:
         return
-    turns = Turns(calls.table, calls.session_offsets, calls.session_ids)
     made: pa.Table = linearize(
-        turns, case.policy, max_row_tokens=case.cap, sessions=case.facts
+        calls, case.policy, max_row_tokens=case.cap, sessions=case.facts
     )
     due = flat_rows(made)
     names: list[str | None] = made["session_id"].to_pylist()
@@ -122,6 +129,13 @@ def _differences(
             )
             yield Violation(name, numbers[row], None, shared, "policy", detail)
         yield from _masks(case, due, name, row, k, shared, word)
+        if own and shared == max(len(ids), len(expected)):
+            for column in _OTHERS:
+                tables = (case.rows.table, row), (due.table, k)
+                here, there = (table[column][line].as_py() for table, line in tables)
+                if here != there and not (here is None and column in _UNKNOWN):
+                    detail = f"{column} is {shown(here)}: {word} has {shown(there)}"
+                    yield Violation(name, numbers[row], None, None, "policy", detail)
     if own:
         yield from _spans(case, due, name, pairs, word)
 
@@ -145,10 +159,9 @@ def _masks(
     group = here[at].astype(np.int64) * (1 << 32) + turns[at]
     for first, n in consecutive(at, group):
         token = int(at[first])
-        count = f"{n} token" if n == 1 else f"{n} tokens"
         what = f"{word} does not train" if here[token] else f"{word} trains"
         turn = int(turns[token]) if turns[token] >= 0 else None
-        yield Violation(name, index, turn, token, "policy", f"{count} that {what}")
+        yield Violation(name, index, turn, token, "policy", f"{count(n)} that {what}")
 
 
 def _spans(
@@ -166,17 +179,21 @@ def _spans(
         here, there = (
             _span_keys(t, r) for t, r in ((case.rows.table, row), (due.table, k))
         )
-        for key in [*(here - there), *(there - here)]:
+        alone = [*(Counter(here) - Counter(there)), *(Counter(there) - Counter(here))]
+        for key in alone:
             kind, start, stop, turn, first, last = key
             owner = "the row has" if key in here else f"{word} has"
             detail = f"{owner} {kind} {start}:{stop} (output {first}:{last}) alone"
             yield Violation(name, index, turn, start, "policy", detail)
+        if not alone and here != there:
+            detail = f"{word} has the spans in another order"
+            yield Violation(name, index, None, None, "policy", detail)
 
 
-def _span_keys(table: pa.Table, row: int) -> "Counter[tuple[Any, ...]]":
+def _span_keys(table: pa.Table, row: int) -> list[tuple[Any, ...]]:
     names = ("kind", "start", "stop", "turn_index", "output_start", "output_stop")
     spans = table["spans"][row].as_py() or []
-    return Counter(tuple(span[one] for one in names) for span in spans)
+    return [tuple(span[one] for one in names) for span in spans]
 
 
 def _turns_of(table: pa.Table, row: int, n: int) -> npt.NDArray[np.int64]:

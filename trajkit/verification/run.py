@@ -2,12 +2,10 @@
 
 from __future__ import annotations  # a signature shows the words below
 
-import math
 from collections.abc import Container, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from operator import itemgetter
-from typing import TypedDict, Unpack, get_args
+from typing import Literal, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -21,17 +19,19 @@ from trajkit._streams.session_batches import whole_sessions
 from trajkit._streams.stages import Batches, Source, batches_in, batches_of, in_step
 from trajkit.errors import SchemaError
 from trajkit.pipeline.suffix_layout import full_rows
-from trajkit.policies import PRESETS, MissingLogprobs, Policy, Rewards
+from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.turns.calls import Calls, read_calls
-from trajkit.turns.flat_buffers import flat_rows, flat_turns, sessions_of, spans_of
+from trajkit.turns.flat_buffers import flat_rows, flat_turns, sessions_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
-from trajkit.verification import policy_rows, row_rules, span_rules, splice_rules
+from trajkit.turns.sessions import Sessions
+from trajkit.verification import policy_rows
 from trajkit.verification.context import Case, Violation, violations_table
 from trajkit.verification.foreign_rows import foreign_rows, verify_located
 from trajkit.verification.row_forms import is_rows, plain_rows
-from trajkit.verification.row_rules import WeighBy
+from trajkit.verification.rules import check_rows
+
+WeighBy: TypeAlias = Literal["token", "row", "rollout", "constant"]
 
 
 class _Options(TypedDict, total=False):
@@ -66,16 +66,14 @@ def verify(
     turns : table
         `trajkit.schema.TURNS` of all sessions of the rows, in full or delta form.
     policy : str or Policy, optional
-        The policy that made the rows. Rows that break no other rule are compared with
-        those that `trajkit.linearize` makes under it, which is the rule ``policy``. Before
-        that, it decides how often a token may train: ``slime``, ``trl``, ``segments`` and
-        ``miles`` train no token twice; ``nemo`` trains each token of a row's turns once
-        in that row; ``polar`` trains each token once or reports it as cut or dropped;
-        other policies train every token that may be trained exactly once. None: only
-        what is true under every policy is checked. Trained tokens were sampled and have
-        the engine's logprobs, but which of them train, and how often, is not judged.
-        Rows with spans then pass if they keep the rules of some preset; else the
-        violations are those of the preset with the fewest.
+        The policy that made the rows. Of it are known which tokens may train and how
+        often, the kinds of spans, and what the flags and rewards of rows mean. Then rows
+        of sessions without a violation are compared with those that `trajkit.linearize`
+        makes under it, which is the rule ``policy``.
+        None: only what is true under every policy is checked. Trained tokens were
+        sampled, follow what they were sampled after (or, in a spliced row, the end of
+        their prompt) and have the engine's logprobs; which of them train, and how often,
+        is not judged.
     reward, sessions : optional
         As given to `trajkit.linearize`. Without them and without rewards in the turns,
         the rewards of a session's rows must be equal, or the policy's shares of one
@@ -83,10 +81,10 @@ def verify(
     max_row_tokens : int, optional
         As given to `trajkit.linearize`: tokens beyond it need not be trained. None
         means that no row was truncated.
-    weigh_by : {"token", "row", "rollout"}
-        The meaning of ``row_weight``, for a rollout that trains N tokens: the row's
-        trained tokens divided by N (as `trajkit.linearize` writes it); 1 divided by the
-        rollout's number of rows that train; or 1 / N. Rows that train nothing have 0.
+    weigh_by : {"token", "row", "rollout", "constant"}
+        What ``row_weight`` means, as for `trajkit.add_weights`: by default what
+        `trajkit.linearize` writes. Under "constant", rows that train have one weight,
+        whatever it is.
 
     Returns
     -------
@@ -248,49 +246,11 @@ class Judge:
 
     def found(self, rows: pa.Table, turns: pa.Table) -> pa.Table:
         """Violations in rows that `any_rows` has cast, compared with these turns."""
-        if self.policy is not None or "spans" not in rows.column_names:
-            return violations_table(*self._found(rows, turns))
-        return self._under_any_policy(rows, turns)
-
-    def _under_any_policy(self, rows: pa.Table, turns: pa.Table) -> pa.Table:
-        """The violations that rows of no policy have: of the policy with the fewest."""
-        best: dict[str | None, list[Violation]] = {}
-        fewest: tuple[float, Policy] = math.inf, PRESETS["faithful"]
-        names: list[str] = []
-        left = rows, turns
-        for policies in (PRESETS.values(), None):
-            for policy in policies or _variants(fewest[1]):
-                judge = replace(self, policy=policy)
-                found, known = judge._found(*left, compared=False)
-                own: dict[str | None, list[Violation]] = {}
-                for one in found:
-                    own.setdefault(one.session_id, []).append(one)
-                fewest = min(fewest, (len(found), policy), key=itemgetter(0))
-                first = not names
-                names = names or known
-                if first:
-                    best = own
-                for name in [*best]:
-                    best[name] = min(best[name], own.get(name, []), key=len)
-                best = {name: kept for name, kept in best.items() if kept}
-                if not best:
-                    return violations_table([], names)
-                wrong = pa.array([*best], pa.string())
-                left = tuple(
-                    table.filter(pc.is_in(table["session_id"].cast(pa.string()), wrong))
-                    for table in left
-                )
-        return violations_table([one for kept in best.values() for one in kept], names)
-
-    def _found(
-        self, rows: pa.Table, turns: pa.Table, *, compared: bool = True
-    ) -> tuple[list[Violation], list[str]]:
-        """The violations, and the sessions; ``compared`` with the policy's rows, too."""
         own = "spans" in rows.column_names
-        calls = read_calls(turns)
+        calls = Sessions.of(turns)
         found: list[Violation] = []
         session = sessions_of(rows, calls)
-        names = calls.session_ids.to_pylist()
+        names = calls.ids.to_pylist()
         if not own and rows.column("session_id").null_count:
             if rows.column("session_id").null_count < rows.num_rows:
                 raise SchemaError(
@@ -310,66 +270,23 @@ class Judge:
                 sessions_of(here, part),
                 self.policy,
                 self.cap,
-                self.facts.of_calls(part),
+                self.facts.of_sessions(part),
                 found,
             )
             if own:
-                _verify_own(case, self.known, self.weigh_by)
+                check_rows(case, self.known, self.weigh_by)
             else:
                 verify_located(case)
-            if compared:
-                policy_rows.compare(case, own=own)
-        return found, names
+            policy_rows.compare(case, own=own)
+        return violations_table(found, names)
 
 
-def _variants(policy: Policy) -> Iterator[Policy]:
-    """The policy with other choices on which rules depend."""
-    for missing in get_args(MissingLogprobs):
-        for aborted in (False, True):
-            for rewards in get_args(Rewards):
-                yield named_policy(
-                    policy,
-                    missing_logprobs=missing,
-                    train_aborted=aborted,
-                    rewards=rewards,
-                )
-
-
-def _parts(calls: Calls, session: Rows) -> Iterator[tuple[Calls, Rows]]:
+def _parts(calls: Sessions, session: Rows) -> Iterator[tuple[Sessions, Rows]]:
     """Split the calls into parts of complete sessions, with the rows of each part."""
     order = np.argsort(session, kind="stable")
     start = 0
     for part in calls.split(limits.VERIFY_TOKENS):
-        stop = start + part.n_sessions
+        stop = start + len(part.ids)
         lo, hi = np.searchsorted(session[order], [start, stop])
         yield part, order[lo:hi]
         start = stop
-
-
-def _verify_own(case: Case, known: tuple[str, ...], weigh_by: WeighBy) -> None:
-    """Check rows that have spans."""
-    pieces = spans_of(case.rows.table, case.turns, case.session)
-    pieces = span_rules.well_formed(case, pieces)
-    trained = pieces.take(np.flatnonzero(pieces.kind == "trained"))
-    row_rules.row_index(case)
-    row_rules.lengths(case)
-    span_rules.span_tokens(case, pieces)
-    span_rules.untrainable(case, pieces)
-    span_rules.masks(case, trained)
-    span_rules.logprobs(case, trained)
-    span_rules.each_once(case, pieces)
-    if case.splices:
-        splice_rules.rows(case, pieces)
-        splice_rules.accounted_for(case, pieces)
-    else:
-        span_rules.context(case, trained)
-        row_rules.tokens(case, pieces)
-    row_rules.prompt_length(case, pieces)
-    row_rules.shared_prefixes(case)
-    row_rules.sums(case, trained, weigh_by)
-    row_rules.facts(case, known=known)
-    row_rules.turns(case, pieces)
-    row_rules.weight_versions(case, pieces)
-    row_rules.mm_items(case)
-    if case.policy is not None and case.policy.flag_scope == "row" and not case.splices:
-        row_rules.flags(case, pieces)

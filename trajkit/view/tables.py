@@ -29,7 +29,7 @@ from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, MENDS
 from trajkit.packs.packing import pack
 from trajkit.pipeline.links import link
-from trajkit.pipeline.rows import linearize
+from trajkit.pipeline.rows import rows_and_report
 from trajkit.policies import Policy, rule_of
 from trajkit.schema import LOSSES
 from trajkit.turns.delta import compact
@@ -161,8 +161,9 @@ class PolicyTables:
     @cached_property
     def linearized(self) -> tuple[BySession, BySession]:
         """`trajkit.schema.ROWS_SUFFIX` and ``REPORT``."""
-        choices: Any = {"sessions": self._sessions, "report": True, "layout": "suffix"}
-        rows, report = linearize(self._turns, self.policy, **choices)
+        rows, report = rows_and_report(
+            self._turns, self.policy, sessions=self._sessions, layout="suffix"
+        )
         return BySession(rows), BySession(report)
 
     @cached_property

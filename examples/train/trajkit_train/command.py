@@ -1,66 +1,86 @@
 """The command ``trajkit train-demo``. Torch is imported when it runs."""
 
-import argparse
 from dataclasses import fields
 from pathlib import Path
+from typing import Annotated, Literal
 
-from trajkit.cli.options import Commands, add_options
+from cyclopts import Parameter
+
 from trajkit_rollout.demo_command import first_free
-from trajkit_shim.engine_options import needs_extra
+from trajkit_shim.engine_options import Count, needs_extra
 from trajkit_train.settings import POLICIES, Settings
 
-
-def add_train_demo(commands: Commands) -> None:
-    """Add ``train-demo`` to the command line."""
-    parser = commands.add_parser(
-        "train-demo",
-        help="watch a small model learn from what its agent did",
-        description="Train a small model in a loop: an agent with tools calls it "
-        "through the gateway, the recorded turns become rows and tree packs, and the "
-        "new weights go back through the gateway. The same seeds are trained under "
-        "several policies. Prints tables, and writes steps.arrow, summary.json and "
-        "reward.svg.",
-    )
-    default = Settings()
-    add_options(
-        parser,
-        f"""
--o --out RUN  directory of the run (default: the first free one of runs/train, runs/train-2,
-    ...)
---steps N {default.steps}  optimizer steps, each on rollouts of its own (default:
-    %(default)s)
---seeds N 3  number of seeds (default: %(default)s)
---seed SEED 0  the first seed (default: %(default)s)
---policy NAME...  a policy to train under; repeat it for several (default:
-    {", ".join(POLICIES)})
---tasks N {default.tasks}  tasks per step (default: %(default)s)
---samples N {default.samples}  rollouts per task (default: %(default)s)
---prompts {{render,append}}  how the gateway builds prompts, as for serve: render (the
-    default here) or append
---width N {default.width}  of the model (default: %(default)s)
---layers N {default.layers}  of the model (default: %(default)s)
---learning-rate RATE {default.learning_rate}  of the loop (default: %(default)s)
---pack-tokens N {default.pack_tokens}  tokens of a pack (default: %(default)s; take more
-    on a GPU)
---device NAME {default.device}  torch device of model and engine (default: %(default)s)
---jobs N  runs at the same time, a process each (default: one per core, or one on a GPU)
---json  print only one JSON object
-""",
-        out={"type": Path},
-    )
-    parser.set_defaults(run=lambda arguments: _train_demo(parser, arguments))
+_DEFAULT = Settings()
 
 
-def _train_demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    with needs_extra(parser, "train"):
+def train_demo(
+    *,
+    out: Annotated[Path | None, Parameter(name=("--out", "-o"))] = None,
+    steps: Count = _DEFAULT.steps,
+    seeds: Count = 3,
+    seed: int = 0,
+    policy: list[str] | None = None,
+    tasks: Count = _DEFAULT.tasks,
+    samples: Count = _DEFAULT.samples,
+    prompts: Literal["render", "append"] = "render",
+    width: Count = _DEFAULT.width,
+    layers: Count = _DEFAULT.layers,
+    learning_rate: float = _DEFAULT.learning_rate,
+    pack_tokens: Count = _DEFAULT.pack_tokens,
+    device: str = _DEFAULT.device,
+    jobs: Count | None = None,
+    json: bool = False,
+) -> int:
+    """Watch a small model learn from what its agent did.
+
+    Train a small model in a loop: an agent with tools calls it through the gateway, the
+    recorded turns become rows and tree packs, and the new weights go back through the
+    gateway. The same seeds are trained under several policies. Prints tables, and writes
+    steps.arrow, summary.json and reward.svg.
+
+    Parameters
+    ----------
+    out
+        Directory of the run (default: the first free one of runs/train, runs/train-2, ...).
+    steps
+        Optimizer steps, each on rollouts of its own.
+    seeds
+        Number of seeds.
+    seed
+        The first seed.
+    policy
+        A policy to train under; repeat it for several (default: those of the README).
+    tasks
+        Tasks per step.
+    samples
+        Rollouts per task.
+    prompts
+        How the gateway builds prompts, as for serve.
+    width
+        Of the model.
+    layers
+        Of the model.
+    learning_rate
+        Of the loop.
+    pack_tokens
+        Tokens of a pack (take more on a GPU).
+    device
+        Torch device of model and engine.
+    jobs
+        Runs at the same time, a process each (default: one per core, or one on a GPU).
+    json
+        Print only one JSON object.
+    """
+    given = dict(locals())
+    with needs_extra("train"):
         from trajkit_train.run import run_train
 
-    names, given = {field.name for field in fields(Settings)}, vars(arguments)
+    names = {field.name for field in fields(Settings)}
     return run_train(
-        arguments.out or first_free(Path("runs/train")),
-        Settings(**{key: given[key] for key in given.keys() & names}),
-        policies=arguments.policy or POLICIES,
-        seeds=range(arguments.seed, arguments.seed + arguments.seeds),
-        jobs=arguments.jobs,
-        json=arguments.json,
+        out or first_free(Path("runs/train")),
+        Settings(**{name: given[name] for name in given.keys() & names}),
+        policies=policy or POLICIES,
+        seeds=range(seed, seed + seeds),
+        jobs=jobs,
+        json=json,
     )

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from matplotlib.figure import Figure
 
-from trajkit.cli.text import text_table
+from trajkit.cli.screen import text_table
 
 # the mean over the last steps is less noisy than the last one
 LAST = 5

@@ -15,7 +15,7 @@ import pyarrow.feather
 import torch
 from transformers.utils import logging
 
-from trajkit.cli.progress import Progress
+from trajkit.cli.screen import Progress
 from trajkit.policies import policy as named_policy
 from trajkit_train.loop import train, warm_start
 from trajkit_train.report import compare, described, draw

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import trajkit as tk
 from trajkit.cli import main
-from trajkit.cli.text import text_table
+from trajkit.cli.screen import text_table
 from trajkit.policies import PRESETS
 from trajkit.schema import LABELS
 from trajkit_rollout.agents.harness import HARNESSES, Job

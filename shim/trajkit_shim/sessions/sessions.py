@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 from trajkit_shim.chat.sampling_params import SamplingParams
+from trajkit_shim.delivery import KEPT, PendingReply
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import refuse
 from trajkit_shim.prompting.conversation import Conversation, Known
-from trajkit_shim.sessions.answers import KEPT, Amounts, SharedCall
 from trajkit_shim.sessions.append_log import LogFullError
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -92,9 +92,12 @@ def _updated(outcome: Outcome, fields: Outcome) -> Outcome:
 
 
 @dataclass(kw_only=True, eq=False)
-class Counts(Amounts):
+class Counts:
     """What happened in a session, as ``GET /sessions/{id}`` names it."""
 
+    answered: int = 0  # turns with a reply
+    prompt_tokens: int = 0  # of all turns
+    output_tokens: int = 0
     turns: int = 0  # recorded turns, including aborted ones; the next turn's index
     undelivered: int = 0  # answered turns whose answer was lost
     failed: int = 0  # calls that the engine or this gateway could not answer
@@ -168,9 +171,9 @@ class Session:
         self.closing = False  # accepts no new calls
         self.closed = False  # records no more turns
         # that run, the latest last; a set has no order
-        self.calls: dict[SharedCall, None] = {}
+        self.calls: dict[PendingReply, None] = {}
         # its latest recorded calls
-        self.answers: deque[SharedCall] = deque(maxlen=KEPT)
+        self.answers: deque[PendingReply] = deque(maxlen=KEPT)
         # of the first turn with each request
         self.request_ids: dict[bytes, str] = {}
         # amendments that could not be written yet, in order
@@ -186,36 +189,35 @@ class Session:
         if self.closing or self.closed:
             raise closed_error(self.session_id)
 
-    def left(self, name: str, needed: int, call: Amounts | None = None) -> int | None:
-        """Return what the other calls leave of a limit, or None if there is no limit.
+    def check_limit(self, name: str, needed: int) -> int | None:
+        """Return how much is left of a limit, or None if there is no limit.
 
-        ``name``: of a field of `Amounts`. Raises a 403 `GatewayError` if less is left than
-        needed.
+        ``name``: of what is counted. Running calls are not counted yet, so parallel calls
+        may exceed a limit by what each of them takes. Raises a 403 `GatewayError` if less
+        is left than needed.
         """
         unit = "turns" if name == "answered" else name
-        limit = getattr(self.terms.limits, f"max_{unit}")
+        limit: int | None = getattr(self.terms.limits, f"max_{unit}")
         if limit is None:
             return None
-        others = (each.reserved for each in self.calls if each.reserved is not call)
-        used = sum(getattr(each, name) for each in (self.counts, *others))
+        used = getattr(self.counts, name)
         if used + needed > limit:
             what = unit.replace("_", " ")
-            rule = f"{used} of the session's {limit} {what} are used or reserved"
+            rule = f"{used} of the session's {limit} {what} are used"
             message = f"{needed} more {what} are needed, but {rule}"
             raise GatewayError(message, 403, code=f"max_{unit}_exceeded")
         return int(limit - used)
 
-    def admit(self) -> Amounts:
-        """Return what one more call reserves; raise if it cannot begin."""
+    def admit(self) -> None:
+        """Raise if no more call can begin."""
         self.check_open()
         if len(self.calls) >= MAX_CALLS:
             message = f"{MAX_CALLS} calls of the session are running"
             raise GatewayError(message, 429, code="too_many_calls", retry_after=1)
         for name in ("answered", "prompt_tokens", "output_tokens"):
-            self.left(name, 1)
-        return Amounts(answered=1)
+            self.check_limit(name, 1)
 
-    def again(self, digest: bytes) -> SharedCall | None:
+    def again(self, digest: bytes) -> PendingReply | None:
         """Return the latest call with an equal request that was recorded, or that runs.
 
         A call that is being cancelled is neither.
@@ -224,7 +226,7 @@ class Session:
         calls = (*reversed(self.answers), *running)
         return next((call for call in calls if call.digest == digest), None)
 
-    def remember(self, call: SharedCall) -> None:
+    def remember(self, call: PendingReply) -> None:
         """Keep a call that was recorded."""
         self.calls.pop(call, None)
         self.request_ids.setdefault(call.digest, call.request_id)

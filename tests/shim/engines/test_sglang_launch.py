@@ -80,28 +80,3 @@ def test_a_launched_server_ends_with_the_gateway(tmp_path, tiny_model):
     (turn,) = tk.read_turns(tmp_path / "run").to_pylist()
     assert len(turn["output_ids"]) == 4
     assert "Uvicorn running" in (tmp_path / "run" / "engine.log").read_text()
-
-
-def test_a_launched_server_that_is_killed_ends_the_gateway(tmp_path, tiny_model):
-    with serving(tmp_path, tiny_model) as (gateway, _):
-        below = descendants(gateway.pid)
-        (server,) = (
-            pid
-            for pid, command in below.items()
-            if command[1:3] == ["-m", "sglang.launch_server"]
-        )
-        os.kill(server, signal.SIGKILL)
-        _, errors = gateway.communicate(timeout=120)
-    assert gateway.returncode == cli.BAD_FILE
-    assert "the engine's server ended with exit code -9" in errors
-    until_ended(below)
-
-
-def test_a_gateway_that_is_killed_leaves_no_process(tmp_path, tiny_model):
-    """SGLang's own processes ask the kernel to end them with their parent."""
-    with serving(tmp_path, tiny_model) as (gateway, _):
-        below = descendants(gateway.pid)
-        titles = [command[0].partition("_")[0] for command in below.values()]
-        assert {"sglang::scheduler", "sglang::detokenizer"} <= {*titles}
-        gateway.kill()
-        until_ended(below)

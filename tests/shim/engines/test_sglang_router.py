@@ -1,6 +1,7 @@
 """Two real SGLang servers, with SGLang's own router in front of them."""
 
 import asyncio
+import socket
 import subprocess
 import uuid
 from contextlib import ExitStack, suppress
@@ -11,7 +12,6 @@ import pytest
 from tests.shim.fakes import engine_request
 from tests.shim.sglang_cpu import servers
 from tests.shim.sglang_cpu.servers import served
-from trajkit_shim.engines.launch import reserved_port
 from trajkit_shim.engines.model_config import vocab_size
 from trajkit_shim.engines.sglang import SGLangEngine
 
@@ -34,13 +34,17 @@ def urls(tiny_model, tmp_path):
 def router(urls, tmp_path):
     """The address of a router that gives the servers new sessions in turn."""
     log = tmp_path / "router.log"
-    with reserved_port() as port, reserved_port() as metrics:
-        command = [servers.PYTHON, "-m", "sglang_router.launch_router"]
-        command += ["--worker-urls", *urls, "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--policy", "manual", "--assignment-mode", "min_group"]
-        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
-        with log.open("w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        port, metrics = one.getsockname()[1], other.getsockname()[1]
+    command = [servers.PYTHON, "-m", "sglang_router.launch_router"]
+    command += ["--worker-urls", *urls, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--policy", "manual", "--assignment-mode", "min_group"]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
     url = f"http://127.0.0.1:{port}"
     try:
         while _n_workers(url) < len(urls):

@@ -1,6 +1,5 @@
 """Rollouts: a small agent, the embedded engine, and every way that they can end."""
 
-import argparse
 import json
 import os
 import shutil
@@ -19,12 +18,11 @@ import pytest
 import trajkit as tk
 from tests.shim.agents.test_sandbox import ISOLATED, marked
 from tests.tables import linearized
-from trajkit.cli import BAD_DATA, BAD_FILE, DONE, main
+from trajkit.cli import BAD_DATA, BAD_FILE, BAD_USAGE, DONE, main
 from trajkit.errors import FormatError
 from trajkit_rollout import solver
 from trajkit_rollout.agents.sandbox import SandboxError
 from trajkit_rollout.agents.sandboxes.local import LocalSandbox
-from trajkit_rollout.command import add_rollout
 from trajkit_rollout.run_log import RunLog
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.app import create_app
@@ -68,10 +66,7 @@ def command(tasks, out, *options, harness="shell", agent=AGENT, manners=""):
 
 
 def run(argv):
-    parser = argparse.ArgumentParser()
-    add_rollout(parser.add_subparsers())
-    arguments = parser.parse_args(["rollout", *argv])
-    return arguments.run(arguments)
+    return main(["rollout", *argv])
 
 
 @pytest.fixture
@@ -426,20 +421,24 @@ def test_one_process_works_on_a_run(tmp_path):
 )
 def test_options_that_name_nothing_are_wrong_usage(tmp_path, capsys, options, said):
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
-    argv = [str(tasks), "--harness", "shell", "-o", str(tmp_path / "run"), *options]
-    with pytest.raises(SystemExit):
-        run([*argv, "--argument", AGENT])
+    if "--harness" not in options:
+        options = ["--harness", "shell", *options]
+    argv = [str(tasks), "-o", str(tmp_path / "run"), *options]
+    assert run([*argv, "--argument", AGENT]) == BAD_USAGE
     assert said in capsys.readouterr().err
 
 
 def test_a_harness_or_sandbox_that_is_not_there_ends_the_run_at_once(tmp_path, capsys):
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     for options, said in (
-        (("--harness", "opencode"), "opencode is not installed: npm install"),
-        (("--sandbox", "docker"), "a sandbox of kind docker needs an image"),
+        (["--harness", "opencode"], "opencode is not installed: npm install"),
+        (
+            ["--harness", "shell", "--sandbox", "docker"],
+            "a sandbox of kind docker needs an image",
+        ),
     ):
-        out = tmp_path / options[1]
-        argv = [str(tasks), "--harness", "shell", "-o", str(out), *options]
+        out = tmp_path / options[-1]
+        argv = [str(tasks), "-o", str(out), *options]
         assert main(["rollout", *argv]) == BAD_FILE
         assert said in capsys.readouterr().err
         assert not (out / "turns").exists()
@@ -462,7 +461,7 @@ statuses = [
     tried("/sessions", {"reward": 100}),
     tried(f"/sessions/{mine}/finish", {"reward": 100}, authorization=f"Bearer {key}"),
     tried(f"/sessions/{mine}/drop"),
-    tried("/admin/pause"),
+    tried("/engine/pause"),
     tried("/admin/drain"),
     tried("/engine/resume"),
     tried("/v1/chat/completions", said, authorization=f"Bearer {mine}"),
@@ -502,8 +501,7 @@ def test_rollouts_use_a_gateway_that_runs_elsewhere(tmp_path, do, monkeypatch, c
         create_app(engine, renderer, log, Options(admin_token="secret"))
     ) as url:
         argv = command(tasks, out, *QUICK, "--gateway", url)
-        with pytest.raises(SystemExit):
-            run(argv)
+        assert run(argv) == BAD_USAGE
         assert "needs its token" in capsys.readouterr().err
         monkeypatch.setenv("TRAJKIT_ADMIN_TOKEN", "secret")
         code, said = do(argv)

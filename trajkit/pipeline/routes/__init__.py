@@ -7,6 +7,7 @@ of dtype LINK for every call.
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+from trajkit._arrow.ragged import Records
 from trajkit.pipeline.routes.agents import by_agents
 from trajkit.pipeline.routes.chains import by_prompts, by_tokens
 from trajkit.pipeline.routes.generations import by_generations
@@ -14,10 +15,9 @@ from trajkit.pipeline.routes.messages import by_messages
 from trajkit.pipeline.routes.order import by_none, by_previous
 from trajkit.pipeline.routes.prefix import by_prefix
 from trajkit.policies import ParentBy, Policy
-from trajkit.turns.calls import Calls, Records
-from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.sessions import Forest, Sessions
 
-Route: TypeAlias = Callable[[Calls, Forest, Policy], Records]
+Route: TypeAlias = Callable[[Sessions, Forest, Policy], Records]
 
 ROUTES: Mapping[ParentBy, Route] = {
     "messages": by_messages,

@@ -12,6 +12,7 @@ import numpy as np
 
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.ragged import Records
 from trajkit.pipeline.routes.links import (
     REASONS,
     empty_links,
@@ -21,10 +22,9 @@ from trajkit.pipeline.routes.links import (
 from trajkit.pipeline.routes.message_paths import KEY_TOKENS, grow_messages
 from trajkit.policies import Policy
 from trajkit.schema import SEGMENT_KINDS
-from trajkit.turns.calls import Calls, Records
 from trajkit.turns.message_equality import Classes, classify
 from trajkit.turns.messages import message_body, parse_json
-from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.sessions import Forest, Sessions
 
 # The number of each kind in a record; 0 is no segment.
 _SEGMENTS = {kind: number for number, kind in enumerate(SEGMENT_KINDS, 1)}
@@ -32,7 +32,7 @@ _SEGMENTS = {kind: number for number, kind in enumerate(SEGMENT_KINDS, 1)}
 _ANSWERS = re.compile(r'"tool_(?:call|use)_id":\s*("(?:[^"\\]|\\.)*")')
 
 
-def by_agents(calls: Calls, forest: Forest, policy: Policy) -> Records:
+def by_agents(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     """Each call continues the last call of its agent, if it begins with that one's request.
 
     Without messages of both, its prompt begins with that call's path, or with that call's
@@ -53,7 +53,7 @@ class _Agents:
     """The links of the sessions so far."""
 
     def __init__(
-        self, calls: Calls, forest: Forest, classes: Classes, tools: tuple[str, ...]
+        self, calls: Sessions, forest: Forest, classes: Classes, tools: tuple[str, ...]
     ) -> None:
         keyed = classes.keyed(calls)
         messages = grow_messages(keyed)
@@ -127,7 +127,7 @@ class _Agents:
 
 
 def _first_answers(
-    calls: Calls, classes: Classes, messages: Forest, answers: dict[int, list[int]]
+    calls: Sessions, classes: Classes, messages: Forest, answers: dict[int, list[int]]
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """The messages that answer a tool call, by the session's first call and the tool call.
 

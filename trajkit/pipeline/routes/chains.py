@@ -3,23 +3,23 @@
 import numpy as np
 
 from trajkit import _core
+from trajkit._arrow.ragged import Records
 from trajkit.pipeline.routes.links import REASONS, empty_links, first_of_session
 from trajkit.policies import Policy
-from trajkit.turns.calls import Calls, Records
-from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.sessions import Forest, Sessions
 
 
-def by_tokens(calls: Calls, forest: Forest, policy: Policy) -> Records:
+def by_tokens(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     """Each call continues the chain whose last path is the longest prefix of its prompt."""
     return _by_chain_ends(calls, forest, of_prompts=False)
 
 
-def by_prompts(calls: Calls, forest: Forest, policy: Policy) -> Records:
+def by_prompts(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     """As `by_tokens`, but a chain ends with its last prompt: outputs are not compared."""
     return _by_chain_ends(calls, forest, of_prompts=True)
 
 
-def _by_chain_ends(calls: Calls, forest: Forest, *, of_prompts: bool) -> Records:
+def _by_chain_ends(calls: Sessions, forest: Forest, *, of_prompts: bool) -> Records:
     links, n_calls = empty_links(calls), len(calls.calls)
     first = np.empty(n_calls, np.int32)
     _core.route_chains(forest.paths, of_prompts, first, links)

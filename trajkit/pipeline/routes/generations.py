@@ -3,17 +3,17 @@
 import numpy as np
 
 from trajkit import _core
+from trajkit._arrow.ragged import Records
 from trajkit.pipeline.routes.links import REASONS, empty_links, sessions_of
 from trajkit.pipeline.routes.message_paths import KEY_TOKENS, grow_messages
 from trajkit.pipeline.routes.nodes import nodes_within_prompts
 from trajkit.policies import Policy
-from trajkit.turns.calls import Calls, Records
 from trajkit.turns.message_equality import with_equality
-from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.sessions import Forest, Sessions
 from trajkit.turns.structs import STOPS
 
 
-def by_generations(calls: Calls, forest: Forest, policy: Policy) -> Records:
+def by_generations(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     """Each call continues the deepest generation whose messages its request begins with.
 
     Of equals it is the latest; without messages, tokens decide (`_core.TokenIndex`). The
@@ -34,7 +34,7 @@ def by_generations(calls: Calls, forest: Forest, policy: Policy) -> Records:
 class _Generations:
     """The generations of all sessions so far, and the links of their calls."""
 
-    def __init__(self, calls: Calls, forest: Forest, policy: Policy) -> None:
+    def __init__(self, calls: Sessions, forest: Forest, policy: Policy) -> None:
         n_calls = len(calls.calls)
         self._threshold = policy.fork_threshold
         self._tokens = forest.paths

@@ -5,16 +5,17 @@ from itertools import pairwise
 
 import numpy as np
 
+from trajkit._arrow.ragged import Longs, Records
 from trajkit._kernel_names import numbers
 from trajkit.schema import LINK_REASONS
-from trajkit.turns.calls import Calls, Longs, Records
+from trajkit.turns.sessions import Sessions
 from trajkit.turns.structs import LINK
 
 REASONS: Mapping[str, int] = numbers("LinkReason", LINK_REASONS)
 """The number of each link reason in a record."""
 
 
-def empty_links(calls: Calls) -> Records:
+def empty_links(calls: Sessions) -> Records:
     """A link of every call: a root, in no order."""
     links = np.zeros(len(calls.calls), LINK)
     for name in ("parent", "order", "rewritten_by"):
@@ -23,14 +24,14 @@ def empty_links(calls: Calls) -> Records:
     return links
 
 
-def first_of_session(calls: Calls) -> Longs:
+def first_of_session(calls: Sessions) -> Longs:
     """The first call of each call's session, shape (n_calls,)."""
-    offsets = calls.session_offsets
+    offsets = calls.offsets
     return np.repeat(offsets[:-1], np.diff(offsets))
 
 
-def sessions_of(calls: Calls) -> Iterator[range]:
+def sessions_of(calls: Sessions) -> Iterator[range]:
     """The calls of each session."""
-    offsets = calls.session_offsets.tolist()
+    offsets = calls.offsets.tolist()
     for start, stop in pairwise(offsets):
         yield range(start, stop)

@@ -7,15 +7,14 @@ token paths compares messages too. A call's path is its messages and its reply.
 import numpy as np
 
 from trajkit.schema import KEY_BYTES
-from trajkit.turns.calls import Calls
-from trajkit.turns.prefix_forest import Forest, grow_paths
+from trajkit.turns.sessions import Forest, Sessions
 from trajkit.turns.structs import CALL
 
 KEY_TOKENS = KEY_BYTES // 4
 """Tokens of a message in a path."""
 
 
-def grow_messages(calls: Calls) -> Forest:
+def grow_messages(calls: Sessions) -> Forest:
     """The forest of the calls' messages, which are equal if their keys are.
 
     A call without a list of messages has an empty path, and a call whose reply is not
@@ -33,4 +32,4 @@ def grow_messages(calls: Calls) -> Forest:
     paths["out"] = requests["reply_key"]
     paths["out_len"] = np.where(replied, KEY_TOKENS, 0)
     paths["base"] = np.where(requests["shared"] > 0, calls.calls["base"], -1)
-    return grow_paths(paths, calls.session_offsets)
+    return Forest.of(paths, calls.offsets)

@@ -1,14 +1,14 @@
 """The generated message nearest above a request in the message tree."""
 
 from trajkit import _core
+from trajkit._arrow.ragged import Records
 from trajkit.pipeline.routes.links import empty_links
 from trajkit.policies import TIE_BREAKS, Policy
-from trajkit.turns.calls import Calls, Records
 from trajkit.turns.message_equality import with_equality
-from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.sessions import Forest, Sessions
 
 
-def by_messages(calls: Calls, forest: Forest, policy: Policy) -> Records:
+def by_messages(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     """Each call continues the nearest reply above its messages, as slime routes them.
 
     Tokens choose among equal replies (``tie_break``), and where a call has no messages.

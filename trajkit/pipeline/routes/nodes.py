@@ -1,9 +1,9 @@
-"""Where prompts end in a forest of paths (trajkit.turns.prefix_forest)."""
+"""Where prompts end in a forest of paths (trajkit.turns.sessions.Forest)."""
 
 import numpy as np
 
-from trajkit.turns.calls import Ints, Longs
-from trajkit.turns.prefix_forest import Forest
+from trajkit._arrow.ragged import Ints, Longs
+from trajkit.turns.sessions import Forest
 
 
 def prompt_nodes(forest: Forest, prompt_len: Longs) -> Ints:

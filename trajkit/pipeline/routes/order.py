@@ -2,14 +2,14 @@
 
 import numpy as np
 
+from trajkit._arrow.ragged import Records
 from trajkit.pipeline.routes.links import REASONS, empty_links, first_of_session
 from trajkit.policies import Policy
 from trajkit.turns.call_order import by_prompt
-from trajkit.turns.calls import Calls, Records
-from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.sessions import Forest, Sessions
 
 
-def by_previous(calls: Calls, forest: Forest, policy: Policy) -> Records:
+def by_previous(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     """Each call continues the one before it in its session."""
     links = empty_links(calls)
     index = np.arange(len(links), dtype=np.int32)
@@ -21,7 +21,7 @@ def by_previous(calls: Calls, forest: Forest, policy: Policy) -> Records:
     return links
 
 
-def by_none(calls: Calls, forest: Forest, policy: Policy) -> Records:
+def by_none(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     """Every call is a root, in the order of turns or from the shortest prompt up."""
     links = empty_links(calls)
     index = np.arange(len(links), dtype=np.int32)

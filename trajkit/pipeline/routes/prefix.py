@@ -7,15 +7,15 @@ with them every chain that contains one (policy ``nemo``).
 
 import numpy as np
 
+from trajkit._arrow.ragged import Ints, Records
 from trajkit.pipeline.routes.links import REASONS, empty_links, sessions_of
 from trajkit.pipeline.routes.nodes import nodes_within_prompts, prompt_nodes
 from trajkit.policies import Policy
 from trajkit.turns.call_order import by_prompt
-from trajkit.turns.calls import Calls, Ints, Records
-from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.sessions import Forest, Sessions
 
 
-def by_prefix(calls: Calls, forest: Forest, policy: Policy) -> Records:
+def by_prefix(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     """Each call continues the call whose path is the longest prefix of its prompt.
 
     Calls without output can neither be continued nor trained. Those in a chain are in
@@ -41,7 +41,7 @@ def by_prefix(calls: Calls, forest: Forest, policy: Policy) -> Records:
 
 
 def _longest_prefixes(
-    calls: Calls, forest: Forest, ranked: Ints
+    calls: Sessions, forest: Forest, ranked: Ints
 ) -> tuple[Ints, np.typing.NDArray[np.bool_]]:
     """The first of ``ranked`` whose path is the longest prefix of each one's prompt, or -1.
 
@@ -67,7 +67,7 @@ def _longest_prefixes(
 class _Chains:
     """Which calls are quarantined, and the order of the others."""
 
-    def __init__(self, calls: Calls, forest: Forest, links: Records) -> None:
+    def __init__(self, calls: Sessions, forest: Forest, links: Records) -> None:
         self._parents = links["parent"].tolist()
         self.reasons = links["link_reason"].tolist()
         self.orders = [-1] * len(links)

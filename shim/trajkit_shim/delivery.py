@@ -1,41 +1,64 @@
-"""How the client of a call is answered.
+"""The delivery of a reply: to whom it is sent, and whether it arrived.
+
+A turn is recorded before its answer is sent. The answer counts as delivered once its
+last byte was handed to the operating system on an open connection. A turn whose answer
+was lost is amended to be context only; if the answer is sent again and arrives, the turn
+is amended back.
+
+A client whose connection broke sends its request again. If a header marks it as a retry,
+or the session was opened with ``replay``, the request joins the call that is still
+running or gets the recorded reply, rather than a new sample. Any other request whose
+bytes equal an earlier one is sampled, and its turn names the earlier one.
 
 A reply that is ready soon, or an error, is an ordinary response with its status. A
 streaming client gets status 200 and the start of a stream once it has waited for a while,
-and from then on keep-alive events. The reply comes once it is complete and recorded.
-Later errors are events.
+and from then on keep-alive events. The reply comes in one burst. Later errors are events.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Send
 
-from trajkit_shim import json_input, timing
-from trajkit_shim.call import Options
 from trajkit_shim.chat.reply import Reply
 from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.errors import GatewayError, as_gateway_error
 from trajkit_shim.json_input import Json
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.protocols.stream import Events, encode
-from trajkit_shim.sessions.answers import SharedCall
 
+KEPT = 32
+"""Number of a session's latest replies that can be sent again or amended."""
+
+# the retry count of OpenAI's and Anthropic's clients
+_RETRY_HEADER = "x-stainless-retry-count"
 _STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Type": "text/event-stream; charset=utf-8",
     "X-Accel-Buffering": "no",
 }
-
 # bytes to send before the connection is checked again: about what a server buffers for
 # a client that does not read
 _PIECE_BYTES = 1 << 16
+
+T = TypeVar("T")
+Amend: TypeAlias = Callable[[Sequence[int], str, bool | None], None]
+"""Writes an amendment: indices of turns, its reason, and whether they are trainable
+(None: as each turn itself states)."""
 
 
 def json_response(
@@ -45,19 +68,80 @@ def json_response(
     return Response(encode(body), status, headers, "application/json")
 
 
-def bearer(headers: Headers) -> str:
-    """Return the bearer token of a request, or an empty string."""
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
+def is_retry(headers: Mapping[str, str]) -> bool:
+    """Return whether the headers mark a request as a retry."""
+    count = headers.get(_RETRY_HEADER, "0")
+    return count.isdecimal() and count.strip("0") != ""
 
 
-async def read_body(request: Request, options: Options) -> bytes:
-    """Return a request's body; reject too long headers or a too long body."""
-    size = sum(len(name) + len(value) for name, value in request.headers.raw)
-    if size > options.max_header_bytes:
-        message = f"the headers are longer than {options.max_header_bytes} bytes"
-        raise GatewayError(message, 431, code="headers_too_long")
-    return await json_input.read_body(request.stream(), options.max_body_bytes)
+def request_digest(endpoint: str, body: bytes) -> bytes:
+    """Return a 16-byte digest of a request."""
+    return blake2b(endpoint.encode() + b"\0" + body, digest_size=16).digest()
+
+
+class PendingReply:
+    """The reply to one call, and the connections that wait for it.
+
+    ``run``: samples and records the call, sets the attributes of a recorded one, and
+    returns its reply; cancelled when the last connection leaves.
+    """
+
+    # of a recorded call: its turn and the id of its request
+    turn: int | None = None
+    request_id: str
+
+    def __init__(
+        self,
+        run: "Callable[[PendingReply], Coroutine[Any, Any, Reply]]",
+        amend: Amend,
+        digest: bytes,
+    ) -> None:
+        self.digest = digest
+        self._amend = amend
+        self._n_connections = 0
+        self._ended: GatewayError | None = None
+        # the reply has arrived, or every connection was lost before that
+        self._reached = self._lost = False
+        self.work = asyncio.create_task(run(self))
+
+    def end(self, error: GatewayError) -> None:
+        """Let the call fail, unless it is recorded or has failed."""
+        if self.work.cancel():
+            self._ended = error
+
+    def result(self) -> Reply:
+        """Return the reply once the work is done; raises `GatewayError` if it failed."""
+        if self._ended is not None:
+            raise self._ended
+        return self.work.result()
+
+    @asynccontextmanager
+    async def joined(self) -> AsyncIterator[None]:
+        """Wait for the reply in this context; call `reached` when it has arrived.
+
+        The last connection that leaves cancels the work. A recorded reply is lost then
+        if it reached none.
+        """
+        self._n_connections += 1
+        try:
+            yield
+        finally:
+            self._n_connections -= 1
+            if not self._n_connections:
+                if self.turn is None:
+                    self.work.cancel()
+                    await asyncio.gather(self.work, return_exceptions=True)
+                if self.turn is not None and not (self._reached or self._lost):
+                    self._lost = True
+                    self._amend([self.turn], "undelivered", False)
+
+    def reached(self) -> None:
+        """Note that the reply has arrived on a connection."""
+        if not self._reached:
+            self._reached = True
+            if self._lost:
+                assert self.turn is not None
+                self._amend([self.turn], "delivered", None)
 
 
 @asynccontextmanager
@@ -79,10 +163,8 @@ async def watched(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
         await asyncio.gather(left, return_exceptions=True)
 
 
-async def cancel_on_disconnect(
-    request: Request, work: Coroutine[object, object, None]
-) -> None:
-    """Do a client's work, but cancel it if the client disconnects meanwhile.
+async def unless_left(request: Request, work: Awaitable[T]) -> T:
+    """Return a client's work, but cancel it if the client disconnects meanwhile.
 
     The request's body must have been read. Raises `ClientDisconnect` in that case.
     """
@@ -95,12 +177,12 @@ async def cancel_on_disconnect(
             await asyncio.gather(task, return_exceptions=True)
     if task.cancelled():
         raise ClientDisconnect
-    task.result()
+    return task.result()
 
 
 @dataclass(slots=True)
-class Client:
-    """The client of a request for a reply. It may disconnect at any time."""
+class Delivery:
+    """The answer to a client that asked for a reply, and may disconnect at any time."""
 
     left: asyncio.Task[None]  # see `watched`
     send: Send
@@ -110,20 +192,20 @@ class Client:
     ping_seconds: float
     _begun: bool = False
 
-    async def answer(self, call: SharedCall) -> None:
-        """Wait for a call, and send its reply.
+    async def answer(self, pending: PendingReply) -> None:
+        """Wait for a reply, and send it.
 
         Raises `GatewayError`: the call failed before the answer began.
         `ClientDisconnect`: the client disconnected before that.
         """
-        async with call.joined():
-            await self._wait(call)
+        async with pending.joined():
+            await self._wait(pending)
             if self.left.done():
                 if not self._begun:
                     raise ClientDisconnect
                 return
             try:
-                reply = call.result()
+                reply = pending.result()
             except Exception as error:
                 shown, codes = as_gateway_error(error), self.protocol.streamed_errors
                 if self.events is None or not (self._begun or shown.code in codes):
@@ -134,11 +216,11 @@ class Client:
                     raise
             else:
                 if await self._send_reply(reply):
-                    call.reached()
+                    pending.reached()
 
-    async def _wait(self, call: SharedCall) -> None:
+    async def _wait(self, pending: PendingReply) -> None:
         """Return when the work is done or the client left; send pings meanwhile."""
-        ends: set[asyncio.Future[Any]] = {call.work, self.left}
+        ends: set[asyncio.Future[Any]] = {pending.work, self.left}
         seconds = None if self.events is None else self.ping_seconds
         while True:
             await asyncio.wait(
@@ -150,12 +232,11 @@ class Client:
             await self._write(self.events.ping())
 
     async def _send_reply(self, reply: Reply) -> bool:
-        """Send a reply, or what is not streamed yet of it; return whether it arrived."""
-        with timing.step():
-            if self.events is None:
-                data = [encode(self.protocol.write(reply, self.request))]
-            else:
-                data = [*self.events.reply(reply)]
+        """Send a reply; return whether it arrived."""
+        if self.events is None:
+            data = [encode(self.protocol.write(reply, self.request))]
+        else:
+            data = [*self.events.reply(reply)]
         if self._begun:
             *first, last = data
             await self._write(b"".join(first))

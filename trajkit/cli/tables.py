@@ -1,20 +1,34 @@
-"""``trajkit stats``: the columns of a file of any table, and its totals."""
+"""``trajkit head`` and ``trajkit stats``: what is in a file of any table."""
 
-import argparse
-import json
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
+from cyclopts import Parameter
+from rich.cells import cell_len
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit.cli.head import TABLE, stored_tables
-from trajkit.cli.options import command
-from trajkit.cli.terminal import Screen, shortened, visible
-from trajkit.cli.text import share
+from trajkit.cli.files import Reads
+from trajkit.cli.options import Count, Json, nothing, print_json
+from trajkit.cli.screen import Screen, share, shortened, text_table, visible
+from trajkit.io.sources import Paths
+from trajkit.io.tables import iter_tables, log_files
+
+Tables = Annotated[
+    list[str],
+    Parameter(
+        help="Parquet, Arrow IPC or JSON by suffix, or a directory, for its turns; - is "
+        "standard input"
+    ),
+    Reads("turns"),
+]
+
+_MAX_CELL = 32
+_SHOWN_ITEMS = 3
 
 _HEAD = ("column", "type", "nulls", "min", "mean", "max", "of")
 _MOST_NAMES = 4
@@ -34,38 +48,107 @@ _BASES = ("tokens", "tokens stored")
 _LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 
 
-@command(
-    "stats",
-    f"""
-summarize the columns of a table
+def stored_tables(source: Paths, batch_rows: int | None = None) -> Iterator[pa.Table]:
+    """The tables of files, or the turns of directories, some lines at a time.
 
-Print, for each column of a file of any table, its type, nulls, and the least, mean and
-largest value: of lists and texts the length, of flags the share that is true, of names the
-counts. Then sessions and tokens.
-{TABLE}
---json
-""",
-)
-def run(arguments: argparse.Namespace) -> None:
-    """Print the summary."""
-    summary = Summary()
-    for table in stored_tables(arguments.source):
-        summary.add(table)
-    screen = Screen.of_stdout(colour=True)
-    if arguments.json:
-        screen.print(json.dumps(summary.to_json()))
-        return
-    screen.print(f"{summary.lines:,} lines\n")
-    screen.print_table(
-        [_HEAD, *(one.texts(name) for name, one in summary.columns.items())]
+    No line at all is an error.
+    """
+    empty = True
+    for file in log_files(source)[0]:
+        for table in iter_tables(file, batch_rows=batch_rows):
+            empty = empty and not table.num_rows
+            yield table
+    if empty:
+        raise nothing(source, "lines")
+
+
+def head(
+    source: Tables,
+    /,
+    *,
+    lines: Annotated[Count, Parameter(name=("--lines", "-n"))] = 10,
+) -> None:
+    """Print the first lines of a table.
+
+    Print the first lines of a file of any table: turns, rows, packs, links, drift,
+    sessions, a report. Lists are shortened, and columns that do not fit are named below.
+
+    Parameters
+    ----------
+    lines
+        The number of lines.
+    """
+    screen = Screen()
+    wanted, tables = lines, []
+    for table in stored_tables(source, lines):
+        tables.append(table.slice(0, wanted))
+        wanted -= tables[-1].num_rows
+        if wanted == 0:
+            break
+    names = list(dict.fromkeys(name for table in tables for name in table.column_names))
+    records = [record for table in tables for record in table.to_pylist()]
+    cells = {name: [cell(record.get(name)) for record in records] for name in names}
+    widths = (max(map(cell_len, [name, *cells[name]])) + 2 for name in names)
+    room = 10**9 if screen.width is None else screen.width
+    ends = zip(names, itertools.accumulate(widths), strict=True)
+    shown = [name for name, end in ends if end - 2 <= room] or names[:1]
+    screen.print(
+        text_table(shown, [*zip(*(cells[name] for name in shown), strict=True)])
     )
-    screen.print()
+    if len(shown) < len(names):
+        screen.labelled("more", [(", ".join(names[len(shown) :]), "")])
+
+
+def stats(source: Tables, /, *, json: Json = False) -> None:
+    """Summarize the columns of a table.
+
+    Print, for each column of a file of any table, its type, nulls, and the least, mean and
+    largest value: of lists and texts the length, of flags the share that is true, of names
+    the counts. Then sessions and tokens.
+    """
+    summary = Summary()
+    for table in stored_tables(source):
+        summary.add(table)
+    if json:
+        print_json(summary.to_json())
+        return
+    screen = Screen()
+    screen.print(f"{summary.lines:,} lines\n")
+    columns = [one.texts(name) for name, one in summary.columns.items()]
+    screen.print(f"{text_table(_HEAD, columns)}\n")
     for name, n in summary.totals.items():
         part = ""
         base = next((one for one in _BASES if one in summary.totals), None)
         if name == "tokens trained" and base is not None:
             part = f", {share(n, summary.totals[base])} of {base}"
         screen.print(f"{name}: {n:,}{part}")
+
+
+def cell(value: object) -> str:
+    """A value on one short line.
+
+    Examples
+    --------
+    >>> cell([1, 2, 3, 4, 5]), cell(None), cell(0.25), cell("a\\x1b")
+    ('5: 1 2 3 ...', '', '0.25', 'a\\\\x1b')
+    """
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        items = " ".join(_item(one) for one in value[:_SHOWN_ITEMS])
+        more = " ..." if len(value) > _SHOWN_ITEMS else ""
+        return shortened(f"{len(value)}: {items}{more}", _MAX_CELL)
+    return shortened(_item(value), _MAX_CELL)
+
+
+def _item(value: object) -> str:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ":".join(_item(one) for one in value.values() if one is not None)
+    return "null" if value is None else str(value)
 
 
 @dataclass(slots=True)

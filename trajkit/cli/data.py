@@ -1,0 +1,245 @@
+"""``trajkit linearize``, ``compact``, ``expand``, ``pack``: tables from file to file."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import trajkit as tk
+from trajkit.cli.files import Writes
+from trajkit.cli.options import (
+    OUT,
+    Count,
+    Job,
+    Json,
+    MaxRowTokens,
+    NoClobber,
+    PolicyOption,
+    Rows,
+    SessionsFile,
+    Turns,
+    facts_of,
+    one_policy,
+    print_text,
+    read_rows,
+)
+from trajkit.cli.screen import Progress, share, text_table
+from trajkit.io.formats import paths_in
+from trajkit.io.tables import log_files, write_table
+from trajkit.jobs.stages import compact_file, expand_file, linearize_file
+from trajkit.learn.weights import By
+from trajkit.schema import LOSSES
+
+
+def linearize(
+    source: Turns,
+    /,
+    *,
+    out: Annotated[str, OUT, Writes("rows")],
+    policy: PolicyOption = None,
+    sessions: SessionsFile = None,
+    reward: float | None = None,
+    weigh_by: By = "token",
+    max_row_tokens: MaxRowTokens = None,
+    layout: Literal["full", "suffix"] = "full",
+    report: Annotated[str | None, Writes("report")] = None,
+    threads: Count | None = None,
+    job: Job | None = None,
+    json: Json = False,
+    no_clobber: NoClobber = False,
+) -> None:
+    """Write the training rows of recorded turns.
+
+    Print how many sampled tokens are trained, and why others are lost.
+
+    Parameters
+    ----------
+    out
+        Rows: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts, where an
+        interrupted run continues; - is standard output.
+    reward
+        The reward of every session, instead of --sessions.
+    weigh_by
+        What row_weight is: the row's trained tokens over the rollout's N; 1 over the
+        rollout's rows that train; or 1 / N.
+    layout
+        suffix: write tokens that rows share only once.
+    report
+        Write the report to this file, a line per session.
+    threads
+        In addition to those that read and write (default: 1).
+    """
+    job = job or Job()
+    chosen = one_policy(policy)
+    with Progress("linearize", "turns") as bar:
+        totals = linearize_file(
+            source,
+            out,
+            chosen,
+            **facts_of(sessions, reward),
+            weigh_by=weigh_by,
+            max_row_tokens=max_row_tokens,
+            threads=threads,
+            layout=layout,
+            report=report,
+            **job.options(source, bar),
+        )
+    facts = {"output": out, "policy": asdict(chosen), **totals}
+    job.print(totals, facts, f"{describe(totals)}\n\nwritten to {out}", json)
+
+
+def describe(totals: dict[str, int]) -> str:
+    """The totals of rows as a table of tokens, for people."""
+    sampled = totals["tokens_sampled"]
+    lines = [("sampled", sampled, "")]
+    for name in ("tokens_trained", *(f"lost_{reason}" for reason in LOSSES)):
+        words = (
+            name.removeprefix("tokens_").replace("lost_", "lost, ").replace("_", " ")
+        )
+        if totals[name] or name == "tokens_trained":
+            lines.append((words, totals[name], share(totals[name], sampled)))
+    lines.append(("in all rows", totals["tokens_forward"], ""))
+    lines.append(("shared prefixes once", totals["tokens_forward_shared"], ""))
+    left_out = ", ".join(
+        f"{totals[name]:,} {words}"
+        for name, words in _LEFT_OUT.items()
+        if totals[name] or name == "rows_untrained"
+    )
+    return (
+        f"sessions {totals['sessions']:,}, turns {totals['turns']:,}, "
+        f"{totals['rows']:,} rows; left out: {left_out}\n\n"
+        + text_table(("tokens", "count", "of sampled"), lines)
+    )
+
+
+_LEFT_OUT = {
+    "rows_untrained": "without a trained token",
+    "rows_cut": "without a response token after truncation",
+    "rows_over_max_rows": "beyond max_rows",
+}
+
+
+def compact(
+    source: Turns,
+    /,
+    *,
+    out: Annotated[str, OUT, Writes("turns", piped="arrows")],
+    job: Job | None = None,
+    json: Json = False,
+    no_clobber: NoClobber = False,
+) -> None:
+    """Write recorded turns in delta form.
+
+    Of each prompt, that form has only what an earlier turn does not have. Every command
+    reads it; expand is the inverse.
+
+    Parameters
+    ----------
+    out
+        Turns: Parquet or Arrow IPC, by suffix; or DIRECTORY/ for parts in Parquet, where an
+        interrupted run continues; - is standard output.
+    """
+    _change(compact_file, "compact", source, out, job or Job(), json)
+
+
+def expand(
+    source: Turns,
+    /,
+    *,
+    out: Annotated[str, OUT, Writes("turns")],
+    job: Job | None = None,
+    json: Json = False,
+    no_clobber: NoClobber = False,
+) -> None:
+    """Write turns with complete prompts.
+
+    Messages are complete, too: the inverse of compact.
+
+    Parameters
+    ----------
+    out
+        Turns: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts in Parquet,
+        where an interrupted run continues; - is standard output.
+    """
+    _change(expand_file, "expand", source, out, job or Job(), json)
+
+
+def _change(
+    change: Callable[..., dict[str, int]],
+    name: str,
+    source: list[str],
+    out: str,
+    job: Job,
+    json: bool,
+) -> None:
+    """Write the turns and print their size."""
+    with Progress(name, "turns") as bar:
+        totals = change(source, out, **job.options(source, bar))
+    before = total_size(log_files(source)[0])
+    after = total_size(paths_in(Path(out)))
+    sizes = {"bytes_before": before, "bytes_after": after}
+    text = f"turns {totals['turns']:,}, bytes {before:,} before and {after:,} after"
+    facts = {"output": out, **totals, **sizes}
+    job.print(totals, facts, f"{text}\n\nwritten to {out}", json)
+
+
+def total_size(files: Iterable[Path]) -> int:
+    """The bytes of all files."""
+    return sum(file.stat().st_size for file in files)
+
+
+def pack(
+    rows: Rows,
+    /,
+    *,
+    out: Annotated[str, OUT, Writes("packs")],
+    max_tokens: Count,
+    layout: Literal["tree", "rows"] = "tree",
+    share: Literal["session", "group"] = "session",
+    oversize: Literal["repeat", "carry", "error"] = "repeat",
+    align: Count = 1,
+    column: list[str] | None = None,
+    no_clobber: NoClobber = False,
+) -> None:
+    """Pack rows into micro-batches that hold every shared prefix once.
+
+    Rows of a session share their prefixes as a tree, and every trained token has an edge,
+    which says the token of the pack that predicts it.
+
+    Parameters
+    ----------
+    out
+        Packs: Parquet, Arrow IPC or JSONL, by suffix; - is standard output.
+    max_tokens
+        Tokens of a pack, at most; 1.25 to 1.5 times the longest row leaves little to
+        repeat.
+    layout
+        rows: they share nothing.
+    share
+        group: the sessions of a group share what their first rows begin with.
+    oversize
+        A tree of more tokens is cut and repeats prefixes, is carried over several packs, or
+        is refused.
+    align
+        Pad packs to a multiple of this many tokens.
+    column
+        Give edges this column of the rows, as edge_COLUMN; may be repeated.
+    """
+    table = read_rows(rows)
+    packs = tk.pack(
+        table,
+        max_tokens,
+        layout=layout,
+        share=share,
+        oversize=oversize,
+        align=align,
+        columns=column or [],
+    )
+    write_table(packs, out)
+    n_tokens = int(packs["n_tokens"].to_numpy().sum())
+    n_edges = sum(map(len, packs["edge_source"].to_pylist()))
+    room = max(packs.num_rows * max_tokens, 1)
+    print_text(
+        f"{table.num_rows:,} rows in {packs.num_rows:,} packs: {n_tokens:,} tokens, "
+        f"{n_tokens / room:.1%} full, {n_edges:,} edges"
+    )

@@ -1,0 +1,179 @@
+"""What people see: tables, colours, characters that could do harm, progress bars."""
+
+import itertools
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Self, TypeAlias
+
+from rich.cells import cell_len, chop_cells
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.progress import TimeRemainingColumn as TimeLeft
+from rich.text import Text
+from rich.theme import Theme
+
+Fragment: TypeAlias = tuple[str, str]
+"""A text and the name of its style."""
+
+STYLES = {
+    "trained": "green",
+    "context": "dim",
+    "duplicate": "cyan",
+    "untrainable": "yellow",
+    "lost": "red",
+    "head": "bold",
+    "special": "bold magenta",
+    "fold": "dim italic",
+}
+
+_LABEL = 12
+# On narrower screens, a label has a line of its own.
+_NARROW = 48
+
+
+def visible(text: str) -> str:
+    """The text with escapes for all characters that do not show or move others.
+
+    Control characters, line breaks, marks of direction and lone surrogates become
+    ``\\x1b``, ``\\n``, ``\\u202e`` and the like.
+
+    Examples
+    --------
+    >>> visible("a\\x1b[2J\\u202eb")
+    'a\\\\x1b[2J\\\\u202eb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def lines_of(text: str) -> str:
+    """As `visible`, but a line break is marked and kept."""
+    return "↵\n".join(visible(line) for line in text.split("\n"))
+
+
+def shortened(text: str, most: int) -> str:
+    """A visible text on one line, without its middle if it is long."""
+    first, last = visible(text[:most]), visible(text[-most:])
+    if len(text) <= most and len(first) <= most:
+        return first
+    half = most // 2
+    return f"{first[:half]} ... {last[-half:]}"
+
+
+def share(part: int, whole: int) -> str:
+    """``part`` of ``whole`` in percent; empty if ``whole`` is 0."""
+    return f"{100 * part / whole:.1f} %" if whole else ""
+
+
+def count(n: int, unit: str = "token") -> str:
+    """``n`` with its unit, which gets an s if ``n`` is not 1."""
+    return f"{n:,} {unit}" if n == 1 else f"{n:,} {unit}s"
+
+
+def text_table(head: Sequence[str], lines: Sequence[Sequence[str | int]]) -> str:
+    """Lines under a head; numbers are right-aligned, text is left-aligned."""
+    cells = [[f"{c:,}" if isinstance(c, int) else c for c in line] for line in lines]
+    widths = [max(map(cell_len, column)) for column in zip(head, *cells, strict=True)]
+    numbers = [lines and isinstance(cell, int) for cell in (lines or [head])[0]]
+
+    def line(values: Sequence[str]) -> str:
+        padded = (
+            " " * (width - cell_len(value)) + value
+            if number
+            else value + " " * (width - cell_len(value))
+            for value, width, number in zip(values, widths, numbers, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    return "\n".join(map(line, [head, ["-" * width for width in widths], *cells]))
+
+
+class Screen:
+    """Standard output.
+
+    On a terminal, lines are coloured and broken to fit. The environment variable NO_COLOR
+    forbids colours (https://no-color.org), and so does a terminal that is dumb.
+    """
+
+    def __init__(self, *, colour: bool = True, width: int | None = None) -> None:
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        terminal = sys.stdout.isatty()
+        self._console = Console(
+            theme=Theme(STYLES, inherit=False),
+            color_system="standard" if colour and terminal and not plain else None,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            width=width,
+        )
+        self.width = self._console.width if terminal or width else None
+        """Columns of a line. None: lines are not broken, as for a pipe."""
+
+    def print(self, line: str | Text = "", style: str = "") -> None:
+        """Print a line."""
+        text = line if isinstance(line, Text) else Text(line, style)
+        self._console.print(text, soft_wrap=True)
+
+    def labelled(self, label: str, fragments: Iterable[Fragment]) -> None:
+        """Print text in lines that fit, after a label."""
+        narrow = self.width is not None and self.width < _NARROW
+        indent = 1 if narrow else _LABEL
+        lead = label.ljust(indent)
+        if narrow:
+            self.print(label)
+            lead = " "
+        for line in Text.assemble(*fragments).split("\n"):
+            ends = []
+            if self.width is not None:
+                pieces = chop_cells(line.plain, max(self.width - indent, 1))
+                ends = [*itertools.accumulate(map(len, pieces))][:-1]
+            # a character that is wider than the screen has no piece before it
+            for part in line.divide([end for end in ends if end]):
+                self.print(Text.assemble(lead, part))
+                lead = " " * indent
+
+
+class Progress:
+    """A bar on stderr, if that is a terminal; it is erased at the end.
+
+    ``unit`` names what is counted, in the plural.
+    """
+
+    def __init__(self, label: str, unit: str) -> None:
+        self._bar = Bar(
+            TextColumn(label),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn(f"{{task.fields[rate]}} {unit}/s"),
+            TimeLeft(compact=True),
+            console=Console(stderr=True),
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            disable=not sys.stderr.isatty(),
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def begin(self, total: int, done: int = 0) -> None:
+        """Start to count to ``total``; ``done`` were counted in an earlier run."""
+        self._bar.start()
+        self._task = self._bar.add_task("", total=total, completed=done, rate="")
+
+    def advance(self, n: int) -> None:
+        """Count ``n`` more as done."""
+        if self._task is not None:
+            self._bar.advance(self._task, n)
+            speed = self._bar.tasks[0].speed
+            self._bar.update(self._task, rate=f"{speed:,.0f}" if speed else "")

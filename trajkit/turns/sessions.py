@@ -1,0 +1,317 @@
+"""Sessions in memory, as every stage has them.
+
+`Sessions.of` reads a ``turns`` table in full or in delta form. No prompt is copied: a call
+is a record with the addresses of what it stores itself, in the table's own buffers, and the
+earlier call whose path supplies what comes before. Behind it, no kernel and no stage asks
+which form the table had.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.canonical import canonical, has_old_keys, place, turns_schema
+from trajkit._arrow.keys import Keys, codes
+from trajkit._arrow.ragged import Bools, Ints, Longs, Records, runs_of
+from trajkit._kernel_names import numbers
+from trajkit._streams import limits
+from trajkit.errors import InvalidTurnsError
+from trajkit.turns.structs import CALL, NODE, REQUEST
+
+# Reading a chunk costs about 0.1 ms. Copying a chunk below this size costs less.
+_MANY_CHUNKS, _CHUNK_BYTES = 16, 1 << 20
+
+# Only the delta form has the last columns that the kernel reads (arrow/import.pxi); others
+# have other names in it.
+_DELTA_COLUMNS = ("base_turn", "shared_length", "shared_messages")
+_COLUMNS = tuple(n for n in _core.ENUMS["TurnColumn"] if n not in _DELTA_COLUMNS)
+_DELTA_NAMES = {"prompt_ids": "suffix_ids", "messages": "suffix_messages"}
+# The error texts of the faults that the kernel reports. A column's name is replaced by its
+# value or, if that is a list, by its length.
+_FAULTS = {
+    "none": "",
+    "own_null": "{own} contains a null; every id is needed",
+    "out_null": "output_ids contains a null; every id is needed",
+    "logprobs": "{output_logprobs} logprobs for {output_ids} output ids",
+    "key": "a message has no key, which is needed to find parents",
+    "order": "follows turn {before}; turn_index must ascend within a session",
+    "base": "base_turn {base_turn} is not an earlier turn of the session",
+    "shared": "shared_length is {shared_length}: expected 0 to {most}, tokens of the base",
+    "shared_messages": "shared_messages is {shared_messages}: expected 0 to {most}, "
+    "messages of the base",
+    "mask_length": "{output_mask} elements of output_mask for {output_ids} output ids",
+    "mask_null": "output_mask contains a null; expected true or false for every output id",
+}
+_TEXT_OF_FAULT = {
+    number: _FAULTS[name] for name, number in numbers("TurnFault", [*_FAULTS]).items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """A radix tree over each session's paths (prompt ++ output)."""
+
+    # shape (n_calls,): leading tokens shared with an earlier path of the session
+    shared: Longs
+    # shape (n_calls,): a call that has them, or -1
+    shared_with: Ints
+    # dtype NODE, shape (n_nodes,): ranges of paths that no call leaves or ends inside
+    nodes: Records
+    # shape (n_calls,): the node at whose stop the call's path ends
+    ends: Ints
+    # the forest and the calls it was grown from, as kernels take them
+    paths: _core.CallForest
+
+    @classmethod
+    def of(cls, calls: Records, offsets: Longs) -> Self:
+        """The forest of records of dtype CALL, with the offsets of their sessions."""
+        n_calls = len(calls)
+        nodes = np.empty(2 * n_calls + len(offsets) - 1, NODE)
+        ends, shared_with = np.empty((2, n_calls), np.int32)
+        shared = np.empty(n_calls, np.int64)
+        n = _core.grow_forest(calls, offsets, nodes, ends, shared, shared_with)
+        nodes = nodes[:n]
+        grown = _core.CallForest(calls, offsets, nodes, ends)
+        return cls(shared, shared_with, nodes, ends, grown)
+
+    def ids(self, call: int, start: int, stop: int) -> Ints:
+        """A copy of a range of a call's path."""
+        ids = np.empty(stop - start, np.int32)
+        _core.copy_path(self.paths, call, start, ids)
+        return ids
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """The calls of complete sessions, in order."""
+
+    # in canonical form; the records have addresses in its buffers
+    table: pa.Table
+    # shape (n_sessions,)
+    ids: pa.Array
+    # shape (n_sessions + 1,): the calls of session s are offsets[s]:offsets[s + 1]
+    offsets: Longs
+    # shape (n_calls,)
+    turn_index: Ints
+    # dtype CALL, shape (n_calls,)
+    calls: Records
+    # dtype REQUEST, shape (n_calls,)
+    requests: Records
+    # keys that are equal if the messages are (trajkit.turns.message_equality), unless those
+    # of the table are
+    keys: Longs | None = None
+    # further buffers in which the records have addresses
+    held: tuple[object, ...] = ()
+
+    # shape (n_calls,): the number of each call's session
+    session: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes = np.diff(self.offsets)
+        session = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        object.__setattr__(self, "session", session)
+
+    @classmethod
+    def of(cls, turns: pa.Table) -> Self:
+        """The sessions of a ``turns`` table.
+
+        Values are not checked (`trajkit.validate` does); prompts and outputs may be
+        empty. Raises as `canonical`, and InvalidTurnsError if the rows of a session are
+        not contiguous, turn_index does not ascend, logprobs and outputs have different
+        lengths, a base is not an earlier turn of its session, or an id is null.
+        """
+        table = with_current_keys(canonical(turns, turns_schema(turns.column_names)))
+        chunks = table.column("output_ids").num_chunks
+        if chunks > _MANY_CHUNKS and table.nbytes < chunks * _CHUNK_BYTES:
+            table = table.combine_chunks()  # a log has one chunk per turn
+        n_calls = table.num_rows
+        starts = run_starts(table)
+        ids = _session_ids(table, starts)
+        offsets = np.append(starts, n_calls).astype(np.int64, copy=False)
+        turn_index = np.empty(n_calls, np.int32)
+        calls, requests = np.zeros(n_calls, CALL), np.zeros(n_calls, REQUEST)
+        names: Sequence[str] = _COLUMNS
+        if "suffix_ids" in table.column_names:
+            names = [_DELTA_NAMES.get(name, name) for name in _COLUMNS]
+            names += _DELTA_COLUMNS
+        columns = table.select(names).__arrow_c_stream__()
+        fault, row, most = _core.read_columns(
+            columns, offsets, turn_index, calls, requests
+        )
+        if fault:
+            words = _fault(table, row, fault, most)
+            raise InvalidTurnsError(f"{place(table, row)}: {words}")
+        return cls(table, ids, offsets, turn_index, calls, requests)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def n_calls(self) -> int:
+        return len(self.calls)
+
+    @cached_property
+    def forest(self) -> Forest:
+        """The forest of the calls' paths, one tree per session."""
+        return Forest.of(self.calls, self.offsets)
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the table is in delta form: for stages that give its columns back."""
+        return bool(self.table.schema.get_field_index("suffix_ids") >= 0)
+
+    @property
+    def stored_messages(self) -> pa.ChunkedArray:
+        """The column of messages that each turn stores."""
+        return self.table.column("suffix_messages" if self.is_delta else "messages")
+
+    @property
+    def stored_ids(self) -> pa.ChunkedArray:
+        """The column of prompt ids that each turn stores."""
+        return self.table.column("suffix_ids" if self.is_delta else "prompt_ids")
+
+    @property
+    def path_len(self) -> Longs:
+        """Length of each call's path, shape (n_calls,)."""
+        path_len: Longs = self.calls["prompt_len"] + self.calls["out_len"]
+        return path_len
+
+    def path(self, call: int) -> Ints:
+        """A copy of a call's prompt and output."""
+        return self.forest.ids(call, 0, int(self.path_len[call]))
+
+    def prompt(self, call: int) -> Ints:
+        """A copy of a call's prompt."""
+        return self.forest.ids(call, 0, int(self.calls["prompt_len"][call]))
+
+    def output(self, call: int) -> Ints:
+        """A copy of a call's output."""
+        start = int(self.calls["prompt_len"][call])
+        return self.forest.ids(call, start, int(self.path_len[call]))
+
+    def named(self, session: Longs | Ints, turn_index: Longs | Ints) -> Longs:
+        """The call with each turn_index of a session, or -1."""
+        own = Keys(self.session, self.turn_index)
+        return own.find(Keys(session, turn_index))
+
+    def turns_of(self, session: int) -> Ints:
+        """The turn_index of each call of a session."""
+        return self.turn_index[self.offsets[session] : self.offsets[session + 1]]
+
+    def place(self, call: int) -> str:
+        """The position of a call for error texts: ``session 'a', turn 7``."""
+        session = np.searchsorted(self.offsets, call, side="right") - 1
+        session_id = self.ids[int(session)].as_py()
+        return f"session {session_id!r}, turn {self.turn_index[call]}"
+
+    def untrained(self, which: Bools) -> Self:
+        """The same sessions, of which the marked calls are context only."""
+        calls = self.calls.copy()
+        calls["trainable"] &= ~which
+        return replace(self, calls=calls)
+
+    def part(self, start: int, stop: int) -> Self:
+        """The sessions ``start:stop``."""
+        offsets = self.offsets[start : stop + 1]
+        lo, hi = int(offsets[0]), int(offsets[-1])
+        if (lo, hi) == (0, len(self.calls)):
+            return self
+        calls = self.calls[lo:hi]
+        if lo:
+            calls = np.empty(hi - lo, CALL)
+            # as bytes, because numpy copies records one by one
+            calls.view(np.uint8)[:] = self.calls[lo:hi].view(np.uint8)
+            base = calls["base"]
+            np.subtract(base, lo, out=base, where=base >= 0)
+        return replace(
+            self,
+            table=self.table.slice(lo, hi - lo),
+            ids=self.ids[start:stop],
+            offsets=offsets - lo,
+            turn_index=self.turn_index[lo:hi],
+            calls=calls,
+            requests=self.requests[lo:hi],
+        )
+
+    def cut(self, n_threads: int) -> list[tuple[int, int]]:
+        """Ranges of sessions to work on, of similar size if there are several threads."""
+        if len(self.ids) == 1:
+            return [(0, 1)]
+        calls = self.calls
+        stored = calls["prompt_len"] - calls["own_start"] + calls["out_len"]
+        # what a base supplies is stored once, and new to each row
+        finer = limits.DELTA_PART_FACTOR if (calls["base"] >= 0).any() else 1
+        most, total = limits.PART_TOKENS // finer, int(stored.sum())
+        if n_threads > 1:
+            fair = total // n_threads
+            most = min(max(fair, limits.MIN_PART_TOKENS // finer), most)
+        if total <= most and len(self.ids):
+            return [(0, len(self.ids))]
+        sizes = np.diff(np.append(0, np.cumsum(stored))[self.offsets])
+        return list(runs_of(sizes, most))
+
+    def split(self, most: int) -> Iterator[Self]:
+        """Groups of sessions whose paths have at most this many tokens, or one session."""
+        ends = np.append(0, np.cumsum(self.path_len))[self.offsets]
+        for start, stop in runs_of(np.diff(ends), most):
+            yield self.part(start, stop)
+
+
+def with_current_keys(turns: pa.Table) -> pa.Table:
+    """Turns of complete sessions, in canonical form, with keys of the current version."""
+    if not has_old_keys(turns):
+        return turns
+    from trajkit.turns.old_keys import renew_keys  # loaded for old logs only
+
+    return renew_keys(turns)
+
+
+def run_starts(table: pa.Table) -> Longs:
+    """The first row of each session; its rows are contiguous."""
+    sessions = table.column("session_id").combine_chunks()
+    if len(sessions) == 0:
+        return np.zeros(0, np.int64)
+    changes = pc.not_equal(sessions[1:], sessions[:-1])
+    changes = changes.to_numpy(zero_copy_only=False)
+    return np.concatenate([[0], 1 + np.flatnonzero(changes)])
+
+
+def _session_ids(table: pa.Table, starts: Longs) -> pa.Array:
+    """The id of each session, given the row at which it starts."""
+    column = table.column("session_id")
+    chunk = column.chunk(0) if column.num_chunks == 1 else column
+    ids = chunk.take(pa.array(starts))
+    if isinstance(ids, pa.ChunkedArray):
+        ids = ids.combine_chunks()
+    if isinstance(ids, pa.ChunkedArray):  # from older versions of Arrow
+        ids = pa.concat_arrays(ids.chunks) if ids.num_chunks else pa.array([], ids.type)
+    if len(ids.unique()) < len(ids):
+        first = np.unique(codes(ids), return_index=True)[1]
+        again = int(np.setdiff1d(np.arange(len(starts)), first)[0])
+        raise InvalidTurnsError(
+            f"session {ids[again].as_py()!r} comes back in table row {starts[again]} "
+            "after another session began: the rows of a session must be contiguous. Sort "
+            "them first: turns.sort_by([('session_id', 'ascending'), ('turn_index', "
+            "'ascending')])"
+        )
+    return ids
+
+
+def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:
+    """The error text of a fault that the kernel found."""
+    text, names = _TEXT_OF_FAULT[fault], table.column_names
+    values = {name: table.column(name)[row] for name in names if f"{{{name}}}" in text}
+    fields = {
+        name: len(value) if hasattr(value, "__len__") else value
+        for name, value in values.items()
+    }
+    # further columns may have these names
+    fields["own"] = "suffix_ids" if "suffix_ids" in names else "prompt_ids"
+    fields["before"], fields["most"] = table.column("turn_index")[row - 1], most
+    return text.format(**fields)
