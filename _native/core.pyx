@@ -2,7 +2,7 @@
 
 README.md lists the files. Each folder is one idea:
 
-    text/    Python lists, JSON and messages into flat buffers
+    text/    Python lists and JSON into flat buffers, and the bodies of messages
     arrow/   record batches in and out, through Arrow's C data interface
     forest/  the calls of a session as a forest of token paths
     route/   which call a call continues
@@ -16,14 +16,11 @@ arrays. What goes to Arrow is freed by Arrow (arrow/export.pxi).
 """
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.dict cimport PyDict_GetItemWithError, PyDict_Next
 from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
 from cpython.list cimport PyList_GET_ITEM
 from cpython.long cimport PyLong_AsDouble, PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from cpython.unicode cimport PyUnicode_FromObject
-from libc.math cimport floor
 from libc.stdint cimport (
     INT32_MAX, int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
 )
@@ -34,22 +31,14 @@ from structs cimport (
     Call, Choices, Link, Message, Node, PackRow, Request, Row, pos_t, token_t
 )
 
-import re
-from json.encoder import encode_basestring
-
 from numpy import empty, full, zeros
 
 from trajkit.errors import InvalidTurnsError, LayoutError
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 cdef extern from *:
     const char* TRAJKIT_BUILD  # defined in setup.py
 
 BUILD = TRAJKIT_BUILD.decode("ascii")
-
-cdef enum:
-    DEPTH = 32  # recursion into messages ends here, for the sake of the C stack
 
 # By enum: the number of each name. Python looks them up by name (trajkit/_kernel_names.py).
 ENUMS = {}
@@ -61,19 +50,16 @@ include "bounds.pxi"
 include "dtypes.pxi"
 include "forest/prefix.pxi"
 include "text/python_lists.pxi"
-include "text/canonical_json.pxi"
 include "text/json_numbers.pxi"
 include "fill/streaming_store.pxi"
 include "forest/forest.pxi"
 include "forest/call_forest.pxi"
 include "forest/growth.pxi"
-include "text/message_copy.pxi"
 include "route/links.pxi"
 include "route/token_index.pxi"
 include "route/messages.pxi"
 include "route/chains.pxi"
 include "text/message_equality.pxi"
-include "text/canonical_body.pxi"
 include "drift/drift.pxi"
 include "drift/align.pxi"
 include "plan/plan.pxi"

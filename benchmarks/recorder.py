@@ -6,9 +6,8 @@ records a session of 200 turns with up to a million tokens, each prompt in a buf
 own. It prints the time of a call next to `turns.lcp` of its prompt and the previous path
 and, with message dicts, Python's ``==`` of the request's messages and those of the previous
 request; the time of rows of short sessions; and the session's memory next to the bytes of
-its new ids and logprobs. The ratio is of recording to these comparisons. Bodies and keys of
-new messages are written when a table is first requested, which is timed separately. The
-answers are checked first.
+its new ids and logprobs. The ratio is of recording to these comparisons. A first table is
+timed separately. The answers are checked first.
 """
 
 import argparse

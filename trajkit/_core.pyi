@@ -4,7 +4,7 @@ Arrays are contiguous; records have the dtypes of trajkit/turns/structs.py.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Self, TypeAlias, TypeVar, final
 
 import numpy as np
@@ -36,22 +36,6 @@ def lcp(a: _I32 | array[int], b: _I32 | array[int]) -> int: ...
 # text/python_lists.pxi
 def unbox_ids(values: list[object], out: _I32) -> int: ...
 def unbox_logprobs(values: list[object], out: _F32, valid: _U8) -> int: ...
-
-# text/canonical_json.pxi
-def encode_message(message: object) -> tuple[str, str]: ...
-def match_messages(
-    messages: list[object],
-    known: Sequence[object],
-    numbers: _I32 | array[int],
-    found: _I32,
-) -> None: ...
-
-# text/message_copy.pxi
-def copy_message(message: object) -> tuple[int, dict[str, object]] | None: ...
-def same_message(a: object, b: object) -> bool: ...
-def fill_requests(
-    counts: _I32, numbers: _I32, keys: list[bytes], roles: list[str], requests: _Records
-) -> tuple[_I64, _I32, bytes]: ...
 
 # text/json_numbers.pxi
 def json_value_end(text: bytes, at: int) -> int: ...
@@ -143,11 +127,6 @@ def find_bodies(
     reply_has_body: _U8,
     places: _I64,
     replies: _I64,
-) -> None: ...
-
-# text/canonical_body.pxi
-def find_plain(
-    offsets: _I32, bodies: _U8, names: _U8, roles: _U8, plain: _U8
 ) -> None: ...
 
 # drift/drift.pxi

@@ -19,7 +19,6 @@ ENUMS["TieBreak"] = {
 
 cdef enum:
     KEY_BYTES = 16
-    VALUE_BYTES = 12          # of a key: equal if Python calls the messages equal
 
 
 cdef inline bint _is_assistant(const Request* request, int64_t own) noexcept nogil:

@@ -11,7 +11,8 @@ from tests.faults.gateway import GATEWAY
 PYTHON = (
     _place(
         "trajkit/schema/engine.py",
-        "tests/turns/test_validation.py tests/pipeline/test_links.py",
+        "tests/turns/test_validation.py tests/turns/test_images.py "
+        "tests/turns/test_delta.py tests/pipeline/test_links.py",
         (
             "-9999 itself is a logprob",
             "(numbers <= NO_LOGPROB, ",
@@ -194,6 +195,35 @@ PYTHON = (
         ),
     ),
     _place(
+        "trajkit/turns/images.py",
+        "tests/turns/test_images.py tests/verification/test_verify.py",
+        (
+            "an image may end beyond the prompt",
+            "inside = start < end if may_be_cut else stop <= end",
+            "inside = start < end",
+        ),
+        (
+            "an image may have no token",
+            "last <= start < stop and inside",
+            "last <= start <= stop and inside",
+        ),
+        (
+            "the first content id is an id of the engine",
+            '0 <= item["token_id"] < FIRST_CONTENT_ID',
+            '0 <= item["token_id"] <= FIRST_CONTENT_ID',
+        ),
+        (
+            "content ids of no item are not seen",
+            "    if known is not None:\n",
+            "    if known is None:\n",
+        ),
+        (
+            "images of other sources are known",
+            "elif known is not None and same_image(item) not in known:",
+            "elif False:",
+        ),
+    ),
+    _place(
         "trajkit/turns/python_lists.py",
         "tests/turns/test_records.py tests/recorder/test_recorder.py",
         (
@@ -249,6 +279,11 @@ PYTHON = (
             "messages of other roles are shared",
             'for name in ("key", "role"):\n        both',
             'for name in ("key",):\n        both',
+        ),
+        (
+            "messages whose body is another one are shared",
+            "if _is_respelled(messages, replies):",
+            "if False:",
         ),
         (
             "a reply counts without a list of messages",
@@ -344,8 +379,8 @@ PYTHON = (
         ),
         (
             "cache_control within objects counts",
-            "within.extend(value.values())",
-            "within.extend(())",
+            "within += value.values()",
+            "within += ()",
         ),
     ),
     _place(
@@ -354,8 +389,47 @@ PYTHON = (
         "tests/recorder/test_message_lists.py",
         (
             "a body that comes after its key is not stored",
-            "return known if has_body or message.body is None else -1",
-            "return known",
+            "        if message.body is not None:\n            return self._numbers.get(m",
+            "        if message.key is None:\n            return self._numbers.get(m",
+        ),
+        (
+            "a float keeps its type",
+            "return int(value) if value.is_integer() else value",
+            "return value",
+        ),
+        (
+            "a message with an integer is plain",
+            "int not in types",
+            "True",
+        ),
+        (
+            "numbers are written alike that are ==",
+            "and self._text == _quickly_written(other)",
+            "and True",
+        ),
+        (
+            "a body is shown once for each key",
+            "new[at] = ~again | (np.diff(ids[at], prepend=-1) != 0)",
+            "new[at] = ~again",
+        ),
+        (
+            "a body that its key last had is shown again",
+            "new[at] = ~again | (np.diff(ids[at], prepend=-1) != 0)",
+            "new[at] = True",
+        ),
+    ),
+    _place(
+        "trajkit/turns/old_keys.py",
+        "tests/turns/test_messages.py",
+        (
+            "keys without a body are whole",
+            "padded = prefix + bytes(KEY_BYTES - _EQUAL_BYTES)",
+            "padded = key",
+        ),
+        (
+            "shared messages of the delta form lose their bodies",
+            'if book.respelled and stored == "suffix_messages":',
+            "if False:",
         ),
     ),
     _place(
@@ -678,12 +752,23 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/recorder/message_lists.py",
-        "tests/recorder/test_message_lists.py tests/recorder/test_match.py",
+        "trajkit/recorder/session.py",
+        "tests/recorder/test_message_lists.py tests/recorder/test_match.py "
+        "tests/recorder/test_recorder.py",
         (
             "messages that a base supplies entirely match no call",
             "if n >= one.shared:",
             "if n > one.shared:",
+        ),
+        (
+            "messages whose body is not the last of their key are shared",
+            "        if not respelled:\n            return n\n",
+            "        return n\n",
+        ),
+        (
+            "a message is not copied",
+            "comparable(_copied(message), encoded.is_plain)",
+            "comparable(message, encoded.is_plain)",
         ),
     ),
     _place(
@@ -706,7 +791,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/recorder/extra_columns.py",
+        "trajkit/recorder/session.py",
         "tests/recorder/test_recorder.py",
         (
             "a time without a zone is taken",

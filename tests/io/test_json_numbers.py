@@ -14,7 +14,7 @@ from trajkit.errors import LayoutError, TrajkitError
 from trajkit.io import json_numbers
 from trajkit.io.json_numbers import EACH, IDS, ITEMS, Reader
 from trajkit.io.jsonl import _CALL, lines
-from trajkit.turns.deep_json import parse
+from trajkit.turns.messages import parse_json
 
 PATH = {
     "response": {
@@ -62,7 +62,7 @@ def test_a_reader_reads_what_the_plain_parser_reads(texts):
 
 def compare(reader, texts):
     for text in texts:
-        expected = outcome(lambda text=text: parse(text.decode()))
+        expected = outcome(lambda text=text: parse_json(text.decode()))
         found = outcome(lambda text=text: reader.read(text))
         assert plain(found) == plain(expected)
 

@@ -10,16 +10,13 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 from hypothesis import example, given
-from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.reference_talk import Numbers
-from tests.strategies import NAN, heard_calls, json_messages
-from trajkit import _core
-from trajkit.errors import InvalidTurnsError, LayoutError
-from trajkit.recorder.message_lists import MessageLog
-from trajkit.turns.messages import message_body, message_key
-from trajkit.turns.structs import REQUEST
+from tests.strategies import NAN, heard_calls
+from trajkit.errors import InvalidTurnsError
+from trajkit.recorder.session import MessageLog
+from trajkit.turns.messages import message_key
 
 
 def suffixes_of(log):
@@ -42,16 +39,16 @@ def said(*values):
     return [{"role": "user", "c": value} for value in values]
 
 
-@given(heard_calls(), st.integers(0, 9))
-@example([(said(1, True), None, -1, True), (said(True, 1), None, 0, True)], 9)
-@example([(said(1), None, -1, True), (said(1.0), None, 0, True)], 9)
-@example([(said(0.0), None, -1, True), (said(-0.0), None, 0, True)], 9)
-@example([(said(NAN), None, -1, True), (said(float("nan")), None, 0, True)], 9)
-@example([(said([1], []), None, -1, True), (said([[1]]), None, 0, True)], 9)
-@example([(said("a", {"a": 1}), None, -1, False), (said("a"), None, -1, True)], 0)
-def test_messages_are_numbered_and_shared_as_the_twin_does(calls, written):
+@given(heard_calls())
+@example([(said(1, True), None, -1, True), (said(True, 1), None, 0, True)])
+@example([(said(1), None, -1, True), (said(1.0), None, 0, True)])
+@example([(said(0.0), None, -1, True), (said(-0.0), None, 0, True)])
+@example([(said(NAN), None, -1, True), (said(float("nan")), None, 0, True)])
+@example([(said([1], []), None, -1, True), (said([[1]]), None, 0, True)])
+@example([(said("a", {"a": 1}), None, -1, False), (said("a"), None, -1, True)])
+def test_messages_are_numbered_and_shared_as_the_twin_does(calls):
     talk, twin, bases = MessageLog(), Numbers(), []
-    for k, (messages, reply, base, counts) in enumerate(calls):
+    for messages, reply, base, counts in calls:
         now = copy.deepcopy((messages, reply))
         heard(talk, *now, base, counts)
         for message in [*(now[0] or ()), *([now[1]] if now[1] else ())]:
@@ -59,8 +56,6 @@ def test_messages_are_numbered_and_shared_as_the_twin_does(calls, written):
         if counts:
             twin.add(*twin.read(messages, reply))
             bases.append(base)
-        if k == written:
-            talk.write()
     shares, _, replies = talk.suffixes(len(bases))[0].T
     replies = [None if reply < 0 else reply for reply in replies.tolist()]
     assert replies == twin.replies
@@ -70,30 +65,7 @@ def test_messages_are_numbered_and_shared_as_the_twin_does(calls, written):
         whole = twin.lists[k]
         assert (suffix is None) == (whole is None)
         assert suffix is None or suffix.tolist() == whole[shared[k] :]
-    assert talk.book.bodies == twin.bodies
-
-
-def kinds(value):
-    """The types in a value, and how it is laid out."""
-    if isinstance(value, dict):
-        return dict, [(key, kinds(value[key])) for key in value]
-    if isinstance(value, list):
-        return list, [kinds(one) for one in value]
-    return type(value)
-
-
-@given(json_messages)
-@example({"role": "user", "content": 2**63})
-def test_a_copy_says_what_the_message_does(message):
-    talk = MessageLog()
-    heard(talk, [message], None, -1, True)
-    if talk.book.bodies:  # no copy: an integer beyond 64 bits
-        assert talk.book.bodies == [message_body(message)]
-        return
-    [back] = talk.copies
-    assert back is not message
-    assert kinds(back) == kinds(message)
-    assert message_body(back) == message_body(message)
+    assert [one.body for one in talk.book.messages] == twin.bodies
 
 
 class Text(str):
@@ -121,19 +93,6 @@ def test_types_that_only_extend_json_s_are_taken_for_them(message):
     assert json.loads(first["body"]) == plain
 
 
-def test_messages_with_one_hash_are_told_apart():
-    """What the table of hashes names is compared: here "b" has the hash of "a"."""
-    talk = MessageLog()
-    heard(talk, None, said("a")[0], -1, True)
-    heard(talk, None, said("b")[0], 0, True)
-    digest = list(talk.by_hash)[1]
-    talk.by_hash[digest] = [0]
-    for value in ("b", "b", "a"):
-        heard(talk, None, said(value)[0], -1, True)
-    assert talk.by_hash[digest] == [0, 2]
-    assert [one.reply for one in talk.calls] == [0, 1, 2, 2, 0]
-
-
 def test_a_key_is_looked_up_among_dicts_that_were_not_written():
     recorder = tk.Recorder()
     one = {"role": "user", "content": "u"}
@@ -145,12 +104,6 @@ def test_a_key_is_looked_up_among_dicts_that_were_not_written():
             "a", prompt_ids=prompt, output_ids=output, prompt_messages=[message]
         )
     assert recorder.turns("a")["shared_messages"].to_pylist() == [0, 1, 1, 1]
-
-
-# sizes in bytes
-EDGES = [1, 63, 64, 65, 4095, 4096, 4097, 8191, 8192, 8193, 20_480, 36_001]
-# of one byte a character (ASCII and not), two and four
-LETTERS = ["a", "é", "語", "\U0001d11e"]
 
 
 def numbers(messages, others):
@@ -166,47 +119,15 @@ def fresh(text):
     return "".join([text[:1], text[1:]])
 
 
-@pytest.mark.parametrize("size", EDGES)
-@pytest.mark.parametrize("letter", LETTERS)
-def test_every_part_of_a_text_counts(size, letter):
-    n = -(-size // (4 if letter > "\uffff" else 2 if letter > "\xff" else 1))
-    text = letter * n
-    changes = {0, 1, n // 2, n - 2, n - 1, *(at - 1 for at in EDGES), *EDGES}
-    assert numbers(said("x", text), said("x", fresh(text))) == [[0, 1], [0, 1]]
-    for at in sorted(change for change in changes if 0 <= change < n):
-        other = text[:at] + chr(ord(letter) + 1) + text[at + 1 :]
-        assert numbers(said("x", text), said("x", other)) == [[0, 1], [0, 2]]
-
-
-@pytest.mark.parametrize("size", [5, 600, 4096, 5000, 40_000])
 @pytest.mark.parametrize("changed", [(0,), (7,), (29,), (3, 4), (5, 20), (0, 15, 29)])
-def test_messages_after_one_that_differs_are_still_known(size, changed):
-    texts = [f"{k:05}" * (size // 5) for k in range(30)]
+def test_messages_after_one_that_differs_are_still_known(changed):
+    texts = [f"{k:05}" * 20 for k in range(30)]
     others = [fresh(text) for text in texts]
     expected, n = list(range(30)), 30
     for k in changed:
         others[k] = others[k][:-1] + chr(ord("A") + k)
         expected[k], n = n, n + 1
     assert numbers(said(*texts), said(*others)) == [list(range(30)), expected]
-
-
-@given(
-    st.lists(st.sampled_from([5, 700, 4096, 9000]), min_size=1, max_size=12),
-    st.lists(st.tuples(st.integers(0, 11), st.integers(0, 8999)), max_size=4),
-)
-def test_mixed_texts_are_told_apart(sizes, changes):
-    texts = ["a" * size for size in sizes]
-    others = [fresh(text) for text in texts]
-    for k, at in changes:
-        if k < len(others) and at < len(others[k]):
-            others[k] = others[k][:at] + "b" + others[k][at + 1 :]
-    first = [{"role": "tool", "n": k, "c": [{"t": t}]} for k, t in enumerate(texts)]
-    again = [{"role": "tool", "n": k, "c": [{"t": t}]} for k, t in enumerate(others)]
-    n, expected = len(texts), []
-    for k, (text, other) in enumerate(zip(texts, others, strict=True)):
-        expected.append(k if text == other else n)
-        n += text != other
-    assert numbers(first, again) == [list(range(len(texts))), expected]
 
 
 def test_messages_of_other_shapes_than_the_copy_are_told_apart():
@@ -265,17 +186,3 @@ def test_a_message_that_changes_while_it_is_compared():
         text=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
-
-
-def test_requests_need_their_buffers():
-    counts, numbers = np.array([[0, 2, -1]], np.int32), np.zeros(2, np.int32)
-    requests, good = np.empty(1, REQUEST), ([bytes(16)], ["user"])
-    _core.fill_requests(counts, numbers, *good, requests)
-    for bad, match in (
-        ((counts[:0], numbers, *good), "counts has 0 entries"),
-        ((counts[:, :2].copy(), numbers, *good), "counts has 2 columns"),
-        ((counts, numbers[:1], *good), "numbers has 1 entries"),
-        ((counts, numbers, [b"short"], ["user"]), "key has 5 entries"),
-    ):
-        with pytest.raises(LayoutError, match=match):
-            _core.fill_requests(*bad, requests)

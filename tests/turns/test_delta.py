@@ -550,11 +550,15 @@ def test_compact_and_expand_are_inverses(data, turns, size):
 @given(runs())
 def test_compact_takes_the_base_that_shares_most(turns):
     table = turns_table(turns)
-    earlier = {}
+    earlier, last = {}, {}
     for line, full in zip(
         tk.compact(table).to_pylist(), table.to_pylist(), strict=True
     ):
         session = earlier.setdefault(full["session_id"], {})
+        for message in [*(full["messages"] or []), full["response"]]:
+            if message is not None:
+                name = full["session_id"], message["key"]
+                last[name] = message["now"] = message["body"] or last[name]
         shares = {
             turn_index: reference.lcp(
                 other["prompt_ids"] + other["output_ids"], full["prompt_ids"]
@@ -584,7 +588,7 @@ def test_compact_takes_the_base_that_shares_most(turns):
         shown, bare = [], []
         if base is not None and base["messages"] is not None:
             shown = [m for m in [*base["messages"], base["response"]] if m is not None]
-            shown = [(m["key"], m["role"], None) for m in shown]
+            shown = [tuple({**m, "body": None}.values()) for m in shown]
         bare = [tuple(m.values()) for m in full["messages"]]
         assert line["shared_messages"] == reference.lcp(shown, bare)
 

@@ -1,22 +1,28 @@
 import json
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import trajkit as tk
 from tests.strategies import NAN, json_messages, message_pairs
-from trajkit import _core
-from trajkit.errors import InvalidTurnsError, LayoutError
-from trajkit.schema import VALUE_BYTES
+from trajkit.errors import InvalidTurnsError
 from trajkit.turns.messages import (
-    NO_IDS,
     MessageBook,
     encode,
     message_body,
     message_key,
     message_record,
+    message_texts,
+    parse_json,
+    unequal_places,
 )
+
+FOLDER = Path(__file__).parent
 
 
 def saying(value):
@@ -75,9 +81,8 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("a", "b", "equal"), PAIRS)
-def test_keys_begin_alike_where_messages_are_equal(a, b, equal):
-    first, second = (message_key(saying(value))[:VALUE_BYTES] for value in (a, b))
-    assert (first == second) is equal
+def test_the_key_is_one_where_python_says_equal(a, b, equal):
+    assert (message_key(saying(a)) == message_key(saying(b))) is equal
 
 
 def test_missing_empty_and_null_content_differ():
@@ -87,24 +92,20 @@ def test_missing_empty_and_null_content_differ():
 
 @given(message_pairs())
 @example((saying([1, {"a": -0.0}]), saying([True, {"a": 0}])))
+@example((saying({"a": 1, "A": 2, "aa": 3, "é": 4}), saying({"é": 4.0, "A": 2})))
 def test_keys_agree_with_python(pair):
     a, b = pair
-    first, second = message_key(a), message_key(b)
-    assert (first[:VALUE_BYTES] == second[:VALUE_BYTES]) == (a == b)
-    assert (first == second) == (message_body(a) == message_body(b))
-
-
-@pytest.mark.parametrize("simple", [1, 0, 2**53, "1", 0.5, None])
-def test_a_key_ends_with_zeros_where_numbers_have_their_simplest_type(simple):
-    assert not any(message_key(saying(simple))[VALUE_BYTES:])
-
-
-@pytest.mark.parametrize("number", [1.0, True, False, -0.0, float(2**53), [True]])
-def test_a_key_ends_otherwise_where_a_number_has_a_simpler_type(number):
-    assert any(message_key(saying(number))[VALUE_BYTES:])
+    assert (message_key(a) == message_key(b)) == (a == b)
+    assert message_record(a) == (message_key(a), message_body(a))
+    # what is equal to a plain message has its body
+    if a == b and message_texts(a).is_plain:
+        assert message_body(a) == message_body(b)
 
 
 @given(json_messages)
+@example(saying(2**70))
+@example(saying(-(2**63)))
+@example(saying(nested(300, 1.0)))
 def test_bodies_are_the_json_that_python_writes(message):
     text = json.dumps(
         message, sort_keys=True, separators=(",", ":"), ensure_ascii=False
@@ -115,39 +116,44 @@ def test_bodies_are_the_json_that_python_writes(message):
     assert json.dumps(json.loads(body), sort_keys=True) == json.dumps(
         message, sort_keys=True
     )
+    # both writers agree, whichever a message needs
+    other = {**message, "more": [True, 2**70]}
+    assert message_key(json.loads(message_body(other))) == message_key(other)
 
 
-@pytest.mark.parametrize("bottom", [1, "x", {}])
-def test_very_deep_messages(bottom):
-    deep = saying(nested(100_000, bottom))
-    again = saying(nested(100_000, bottom))
-    other = saying(nested(100_000, "other"))
-    book = MessageBook()
-    ids = [book.add(encode(message, "m")) for message in (deep, again, other)]
-    assert ids == [0, 0, 1]
-    out = np.empty(2, np.int32)
-    _core.match_messages([deep, again], [deep], np.zeros(2, np.int32), out)
-    assert out.tolist() == [0, -1]  # not looked at that deep
-    assert book.keys[0] == message_key(again) != book.keys[1]
-    assert len(book.bodies[0]) > 300_000
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *map(chr, range(0x20)),
+        '"',
+        "\\",
+        "/",
+        "\x7f",
+        "é",
+        "ł",
+        "\u2028",
+        "\uffff",
+        "😀",
+    ],
+)
+def test_both_writers_spell_every_character_alike(odd):
+    quick = saying({odd: odd})
+    slow = saying({odd: odd, "n": 2**70})
+    assert message_body(slow).replace(f',"n":{2**70}', "").replace(
+        f'"n":{2**70},', ""
+    ) == message_body(quick)
 
 
-def test_very_long_messages():
-    text = '"\u2028é' * 1_000_000
-    assert json.loads(message_body(saying(text)))["content"] == text
-    assert message_key(saying(text)) != message_key(saying(text + "x"))
-
-
-def test_a_message_that_holds_itself_is_refused():
+def test_what_is_nested_too_deep_or_holds_itself_is_refused():
     loop = []
     loop.append({"a": loop})
-    with pytest.raises(InvalidTurnsError, match=r"levels .* holds itself"):
-        message_key(saying(loop))
-
-
-def test_what_stands_twice_does_not_hold_itself():
-    shared = nested(1500, 1)
-    twice = nested(1500, [shared, shared])
+    for value in (loop, nested(100_000, 1)):
+        with pytest.raises(InvalidTurnsError, match="nested too deep, or holds itself"):
+            message_key(saying(value))
+    with pytest.raises(ValueError, match="too deep"):
+        parse_json("[" * 100_000)
+    shared = nested(100, 1)
+    twice = nested(100, [shared, shared])
     assert message_body(saying(twice)).count("1") == 2
 
 
@@ -184,69 +190,169 @@ def test_what_is_no_chat_message_is_refused(message, match):
         encode(message, "m")
 
 
-@given(st.lists(json_messages, max_size=4), st.lists(json_messages, max_size=4))
-@example([saying(1)], [saying(True)])
-@example([saying(0.0)], [saying(-0.0)])
-@example([saying([1])], [saying([1, 2])])
-def test_only_what_is_written_the_same_keeps_its_id(before, now):
-    ids = np.arange(len(before), dtype=np.int32)
-    out = np.empty(len(now), np.int32)
-    _core.match_messages(now, before, ids, out)
-    backwards = np.empty(len(now), np.int32)
-    _core.match_messages(now, before[::-1], ids[::-1].copy(), backwards)
-    assert backwards.tolist() == [len(before) - 1 - k if k >= 0 else k for k in out]
-    assert out.tolist() == [
-        k if k < len(before) and message_body(before[k]) == message_body(now[k]) else -1
-        for k in range(len(now))
-    ]
+SYSTEM = {"role": "system", "content": "You help. é \u2028 \U0001f600"}
+ONE, FLOAT, TRUE = ({"role": "user", "content": "one", "n": n} for n in (1, 1.0, True))
+TOOL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {"index": 0, "id": "c1", "function": {"name": "f", "arguments": '{"x": 1.0}'}}
+    ],
+}
+ODD = {
+    **saying("odd \ud800"),
+    "big": 10**30,
+    "nan": NAN,
+    "deep": [[[{"b": -0.0, "a": 0.5}]]],
+}
 
 
-def test_each_body_has_a_key():
-    book = MessageBook()
-    ids = [book.add(encode(saying(value), "m")) for value in (1, True, 1, "1")]
-    assert ids == [0, 1, 0, 2]
-    assert len(set(book.keys)) == 3
-    assert book.bodies[1] == '{"content":true,"role":"user"}'
+def replying(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+CALLS = [
+    {
+        "session_id": session,
+        "prompt_ids": prompt,
+        "output_ids": output,
+        "output_logprobs": [-0.5],
+        "finish_reason": "stop",
+        "prompt_messages": messages,
+        "response_message": reply,
+    }
+    for session, prompt, output, messages, reply in (
+        ("a", [1, 2], [3], [SYSTEM, ONE], TOOL),
+        ("a", [1, 2, 3, 4], [5], [SYSTEM, FLOAT, TOOL, ODD], replying("x")),
+        (
+            "a",
+            [1, 2, 3, 4, 5, 6],
+            [7],
+            [SYSTEM, ONE, TOOL, ODD, replying("x"), TRUE],
+            replying("y", k=True),
+        ),
+        ("b", [1, 2], [3], [SYSTEM, TRUE], replying("z")),
+        ("b", [1, 2, 3, 8], [9], [SYSTEM, ONE, replying("z"), ODD], replying("w", k=1)),
+        ("e", [1, 2], [3], [SYSTEM, ONE], replying("v")),
+        ("e", [5, 6], [7], [SYSTEM, FLOAT], replying("v")),
+        ("e", [1, 2, 3, 4], [9], [SYSTEM, ONE, replying("v"), FLOAT], replying("v")),
+    )
+]
+CALLS.insert(5, {"session_id": "c", "prompt_ids": [1], "output_ids": [2]})
+"""The sessions of the logs version_2.parquet and version_2_delta.parquet."""
+
+
+class Odd:
+    """An object whose comparison has no truth value."""
+
+    def __eq__(self, other):
+        raise ValueError
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize(
+    ("messages", "unequal"),
+    [
+        ([], []),
+        ([saying("a")], []),
+        ([saying("a"), saying("b"), {}], [1, 2]),
+        ([dict(reversed(saying("a").items())), saying(["b"]), 1], [2]),
+        ([saying("a"), saying(Odd())], [0, 1]),
+        ([np.zeros(2)], [0]),
+    ],
+)
+def test_messages_are_compared_place_by_place(messages, unequal):
+    assert unequal_places(messages, [saying("a"), saying(["b"])]) == unequal
 
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 2), st.sampled_from([1, True, 1.0, "1"])), max_size=12
+        st.tuples(st.integers(0, 2), st.sampled_from([1, True, 1.0, "1", 2, 2.0])),
+        max_size=12,
     )
 )
-def test_a_body_is_shown_where_its_session_first_has_it(said):
+def test_a_body_is_shown_where_its_key_last_had_another(said):
     said = sorted(said, key=lambda pair: pair[0])
     book = MessageBook()
-    ids = np.array(
-        [book.add(encode(saying(value), "m")) for _, value in said], np.int32
-    )
+    ids = [book.add(encode(saying(value), "m")) for _, value in said]
     sessions = np.array([session for session, _ in said], np.int32)
-    texts = [(session, message_body(saying(value))) for session, value in said]
-    expected = [text not in texts[:k] for k, text in enumerate(texts)]
-    assert book.shown(ids, sessions).tolist() == expected
+    shown = book.shown(np.array(ids, np.int32), sessions).tolist()
+    last = {}
+    for (session, value), is_shown in zip(said, shown, strict=True):
+        name, body = (session, message_key(saying(value))), message_body(saying(value))
+        assert is_shown == (last.get(name) != body)
+        last[name] = body
+    assert [one.body for one in book.messages] == list(
+        dict.fromkeys(message_body(saying(value)) for _, value in said)
+    )
 
 
-def test_ids_must_fit_their_messages():
-    with pytest.raises(LayoutError, match="found has 0 entries, 1 are needed"):
-        _core.match_messages([{}], [], NO_IDS, NO_IDS)
-    out = np.empty(2, np.int32)
-    _core.match_messages([{}, {}], [{}], np.array([-1, 1], np.int32), out)
-    assert out.tolist() == [-1, -1]
+def test_messages_that_differ_in_the_types_of_numbers_keep_their_bodies():
+    """In every form, and in a table that is read from its delta form."""
+    spelled = [saying(value) for value in (1, 1.0, 1, True, True)]
+    calls = [
+        {
+            "session_id": "s",
+            "prompt_ids": [*range(k + 1)],
+            "output_ids": [k + 1],
+            "prompt_messages": [{"role": "system"}, message],
+        }
+        for k, message in enumerate(spelled)
+    ]
+    full, recorder = tk.from_records(calls), tk.Recorder()
+    for call in calls:
+        recorder.record(**call)
+    delta = tk.compact(full)
+    assert recorder.turns("s") == delta
+    assert tk.expand(delta) == full
+    assert delta["shared_messages"].to_pylist() == [0, 1, 1, 1, 2]
+    for table in (full, delta):
+        assert tk.validate(table) == table
+        assert tk.link(table, "slime")["order"].to_pylist() == [*range(5)]
+    bodies = [m["body"] for row in full["messages"].to_pylist() for m in row[1:]]
+    expected = [message_body(message) for message in spelled]
+    assert bodies == [*expected[:4], None]
 
 
-@given(json_messages)
-def test_a_message_read_once(message):
-    assert message_record(message) == (message_key(message), message_body(message))
-
-
-@pytest.mark.parametrize(
-    "odd",
-    ['"', "\\", "\n", "\t", "\r", "\b", "\f", "\0", "\x1f", "\x7f", "é", "ł", "😀"],
-)
-def test_a_text_is_spelled_as_python_does_wherever_it_escapes(odd):
-    for at in range(20):
-        text = "a" * at + odd + "b" * 9 + odd * 2
-        spelled = json.dumps(text, ensure_ascii=False)
-        body = _core.encode_message({text: text})[0]
-        assert body == f"{{{spelled}:{spelled}}}"
-        assert body.isascii() == spelled.isascii()
+@pytest.mark.parametrize("name", ["version_2", "version_2_delta"])
+def test_logs_of_schema_version_2_have_their_keys_computed_again(name, tmp_path):
+    """Recorded with that version; session d has keys alone, but for one message."""
+    path = FOLDER / f"{name}.parquet"
+    old, turns = pq.read_table(path), tk.read_turns(path)
+    assert old.schema.metadata[b"trajkit.version"] == b"2"
+    assert turns.schema.metadata[b"trajkit.version"] == b"3"
+    stored = "messages" if "messages" in turns.column_names else "suffix_messages"
+    keys = {}
+    for row in turns.filter(pa.compute.field("session_id") != "d").to_pylist():
+        for message in [*(row[stored] or []), row["response"]]:
+            if message is not None and message["body"] is not None:
+                keys[message["key"]] = message_key(json.loads(message["body"]))
+    assert len(keys) == 9
+    assert all(key == expected for key, expected in keys.items())
+    parents = [None, 0, 1, None, 0, None, None, None, 0, None, 0]
+    tk.write_turns(old, tmp_path / "again.parquet")
+    again = tk.read_turns(tmp_path / "again.parquet")
+    for table in (old, turns, again, *[tk.compact(old), tk.expand(old)]):
+        assert tk.link(table, "slime")["parent"].to_pylist() == parents
+    assert again == turns
+    # bodies are compared as they were
+    some = old.filter(pa.compute.field("session_id") != "d")
+    for policy in ("segments", "graph", "miles", "slime"):
+        rows = tk.linearize(tk.from_records(CALLS), policy)
+        assert tk.linearize(some, policy) == rows
+    assert tk.expand(some) == tk.from_records(CALLS)
+    # of keys alone
+    lines = old.filter(pa.compute.field("session_id") == "d").to_pylist()
+    for message in [m for line in lines for m in [*line[stored], line["response"]]]:
+        message["body"] = None
+    keyed = pa.Table.from_pylist(lines, schema=old.schema)
+    assert tk.link(keyed, "slime")["parent"].to_pylist() == [None, 0]
+    # in one table with current ones
+    tk.write_turns(tk.from_records(CALLS[5:6]), tmp_path / "new.parquet")
+    tk.write_turns(
+        some if stored == "messages" else tk.expand(some), tmp_path / "old.parquet"
+    )
+    paths = [tmp_path / "new.parquet", tmp_path / "old.parquet"]
+    both = tk.read_turns(paths, session_prefix="file")
+    assert both["messages"][1:] == tk.from_records(CALLS)["messages"]

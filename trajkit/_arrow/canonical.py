@@ -21,6 +21,7 @@ from trajkit.schema import (
     ROWS,
     ROWS_SUFFIX,
     SCHEMA_VERSION,
+    SCHEMA_VERSIONS,
     TURNS,
     TURNS_DELTA,
 )
@@ -249,13 +250,12 @@ def check_columns(table: pa.Table | pa.Schema, schema: pa.Schema) -> None:
     check_kind(
         names, kind, metadata.get(b"trajkit.table", b"").decode(errors="replace")
     )
-    present = str(SCHEMA_VERSION)
-    version = metadata.get(b"trajkit.version", present.encode())
-    if version != present.encode():
+    version = stated_version(given)
+    if version not in map(str, SCHEMA_VERSIONS):
         raise SchemaError(
-            f"the {kind} table has schema version {version.decode(errors='replace')}: "
-            f"this trajkit reads version {present}, whose columns have other names. "
-            "Make the table again, or read it with the trajkit that wrote it"
+            f"the {kind} table has schema version {version}: this trajkit reads versions "
+            f"{SCHEMA_VERSIONS[0]} to {SCHEMA_VERSION}; columns of others have other "
+            "names. Make the table again, or read it with the trajkit that wrote it"
         )
     for name in names:
         if names.count(name) > 1:
@@ -286,6 +286,31 @@ def check_columns(table: pa.Table | pa.Schema, schema: pa.Schema) -> None:
                 f"column {name!r} of {kind}, which have no {near!r}: did you mean "
                 f"{near!r}? {hint}"
             )
+
+
+def stated_version(schema: pa.Schema) -> str:
+    """The schema version in the metadata; without metadata, the current one."""
+    metadata = schema.metadata or {}
+    version = metadata.get(b"trajkit.version", str(SCHEMA_VERSION).encode())
+    return str(version.decode(errors="replace"))
+
+
+def has_old_keys(table: pa.Table) -> bool:
+    """Whether a table of turns has the message keys of schema version 2."""
+    return stated_version(table.schema) == "2"
+
+
+def concat_tables(tables: list[pa.Table]) -> pa.Table:
+    """The rows of all tables, with the schema version of the oldest.
+
+    A column that a table lacks is null there. Raises ArrowException if the columns have
+    types that do not go together.
+    """
+    joined = pa.concat_tables(tables, promote_options="default")
+    if any(map(has_old_keys, tables)) and not has_old_keys(joined):
+        metadata = {**(joined.schema.metadata or {}), b"trajkit.version": b"2"}
+        joined = joined.replace_schema_metadata(metadata)
+    return joined
 
 
 def check_kind(names: list[str], kind: str, found: str = "") -> None:
@@ -478,6 +503,9 @@ def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
             columns.append(table.column(field.name))
             fields.append(field)
     metadata = {**(table.schema.metadata or {}), **schema.metadata}
+    if (schema is TURNS or schema is TURNS_DELTA) and has_old_keys(table):
+        # until complete sessions are read (trajkit.turns.table.locate)
+        metadata[b"trajkit.version"] = b"2"
     return pa.Table.from_arrays(columns, schema=pa.schema(fields, metadata=metadata))
 
 

@@ -8,7 +8,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import check_session_id, is_list, turns_schema
+from trajkit._arrow.canonical import (
+    check_session_id,
+    concat_tables,
+    is_list,
+    turns_schema,
+)
 from trajkit._streams import limits
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import TURNS_DELTA
@@ -110,7 +115,7 @@ def concat(tables: Iterable[pa.Table]) -> pa.Table:
     tables = list(tables)
     check_same_form(tables)
     try:
-        return pa.concat_tables(tables, promote_options="default")
+        return concat_tables(tables)
     except pa.ArrowException as error:
         raise SchemaError(f"the batches do not make one table: {error}") from None
 

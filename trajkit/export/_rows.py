@@ -22,7 +22,7 @@ from trajkit.errors import ExportError, NoSignalWarning
 from trajkit.learn._checks import session_codes, trained_tokens
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PAYLOADS
-from trajkit.turns.mm_items import engine_ids
+from trajkit.turns.images import engine_ids
 
 _P = ParamSpec("_P")
 _Fields = TypeVar("_Fields")

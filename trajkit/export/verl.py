@@ -19,7 +19,7 @@ from trajkit.export._rows import (
     rewards_of,
     routed_experts,
 )
-from trajkit.turns.mm_items import CONTENT_HASH
+from trajkit.turns.images import CONTENT_HASH
 
 
 def agent_loop_fields(

@@ -1,7 +1,7 @@
 """JSON to Python values, with long arrays of token ids as numpy arrays.
 
 A `Reader` knows the keys of such arrays in a text (its shape), parses them itself, and
-leaves the rest to `trajkit.turns.deep_json`. An array that does not fit the shape (an id of
+leaves the rest to ``json``. An array that does not fit the shape (an id of
 3.0, a null) is left to it, too: the value is the one of ``json.loads``. Prompts of a log
 repeat earlier ones, and text that is equal to an earlier array's is not parsed again. Logs
 are read at 14 times the speed of ``json.loads`` (docs/benchmarks.md); the kernels are in
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajkit import _core
-from trajkit.turns.deep_json import parse
+from trajkit.turns.messages import parse_json
 
 Leaf: TypeAlias = Literal["ids", "items"]
 Shape: TypeAlias = Mapping[str, Union["Shape", Leaf]]
@@ -113,7 +113,7 @@ class Reader:
         self._taken = 0
 
     def read(self, line: bytes) -> object:
-        """The value of a JSON text, as `deep_json.parse` but with numpy arrays."""
+        """The value of a JSON text, as ``json.loads`` but with numpy arrays."""
         self._pieces, self._at, self._cut, self._taken = [], 0, [], 0
         try:
             self._value(line, _past_space(line, 0), self._places)
@@ -123,7 +123,7 @@ class Reader:
                 return value
         except (ValueError, RecursionError):
             pass  # invalid JSON, a NaN, or nested too deep: parse the text again
-        return parse(line.decode())
+        return parse_json(line.decode())
 
     def _take(self, _: str) -> _Cut:
         self._taken += 1

@@ -30,7 +30,8 @@ from trajkit.io.formats import (
 )
 from trajkit.io.json_numbers import IDS, ITEMS, Reader, Shape
 from trajkit.schema import TURNS, TURNS_DELTA
-from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep, parse
+from trajkit.turns.messages import TooDeepError, parse_json
+from trajkit.turns.records import MAX_DEPTH, is_too_deep
 
 Record: TypeAlias = dict[str, object]
 
@@ -119,7 +120,7 @@ def _numbered(
         try:
             value = read(line)
         except ValueError as error:
-            if complete:
+            if complete or isinstance(error, TooDeepError):
                 where, text = f"{name}, line {number}", str(error)
                 if isinstance(error, json.JSONDecodeError):
                     where, text = f"{where}, column {error.colno}", error.msg
@@ -149,7 +150,9 @@ def _one_value(source: pa.NativeFile, name: str) -> bytes | None:
     first, _, rest = text.lstrip().partition(b"\n")
     if not first.startswith(b"["):
         try:
-            if not first or (isinstance(parse(first.decode()), dict) and rest.strip()):
+            if not first or (
+                isinstance(parse_json(first.decode()), dict) and rest.strip()
+            ):
                 return None
         except ValueError:  # an object over several lines, or no JSON
             pass
@@ -164,7 +167,7 @@ def _one_value(source: pa.NativeFile, name: str) -> bytes | None:
 def _items(text: bytes, name: str) -> Iterator[Record]:
     """The objects of a JSON array, or the only object."""
     try:
-        found = parse(text.decode())
+        found = parse_json(text.decode())
     except ValueError as error:
         where, what = name, str(error)
         if isinstance(error, json.JSONDecodeError):
@@ -180,7 +183,7 @@ def _items(text: bytes, name: str) -> Iterator[Record]:
 
 
 def _plain(line: bytes) -> object:
-    return parse(line.decode())
+    return parse_json(line.decode())
 
 
 def max_line_bytes() -> int:

@@ -23,6 +23,7 @@ from trajkit._arrow.canonical import (
     as_table,
     canonical,
     canonical_rows,
+    concat_tables,
     rows_schema,
     turns_schema,
 )
@@ -55,6 +56,7 @@ from trajkit.turns.amendments import Amendments
 from trajkit.turns.mapping import Map, MapLike, read_map
 from trajkit.turns.records import from_records
 from trajkit.turns.session_metadata import last_lines
+from trajkit.turns.sessions import with_current_keys
 from trajkit.turns.validation import Nonfinite, check_table, check_turns
 
 Source: TypeAlias = Paths | BinaryIO | TableLike
@@ -151,7 +153,7 @@ def _read_turns(
             for table in turn_tables(files, format, read, naming=naming)
         ]
         check_same_form(tables)
-        turns = gather(_concat(tables, TURNS), "turn_index")
+        turns = with_current_keys(gather(_concat(tables, TURNS), "turn_index"))
         turns = check_turns(turns, nonfinite_logprobs)
     except InvalidTurnsError as error:
         if not isinstance(files, list) or paths is None:
@@ -608,7 +610,7 @@ def _concat(tables: list[pa.Table], schema: pa.Schema) -> pa.Table:
     if not tables:
         return schema.empty_table()
     try:
-        return pa.concat_tables(tables, promote_options="default")
+        return concat_tables(tables)
     except pa.ArrowException as error:
         raise SchemaError(f"the files do not make one table: {error}") from None
 

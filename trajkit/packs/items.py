@@ -8,7 +8,7 @@ import pyarrow as pa
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.ragged import Ints, Longs
 from trajkit.errors import InvalidTurnsError
-from trajkit.turns.mm_items import (
+from trajkit.turns.images import (
     FIRST_CONTENT_ID,
     Item,
     has_items,

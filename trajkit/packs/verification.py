@@ -23,7 +23,7 @@ from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACK_VIOLATIONS, PACKS
 from trajkit.schema.engine import Violation, as_lines
 from trajkit.turns.flat_buffers import FlatRows, flat_rows
-from trajkit.turns.mm_items import Image, image_faults, same_image
+from trajkit.turns.images import Image, image_faults, same_image
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Array: TypeAlias = npt.NDArray[Any]
@@ -256,7 +256,8 @@ class _Check:
         if self.images is not None:
             items = self.table.column("mm_items")[line].as_py() or ()
             own = trees.ids[trees.n_prefix :]
-            for token, detail in image_faults(items, own, self.images):
+            found = image_faults(items, own, may_be_cut=True, known=self.images)
+            for token, detail in found:
                 self.report("mm_items", detail, line, token)
 
     def _compare(self, line: int, rule: str, name: str, expected: Array | None) -> None:

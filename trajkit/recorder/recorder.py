@@ -1,11 +1,15 @@
 """Calls as they come: the online form of a ``turns`` table."""
 
+import json
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import datetime
 from threading import Lock
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, cast
 
+import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
@@ -14,9 +18,13 @@ from trajkit.errors import ArgumentError, InvalidTurnsError, UnknownSessionError
 from trajkit.pipeline.rows import Layout, linearize, reads_turns, rows_and_report
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.recorder.extra_columns import METADATA, Types, with_metadata
-from trajkit.recorder.rejected import RejectedCall, copied, rejected_table
-from trajkit.recorder.session import ChatMessage, Recording
+from trajkit.recorder.session import (
+    CALL_METADATA,
+    ChatMessage,
+    Recording,
+    Types,
+    with_metadata,
+)
 from trajkit.turns.messages import check_text
 from trajkit.turns.session_metadata import Reward, one_session
 from trajkit.turns.sessions import Sessions
@@ -71,6 +79,41 @@ class Match:
     turn_index: int | None
     shared_length: int | None
     shared_messages: int | None
+
+
+REJECTED_CALLS = pa.schema(
+    [
+        # null: it is not a string that UTF-8 can encode
+        pa.field("session_id", pa.string()),
+        # calls that the session had when this one was rejected
+        pa.field("turn_index", pa.int32(), nullable=False),
+        # the rule that the call breaks, with place and value
+        pa.field("reason", pa.string(), nullable=False),
+        # the arguments of `Recorder.record` as JSON; text of what JSON cannot express
+        pa.field("call", pa.string(), nullable=False),
+    ]
+)
+"""One row per rejected call."""
+
+
+class RejectedCall(NamedTuple):
+    """A call that `Recorder.record` rejected.
+
+    Attributes
+    ----------
+    session_id : object
+    turn_index : int
+        Calls that the session had at that time.
+    reason : str
+        The rule that the call breaks, with place and value.
+    call : dict
+        A copy of its other arguments, without those that were None.
+    """
+
+    session_id: object
+    turn_index: int
+    reason: str
+    call: dict[str, object]
 
 
 class SessionRows(NamedTuple):
@@ -192,7 +235,8 @@ class Recorder:
             None: true if ``response_message`` is a dict with ``tool_calls``.
         prompt_messages : sequence of dict, or of pairs (key, role), optional
             The request's chat messages. None: the call is routed by tokens. A message
-            that an earlier call contained is compared with it, not encoded again.
+            that the base contains at the same place is compared with it, not encoded
+            again.
 
             A pair represents a message by its key (`turns.message_key`) and role. The
             session has no body for it, unless a call gives the message as a dict.
@@ -252,11 +296,7 @@ class Recorder:
         metadata = (request_id, model, agent_id, call_kind, started_at, ended_at, step)
         index = 0
         try:
-            session = (
-                self._sessions.get(session_id) if type(session_id) is str else None
-            )
-            if session is None:
-                session = self._session(session_id)
+            session = self._session(session_id)
             with session.lock:
                 if session.dropped:
                     raise UnknownSessionError(
@@ -274,8 +314,11 @@ class Recorder:
         except InvalidTurnsError as error:
             if self._raises:
                 raise
-            call |= {"payloads": payloads, **dict(zip(METADATA, metadata, strict=True))}
-            kept = {n: copied(one) for n, one in call.items() if one is not None}
+            call |= {
+                "payloads": payloads,
+                **dict(zip(CALL_METADATA, metadata, strict=True)),
+            }
+            kept = {n: _copied(one) for n, one in call.items() if one is not None}
             with self._lock:
                 self._rejected.append(RejectedCall(session_id, index, str(error), kept))
             return Recorded(index, None, 0, False, str(error))
@@ -424,7 +467,7 @@ class Recorder:
     def pop_rejected(self) -> pa.Table:
         """The rejected calls as a table of the schema `REJECTED_CALLS`, and forget them."""
         with self._lock:
-            table = rejected_table(self._rejected)
+            table = _rejected_table(self._rejected)
             self._rejected.clear()
         return table
 
@@ -496,3 +539,62 @@ def _unknown(session_id: str) -> UnknownSessionError:
     return UnknownSessionError(
         f"session {session_id!r} has no recorded call, or was dropped"
     )
+
+
+def _copied(value: object) -> object:
+    """A copy that the caller's later changes do not reach; the value if it has none."""
+    try:
+        return deepcopy(value)
+    except Exception:  # any object's own, such as a tensor's that has a gradient
+        return value
+
+
+def _rejected_table(calls: Sequence[RejectedCall]) -> pa.Table:
+    """The calls in the schema `REJECTED_CALLS`."""
+    return pa.Table.from_pylist(
+        [
+            {
+                "session_id": _valid_text(one.session_id),
+                "turn_index": one.turn_index,
+                "reason": one.reason,
+                "call": _call_json({"session_id": one.session_id, **one.call}),
+            }
+            for one in calls
+        ],
+        REJECTED_CALLS,
+    )
+
+
+def _valid_text(name: object) -> str | None:
+    try:
+        return name if isinstance(name, str) and name.encode() else None
+    except UnicodeEncodeError:
+        return None
+
+
+def _call_json(call: dict[str, object]) -> str:
+    pairs = (
+        f"{json.dumps(name)}: {_value_json(value)}" for name, value in call.items()
+    )
+    return "{" + ", ".join(pairs) + "}"
+
+
+def _value_json(value: object) -> str:
+    try:
+        return json.dumps(value, default=_plain)
+    except (TypeError, ValueError, RecursionError):  # keys that are no names, or cycles
+        return json.dumps(_described(value))
+
+
+def _plain(value: object) -> object:
+    """What JSON can express of an object that it does not know."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    return value.hex() if isinstance(value, bytes) else _described(value)
+
+
+def _described(value: object) -> str:
+    try:
+        return repr(value)
+    except RecursionError:
+        return reprlib.repr(value)

@@ -5,10 +5,12 @@ Token ids are int32. Positions and lengths count tokens. Unknown is null, never 
 finite number. Lists are ``large_list``; small sets of names are dictionary-encoded.
 
 The schema version travels in the table metadata under ``trajkit.version``; a table that
-lost its metadata is read as the current version.
+lost its metadata is read as the current version. Turns of version 2 have other message
+keys, which are computed again from the bodies (`trajkit.turns.old_keys`).
 """
 
 from trajkit.schema.columns import SCHEMA_VERSION as SCHEMA_VERSION
+from trajkit.schema.columns import SCHEMA_VERSIONS as SCHEMA_VERSIONS
 from trajkit.schema.links import BRANCHES as BRANCHES
 from trajkit.schema.links import CAUSES as CAUSES
 from trajkit.schema.links import DRIFT as DRIFT
@@ -57,5 +59,4 @@ from trajkit.schema.turns import PAYLOADS as PAYLOADS
 from trajkit.schema.turns import ROUTING as ROUTING
 from trajkit.schema.turns import TURNS as TURNS
 from trajkit.schema.turns import TURNS_DELTA as TURNS_DELTA
-from trajkit.schema.turns import VALUE_BYTES as VALUE_BYTES
 from trajkit.schema.turns import WEIGHT_VERSION as WEIGHT_VERSION

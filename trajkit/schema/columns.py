@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+# versions that are read
+SCHEMA_VERSIONS = (2, 3)
 
 NAMES = pa.dictionary(pa.int8(), pa.string())
 """The type of a column with a small set of names."""

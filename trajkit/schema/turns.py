@@ -32,15 +32,12 @@ from trajkit.schema.engine import (
 
 KEY_BYTES = 16
 
-# The first bytes of a key: a digest of the message that ignores the types of numbers.
-VALUE_BYTES = 12
-
 MESSAGE = pa.struct(
     [
-        # digest of the body: each key has one body (trajkit.turns.messages)
+        # digest of the message: the same for messages that are == (trajkit.turns.messages)
         pa.field("key", pa.binary(KEY_BYTES)),
         pa.field("role", pa.string()),
-        # canonical JSON; null if an earlier message of the session has the same key
+        # JSON with sorted keys; null: the last body that the session has of this key
         pa.field("body", pa.string()),
     ]
 )
@@ -72,7 +69,7 @@ MM_ITEM = pa.struct(
 """An image in a prompt.
 
 Its tokens are content ids: ids beyond every vocabulary that depend on kind, hash and
-number of tokens (`trajkit.turns.mm_items.content_ids`). Hence prompts with different
+number of tokens (`trajkit.turns.images.content_ids`). Hence prompts with different
 images differ in their ids, and every stage that compares tokens compares images too.
 `trajkit.turns.engine_ids` gives the ids that the engine consumed.
 """

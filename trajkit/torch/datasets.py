@@ -21,7 +21,7 @@ from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACKS
 from trajkit.torch.packs import Pack
-from trajkit.turns.mm_items import Item, engine_ids, has_items
+from trajkit.turns.images import Item, engine_ids, has_items
 
 Images: TypeAlias = Literal["error", "items"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trajkit.errors import SchemaError
-from trajkit.turns.mm_items import Item
+from trajkit.turns.images import Item
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 The rules of columns are in `trajkit.schema`, beside them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -23,15 +23,8 @@ from trajkit.schema.engine import (
     nulls,
     owners,
 )
-from trajkit.turns.deep_json import parse
-from trajkit.turns.mm_items import (
-    CONTENT_HASH,
-    FIRST_CONTENT_ID,
-    Ints,
-    Item,
-    has_items,
-    item_ids,
-)
+from trajkit.turns.images import has_items, image_faults
+from trajkit.turns.messages import parse_json
 from trajkit.turns.sessions import run_starts
 
 
@@ -114,54 +107,14 @@ def mm_items(table: pa.Table) -> Iterator[Fault]:
     for row, listed in enumerate(table.column("mm_items").to_pylist()):
         if listed:
             ids = table.column(name)[row].values.to_numpy()
-            words = item_fault(listed, ids, int(first[row]), may_be_cut=of_rows)
-            if words is not None:
-                faults[row] = words
+            found = image_faults(listed, ids, int(first[row]), may_be_cut=of_rows)
+            for _, words in found:
+                faults.setdefault(row, words)
     yield fault(np.array([*faults], np.int64), "{}", list(faults.values()))
 
 
-def item_fault(
-    items: Sequence[Item | None],
-    ids: Ints,
-    first: int = 0,
-    *,
-    may_be_cut: bool = False,
-) -> str | None:
-    """What is wrong with the images of a prompt or row.
-
-    ``ids`` are its ids from ``first`` on; ``may_be_cut``: it may end within an image.
-    """
-    last, end = 0, first + len(ids)
-    for i, item in enumerate(items):
-        if item is None or None in item.values():
-            return f"mm_items[{i}] has a null: every field is needed"
-        if not CONTENT_HASH.fullmatch(item["hash"]):
-            return (
-                f"mm_items[{i}] has the hash {item['hash']!r}: expected a SHA-256, 64 "
-                "hexadecimal digits in lower case"
-            )
-        start, stop = item["start"], item["stop"]
-        inside = start < end if may_be_cut else stop <= end
-        if not (last <= start < stop and inside):
-            return (
-                f"mm_items[{i}] is {start}:{stop}: expected tokens from {last} to "
-                f"{end}, the end of the {'row' if may_be_cut else 'prompt'}"
-            )
-        if not 0 <= item["token_id"] < FIRST_CONTENT_ID:
-            return f"mm_items[{i}] has the token_id {item['token_id']}, a content id"
-        low, high = max(start, first), min(max(stop, first), end)
-        due = item_ids(item)[low - start : high - start]
-        if not np.array_equal(ids[low - first : high - first], due):
-            return (
-                f"the tokens {start}:{stop} are not the content ids of mm_items[{i}]: "
-                "make them with trajkit.turns.content_ids"
-            )
-        last = stop
-    return None
-
-
 def bodies(name: str, table: pa.Table) -> Iterator[Fault]:
-    """Each key has one JSON body, in its first message of the session."""
+    """Each key has a JSON body, in its first message of the session, and of one message."""
     places, rows = message_places(table, name)
     keys, roles, texts = (
         pc.struct_field(places, field) for field in ("key", "role", "body")
@@ -182,6 +135,15 @@ def bodies(name: str, table: pa.Table) -> Iterator[Fault]:
     said = texts.dictionary_encode().indices.fill_null(0).to_numpy()[given]
     _, before, group = np.unique(names[given], return_index=True, return_inverse=True)
     other = given[said != said[before[group]]]
+    first_of = dict(zip(given.tolist(), before[group].tolist(), strict=True))
+    other = np.array(
+        [
+            at
+            for at in other.tolist()
+            if not _is_same(texts[at].as_py(), texts[int(given[first_of[at]])].as_py())
+        ],
+        np.int64,
+    )
     yield fault(
         rows[other],
         "the message with the key {} has another body earlier in the session: "
@@ -196,10 +158,18 @@ def bodies(name: str, table: pa.Table) -> Iterator[Fault]:
     yield fault(rows[list(faults)], "{}", list(faults.values()))
 
 
+def _is_same(body: str, other: str) -> bool:
+    """Whether two bodies are of messages that are ``==``."""
+    try:
+        return bool(parse_json(body) == parse_json(other))
+    except ValueError:
+        return False
+
+
 def _body_fault(body: str, role: str) -> str | None:
     shown = body if len(body) <= 60 else f"{body[:57]}..."
     try:
-        message = parse(body)
+        message = parse_json(body)
     except ValueError as error:
         return f"the message body {shown!r} is not JSON: {error}"
     if not isinstance(message, dict):

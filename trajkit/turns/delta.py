@@ -22,8 +22,9 @@ from trajkit._streams import limits
 from trajkit._streams.stages import apply, stage
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
+from trajkit.turns.message_equality import current_bodies
 from trajkit.turns.records import as_turns
-from trajkit.turns.sessions import Forest, Sessions
+from trajkit.turns.sessions import Forest, Sessions, with_current_keys
 from trajkit.turns.structs import CALL
 
 
@@ -34,7 +35,7 @@ def compact(turns: TableLike) -> pa.Table:
     The base of a turn is the earlier turn of its session whose path shares the longest
     prefix with its prompt. Between equals, the longest prefix of its output decides, and
     then the first turn. A turn that shares no token has no base. A leading message is
-    shared if the base has the same key and role there and no body is given again, so
+    shared if the base has the same key, role and body there and no body is given again, so
     that `expand` restores the original table.
 
     Parameters
@@ -104,7 +105,7 @@ def _convert(
     def one(table: pa.Table) -> pa.Table:
         form = turns_schema(table.column_names)
         if form is schema:
-            return canonical(table, schema)
+            return with_current_keys(canonical(table, schema))
         check_no_clash(table, form, schema, "form of turns")
         calls = Sessions.of(table)
         parts = [columns(part) for part in calls.split(limits.PART_TOKENS)]
@@ -212,12 +213,31 @@ def _shared_messages(
     k, base = positions(np.zeros_like(shared), shared), bases[call]
     own = begins[call] + k
     theirs = np.where(k < n_messages[base], begins[base] + k, len(messages) + base)
+    numbers = []
     for name in ("key", "role"):
         both = [pc.struct_field(array, name) for array in (messages, replies)]
-        numbers = codes(*both)
-        differs = numbers[own] != numbers[theirs]
+        numbers.append(codes(*both))
+    if _is_respelled(messages, replies):
+        bodies = current_bodies(calls)
+        numbers.append(np.concatenate([bodies.places, bodies.replies]))
+    for number in numbers:
+        differs = number[own] != number[theirs]
         np.minimum.at(shared, call[differs], k[differs])
     return shared
+
+
+def _is_respelled(messages: pa.StructArray, replies: pa.StructArray) -> bool:
+    """Whether a key has several bodies: of messages that differ in 1 and 1.0 alone."""
+    names = ("key", "body")
+    columns = [
+        pa.concat_arrays(
+            [pc.struct_field(array, name) for array in (messages, replies)]
+        )
+        for name in names
+    ]
+    shown = pa.table(columns, names).filter(columns[1].is_valid())
+    n_keys = len(shown.column("key").unique())
+    return n_keys < len(shown.group_by([*names]).aggregate([]))
 
 
 def _replied(calls: Sessions) -> npt.NDArray[np.bool_]:

@@ -1,8 +1,8 @@
-"""Message equalities of policies other than equal JSON.
+"""Message equalities of policies other than equal keys.
 
-The keys in a table are equal if the messages are the same JSON. Python's ``==`` compares
-only their first bytes (see `trajkit.turns.messages`). Other equalities compute new keys
-from the bodies, once per distinct body, and the kernels compare these.
+Stored keys are equal exactly if Python calls the messages equal (`trajkit.turns.messages`).
+Every other equality is a projection of a body onto what counts of it. It is computed once
+per distinct body, and the kernels compare the classes.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,13 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.ragged import Ints, Longs
 from trajkit.errors import InvalidTurnsError, MissingBodyError
 from trajkit.policies import MessageEquality
-from trajkit.schema import KEY_BYTES, VALUE_BYTES
-from trajkit.turns.deep_json import parse
+from trajkit.schema import KEY_BYTES
+from trajkit.turns.messages import message_body, message_texts, parse_json
 from trajkit.turns.sessions import Sessions
 
-Identity: TypeAlias = Callable[[pa.Array], pa.Array]
-"""Maps distinct bodies (strings) to texts that are equal if the messages are."""
+Message: TypeAlias = dict[str, object]
+Projection: TypeAlias = Callable[[str], str]
+"""Maps a body to a text that is equal if the messages are."""
 
 _KEY_WORDS = KEY_BYTES // 8
 _CACHE_CONTROL = "cache_control"
@@ -36,54 +37,7 @@ def with_equality(calls: Sessions, equality: MessageEquality) -> Sessions:
 
     Raises as `classify` for an equality that compares bodies.
     """
-    if equality == "values":
-        return _by_value(calls)
-    return classify(calls, identity_of(equality)).keyed(calls)
-
-
-def _by_value(calls: Sessions) -> Sessions:
-    """The calls with keys that are equal if Python's ``==`` is true of the messages."""
-    if calls.keys is not None:
-        return calls
-    lists = calls.stored_messages
-    chunks = [chunk.flatten() for chunk in lists.chunks]
-    words = [
-        np.frombuffer(keys.buffers()[1], np.int64, _KEY_WORDS * len(keys), start)
-        for chunk in [*chunks, *calls.table.column("response").chunks]
-        for keys in [chunk.field("key")]
-        if len(keys)
-        for start in [8 * _KEY_WORDS * keys.offset]
-    ]
-    # usually no message has a number that could have a simpler type
-    if not any(part.view(np.int32)[3::4].any() for part in words):
-        return calls
-    keys = np.concatenate(words).reshape(-1, _KEY_WORDS)
-    keys.view(np.uint8)[:, VALUE_BYTES:] = 0
-    return _with_keys(calls, keys, calls.requests["reply_key"] != 0)
-
-
-def _with_keys(
-    calls: Sessions, keys: Longs, replied: npt.NDArray[np.bool_]
-) -> Sessions:
-    """The calls with other keys.
-
-    ``keys`` has shape (n_messages + n_calls, 2): the messages that requests store, then
-    the replies.
-    """
-    requests = calls.requests.copy()
-    address = keys.ctypes.data
-    sizes = np.maximum(requests["n_keys"], 0)
-    requests["keys"] = address + (np.cumsum(sizes) - sizes) * KEY_BYTES
-    replies = (
-        address + (len(keys) - len(requests) + np.arange(len(requests))) * KEY_BYTES
-    )
-    requests["reply_key"] = np.where(replied, replies, 0)
-    return replace(calls, requests=requests, keys=keys)
-
-
-def identity_of(equality: MessageEquality) -> Identity:
-    """The function that implements an equality."""
-    return _IDENTITIES[equality]
+    return calls if equality == "values" else classify(calls, equality).keyed(calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,56 +57,86 @@ class Classes:
         keys = np.zeros((n_places + n_calls, _KEY_WORDS), np.int64)
         keys[:n_places, 0] = self.places
         keys[n_places:, 0] = self.replies
-        return _with_keys(calls, keys, self.replies >= 0)
+        address, sizes = keys.ctypes.data, np.maximum(calls.requests["n_keys"], 0)
+        requests = calls.requests.copy()
+        requests["keys"] = address + (np.cumsum(sizes) - sizes) * KEY_BYTES
+        replies = address + (n_places + np.arange(n_calls)) * KEY_BYTES
+        requests["reply_key"] = np.where(self.replies >= 0, replies, 0)
+        return replace(calls, requests=requests, keys=keys)
 
 
-def classify(calls: Sessions, identity: Identity) -> Classes:
-    """Group the messages of calls into classes; ``identity`` gets each body once.
+def classify(calls: Sessions, equality: MessageEquality) -> Classes:
+    """Group the messages of calls into classes of equal messages.
 
     Raises MissingBodyError if a message has no body, here or earlier in its session,
-    and InvalidTurnsError if ``identity`` parses a body that is not a JSON object.
+    and InvalidTurnsError if a body is parsed that is not a JSON object.
     """
-    requests = calls.requests
-    column = calls.stored_messages
-    shown = [chunk.flatten() for chunk in column.chunks]
-    said = calls.table.column("response").chunks
-    # unlike field(), this gives null for a null reply
-    shown, said = (
-        [pc.struct_field(chunk, "body") for chunk in chunks] for chunks in (shown, said)
+    current = current_bodies(calls)
+    _check_shown(calls, current)
+    bodies = current.bodies
+    if not len(bodies):
+        return Classes(bodies, current.places, current.replies)
+    project, texts = _PROJECTIONS[equality], []
+    for number, body in enumerate(bodies.to_pylist()):
+        try:
+            texts.append(project(body))
+        except ValueError as error:
+            both = np.concatenate([current.places, current.replies])
+            call, what = _place_of(calls, int(np.flatnonzero(both == number)[0]))
+            shown = body if len(body) <= _SHOWN else f"{body[:_SHOWN]}..."
+            raise InvalidTurnsError(
+                f"{calls.place(call)}: {what} has the body {shown!r}, which is not a JSON "
+                f"object: {error}"
+            ) from None
+    encoded = pa.array(texts, pa.string()).dictionary_encode()
+    class_of = encoded.indices.to_numpy().astype(np.int64)
+    first = np.unique(class_of, return_index=True)[1]
+    class_of = np.append(class_of, -1)  # so that -1, no reply, stays -1
+    return Classes(
+        bodies.take(pa.array(first)),
+        class_of[current.places],
+        class_of[current.replies],
     )
-    has_body, reply_has_body = _valid(shown), _valid(said)
-    n_places = len(has_body)
-    places = np.empty(n_places, np.int64)
-    replies = np.empty(len(requests), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """The body that each message of calls refers to: its key's last one so far."""
+
+    # distinct
+    bodies: pa.Array
+    # shape (n_places,): the number of the body of each message that a request stores, or -1
+    places: Longs
+    # shape (n_calls,): the number of the body of each reply; -1: no reply, or no body
+    replies: Longs
+
+
+def current_bodies(calls: Sessions) -> Bodies:
+    """The body that each message of the calls refers to."""
+    messages = [chunk.flatten() for chunk in calls.stored_messages.chunks]
+    responses = calls.table.column("response").chunks
+    # unlike field(), this gives null for a null reply
+    shown, replied = (
+        [pc.struct_field(chunk, "body") for chunk in chunks]
+        for chunks in (messages, responses)
+    )
+    has_body, reply_has_body = _valid(shown), _valid(replied)
+    places = np.empty(len(has_body), np.int64)
+    replies = np.empty(len(calls.requests), np.int64)
     _core.find_bodies(
-        requests,
+        calls.requests,
         calls.offsets,
         has_body,
         reply_has_body,
         places,
         replies,
     )
-    _check_shown(calls, places, replies)
-    encoded = pa.chunked_array([*shown, *said], pa.string()).dictionary_encode()
-    if not encoded.num_chunks or not len(encoded.chunk(0).dictionary):
-        return Classes(pa.array([], pa.string()), places, replies)
-    bodies = encoded.chunk(0).dictionary
-    body_of = np.concatenate([_numbers(chunk.indices) for chunk in encoded.chunks])
-    body_of[np.concatenate([has_body, reply_has_body]) == 0] = -1
-    try:
-        texts = identity(bodies)
-    except _NoMessageError as error:
-        where = int(np.flatnonzero(body_of == pc.index(bodies, error.body).as_py())[0])
-        call, what = _place_of(calls, where)
-        raise InvalidTurnsError(f"{calls.place(call)}: {what} {error}") from None
-    if texts is bodies:  # distinct already
-        class_of = np.arange(len(bodies))
-    else:
-        class_of = texts.dictionary_encode().indices.to_numpy().astype(np.int64)
-        first = np.unique(class_of, return_index=True)[1]
-        bodies = bodies.take(pa.array(first))
-    class_at = np.append(class_of[body_of], -1)  # so that -1, no reply, stays -1
-    return Classes(bodies, class_at[places], class_at[replies])
+    encoded = pa.chunked_array([*shown, *replied], pa.string()).dictionary_encode()
+    if not encoded.num_chunks:
+        return Bodies(pa.array([], pa.string()), places, replies)
+    body_at = np.concatenate([_numbers(chunk.indices) for chunk in encoded.chunks])
+    body_at = np.append(body_at.astype(np.int64), -1)
+    return Bodies(encoded.chunk(0).dictionary, body_at[places], body_at[replies])
 
 
 def _numbers(indices: pa.Array) -> Ints:
@@ -170,22 +154,10 @@ def _valid(chunks: list[pa.Array]) -> npt.NDArray[np.uint8]:
     return np.concatenate(parts)
 
 
-class _NoMessageError(ValueError):
-    """A body is not a JSON object."""
-
-    def __init__(self, body: str) -> None:
-        shown = body if len(body) <= _SHOWN else f"{body[:_SHOWN]}..."
-        super().__init__(f"has the body {shown!r}, which is not a JSON object")
-        self.body = body
-
-
-def _message(body: str) -> dict[str, object]:
-    try:
-        message = parse(body)
-    except ValueError:
-        raise _NoMessageError(body) from None
+def _message(body: str) -> Message:
+    message = parse_json(body)
     if not isinstance(message, dict):
-        raise _NoMessageError(body)
+        raise ValueError(f"it is of type {type(message).__name__}")
     return message
 
 
@@ -201,12 +173,12 @@ def _place_of(calls: Sessions, number: int) -> tuple[int, str]:
     return call, f"messages[{index}]"
 
 
-def _check_shown(calls: Sessions, places: Longs, replies: Longs) -> None:
-    bodiless = np.flatnonzero(places < 0)
+def _check_shown(calls: Sessions, current: Bodies) -> None:
+    bodiless = np.flatnonzero(current.places < 0)
     if len(bodiless):
         call, what = _place_of(calls, int(bodiless[0]))
     else:
-        missing = (replies < 0) & (calls.requests["reply_key"] != 0)
+        missing = (current.replies < 0) & (calls.requests["reply_key"] != 0)
         if not missing.any():
             return
         call, what = int(missing.argmax()), "response"
@@ -216,60 +188,32 @@ def _check_shown(calls: Sessions, places: Longs, replies: Longs) -> None:
     )
 
 
-def _text(bodies: pa.Array) -> pa.Array:
-    """The bodies without ``cache_control`` at any depth."""
-    # about thirty times faster than Arrow's search for plain text
-    marked = pc.match_substring_regex(bodies, f'"{_CACHE_CONTROL}"')
-    if not pc.any(marked).as_py():
-        return bodies
-    texts = [
-        _without_cache_control(body) if found else body
-        for body, found in zip(bodies.to_pylist(), marked.to_pylist(), strict=True)
-    ]
-    return pa.array(texts, bodies.type)
-
-
-def _without_cache_control(body: str) -> str:
-    """Canonical JSON of a body without ``cache_control`` at any depth."""
+def _text(body: str) -> str:
+    """A body without ``cache_control`` at any depth."""
+    if f'"{_CACHE_CONTROL}"' not in body:
+        return body
     message = _message(body)
     within: list[object] = [message]
-    while within:
-        value = within.pop()
+    for value in within:
         if isinstance(value, dict):
             value.pop(_CACHE_CONTROL, None)
-            within.extend(value.values())
+            within += value.values()
         elif isinstance(value, list):
-            within.extend(value)
-    text: str = _core.encode_message(message)[0]
-    return text
+            within += value
+    return message_body(message)
 
 
-def _values(bodies: pa.Array) -> pa.Array:
-    """For each body, the text that is hashed into the first bytes of its key."""
-    texts = [_core.encode_message(_message(body))[1] for body in bodies.to_pylist()]
-    return pa.array(texts, bodies.type)
+def _values(body: str) -> str:
+    """The identity text of a message."""
+    return message_texts(_message(body)).identity
 
 
-def _content(bodies: pa.Array) -> pa.Array:
-    """For each body, its text, tool calls and tool_call_id as one JSON text."""
-    plain = find_plain_bodies(bodies, tuple(_SAID), tuple(_SAID.values()))
-    return _rewritten(
-        bodies, plain, lambda body: _core.encode_message(_said(_message(body)))[0]
-    )
+def _content(body: str) -> str:
+    """What counts of a message's role, text, reasoning and tool calls, as JSON."""
+    return message_body(_counted(_message(body)))
 
 
-def _rewritten(
-    bodies: pa.Array, plain: npt.NDArray[np.bool_], text_of: Callable[[str], str]
-) -> pa.Array:
-    """The bodies, with those that are not plain replaced by their texts."""
-    if plain.all():
-        return bodies
-    others = pa.array(~plain)
-    texts = [text_of(body) for body in bodies.filter(others).to_pylist()]
-    return pc.replace_with_mask(bodies, others, pa.array(texts, bodies.type))
-
-
-_SAID = {
+_COUNTED = {
     "role": "",
     "content": "",
     "reasoning_content": "assistant",
@@ -281,20 +225,20 @@ _SAID = {
 Tool calls are compared as well."""
 
 
-def _said(message: dict[str, object]) -> dict[str, object]:
+def _counted(message: Message) -> Message:
     role = message.get("role")
-    said: dict[str, object] = {}
-    for name, its_role in _SAID.items():
+    counted: Message = {}
+    for name, its_role in _COUNTED.items():
         value = message.get(name)
         # "", null and a missing field are the same
         missing = value is None or (name == "content" and value == "")
         if not missing and its_role in ("", role):
-            said[name] = value
+            counted[name] = value
     if role == "assistant":
         calls = message.get("tool_calls")
         if isinstance(calls, list):
-            said["tool_calls"] = [_called(call) for call in calls]
-    return said
+            counted["tool_calls"] = [_called(call) for call in calls]
+    return counted
 
 
 def _called(call: object) -> object:
@@ -306,7 +250,7 @@ def _called(call: object) -> object:
     arguments = holder.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = {"parsed": parse(arguments)}
+            arguments = {"parsed": parse_json(arguments)}
         except ValueError:
             arguments = {"text": arguments}
     else:
@@ -314,57 +258,23 @@ def _called(call: object) -> object:
     return [call.get("id"), holder.get("name"), arguments]
 
 
-def _of_fields(*names: str) -> Identity:
+def _of_fields(*names: str) -> Projection:
     """Compare only these fields; None, "" and [] are the same as a missing field.
 
     The ``index`` of a tool call is ignored.
     """
 
-    def identity(bodies: pa.Array) -> pa.Array:
-        plain = find_plain_bodies(bodies, names)
-        return _rewritten(bodies, plain, lambda body: text_of_fields(body, names))
+    def project(body: str) -> str:
+        message, counted = _message(body), {}
+        for name in names:
+            value = message.get(name)
+            if name == "tool_calls" and isinstance(value, list):
+                value = [_without_index(call) for call in value]
+            if value is not None and value != "" and value != []:
+                counted[name] = value
+        return message_texts(counted).identity
 
-    return identity
-
-
-def find_plain_bodies(
-    bodies: pa.Array, names: tuple[str, ...], roles: tuple[str, ...] = ()
-) -> npt.NDArray[np.bool_]:
-    """Whether a quick look shows that bodies contain only the named fields.
-
-    Shape (n_bodies,). ``roles`` has one role per name, "" for every role; empty: every
-    role for all names. Such a body equals its `text_of_fields`. Most bodies are plain,
-    because the messages of models contain few numbers.
-    """
-    _, offsets, data = bodies.buffers()
-    plain = np.empty(len(bodies), np.uint8)
-    _core.find_plain(
-        np.frombuffer(offsets, np.int32, len(bodies) + 1, 4 * bodies.offset),
-        np.frombuffer(data or b"", np.uint8),
-        _ended(*names),
-        _ended(*roles or ("",) * len(names)),
-        plain,
-    )
-    return plain.view(np.bool_)
-
-
-def _ended(*names: str) -> npt.NDArray[np.uint8]:
-    """Names as bytes, each followed by a zero."""
-    return np.frombuffer("".join(f"{name}\0" for name in names).encode(), np.uint8)
-
-
-def text_of_fields(body: str, names: tuple[str, ...]) -> str:
-    """The named fields of a body that are not empty, as canonical JSON."""
-    message = _message(body)
-    said: dict[str, object] = {}
-    for name in names:
-        value = message.get(name)
-        if name == "tool_calls" and isinstance(value, list):
-            value = [_without_index(call) for call in value]
-        if value is not None and value != "" and value != []:
-            said[name] = value
-    text: str = _core.encode_message(said)[1]
-    return text
+    return project
 
 
 def _without_index(call: object) -> object:
@@ -373,7 +283,7 @@ def _without_index(call: object) -> object:
     return {name: value for name, value in call.items() if name != "index"}
 
 
-_IDENTITIES: dict[MessageEquality, Identity] = {
+_PROJECTIONS: dict[MessageEquality, Projection] = {
     "values": _values,
     "text": _text,
     "content": _content,

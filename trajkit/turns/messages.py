@@ -1,36 +1,48 @@
-"""Chat messages: canonical JSON, 128-bit keys, and storage of distinct messages.
+"""Chat messages: their identity, their body, and storage of distinct messages.
 
-Two messages have the same key exactly when their canonical JSON is the same: key order
-does not matter, list order does, a missing key is not a null, and 1, 1.0, true and "1"
-differ. NaN equals NaN, as ``json.loads`` makes it. So a key has exactly one body.
+Two messages are the same exactly when Python's ``==`` is true of their dicts: key order
+does not matter, list order does, a missing key is not a null, 1 == 1.0 == True, and "1" is
+another value. NaN equals NaN.
 
-The first `VALUE_BYTES` of two keys are the same exactly when Python calls the messages
-equal (1 == 1.0 == True). The other bytes are zero unless a number can be written in a
-simpler type.
+The *body* of a message is its JSON with sorted keys and its numbers as they are. The
+*identity text* has each number in its simplest type, an integer where it can be one; most
+messages have no number, and both texts are the same. The *key* is the 128-bit digest of
+the identity text. So messages that differ in 1 and 1.0 alone have one key and two bodies.
 """
 
+import json
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple
+from operator import eq
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
 
-from trajkit import _core
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.schema import KEY_BYTES, MESSAGE, VALUE_BYTES
+from trajkit.schema import KEY_BYTES, MESSAGE
 
-Ids = npt.NDArray[np.int32]
+Ids: TypeAlias = npt.NDArray[np.int32]
+Bools: TypeAlias = npt.NDArray[np.bool_]
 
 NO_IDS: Ids = np.empty(0, np.int32)
 
+_PLAIN = {str, type(None), dict, list}
+_WRITTEN_ALIKE = {*_PLAIN, int}
+"""Types that orjson and the standard library write alike, in one way only."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ENCODER = json.JSONEncoder(
+    ensure_ascii=False, sort_keys=True, separators=(",", ":"), check_circular=False
+)
+
 
 def message_key(message: dict[str, object]) -> bytes:
-    """The 16-byte key of a chat message: the same for messages of the same JSON.
-
-    The first 12 bytes are the same for messages that are ``==``, such as those that
-    differ in ``1`` and ``1.0`` alone.
+    """The 16-byte key of a chat message: the same for messages that are ``==``.
 
     Parameters
     ----------
@@ -85,7 +97,7 @@ def _without_nulls(value: object) -> object:
 
 
 def message_body(message: dict[str, object]) -> str:
-    """Canonical JSON: keys sorted, no white space, numbers as they are, valid UTF-8.
+    """JSON with sorted keys, no white space, numbers as they are, and valid UTF-8.
 
     Two lone surrogates side by side are written as the pair that they look like; their
     key is still their own.
@@ -104,7 +116,7 @@ def message_body(message: dict[str, object]) -> str:
     InvalidTurnsError
         As for `message_record`.
     """
-    return _encoded(message)[0]
+    return message_record(message)[1]
 
 
 def message_record(message: dict[str, object]) -> tuple[bytes, str]:
@@ -123,28 +135,116 @@ def message_record(message: dict[str, object]) -> tuple[bytes, str]:
     Raises
     ------
     InvalidTurnsError
-        The message contains a value that JSON cannot express; the text names its path.
+        The message contains a value that JSON cannot express, and the text names its path;
+        or it is nested deeper than Python's recursion limit.
     """
-    body, value_text = _encoded(message)
-    return _key(body, value_text), body
+    texts = message_texts(message)
+    return key_of(texts.identity), texts.body
 
 
-def _encoded(message: object) -> tuple[str, str]:
+class Texts(NamedTuple):
+    """The two texts of a message."""
+
+    identity: str
+    body: str
+    # no number and no truth value: what is == has the same body
+    is_plain: bool
+
+
+def message_texts(message: dict[str, object]) -> Texts:
+    """The identity text and the body of a message; raises as `message_record`."""
     if not isinstance(message, dict):
         raise ArgumentError(
             f"message is of type {type(message).__name__}: expected a dict"
         )
-    return _core.encode_message(message)
+    try:
+        text = orjson.dumps(message, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # big integers, lone surrogates, more than 254 levels, no JSON
+        text = b""
+    if text and (types := _types_in(message)) <= _WRITTEN_ALIKE:
+        body = text.decode()
+        return Texts(body, body, int not in types)
+    try:
+        identity = _written(_simplest(message, ()))
+        return Texts(identity, _written(message), False)
+    except RecursionError:
+        raise InvalidTurnsError("is nested too deep, or holds itself") from None
 
 
-def _key(body: str, value_text: str) -> bytes:
-    rest = KEY_BYTES - VALUE_BYTES
-    spelling = bytes(rest) if body == value_text else _digest(body, rest)
-    return _digest(value_text, VALUE_BYTES) + spelling
+def key_of(identity: str) -> bytes:
+    """The key of the message that has this identity text."""
+    return blake2b(identity.encode(), digest_size=KEY_BYTES).digest()
 
 
-def _digest(text: str, size: int) -> bytes:
-    return blake2b(text.encode(), digest_size=size).digest()
+def _types_in(message: dict[str, object]) -> set[type]:
+    """The types of a message and of all values in it; of containers, exact types only.
+
+    Another type than exactly dict or list is not looked into.
+    """
+    types: set[type] = {type(message)}
+    within: list[dict[str, object] | list[object]] = []
+    if type(message) is dict:
+        within.append(message)
+    for container in within:
+        values = container.values() if type(container) is dict else container
+        for value in values:
+            kind = type(value)
+            if kind is not str:
+                types.add(kind)
+                if kind is dict or kind is list:
+                    within.append(value)  # type: ignore[arg-type]
+    return types
+
+
+def _simplest(value: object, path: tuple[object, ...]) -> object:
+    """A copy of a JSON value with each number in its simplest type."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        for name in value:
+            if not isinstance(name, str):
+                raise _refusal(path, f"has the key {name!r}: JSON keys are strings")
+        return {name: _simplest(one, (*path, name)) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_simplest(one, (*path, at)) for at, one in enumerate(value)]
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, int):
+        try:
+            int.__repr__(value)
+        except ValueError:  # the interpreter's limit
+            raise _refusal(path, "is an integer of too many digits") from None
+        return int(value)
+    raise _refusal(path, f"is of type {type(value).__name__}: no JSON value")
+
+
+def _refusal(path: tuple[object, ...], reason: str) -> InvalidTurnsError:
+    """The error for a value, named by its path in the message."""
+    steps = [f"[{step!r}]" for step in path]
+    if len(steps) > 12:  # a path of hundreds of steps helps nobody
+        steps = [*steps[:6], f"... {len(steps) - 12} levels ...", *steps[-6:]]
+    return InvalidTurnsError("".join(steps) + (" " if steps else "") + reason)
+
+
+def _written(value: object) -> str:
+    """Canonical JSON of a value, with lone surrogates escaped."""
+    text = _ENCODER.encode(value)
+    if text.isascii():
+        return text
+    # a surrogate occurs only within a JSON string, where its escape means the same
+    return _SURROGATE.sub(lambda one: f"\\u{ord(one[0]):04x}", text)
+
+
+class TooDeepError(json.JSONDecodeError):
+    """A JSON text is nested deeper than Python's recursion limit."""
+
+
+def parse_json(text: str) -> object:
+    """As ``json.loads``, but raises TooDeepError, a ValueError, for a RecursionError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise TooDeepError("nested too deep", text, 0) from None
 
 
 class Encoded(NamedTuple):
@@ -154,63 +254,8 @@ class Encoded(NamedTuple):
     role: str
     # None: only the key is known
     body: str | None
-
-
-@dataclass(slots=True)
-class MessageBook:
-    """Every distinct message of some calls, under a small id, in order of arrival."""
-
-    keys: list[bytes] = field(default_factory=list)
-    roles: list[str] = field(default_factory=list)
-    bodies: list[str | None] = field(default_factory=list)
-    _by_name: dict[tuple[bytes, str], int] = field(default_factory=dict)
-
-    def find(self, message: Encoded) -> int:
-        """The id of a message; -1 if it, or its body, is new."""
-        known = self._by_name.get((message.key, message.role), -1)
-        has_body = known >= 0 and self.bodies[known] is not None
-        return known if has_body or message.body is None else -1
-
-    def add(self, message: Encoded) -> int:
-        """The id of a message; one with a body replaces one without."""
-        number = self.find(message)
-        if number < 0:
-            number = self._by_name[message.key, message.role] = len(self.bodies)
-            self.keys.append(message.key)
-            self.roles.append(message.role)
-            self.bodies.append(message.body)
-        return number
-
-    def shown(self, ids: Ids, sessions: Ids) -> npt.NDArray[np.bool_]:
-        """Whether each message is the first occurrence in its session, which has the body.
-
-        Messages are in the order of their sessions (prompt, reply, next prompt, ...).
-        """
-        messages = pa.array(sessions * np.int64(len(self.bodies)) + ids)
-        # numbered in order of appearance, so a new one exceeds all before it
-        numbers = messages.dictionary_encode().indices.to_numpy()
-        new: npt.NDArray[np.bool_] = (
-            np.diff(np.maximum.accumulate(numbers), prepend=-1) > 0
-        )
-        return new
-
-    def array(self, ids: Ids, shown: npt.NDArray[np.bool_]) -> pa.StructArray:
-        """The messages as the schema's struct: null for -1, a body only where shown."""
-        # an id of -1 takes the last key
-        keys = np.frombuffer(b"".join(self.keys) + bytes(KEY_BYTES), f"V{KEY_BYTES}")
-        absent = ids < 0
-        mask = pa.array(absent) if absent.any() else None
-        return pa.StructArray.from_arrays(
-            [
-                pa.Array.from_buffers(
-                    pa.binary(KEY_BYTES), len(ids), [None, pa.py_buffer(keys[ids])]
-                ),
-                pa.array(self.roles, pa.string()).take(pa.array(ids, mask=absent)),
-                pa.array(self.bodies, pa.string()).take(pa.array(ids, mask=~shown)),
-            ],
-            fields=list(MESSAGE),
-            mask=mask,
-        )
+    # as in `Texts`
+    is_plain: bool
 
 
 def encode(message: object, where: str) -> Encoded:
@@ -224,15 +269,15 @@ def encode(message: object, where: str) -> Encoded:
         )
     role = message.get("role")
     if not isinstance(role, str):
-        said = f"the role {role!r}" if "role" in message else "no role"
-        raise InvalidTurnsError(f"{where} has {said}: expected a string")
+        has = f"the role {role!r}" if "role" in message else "no role"
+        raise InvalidTurnsError(f"{where} has {has}: expected a string")
     check_text(role, f"{where} role")
     try:
-        key, body = message_record(message)
+        identity, body, is_plain = message_texts(message)
     except InvalidTurnsError as error:
         gap = "" if str(error).startswith("[") else " "
         raise InvalidTurnsError(f"{where}{gap}{error}") from None
-    return Encoded(key, role, body)
+    return Encoded(key_of(identity), role, body, is_plain)
 
 
 def check_text(text: str, where: str) -> None:
@@ -244,3 +289,121 @@ def check_text(text: str, where: str) -> None:
             raise InvalidTurnsError(
                 f"{where} {text!r} is not valid Unicode: {error.reason}"
             ) from None
+
+
+class WithNumbers:
+    """A message that is not plain; it equals those that are ``==`` and have its body."""
+
+    __slots__ = ("_message", "_text")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, message: object) -> None:
+        self._message, self._text = message, _quickly_written(message)
+
+    def __eq__(self, other: object) -> bool:
+        # NaN and null are written alike, but are not ==
+        return (
+            self._message == other
+            and self._text is not None
+            and self._text == _quickly_written(other)
+        )
+
+
+def _quickly_written(message: object) -> bytes | None:
+    """JSON with keys in their own order; None if only the standard library writes it."""
+    try:
+        return orjson.dumps(message)
+    except TypeError:
+        return None
+
+
+def comparable(message: object, is_plain: bool) -> object:
+    """An object that is ``==`` to messages with the same body alone."""
+    return message if is_plain else WithNumbers(message)
+
+
+def unequal_places(messages: Sequence[object], others: Iterable[object]) -> list[int]:
+    """The places of messages that are not ``==`` to the other one there, ascending.
+
+    Where there is no other one, they are not. The others are `comparable`.
+    """
+    try:
+        equal = list(map(eq, messages, others))
+        unequal = [] if all(equal) else [k for k, same in enumerate(equal) if not same]
+    except Exception:  # any object's own, such as an array's that has no truth value
+        equal, unequal = [], []
+    return [*unequal, *range(len(equal), len(messages))]
+
+
+@dataclass(slots=True)
+class MessageBook:
+    """Every distinct body of some calls, under a small id, in order of arrival."""
+
+    messages: list[Encoded] = field(default_factory=list)
+    # ids by body, and by key and role
+    _numbers: dict[object, int] = field(default_factory=dict)
+    # the first id with a body, by key
+    _first: dict[bytes, int] = field(default_factory=dict)
+    # ids of bodies whose key has another body as well, and the first id of that key
+    respelled: dict[int, int] = field(default_factory=dict)
+
+    def find(self, message: Encoded) -> int:
+        """The id of a message; -1 if it, or its body, is new."""
+        if message.body is not None:
+            return self._numbers.get(message.body, -1)
+        return self._numbers.get((message.key, message.role), -1)
+
+    def add(self, message: Encoded) -> int:
+        """The id of a message; one with a body replaces one without."""
+        number = self.find(message)
+        if number < 0:
+            number = len(self.messages)
+            self.messages.append(message)
+            self._numbers[message.key, message.role] = number
+            if message.body is not None:
+                self._numbers[message.body] = number
+                first = self._first.setdefault(message.key, number)
+                if first != number:
+                    self.respelled[first] = self.respelled[number] = first
+        return number
+
+    def shown(self, ids: Ids, sessions: Ids) -> Bools:
+        """Whether the body of each message is written: its key last had none, or another.
+
+        Messages are in the order of their sessions (prompt, reply, next prompt, ...).
+        """
+        messages = pa.array(sessions * np.int64(len(self.messages)) + ids)
+        # numbered in order of appearance, so a new one exceeds all before it
+        numbers = messages.dictionary_encode().indices.to_numpy()
+        new: Bools = np.diff(np.maximum.accumulate(numbers), prepend=-1) > 0
+        if self.respelled:
+            first = np.full(len(self.messages), -1)
+            first[[*self.respelled]] = [*self.respelled.values()]
+            at = np.flatnonzero(first[ids] >= 0)
+            key = np.stack([sessions[at], first[ids[at]]])
+            order = np.lexsort(key)
+            at, key = at[order], key[:, order]
+            again = (np.diff(key, prepend=-1) == 0).all(axis=0)
+            new[at] = ~again | (np.diff(ids[at], prepend=-1) != 0)
+        return new
+
+    def array(self, ids: Ids, shown: Bools) -> pa.StructArray:
+        """The messages as the schema's struct: null for -1, a body only where shown."""
+        keys = b"".join([message.key for message in self.messages])
+        roles = [message.role for message in self.messages]
+        bodies = [message.body for message in self.messages]
+        # an id of -1 takes the last key
+        words = np.frombuffer(keys + bytes(KEY_BYTES), f"V{KEY_BYTES}")[ids]
+        absent = ids < 0
+        mask = pa.array(absent) if absent.any() else None
+        return pa.StructArray.from_arrays(
+            [
+                pa.Array.from_buffers(
+                    pa.binary(KEY_BYTES), len(ids), [None, pa.py_buffer(words)]
+                ),
+                pa.array(roles, pa.string()).take(pa.array(ids, mask=absent)),
+                pa.array(bodies, pa.string()).take(pa.array(ids, mask=~shown)),
+            ],
+            fields=list(MESSAGE),
+            mask=mask,
+        )

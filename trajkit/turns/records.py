@@ -10,17 +10,22 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit import _core
 from trajkit._arguments import check_choice, near_miss, whole_number
 from trajkit._arrow.canonical import TableLike, as_table
 from trajkit._arrow.ragged import Longs, offsets_of
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import MM_ITEM, TURNS, WEIGHT_VERSION
-from trajkit.turns.content_rules import item_fault
-from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep
+from trajkit.turns.images import Ints, image_faults
 from trajkit.turns.mapping import MapLike, read_map
-from trajkit.turns.messages import NO_IDS, Ids, MessageBook, check_text, encode
-from trajkit.turns.mm_items import Ints
+from trajkit.turns.messages import (
+    NO_IDS,
+    Ids,
+    MessageBook,
+    check_text,
+    comparable,
+    encode,
+    unequal_places,
+)
 from trajkit.turns.python_lists import ListBuilder, checked_ids, read_logprobs
 from trajkit.turns.validation import Nonfinite, check_turns
 
@@ -142,7 +147,7 @@ def as_turns(turns: TableLike | list[Record], unread: Collection[str] = ()) -> p
 @dataclass(slots=True)
 class _Session:
     number: int
-    # of the previous call: its messages and their ids
+    # of the previous call: its messages as `comparable`, and their ids
     turn_index: int = -1
     messages: list[object] = field(default_factory=list)
     message_ids: Ids = field(default_factory=lambda: NO_IDS)
@@ -222,18 +227,17 @@ class _Batch:
                     f"{where}prompt_messages is of type {type(messages).__name__}: "
                     "expected a list of dicts"
                 )
-            messages, before = list(messages), session.messages
-            ids = np.empty(len(messages), np.int32)
             # most messages are those of the session's previous call
-            _core.match_messages(
-                messages, before, np.arange(len(before), dtype=np.int32), ids
-            )
-            known = ids >= 0
-            ids[known] = session.message_ids[ids[known]]
-            for i in np.flatnonzero(~known).tolist():
+            n, compared = len(messages), session.messages
+            ids = np.full(n, -1, np.int32)
+            ids[: len(compared)] = session.message_ids[:n]
+            others = unequal_places(messages, compared)
+            compared = [*compared[:n], *[None] * (n - len(compared))]
+            for i in others:
                 message = encode(messages[i], f"{where}prompt_messages[{i}]")
                 ids[i] = self.book.add(message)
-            session.messages, session.message_ids = messages, ids
+                compared[i] = comparable(messages[i], message.is_plain)
+            session.messages, session.message_ids = compared, ids
         self.messages.append(ids)
         response, reply = record.get("response_message"), -1
         if response is not None:
@@ -373,6 +377,34 @@ def check_extra(name: object, what: str, record: Record | None = None) -> None:
             f"{what} {name!r} and no {near!r}: did you mean {near!r}? An extra column "
             "needs another name"
         )
+
+
+MAX_DEPTH = 32
+"""Maximum nesting depth of a value in an extra column."""
+
+
+def is_too_deep(value: object) -> bool:
+    """Whether lists and dicts are nested deeper than `MAX_DEPTH` levels.
+
+    Arrow infers types by recursion without a limit, which overflows the stack. It writes
+    at most 63 levels to files, and reads fewer from Parquet.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for one in level for child in _children(one)]
+    return bool(level)
+
+
+def _children(value: object) -> Iterable[object]:
+    """The values of a list or dict that contains lists or dicts."""
+    values: Iterable[object] = ()
+    if isinstance(value, Mapping):
+        values = value.values()
+    elif isinstance(value, (list, tuple)):
+        values = value
+    # most lists contain only numbers, which the set of types shows quickly
+    nested = any(issubclass(t, (list, tuple, Mapping)) for t in set(map(type, values)))
+    return values if nested else ()
 
 
 def check_depth(name: str, value: object, where: str) -> None:
@@ -526,8 +558,7 @@ def _mm_items(value: object, what: str, prompt: Ints, _: int) -> list[dict[str, 
             items.append(pa.scalar(item, MM_ITEM).as_py())
         except (pa.ArrowException, OverflowError) as error:
             raise InvalidTurnsError(f"{what}[{i}] is {item!r}: {error}") from None
-    fault = item_fault(items, prompt)
-    if fault is not None:
+    for _token, fault in image_faults(items, prompt):
         raise InvalidTurnsError(f"{what.removesuffix('mm_items')}{fault}")
     return items
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import canonical, place, turns_schema
+from trajkit._arrow.canonical import canonical, has_old_keys, place, turns_schema
 from trajkit._arrow.keys import Keys, codes
 from trajkit._arrow.ragged import Bools, Ints, Longs, Records, runs_of
 from trajkit._kernel_names import numbers
@@ -126,7 +126,7 @@ class Sessions:
         not contiguous, turn_index does not ascend, logprobs and outputs have different
         lengths, a base is not an earlier turn of its session, or an id is null.
         """
-        table = canonical(turns, turns_schema(turns.column_names))
+        table = with_current_keys(canonical(turns, turns_schema(turns.column_names)))
         chunks = table.column("output_ids").num_chunks
         if chunks > _MANY_CHUNKS and table.nbytes < chunks * _CHUNK_BYTES:
             table = table.combine_chunks()  # a log has one chunk per turn
@@ -261,6 +261,15 @@ class Sessions:
         ends = np.append(0, np.cumsum(self.path_len))[self.offsets]
         for start, stop in runs_of(np.diff(ends), most):
             yield self.part(start, stop)
+
+
+def with_current_keys(turns: pa.Table) -> pa.Table:
+    """Turns of complete sessions, in canonical form, with keys of the current version."""
+    if not has_old_keys(turns):
+        return turns
+    from trajkit.turns.old_keys import renew_keys  # loaded for old logs only
+
+    return renew_keys(turns)
 
 
 def run_starts(table: pa.Table) -> Longs:

@@ -18,7 +18,7 @@ from trajkit.policies import Policy, Rewards
 from trajkit.schema import EMPTY_KINDS, SPAN_KINDS
 from trajkit.schema.engine import Bools, shown
 from trajkit.turns.flat_buffers import Spans, spans_of
-from trajkit.turns.mm_items import Image, has_items, image_faults, same_image
+from trajkit.turns.images import Image, has_items, image_faults, same_image
 from trajkit.verification.context import Case, consecutive, count
 
 _ROUNDING = 1e-9  # row_weight is one division away from the counts
@@ -648,7 +648,8 @@ def mm_items(case: Case) -> None:
         images[session].update(map(same_image, listed or ()))
     for row, listed in enumerate(table.column("mm_items").to_pylist()):
         own = images[case.session[row]]
-        for token, detail in image_faults(listed or (), ids[row], own):
+        found = image_faults(listed or (), ids[row], may_be_cut=True, known=own)
+        for token, detail in found:
             case.report("mm_items", detail, row, None, token)
 
 

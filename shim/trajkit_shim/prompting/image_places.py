@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from trajkit.turns import content_ids
-from trajkit.turns.mm_items import FIRST_CONTENT_ID
+from trajkit.turns.images import FIRST_CONTENT_ID
 from trajkit_shim.chat.image_store import ImageStore
 from trajkit_shim.chat.images import hashes_of
 from trajkit_shim.engines.base import PromptImage

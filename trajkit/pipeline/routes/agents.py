@@ -22,9 +22,8 @@ from trajkit.pipeline.routes.links import (
 from trajkit.pipeline.routes.message_paths import KEY_TOKENS, grow_messages
 from trajkit.policies import Policy
 from trajkit.schema import SEGMENT_KINDS
-from trajkit.turns.deep_json import parse
-from trajkit.turns.message_equality import Classes, classify, identity_of
-from trajkit.turns.messages import message_body
+from trajkit.turns.message_equality import Classes, classify
+from trajkit.turns.messages import message_body, parse_json
 from trajkit.turns.sessions import Forest, Sessions
 
 # The number of each kind in a record; 0 is no segment.
@@ -41,7 +40,7 @@ def by_agents(calls: Sessions, forest: Forest, policy: Policy) -> Records:
     its answer, calls that do not continue the main agent belong to the sub-agent.
     """
     links = empty_links(calls)
-    classes = classify(calls, identity_of(policy.message_equality))
+    classes = classify(calls, policy.message_equality)
     agents = _Agents(calls, forest, classes, policy.dispatch_tools)
     for session in sessions_of(calls):
         agents.route(session)
@@ -179,7 +178,9 @@ def find_dispatches(
             bodies.filter(calling).to_pylist(),
             strict=True,
         ):
-            ids = [call for name, call in _tool_calls(parse(body)) if name in tools]
+            ids = [
+                call for name, call in _tool_calls(parse_json(body)) if name in tools
+            ]
             if ids:
                 of_class[k] = numbers.setdefault(ids[-1], len(numbers))
     answers: dict[int, list[int]] = {}
@@ -187,7 +188,9 @@ def find_dispatches(
     if quoted:
         for k, body in enumerate(classes.bodies.to_pylist()):
             if not quoted.isdisjoint(_ANSWERS.findall(body)):
-                answered = [numbers[c] for c in _answered(parse(body)) if c in numbers]
+                answered = [
+                    numbers[c] for c in _answered(parse_json(body)) if c in numbers
+                ]
                 if answered:
                     answers[k] = answered
     return of_class[classes.replies].tolist(), answers

@@ -91,27 +91,57 @@ def same_image(item: Item) -> Image:
 
 
 def image_faults(
-    items: Sequence[Item | None], ids: Ints, known: Collection[Image]
+    items: Sequence[Item | None],
+    ids: Ints,
+    first: int = 0,
+    *,
+    may_be_cut: bool = False,
+    known: Collection[Image] | None = None,
 ) -> Iterator[tuple[int | None, str]]:
-    """Where the images of a row or pack differ from its ids, or are not ``known``.
+    """What is wrong with the images of a prompt, row or pack, each with its token.
 
-    The last image may end beyond the ids.
+    ``ids`` are the ids from the position ``first`` on. ``may_be_cut``: they may end within
+    an image. ``known``: the images that they may have; every content id is then of one.
     """
+    last, end = 0, first + len(ids)
     unclaimed = ids >= FIRST_CONTENT_ID
-    for item in items:
+    for i, item in enumerate(items):
+        name = f"mm_items[{i}]"
         if item is None or None in item.values():
-            yield None, f"{item} is or has a null: every field is needed"
+            yield None, f"{name} has a null: every field is needed"
             continue
         start, stop = item["start"], item["stop"]
-        here = ids[start:stop]
-        if same_image(item) not in known:
-            yield start, f"no source of the tokens has the image {item}"
-        elif start < 0 or not len(here) or (here != item_ids(item)[: len(here)]).any():
-            yield start, f"the tokens {start}:{stop} are not the content ids of {item}"
+        low, high = (min(max(at, first), end) - first for at in (start, stop))
+        inside = start < end if may_be_cut else stop <= end
+        if not CONTENT_HASH.fullmatch(item["hash"]):
+            fault = (
+                f"{name} has the hash {item['hash']!r}: expected a SHA-256, 64 "
+                "hexadecimal digits in lower case"
+            )
+        elif not (last <= start < stop and inside):
+            fault = (
+                f"{name} is {start}:{stop}: expected tokens from {last} to {end}, the "
+                f"end of the {'row' if may_be_cut else 'prompt'}"
+            )
+        elif not 0 <= item["token_id"] < FIRST_CONTENT_ID:
+            fault = f"{name} has the token_id {item['token_id']}, a content id"
+        elif known is not None and same_image(item) not in known:
+            fault = f"no source of the tokens has the image {dict(item)}"
+        elif (
+            ids[low:high] != item_ids(item)[low + first - start :][: high - low]
+        ).any():
+            fault = (
+                f"the tokens {start}:{stop} are not the content ids of {name}: make them "
+                "with trajkit.turns.content_ids"
+            )
         else:
-            unclaimed[start:stop] = False
-    for token in np.flatnonzero(unclaimed)[:1].tolist():
-        yield token, f"{ids[token]} is a content id of no item"
+            unclaimed[low:high] = False
+            last = stop
+            continue
+        yield start, fault
+    if known is not None:
+        for token in np.flatnonzero(unclaimed)[:1].tolist():
+            yield token, f"{ids[token]} is a content id of no item"
 
 
 def has_items(table: pa.Table) -> bool:
@@ -163,7 +193,7 @@ def engine_ids(table: TableLike) -> pa.Table:
     if "mm_items" in source.column_names:
         items = source.column("mm_items").to_pylist()
     for line, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):
-        restore(ids[start:stop], items[line] or (), int(first[line]))
+        restore_ids(ids[start:stop], items[line] or (), int(first[line]))
         bad = np.flatnonzero(ids[start:stop] >= FIRST_CONTENT_ID)
         if len(bad):
             raise InvalidTurnsError(
@@ -177,7 +207,7 @@ def engine_ids(table: TableLike) -> pa.Table:
     return source.set_column(at, field, restored)
 
 
-def restore(ids: Ints, items: Sequence[Item], first: int = 0) -> None:
+def restore_ids(ids: Ints, items: Sequence[Item], first: int = 0) -> None:
     """Replace content ids by the engine's, in place.
 
     ``ids[0]`` has the position ``first`` of the prompt or row that ``items`` are of.
