@@ -40,8 +40,14 @@ from benchmarks.fuzz_payloads import (
 )
 from benchmarks.fuzz_sessions import Turn, n_calls, random_policy, session
 from tests import against_twins
-from tests.tables import by_session, in_delta_form, linearized, streamed, turns_table
-from trajkit._streams import limits
+from tests.made_tables import (
+    by_session,
+    in_delta_form,
+    linearized,
+    streamed,
+    turns_table,
+)
+from trajkit.tables import limits
 
 REGRESSIONS = Path(__file__).parents[1] / "tests" / "regressions"
 _AT_ONCE = {"twins": 40, "forms": 400}

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 import trajkit as tk
 from benchmarks import data
-from trajkit.io.jsonl import calls
+from trajkit.files.jsonl import calls
 
 IDS = ("prompt_ids", "output_ids")
 Answer = tuple[bytes, bytes, Any]

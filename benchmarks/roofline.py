@@ -36,7 +36,7 @@ from benchmarks.compare import (
 from benchmarks.data import SIZES, Record, Size, as_parsed, rollout
 from benchmarks.policies import difference
 from benchmarks.scale import fastest, in_succession
-from trajkit._streams.thread_pool import parallel_map
+from trajkit.tables.thread_pool import parallel_map
 
 COPY_BYTES = 1 << 26  # of each thread, when the rate of copying is measured
 

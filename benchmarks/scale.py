@@ -27,7 +27,7 @@ import pyarrow as pa
 import trajkit as tk
 from benchmarks.compare import Timing, commit, machine
 from benchmarks.data import Record, Size, quoted, rollout
-from trajkit.pipeline.rows import Layout
+from trajkit.rows.linearize import Layout
 
 TOKENS_PER_TURN = 1024
 SUCCESSION = 3  # times that `in_succession` takes in a row

@@ -33,8 +33,8 @@ import trajkit as tk
 from benchmarks import peers_chains
 from benchmarks.compare import commit, machine
 from benchmarks.data import mixed, rollout
-from tests.files import expand_file, linearize_file
-from trajkit.io.run import Watch
+from tests.file_stages import expand_file, linearize_file
+from trajkit.files.run import Watch
 
 POLICY = "trl"
 MiB = 1 << 20

@@ -1,8 +1,8 @@
 """Links, rows and report of `trajkit` against those of the twins, session by session."""
 
 import trajkit as tk
+from tests.made_tables import by_session, linearized, turns_table
 from tests.reference_policies import twins_of
-from tests.tables import by_session, linearized, turns_table
 
 
 def difference(turns, policy, max_row_tokens=None, reward=1.0):

@@ -14,7 +14,7 @@ import pyarrow as pa
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
-from trajkit._arrow.export import Column
+from trajkit.tables.export import Column
 
 fewer_examples = settings(max_examples=max(settings().max_examples // 3, 8))
 """For a property that runs under many parameters, or goes over every policy."""
@@ -1282,7 +1282,7 @@ def _bitmap(flags: list[bool]) -> np.ndarray:
 
 @st.composite
 def batch_columns(draw):
-    """Fields, `trajkit._arrow.export.Column`s of equal length, and what their values are.
+    """Fields, `trajkit.tables.export.Column`s of equal length, and what their values are.
 
     Fixed-width columns, bitmaps, dictionaries and lists of structs of these, with and
     without nulls, behind an offset, beside arrays that are Arrow's already.

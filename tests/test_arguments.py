@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from tests.files import linearize_file
+from tests.file_stages import linearize_file
 from trajkit.errors import (
     ArgumentError,
     FormatError,
@@ -19,7 +19,7 @@ from trajkit.errors import (
     PolicyError,
     SchemaError,
 )
-from trajkit.io import tables
+from trajkit.files import tables
 from trajkit.verification.files import verify_file
 
 CALL = {

@@ -5,7 +5,7 @@ import pytest
 
 import trajkit as tk
 from benchmarks import fuzz
-from trajkit.pipeline import payloads, rows
+from trajkit.rows import payloads, rows
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from tests.tables import linearized
+from tests.made_tables import linearized
 from trajkit import analysis, observations, training, turns
 from trajkit.errors import ArgumentError, SchemaError
 

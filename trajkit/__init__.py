@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from trajkit.analysis.row_check import check_rows as check_rows
     from trajkit.analysis.simulation import simulate as simulate
     from trajkit.errors import TrajkitError as TrajkitError
+    from trajkit.files.group import scan_turns as scan_turns
+    from trajkit.files.run import run as run
+    from trajkit.files.tables import read_rows as read_rows
+    from trajkit.files.tables import read_sessions as read_sessions
+    from trajkit.files.tables import read_turns as read_turns
+    from trajkit.files.tables import scan_rows as scan_rows
+    from trajkit.files.tables import write_rows as write_rows
+    from trajkit.files.tables import write_sessions as write_sessions
+    from trajkit.files.tables import write_turns as write_turns
     from trajkit.importers.reader import import_turns as import_turns
-    from trajkit.io.group import scan_turns as scan_turns
-    from trajkit.io.run import run as run
-    from trajkit.io.tables import read_rows as read_rows
-    from trajkit.io.tables import read_sessions as read_sessions
-    from trajkit.io.tables import read_turns as read_turns
-    from trajkit.io.tables import scan_rows as scan_rows
-    from trajkit.io.tables import write_rows as write_rows
-    from trajkit.io.tables import write_sessions as write_sessions
-    from trajkit.io.tables import write_turns as write_turns
     from trajkit.learn.baselines import add_advantages as add_advantages
     from trajkit.learn.baselines import add_advantages_batches as add_advantages_batches
     from trajkit.learn.weights import add_weights as add_weights
@@ -43,20 +43,20 @@ if TYPE_CHECKING:
     from trajkit.packs.packing import pack_batches as pack_batches
     from trajkit.packs.unpacking import unpack as unpack
     from trajkit.packs.verification import verify_packs as verify_packs
-    from trajkit.pipeline.links import link as link
-    from trajkit.pipeline.links import link_batches as link_batches
-    from trajkit.pipeline.rows import linearize as linearize
-    from trajkit.pipeline.rows import linearize_batches as linearize_batches
-    from trajkit.pipeline.rows import report as report
-    from trajkit.pipeline.suffix_layout import full_rows as full_rows
-    from trajkit.pipeline.suffix_layout import full_rows_batches as full_rows_batches
-    from trajkit.pipeline.suffix_layout import suffix_rows as suffix_rows
-    from trajkit.pipeline.suffix_layout import (
-        suffix_rows_batches as suffix_rows_batches,
-    )
     from trajkit.policies import Policy as Policy
     from trajkit.policies import policy as policy
     from trajkit.recorder.recorder import Recorder as Recorder
+    from trajkit.rows.linearize import linearize as linearize
+    from trajkit.rows.linearize import linearize_batches as linearize_batches
+    from trajkit.rows.linearize import report as report
+    from trajkit.rows.links import link as link
+    from trajkit.rows.links import link_batches as link_batches
+    from trajkit.rows.suffix_layout import full_rows as full_rows
+    from trajkit.rows.suffix_layout import full_rows_batches as full_rows_batches
+    from trajkit.rows.suffix_layout import suffix_rows as suffix_rows
+    from trajkit.rows.suffix_layout import (
+        suffix_rows_batches as suffix_rows_batches,
+    )
     from trajkit.turns.delta import compact as compact
     from trajkit.turns.delta import compact_batches as compact_batches
     from trajkit.turns.delta import expand as expand

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.ragged import runs_of
-from trajkit._arrow.take import row_lengths
-from trajkit._streams import limits
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.io.group import index_sessions, scan_turns
-from trajkit.io.tables import gather, turn_files
-from trajkit.pipeline.rows import Layout, linearize_batches
+from trajkit.files.group import index_sessions, scan_turns
+from trajkit.files.tables import gather, turn_files
 from trajkit.policies import Policy
+from trajkit.rows.linearize import Layout, linearize_batches
 from trajkit.schema import ROWS, ROWS_SUFFIX
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables import limits
+from trajkit.tables.ragged import runs_of
+from trajkit.tables.take import row_lengths
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.session_metadata import Reward
 

@@ -35,7 +35,7 @@ RowOrder: TypeAlias = Literal["turn", "prompt"]
 TruncateAt: TypeAlias = Literal["tokens", "calls"]
 
 DRIFT_ACTIONS = numbers("OnDrift", get_args(OnDrift)[:-1])
-"""What kernels do at drift; rows are spliced before (trajkit.pipeline.splice)."""
+"""What kernels do at drift; rows are spliced before (trajkit.rows.splice)."""
 TIE_BREAKS = numbers("TieBreak", get_args(TieBreak))
 TRAINING_ROWS = numbers("TrainIn", get_args(TrainIn))
 """The kernels' numbers of these choices, by name."""

@@ -4,12 +4,12 @@ Fills them from rows, links and turn numbers, in O(rows). With numpy, the many s
 short session would take a tenth of the time of its rows (`python -m benchmarks.recorder`).
 """
 
-cdef enum:  # trajkit.pipeline.row_scalars._INTS
+cdef enum:  # trajkit.rows.row_scalars._INTS
     INT_ROW_INDEX, INT_SUFFIX_START, INT_PROMPT_LENGTH, INT_PARENT_ROW, INT_SHARED_LENGTH
     INT_LAST_TURN
     N_INTS
 
-cdef enum:  # trajkit.pipeline.row_scalars._NULLABLE, then _FLAGS
+cdef enum:  # trajkit.rows.row_scalars._NULLABLE, then _FLAGS
     BIT_PARENT_ROW, BIT_ROW_WEIGHT, BIT_SEGMENT_KIND, BIT_TRUNCATED, BIT_USE_TOOL
     BIT_ILL_FORMED
     N_BITS

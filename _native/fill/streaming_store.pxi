@@ -2,7 +2,7 @@
 
 By default a processor reads a line of the target before it writes to it, and keeps it in place
 of others. For a target larger than the caches that is a third of all traffic, for nothing.
-Used for batches of 2**20 tokens or more (trajkit._streams.limits.STREAMING_STORE_TOKENS).
+Used for batches of 2**20 tokens or more (trajkit.tables.limits.STREAMING_STORE_TOKENS).
 Without x86-64 these are memcpy and memset.
 """
 

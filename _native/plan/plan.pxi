@@ -13,7 +13,7 @@ cdef enum:  # what drift does to the row that the parent ended
     DRIFT_FORKS
     DRIFT_RESTARTS              # the row starts over; its earlier outputs are lost
 
-cdef enum:  # trajkit.policies.OnDrift, but "splice" (trajkit.pipeline.splice)
+cdef enum:  # trajkit.policies.OnDrift, but "splice" (trajkit.rows.splice)
     ON_DRIFT_FORK, ON_DRIFT_ABSORB_SHORT_REPLY, ON_DRIFT_ABSORB_SHORT_DRIFT
     ON_DRIFT_ABSORB_ANY
 
@@ -27,7 +27,7 @@ cdef enum:  # trajkit.schema.SPAN_KINDS, but the last
     SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE
     N_SPAN_KINDS
 
-cdef enum:  # trajkit.pipeline.plan.COUNTS, the columns of trajkit.schema.REPORT from turns on
+cdef enum:  # trajkit.rows.plan.COUNTS, the columns of trajkit.schema.REPORT from turns on
     REPORT_TURNS, REPORT_ROWS, REPORT_ROWS_UNTRAINED, REPORT_ROWS_CUT
     REPORT_ROWS_OVER_MAX_ROWS
     REPORT_TOKENS_SAMPLED, REPORT_TOKENS_TRAINED, REPORT_TOKENS_DUPLICATED
@@ -37,7 +37,7 @@ cdef enum:  # trajkit.pipeline.plan.COUNTS, the columns of trajkit.schema.REPORT
     REPORT_LOST_OVER_MAX_ROWS
     REPORT_LOST_ABORTED       # filled by the caller, who knows which calls were aborted
     REPORT_LOST_MASKED, REPORT_LOST_NO_LOGPROB
-    REPORT_LOST_NO_SPLICE_POINT  # these are filled by trajkit.pipeline.splice
+    REPORT_LOST_NO_SPLICE_POINT  # these are filled by trajkit.rows.splice
     REPORT_LOST_QUARANTINED, REPORT_LOST_NOT_SELECTED, REPORT_LOST_REFUSED
     REPORT_LOST_RETRIED
     REPORT_ROWS_NO_SPLICE_POINT, REPORT_TURNS_NO_SPLICE_POINT

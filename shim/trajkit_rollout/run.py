@@ -13,7 +13,7 @@ from typing import Any, Self, TypeAlias
 import httpx
 
 from trajkit.cli.screen import Progress
-from trajkit.io.tables import write_table
+from trajkit.files.tables import write_table
 from trajkit_rollout.agents.sandbox import Sandbox, SandboxError, remove
 from trajkit_rollout.agents.sandboxes.local import clear
 from trajkit_rollout.files import Archive

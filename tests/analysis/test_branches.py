@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
+from tests.made_tables import in_delta_form, link_by, turns_table
 from tests.strategies import sessions
-from tests.tables import in_delta_form, link_by, turns_table
 from trajkit import schema
 
 ROLES = {"system": 3, "user": 4, "tool": 5, "assistant": 6}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests import reference
+from tests.made_tables import dicts, link_by, turns_table
 from tests.strategies import sessions, thresholds
-from tests.tables import dicts, link_by, turns_table
 
 
 def chain(*calls):

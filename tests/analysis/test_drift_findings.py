@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 
 import trajkit as tk
 from tests import reference
+from tests.made_tables import in_delta_form, link_by, turns_table
 from tests.shim.fakes import byte_tokenizer
 from tests.strategies import runs_apart, sessions
-from tests.tables import in_delta_form, link_by, turns_table
 from trajkit import _core, schema
 from trajkit.analysis.drift_text import json_objects
 from trajkit.analysis.tokenizer import Codec

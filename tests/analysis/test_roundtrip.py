@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.analysis.test_drift_findings import TOKENIZER, ids, pieces, turn
+from tests.made_tables import in_delta_form, linearized, turns_table
 from tests.shim.fakes import byte_tokenizer
 from tests.strategies import sessions
-from tests.tables import in_delta_form, linearized, turns_table
 from trajkit import schema
 
 FAST = byte_tokenizer()

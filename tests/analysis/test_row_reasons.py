@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 
 import trajkit as tk
+from tests.made_tables import by_session, policy_of, turns_table
 from tests.strategies import policies, runs
-from tests.tables import by_session, policy_of, turns_table
 from trajkit.cli import main
 from trajkit.cli.tokenizer import load_tokenizer
 from trajkit.errors import SchemaError, UnknownSessionError

@@ -7,7 +7,7 @@ import pytest
 
 import trajkit as tk
 from tests.generated import generated_runs
-from tests.tables import linearized, turns_table
+from tests.made_tables import linearized, turns_table
 from trajkit.analysis import metrics, metrics_by_step
 from trajkit.schema import LOSSES
 

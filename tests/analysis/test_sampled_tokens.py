@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.generated import generated_runs
+from tests.made_tables import linearized, turns_table
 from tests.strategies import (
     chosen_policies,
     delegating_sessions,
@@ -19,10 +20,9 @@ from tests.strategies import (
     runs,
     sessions,
 )
-from tests.tables import linearized, turns_table
-from trajkit._streams import limits
 from trajkit.policies import PRESETS
 from trajkit.schema import LOSSES, OUTPUT_SPANS
+from trajkit.tables import limits
 
 
 def check(turns, policy, limit=None, sessions=None):

@@ -18,17 +18,17 @@ import pytest
 from cyclopts import App, Parameter
 
 import trajkit as tk
-from tests.tables import linearized
+from tests.made_tables import linearized
 from trajkit import cli
-from trajkit._streams import limits
 from trajkit.analysis.tokenizer import Codec
 from trajkit.cli import application
 from trajkit.cli.drift import marked
 from trajkit.cli.policy_words import allowed, choices_of, with_choices
 from trajkit.cli.screen import Progress, text_table, working
 from trajkit.cli.tokenizer import load_tokenizer
-from trajkit.io.tables import iter_tables
+from trajkit.files.tables import iter_tables
 from trajkit.policies import PRESETS, rule_of
+from trajkit.tables import limits
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
-from tests.files import linearize_file
+from tests.file_stages import linearize_file
 from trajkit import cli
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.export import files
-from trajkit.io import guard
+from trajkit.files import guard
 from trajkit.policies import PRESETS
 from trajkit.verification.files import verify_file
 
@@ -303,7 +303,7 @@ def test_scattered_sessions_are_told_apart_and_checked(
     tmp_path, monkeypatch, scattered
 ):
     """Also where sessions go through temporary files."""
-    from trajkit._streams import limits
+    from trajkit.tables import limits
 
     monkeypatch.setattr(limits, "BUCKET_BYTES", 1)
     for step in (1, 2):

@@ -7,11 +7,11 @@ import pytest
 
 import trajkit as tk
 from tests.cli.test_show import HOSTILE, terminal
-from tests.tables import linearized
+from tests.made_tables import linearized
 from trajkit.cli import BAD_DATA, BAD_FILE, main
 from trajkit.cli.screen import visible
 from trajkit.cli.tables import cell
-from trajkit.io.tables import write_table
+from trajkit.files.tables import write_table
 
 __all__ = ["terminal"]
 

@@ -16,11 +16,11 @@ from ray.data import DataContext
 import trajkit as tk
 import trajkit.engines
 from tests.engines.runs import in_order, turns_of, write_files, write_scattered
-from tests.files import compact_file
+from tests.file_stages import compact_file
 from trajkit import schema
 from trajkit.engines import LinearizeStep
 from trajkit.errors import FormatError, InvalidTurnsError
-from trajkit.io.tables import write_table
+from trajkit.files.tables import write_table
 
 # as the tests do not stand in a package that workers could import
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -9,9 +9,9 @@ import pytest
 
 import trajkit as tk
 from tests.engines.runs import in_order, turns_of, write_files, write_scattered
-from trajkit._streams import limits
 from trajkit.engines import LinearizeStep
 from trajkit.errors import ArgumentError
+from trajkit.tables import limits
 
 
 def plain(type_):

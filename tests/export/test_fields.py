@@ -12,8 +12,8 @@ from PIL import Image
 
 import trajkit as tk
 from tests.export.group_of_rows import TARGETS, one_row_each, plain, sample_rows
+from tests.made_tables import turns_table
 from tests.strategies import runs
-from tests.tables import turns_table
 from trajkit.errors import ExportError, NoSignalWarning
 from trajkit.export import (
     areal,

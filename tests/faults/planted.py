@@ -12,7 +12,7 @@ PYTHON = (
     _place(
         "trajkit/schema/engine.py",
         "tests/turns/test_validation.py tests/turns/test_images.py "
-        "tests/turns/test_delta.py tests/pipeline/test_links.py",
+        "tests/turns/test_delta.py tests/rows/test_links.py",
         (
             "-9999 itself is a logprob",
             "(numbers <= NO_LOGPROB, ",
@@ -60,7 +60,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/schema/links.py",
-        "tests/turns/test_validation.py tests/pipeline/test_links.py",
+        "tests/turns/test_validation.py tests/rows/test_links.py",
         (
             "parents come first in order in every session",
             "(before >= order) & np.isin(session, later)",
@@ -74,7 +74,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/schema/rows.py",
-        "tests/turns/test_validation.py tests/pipeline/test_suffix_layout.py",
+        "tests/turns/test_validation.py tests/rows/test_suffix_layout.py",
         (
             "suffix_start may be negative",
             "(first < 0) | (first > shared)",
@@ -114,22 +114,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/turns/content_rules.py",
-        "tests/turns/test_validation.py tests/turns/test_mm_items.py",
-        (
-            "an image may end beyond the prompt",
-            "inside = start < end if may_be_cut else stop <= end",
-            "inside = start < end",
-        ),
-        (
-            "an image may have no token",
-            "last <= start < stop and inside",
-            "last <= start <= stop and inside",
-        ),
-        (
-            "the first content id is an id of the engine",
-            '0 <= item["token_id"] < FIRST_CONTENT_ID',
-            '0 <= item["token_id"] <= FIRST_CONTENT_ID',
-        ),
+        "tests/turns/test_validation.py tests/turns/test_images.py",
         (
             "a body in another session counts",
             "names = sessions * (len(codes) + 1) + codes",
@@ -254,7 +239,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/turns/delta.py",
-        "tests/turns/test_delta.py tests/io/test_run.py",
+        "tests/turns/test_delta.py tests/files/test_run.py",
         (
             "attribution of shared tokens is lost where it says something",
             "clear = counts[begins + np.minimum(shared, n)] == counts[begins]",
@@ -293,7 +278,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/turns/session_metadata.py",
-        "tests/pipeline/test_rows.py tests/learn/test_session_rewards.py",
+        "tests/rows/test_rows.py tests/learn/test_session_rewards.py",
         (
             "a reward of None does not contradict the turns",
             "same = pc.equal(own, given).fill_null(False)",
@@ -321,8 +306,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/turns/call_order.py",
-        "tests/pipeline/test_links.py tests/pipeline/test_rows.py "
-        "tests/pipeline/test_policies.py",
+        "tests/rows/test_links.py tests/rows/test_rows.py tests/rows/test_policies.py",
         (
             "retries are not ranked by request_id",
             'keys = [_ranks(calls, "request_id"), calls.calls["prompt_len"], '
@@ -342,7 +326,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/turns/trainability.py",
-        "tests/pipeline/test_policies.py tests/pipeline/test_rows.py",
+        "tests/rows/test_policies.py tests/rows/test_rows.py",
         (
             "tokens of an aborted turn of context are lost twice",
             'now = aborted_calls(calls) & (calls.calls["trainable"] != 0)',
@@ -356,7 +340,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/turns/message_equality.py",
-        "tests/turns/test_message_equality.py tests/pipeline/test_graph.py",
+        "tests/turns/test_message_equality.py tests/rows/test_graph.py",
         (
             "an empty tool_call_id is a missing one",
             '(name == "content" and value == "")',
@@ -433,8 +417,8 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/pipeline/links.py",
-        "tests/pipeline/test_links.py tests/pipeline/test_rows.py",
+        "trajkit/rows/links.py",
+        "tests/rows/test_links.py tests/rows/test_rows.py",
         (
             "empty lists are not counted as routed by tokens",
             'which |= calls.requests["n_keys"] + calls.requests["shared"] == 0',
@@ -452,8 +436,8 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/pipeline/payloads.py",
-        "tests/pipeline/test_payloads.py",
+        "trajkit/rows/payloads.py",
+        "tests/rows/test_payloads.py",
         (
             "a null element hides the last turn's",
             "new = valid[sources] & (at[places] < 0)",
@@ -476,8 +460,8 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/pipeline/weight_versions.py",
-        "tests/pipeline/test_rows.py tests/pipeline/test_payloads.py",
+        "trajkit/rows/weight_versions.py",
+        "tests/rows/test_rows.py tests/rows/test_payloads.py",
         (
             "the last weights are those of the first output",
             "((out_start, 1), (out_stop - 1, -1))",
@@ -495,9 +479,8 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/pipeline/fill.py",
-        "tests/pipeline/test_rows.py tests/pipeline/test_policies.py "
-        "tests/pipeline/test_bounds.py",
+        "trajkit/rows/fill.py",
+        "tests/rows/test_rows.py tests/rows/test_policies.py tests/rows/test_bounds.py",
         (
             "numbers stay under nulls",
             "logprobs[drops] = 0.0",
@@ -510,8 +493,8 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/pipeline/splice.py",
-        "tests/pipeline/test_splice.py",
+        "trajkit/rows/splice.py",
+        "tests/rows/test_splice.py",
         (
             "stop_sequence does not end a turn",
             '("stop", "tool_calls", "stop_sequence")',
@@ -549,9 +532,9 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/pipeline/routes/prefix.py",
-        "tests/pipeline/test_forest_routes.py tests/pipeline/test_golden.py "
-        "tests/pipeline/test_recorded_parents.py",
+        "trajkit/rows/routes/prefix.py",
+        "tests/rows/test_forest_routes.py tests/rows/test_golden.py "
+        "tests/rows/test_recorded_parents.py",
         (
             "equal paths are no ambiguity",
             "ambiguous[ranked] = several[node]",
@@ -569,8 +552,8 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/pipeline/routes/recorded.py",
-        "tests/pipeline/test_recorded_parents.py",
+        "trajkit/rows/routes/recorded.py",
+        "tests/rows/test_recorded_parents.py",
         (
             "a recorded parent whose path is not in the prompt counts",
             "if shared == self._path_len[parent]:",
@@ -583,8 +566,8 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/pipeline/routes/generations.py",
-        "tests/pipeline/test_forest_routes.py tests/pipeline/test_golden.py",
+        "trajkit/rows/routes/generations.py",
+        "tests/rows/test_forest_routes.py tests/rows/test_golden.py",
         (
             "drift as long as the threshold may be trimmed",
             "drift >= self._threshold",
@@ -597,8 +580,8 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/pipeline/routes/agents.py",
-        "tests/pipeline/test_segments.py tests/pipeline/test_golden.py",
+        "trajkit/rows/routes/agents.py",
+        "tests/rows/test_segments.py tests/rows/test_golden.py",
         (
             "a repeated prompt continues itself",
             "0 < opening <= shared and opening < self._prompt_len[call]",
@@ -621,8 +604,8 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/pipeline/rows.py",
-        "tests/pipeline/test_rows.py tests/pipeline/test_policies.py",
+        "trajkit/rows/linearize.py",
+        "tests/rows/test_rows.py tests/rows/test_policies.py",
         (
             "links of a later part refer to the first",
             "here[name][here[name] >= 0] -= lo",
@@ -641,8 +624,8 @@ PYTHON = (
     ),
     _place(
         "trajkit/policies.py",
-        "tests/pipeline/test_policies.py tests/verification/test_verify.py "
-        "tests/pipeline/test_splice.py",
+        "tests/rows/test_policies.py tests/verification/test_verify.py "
+        "tests/rows/test_splice.py",
         (
             "the last token id ends no turn",
             "if token > _LAST_TOKEN:",
@@ -680,7 +663,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/verification/rules.py",
-        "tests/verification/test_verify.py tests/pipeline/test_splice.py",
+        "tests/verification/test_verify.py tests/rows/test_splice.py",
         (
             "a row may end anywhere in its path",
             "if case.cap is None or min(n, case.cap) == len(ids):",
@@ -725,7 +708,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/verification/policy_rows.py",
-        "tests/verification/test_verify.py tests/pipeline/test_splice.py",
+        "tests/verification/test_verify.py tests/rows/test_splice.py",
         (
             "only tokens are compared with the rows of the policy",
             "if own and shared == max(len(ids), len(expected)):",
@@ -805,8 +788,8 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/_arrow/canonical.py",
-        "tests/turns/test_validation.py tests/turns/test_table.py tests/arrow",
+        "trajkit/tables/canonical.py",
+        "tests/turns/test_validation.py tests/turns/test_table.py tests/tables",
         (
             "floats beyond int32 are ids",
             "& (values >= limits.min) & (values <= limits.max)",
@@ -819,8 +802,8 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/_streams/session_batches.py",
-        "tests/streams/test_streams.py",
+        "trajkit/tables/session_batches.py",
+        "tests/tables/test_streams.py",
         (
             "a session may come twice in a batch",
             "if name in ended or name == current:",
@@ -828,8 +811,8 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/_streams/stages.py",
-        "tests/streams/test_streams.py tests/verification/test_verify.py",
+        "trajkit/tables/stages.py",
+        "tests/tables/test_streams.py tests/verification/test_verify.py",
         (
             "a session that comes too late is skipped",
             "earlier.update(names)",
@@ -841,10 +824,10 @@ PYTHON = (
 NATIVE = (
     _place(
         "_native/plan/plan.pxi",
-        "tests/pipeline/test_policies.py tests/pipeline/test_segments.py "
-        "tests/pipeline/test_splice.py tests/pipeline/test_suffix_layout.py "
-        "tests/pipeline/test_forest_routes.py tests/pipeline/test_links.py "
-        "tests/pipeline/test_rows.py",
+        "tests/rows/test_policies.py tests/rows/test_segments.py "
+        "tests/rows/test_splice.py tests/rows/test_suffix_layout.py "
+        "tests/rows/test_forest_routes.py tests/rows/test_links.py "
+        "tests/rows/test_rows.py",
         (
             "drift at the end of the first prompt restarts a row",
             "return DRIFT_ABSORBS if link.lcp >= opened else DRIFT_RESTARTS",
@@ -941,8 +924,7 @@ NATIVE = (
     ),
     _place(
         "_native/fill/fill.pxi",
-        "tests/pipeline/test_rows.py tests/pipeline/test_policies.py "
-        "tests/pipeline/test_splice.py",
+        "tests/rows/test_rows.py tests/rows/test_policies.py tests/rows/test_splice.py",
         (
             "the logprobs of a later part are those of the first",
             "bit = call.valid_bit + span.out_start + i",
@@ -958,8 +940,8 @@ NATIVE = (
     ),
     _place(
         "_native/forest/forest.pxi",
-        "tests/pipeline/test_bounds.py tests/turns/test_delta.py "
-        "tests/pipeline/test_policies.py",
+        "tests/rows/test_bounds.py tests/turns/test_delta.py "
+        "tests/rows/test_policies.py",
         (
             "a node loses its siblings when it is split",
             "nodes[upper].sibling = nodes[node].sibling",
@@ -974,8 +956,8 @@ NATIVE = (
     ),
     _place(
         "_native/route/messages.pxi",
-        "tests/pipeline/test_links.py tests/pipeline/test_graph.py "
-        "tests/pipeline/test_forest_routes.py tests/pipeline/test_policies.py",
+        "tests/rows/test_links.py tests/rows/test_graph.py "
+        "tests/rows/test_forest_routes.py tests/rows/test_policies.py",
         (
             "a reply as long as the threshold is rewritten",
             "or calls[reply.call].out_len >= self.merge_threshold",
@@ -1037,8 +1019,8 @@ NATIVE = (
     ),
     _place(
         "_native/route/token_index.pxi",
-        "tests/pipeline/test_links.py tests/pipeline/test_graph.py "
-        "tests/pipeline/test_forest_routes.py tests/pipeline/test_policies.py",
+        "tests/rows/test_links.py tests/rows/test_graph.py "
+        "tests/rows/test_forest_routes.py tests/rows/test_policies.py",
         (
             "of equally long repeats the last counts",
             "if other >= 0 and calls[other].prompt_len <= prompt_len:",
@@ -1060,8 +1042,7 @@ NATIVE = (
     ),
     _place(
         "_native/route/chains.pxi",
-        "tests/pipeline/test_links.py tests/pipeline/test_splice.py "
-        "tests/pipeline/test_golden.py",
+        "tests/rows/test_links.py tests/rows/test_splice.py tests/rows/test_golden.py",
         (
             "of equal ends the last chain wins",
             "length > longest or length == longest and self.first[call] < self.first[best]",
@@ -1129,7 +1110,7 @@ NATIVE = (
     ),
     _place(
         "_native/arrow/import.pxi",
-        "tests/turns/test_table.py tests/pipeline/test_rows.py tests/streams",
+        "tests/turns/test_table.py tests/rows/test_rows.py tests/tables",
         (
             "validity of sliced logprobs begins at their buffer",
             "call.valid_bit = items.offset + run.start",

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests import foreign
 from tests.strategies import runs
-from trajkit._streams import limits
 from trajkit.cli import main
 from trajkit.errors import ArgumentError, FormatError
+from trajkit.files.run import Watch
 from trajkit.importers import FORMATS
 from trajkit.importers.containers import head_of
 from trajkit.importers.findings import KEPT, LEFT_OUT
 from trajkit.importers.reader import EXTRAS, fitting
-from trajkit.io.run import Watch
 from trajkit.schema import IMPORT_REPORT, TURNS
+from trajkit.tables import limits
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,8 +15,8 @@ from tests.learn.test_row_weights import (
     toy_model,
     with_logprobs,
 )
+from tests.made_tables import by_session, turns_table
 from tests.strategies import runs
-from tests.tables import by_session, turns_table
 from trajkit.errors import ArgumentError, NoSignalWarning
 
 REWARDS = st.none() | st.sampled_from([0.0, 1.0, 0.5, -2.0, 0.1, 1e6])

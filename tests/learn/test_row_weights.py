@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.golden_sessions import golden
 from tests.libraries import LIBRARIES, joined, tensor
+from tests.made_tables import by_session, linearized, turns_table
 from tests.strategies import END, STARTS, runs
-from tests.tables import by_session, linearized, turns_table
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import REPORT, SESSIONS
 

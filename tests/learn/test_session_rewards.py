@@ -5,7 +5,7 @@ import pytest
 
 import trajkit as tk
 from tests import foreign
-from tests.tables import linearized, streamed
+from tests.made_tables import linearized, streamed
 from trajkit.errors import InvalidTurnsError, SchemaError
 
 

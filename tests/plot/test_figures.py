@@ -11,7 +11,7 @@ import pytest
 
 import trajkit as tk
 from tests.generated import generated_runs
-from tests.tables import linearized, turns_table
+from tests.made_tables import linearized, turns_table
 from trajkit.analysis.colors import OUTPUTS, ROLES, TIMES
 from trajkit.cli import main
 from trajkit.plot.turn_tokens import session_tokens

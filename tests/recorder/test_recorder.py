@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests import reference
+from tests.made_tables import by_session, link_by, policy_of, turns_table
 from tests.strategies import (
     further_columns,
     masked,
@@ -27,7 +28,6 @@ from tests.strategies import (
     sessions,
     thresholds,
 )
-from tests.tables import by_session, link_by, policy_of, turns_table
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, UnknownSessionError
 from trajkit.policies import NAMED_CHOICES, PRESETS

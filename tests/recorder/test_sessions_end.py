@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
+from tests.made_tables import linearized, turns_table
 from tests.recorder.test_recorder import call, record, recordable
 from tests.strategies import chosen_policies, sessions
-from tests.tables import linearized, turns_table
 from trajkit.errors import (
     ArgumentError,
     InvalidTurnsError,

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
+from tests.made_tables import linearized
 from tests.rollout.test_sandbox import ISOLATED, marked
-from tests.tables import linearized
 from trajkit.cli import BAD_DATA, BAD_FILE, BAD_USAGE, DONE, main
 from trajkit.errors import FormatError
 from trajkit_rollout import solver

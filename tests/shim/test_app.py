@@ -10,6 +10,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 import trajkit as tk
+from tests.made_tables import linearized
 from tests.shim.clients import FREE, in_process, read_log
 from tests.shim.fakes import (
     AS_STRING,
@@ -20,7 +21,6 @@ from tests.shim.fakes import (
     byte_renderer,
     sampled,
 )
-from tests.tables import linearized
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.errors import EngineError
 

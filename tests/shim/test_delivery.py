@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given
 
 import trajkit as tk
+from tests.made_tables import linearized
 from tests.shim.clients import http, in_process
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from tests.strategies import delivery_steps
-from tests.tables import linearized
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.delivery import PendingReply

@@ -3,6 +3,7 @@
 import queue
 from types import SimpleNamespace
 
+import pyarrow.compute as pc
 import pytest
 
 import trajkit as tk
@@ -158,7 +159,7 @@ def test_async_grpo_trains_rollouts_alike_in_any_number_of_micro_batches(
         sample
         for name in REWARDS
         for sample in trl.rollout_samples(
-            rows.filter(tk._arrow.lazy_compute.equal(rows["session_id"], name)),
+            rows.filter(pc.equal(rows["session_id"], name)),
             weighted=True,
         )
     ]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.libraries import LIBRARIES, tensor
+from tests.made_tables import turns_table
 from tests.reference_packs import (
     check_packed,
     check_packs,
@@ -19,7 +20,6 @@ from tests.reference_packs import (
     rows_table,
 )
 from tests.strategies import runs
-from tests.tables import turns_table
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import PACKS, ROWS
 from trajkit.turns import content_ids, engine_ids

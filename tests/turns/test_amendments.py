@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 
 import trajkit as tk
+from tests.made_tables import linearized
 from tests.strategies import amendment_lists
-from tests.tables import linearized
 from trajkit import schema
 from trajkit.errors import FormatError, SchemaError
-from trajkit.io.tables import write_table
+from trajkit.files.tables import write_table
 from trajkit.turns.amendments import Amendments
 
 

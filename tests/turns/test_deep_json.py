@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from tests.tables import link_by
+from tests.made_tables import link_by
 
 N = 100_000
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests import reference
-from tests.strategies import pick, policies, row_limits, runs, thresholds
-from tests.tables import (
+from tests.made_tables import (
     in_delta_form,
     linearized,
     link_by,
@@ -21,9 +20,10 @@ from tests.tables import (
     streamed,
     turns_table,
 )
-from trajkit._streams import limits
+from tests.strategies import pick, policies, row_limits, runs, thresholds
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import TURNS, TURNS_DELTA
+from trajkit.tables import limits
 
 ROUTES = ["messages", "tokens", "previous", "none"]
 
@@ -139,7 +139,7 @@ def test_rows_beyond_what_is_made_at_once_are_made_when_they_are_asked_for():
         {"session_id": "s", "prompt_ids": [k], "output_ids": [7]} for k in range(3)
     )
     made = []
-    fill = import_module("trajkit.pipeline.fill")
+    fill = import_module("trajkit.rows.fill")
 
     def counting(*given, real=fill.record_batch):
         made.append(1)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
+from tests.made_tables import linearized
 from tests.strategies import fewer_examples
-from tests.tables import linearized
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.turns import content_ids, engine_ids
 

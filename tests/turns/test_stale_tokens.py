@@ -3,7 +3,7 @@
 import pytest
 
 import trajkit as tk
-from tests.tables import linearized
+from tests.made_tables import linearized
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.turns import untrain_stale
 

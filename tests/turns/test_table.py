@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
+from tests.made_tables import turns_table
 from tests.strategies import runs
-from tests.tables import turns_table
-from trajkit._arrow.ragged import runs_of
-from trajkit._streams import limits
+from trajkit.tables import limits
+from trajkit.tables.ragged import runs_of
 from trajkit.turns.sessions import Sessions
 
 

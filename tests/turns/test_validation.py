@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
+from tests.made_tables import linearized, link_by
 from tests.strategies import runs
-from tests.tables import linearized, link_by
 from trajkit import schema
-from trajkit._arrow.canonical import canonical
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema.engine import MAX_LOGPROB
+from trajkit.tables.canonical import canonical
 from trajkit.turns.messages import message_body, message_key
 from trajkit.turns.validation import reject_sessions, validate
 

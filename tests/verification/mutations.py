@@ -16,7 +16,7 @@ import pyarrow as pa
 
 import trajkit as tk
 from tests.generated import generated_runs
-from tests.tables import by_session, turns_table
+from tests.made_tables import by_session, turns_table
 from trajkit.policies import PRESETS
 from trajkit.schema import ROWS
 

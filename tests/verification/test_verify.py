@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.generated import generated_runs
+from tests.made_tables import linearized, turns_table
 from tests.strategies import row_limits, runs, thresholds
-from tests.tables import linearized, turns_table
 from tests.verification.mutations import (
     CLEAN,
     FAULTS,

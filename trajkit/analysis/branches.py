@@ -10,12 +10,12 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arguments import chosen_int
-from trajkit._arrow.canonical import TableLike
-from trajkit._arrow.ragged import Ints, Records
-from trajkit._streams.stages import Source, apply, stage
 from trajkit.analysis.turn_lines import codes, turn_lines
-from trajkit.pipeline.links import read_linked
+from trajkit.rows.links import read_linked
 from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
+from trajkit.tables.canonical import TableLike
+from trajkit.tables.ragged import Ints, Records
+from trajkit.tables.stages import Source, apply, stage
 from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Forest, Sessions

@@ -8,14 +8,14 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arguments import chosen_int
-from trajkit._arrow.canonical import TableLike
-from trajkit._arrow.ragged import Records
-from trajkit._streams.stages import Source, apply, stage
 from trajkit.analysis.drift_text import Side, Stretch, text_cause
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.analysis.turn_lines import codes, turn_lines
-from trajkit.pipeline.links import read_linked
+from trajkit.rows.links import read_linked
 from trajkit.schema import FINDINGS, TEXT_CAUSES
+from trajkit.tables.canonical import TableLike
+from trajkit.tables.ragged import Records
+from trajkit.tables.stages import Source, apply, stage
 from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Forest, Sessions

@@ -3,11 +3,11 @@
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arrow.canonical import TableLike
-from trajkit._streams.stages import apply, stage
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.analysis.turn_lines import turn_lines
 from trajkit.schema import ROUNDTRIP
+from trajkit.tables.canonical import TableLike
+from trajkit.tables.stages import apply, stage
 from trajkit.turns.prefix import lcp
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arrow.canonical import TableLike
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import ROW_CHECKS
 from trajkit.schema.engine import Bools
+from trajkit.tables.canonical import TableLike
 from trajkit.turns.flat_buffers import TurnTokens, flat_turns
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions

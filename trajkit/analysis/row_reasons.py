@@ -7,18 +7,18 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table, canonical_rows
-from trajkit._arrow.ragged import Ragged
-from trajkit._arrow.take import tuples
 from trajkit.analysis.drift import classify_drift
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.errors import SchemaError
-from trajkit.pipeline.links import link
-from trajkit.pipeline.rows import linearize
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
+from trajkit.rows.linearize import linearize
+from trajkit.rows.links import link
 from trajkit.schema import EMPTY_KINDS, ROW_REASONS
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import TableLike, as_table, canonical_rows
+from trajkit.tables.ragged import Ragged
+from trajkit.tables.take import tuples
 from trajkit.turns.flat_buffers import flat_rows
 from trajkit.turns.records import as_turns
 from trajkit.verification.row_forms import is_rows, plain_rows

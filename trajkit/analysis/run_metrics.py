@@ -7,14 +7,14 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table
 from trajkit.analysis.drift import classify_drift
 from trajkit.errors import SchemaError
-from trajkit.pipeline.links import link
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
+from trajkit.rows.links import link
 from trajkit.schema import CAUSES, LOSSES, REPORT
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import TableLike, as_table
 from trajkit.turns.records import as_turns
 
 

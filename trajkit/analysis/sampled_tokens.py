@@ -6,16 +6,16 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import chosen_int
-from trajkit._arrow.canonical import TableLike, as_table
-from trajkit._arrow.ragged import Ints, Longs, Ragged
-from trajkit._streams import limits
 from trajkit.analysis.turn_lines import codes
-from trajkit.pipeline.links import find_links
-from trajkit.pipeline.plan import NO_LIMIT, plan_rows
-from trajkit.pipeline.rows import linearize
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
+from trajkit.rows.linearize import linearize
+from trajkit.rows.links import find_links
+from trajkit.rows.plan import NO_LIMIT, plan_rows
 from trajkit.schema import EMPTY_KINDS, LINK_REASONS, OUTPUT_KINDS, OUTPUT_SPANS
+from trajkit.tables import limits
+from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.ragged import Ints, Longs, Ragged
 from trajkit.turns.flat_buffers import Spans, flat_turns, sessions_of, spans_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import SessionFacts, errored, session_facts

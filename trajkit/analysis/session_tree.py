@@ -2,13 +2,13 @@
 
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table
-from trajkit._arrow.take import take_session, tuples
 from trajkit.analysis.branches import label_branches
 from trajkit.analysis.drift import classify_drift
-from trajkit.pipeline.links import link
 from trajkit.policies import Policy
+from trajkit.rows.links import link
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.take import take_session, tuples
 from trajkit.turns.delta import expand
 from trajkit.turns.records import as_turns
 

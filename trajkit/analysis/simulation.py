@@ -8,19 +8,19 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import chosen_int
-from trajkit._arrow.canonical import TableLike
-from trajkit._arrow.ragged import Ragged
-from trajkit._streams import limits
-from trajkit._streams.session_batches import whole_sessions
-from trajkit._streams.stages import Batches, batches_of
 from trajkit.errors import ArgumentError, LeftOutWarning, MissingBodyError
 from trajkit.packs.balancing import pack_pairs
 from trajkit.packs.packing import pack
-from trajkit.pipeline.plan import COUNTS
-from trajkit.pipeline.rows import rows_and_report
 from trajkit.policies import ALIASES, PRESETS, Policy
 from trajkit.policies import policy as named_policy
+from trajkit.rows.linearize import rows_and_report
+from trajkit.rows.plan import COUNTS
 from trajkit.schema import LOSSES, SIMULATION
+from trajkit.tables import limits
+from trajkit.tables.canonical import TableLike
+from trajkit.tables.ragged import Ragged
+from trajkit.tables.session_batches import whole_sessions
+from trajkit.tables.stages import Batches, batches_of
 from trajkit.turns.flat_buffers import TurnTokens, flat_turns, sessions_of, spans_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import session_facts

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arrow.ragged import Longs
+from trajkit.tables.ragged import Longs
 from trajkit.turns.sessions import Sessions
 
 

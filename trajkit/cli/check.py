@@ -27,7 +27,7 @@ from trajkit.cli.options import (
 )
 from trajkit.cli.screen import Screen, text_table, visible, working
 from trajkit.cli.tokenizer import chosen_tokenizer
-from trajkit.io.tables import read_any_rows, write_table
+from trajkit.files.tables import read_any_rows, write_table
 from trajkit.verification.row_forms import plain_rows
 
 WRONG = 1

@@ -26,9 +26,9 @@ from trajkit.cli.options import (
     read_rows,
 )
 from trajkit.cli.screen import share, text_table, working
-from trajkit.io.formats import paths_in
-from trajkit.io.run import facts_digest
-from trajkit.io.tables import log_files, write_table
+from trajkit.files.formats import paths_in
+from trajkit.files.run import facts_digest
+from trajkit.files.tables import log_files, write_table
 from trajkit.learn.weights import By
 from trajkit.schema import LOSSES
 from trajkit.turns.session_metadata import session_facts

@@ -10,8 +10,6 @@ import numpy as np
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.take import tuples
 from trajkit.analysis.drift_findings import other_text_cause
 from trajkit.analysis.tokenizer import Codec, Ids
 from trajkit.cli.files import Writes
@@ -28,6 +26,8 @@ from trajkit.cli.options import (
 )
 from trajkit.cli.screen import text_table, visible
 from trajkit.cli.tokenizer import chosen_tokenizer
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.take import tuples
 from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.sessions import Sessions
 

@@ -19,7 +19,7 @@ from trajkit.cli.options import (
 from trajkit.cli.screen import working
 from trajkit.errors import ArgumentError, ExportError, NoSignalWarning
 from trajkit.export import FILE_FORMATS
-from trajkit.io.guard import check_outputs, inputs_of, turns_inputs
+from trajkit.files.guard import check_outputs, inputs_of, turns_inputs
 
 _ADVANTAGES: dict[str, dict[str, Any]] = {
     "group_mean": {"baseline": "group_mean"},

@@ -13,8 +13,8 @@ from typing import Any, get_type_hints
 
 from trajkit.cli.application import STANDARD
 from trajkit.errors import ArgumentError, TrajkitError
-from trajkit.io.formats import format_of, replacing
-from trajkit.io.guard import Input, check_outputs, inputs_of, turns_inputs
+from trajkit.files.formats import format_of, replacing
+from trajkit.files.guard import Input, check_outputs, inputs_of, turns_inputs
 
 _NAMES = {"input": "standard input", "output": "standard output"}
 

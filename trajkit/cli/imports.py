@@ -10,9 +10,9 @@ import trajkit as tk
 from trajkit.cli.files import Reads, Writes
 from trajkit.cli.options import OUT, Json, NoClobber, print_json, print_text
 from trajkit.cli.screen import Progress, text_table
+from trajkit.files.run import Watch
+from trajkit.files.tables import write_table
 from trajkit.importers import FORMATS, TARGETS
-from trajkit.io.run import Watch
-from trajkit.io.tables import write_table
 from trajkit.turns.mapping import merged_map
 
 Format = Literal[("auto", *FORMATS)]  # type: ignore[valid-type]

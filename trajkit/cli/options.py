@@ -22,10 +22,10 @@ from trajkit.cli.files import Reads, Writes
 from trajkit.cli.policy_words import PolicyWords
 from trajkit.cli.screen import Progress
 from trajkit.errors import ArgumentError, InvalidTurnsError, LeftOutWarning
-from trajkit.io.group import Log, SessionIndex, bucket_numbers
-from trajkit.io.run import Stage, Watch, run
-from trajkit.io.sources import Paths, SessionPrefix
-from trajkit.io.tables import sessions_below
+from trajkit.files.group import Log, SessionIndex, bucket_numbers
+from trajkit.files.run import Stage, Watch, run
+from trajkit.files.sources import Paths, SessionPrefix
+from trajkit.files.tables import sessions_below
 from trajkit.policies import ALIASES, PRESETS
 from trajkit.turns.validation import reject_turns
 

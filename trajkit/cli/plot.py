@@ -18,7 +18,7 @@ from trajkit.cli.options import (
 )
 from trajkit.cli.screen import working
 from trajkit.errors import ArgumentError
-from trajkit.io.formats import replacing
+from trajkit.files.formats import replacing
 
 _SUFFIXES = ("svg", "png", "pdf")
 

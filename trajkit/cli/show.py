@@ -10,7 +10,6 @@ import pyarrow as pa
 from cyclopts import Parameter
 
 import trajkit as tk
-from trajkit._arrow.take import take_session, tuples
 from trajkit.analysis.tokenizer import Codec, Ids
 from trajkit.cli.files import Reads
 from trajkit.cli.options import (
@@ -24,11 +23,12 @@ from trajkit.cli.options import (
 from trajkit.cli.screen import Fragment, Screen, count, lines_of, shortened, visible
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
-from trajkit.io.arrow import table_kind
-from trajkit.io.formats import format_of, paths_in
-from trajkit.io.sources import Paths, paths_of
-from trajkit.io.tables import iter_tables, read_any_rows
+from trajkit.files.arrow import table_kind
+from trajkit.files.formats import format_of, paths_in
+from trajkit.files.sources import Paths, paths_of
+from trajkit.files.tables import iter_tables, read_any_rows
 from trajkit.schema import EMPTY_KINDS
+from trajkit.tables.take import take_session, tuples
 from trajkit.turns.sessions import Sessions
 from trajkit.verification import row_forms
 

@@ -11,12 +11,12 @@ import pyarrow as pa
 from cyclopts import Parameter
 from rich.cells import cell_len
 
-from trajkit._arrow import lazy_compute as pc
 from trajkit.cli.files import Reads
 from trajkit.cli.options import Count, Json, nothing, print_json
 from trajkit.cli.screen import Screen, share, shortened, text_table, visible
-from trajkit.io.sources import Paths
-from trajkit.io.tables import iter_tables, log_files
+from trajkit.files.sources import Paths
+from trajkit.files.tables import iter_tables, log_files
+from trajkit.tables import lazy_compute as pc
 
 Tables = Annotated[
     list[str],

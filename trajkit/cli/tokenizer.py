@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.errors import ArgumentError, FormatError
+from trajkit.files.sources import Paths, paths_of
 from trajkit.importers.transcripts import ChatTokenizer
-from trajkit.io.sources import Paths, paths_of
 
 
 def chosen_tokenizer(path: str | None, turns: Paths) -> Tokenizer | None:

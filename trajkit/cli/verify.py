@@ -26,7 +26,7 @@ from trajkit.cli.options import (
     print_text,
 )
 from trajkit.cli.screen import Progress, text_table
-from trajkit.io.tables import iter_tables
+from trajkit.files.tables import iter_tables
 from trajkit.learn.weights import By
 from trajkit.verification.files import verify_file
 

@@ -27,7 +27,7 @@ from trajkit.cli.policy_words import policy_of, text_of
 from trajkit.cli.screen import working
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
-from trajkit.io.tables import iter_tables, log_files, rows_plan
+from trajkit.files.tables import iter_tables, log_files, rows_plan
 from trajkit.policies import PRESETS
 from trajkit.schema import SESSIONS
 

@@ -12,7 +12,7 @@ from trajkit.cli.options import (
 from trajkit.cli.screen import Screen, visible, working
 from trajkit.cli.show import TurnsOrRows, each_session, is_rows, of_session
 from trajkit.cli.tokenizer import chosen_tokenizer
-from trajkit.io.tables import read_any_rows
+from trajkit.files.tables import read_any_rows
 
 
 def why(

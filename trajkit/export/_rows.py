@@ -14,14 +14,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import check_choice, chosen_int
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table, canonical_rows, place
-from trajkit._arrow.ragged import lengths
-from trajkit._arrow.take import list_values
 from trajkit.errors import ExportError, NoSignalWarning
 from trajkit.learn._checks import session_codes, trained_tokens
-from trajkit.pipeline.suffix_layout import full_rows
+from trajkit.rows.suffix_layout import full_rows
 from trajkit.schema import PAYLOADS
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import TableLike, as_table, canonical_rows, place
+from trajkit.tables.ragged import lengths
+from trajkit.tables.take import list_values
 from trajkit.turns.images import engine_ids
 
 _P = ParamSpec("_P")

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from trajkit._arguments import check_choice, chosen_int
-from trajkit._arrow.canonical import TableLike
 from trajkit.errors import ExportError
 from trajkit.export._rows import (
     ExportRow,
@@ -21,6 +20,7 @@ from trajkit.export._rows import (
     rewards_of,
     step_scales,
 )
+from trajkit.tables.canonical import TableLike
 
 Reward: TypeAlias = Literal["reward", "advantage"]
 

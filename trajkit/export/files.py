@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from trajkit.errors import ArgumentError
 from trajkit.export import FILE_FORMATS, prime_rl, sft, slime, tinker
-from trajkit.io.formats import replacing
+from trajkit.files.formats import replacing
 
 Write: TypeAlias = Callable[..., object]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from trajkit._arrow.canonical import TableLike
 from trajkit.export import slime
 from trajkit.export._rows import checked_rows, objects_of
+from trajkit.tables.canonical import TableLike
 
 
 def sample_fields(

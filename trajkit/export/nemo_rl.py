@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from trajkit._arrow.canonical import TableLike
 from trajkit.export._rows import checked_rows, objects_of, routed_experts
+from trajkit.tables.canonical import TableLike
 
 
 def message_log_fields(rows: TableLike) -> list[list[dict[str, Any]]]:

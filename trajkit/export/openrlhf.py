@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from trajkit._arrow.canonical import TableLike
 from trajkit.export._rows import (
     checked_rows,
     groups_in_order,
@@ -16,6 +15,7 @@ from trajkit.export._rows import (
     one_row_per_rollout,
     rewards_of,
 )
+from trajkit.tables.canonical import TableLike
 
 
 def execution_fields(

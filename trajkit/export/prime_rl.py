@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 
 from trajkit._arguments import chosen_int
-from trajkit._arrow.canonical import TableLike, as_table
-from trajkit._arrow.take import tuples
 from trajkit.errors import ExportError
 from trajkit.export._rows import (
     StepCounts,
@@ -36,6 +34,8 @@ from trajkit.export._rows import (
 from trajkit.learn._checks import check_number
 from trajkit.packs.balancing import balance
 from trajkit.packs.packing import pack
+from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.take import tuples
 
 MICRO_BATCH_FIELDS = (
     "input_ids",

@@ -7,7 +7,6 @@ from lengths alone, so no row with a tool's tokens between replies fits into it.
 
 from typing import Any
 
-from trajkit._arrow.canonical import TableLike
 from trajkit.export._rows import (
     checked_rows,
     groups_in_order,
@@ -15,6 +14,7 @@ from trajkit.export._rows import (
     one_row_per_rollout,
     rewards_of,
 )
+from trajkit.tables.canonical import TableLike
 
 
 def rollout_fields(rows: TableLike, *, group_size: int) -> dict[str, Any]:

@@ -6,9 +6,9 @@ steps of a trajectory where each prompt begins with the path of the step before 
 
 from typing import Any
 
-from trajkit._arrow.canonical import TableLike, as_table
 from trajkit.errors import ExportError
 from trajkit.export._rows import objects_of
+from trajkit.tables.canonical import TableLike, as_table
 from trajkit.turns.delta import expand
 from trajkit.turns.records import as_turns
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from trajkit._arguments import chosen_int
-from trajkit._arrow.canonical import TableLike
 from trajkit.errors import ExportError
 from trajkit.export._rows import checked_rows, one_row_per_rollout, rewards_of
+from trajkit.tables.canonical import TableLike
 
 
 def batch_fields(

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arrow.canonical import TableLike
 from trajkit.errors import LongRowsWarning
 from trajkit.export._rows import ExportRow, checked_rows, limit
 from trajkit.schema import PAYLOADS
+from trajkit.tables.canonical import TableLike
 
 IGNORED = -100
 """The label of a token that is not trained."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from trajkit._arrow.canonical import TableLike
 from trajkit.export._rows import (
     Array,
     ExportRow,
@@ -21,6 +20,7 @@ from trajkit.export._rows import (
     sampling_masks,
 )
 from trajkit.schema import PAYLOADS
+from trajkit.tables.canonical import TableLike
 
 
 def generator_fields(rows: TableLike) -> dict[str, Any]:

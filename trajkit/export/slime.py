@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from trajkit._arguments import chosen_int
-from trajkit._arrow.canonical import TableLike
 from trajkit.errors import ExportError
 from trajkit.export._rows import (
     FLAGS,
@@ -27,11 +26,12 @@ from trajkit.export._rows import (
     sampling_masks,
     token_values,
 )
-from trajkit.io.formats import replacing
+from trajkit.files.formats import replacing
 from trajkit.learn._checks import warn_without_signal
-from trajkit.pipeline.rows import linearize
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
+from trajkit.rows.linearize import linearize
+from trajkit.tables.canonical import TableLike
 from trajkit.turns.records import from_records
 
 _LOG = logging.getLogger(__name__)

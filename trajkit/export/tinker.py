@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from trajkit._arrow.canonical import TableLike, as_table
-from trajkit._arrow.take import tuples
 from trajkit.errors import ExportError
 from trajkit.export._rows import (
     ExportRow,
@@ -19,6 +17,8 @@ from trajkit.export._rows import (
     token_advantages,
     token_scales,
 )
+from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.take import tuples
 
 
 def datum_fields(

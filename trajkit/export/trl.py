@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from trajkit._arguments import chosen_int
-from trajkit._arrow.canonical import TableLike
 from trajkit.errors import ExportError
 from trajkit.export._rows import (
     advantages_of,
@@ -20,6 +19,7 @@ from trajkit.export._rows import (
     token_scales,
 )
 from trajkit.learn._checks import check_number
+from trajkit.tables.canonical import TableLike
 
 
 def rollout_func_fields(

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from trajkit._arguments import chosen_int
-from trajkit._arrow.canonical import TableLike
 from trajkit.errors import ExportError
 from trajkit.export._rows import (
     ExportRow,
@@ -19,6 +18,7 @@ from trajkit.export._rows import (
     rewards_of,
     routed_experts,
 )
+from trajkit.tables.canonical import TableLike
 from trajkit.turns.images import CONTENT_HASH
 
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from trajkit._arrow.canonical import UNREADABLE
-from trajkit._streams import limits
 from trajkit.errors import FormatError
+from trajkit.files.arrow import read_batches
+from trajkit.files.formats import Format as Codec
+from trajkit.files.formats import open_input
+from trajkit.files.json_numbers import EACH, Reader, Shape
+from trajkit.files.jsonl import MAX_LINE_BYTES, max_line_bytes, split_lines
 from trajkit.importers.findings import Finding, text_of
 from trajkit.importers.pickles import load
-from trajkit.io.arrow import read_batches
-from trajkit.io.formats import Format as Codec
-from trajkit.io.formats import open_input
-from trajkit.io.json_numbers import EACH, Reader, Shape
-from trajkit.io.jsonl import MAX_LINE_BYTES, max_line_bytes, split_lines
+from trajkit.tables import limits
+from trajkit.tables.canonical import UNREADABLE
 
 if TYPE_CHECKING:
     from sqlite3 import Connection

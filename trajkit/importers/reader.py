@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
-from trajkit._streams import limits
 from trajkit.errors import FormatError, InvalidTurnsError
+from trajkit.files.tables import gather
 from trajkit.importers.containers import Head, head_of, objects
 from trajkit.importers.findings import Finding, Notes, has_items
 from trajkit.importers.formats import FORMATS
@@ -18,8 +18,8 @@ from trajkit.importers.replies import Replies, find_replies
 from trajkit.importers.sources import Folder, Local, Sources, files_of, stem_of
 from trajkit.importers.tables import TARGETS, Format, Table, advice
 from trajkit.importers.transcripts import ChatTokenizer, Encoder
-from trajkit.io.tables import gather
 from trajkit.schema import TURNS
+from trajkit.tables import limits
 from trajkit.turns.mapping import Map, MapLike, read_map, route
 from trajkit.turns.messages import tools_key
 from trajkit.turns.records import Record, from_records

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from trajkit.files.json_numbers import EACH, IDS, ITEMS, Shape
 from trajkit.importers.findings import (
     Finding,
     Refused,
@@ -19,7 +20,6 @@ from trajkit.importers.findings import (
     unless_empty,
     versions_of,
 )
-from trajkit.io.json_numbers import EACH, IDS, ITEMS, Shape
 
 REQUEST: Final[Shape] = {
     "messages": ITEMS,

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 from trajkit.errors import ArgumentError, FormatError
-from trajkit.io.sources import fetched
+from trajkit.files.sources import fetched
 
 Sources: TypeAlias = str | PathLike[str] | Iterable[str | PathLike[str]]
 """A path, or an iterable of paths."""

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._streams.stages import batches_in
 from trajkit.errors import FormatError
+from trajkit.files.group import TEMPORARY, index_sessions
+from trajkit.files.guard import check_outputs, inputs_of, is_parts
+from trajkit.files.run import Watch, folder_of, run
+from trajkit.files.tables import write_tables
 from trajkit.importers.reader import Contradicted, Options, imported
 from trajkit.importers.sources import SUFFIXES, Sources, sources_of
 from trajkit.importers.transcripts import ChatTokenizer
-from trajkit.io.group import TEMPORARY, index_sessions
-from trajkit.io.guard import check_outputs, inputs_of, is_parts
-from trajkit.io.run import Watch, folder_of, run
-from trajkit.io.tables import write_tables
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.stages import batches_in
 from trajkit.turns.mapping import MapLike
 from trajkit.turns.validation import Nonfinite
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from trajkit.errors import ArgumentError
+from trajkit.files.json_numbers import EACH, IDS, ITEMS, Shape
 from trajkit.importers.findings import (
     Finding,
     Refused,
@@ -33,7 +34,6 @@ from trajkit.importers.responses import (
 )
 from trajkit.importers.sources import stem_of
 from trajkit.importers.transcripts import Encoder
-from trajkit.io.json_numbers import EACH, IDS, ITEMS, Shape
 from trajkit.turns.mapping import Map, Route, route
 
 Value: TypeAlias = dict[str, object]
@@ -179,7 +179,7 @@ class Table:
         self.has_ids |= format.read is not None
 
     def shape(self) -> Shape:
-        """The long arrays of an object (see `trajkit.io.json_numbers`)."""
+        """The long arrays of an object (see `trajkit.files.json_numbers`)."""
         if self.format.arrays is not None:
             return self.format.arrays
         shape: dict[str, Any] = {}

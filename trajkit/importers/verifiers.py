@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from trajkit.files.json_numbers import EACH, IDS, Shape
 from trajkit.importers.findings import (
     Finding,
     Refused,
@@ -24,7 +25,6 @@ from trajkit.importers.findings import (
     unless_empty,
 )
 from trajkit.importers.responses import usage_claims
-from trajkit.io.json_numbers import EACH, IDS, Shape
 
 SHAPE: Final[Shape] = {
     "nodes": {EACH: {"token_ids": IDS}},

@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import place
 from trajkit.errors import ArgumentError, InvalidTurnsError, NoSignalWarning
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import place
 
 Longs: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]

@@ -6,17 +6,6 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice, check_flag
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import (
-    TableLike,
-    as_table,
-    canonical,
-    canonical_rows,
-    place,
-)
-from trajkit._arrow.reshape import with_column
-from trajkit._arrow.take import row_lengths, tuples
-from trajkit._streams.stages import apply, stage
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.learn._checks import (
     Floats,
@@ -29,6 +18,17 @@ from trajkit.learn._checks import (
 )
 from trajkit.learn.rewards import segment_lines, trained_turns
 from trajkit.schema import LINKS, SEGMENT_REWARDS, SESSIONS, TURN_REWARDS
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import (
+    TableLike,
+    as_table,
+    canonical,
+    canonical_rows,
+    place,
+)
+from trajkit.tables.reshape import with_column
+from trajkit.tables.stages import apply, stage
+from trajkit.tables.take import row_lengths, tuples
 
 Baseline: TypeAlias = Literal["none", "group_mean", "leave_one_out"]
 Scale: TypeAlias = Literal["none", "group_std", "batch_std"]

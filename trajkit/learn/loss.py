@@ -14,12 +14,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table, canonical, is_list, place
-from trajkit._arrow.take import list_values
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.learn._checks import session_codes
 from trajkit.schema import ROWS
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import TableLike, as_table, canonical, is_list, place
+from trajkit.tables.take import list_values
 
 Tensor: TypeAlias = Any
 """A numpy array or a torch tensor; trajkit does not import torch."""

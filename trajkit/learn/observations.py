@@ -17,10 +17,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table, canonical, place
-from trajkit._streams.session_batches import whole_sessions
-from trajkit._streams.stages import (
+from trajkit.errors import ArgumentError, InvalidTurnsError
+from trajkit.learn._checks import check_number
+from trajkit.schema import OBSERVATIONS, ROWS
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import TableLike, as_table, canonical, place
+from trajkit.tables.session_batches import whole_sessions
+from trajkit.tables.stages import (
     Batches,
     Source,
     batches_in,
@@ -28,9 +31,6 @@ from trajkit._streams.stages import (
     in_step,
     unknown,
 )
-from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.learn._checks import check_number
-from trajkit.schema import OBSERVATIONS, ROWS
 from trajkit.turns.attribution import (
     Ints,
     Messages,

@@ -7,17 +7,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import (
-    TableLike,
-    as_table,
-    canonical,
-    canonical_rows,
-    place,
-)
-from trajkit._arrow.reshape import with_column
-from trajkit._arrow.take import list_values
-from trajkit._streams.stages import apply, stage
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.learn._checks import (
     Bools,
@@ -27,6 +16,17 @@ from trajkit.learn._checks import (
     session_codes,
 )
 from trajkit.schema import SEGMENT_REWARDS, TURN_REWARDS
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import (
+    TableLike,
+    as_table,
+    canonical,
+    canonical_rows,
+    place,
+)
+from trajkit.tables.reshape import with_column
+from trajkit.tables.stages import apply, stage
+from trajkit.tables.take import list_values
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]

@@ -6,11 +6,11 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
-from trajkit._arrow.canonical import TableLike, canonical_rows
-from trajkit._arrow.reshape import with_column
-from trajkit._streams.stages import apply, stage
 from trajkit.errors import ArgumentError
 from trajkit.learn._checks import check_number, session_codes, trained_tokens
+from trajkit.tables.canonical import TableLike, canonical_rows
+from trajkit.tables.reshape import with_column
+from trajkit.tables.stages import apply, stage
 
 By: TypeAlias = Literal["token", "row", "rollout"]
 Weighing: TypeAlias = Literal[By, "constant"]

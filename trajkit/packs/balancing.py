@@ -9,12 +9,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import check_choice, check_flag, chosen_int
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table, canonical
-from trajkit._arrow.ragged import offsets_of
-from trajkit._arrow.take import list_values
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import ASSIGNMENT, PACKS
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import TableLike, as_table, canonical
+from trajkit.tables.ragged import offsets_of
+from trajkit.tables.take import list_values
 
 Method: TypeAlias = Literal["lpt", "karmarkar_karp"]
 Costs: TypeAlias = npt.NDArray[np.float64]

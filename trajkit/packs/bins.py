@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trajkit._arrow.ragged import Longs
+from trajkit.tables.ragged import Longs
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arrow.ragged import Longs, offsets_of
-from trajkit._arrow.take import list_values, without_views
 from trajkit.errors import SchemaError
 from trajkit.packs.row_buffers import Records, column_of, per_token
+from trajkit.tables.ragged import Longs, offsets_of
+from trajkit.tables.take import list_values, without_views
 
 
 def share_nothing(records: Records) -> None:

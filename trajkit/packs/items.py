@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.ragged import Ints, Longs
 from trajkit.errors import InvalidTurnsError
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.ragged import Ints, Longs
 from trajkit.turns.images import (
     FIRST_CONTENT_ID,
     Item,

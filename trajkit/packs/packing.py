@@ -10,13 +10,6 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arguments import check_choice, chosen_int, chosen_names
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table, canonical_rows, place
-from trajkit._arrow.export import pooled
-from trajkit._arrow.ragged import Ints, Longs, Ragged, offsets_of, positions
-from trajkit._arrow.take import list_values, row_lengths, take_values
-from trajkit._streams.session_batches import concat, whole_sessions
-from trajkit._streams.stages import Batches, Source, batches_in, batches_of
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.learn.loss import Reduce
 from trajkit.packs import forest
@@ -31,8 +24,15 @@ from trajkit.packs.row_buffers import (
     per_token,
     row_records,
 )
-from trajkit.pipeline.suffix_layout import full_rows
+from trajkit.rows.suffix_layout import full_rows
 from trajkit.schema import PACKS
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import TableLike, as_table, canonical_rows, place
+from trajkit.tables.export import pooled
+from trajkit.tables.ragged import Ints, Longs, Ragged, offsets_of, positions
+from trajkit.tables.session_batches import concat, whole_sessions
+from trajkit.tables.stages import Batches, Source, batches_in, batches_of
+from trajkit.tables.take import list_values, row_lengths, take_values
 from trajkit.turns.validation import check_layout
 
 Layout: TypeAlias = Literal["tree", "rows"]

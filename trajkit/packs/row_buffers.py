@@ -7,12 +7,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import did_you_mean
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import is_list, place
-from trajkit._arrow.ragged import Longs, offsets_of, positions
-from trajkit._arrow.take import list_values
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema.engine import lookup, nulls
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import is_list, place
+from trajkit.tables.ragged import Longs, offsets_of, positions
+from trajkit.tables.take import list_values
 from trajkit.turns.structs import PACK_ROW
 
 OBSERVED = "observation_weight"

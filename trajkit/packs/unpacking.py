@@ -7,17 +7,17 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import plain_array
-from trajkit._arrow.canonical import (
+from trajkit.errors import InvalidTurnsError
+from trajkit.schema import PACKS
+from trajkit.tables.canonical import (
     TableLike,
     as_table,
     canonical,
     canonical_rows,
     place,
 )
-from trajkit._arrow.ragged import offsets_of
-from trajkit._arrow.take import list_values, row_lengths
-from trajkit.errors import InvalidTurnsError
-from trajkit.schema import PACKS
+from trajkit.tables.ragged import offsets_of
+from trajkit.tables.take import list_values, row_lengths
 
 
 def unpack(packs: TableLike, values: Any, rows: TableLike) -> pa.LargeListArray:

@@ -13,15 +13,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import check_choice, chosen_int
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table, canonical, is_list
-from trajkit._arrow.ragged import Longs, Ragged, offsets_of, positions
-from trajkit._arrow.take import list_values, take_values
 from trajkit.errors import SchemaError
 from trajkit.learn.loss import Reduce
-from trajkit.pipeline.suffix_layout import full_rows
+from trajkit.rows.suffix_layout import full_rows
 from trajkit.schema import PACK_VIOLATIONS, PACKS
 from trajkit.schema.engine import Violation, as_lines
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import TableLike, as_table, canonical, is_list
+from trajkit.tables.ragged import Longs, Ragged, offsets_of, positions
+from trajkit.tables.take import list_values, take_values
 from trajkit.turns.flat_buffers import FlatRows, flat_rows
 from trajkit.turns.images import Image, image_faults, same_image
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trajkit._arrow.canonical import TableLike
 from trajkit.analysis.colors import MUTED, OUTPUTS, ROLES, TEXT, TIMES
 from trajkit.errors import ArgumentError
 from trajkit.plot.timeline import Slice, slices_of
 from trajkit.plot.turn_tokens import session_tokens
 from trajkit.policies import Policy
+from trajkit.tables.canonical import TableLike
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

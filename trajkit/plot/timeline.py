@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from trajkit._arrow.canonical import TableLike, as_table
-from trajkit._arrow.take import tuples
 from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.take import tuples
 from trajkit.turns.records import as_turns
 
 _TIMES = ("started_at", "ended_at")

@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arrow.canonical import TableLike, as_table
-from trajkit._arrow.take import take_session
 from trajkit.analysis.colors import OUTPUTS, ROLES
 from trajkit.analysis.drift import classify_drift
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.errors import UnknownSessionError
-from trajkit.pipeline.links import link
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
+from trajkit.rows.links import link
+from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.take import take_session
 from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions

@@ -13,9 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
-from trajkit._arrow.canonical import TableLike
 from trajkit.errors import ArgumentError, InvalidTurnsError, UnknownSessionError
-from trajkit.pipeline.rows import Layout, linearize, reads_turns, rows_and_report
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.recorder.session import (
@@ -25,6 +23,8 @@ from trajkit.recorder.session import (
     Types,
     with_metadata,
 )
+from trajkit.rows.linearize import Layout, linearize, reads_turns, rows_and_report
+from trajkit.tables.canonical import TableLike
 from trajkit.turns.messages import check_text
 from trajkit.turns.session_metadata import Reward, one_session
 from trajkit.turns.sessions import Sessions

@@ -12,11 +12,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arrow.export import Column, record_batch
-from trajkit._arrow.ragged import Ints, Longs, Records, offsets_of
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import KEY_BYTES, TURNS_DELTA
 from trajkit.schema.engine import MAX_LOGPROB, NO_LOGPROB, Bools
+from trajkit.tables.export import Column, record_batch
+from trajkit.tables.ragged import Ints, Longs, Records, offsets_of
 from trajkit.turns.messages import (
     Encoded,
     MessageBook,

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from trajkit._arguments import check_choice, chosen_int
-from trajkit._arrow.canonical import (
+from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.rows.suffix_layout import full_rows
+from trajkit.schema import PACKS
+from trajkit.tables.canonical import (
     TableLike,
     as_table,
     canonical,
     canonical_rows,
     place,
 )
-from trajkit.errors import InvalidTurnsError, SchemaError
-from trajkit.pipeline.suffix_layout import full_rows
-from trajkit.schema import PACKS
 from trajkit.torch.packs import Pack
 from trajkit.turns.images import Item, engine_ids, has_items
 

@@ -4,10 +4,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import canonical
-from trajkit._arrow.reshape import with_column
 from trajkit.schema import AMENDMENTS
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import canonical
+from trajkit.tables.reshape import with_column
 
 
 class Amendments:

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import canonical
 from trajkit.schema import ATTRIBUTION, KEY_BYTES
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import canonical
 from trajkit.turns.sessions import Sessions
 
 Ints: TypeAlias = npt.NDArray[np.int32]

@@ -3,9 +3,9 @@
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.ragged import Ints, Longs
 from trajkit.errors import SchemaError
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.ragged import Ints, Longs
 from trajkit.turns.sessions import Sessions
 
 

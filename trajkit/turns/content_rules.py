@@ -8,10 +8,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import is_list, list_parts
-from trajkit._arrow.ragged import lengths
-from trajkit._arrow.take import list_values
 from trajkit.errors import SchemaError
 from trajkit.schema.columns import Fault, Rows
 from trajkit.schema.engine import (
@@ -23,6 +19,10 @@ from trajkit.schema.engine import (
     nulls,
     owners,
 )
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import is_list, list_parts
+from trajkit.tables.ragged import lengths
+from trajkit.tables.take import list_values
 from trajkit.turns.images import has_items, image_faults
 from trajkit.turns.messages import parse_json
 from trajkit.turns.sessions import run_starts

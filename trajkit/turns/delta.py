@@ -7,21 +7,21 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, canonical, place, turns_schema
-from trajkit._arrow.export import pooled
-from trajkit._arrow.keys import codes
-from trajkit._arrow.ragged import Ints, Longs, Ragged, lengths, offsets_of, positions
-from trajkit._arrow.reshape import (
+from trajkit.errors import InvalidTurnsError
+from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables import limits
+from trajkit.tables.canonical import TableLike, canonical, place, turns_schema
+from trajkit.tables.export import pooled
+from trajkit.tables.keys import codes
+from trajkit.tables.ragged import Ints, Longs, Ragged, lengths, offsets_of, positions
+from trajkit.tables.reshape import (
     Columns,
     check_no_clash,
     replace_columns,
     with_column,
 )
-from trajkit._streams import limits
-from trajkit._streams.stages import apply, stage
-from trajkit.errors import InvalidTurnsError
-from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
+from trajkit.tables.stages import apply, stage
 from trajkit.turns.message_equality import current_bodies
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Forest, Sessions, with_current_keys

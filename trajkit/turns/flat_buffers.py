@@ -9,10 +9,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import Rows
-from trajkit._arrow.ragged import Array, Index, Ints, Longs, Ragged, positions
 from trajkit.schema.engine import Bools, flat_chunks, raw_floats
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import Rows
+from trajkit.tables.ragged import Array, Index, Ints, Longs, Ragged, positions
 from trajkit.turns.sessions import Sessions
 
 Floats: TypeAlias = npt.NDArray[np.float32]

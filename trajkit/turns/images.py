@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import chosen_int
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table, place
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import TableLike, as_table, place
 
 Ints: TypeAlias = npt.NDArray[np.int32]
 Item: TypeAlias = Mapping[str, Any]

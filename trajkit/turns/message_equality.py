@@ -14,11 +14,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.ragged import Ints, Longs
 from trajkit.errors import InvalidTurnsError, MissingBodyError
 from trajkit.policies import MessageEquality
 from trajkit.schema import KEY_BYTES
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.ragged import Ints, Longs
 from trajkit.turns.messages import message_body, message_texts, parse_json
 from trajkit.turns.sessions import Sessions
 

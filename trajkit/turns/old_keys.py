@@ -8,9 +8,9 @@ computes from their bodies.
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.ragged import lengths
 from trajkit.schema import KEY_BYTES, SCHEMA_VERSION
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.ragged import lengths
 from trajkit.turns.messages import Encoded, Ids, MessageBook, encode, parse_json
 from trajkit.turns.records import message_columns
 from trajkit.turns.sessions import run_starts

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import check_choice, near_miss, whole_number
-from trajkit._arrow.canonical import TableLike, as_table
-from trajkit._arrow.ragged import Longs, offsets_of
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import MM_ITEM, TURNS, WEIGHT_VERSION
+from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.ragged import Longs, offsets_of
 from trajkit.turns.images import Ints, image_faults
 from trajkit.turns.mapping import MapLike, read_map
 from trajkit.turns.messages import (
@@ -136,7 +136,7 @@ def from_records(
 def as_turns(turns: TableLike | list[Record], unread: Collection[str] = ()) -> pa.Table:
     """A table of turns; a list of records is converted by `from_records`.
 
-    ``unread`` is as in `trajkit._arrow.canonical.check_buffers`.
+    ``unread`` is as in `trajkit.tables.canonical.check_buffers`.
     """
     if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
         if not {"messages", "suffix_ids"} & {*turns[0]}:

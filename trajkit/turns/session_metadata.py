@@ -9,11 +9,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import arrow_source
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table, canonical
-from trajkit._arrow.take import take_rows
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import SESSIONS
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import TableLike, as_table, canonical
+from trajkit.tables.take import take_rows
 from trajkit.turns.sessions import Sessions
 
 Reward: TypeAlias = float | Mapping[str, float | None] | TableLike | None

@@ -15,13 +15,13 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import canonical, has_old_keys, place, turns_schema
-from trajkit._arrow.keys import Keys, codes
-from trajkit._arrow.ragged import Bools, Ints, Longs, Records, runs_of
 from trajkit._kernel_names import numbers
-from trajkit._streams import limits
 from trajkit.errors import InvalidTurnsError
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables import limits
+from trajkit.tables.canonical import canonical, has_old_keys, place, turns_schema
+from trajkit.tables.keys import Keys, codes
+from trajkit.tables.ragged import Bools, Ints, Longs, Records, runs_of
 from trajkit.turns.structs import CALL, NODE, REQUEST
 
 # Reading a chunk costs about 0.1 ms. Copying a chunk below this size costs less.

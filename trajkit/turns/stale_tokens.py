@@ -6,11 +6,11 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import chosen_int, chosen_names
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import Rows, TableLike, canonical, place, turns_schema
-from trajkit._arrow.reshape import with_column
-from trajkit._arrow.take import list_values
 from trajkit.errors import ArgumentError, InvalidTurnsError
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import Rows, TableLike, canonical, place, turns_schema
+from trajkit.tables.reshape import with_column
+from trajkit.tables.take import list_values
 from trajkit.turns.records import as_turns
 from trajkit.turns.validation import check_table
 

@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from trajkit._arrow.ragged import Longs
 from trajkit.errors import InvalidTurnsError
+from trajkit.tables.ragged import Longs
 from trajkit.turns.flat_buffers import lacking_logprobs
 from trajkit.turns.sessions import Sessions
 from trajkit.turns.structs import STOPS

@@ -9,8 +9,13 @@ import pyarrow as pa
 
 from trajkit import schema
 from trajkit._arguments import check_choice, check_flag
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import (
+from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.schema.columns import Check, Fault, checks_of
+from trajkit.schema.engine import not_logprobs, raw_floats
+from trajkit.schema.rows import row_lengths
+from trajkit.schema.turns import not_empty
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import (
     TableLike,
     as_table,
     cast,
@@ -20,10 +25,9 @@ from trajkit._arrow.canonical import (
     rows_schema,
     turns_schema,
 )
-from trajkit._arrow.ragged import lengths
-from trajkit._arrow.take import take_rows
-from trajkit._streams.session_batches import whole_sessions
-from trajkit._streams.stages import (
+from trajkit.tables.ragged import lengths
+from trajkit.tables.session_batches import whole_sessions
+from trajkit.tables.stages import (
     Batches,
     Source,
     apply,
@@ -31,11 +35,7 @@ from trajkit._streams.stages import (
     batches_of,
     stage,
 )
-from trajkit.errors import InvalidTurnsError, SchemaError
-from trajkit.schema.columns import Check, Fault, checks_of
-from trajkit.schema.engine import not_logprobs, raw_floats
-from trajkit.schema.rows import row_lengths
-from trajkit.schema.turns import not_empty
+from trajkit.tables.take import take_rows
 from trajkit.turns import content_rules
 from trajkit.turns.content_rules import mm_items
 

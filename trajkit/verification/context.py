@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arrow.canonical import Rows
-from trajkit._arrow.ragged import Index, Longs
 from trajkit.policies import Policy
 from trajkit.schema import RULES, VIOLATIONS
 from trajkit.schema.engine import Bools, Violation, as_lines, shown
+from trajkit.tables.canonical import Rows
+from trajkit.tables.ragged import Index, Longs
 from trajkit.turns.flat_buffers import FlatRows, TurnTokens
 from trajkit.turns.session_metadata import errored
 from trajkit.turns.trainability import aborted_calls

@@ -2,7 +2,7 @@
 
 Rows and turns are read in step, in the order of the turns. The session ids of both are
 scanned first. Rows in another order are sorted through temporary files, as scattered turns
-are (`trajkit.io.group`).
+are (`trajkit.files.group`).
 """
 
 import os
@@ -16,26 +16,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike
-from trajkit._arrow.take import empty_batch, take_rows
-from trajkit._streams import limits
-from trajkit._streams.session_batches import concat, whole_sessions
-from trajkit._streams.stages import one_by_one
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.io.formats import paths_in
-from trajkit.io.group import (
+from trajkit.files.formats import paths_in
+from trajkit.files.group import (
     SessionIndex,
     Spill,
     bucket_numbers,
     index_sessions,
     spilled,
 )
-from trajkit.io.guard import Input, check_outputs, is_parts, turns_inputs
-from trajkit.io.outputs import fingerprint
-from trajkit.io.run import Made, Watch, facts_digest, folder_of, run, whole
-from trajkit.io.sources import Paths, paths_of
-from trajkit.io.tables import (
+from trajkit.files.guard import Input, check_outputs, is_parts, turns_inputs
+from trajkit.files.outputs import fingerprint
+from trajkit.files.run import Made, Watch, facts_digest, folder_of, run, whole
+from trajkit.files.sources import Paths, paths_of
+from trajkit.files.tables import (
     iter_tables,
     read_any_rows,
     read_turns,
@@ -44,6 +38,12 @@ from trajkit.io.tables import (
 )
 from trajkit.policies import Policy
 from trajkit.schema import ROWS
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables import limits
+from trajkit.tables.canonical import TableLike
+from trajkit.tables.session_batches import concat, whole_sessions
+from trajkit.tables.stages import one_by_one
+from trajkit.tables.take import empty_batch, take_rows
 from trajkit.turns.session_metadata import Reward
 from trajkit.verification.context import violations_table
 from trajkit.verification.run import (

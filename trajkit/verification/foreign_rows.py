@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arrow.canonical import canonical
-from trajkit._arrow.ragged import Longs
 from trajkit.errors import SchemaError
 from trajkit.schema.engine import Bools
+from trajkit.tables.canonical import canonical
+from trajkit.tables.ragged import Longs
 from trajkit.verification.context import Case, consecutive
 from trajkit.verification.rules import not_trained
 

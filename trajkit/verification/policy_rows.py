@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit.pipeline.rows import linearize
+from trajkit.rows.linearize import linearize
 from trajkit.schema.engine import Violation, shown
 from trajkit.turns.flat_buffers import FlatRows, flat_rows
 from trajkit.verification.context import Case, consecutive, count

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import arrow_source
-from trajkit._arrow.canonical import as_table, canonical_rows
 from trajkit.errors import SchemaError
-from trajkit.pipeline.suffix_layout import full_rows
+from trajkit.rows.suffix_layout import full_rows
 from trajkit.schema.engine import Bools
+from trajkit.tables.canonical import as_table, canonical_rows
 
 Array = npt.NDArray[Any]
 

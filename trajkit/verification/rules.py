@@ -12,11 +12,11 @@ from typing import get_args
 import numpy as np
 
 from trajkit import _core
-from trajkit._arrow.canonical import Rows
-from trajkit._arrow.ragged import Index, Ints, Longs, Ragged
 from trajkit.policies import Policy, Rewards
 from trajkit.schema import EMPTY_KINDS, SPAN_KINDS
 from trajkit.schema.engine import Bools, shown
+from trajkit.tables.canonical import Rows
+from trajkit.tables.ragged import Index, Ints, Longs, Ragged
 from trajkit.turns.flat_buffers import Spans, spans_of
 from trajkit.turns.images import Image, has_items, image_faults, same_image
 from trajkit.verification.context import Case, consecutive, count

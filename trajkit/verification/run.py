@@ -11,17 +11,17 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice, chosen_int
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import Rows, TableLike, as_table, canonical_rows
-from trajkit._arrow.take import empty_batch, take_rows
-from trajkit._streams import limits
-from trajkit._streams.session_batches import whole_sessions
-from trajkit._streams.stages import Batches, Source, batches_in, batches_of, in_step
 from trajkit.errors import SchemaError
-from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
+from trajkit.rows.suffix_layout import full_rows
 from trajkit.schema.engine import Violation
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables import limits
+from trajkit.tables.canonical import Rows, TableLike, as_table, canonical_rows
+from trajkit.tables.session_batches import whole_sessions
+from trajkit.tables.stages import Batches, Source, batches_in, batches_of, in_step
+from trajkit.tables.take import empty_batch, take_rows
 from trajkit.turns.flat_buffers import flat_rows, flat_turns, sessions_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts

@@ -9,11 +9,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from trajkit._arrow.canonical import TableLike, as_table
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.policies import PRESETS, Policy
 from trajkit.policies import policy as named_policy
+from trajkit.tables.canonical import TableLike, as_table
 from trajkit.turns.records import as_turns
 from trajkit.view.tables import ViewTables, packed
 from trajkit.view.violations import Violations

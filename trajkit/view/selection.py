@@ -7,11 +7,11 @@ from itertools import chain
 
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._streams.session_batches import whole_sessions
 from trajkit.errors import UnknownSessionError
 from trajkit.policies import PRESETS, Policy
 from trajkit.schema import TURNS_DELTA
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.session_batches import whole_sessions
 from trajkit.turns.delta import compact
 from trajkit.view.tables import ViewTables
 

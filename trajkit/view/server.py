@@ -12,10 +12,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import pyarrow as pa
 
-from trajkit._arrow.take import take_session
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.errors import TrajkitError
 from trajkit.policies import Policy
+from trajkit.tables.take import take_session
 from trajkit.view.document import document
 from trajkit.view.tables import ViewTables, packed
 from trajkit.view.violations import Violations

@@ -17,8 +17,6 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.take import row_lengths
 from trajkit.analysis.branches import label_branches
 from trajkit.analysis.drift import classify_drift
 from trajkit.analysis.drift_findings import explain_drift
@@ -28,10 +26,12 @@ from trajkit.analysis.simulation import Simulation, label
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, MENDS
 from trajkit.packs.packing import pack
-from trajkit.pipeline.links import link
-from trajkit.pipeline.rows import rows_and_report
 from trajkit.policies import Policy, rule_of
+from trajkit.rows.linearize import rows_and_report
+from trajkit.rows.links import link
 from trajkit.schema import LOSSES
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.take import row_lengths
 from trajkit.turns.delta import compact
 from trajkit.turns.session_metadata import session_facts
 from trajkit.view.violations import Violations

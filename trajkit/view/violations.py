@@ -5,9 +5,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from trajkit._arrow.take import tuples
-from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.policies import Policy
+from trajkit.rows.suffix_layout import full_rows
+from trajkit.tables.take import tuples
 from trajkit.verification.run import verify
 
 # tokens shown before and after the first wrong one

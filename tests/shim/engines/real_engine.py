@@ -15,9 +15,9 @@ import pyarrow.compute as pc
 import pytest
 
 import trajkit as tk
+from tests.made_tables import linearized
 from tests.shim.clients import in_process, read_log
 from tests.shim.fakes import TOOL, engine_request
-from tests.tables import linearized
 from trajkit_shim.errors import EngineError
 from trajkit_shim.replies.parse import FormParser
 from trajkit_shim.replies.parsers import FORMS

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 import trajkit as tk
+from tests.made_tables import link_by
 from tests.shim.clients import in_process
 from tests.shim.fakes import (
     AS_STRING,
@@ -24,7 +25,6 @@ from tests.shim.fakes import (
     sampled,
 )
 from tests.strategies import good_calls, plain_texts, spoken_texts
-from tests.tables import link_by
 from trajkit.turns import tools_key
 from trajkit_shim.chat.reply import Usage, canonical_reply, make_reply
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer

@@ -1,0 +1,468 @@
+"""Damaged and hostile input: refused with words, never a crash, never a wrong table."""
+
+import gzip
+import json
+from io import BytesIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import trajkit as tk
+from benchmarks import fuzz_files
+from tests.file_stages import linearize_file
+from tests.made_tables import linearized
+from trajkit.files import jsonl
+from trajkit.importers.containers import objects
+from trajkit.tables import canonical, stages
+from trajkit.tables.canonical import as_table, check_buffers
+from trajkit.turns.records import MAX_DEPTH
+
+CALL = {"session_id": "a", "prompt_ids": [1, 2], "output_ids": [3, 4]}
+TURNS = tk.from_records(
+    {**CALL, "session_id": session, "prompt_ids": prompt}
+    for session in "abc"
+    for prompt in ([1, 2], [1, 2, 3, 4, 5])
+)
+LINKS = tk.link(TURNS)
+DRIFT = tk.classify_drift(TURNS, LINKS)
+ROWS = tk.linearize(TURNS)
+SESSIONS = linearized(TURNS, reward=1.0)[1]
+
+
+def decreasing(table, name="session_id"):
+    """The table with offsets of a column that fall within it."""
+    at = table.schema.get_field_index(name)
+    column = table.column(at).combine_chunks()
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(pa.string())
+    kind = np.int64 if pa.types.is_large_list(column.type) else np.int32
+    offsets = np.frombuffer(column.buffers()[1], kind).copy()
+    offsets[1], offsets[2] = offsets[-1] + 40_000_000, offsets[0]
+    children = [column.values] if pa.types.is_large_list(column.type) else None
+    buffers = [None, pa.py_buffer(offsets), *(() if children else column.buffers()[2:])]
+    bad = pa.Array.from_buffers(column.type, len(column), buffers, children=children)
+    return table.set_column(at, table.field(at).with_type(bad.type), bad)
+
+
+class Tokenizer:
+    def encode(self, text):
+        return [int(x) for x in text.split()]
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+TAKES_TURNS = {
+    "linearize": tk.linearize,
+    "link": tk.link,
+    "classify_drift": lambda turns: tk.classify_drift(turns, LINKS),
+    "explain_drift": lambda turns: tk.analysis.explain_drift(turns, LINKS, Tokenizer()),
+    "label_branches": lambda turns: tk.analysis.label_branches(turns, LINKS),
+    "check_roundtrip": lambda turns: tk.analysis.check_roundtrip(turns, Tokenizer()),
+    "compact": tk.compact,
+    "expand": tk.expand,
+    "validate": tk.validate,
+    "rejected": tk.turns.reject_sessions,
+    "simulate": tk.simulate,
+    "verify": lambda turns: tk.verify(ROWS, turns),
+    "observations": lambda turns: tk.learn.observation_weights(ROWS, turns),
+    "report of observations": lambda turns: tk.learn.observation_report(ROWS, turns),
+    "write_turns": lambda turns: tk.write_turns(turns, BytesIO(), format="arrow"),
+    "read_turns": tk.read_turns,
+}
+TAKES_ROWS = {
+    "weigh": tk.add_weights,
+    "spread_rewards": tk.learn.spread_rewards,
+    "add_advantages": lambda rows: tk.add_advantages(
+        rows, tk.learn.advantages(SESSIONS, "none")
+    ),
+    "full_rows": tk.full_rows,
+    "suffix_rows": tk.suffix_rows,
+    "verify": lambda rows: tk.verify(rows, TURNS),
+    "observations": lambda rows: tk.learn.observation_weights(rows, TURNS),
+    "validate": tk.validate,
+    "read_rows": tk.read_rows,
+    "iter_rows": lambda rows: list(tk.scan_rows(rows)),
+    "write_rows": lambda rows: tk.write_rows(rows, BytesIO(), format="arrow"),
+    "reference_loss": lambda rows: tk.learn.reference_loss(rows, np.zeros(21)),
+}
+TAKES_OTHERS = {
+    "links of linearize": (LINKS, lambda bad: tk.linearize(TURNS, links=bad)),
+    "links of classify_drift": (LINKS, lambda bad: tk.classify_drift(TURNS, bad)),
+    "drift": (DRIFT, lambda bad: tk.linearize(TURNS, links=LINKS, drift=bad)),
+    "sessions": (SESSIONS, lambda bad: tk.linearize(TURNS, sessions=bad)),
+    "reward": (SESSIONS, lambda bad: tk.linearize(TURNS, reward=bad)),
+    "advantages": (SESSIONS, lambda bad: tk.learn.advantages(bad, "none")),
+    "sessions of advantages": (
+        tk.learn.advantages(SESSIONS, "none"),
+        lambda bad: tk.add_advantages(ROWS, bad),
+    ),
+    "read_sessions": (SESSIONS, tk.read_sessions),
+}
+TAKES = [
+    *(pytest.param(TURNS, f, id=f"turns {k}") for k, f in TAKES_TURNS.items()),
+    *(pytest.param(ROWS, f, id=f"rows {k}") for k, f in TAKES_ROWS.items()),
+    *(pytest.param(t, f, id=k) for k, (t, f) in TAKES_OTHERS.items()),
+]
+NAME = r"column 'session_id' is not valid Arrow data: .*offset"
+
+
+@pytest.mark.parametrize(("table", "stage"), TAKES)
+def test_a_table_with_bad_offsets_is_refused_by_every_stage(table, stage):
+    with pytest.raises(tk.errors.LayoutError, match=NAME):
+        stage(decreasing(table))
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        tk.linearize_batches,
+        tk.link_batches,
+        tk.compact_batches,
+        tk.validate_batches,
+        tk.simulate,
+        lambda turns: tk.classify_drift_batches(turns, LINKS),
+        lambda turns: tk.verify_batches(ROWS, turns),
+        lambda turns: tk.write_turns(turns, BytesIO(), format="arrows"),
+    ],
+)
+def test_a_batch_with_bad_offsets_is_refused_by_every_stream(stage):
+    bad = decreasing(TURNS).to_batches()
+    for turns in (iter(bad), pa.RecordBatchReader.from_batches(bad[0].schema, bad)):
+        with pytest.raises(tk.errors.LayoutError, match=NAME):
+            list(stage(turns))
+
+
+def buffer(values, kind):
+    return pa.py_buffer(np.array(values, kind))
+
+
+def lists(offsets, values, validity=None):
+    return pa.Array.from_buffers(
+        pa.large_list(values.type),
+        len(offsets) - 1,
+        [validity, buffer(offsets, "i8")],
+        children=[values],
+    )
+
+
+def texts(offsets, content):
+    return pa.Array.from_buffers(
+        pa.string(), len(offsets) - 1, [None, buffer(offsets, "i4"), content]
+    )
+
+
+IDS = pa.array(np.arange(100_000, dtype=np.int32))
+LETTERS = pa.py_buffer(b"a" * 400_000)
+
+
+def names(indices):
+    codes = pa.array(indices, pa.int8())
+    return pa.DictionaryArray.from_arrays(codes, pa.array(["x", "y"]), safe=False)
+
+
+def of_struct(child):
+    return pa.StructArray.from_arrays([child], ["child"])
+
+
+INVALID = {
+    "decreasing offsets": lists([0, 3, 2, 5], IDS),
+    "offsets in another list": lists([0, 200_000, 4, 5], IDS),
+    "offsets under a null": lists([0, 3, 2, 5], IDS, buffer([0b101], "u1")),
+    "offsets of text": texts([0, 9_000_000, 1, 2], LETTERS),
+    "split UTF-8": texts([0, 1, 2, 2], pa.py_buffer("é".encode() * 200_000)),
+    "no UTF-8": texts([0, 1, 2, 3], pa.py_buffer(b"\xff" * 400_000)),
+    "an index past the dictionary": names([0, 1, 2]),
+    "a negative index": names([0, -1, 1]),
+    "a list in a list": lists([0, 1, 2, 3], lists([0, 70_000, 3, 5], IDS)),
+    "text in a struct": of_struct(texts([0, 9_000_000, 1, 2], LETTERS)),
+    "an index in a list": lists([0, 1, 2, 3], names([0, 1, 7])),
+    "text in a list of structs": lists(
+        [0, 1, 2, 3], of_struct(texts([0, 9_000_000, 1, 2], LETTERS))
+    ),
+}
+
+
+@pytest.mark.parametrize("n", [3, 2])
+@pytest.mark.parametrize("name", INVALID)
+def test_an_invalid_layout_is_found_in_a_table_and_in_a_slice(name, n):
+    table = pa.table({"good": [1, 2, 3], "bad": INVALID[name]}).slice(3 - n)
+    with pytest.raises(tk.errors.LayoutError, match="column 'bad' is not valid"):
+        as_table(table)
+
+
+def test_what_a_slice_does_not_show_is_not_looked_at():
+    hidden = lists([0, 1, 3, 4], texts([0, 1, 2, 9, 3], LETTERS))
+    with pytest.raises(tk.errors.LayoutError):
+        check_buffers(pa.table({"bad": hidden}))
+    check_buffers(pa.table({"bad": hidden}).slice(0, 2))
+
+
+def test_a_name_that_is_no_text_is_refused():
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, pa.schema([("naïve", pa.int32())])) as writer:
+        writer.write_batch(pa.record_batch([pa.array([1], pa.int32())], ["naïve"]))
+    content = sink.getvalue().to_pybytes().replace("ï".encode(), b"\xff\xff")
+    with pytest.raises(
+        tk.errors.FormatError, match=r"open file is damaged, or not valid Arrow IPC: "
+    ):
+        tk.read_turns(pa.BufferReader(content), format="arrows")
+
+
+def test_a_nested_name_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "turns.arrow"
+    table = TURNS.append_column("odd", pa.array([{"naïve": 1}] * len(TURNS)))
+    tk.write_turns(table, path)
+    path.write_bytes(path.read_bytes().replace("ï".encode(), b"\xff\xff"))
+    with pytest.raises(
+        tk.errors.FormatError, match=r"turns.arrow .* column 'odd' is not valid"
+    ):
+        tk.read_turns(path)
+
+
+def test_each_stage_validates_its_tables_once(monkeypatch):
+    seen = []
+    true = canonical.check_buffers
+    for module in (canonical, stages):
+        monkeypatch.setattr(
+            module,
+            "check_buffers",
+            lambda t, *unread: seen.append(t) or true(t, *unread),
+        )
+    for stage, n in (
+        (lambda: tk.linearize(TURNS, threads=3), 1),
+        (lambda: tk.linearize(TURNS, links=LINKS, drift=DRIFT), 3),
+        (
+            lambda: list(tk.linearize_batches(iter(TURNS.to_batches(max_chunksize=2)))),
+            3,
+        ),
+        (lambda: tk.compact(TURNS), 1),
+        (lambda: tk.validate(TURNS), 1),
+        (lambda: tk.simulate(TURNS), 1),
+        (lambda: tk.classify_drift(TURNS, LINKS), 2),
+    ):
+        seen.clear()
+        stage()
+        assert len(seen) == n
+
+
+def test_policies_that_read_bodies_refuse_bodies_that_are_not_text():
+    """Others neither read nor return them, and refuse such a name of a session."""
+    record = {"session_id": "a", "prompt_ids": [1], "output_ids": [2]}
+    message = {"role": "user", "content": "x" * (1 << 19)}
+    table = tk.from_records([{**record, "prompt_messages": [message]}])
+    column = table["messages"].combine_chunks()
+    key, role, body = column.values.flatten()
+    text = pa.py_buffer(body.buffers()[2].to_pybytes().replace(b"x", b"\xff"))
+    body = pa.Array.from_buffers(body.type, 1, [None, body.buffers()[1], text])
+    struct = pa.StructArray.from_arrays(
+        [key, role, body], fields=list(column.type.value_type)
+    )
+    column = pa.LargeListArray.from_arrays(column.offsets, struct, type=column.type)
+    index = table.column_names.index("messages")
+    table = table.set_column(index, table.schema.field(index), column)
+    rows = tk.linearize(table, "faithful")
+    assert rows["input_ids"].to_pylist() == [[1, 2]]
+    for stage in (tk.linearize, tk.linearize_batches):
+        with pytest.raises(tk.errors.LayoutError, match=r"column 'messages' .* UTF8"):
+            list(stage(table, "segments"))
+    for stage in (tk.validate, tk.compact, tk.link):
+        with pytest.raises(tk.errors.LayoutError, match=r"column 'messages' .* UTF8"):
+            stage(table)
+
+
+@pytest.mark.parametrize("name", ["arrow", "arrows", "parquet", "jsonl", "gz", "zst"])
+def test_damaged_files_are_refused_or_read_as_they_are(name):
+    counts, failed = fuzz_files.run(name, 0, 60, 60, limit=False)
+    assert failed == []
+    assert counts["refused"] > 0
+    assert sum(counts.values()) == 60
+
+
+def nested(levels, opening="["):
+    closing = "]" if opening == "[" else "}"
+    return opening * levels + "1" + closing * levels
+
+
+def line(**values):
+    text = json.dumps({**CALL, **dict.fromkeys(values, "@")})
+    for value in values.values():
+        text = text.replace('"@"', value, 1)
+    return text
+
+
+@pytest.mark.parametrize("levels", [MAX_DEPTH + 1, 400])
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_a_column_nested_too_deep_is_the_session_s_error(tmp_path, levels, opening):
+    path = tmp_path / "log.jsonl"
+    text = line(odd=nested(levels, opening))
+    path.write_text(f"{text}\n{line(session_id=chr(34) + 'b' + chr(34))}\n")
+    with pytest.raises(
+        tk.errors.InvalidTurnsError, match=r"'a', turn 0: .*'odd' is nested"
+    ):
+        tk.read_turns(path)
+    aside, rows = tmp_path / "aside.parquet", tmp_path / "rows.parquet"
+    assert linearize_file(path, rows, rejected=aside)["rejected"] == 1
+    assert tk.read_rows(rows)["session_id"].to_pylist() == ["b"]
+    path.write_text(f'{{"session_id": "a", "odd": {nested(levels, opening)}}}')
+    with pytest.raises(
+        tk.errors.FormatError, match=r"log.jsonl: a value of 'odd' is nested"
+    ):
+        tk.read_sessions(path)
+
+
+def test_a_column_nested_as_deep_as_allowed_is_kept(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text(line(odd=nested(MAX_DEPTH)))
+    turns = tk.read_turns(path)
+    for name in ("turns.parquet", "turns.arrow"):
+        tk.write_turns(turns, tmp_path / name)
+        assert tk.read_turns(tmp_path / name).equals(turns)
+
+
+@pytest.mark.parametrize("name", ["session_id", "prompt_ids", "weight_versions", "odd"])
+@pytest.mark.parametrize("levels", [20_000, 200_000])
+def test_a_line_nested_too_deep_is_refused(tmp_path, name, levels):
+    path = tmp_path / "log.jsonl"
+    path.write_text(line(**{name: nested(levels)}))
+    with pytest.raises(
+        tk.errors.FormatError, match=r"log.jsonl, line 1.*nested too deep"
+    ):
+        tk.read_turns(path)
+
+
+def test_the_recorder_refuses_a_value_nested_too_deep():
+    recorder = tk.Recorder()
+    value = json.loads(nested(900))
+    with pytest.raises(tk.errors.InvalidTurnsError, match="'odd' is nested deeper"):
+        recorder.record("a", prompt_ids=[1], output_ids=[2], payloads={"odd": value})
+
+
+def test_the_length_of_a_line_is_bounded(tmp_path, monkeypatch):
+    path = tmp_path / "log.jsonl.gz"
+    text = line()
+    path.write_bytes(gzip.compress(f"{text}\n".encode() + b" " * (64 << 20)))
+    monkeypatch.setenv(jsonl.MAX_LINE_BYTES, str(1 << 20))
+    with pytest.raises(
+        tk.errors.FormatError, match=r"jsonl.gz, line 2: .* than 1048576 bytes"
+    ):
+        tk.read_turns(path)
+    monkeypatch.setenv(jsonl.MAX_LINE_BYTES, str(len(text) - 1))
+    path.write_bytes(gzip.compress(f"{text}\n".encode()))
+    with pytest.raises(tk.errors.FormatError, match="line 1: "):
+        tk.read_turns(path)
+    monkeypatch.setenv(jsonl.MAX_LINE_BYTES, str(len(text)))
+    assert tk.read_turns(path).num_rows == 1
+    monkeypatch.setenv(jsonl.MAX_LINE_BYTES, "much")
+    with pytest.raises(
+        tk.errors.FormatError, match="'much': expected a number of bytes"
+    ):
+        tk.read_turns(path)
+
+
+def test_the_length_of_a_foreign_file_is_bounded(tmp_path, monkeypatch):
+    path = tmp_path / "log.json.gz"
+    path.write_bytes(gzip.compress(b" " * (4 << 20)))
+    monkeypatch.setenv(jsonl.MAX_LINE_BYTES, str(1 << 20))
+    [text] = objects(path, "json")
+    assert "log.json.gz is longer than 1048576 bytes" in text.bad.detail
+
+
+def test_a_damaged_parquet_page_is_found(tmp_path):
+    path = tmp_path / "turns.parquet"
+    tk.write_turns(TURNS, path)
+    content = bytearray(path.read_bytes())
+    column = pq.ParquetFile(path).metadata.row_group(0).column(2)  # prompt_ids
+    content[column.data_page_offset + column.total_compressed_size - 1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(tk.errors.FormatError, match=r"turns.parquet is damaged.*CRC"):
+        tk.read_turns(path)
+
+
+def with_footer(content, change):
+    """A Parquet file with its footer changed."""
+    size = int.from_bytes(content[-8:-4], "little")
+    footer = change(content[-8 - size : -8])
+    return content[: -8 - size] + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+
+
+def longer_histogram(footer):
+    """Five definition levels of token ids, which have four."""
+    at = footer.index(b"\x19\x46")  # field 3 of SizeStatistics, a list of four i64
+    return footer[:at] + b"\x19\x56\x00" + footer[at + 2 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (longer_histogram, "histogram size mismatch, size: 5, expected: 4"),
+        (lambda footer: b"\xa6\x00" + footer[:1], "Couldn't deserialize thrift"),
+    ],
+)
+def test_a_damaged_parquet_footer_is_found(tmp_path, change, said):
+    path = tmp_path / "turns.parquet"
+    tk.write_turns(TURNS, path)
+    path.write_bytes(with_footer(path.read_bytes(), change))
+    for read in (tk.read_turns, lambda path: list(tk.scan_turns(path))):
+        with pytest.raises(tk.errors.FormatError, match=rf"is damaged.*{said}"):
+            read(path)
+
+
+@pytest.mark.parametrize("columns", [(2,), (0, 1)])
+def test_a_page_that_arrow_passes_over_is_found(tmp_path, columns):
+    path = tmp_path / "turns.parquet"
+    tk.write_turns(TURNS, path)
+    content = bytearray(path.read_bytes())
+    for column in columns:
+        chunk = pq.ParquetFile(path).metadata.row_group(0).column(column)
+        kind = chunk.data_page_offset + 1  # the value of the header's first field
+        assert content[kind] == 0
+        content[kind] = 32
+    path.write_bytes(content)
+    for read in (tk.read_turns, lambda path: list(tk.scan_turns(path))):
+        with pytest.raises(tk.errors.FormatError, match="row group 0 has 0 rows of 6"):
+            read(path)
+
+
+def test_an_empty_compressed_log_is_refused(tmp_path):
+    path = tmp_path / "log.jsonl.zst"
+    path.touch()
+    with pytest.raises(tk.errors.FormatError, match=r"log.jsonl.zst is empty"):
+        tk.read_turns(path)
+
+
+def test_a_page_with_another_number_of_values_is_found(tmp_path):
+    path = tmp_path / "turns.parquet"
+    tk.write_turns(TURNS, path)
+    content = path.read_bytes()
+    chunk = pq.ParquetFile(path).metadata.row_group(0).column(2)
+    assert chunk.num_values == 21
+    # the field num_values of the page's header: 42 stands for 21
+    at = content.index(b"\x1c\x15\x2a", chunk.data_page_offset)
+    path.write_bytes(content[: at + 2] + b"\x28" + content[at + 3 :])
+    with pytest.raises(
+        tk.errors.FormatError, match=r"has \[20\] of \[21\] values in 'prompt_"
+    ):
+        tk.read_turns(path)
+
+
+def test_columns_of_any_type_are_read_from_parquet(tmp_path):
+    path = tmp_path / "turns.parquet"
+    odd = {
+        "lists": pa.array([[[1], []], [], None, [None, [3]], [[], []], [[1]]]),
+        "structs": pa.array([{"a": [1]}, None, {"a": None}, {"a": []}, None, None]),
+        "list of structs": pa.array([[{"a": [1]}], [None], [], None, [{"a": []}], []]),
+        "map": pa.array([[("a", 1)], [], None] * 2, pa.map_(pa.string(), pa.int8())),
+        "fixed": pa.array([[1, 2], None, [3, 4]] * 2, pa.list_(pa.int8(), 2)),
+        "tensor": pa.FixedShapeTensorArray.from_numpy_ndarray(np.zeros((6, 2, 2))),
+        "codes": pa.array(["x", None, "y"] * 2).dictionary_encode(),
+        "dotted.name": pa.array([[1]] * 6),
+        "dotted": pa.array([[1, 2]] * 6),
+    }
+    turns = TURNS
+    for name, array in odd.items():
+        turns = turns.append_column(name, array)
+    pq.write_table(turns, path, row_group_size=4)
+    assert tk.read_turns(path).equals(turns)

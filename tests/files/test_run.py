@@ -1,0 +1,1196 @@
+"""Stages from file to file: in pieces, gathered, in parts, with sessions rejected."""
+
+import json
+import os
+import random
+from contextlib import ExitStack
+from itertools import chain, combinations, pairwise
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.cli.test_cli import run_json
+from tests.file_stages import compact_file, expand_file, linearize_file
+from tests.made_tables import linearized
+from tests.strategies import runs
+from trajkit import cli
+from trajkit.errors import (
+    ArgumentError,
+    FormatError,
+    InvalidTurnsError,
+    SchemaError,
+)
+from trajkit.files import group, outputs
+from trajkit.files import run as run_module
+from trajkit.files.formats import paths_in
+from trajkit.files.group import index_sessions
+from trajkit.files.outputs import write_in_thread
+from trajkit.files.run import Watch
+from trajkit.files.tables import read_any_rows, write_rows, write_table, write_tables
+from trajkit.schema import AMENDMENTS, REPORT, SESSIONS, TURNS, TURNS_DELTA
+from trajkit.tables import limits, session_batches
+from trajkit.tables.prefetch import prefetch
+from trajkit.verification.files import verify_file
+
+per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+SUFFIXES = ["parquet", "arrow", "arrows", "jsonl", "jsonl.gz"]
+
+
+def call(session, prompt, output, **more):
+    return {
+        "session_id": session,
+        "prompt_ids": prompt,
+        "output_ids": output,
+        "output_logprobs": [-0.5] * len(output),
+        **more,
+    }
+
+
+def session(name, n_turns, reply=3):
+    """A session whose every second reply comes back with another last token."""
+    prompt = [1, 2]
+    for k in range(n_turns):
+        output = [10 * k + i for i in range(reply)]
+        yield call(name, prompt, output, turn_index=k)
+        prompt = [*prompt, *output[: -(k % 2) or None], 7, 8]
+
+
+def some_sessions(n=12):
+    return list(chain(*(session(f"s{k}", 1 + k % 5) for k in range(n))))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Pieces, parts, buckets and batches of a few turns each."""
+    monkeypatch.setattr(limits, "READ_TOKENS", 600)
+    monkeypatch.setattr(limits, "FILE_TURNS", 5)
+    monkeypatch.setattr(limits, "BUCKET_BYTES", 400)
+    monkeypatch.setattr(limits, "SPILL_BYTES", 200)
+    monkeypatch.setattr(limits, "MIN_READ_ROWS", 2)
+    monkeypatch.setattr(limits, "READ_BYTES", 1)
+    monkeypatch.setattr(limits, "ROW_GROUP_BYTES", 1000)
+
+
+def scattered(records):
+    """The same calls, sessions mixed."""
+    numbered = list(records)
+    random.Random(0).shuffle(numbered)
+    return numbered
+
+
+def write_log(records, path):
+    """Calls as a log holds them, one after another as they came."""
+    if ".jsonl" in path.name:
+        tk.write_turns(tk.from_records([]), path)
+        opened = pa.CompressedOutputStream if path.suffix == ".gz" else None
+        with pa.OSFile(str(path), "w") as raw:
+            file = opened(raw, "gzip") if opened else raw
+            for record in records:
+                file.write(f"{json.dumps(record)}\n".encode())
+            file.close()
+        return
+    tk.write_turns(
+        (tk.from_records([record]).to_batches()[0] for record in records), path
+    )
+
+
+@pytest.mark.parametrize("suffix_", SUFFIXES)
+def test_a_stream_of_files_is_what_they_hold(tmp_path, small, suffix_):
+    log = tmp_path / f"log.{suffix_}"
+    write_log(some_sessions(), log)
+    got = list(tk.scan_turns(log))
+    assert pa.Table.from_batches(got).equals(tk.read_turns(log))
+    assert len(got) > 3
+
+
+@pytest.mark.parametrize("suffix_", SUFFIXES)
+def test_scattered_sessions_are_gathered(tmp_path, small, suffix_):
+    log = tmp_path / f"log.{suffix_}"
+    write_log(scattered(some_sessions()), log)
+    index = index_sessions(paths_in(log), None)
+    assert index.scattered is not None
+    assert len(set(group.bucket_numbers(index).values())) > 2
+    got = pa.Table.from_batches(tk.scan_turns(log, folder=tmp_path))
+    assert got.equals(tk.read_turns(log))
+    assert os.listdir(tmp_path) == [log.name]
+    with pytest.raises(InvalidTurnsError, match=r"comes back|follows"):
+        list(tk.scan_turns(log, gather=False))
+
+
+@per_example
+@given(records=runs(), rng=st.randoms(use_true_random=False))
+def test_any_log_is_gathered(tmp_path, small, records, rng):
+    rng.shuffle(records)
+    log = tmp_path / "log.jsonl"
+    write_log_json(records, log)
+    whole = tk.read_turns(log)
+    got = list(tk.scan_turns(log, folder=tmp_path))
+    assert pa.Table.from_batches(got, whole.schema).to_pylist() == whole.to_pylist()
+
+
+def write_log_json(records, path):
+    tk.write_turns(tk.from_records(records), path)
+    lines = path.read_text().splitlines()
+    random.Random(1).shuffle(lines)
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_the_index_of_a_directory_of_several_formats(tmp_path, small):
+    records = some_sessions(6)
+    write_log(records[:7], tmp_path / "a.parquet")
+    write_log(records[7:], tmp_path / "b.arrows")
+    index = index_sessions(paths_in(tmp_path), None)
+    assert index.n_turns == len(records)
+    assert list(index.turns) == [f"s{k}" for k in range(6)]
+    assert index.scattered is None
+    assert pa.Table.from_batches(tk.scan_turns(tmp_path)).equals(
+        tk.read_turns(tmp_path)
+    )
+
+
+@pytest.mark.parametrize("order", [list, scattered])
+def test_amendments_are_folded_into_what_is_streamed(tmp_path, small, order):
+    write_log(order(some_sessions(6)), tmp_path / "turns.arrows")
+    amended = pa.table([["s1"], [0], ["undelivered"], [False]], schema=AMENDMENTS)
+    known = pa.Table.from_pylist([{"session_id": "s1"}], SESSIONS)
+    for name, table in (("amendments", amended), ("sessions", known)):
+        with pa.ipc.new_stream(tmp_path / f"{name}.arrows", table.schema) as out:
+            out.write_table(table)
+    got = pa.Table.from_batches(tk.scan_turns(tmp_path))
+    assert got.equals(tk.read_turns(tmp_path))
+    marked = got.filter(pc.equal(got["amended"], "undelivered"))
+    assert marked.select(["session_id", "turn_index", "trainable"]).to_pylist() == [
+        {"session_id": "s1", "turn_index": 0, "trainable": False}
+    ]
+
+
+def test_turns_out_of_order_are_found(tmp_path):
+    table = tk.from_records(some_sessions(2))
+    pq.write_table(table.take([1, 0, 2]), tmp_path / "t.parquet")
+    assert index_sessions([tmp_path / "t.parquet"], None).scattered == "s1"
+
+
+@pytest.mark.parametrize("suffix_", [".parquet", ".arrow", ".arrows", ".jsonl"])
+def test_turns_out_of_order_are_found_across_batches_and_files(tmp_path, suffix_):
+    turns = tk.from_records(some_sessions(2)[1:])
+    assert turns["turn_index"].to_pylist() == [0, 1]
+    one, two = (tmp_path / f"{name}{suffix_}" for name in "ab")
+    tk.write_turns(turns.slice(1, 1), one)
+    tk.write_turns(turns.slice(0, 1), two)
+    assert index_sessions([two, one], None).scattered is None
+    assert index_sessions([one, two], None).scattered == "s1"
+    batches = (turns.slice(k, 1).to_batches()[0] for k in (1, 0))
+    tk.write_turns(batches, one)
+    assert index_sessions([one], None).scattered == "s1"
+
+
+@pytest.mark.parametrize("layout", ["full", "suffix"])
+@pytest.mark.parametrize("policy", ["faithful", "slime", "per_call"])
+def test_rows_are_those_of_the_table(tmp_path, small, monkeypatch, policy, layout):
+    log, rows, report = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "report"))
+    write_log(some_sessions(), log)
+    expected, counts = linearized(tk.read_turns(log), policy, reward=0.5, layout=layout)
+    for large in (1, 1 << 20):
+        monkeypatch.setattr(limits, "PART_TOKENS", large)
+        monkeypatch.setattr(limits, "BATCH_TOKENS", 20)
+        totals = linearize_file(
+            log, rows, policy, reward=0.5, layout=layout, report=report
+        )
+        assert tk.read_rows(rows).equals(expected)
+        assert pq.read_table(report).to_pylist() == counts.to_pylist()
+        assert totals["tokens_sampled"] == sum(counts["tokens_sampled"].to_pylist())
+        assert totals["sessions"] == 12
+
+
+def test_threads_write_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "MIN_PART_TOKENS", 64)
+    monkeypatch.setattr(limits, "ROW_GROUP_BYTES", 1000)
+    log = tmp_path / "log.parquet"
+    write_log(some_sessions(), log)
+    for threads in (1, 2, 3):
+        linearize_file(log, tmp_path / f"{threads}.parquet", threads=threads)
+    first, *others = ((tmp_path / f"{n}.parquet").read_bytes() for n in (1, 2, 3))
+    assert all(other == first for other in others)
+
+
+def test_turns_change_their_form(tmp_path, small):
+    log, delta, full = (tmp_path / f"{n}.parquet" for n in ("log", "delta", "full"))
+    write_log(some_sessions(), log)
+    turns = tk.read_turns(log)
+    assert compact_file(log, delta) == {"turns": len(turns)}
+    assert tk.read_turns(delta).equals(tk.compact(turns))
+    expand_file(delta, full)
+    assert tk.read_turns(full).equals(turns)
+
+
+@pytest.mark.parametrize("suffix_", ["parquet", "arrow", "arrows"])
+def test_no_turns_keep_their_form(tmp_path, suffix_):
+    path, again = tmp_path / f"none.{suffix_}", tmp_path / f"again.{suffix_}"
+    tk.write_turns(TURNS_DELTA.empty_table(), path)
+    assert tk.read_turns(path).schema.equals(TURNS_DELTA)
+    assert compact_file(path, again) == {"turns": 0}
+    assert tk.read_turns(again).schema.equals(TURNS_DELTA)
+    rows = tmp_path / "rows.parquet"
+    assert linearize_file(path, rows, layout="suffix")["sessions"] == 0
+    assert "suffix_ids" in tk.read_rows(rows).column_names
+
+
+def tree(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("names", "mixed"),
+    [
+        (["log.parquet"], False),
+        (["log.parquet"], True),
+        (["log.jsonl.gz"], False),
+        (["0.arrows", "1.arrows", "2.parquet"], False),
+        (["0.arrow", "1.jsonl", "2.jsonl", "3.jsonl.gz"], False),
+    ],
+)
+def test_a_run_that_was_stopped_goes_on(tmp_path, small, names, mixed):
+    log = tmp_path / "log"
+    log.mkdir()
+    records = some_sessions(15)
+    n_turns = len(records)
+    # files end within sessions
+    cuts = [n_turns * k // len(names) for k in range(len(names) + 1)]
+    for name, (start, stop) in zip(names, pairwise(cuts), strict=True):
+        some = records[start:stop]
+        write_log(scattered(some) if mixed else some, log / name)
+
+    def go(name, most):
+        gone = 0
+
+        def advances(n):
+            nonlocal gone
+            gone += n
+            if gone >= most:
+                raise Killed
+
+        folder = tmp_path / name
+        begun = []
+        watch = Watch(lambda index, done: begun.append(done), advances)
+        try:
+            totals = linearize_file(
+                log, f"{folder}/rows/", report=f"{folder}/report/", watch=watch
+            )
+        except Killed:
+            return None, begun[0]
+        return totals, begun[0]
+
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole, _ = go("whole", n_turns + 1)
+    assert len(list((tmp_path / "whole/rows").glob("part-*.parquet"))) > 3
+    expected = tk.linearize(tk.read_turns(log))
+    assert tk.read_rows(tmp_path / "whole/rows").equals(expected)
+    starts = []
+    for most in (8, 9, 20, n_turns + 1):
+        totals, begun = go("parts", most)
+        starts.append(begun)
+    assert totals == whole
+    assert starts == sorted(starts)
+    assert starts[-1] > 8
+    assert tree(tmp_path / "parts") == tree(tmp_path / "whole")
+    assert go("parts", 1) == (whole, n_turns)
+
+
+def test_rows_in_the_directory_of_the_turns_are_skipped(tmp_path):
+    sessions = some_sessions()
+    write_log(sessions, tmp_path / "turns.parquet")
+    turns = tk.read_turns(tmp_path / "turns.parquet")
+    rows = tk.linearize(turns)
+    tk.write_rows(rows, tmp_path / "rows.arrow")
+    tk.write_rows(rows, tmp_path / "a-rows.parquet")
+    assert tk.read_turns(tmp_path) == turns
+    # the parts are written into the directory that is read, and the run can be resumed
+    for _ in range(2):
+        linearize_file(tmp_path, f"{tmp_path}/rows/", report=tmp_path / "report")
+    assert tk.read_rows(tmp_path / "rows") == rows
+    (tmp_path / "turns.parquet").unlink()
+    said = r"has no file of turns, only rows \(a-rows.parquet\), report"
+    with pytest.raises(FormatError, match=said):
+        tk.read_turns(tmp_path)
+
+
+def test_a_directory_of_another_job_is_refused(tmp_path, small):
+    log = tmp_path / "log.parquet"
+    write_log(some_sessions(), log)
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    linearize_file(log, folder)
+    with pytest.raises(FormatError, match="parts of another job"):
+        linearize_file(log, folder, "slime")
+    with pytest.raises(FormatError, match="parts of another job"):
+        linearize_file(log, folder, reward={"s1": 1.0})
+    rewards = {f"s{k}": 1.0 for k in range(12)}
+    rewarded = f"{tmp_path}/rewarded/"
+    linearize_file(log, rewarded, reward=rewards)
+    linearize_file(log, rewarded, reward=rewards)
+    for name in ("s0", "s6", "s11"):
+        with pytest.raises(FormatError, match="parts of another job"):
+            linearize_file(log, rewarded, reward={**rewards, name: 2.0})
+    known = log.stat()
+    os.utime(log, ns=(known.st_atime_ns, known.st_mtime_ns + 1))
+    with pytest.raises(FormatError, match="parts of another job"):
+        linearize_file(log, folder)
+    os.utime(log, ns=(known.st_atime_ns, known.st_mtime_ns))
+    linearize_file(log, folder)
+    (folder / "_manifest.json").write_text("{}")
+    with pytest.raises(FormatError, match="is not a manifest"):
+        linearize_file(log, folder)
+    (folder / "_manifest.json").unlink()
+    with pytest.raises(FormatError, match="contains files"):
+        linearize_file(log, folder)
+    with pytest.raises(ArgumentError, match="give a directory"):
+        linearize_file(log, f"{tmp_path}/fresh/", report=tmp_path / "report.parquet")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"max_row_tokens": 9},
+        {"layout": "suffix"},
+        {"weigh_by": "row"},
+        {"nonfinite_logprobs": "null"},
+    ],
+    ids=lambda choice: next(iter(choice)),
+)
+def test_a_directory_of_parts_belongs_to_one_choice(tmp_path, choice):
+    log, rows = tmp_path / "log.parquet", f"{tmp_path}/rows/"
+    write_log(some_sessions(), log)
+    linearize_file(log, rows)
+    with pytest.raises(FormatError, match="parts of another job"):
+        linearize_file(log, rows, **choice)
+
+
+BAD = {
+    "output_logprobs": ([-0.5, float("nan")], "no number"),
+    "prompt_ids": ([3, -4], "-4"),
+}
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["in order", "scattered"])
+@pytest.mark.parametrize("suffix_", ["parquet", "jsonl"])
+def test_bad_sessions_are_rejected(tmp_path, small, capsys, suffix_, mixed):
+    log, rows, aside = (
+        tmp_path / n for n in (f"log.{suffix_}", "r.parquet", "a.parquet")
+    )
+    records = some_sessions()
+    good = [record for record in records if record["session_id"] not in ("s3", "s9")]
+    if suffix_ == "jsonl":
+        for record in records:
+            if record["session_id"] in ("s3", "s9"):
+                record["prompt_ids"] = [3, -4]
+        write_log(scattered(records) if mixed else records, log)
+    else:
+        table = tk.from_records(scattered(records) if mixed else records)
+        lines = table.to_pylist()
+        for line in lines:
+            if line["session_id"] in ("s3", "s9"):
+                line["output_logprobs"] = [-0.5]
+        if mixed:
+            random.Random(0).shuffle(lines)
+        pq.write_table(pa.Table.from_pylist(lines, table.schema), log)
+    argv = ["linearize", str(log), "-o", str(rows)]
+    assert cli.main(argv) == cli.BAD_DATA
+    said = capsys.readouterr().err
+    assert "session 's3'" in said or "session 's9'" in said
+    assert not rows.exists()
+    totals = linearize_file(log, rows, rejected=aside)
+    assert totals["rejected"] == 2
+    expected = tk.linearize(tk.from_records(good))
+    got = tk.read_rows(rows).to_pylist()
+    by_session = sorted(got, key=lambda row: (row["session_id"], row["row_index"]))
+    assert by_session == sorted(
+        expected.to_pylist(), key=lambda row: (row["session_id"], row["row_index"])
+    )
+    bad = pq.read_table(aside).to_pylist()
+    assert sorted(line["session_id"] for line in bad) == ["s3", "s9"]
+    assert all(f"session {line['session_id']!r}" in line["reason"] for line in bad)
+
+
+def test_what_a_stage_refuses_is_rejected(tmp_path, small, capsys):
+    log, rows, aside = (
+        str(tmp_path / f"{n}.parquet") for n in ("log", "rows", "aside")
+    )
+    records = some_sessions(5)
+    for record in records:
+        if record["session_id"] == "s2":
+            record["output_logprobs"] = None
+    write_log(records, Path(log))
+    policy = tk.policy("faithful", missing_logprobs="raise")
+    with pytest.raises(InvalidTurnsError, match="session 's2'"):
+        linearize_file(log, rows, policy)
+    totals = linearize_file(log, rows, policy, rejected=aside)
+    assert totals["rejected"] == 1
+    assert totals["sessions"] == 4
+    ((line),) = pq.read_table(aside).to_pylist()
+    assert "session 's2'" in line["reason"]
+
+
+def test_outputs_are_there_where_every_session_is_rejected(tmp_path):
+    places = {n: tmp_path / f"{n}.parquet" for n in ("log", "rows", "report", "aside")}
+    records = [{**one, "output_logprobs": None} for one in some_sessions(3)]
+    write_log(records, places["log"])
+    policy = tk.policy("faithful", missing_logprobs="raise")
+    options = {"report": places["report"], "rejected": places["aside"]}
+    totals = linearize_file(places["log"], places["rows"], policy, **options)
+    assert totals["rejected"] == 3
+    assert totals["sessions"] == 0
+    assert tk.read_rows(places["rows"]).num_rows == 0
+    assert pq.read_table(places["report"]).schema.names == REPORT.names
+
+
+def test_rows_whose_turns_are_all_set_aside_or_gone(tmp_path, small):
+    log, path, aside = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "aside"))
+    write_log(some_sessions(3), log)
+    both = chain(some_sessions(3), session("x", 2))
+    write_rows(tk.linearize(tk.from_records(list(both))), path)
+    known = pa.table({"session_id": ["z"], "reward": [1.0]})
+    found = tmp_path / "found.parquet"
+    totals = verify_file(path, log, found, sessions=known, rejected=aside)
+    assert totals == {"turns": 0, "violations": 1, "rejected": 3}
+    assert set(pq.read_table(found)["session_id"].to_pylist()) == {"x"}
+    write_log([], tmp_path / "none.jsonl")
+    totals = verify_file(path, tmp_path / "none.jsonl", found)
+    whole = tk.verify(read_any_rows(path), tk.from_records([]))
+    assert totals == {"turns": 0, "violations": whole.num_rows}
+    assert as_text(pq.read_table(found).to_pylist()) == as_text(whole.to_pylist())
+
+
+def test_the_command_says_what_it_rejected(tmp_path, capsys):
+    log, rows, aside = (
+        str(tmp_path / f"{n}.parquet") for n in ("log", "rows", "aside")
+    )
+    write_log(some_sessions(3), Path(log))
+    argv = ["linearize", log, "-o", rows, "--rejected", aside]
+    assert cli.main(argv) == cli.DONE
+    assert "0 sessions rejected" in capsys.readouterr().out
+    assert run_json(capsys, *argv)["rejected"] == 0
+
+
+def test_the_command_says_that_it_gathers(tmp_path, small, capsys):
+    log, rows = tmp_path / "log.parquet", tmp_path / "rows.parquet"
+    write_log(scattered(some_sessions()), log)
+    argv = ["linearize", str(log), "-o", str(rows)]
+    assert cli.main(argv) == cli.DONE
+    assert "is not contiguous" in capsys.readouterr().err
+    assert tk.read_rows(rows).equals(tk.linearize(tk.read_turns(log)))
+    assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
+
+
+def test_what_is_counted_does_not_depend_on_the_pieces(tmp_path, capsys, monkeypatch):
+    log, whole, table = (tmp_path / f"{n}.parquet" for n in ("log", "whole", "drift"))
+    write_log(some_sessions(), log)
+    said = {}
+    for name, tokens, output in (("whole", 1 << 20, whole), ("pieces", 600, table)):
+        monkeypatch.setattr(limits, "READ_TOKENS", tokens)
+        said[name] = [
+            run_json(capsys, "drift", str(log), "-o", str(output)),
+            run_json(capsys, "simulate", str(log), "--policy", "trl"),
+        ]
+    assert said["pieces"] == said["whole"]
+    assert said["whole"][0]["sessions"] == 12
+    assert pq.read_table(table).equals(pq.read_table(whole))
+
+
+def test_pieces_do_not_depend_on_what_came_before(small):
+    turns = tk.from_records(some_sessions())
+    whole = list(session_batches.rechunk([turns]))
+    assert len(whole) > 3
+    assert pa.concat_tables(whole).equals(turns)
+    for k in range(len(whole)):
+        rest = pa.concat_tables(whole[k:])
+        some = (
+            [rest.slice(0, 0), rest]
+            if k % 2
+            else list(session_batches.whole_sessions(rest.to_batches(max_chunksize=2)))
+        )
+        assert [p.num_rows for p in session_batches.rechunk(some)] == [
+            p.num_rows for p in whole[k:]
+        ]
+
+
+def test_a_piece_ends_with_the_session_that_fills_it_however_the_turns_come():
+    """Sessions of 1 to 5 turns make pieces of 6 turns and more."""
+    turns = tk.from_records(some_sessions())
+    sizes = [6, 9, 6, 9, 3]
+    names = turns["session_id"].to_pylist()
+    starts = [k for k in range(1, len(names)) if names[k] != names[k - 1]]
+    for one, two in combinations(starts, 2):
+        tables = [turns.slice(0, one), turns.slice(one, two - one), turns.slice(two)]
+        with (
+            mock.patch.object(limits, "READ_TOKENS", 6),
+            mock.patch.object(
+                session_batches, "cost", lambda table: np.ones(len(table), np.int64)
+            ),
+        ):
+            made = list(session_batches.rechunk(tables))
+        assert [len(piece) for piece in made] == sizes, (one, two)
+
+
+def test_an_outlet_hands_back_what_went_wrong(tmp_path):
+    [rows] = tk.linearize(tk.from_records(some_sessions(2))).to_batches()
+
+    def put(path, n, error=None):
+        with write_in_thread(path, write_rows, path) as put_table:
+            for _ in range(n):
+                put_table(rows)
+            if error is not None:
+                raise error
+
+    for n in (1, 5):
+        with pytest.raises(FileNotFoundError):
+            put(tmp_path / "absent/rows.parquet", n)
+    with pytest.raises(Killed):
+        put(tmp_path / "rows.parquet", 2, Killed())
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_more_than_is_allowed_waits_for_its_file(tmp_path):
+    [rows] = tk.linearize(tk.from_records(some_sessions(2))).to_batches()
+    handed, ahead = [], []
+
+    def write(batches, path):
+        for taken, batch in enumerate(batches):
+            ahead.append(len(handed) - taken)
+            write_rows(pa.Table.from_batches([batch] * 50), path)
+
+    with write_in_thread(tmp_path / "rows.parquet", write, tmp_path) as put:
+        for _ in range(10):
+            put(rows)
+            handed.append(rows)
+    # one that waits, and the one that is being handed over
+    assert len(ahead) == 10
+    assert max(ahead) <= 2
+
+
+def test_what_is_read_ahead_ends_with_its_user():
+    closed = []
+
+    def numbers():
+        try:
+            yield from range(100)
+        finally:
+            closed.append(True)
+
+    with ExitStack() as stack:
+        ahead = prefetch(numbers(), stack)
+        assert [next(ahead) for _ in range(3)] == [0, 1, 2]
+    assert closed == [True]
+    with ExitStack() as stack:
+        assert list(prefetch(iter([1, 2]), stack)) == [1, 2]
+
+    def broken():
+        yield 1
+        raise Killed
+
+    with ExitStack() as stack:
+        ahead = prefetch(broken(), stack)
+        assert next(ahead) == 1
+        with pytest.raises(Killed):
+            next(ahead)
+
+
+# Data as others have it
+
+
+@pytest.mark.parametrize("other", ["report", "rejected"])
+@pytest.mark.parametrize("output", ["rows.parquet", "rows/"])
+def test_two_outputs_of_one_name_are_refused(tmp_path, other, output):
+    write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
+    place = f"{tmp_path}/{output}"
+    with pytest.raises(ArgumentError, match=f"rows .* and {other} .* are one path"):
+        linearize_file(tmp_path / "t.jsonl", place, **{other: place.rstrip("/")})
+    assert os.listdir(tmp_path) == ["t.jsonl"]
+
+
+def test_a_report_overwrites_no_file_of_another(tmp_path):
+    write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "part-00000.parquet").write_text("mine")
+    with pytest.raises(FormatError, match="report contains files, but no"):
+        linearize_file(
+            tmp_path / "t.jsonl", f"{tmp_path}/rows/", report=tmp_path / "report"
+        )
+    assert (tmp_path / "report" / "part-00000.parquet").read_text() == "mine"
+
+
+def test_a_run_that_ended_before_it_said_so_makes_no_further_part(tmp_path):
+    write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
+    (tmp_path / "rows").mkdir()
+    linearize_file(tmp_path / "t.jsonl", tmp_path / "rows")
+    manifest = tmp_path / "rows" / "_manifest.json"
+    said = manifest.read_text()
+    manifest.write_text(said.replace('"finished": true', '"finished": false'))
+    linearize_file(tmp_path / "t.jsonl", tmp_path / "rows")
+    assert sorted(os.listdir(tmp_path / "rows")) == [
+        "_manifest.json",
+        "part-00000.parquet",
+    ]
+    assert manifest.read_text() == said
+
+
+def test_a_part_that_was_not_yet_remembered_is_made_again(tmp_path, monkeypatch):
+    write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module.Manifest, "add", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            linearize_file(
+                tmp_path / "t.jsonl", f"{tmp_path}/rows/", report=f"{tmp_path}/said/"
+            )
+    assert (tmp_path / "rows" / "part-00000.parquet").exists()
+    linearize_file(
+        tmp_path / "t.jsonl", f"{tmp_path}/rows/", report=f"{tmp_path}/said/"
+    )
+    assert tk.read_rows(tmp_path / "rows").num_rows == 1
+
+
+def test_what_ended_before_its_first_part_leaves_room_for_another_job(tmp_path):
+    write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
+    with pytest.raises(InvalidTurnsError, match="no line in sessions"):
+        linearize_file(tmp_path / "t.jsonl", f"{tmp_path}/rows/", reward={"b": 1.0})
+    linearize_file(tmp_path / "t.jsonl", f"{tmp_path}/rows/", reward={"a": 1.0})
+    assert tk.read_rows(tmp_path / "rows")["reward"].to_pylist() == [1.0]
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_files_of_one_log_count_their_turns_together(tmp_path, scattered):
+    for k in range(3):
+        names = "ab" if scattered else "a"
+        write_source(
+            tmp_path / f"turns-{k:05}.jsonl",
+            [
+                call(name, [*range(1, 2 + 2 * k + i)], [2])
+                for i in range(2)
+                for name in names
+            ],
+        )
+    expected = tk.read_turns(tmp_path)
+    assert expected["turn_index"].to_pylist()[:6] == list(range(6))
+    streamed = pa.Table.from_batches(tk.scan_turns(tmp_path))
+    assert streamed.combine_chunks() == expected.combine_chunks()
+
+
+def test_full_turns_beside_delta_turns_are_refused(tmp_path):
+    turns = tk.from_records([call("a", [1], [2]), call("b", [1], [2])])
+    tk.write_turns(turns.slice(0, 1), tmp_path / "a.parquet")
+    tk.write_turns(tk.compact(turns.slice(1)), tmp_path / "b.parquet")
+    for read in (tk.read_turns, lambda path: list(tk.scan_turns(path))):
+        with pytest.raises(SchemaError, match="some of the turns are in full"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "text"),
+    [
+        ([b"\xff", b"a"], SchemaError, "'session_id' is binary: expected string"),
+        ([["a"], ["b"]], SchemaError, "'session_id' is list<.*>: expected string"),
+        (["a", None], InvalidTurnsError, "session_id is null"),
+    ],
+)
+def test_sessions_without_a_name_are_refused(tmp_path, small, names, error, text):
+    turns = tk.from_records([call("a", [1], [2]), call("a", [1], [3])])
+    odd = turns.set_column(0, "session_id", pa.array([*names, names[0]][:2]))
+    odd = pa.concat_tables([odd, odd])
+    pq.write_table(odd, tmp_path / "t.parquet")
+    with pytest.raises(error, match=text):
+        list(tk.scan_turns(tmp_path / "t.parquet"))
+    with pytest.raises(error, match=text):
+        list(tk.linearize_batches(iter(odd.to_batches())))
+
+
+def test_a_session_that_unicode_cannot_say_is_refused(tmp_path):
+    (tmp_path / "t.jsonl").write_text(json.dumps(call("\ud800", [1], [2])))
+    with pytest.raises(InvalidTurnsError, match=r"record 0: .* is not valid Unicode"):
+        list(tk.scan_turns(tmp_path / "t.jsonl"))
+
+
+def test_lists_in_a_dictionary_are_lists():
+    turns = tk.from_records([call("a", [1], [2]), call("b", [1], [2])])
+    prompts = pa.DictionaryArray.from_arrays(
+        pa.array([0, 0], pa.int32()), pa.array([[1]], pa.list_(pa.int64()))
+    )
+    coded = turns.set_column(2, "prompt_ids", prompts)
+    expected = tk.linearize(turns)
+    assert tk.linearize(coded) == expected
+    streamed = tk.linearize_batches(iter(coded.to_batches()))
+    assert pa.Table.from_batches(streamed) == expected
+
+
+def write_source(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+# --- verify
+
+
+def broken_rows(table):
+    """The rows with a fault in some sessions, and one session without rows."""
+    rows = table.to_pylist()
+    rows = [row for row in rows if row["session_id"] != "s4"]
+    for row in rows:
+        if row["session_id"] in ("s1", "s7", "s10"):
+            row["loss_mask"][0] = not row["loss_mask"][0]
+            row["row_weight"] = 0.5
+    return pa.Table.from_pylist(rows, table.schema)
+
+
+def as_text(violations):
+    """Violations in an order that does not tell where they were found."""
+    return sorted(map(json.dumps, violations))
+
+
+@pytest.mark.parametrize("order", ["as written", "sessions mixed", "rows mixed"])
+@pytest.mark.parametrize("turns_order", [list, scattered])
+@pytest.mark.parametrize(
+    ("kind", "suffix_"),
+    [
+        ("own", "parquet"),
+        ("own", "jsonl.gz"),
+        ("suffixes", "arrows"),
+        ("foreign", "arrow"),
+        ("foreign", "jsonl"),
+        ("without numbers", "parquet"),
+    ],
+)
+def test_files_break_what_their_tables_break(
+    tmp_path, small, monkeypatch, kind, suffix_, turns_order, order
+):
+    monkeypatch.setattr(limits, "READ_BYTES", 1)
+    monkeypatch.setattr(limits, "MIN_READ_ROWS", 2)
+    log, path = tmp_path / "log.parquet", tmp_path / f"rows.{suffix_}"
+    write_log(turns_order(some_sessions()), log)
+    rows = broken_rows(tk.linearize(tk.read_turns(log), "strict"))
+    place = list(range(rows.num_rows))
+    if order == "sessions mixed":
+        names = rows["session_id"].to_pylist()
+        place.sort(key=lambda k: (names[k][::-1], k))
+    elif order == "rows mixed":
+        random.Random(2).shuffle(place)
+    rows = rows.take(place)
+    if kind == "suffixes":
+        rows = tk.linearize(tk.read_turns(log), "strict", layout="suffix")
+        rows = rows.filter(pc.not_equal(rows["session_id"], "s4"))
+        weights = pa.array([0.5] * rows.num_rows)
+        at = rows.schema.get_field_index("row_weight")
+        rows = rows.set_column(at, rows.field(at), weights)
+        if order != "as written":
+            first = pc.equal(rows["session_id"], "s0")
+            rows = pa.concat_tables([rows.filter(pc.invert(first)), rows.filter(first)])
+    if kind in ("own", "suffixes"):
+        write_rows(rows, path)
+    else:
+        names = ["session_id", "row_index", "input_ids", "loss_mask", "logprobs"]
+        if kind == "without numbers":
+            names.remove("row_index")
+        write_table(rows.select(names), path)
+    whole = tk.verify(read_any_rows(path), tk.read_turns(log), "strict").to_pylist()
+    output = tmp_path / "found.parquet"
+    totals = verify_file(path, log, output, "strict")
+    found = pq.read_table(output).to_pylist()
+    assert as_text(found) == as_text(whole)
+    assert {line["session_id"] for line in found} >= {"s4"}
+    assert totals == {"turns": len(some_sessions()), "violations": len(whole)}
+    assert sorted(os.listdir(tmp_path)) == sorted([log.name, path.name, output.name])
+
+
+def test_sessions_of_rows_without_turns_are_named(tmp_path, small):
+    log, path = tmp_path / "log.jsonl", tmp_path / "rows.jsonl"
+    write_log(some_sessions(6), log)
+    others = tk.from_records(chain(session("x", 2), session("y", 1)))
+    both = [tk.linearize(tk.read_turns(log)), tk.linearize(others)]
+    write_rows(pa.concat_tables([both[1].slice(0, 1), both[0], both[1].slice(1)]), path)
+    verify_file(path, log, tmp_path / "found.jsonl")
+    text = (tmp_path / "found.jsonl").read_text()
+    found = [json.loads(line) for line in text.splitlines()]
+    assert as_text(found) == as_text(
+        tk.verify(read_any_rows(path), tk.read_turns(log)).to_pylist()
+    )
+    assert {(line["session_id"], line["rule"]) for line in found} == {
+        ("x", "session"),
+        ("y", "session"),
+    }
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["whole", "in pieces"])
+def test_rows_elsewhere_than_their_turns_are_gathered_or_refused(
+    tmp_path, small, capsys, swap
+):
+    log, path = (tmp_path / f"{name}.parquet" for name in ("log", "rows"))
+    write_log(some_sessions(), log)
+    rows = tk.linearize(tk.read_turns(log), "slime")
+    if swap:
+        rows = pa.concat_tables([rows.slice(1), rows.slice(0, 1), rows])
+    write_rows(rows.sort_by([("session_id", "descending")]) if not swap else rows, path)
+    argv = ["verify", str(path), str(log), "--policy", "slime"]
+    code = cli.main(argv)
+    out, err = capsys.readouterr()
+    assert "are not in the order of the turns: all rows are sorted" in err
+    assert code == (cli.BAD_DATA if swap else cli.DONE)
+    if swap:
+        assert "continues after another session began" in out
+    assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
+    assert "are not in the order of the turns" in capsys.readouterr().err
+
+
+def test_rows_of_no_session_are_verified_whole(tmp_path, small, capsys):
+    log, path = tmp_path / "log.parquet", tmp_path / "rows.parquet"
+    write_log(scattered(some_sessions(3)), log)
+    rows = tk.linearize(tk.read_turns(log), "strict")
+    write_table(rows.select(["input_ids", "loss_mask", "logprobs"]), path)
+    argv = ["verify", str(path), str(log)]
+    assert cli.main(argv) == cli.DONE
+    assert capsys.readouterr().out.startswith("no violations\nwithout --policy, ")
+    argv += ["--policy", "strict"]
+    assert cli.main(argv) == cli.DONE
+    assert capsys.readouterr().out == "no violations\n"
+    write_table(rows.slice(1).select(["input_ids", "loss_mask"]), path)
+    whole = tk.verify(read_any_rows(path), tk.read_turns(log), "strict").to_pylist()
+    found = run_json(capsys, *argv, code=cli.BAD_DATA)["violations"]
+    assert found == whole
+    assert cli.main([*argv, "-o", f"{tmp_path}/found/"]) == cli.BAD_USAGE
+    assert "have no session_id" in capsys.readouterr().err
+    names = pa.array([None, *rows["session_id"].to_pylist()[1:]])
+    write_table(
+        rows.select(["input_ids", "loss_mask"]).append_column("session_id", names), path
+    )
+    assert cli.main(argv) == cli.BAD_DATA
+    assert "session_id is null or no text in some rows" in capsys.readouterr().err
+
+
+def test_rows_of_sessions_set_aside_are_passed_over(tmp_path, small, capsys):
+    log, path, aside = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "aside"))
+    records = some_sessions()
+    write_log(records, log)
+    rows = broken_rows(tk.linearize(tk.read_turns(log)))
+    write_rows(rows, path)
+    for record in records:
+        if record["session_id"] in ("s3", "s7"):
+            record["output_logprobs"] = [-0.5]
+    lines = tk.read_turns(log).to_pylist()
+    for line, record in zip(lines, records, strict=True):
+        line["output_logprobs"] = record["output_logprobs"]
+    pq.write_table(pa.Table.from_pylist(lines, TURNS), log)
+    argv = ["verify", str(path), str(log), "--policy", "faithful"]
+    assert cli.main(argv) == cli.BAD_DATA
+    assert "session 's3'" in capsys.readouterr().err
+    said = run_json(capsys, *argv, "--rejected", str(aside), code=cli.BAD_DATA)
+    assert said["rejected"] == 2
+    assert {one["session_id"] for one in said["violations"]} == {"s1", "s4", "s10"}
+    assert pq.read_table(aside)["session_id"].to_pylist() == ["s3", "s7"]
+    # what only the comparison asks for is set aside as well, session by session
+    known = pa.table({"session_id": [f"s{k}" for k in range(12) if k != 5]})
+    known = known.append_column("reward", pa.nulls(11, pa.float64()))
+    totals = verify_file(
+        *(path, log, tmp_path / "found.parquet", "faithful"),
+        sessions=known,
+        rejected=aside,
+    )
+    assert totals["rejected"] == 3
+    found = pq.read_table(tmp_path / "found.parquet")["session_id"].to_pylist()
+    assert set(found) == {"s1", "s4", "s10"}
+    cli.main([*argv, "--rejected", str(aside)])
+    assert "2 sessions rejected, see" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["in order", "scattered"])
+def test_verify_goes_on_where_it_was_stopped(tmp_path, small, mixed):
+    log, path = tmp_path / "log.parquet", tmp_path / "rows.parquet"
+    write_log(some_sessions(15), log)
+    rows = broken_rows(tk.linearize(tk.read_turns(log)))
+    lone = tk.linearize(tk.from_records(session("x", 2)))
+    rows = pa.concat_tables([rows, lone])
+    write_rows(scattered_rows(rows) if mixed else rows, path)
+    gone = 0
+
+    def advances(n):
+        nonlocal gone
+        gone += n
+        if gone > 20:
+            raise Killed
+
+    for name, watch in (("whole", None), ("parts", Watch(advances=advances))):
+        folder = f"{tmp_path}/{name}/"
+        if watch:
+            with pytest.raises(Killed):
+                verify_file(path, log, folder, watch=watch)
+            n_parts = len(list(Path(folder).glob("part-*")))
+            assert n_parts > 1
+        totals = verify_file(path, log, folder)
+    assert tree(tmp_path / "parts") == tree(tmp_path / "whole")
+    whole = tk.verify(read_any_rows(path), tk.read_turns(log))
+    assert totals["violations"] == whole.num_rows
+    with pytest.raises(FormatError, match="parts of another job"):
+        verify_file(path, log, folder, "slime")
+    assert len(list(Path(folder).glob("part-*"))) > n_parts
+
+
+def scattered_rows(rows):
+    place = list(range(rows.num_rows))
+    place.sort(key=lambda k: (k % 3, k))
+    return rows.take(place)
+
+
+# --- commands that add up
+
+
+@pytest.mark.parametrize("command", ["simulate", "drift"])
+def test_commands_that_add_up_set_sessions_aside(tmp_path, small, capsys, command):
+    log, good, aside = (tmp_path / f"{n}.jsonl" for n in ("log", "good", "aside"))
+    records = some_sessions()
+    bad = {"s3", "s9"}
+    write_log([one for one in records if one["session_id"] not in bad], good)
+    for record in records:
+        if record["session_id"] in bad:
+            record["prompt_ids"] = [-1]
+    write_log(scattered(records), log)
+    expected = run_json(capsys, command, str(good))
+    argv = [command, str(log), "--rejected", str(aside)]
+    assert cli.main([*argv, "--json"]) == cli.DONE
+    out, err = capsys.readouterr()
+    assert "is not contiguous" in err
+    assert json.loads(out) == {**expected, "rejected": 2}
+    assert cli.main(argv) == cli.DONE
+    assert "2 sessions rejected" in capsys.readouterr().out
+    assert len(aside.read_text().splitlines()) == 2
+    assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
+
+
+def test_a_session_that_one_policy_refuses_is_counted_by_none(tmp_path, small, capsys):
+    """Others of its piece are counted once, though the piece is looked at again."""
+    log, aside = (str(tmp_path / f"{name}.parquet") for name in ("log", "aside"))
+    records = some_sessions(5)
+    for record in records:
+        if record["session_id"] == "s2":
+            record["output_logprobs"] = None
+    write_log(records, Path(log))
+    argv = ["simulate", log, "--policy", "faithful", "--policy", "strict"]
+    argv += ["--set", "missing_logprobs=raise"]
+    assert cli.main(argv) == cli.BAD_DATA
+    assert "session 's2'" in capsys.readouterr().err
+    said = run_json(capsys, *argv, "--rejected", aside)
+    assert said["rejected"] == 1
+    good = tk.from_records([one for one in records if one["session_id"] != "s2"])
+    policies = ["faithful", tk.policy("strict", missing_logprobs="raise")]
+    assert said["policies"] == tk.simulate(good, policies).to_pylist()
+
+
+# --- outputs stand together
+
+
+@pytest.mark.parametrize("full", ["rows", "report", "rejected"])
+@pytest.mark.parametrize("parts", [False, True], ids=["files", "parts"])
+def test_outputs_stand_all_or_none(tmp_path, small, monkeypatch, parts, full):
+    """A disk that is full when one file is closed leaves no other file behind."""
+    write_log(some_sessions(), tmp_path / "log.parquet")
+    suffix_ = "/" if parts else ".parquet"
+    names = ["rows", "report", "rejected"]
+    places = {name: f"{tmp_path}/{name}{suffix_}" for name in names}
+    n_written = 0
+
+    def write(batches, path):
+        nonlocal n_written
+        write_tables(batches, path)
+        n_written += path.parent.name == full or path.name.endswith(f"{full}.parquet")
+        if n_written == 1 + parts:  # of parts, the second
+            raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(run_module, "write_any", write)
+    if not parts:
+        Path(places["report"]).write_text("of the run before")
+    options = {name: places[name] for name in names[1:]}
+    with pytest.raises(OSError, match="No space left"):
+        linearize_file(tmp_path / "log.parquet", places["rows"], **options)
+    if parts:
+        found = {name: os.listdir(places[name]) for name in names}
+        assert [[one for one in found[name] if one[0] != "_"] for name in names] == (
+            [["part-00000.parquet"]] * 3
+        )
+    else:
+        assert sorted(os.listdir(tmp_path)) == ["log.parquet", "report.parquet"]
+        assert Path(places["report"]).read_text() == "of the run before"
+
+
+def test_a_report_that_cannot_stand_leaves_no_rows(tmp_path, capsys):
+    write_log(some_sessions(2), tmp_path / "log.parquet")
+    (tmp_path / "report").mkdir()
+    argv = ["linearize", f"{tmp_path}/log.parquet", "-o", f"{tmp_path}/rows.parquet"]
+    assert cli.main([*argv, "--report", f"{tmp_path}/report"]) == cli.BAD_FILE
+    assert capsys.readouterr().err == f"trajkit: {tmp_path}/report: Is a directory\n"
+    assert sorted(os.listdir(tmp_path)) == ["log.parquet", "report"]
+
+
+def test_a_directory_of_several_formats_has_one_order(tmp_path, small):
+    """Lines count their turns together, so they come behind what is numbered."""
+    prompts = ([1], [1, 2, 4])
+    records = [call(name, ids, [2]) for name in "ab" for ids in prompts]
+    write_source(tmp_path / "a.jsonl", records[:1])
+    write_log(list(session("p", 2)), tmp_path / "b.parquet")
+    write_source(tmp_path / "c.jsonl", records[1:])
+    whole = tk.read_turns(tmp_path)
+    assert whole["session_id"].to_pylist() == ["p", "p", "a", "a", "b", "b"]
+    assert whole["turn_index"].to_pylist() == [0, 1] * 3
+    assert pa.Table.from_batches(tk.scan_turns(tmp_path)).equals(whole)
+
+
+def test_advantages_take_two_passes(tmp_path, small):
+    """The sums of groups need a line for each session, and rows go by in a stream."""
+    log, rows, report = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "report"))
+    write_log(some_sessions(), log)
+    names = [f"s{k}" for k in range(12)]
+    known = pa.table(
+        {
+            "session_id": names,
+            "reward": [float(k) for k in range(12)],
+            "group_id": [f"g{k % 3}" for k in range(12)],
+        }
+    )
+    linearize_file(log, rows, report=report, sessions=known)
+    given = tk.learn.advantages(pq.read_table(report))
+    weighed = tk.add_advantages_batches(tk.scan_rows(rows, batch_rows=3), given)
+    tk.write_rows(weighed, tmp_path / "weighed.parquet")
+    whole, counts = linearized(tk.read_turns(log), sessions=known)
+    expected = tk.add_advantages(whole, tk.learn.advantages(counts))
+    got = tk.read_rows(tmp_path / "weighed.parquet")
+    assert got.to_pylist() == expected.to_pylist()
+
+
+def test_files_whose_columns_differ_are_gathered_into_the_same_buckets(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(limits, "BUCKET_BYTES", 400)
+    log = tmp_path / "log"
+    log.mkdir()
+    records = scattered(some_sessions())
+    for k in range(4):
+        more = {"note": f"n{k}"} if k % 2 else {}
+        some = [{**record, **more} for record in records[k::4]]
+        write_log(some, log / f"{k}.arrows")
+    whole = tk.read_turns(log)
+    got = pa.concat_tables(
+        [pa.Table.from_batches([batch]) for batch in tk.scan_turns(log)],
+        promote_options="default",
+    )
+    assert got.select(whole.column_names).equals(whole)
+    assert whole["note"].null_count < len(whole)
+
+
+# --- names that cannot all be given
+
+
+THREE = ("a.arrows", "b.arrows", "c.arrows")
+
+
+def write_three(folder, blocked=None):
+    """Write three files together; the place of one is taken meanwhile."""
+    places = {name: folder / name for name in THREE}
+    with outputs.atomic_writers(places, write_tables) as puts:
+        for put in puts.values():
+            put(pa.record_batch({"x": [1]}))
+        if blocked:
+            (folder / blocked).unlink(missing_ok=True)
+            (folder / blocked).mkdir()
+
+
+@pytest.fixture(params=["hard links", "no hard links"])
+def linked(request, monkeypatch):
+    def refused(old, new, *, follow_symlinks):
+        raise PermissionError(1, "Operation not permitted", str(old))
+
+    if request.param == "no hard links":
+        monkeypatch.setattr(os, "link", refused)
+
+
+@pytest.mark.usefixtures("linked")
+@pytest.mark.parametrize("blocked", THREE)
+@pytest.mark.parametrize("old", THREE)
+def test_files_are_named_all_or_none(tmp_path, old, blocked):
+    (tmp_path / old).write_text("of the run before")
+    with pytest.raises(IsADirectoryError):
+        write_three(tmp_path, blocked)
+    assert sorted(os.listdir(tmp_path)) == sorted({old, blocked})
+    assert list((tmp_path / blocked).iterdir()) == []
+    if blocked != old:
+        assert (tmp_path / old).read_text() == "of the run before"
+
+
+@pytest.mark.usefixtures("linked")
+def test_files_take_the_place_of_those_before(tmp_path):
+    (tmp_path / "a.arrows").write_text("of the run before")
+    (tmp_path / "b.arrows").symlink_to("a.arrows")
+    write_three(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [*THREE]
+    assert not (tmp_path / "b.arrows").is_symlink()
+    tables = [pa.ipc.open_stream(tmp_path / name).read_all() for name in THREE]
+    assert [table.num_rows for table in tables] == [1, 1, 1]
+
+
+def test_between_two_names_the_old_file_stands_beside_the_new(tmp_path, monkeypatch):
+    """What stands there then is what a process that dies there leaves."""
+    old, left, kept = tmp_path / "a.arrows", [], []
+    old.write_text("of the run before")
+    replace, hidden = os.replace, f".{os.getpid()}"
+
+    def looked_at(draft, path):
+        if path.name == "b.arrows":
+            left.extend(sorted(os.listdir(tmp_path)))
+            kept.append((tmp_path / f"{hidden}~a.arrows").read_text())
+        replace(draft, path)
+
+    monkeypatch.setattr(os, "replace", looked_at)
+    write_three(tmp_path)
+    drafts = [f"{hidden}-b.arrows", f"{hidden}-c.arrows"]
+    assert left == [*drafts, f"{hidden}~a.arrows", "a.arrows"]
+    assert kept == ["of the run before"]
+
+
+@pytest.mark.parametrize("suffix_", SUFFIXES)
+def test_a_log_that_grows_while_it_is_gathered_is_refused(tmp_path, small, suffix_):
+    """Sessions that the index does not have would be left out."""
+    whole = scattered(some_sessions())
+    log = tmp_path / f"a.{suffix_}"
+    write_log(whole, log)
+    source = group.Log(tmp_path)
+    index = source.index()
+    write_log(
+        [{**one, "session_id": "new"} for one in whole[:5]], tmp_path / "b.arrows"
+    )
+    with pytest.raises(FormatError, match=r"'new' was not there .* they changed since"):
+        list(source.pieces(index))
+
+
+def test_a_column_of_rows_that_is_named_as_one_of_turns_says_nothing(tmp_path, capsys):
+    log, path = tmp_path / "log.parquet", tmp_path / "rows.parquet"
+    write_log(some_sessions(3), log)
+    rows = tk.linearize(tk.read_turns(log), "strict")
+    falling = pa.array(range(len(rows), 0, -1))
+    write_table(rows.append_column("turn_index", falling), path)
+    argv = ["verify", str(path), str(log), "--policy", "strict", "--gather", "no"]
+    assert cli.main(argv) == cli.DONE
+
+
+def test_an_empty_file_of_lines_beside_turns_in_delta_form(tmp_path):
+    turns = tk.compact(tk.from_records(some_sessions(3)))
+    tk.write_turns(turns, tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_bytes(b"")
+    assert tk.read_turns(tmp_path).equals(turns)

@@ -1,0 +1,544 @@
+import gzip
+import io
+import json
+import os
+from datetime import UTC, datetime
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.made_tables import link_by
+from tests.strategies import json_messages, runs
+from trajkit import schema
+from trajkit.errors import (
+    FormatError,
+    InvalidTurnsError,
+    SchemaError,
+    TornLogWarning,
+)
+from trajkit.files.tables import (
+    read_rows,
+    read_sessions,
+    read_turns,
+    write_rows,
+    write_sessions,
+    write_turns,
+)
+from trajkit.tables import limits
+from trajkit.turns.validation import validate
+
+SUFFIXES = ["parquet", "arrow", "feather", "ipc", "arrows", "jsonl", "ndjson"]
+SUFFIXES += ["jsonl.gz", "jsonl.zst"]
+FORMATS = ["parquet", "arrow", "arrows", "jsonl", "jsonl.gz", "jsonl.zst"]
+
+CALL = {
+    "session_id": "a",
+    "prompt_ids": [1, 2],
+    "output_ids": [3, 4],
+    "output_logprobs": [-0.1, None],
+    "prompt_messages": [{"role": "user", "content": 'é"\u2028\ud800'}],
+    "response_message": {"role": "assistant", "tool_calls": [{"a": 1.0}]},
+    "weight_versions": [{"version": "7", "start": 0, "stop": 2}],
+    "agent_id": "main",
+}
+OTHER = {**CALL, "session_id": "b", "prompt_messages": None, "output_logprobs": None}
+
+per_example = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25
+)
+
+
+@pytest.fixture
+def turns():
+    return tk.from_records([CALL, CALL, OTHER, CALL])
+
+
+@pytest.fixture
+def rows(turns):
+    return tk.linearize(turns, policy="slime", reward=0.5)
+
+
+def torn_read(path):
+    with pytest.warns(TornLogWarning) as caught:
+        table = read_turns(path)
+    (warning,) = caught
+    return table, str(warning.message)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_turns_survive_a_file(tmp_path, turns, suffix):
+    path = tmp_path / f"run.{suffix}"
+    write_turns(turns, path)
+    back = read_turns(str(path))
+    assert back.equals(turns)
+    assert back.schema.equals(turns.schema, check_metadata=True)
+    assert os.listdir(tmp_path) == [path.name]
+    with path.open("rb") as file:
+        assert read_turns(file).equals(turns)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@per_example
+@given(records=runs())
+def test_whatever_was_recorded_survives(format, records):
+    turns = tk.from_records(records)
+    file = io.BytesIO()
+    write_turns(turns, file, format=format)
+    assert read_turns(io.BytesIO(file.getvalue()), format=format).equals(turns)
+
+
+@per_example
+@given(st.lists(json_messages, max_size=3))
+def test_any_message_survives_json_lines(messages):
+    turns = tk.from_records([{**CALL, "prompt_messages": messages}] * 2)
+    file = io.BytesIO()
+    write_turns(turns, file, format="jsonl")
+    assert read_turns(io.BytesIO(file.getvalue())).equals(turns)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_rows_survive_a_file(tmp_path, rows, suffix):
+    path = tmp_path / f"rows.{suffix}"
+    write_rows(rows, path)
+    back = read_rows(path)
+    assert back.to_pylist() == rows.to_pylist()
+    assert back.schema.equals(rows.schema, check_metadata=True)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_tables_without_rows_survive(format):
+    for write, read, plan in (
+        (write_turns, read_turns, schema.TURNS),
+        (write_rows, read_rows, schema.ROWS),
+    ):
+        file = io.BytesIO()
+        write(plan.empty_table(), file, format=format)
+        assert read(io.BytesIO(file.getvalue()), format=format).num_rows == 0
+
+
+@pytest.mark.parametrize("format", ["parquet", "arrow", "arrows"])
+def test_the_delta_form_survives(format):
+    first = {
+        "session_id": "a",
+        "turn_index": 0,
+        "shared_length": 0,
+        "suffix_ids": [1],
+        "output_ids": [2],
+    }
+    later = {**first, "turn_index": 1, "base_turn": 0, "shared_length": 2}
+    table = validate(pa.Table.from_pylist([{**first, "base_turn": None}, later]))
+    file = io.BytesIO()
+    write_turns(table, file, format=format)
+    assert read_turns(io.BytesIO(file.getvalue())).equals(table)
+    with pytest.raises(FormatError, match="delta form"):
+        write_turns(table, io.BytesIO(), format="jsonl")
+
+
+@per_example
+@given(runs())
+def test_every_table_survives_polars(records):
+    turns = tk.from_records(
+        [{**record, "prompt_ids": record["prompt_ids"] or [0]} for record in records]
+    )
+    links = link_by(turns, parent_by="messages")
+    tables = {
+        "turns": turns,
+        "links": links,
+        "drift": tk.classify_drift(turns, links),
+        "rows": tk.linearize(turns, policy="slime"),
+    }
+    tables["sessions"] = pa.table({"session_id": turns["session_id"].unique()})
+    for kind, table in tables.items():
+        known = validate(table, kind)
+        back = validate(pl.DataFrame(known), kind)
+        assert back.to_pylist() == known.to_pylist()
+        assert back.schema.equals(known.schema, check_metadata=True)
+    assert read_turns(pl.DataFrame(turns)).equals(turns)
+    assert tk.linearize(pl.DataFrame(turns), policy="slime").equals(tables["rows"])
+
+
+def test_polars_files_are_read(tmp_path, turns):
+    frame = pl.DataFrame(turns)
+    frame.write_parquet(tmp_path / "a.parquet")
+    frame.write_ipc(tmp_path / "a.arrow")
+    frame.write_ipc_stream(tmp_path / "a.arrows")
+    for suffix in ("parquet", "arrow", "arrows"):
+        back = read_turns(tmp_path / f"a.{suffix}")
+        # a column that the schema does not know keeps polars' own type
+        assert back["agent_id"].to_pylist() == turns["agent_id"].to_pylist()
+        assert back.drop_columns("agent_id").equals(turns.drop_columns("agent_id"))
+
+
+@per_example
+@given(runs(), st.randoms(use_true_random=False))
+def test_interleaved_logs_are_gathered(records, random):
+    turns = tk.from_records(records)
+    order = list(range(turns.num_rows))
+    random.shuffle(order)
+    mixed = turns.take(order)
+    names = mixed["session_id"].unique().to_pylist()
+    expected = pa.concat_tables(
+        turns.filter(pa.compute.equal(turns["session_id"], name)) for name in names
+    )
+    for form in (mixed, mixed.to_reader(max_chunksize=2), pl.DataFrame(mixed)):
+        assert read_turns(form).equals(expected)
+
+
+def test_a_directory_is_one_log(tmp_path, turns):
+    write_turns(turns[:1], tmp_path / "1.parquet")
+    (tmp_path / "sub").mkdir()
+    write_turns(turns[1:2], tmp_path / "sub" / "2.arrows")
+    write_turns(turns[2:], tmp_path / "0.arrow")
+    (tmp_path / "notes.txt").write_text("not ours")
+    (tmp_path / ".hidden.jsonl").write_text("not JSON")
+    assert read_turns(tmp_path).equals(turns)
+
+
+def test_json_lines_of_one_directory_count_their_turns_together(tmp_path):
+    plain = {name: CALL[name] for name in ("session_id", "prompt_ids", "output_ids")}
+    more = {**plain, "prompt_ids": [*plain["prompt_ids"], 1]}
+    for name, calls in (("1.jsonl", (plain, plain)), ("2.jsonl", (more, plain))):
+        text = "\n\n".join(map(json.dumps, calls))
+        (tmp_path / name).write_text(f"{text}\n")
+    assert read_turns(tmp_path)["turn_index"].to_pylist() == [0, 1, 2, 3]
+
+
+def test_an_empty_directory_is_refused(tmp_path):
+    with pytest.raises(FormatError, match="no file of a known format"):
+        read_turns(tmp_path)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_sessions_come_back_as_they_were_written(tmp_path, format):
+    path = tmp_path / f"x.{format}"
+    sessions = pa.table(
+        {"session_id": ["a", "b"], "reward": [None, 1.5], "level": [2, 3]}
+    )
+    write_sessions(sessions, path)
+    read = read_sessions(path)
+    assert (
+        read.select(["session_id", "reward", "level"]).to_pylist()
+        == sessions.to_pylist()
+    )
+    with pytest.raises(SchemaError, match="session_id"):
+        write_sessions(sessions.drop_columns("session_id"), path)
+
+
+def test_an_iterable_of_batches_is_written(tmp_path, turns):
+    for suffix in ("parquet", "arrow", "arrows", "jsonl"):
+        path = tmp_path / f"x.{suffix}"
+        write_turns(turns.to_batches(max_chunksize=1), path)
+        assert read_turns(path).equals(turns)
+        write_turns(turns.to_reader(max_chunksize=1), path)
+        assert read_turns(path).equals(turns)
+
+
+def test_parquet_is_compressed_with_zstd(tmp_path, turns):
+    write_turns(turns, tmp_path / "x.parquet")
+    with pq.ParquetFile(tmp_path / "x.parquet") as file:
+        assert file.metadata.row_group(0).column(2).compression == "ZSTD"
+
+
+def test_long_turns_make_many_row_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "ROW_GROUP_BYTES", 1000)
+    records = ({**OTHER, "prompt_ids": range(100)} for _ in range(8))
+    write_turns(tk.from_records(records), tmp_path / "x.parquet")
+    with pq.ParquetFile(tmp_path / "x.parquet") as file:
+        assert file.metadata.num_row_groups > 1
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, turns):
+    path = tmp_path / "x.jsonl"
+    path.write_text("as it was")
+    with pytest.raises(InvalidTurnsError, match="turn 1: a user message has no body"):
+        write_turns(turns[1:], path)
+    assert path.read_text() == "as it was"
+    assert os.listdir(tmp_path) == ["x.jsonl"]
+
+
+def test_json_lines_keep_what_json_can_say():
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    record = {**CALL, "started_at": now, "note": None, "use_tool": None}
+    file = io.BytesIO()
+    write_turns(tk.from_records([record]), file, format="jsonl")
+    line = json.loads(file.getvalue())
+    assert line["started_at"] == "2026-01-02T03:04:05+00:00"
+    assert line["prompt_messages"] == CALL["prompt_messages"]
+    assert line["use_tool"] is None
+    assert "finish_reason" not in line
+    (row,) = read_turns(io.BytesIO(file.getvalue())).to_pylist()
+    assert row["use_tool"] is None
+
+
+def test_deep_messages_survive_json_lines():
+    value = 1
+    for _ in range(300):
+        value = [value]
+    message = {"role": "user", "content": value}
+    turns = tk.from_records([{**CALL, "prompt_messages": [message]}])
+    file = io.BytesIO()
+    write_turns(turns, file, format="jsonl")
+    back = read_turns(io.BytesIO(file.getvalue()))
+    assert back.equals(turns)
+    assert validate(back).equals(turns)
+
+
+# torn logs
+
+
+def stream_of(turns):
+    file = io.BytesIO()
+    write_turns(turns.to_batches(max_chunksize=1), file, format="arrows")
+    return file.getvalue()
+
+
+def test_a_stream_without_its_end_is_whole(tmp_path, turns):
+    path = tmp_path / "x.arrows"
+    path.write_bytes(stream_of(turns)[:-8])
+    assert read_turns(path).equals(turns)
+
+
+def test_a_stream_cut_anywhere_gives_its_whole_batches(tmp_path, turns):
+    data = stream_of(turns)
+    path = tmp_path / "x.arrows"
+    ends = []
+    with pa.BufferReader(data) as file:
+        reader = pa.ipc.open_stream(file)
+        ends.append(file.tell())
+        for _ in reader:
+            ends.append(file.tell())
+    # the iteration has read ahead of what it gave: the end of each batch is known after
+    assert len(ends) == 5
+    cuts = {1, 7, *(end + k for end in ends for k in (-9, -1, 1, 3, 4, 7))}
+    for cut in sorted(cut for cut in cuts if cut < len(data)):
+        path.write_bytes(data[:cut])
+        back, message = torn_read(path)
+        whole = max(sum(end <= cut for end in ends) - 1, 0)
+        good = ends[whole] if cut >= ends[0] else 0
+        assert back.num_rows == whole
+        assert message == (
+            f"{path} ends within an entry: its last {cut - good} bytes, from byte "
+            f"{good} on, were left out"
+        )
+
+
+def test_a_log_that_never_began_is_empty(tmp_path):
+    path = tmp_path / "x.arrows"
+    path.write_bytes(b"")
+    back, message = torn_read(path)
+    assert back.equals(schema.TURNS.empty_table())
+    assert "its writer stopped before the schema" in message
+
+
+def test_streams_appended_to_one_another_are_one_log(tmp_path, turns):
+    path = tmp_path / "x.arrows"
+    path.write_bytes(stream_of(turns[:2]) + stream_of(turns[2:]))
+    assert read_turns(path).equals(turns)
+
+
+def test_a_stream_broken_within_is_refused(tmp_path, turns):
+    data = bytearray(stream_of(turns))
+    with pa.BufferReader(bytes(data)) as file:
+        pa.ipc.open_stream(file)
+        at = file.tell()
+    data[at + 8 : at + 40] = b"\x7f" * 32
+    path = tmp_path / "x.arrows"
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=f"not an Arrow IPC stream at byte {at}"):
+        read_turns(path)
+
+
+def test_a_torn_last_line_is_left_out(tmp_path, turns):
+    path = tmp_path / "x.jsonl"
+    write_turns(turns, path)
+    text = path.read_bytes()
+    path.write_bytes(text[:-1])
+    assert read_turns(path).equals(turns)
+    path.write_bytes(text[:-9])
+    back, message = torn_read(path)
+    assert back.num_rows == turns.num_rows - 1
+    assert message.startswith(f"{path} ends within line 4: its last ")
+
+
+# what is no file of ours
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet.gz", "arrow.zst", "txt", ""])
+def test_unknown_suffixes_are_refused(tmp_path, turns, suffix):
+    path = tmp_path / f"x.{suffix}"
+    with pytest.raises(FormatError, match=r"unknown suffix.*\.parquet"):
+        write_turns(turns, path)
+    with pytest.raises(FileNotFoundError, match=path.name):
+        read_turns(path)
+    path.touch()
+    with pytest.raises(FormatError, match="unknown suffix"):
+        read_turns(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        pytest.param(
+            "x.parquet", b"PAR1 no", "damaged, or not valid Parquet", id="parquet"
+        ),
+        pytest.param(
+            "x.arrow", b"ARROW1\0\0 no", "damaged, or not valid Arrow IPC", id="arrow"
+        ),
+        pytest.param(
+            "x.jsonl", b'{"a": 1,}\n', "x.jsonl, line 1, column 9: ", id="JSON"
+        ),
+        pytest.param(
+            "x.jsonl", b'{"a":\n', "x.jsonl, line 1, column 6: ", id="a cut value"
+        ),
+        pytest.param("x.jsonl", b"\n[1]\n", "line 2 is not a JSON object", id="list"),
+        pytest.param("x.jsonl", b'"\xff"\n', "line 1: .*utf-8", id="encoding"),
+        pytest.param("x.jsonl.gz", b"no gzip", "cannot be decompressed", id="gzip"),
+        pytest.param(
+            "x.jsonl.gz",
+            gzip.compress(b'{"session_id": "a"}\n' * 100)[:-20],
+            "cannot be decompressed",
+            id="cut gzip",
+        ),
+    ],
+)
+def test_broken_files_are_refused(tmp_path, name, content, match):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(FormatError, match=match):
+        read_turns(tmp_path / name)
+
+
+def test_bad_values_are_refused_when_read(tmp_path, turns):
+    frame = pl.DataFrame(turns).with_columns(output_ids=pl.lit([-1], pl.List(pl.Int32)))
+    frame.write_parquet(tmp_path / "x.parquet")
+    with pytest.raises(InvalidTurnsError, match=r"turn 0: output_ids\[0\] is -1"):
+        read_turns(tmp_path / "x.parquet")
+    frame.drop("output_ids").write_parquet(tmp_path / "x.parquet")
+    with pytest.raises(SchemaError, match=r"x\.parquet: no column 'output_ids'"):
+        read_turns(tmp_path / "x.parquet")
+
+
+def test_engines_words_for_no_logprob_become_null_when_read(turns):
+    record = {**CALL, "output_logprobs": [float("-inf"), -1.0]}
+    line = json.dumps({name: record[name] for name in list(CALL)[:4]}).encode()
+    with pytest.raises(InvalidTurnsError, match="nonfinite_logprobs"):
+        read_turns(io.BytesIO(line))
+    back = read_turns(io.BytesIO(line), nonfinite_logprobs="null")
+    assert back["output_logprobs"].to_pylist() == [[-1.0, None][::-1]]
+
+
+def test_files_that_do_not_fit_together_are_refused(tmp_path, turns):
+    write_turns(turns, tmp_path / "1.parquet")
+    other = turns.drop_columns(["agent_id"]).append_column(
+        "agent_id", pa.array([1] * turns.num_rows)
+    )
+    write_turns(other, tmp_path / "2.parquet")
+    with pytest.raises(SchemaError, match="do not make one table"):
+        read_turns(tmp_path)
+
+
+class Pipe(io.RawIOBase):
+    """A file that can only be read on."""
+
+    def __init__(self, data):
+        self.rest = data
+
+    def readable(self):
+        return True
+
+    def readinto(self, into):
+        n = min(len(into), len(self.rest))
+        into[:n], self.rest = self.rest[:n], self.rest[n:]
+        return n
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_pipes_are_read_when_their_format_is_given(turns, format):
+    file = io.BytesIO()
+    write_turns(turns, file, format=format)
+    with pytest.raises(FormatError, match="pass format="):
+        read_turns(io.BufferedReader(Pipe(file.getvalue())))
+    pipe = io.BufferedReader(Pipe(file.getvalue()))
+    assert read_turns(pipe, format=format).equals(turns)
+
+
+def test_open_files_say_what_they_are(turns):
+    with pytest.raises(FormatError, match="open file has no suffix"):
+        write_turns(turns, io.BytesIO())
+    with pytest.raises(FormatError, match="begins with b'hello'"):
+        read_turns(io.BytesIO(b"hello"))
+
+
+def test_parquet_keeps_no_dictionary_of_what_is_per_token(tmp_path, turns, rows):
+    for write, table in ((write_turns, turns), (write_rows, rows)):
+        write(table, tmp_path / "x.parquet")
+        group = pq.read_metadata(tmp_path / "x.parquet").row_group(0)
+        columns = [group.column(i) for i in range(group.num_columns)]
+        encodings = {one.path_in_schema: one.encodings for one in columns}
+        for path, used in encodings.items():
+            name = path.partition(".")[0]
+            if name in ("prompt_ids", "output_ids", "input_ids"):
+                assert "PLAIN" in used
+                assert "RLE_DICTIONARY" not in used
+            if name in ("output_logprobs", "logprobs"):
+                assert "BYTE_STREAM_SPLIT" in used
+            if name == "session_id":
+                assert "RLE_DICTIONARY" in used
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("layout", ["full", "suffix"])
+def test_rows_come_in_batches(tmp_path, turns, suffix, layout):
+    path = tmp_path / f"rows.{suffix}"
+    rows = tk.linearize(turns, "per_call", layout=layout)
+    tk.write_rows(rows, path)
+    batches = list(tk.scan_rows(path, batch_rows=1))
+    assert [len(batch) for batch in batches] == [1] * len(rows)
+    assert pa.Table.from_batches(batches).to_pylist() == rows.to_pylist()
+
+
+def test_the_body_of_another_session_s_message_is_not_taken(tmp_path):
+    """It may be another that has the same key, or be filtered out of the file."""
+    said = {"prompt_messages": [{"role": "user", "content": "hello"}]}
+    call = {"prompt_ids": [1], "output_ids": [2], **said}
+    turns = tk.from_records([{"session_id": name, **call} for name in "ab"])
+    lines = turns.to_pylist()
+    lines[1]["messages"][0]["body"] = None
+    bare = pa.Table.from_pylist(lines, turns.schema)
+    with pytest.raises(InvalidTurnsError, match=r"'b', turn 0: a user message has no"):
+        tk.write_turns(bare, tmp_path / "turns.jsonl")
+    lines[1]["session_id"], lines[1]["turn_index"] = "a", 1
+    tk.write_turns(pa.Table.from_pylist(lines, turns.schema), tmp_path / "turns.jsonl")
+
+
+def test_bytes_come_back_from_json_lines(tmp_path):
+    said = {"role": "tool", "content": [{"$base64": "AAE="}]}
+    calls = [
+        {
+            **CALL,
+            "prompt_messages": [said],
+            "digest": b"\x00\xff",
+            "tags": [b"a", None],
+        },
+        {**CALL, "prompt_messages": [said], "digest": None, "tags": None},
+    ]
+    turns = tk.from_records(calls)
+    write_turns(turns, tmp_path / "turns.jsonl")
+    assert read_turns(tmp_path / "turns.jsonl") == turns
+    rows = tk.linearize(turns).append_column("mark", pa.array([b"\x01", b"\x02"]))
+    tk.write_rows(rows, tmp_path / "rows.jsonl")
+    assert tk.read_rows(tmp_path / "rows.jsonl")["mark"] == rows["mark"]
+
+
+@pytest.mark.parametrize(
+    "value", [pa.scalar("1.5").cast(pa.decimal128(3, 1)), pa.scalar(float("nan"))]
+)
+def test_a_column_without_a_form_in_json_lines_is_named(tmp_path, value):
+    turns = tk.from_records([CALL]).append_column("cost", pa.array([value]))
+    with pytest.raises(FormatError, match="JSON lines cannot store column 'cost'"):
+        write_turns(turns, tmp_path / "turns.jsonl")
+    assert not (tmp_path / "turns.jsonl").exists()

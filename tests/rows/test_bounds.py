@@ -1,0 +1,246 @@
+"""What does not fit the buffers that the kernels write into is refused."""
+
+import mmap
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import trajkit as tk
+from tests.made_tables import turns_table
+from trajkit import _core
+from trajkit.errors import InvalidTurnsError, LayoutError
+from trajkit.rows.links import find_links
+from trajkit.rows.plan import NO_LIMIT, choices_of, plan_rows
+from trajkit.rows.splice import splice
+from trajkit.turns.sessions import Sessions
+from trajkit.turns.structs import CALL, NODE
+
+TURNS = [
+    {"prompt_ids": [1], "output_ids": [2, 3]},
+    {"prompt_ids": [1, 2, 3, 4], "output_ids": [5]},
+    {"prompt_ids": [1, 2, 9], "output_ids": [6, 7]},
+]
+
+
+def reserved(n, dtype):
+    """n entries of zeros that take no memory, as long as they are not written."""
+    size = n * np.dtype(dtype).itemsize
+    no_reserve = 0x4000  # of Linux; mmap has the name from Python 3.13 on
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype)
+
+
+def linked(name):
+    calls = Sessions.of(turns_table(TURNS))
+    policy = tk.policy(name)
+    return calls, find_links(calls, calls.forest, policy), policy
+
+
+def columns(rows):
+    """Room for rows, as `_core.RowColumns` takes it."""
+    offsets = np.cumsum([0, *rows["n_tokens"]], dtype=np.int64)
+    span_offsets = np.cumsum([0, *rows["n_spans"]], dtype=np.int64)
+    n, n_spans = max(offsets[-1], 0), max(span_offsets[-1], 0)
+    bits = np.empty((n + 7) // 8, np.uint8)
+    return {
+        "token_offsets": offsets,
+        "span_offsets": span_offsets,
+        "input_ids": np.empty(n, np.int32),
+        "loss_mask": bits,
+        "logprobs": np.empty(n, np.float32),
+        "valid": bits.copy(),
+        "spans": np.empty((5, n_spans), np.int32),
+        "span_kinds": np.empty(n_spans, np.int8),
+    }
+
+
+def changed(plan, change, shifted):
+    """The plan's rows with a change to the first, and columns for them."""
+    plan.rows["stored"] = 0
+    for name, value in change.items():
+        plan.rows[name][0] = value
+    arrays = columns(plan.rows)
+    if shifted:
+        arrays[shifted] = arrays[shifted] - 4
+    return {"rows": plan.rows, "columns": _core.RowColumns(**arrays)}
+
+
+def fill_rows(change, shifted=None, policy="faithful"):
+    calls, links, policy = linked(policy)
+    if policy.on_drift == "splice":
+        spliced = splice(calls, links, policy)
+        calls, links = spliced.sessions, spliced.links
+    plan = plan_rows(calls, links, policy, NO_LIMIT)
+    return _core.fill_rows(
+        calls.forest.paths,
+        links,
+        choices_of(policy, NO_LIMIT),
+        plan.owners,
+        calls.turn_index,
+        **changed(plan, change, shifted),
+        uncached=False,
+    )
+
+
+def fill_splices(change, shifted=None):
+    return fill_rows(change, shifted, "polar")
+
+
+def set_first(name, value):
+    def change(rows):
+        rows[name][0] = value
+
+    return change
+
+
+def unchanged(rows):
+    assert len(rows)
+
+
+@pytest.mark.parametrize("fill", [fill_rows, fill_splices])
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        pytest.param({"last": -1}, "ends with call -1 of 3", id="last"),
+        pytest.param({"last": 3}, "ends with call 3 of 3", id="beyond the calls"),
+        pytest.param({"owner": 3}, "is of chain 3 of 3", id="chain beyond the calls"),
+        pytest.param({"n_tokens": 99}, r"rows\[0\] is no row", id="too many tokens"),
+        pytest.param({"n_tokens": 1}, r"rows\[0\] is no row", id="too few tokens"),
+        pytest.param({"n_spans": 9}, r"rows\[0\] is no row", id="too many spans"),
+        pytest.param({"n_spans": 0}, r"rows\[0\] is no row", id="too few spans"),
+        pytest.param({"n_spans": -1}, "no room for -1 spans", id="spans below 0"),
+    ],
+)
+def test_rows_that_do_not_fit_their_columns_are_refused(fill, change, match):
+    with pytest.raises(LayoutError, match=match):
+        fill(change)
+
+
+def test_rows_of_links_that_lead_outside_are_refused():
+    calls, links, policy = linked("slime")
+    plan = plan_rows(calls, links, policy, NO_LIMIT)
+    links["parent"][1] = 1 << 20
+    with pytest.raises(LayoutError, match="is no row of 2 calls"):
+        _core.fill_rows(
+            calls.forest.paths,
+            links,
+            choices_of(policy, NO_LIMIT),
+            plan.owners,
+            calls.turn_index,
+            **changed(plan, {}, None),
+            uncached=False,
+        )
+
+
+@pytest.mark.parametrize("fill", [fill_rows, fill_splices])
+@pytest.mark.parametrize("name", ["token_offsets", "span_offsets"])
+def test_offsets_of_rows_begin_with_0(fill, name):
+    fill({})
+    with pytest.raises(LayoutError, match=f"{name}.* -4"):
+        fill({}, shifted=name)
+
+
+def plan(policy, links=None, max_tokens=NO_LIMIT, **choices):
+    calls, known, policy = linked(policy)
+    for i, order in enumerate(links or []):
+        known["order"][i] = order
+    if links:
+        known["parent"] = [
+            -1,
+            2,
+            -1,
+        ]  # recorded later: parents are found by their order
+    if policy.on_drift == "splice":
+        spliced = splice(calls, known, policy)
+        calls, known = spliced.sessions, spliced.links
+    return plan_rows(calls, known, tk.policy(policy, **choices), max_tokens)
+
+
+@pytest.mark.parametrize("name", ["faithful", "polar"])
+def test_plans_without_room_for_a_row_are_refused(name):
+    assert len(plan(name).rows)
+    with pytest.raises(LayoutError, match="max_tokens is -1 "):
+        plan(name, max_tokens=-1)
+
+
+def no_rows(policy, max_tokens):
+    choices = choices_of(policy, max_tokens).copy()
+    choices["max_rows"] = 0
+    return choices
+
+
+@pytest.mark.parametrize("name", ["faithful", "polar"])
+def test_plans_of_no_rows_are_refused(name):
+    with (
+        mock.patch("trajkit.rows.plan.choices_of", no_rows),
+        pytest.raises(LayoutError, match="max_rows 0: at least 0 and 1"),
+    ):
+        plan(name)
+
+
+@pytest.mark.parametrize("name", ["faithful", "polar"])
+def test_two_calls_of_one_order_are_refused(name):
+    """The kernels read of each call what they wrote when they came by it in order."""
+    with pytest.raises(LayoutError, match=r"links\[2\] is no link.* order 0"):
+        plan(name, links=[0, 1, 0])
+
+
+def test_paths_and_tables_are_as_long_as_int32_can_say():
+    """Positions of rows and spans, and numbers of nodes, are int32."""
+
+    def grown(calls):
+        n = min(len(calls), 2)
+        return _core.grow_forest(
+            calls,
+            np.array([0, len(calls)]),
+            np.empty(5, NODE),
+            np.empty(n, np.int32),
+            np.empty(n, np.int64),
+            np.empty(n, np.int32),
+        )
+
+    ids = np.zeros(1, np.int32)
+    calls = np.zeros(2, CALL)
+    calls["own"], calls["out"] = ids.ctypes.data, ids.ctypes.data
+    calls["prompt_len"], calls["base"] = 1, [-1, 0]
+    calls["own_start"] = [0, 1]  # in delta form, so that only first tokens are read
+    for n_prompt, n_output in [(2**31, 0), (2**31 - 1, 1), (1, 2**63 - 1)]:
+        calls["prompt_len"][1], calls["out_len"][1] = n_prompt, n_output
+        with pytest.raises(LayoutError, match="at most 2147483647 tokens"):
+            grown(calls)
+    calls["prompt_len"][1], calls["out_len"][1] = 2**31 - 1, 0
+    assert grown(calls) == 3
+    with pytest.raises(LayoutError, match="1073741824 calls in one table"):
+        grown(reserved(2**30, CALL))
+
+
+def test_a_recorded_call_is_as_long_as_int32_can_say():
+    recorder = tk.Recorder()
+    with pytest.raises(InvalidTurnsError, match="2147483648 prompt ids and 0 output"):
+        recorder.record("s", prompt_ids=reserved(2**31, np.int32), output_ids=[])
+    assert recorder.sessions == []
+
+
+class Clearing(dict):
+    """A message that empties a list when it is read."""
+
+    def __init__(self, message, values):
+        super().__init__(message)
+        self._values = values
+
+    def get(self, name, default=None):
+        self._values.clear()
+        return super().get(name, default)
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_list_of_messages_may_shrink_while_it_is_read(place):
+    """Code of the caller's may do that; the call has the messages that it was given."""
+    messages = [{"role": "user", "content": str(k)} for k in range(5)]
+    recorder = tk.Recorder()
+    recorder.record("s", prompt_ids=[1], output_ids=[2], prompt_messages=[*messages])
+    messages[place] = Clearing(messages[place], messages)
+    recorder.record("s", prompt_ids=[1, 2], output_ids=[3], prompt_messages=messages)
+    assert messages == []
+    assert recorder.turns("s")["shared_messages"].to_pylist() == [0, 5]

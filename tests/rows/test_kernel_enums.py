@@ -1,0 +1,121 @@
+"""Names that Python and the kernels share mean the same in both, or the import fails."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trajkit import _core, policies
+from trajkit._kernel_names import numbers
+from trajkit.view.tables import _rule
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [*ROOT.glob("_native/*/*.pxi"), ROOT / "_native" / "structs.pxd"]
+
+
+def members():
+    """The enums of the kernels: by their prefix, the names of the members in order."""
+    found = {}
+    for path in SOURCES:
+        for body in re.findall(
+            r"^cdef enum:[^\n]*\n((?:    .*\n|\n)+)", path.read_text(), re.M
+        ):
+            names = re.findall(r"\b([A-Z][A-Z_]*)\b", re.sub(r"#.*|=[^,\n]*", "", body))
+            found[path.name, names[0]] = [
+                name for name in names if not re.match(r"N_|.*_WIDTH$", name)
+            ]
+    return found
+
+
+@pytest.mark.parametrize("enum", _core.ENUMS)
+def test_each_name_has_the_number_of_its_member(enum):
+    known = _core.ENUMS[enum]
+    text = "".join(path.read_text() for path in [*SOURCES, ROOT / "_native/core.pyx"])
+    entry = re.search(rf'^ENUMS\["{enum}"\] = \{{(.*?)^\}}', text, re.M | re.S)[1]
+    pairs = re.findall(r'"(\w+)": (\w+)', entry)
+    assert [name for name, _ in pairs] == [*known]
+    (listed,) = [own for own in members().values() if own[0] == pairs[0][1]]
+    assert [member for _, member in pairs] == listed
+    assert [*known.values()] == list(range(len(known)))
+    if enum != "TurnColumn":  # columns have the table's names, not the members'
+        endings = [(name, member.lower()) for name, member in pairs]
+        assert [pair for pair in endings if not pair[1].endswith(f"_{pair[0]}")] == []
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("first", "every", "earliest"), ("first", "earliest"), ("first", "x", "every")],
+)
+def test_other_names_or_another_order_are_no_import(names):
+    assert numbers("TrainIn", ("first", "earliest", "every"))["every"] == 2
+    with pytest.raises(ImportError, match="first, earliest, every of TrainIn"):
+        numbers("TrainIn", names)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        # the rules of slime and of trl, exchanged
+        ("policies.py", '"fork", "absorb_short_reply", "absorb_short_drift"', None),
+        ("policies.py", 'TieBreak: TypeAlias = Literal["first", "tokens"', None),
+        ("policies.py", 'TrainIn: TypeAlias = Literal["first", "earliest"', None),
+        ("policies.py", '        "fork": "A new row starts.",\n', ""),
+        ("schema/links.py", '("none", "last_reply", "earlier_reply", "prompt")', None),
+        ("analysis/drift_text.py", "    path_start: int\n    path_stop: int\n", None),
+        ("turns/sessions.py", '    "own_null":', '    "out_null_":'),
+    ],
+)
+def test_swapped_words_fail_at_import(tmp_path, file, old, new):
+    package = tmp_path / "trajkit"
+    package.mkdir()
+    for path in (ROOT / "trajkit").iterdir():
+        if path.name != "__pycache__":
+            (package / path.name).symlink_to(path)
+    target = package / file
+    if target.parent != package:
+        target.parent.unlink()
+        target.parent.mkdir()
+        for path in (ROOT / "trajkit" / file).parent.glob("*.py"):
+            (target.parent / path.name).symlink_to(path)
+    text = (ROOT / "trajkit" / file).read_text()
+    assert text.count(old) == 1
+    if new is None:  # exchange the last two words
+        *_, first, second = re.findall(r"\w+", old.replace(": int", ""))
+        new = re.sub(
+            rf"\b({first}|{second})\b",
+            lambda found: second if found[0] == first else first,
+            old,
+        )
+    target.unlink()
+    target.write_text(text.replace(old, new))
+    code = "import trajkit.analysis.drift, trajkit.rows.linearize"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "ImportError" in done.stderr
+
+
+@pytest.mark.parametrize("on_drift", policies.RULES["on_drift"])
+def test_rules_in_words_are_on_the_page(on_drift):
+    policy = policies.policy("skyrl", on_drift=on_drift, fork_threshold=1234)
+    rule = policies.rule_of(policy, "on_drift")
+    assert _rule(policy).startswith(
+        f"Where a prompt drifts: {rule[0].lower()}{rule[1:]}"
+    )
+    assert ("1,234" in rule) is policy.absorbs_short
+
+
+def test_rules_in_words_are_in_the_documentation():
+    text = " ".join(policies.Policy.__doc__.split())
+    for rules in policies.RULES.values():
+        for value, rule in rules.items():
+            rule = rule.format(fork_threshold="``fork_threshold``")
+            assert f'- ``"{value}"``: {rule}' in text

@@ -1,0 +1,164 @@
+"""The properties of other tests, of sessions of 40 to 300 calls.
+
+Only such sessions outgrow the arrays that the recorder begins with, and have paths that
+differ in length by a factor of a hundred.
+"""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.against_twins import difference
+from tests.made_tables import in_delta_form, policy_of, turns_table
+from tests.recorder import test_recorder
+from tests.rows import (
+    test_forest_routes,
+    test_links,
+    test_policies,
+    test_rows,
+    test_segments,
+    test_splice,
+)
+from tests.strategies import (
+    chosen_policies,
+    ends_of_turn,
+    few,
+    many_calls,
+    many_calls_of,
+    policies,
+    row_limits,
+    thresholds,
+)
+from tests.turns import test_delta
+
+limits = row_limits | st.integers(41, 800)
+
+
+def holds(property_, *arguments):
+    """Check a property that another test draws the arguments of."""
+    property_.hypothesis.inner_test(*arguments)
+
+
+def recorded(turns):
+    recorder = tk.Recorder()
+    for turn in turns:
+        test_recorder.record(recorder, turn)
+    return recorder
+
+
+@pytest.mark.parametrize(
+    "property_",
+    [
+        test_recorder.test_turns_expand_to_what_was_recorded,
+        test_recorder.test_messages_expand_and_are_held_once,
+        test_recorder.test_each_call_is_placed_on_arrival,
+    ],
+)
+@few
+@given(turns=many_calls)
+def test_a_recorder_keeps_what_it_is_given(property_, turns):
+    holds(property_, turns)
+
+
+@few
+@given(many_calls, policies, limits)
+def test_a_recorder_gives_the_rows_of_the_table(turns, choice, limit):
+    """Also where they are asked for while the session grows."""
+    recorder = tk.Recorder()
+    policy = policy_of(choice)
+    for k, turn in enumerate(turns):
+        test_recorder.record(recorder, turn)
+        if k % 61 == 16 or k == len(turns) - 1:
+            table = turns_table(turns[: k + 1])
+            assert recorder.rows("s", policy, max_row_tokens=limit) == tk.linearize(
+                table, policy, max_row_tokens=limit
+            )
+
+
+@few
+@given(many_calls, st.integers(0, 3), st.integers(0, 3))
+def test_calls_are_placed_alike_with_and_without_a_path(turns, short, other):
+    holds(test_recorder.test_short_calls_are_placed_alike, turns, short, other)
+
+
+def test_a_path_has_room_for_each_call_and_not_for_all_that_was_recorded():
+    """What a call has of a longer one before it is all that is copied of that."""
+    recorder = tk.Recorder()
+    recorder.record("s", prompt_ids=range(499), output_ids=[7])
+    for k in range(15):
+        recorder.record("s", prompt_ids=[1000 + k], output_ids=[])
+    for k, output in enumerate([[5], [3, 4, 5], []]):
+        found = recorder.record(
+            "s", prompt_ids=[0, 1, 2, 9][: 4 - k], output_ids=output
+        )
+        assert (found.turn_index, found.shared_length) == (16 + k, [3, 3, 2][k])
+    turns = tk.expand(recorder.turns("s"))
+    assert turns["prompt_ids"].to_pylist()[16:] == [[0, 1, 2, 9], [0, 1, 2], [0, 1]]
+
+
+@few
+@given(many_calls, policies, limits)
+def test_rows_are_the_twins(turns, choice, limit):
+    holds(test_rows.test_rows_and_report_are_the_twins, turns, choice, limit)
+    holds(test_rows.test_what_a_row_promises, turns, choice)
+
+
+@few
+@given(many_calls, chosen_policies(), limits)
+def test_rows_by_any_choices_are_the_twins(turns, chosen, limit):
+    holds(test_policies.test_rows_and_report_are_the_twin_s, turns, chosen, limit)
+
+
+@few
+@given(many_calls, limits, st.sampled_from([None, 1, 3]), ends_of_turn)
+def test_rows_of_other_policies_are_the_twins(turns, limit, most, token):
+    for policy in (
+        *("graph", "nemo", "miles"),
+        tk.policy("segments", max_rows=most),
+        tk.policy("polar", end_of_turn_token_id=token),
+    ):
+        assert difference(turns, tk.policy(policy), limit) is None
+
+
+@few
+@given(many_calls, thresholds)
+def test_links_are_the_twins(turns, threshold):
+    for route in test_links.PARENT_BY:
+        holds(test_links.test_links_are_the_twins, turns, route, threshold)
+    holds(test_segments.test_links_are_the_twins, turns)
+    holds(test_splice.test_links_are_the_twin_s, turns)
+    named = [{**turn, "request_id": None, "started_at": None} for turn in turns]
+    holds(test_forest_routes.test_prefix_links_are_the_twins, named)
+
+
+@few
+@given(many_calls, policies, limits, st.integers(0, 2**32 - 1))
+def test_the_delta_form_gives_the_rows_of_the_full_form(turns, choice, limit, seed):
+    table = turns_table(turns)
+    policy = policy_of(choice)
+    rows = tk.linearize(table, policy, max_row_tokens=limit)
+    links = tk.link(table)
+    drift = tk.classify_drift(table, links)
+    compact = tk.compact(table)
+    assert tk.expand(compact) == table
+    for delta in (compact, in_delta_form(table, random.Random(seed).choice)):
+        assert tk.linearize(delta, policy, max_row_tokens=limit) == rows
+        assert tk.link(delta) == links
+        assert tk.classify_drift(delta, links) == drift
+    holds(test_delta.test_compact_takes_the_base_that_shares_most, turns)
+
+
+def test_sessions_of_many_calls_are_what_they_should_be():
+    """Long and short paths, old calls that are continued, heads of them, many branches."""
+    for seed in range(5):
+        turns = many_calls_of(seed)
+        assert 40 <= len(turns) <= 300
+        sizes = [len(turn["prompt_ids"]) for turn in turns]
+        assert min(sizes) < 5 < 20 < max(sizes)
+        bases = recorded(turns).turns("s")["base_turn"].to_pylist()
+        steps = np.diff([-1 if base is None else base for base in bases])
+        assert (steps < -20).sum() > 2

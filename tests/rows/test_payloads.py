@@ -1,0 +1,503 @@
+"""Per-token columns of turns that are carried into rows."""
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests import reference
+from tests.made_tables import by_session, in_delta_form, turns_table
+from tests.strategies import chosen_policies, payload_lists, row_limits, runs
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+
+EXPERTS = pa.large_list(pa.list_(pa.int16(), 2))
+
+
+def two_turns(**columns):
+    table = tk.from_records(
+        [
+            {"session_id": "s", "prompt_ids": [1, 2], "output_ids": [3, 4]},
+            {"session_id": "s", "prompt_ids": [1, 2, 3, 4, 5], "output_ids": [6]},
+        ]
+    )
+    for name, column in columns.items():
+        table = table.append_column(name, column)
+    return table
+
+
+def test_one_element_per_output_id():
+    turns = two_turns(experts=pa.array([[[1, 2], [3, 4]], [[5, 6]]], EXPERTS))
+    rows = tk.linearize(turns, payloads=["experts"])
+    assert rows.schema.field("experts").type == EXPERTS
+    assert rows["experts"].to_pylist() == [
+        [None, None, [1, 2], [3, 4], None, [5, 6]],
+    ]
+
+
+def test_one_element_per_prompt_and_output_id():
+    """What the last turn did not sample has what that turn says of its prompt."""
+    turns = two_turns(
+        top=pa.array([[0.5, 1.5, 2.5, 3.5], [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]])
+    )
+    rows = tk.linearize(turns, payloads=["top"])
+    assert rows["top"].to_pylist() == [[10.0, 11.0, 2.5, 3.5, 14.0, 15.0]]
+
+
+def test_the_last_turn_fills_what_a_turn_does_not_know_of_its_own_output():
+    """Null elements and null lists alike."""
+    turns = two_turns(top=pa.array([None, [0, 1, 2, 3, 4, 5]], pa.list_(pa.uint8())))
+    rows = tk.linearize(turns, payloads=["top"])
+    assert rows["top"].to_pylist() == [[0, 1, 2, 3, 4, 5]]
+    turns = two_turns(top=pa.array([[7, None], [0, 1, 2, 3, 4, None]]))
+    rows = tk.linearize(turns, payloads=["top"])
+    assert rows["top"].to_pylist() == [[0, 1, 7, 3, 4, None]]
+
+
+@pytest.mark.parametrize("in_delta", [False, True])
+def test_engines_know_all_tokens_but_the_last(in_delta):
+    """The next call has the element of a reply's last token."""
+    turns = two_turns(
+        experts=pa.array([[1, 2, 3], [10, 20, 30, 40, 50]]),
+        experts_start=pa.array([0, 0]),
+    )
+    turns = tk.compact(turns) if in_delta else turns
+    rows = tk.linearize(turns, payloads=["experts"])
+    assert rows["experts"].to_pylist() == [[10, 20, 3, 40, 50, None]]
+
+
+@pytest.mark.parametrize("name", ["x", "routed_experts"])
+def test_a_list_as_long_as_the_output_is_of_the_output(name):
+    """Also after a prompt of one id, whatever other turns have."""
+    turns = tk.from_records(
+        [
+            {
+                "session_id": "a",
+                "prompt_ids": prompt,
+                "output_ids": [2, 3],
+                name: values,
+            }
+            for prompt, values in [([1], [10, 20]), ([1, 2, 3, 4], [1, 2, 3, 4, 5, 6])]
+        ]
+    )
+    rows = tk.linearize(turns, "per_call", payloads=[name])
+    assert rows[name].to_pylist() == [[None, 10, 20], [1, 2, 3, 4, 5, 6]]
+    with pytest.raises(InvalidTurnsError, match=f"1 elements.* column {name}_start: 0"):
+        tk.linearize(
+            turns.set_column(
+                turns.column_names.index(name), name, pa.array([[1], None])
+            ),
+            payloads=[name],
+        )
+
+
+MASKS = pa.list_(pa.list_(pa.int32()))
+
+
+def test_known_payloads_are_kept_by_rows_delta_form_and_packs(tmp_path):
+    masks = pa.array([[[3, 9], None], [[6, 7, 8]]], MASKS)
+    turns = two_turns(
+        sampling_mask=masks,
+        ref_logprobs=pa.array([[-0.5, -1.5], [-0.25]]),
+        teacher_logprobs=pa.array([[-1.0] * 4, [-2.0] * 6]),
+    )
+    names = ["sampling_mask", "ref_logprobs", "teacher_logprobs"]
+    tk.write_turns(tk.compact(turns), tmp_path / "log.parquet")
+    rows = tk.linearize(turns, payloads=names)
+    read = tk.read_turns(tmp_path / "log.parquet")
+    assert tk.linearize(read, payloads=names).equals(rows)
+    (row,) = rows.select(names).to_pylist()
+    assert row == {
+        "sampling_mask": [None, None, [3, 9], None, None, [6, 7, 8]],
+        "ref_logprobs": [None, None, -0.5, -1.5, None, -0.25],
+        "teacher_logprobs": [-2.0, -2.0, -1.0, -1.0, -2.0, -2.0],
+    }
+    (pack,) = tk.pack(rows, 8, columns=names).to_pylist()
+    assert pack["edge_target"] == [3, 4, 6]
+    assert pack["edge_sampling_mask"] == [[3, 9], None, [6, 7, 8]]
+    assert pack["edge_ref_logprobs"] == [-0.5, -1.5, -0.25]
+    assert tk.validate(turns).select(names).equals(turns.select(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "match"),
+    [
+        (
+            "sampling_mask",
+            pa.array([[[3], [3]], [[6]]], MASKS),
+            r"turn 0: sampling_mask\[1\] lacks the sampled id 4",
+        ),
+        (
+            "sampling_mask",
+            pa.array([None, [[9, 7]]], MASKS),
+            r"turn 1: sampling_mask\[0\] lacks the sampled id 6",
+        ),
+        (
+            "sampling_mask",
+            pa.array([[[3], [4]], [[6], [6]]], MASKS),
+            "turn 1: 2 elements of sampling_mask for 1 output_ids",
+        ),
+        (
+            "ref_logprobs",
+            pa.array([[-1.0, float("nan")], None]),
+            r"turn 0: ref_logprobs\[1\] is nan",
+        ),
+        (
+            "teacher_logprobs",
+            pa.array([None, [0.5]]),
+            r"turn 1: teacher_logprobs\[0\] is 0.5: .* at most 0",
+        ),
+    ],
+)
+def test_values_of_known_payloads_are_checked(name, column, match):
+    turns = two_turns(**{name: column})
+    chunks = pa.concat_tables([turns.slice(0, 1), turns.slice(1)])
+    for table in (turns, chunks, tk.compact(turns), turns.slice(0)):
+        with pytest.raises(InvalidTurnsError, match=match):
+            tk.validate(table)
+    records = [
+        {"session_id": "s", "prompt_ids": prompt, "output_ids": output, name: values}
+        for prompt, output, values in zip(
+            ([1, 2], [1, 2, 3, 4, 5]), ([3, 4], [6]), column.to_pylist(), strict=True
+        )
+    ]
+    with pytest.raises(InvalidTurnsError, match=match):
+        tk.from_records(records)
+    good, bad = tk.turns.reject_sessions(turns)
+    assert (good.num_rows, bad.num_rows) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["sampling_mask", "ref_logprobs"])
+def test_a_known_payload_of_another_type_is_refused(name):
+    with pytest.raises(SchemaError, match=f"'{name}' is .*: expected lists of"):
+        tk.validate(two_turns(**{name: pa.array(["x", "y"])}))
+
+
+def element(path):
+    """What a payload has for the last token of a path."""
+    return hash(tuple(path)) % 1000
+
+
+@given(st.data(), runs(), chosen_policies(), row_limits, st.booleans())
+def test_payloads_of_what_is_new_join_up(data, turns, chosen, limit, in_delta):
+    """Each turn tells the ids from some position on, which earlier turns shared."""
+    name, choices = chosen
+    policy = tk.policy(name, **choices)
+    table = turns_table([turn for one in by_session(turns).values() for turn in one])
+    table = table.drop_columns({"experts", "experts_start"} & {*table.column_names})
+    delta = tk.compact(table)
+    shared = delta["shared_length"].to_pylist()
+    starts = [data.draw(st.sampled_from([n, max(n - 1, 0), 0])) for n in shared]
+    lists = []
+    for turn, start in zip(table.to_pylist(), starts, strict=True):
+        path = turn["prompt_ids"] + turn["output_ids"]
+        lists.append([element(path[: k + 1]) for k in range(start, len(path))])
+    table = delta if in_delta else table
+    table = table.append_column("experts", pa.array(lists, pa.list_(pa.int64())))
+    table = table.append_column("experts_start", pa.array(starts, pa.int16()))
+    options = {"policy": policy, "max_row_tokens": limit, "payloads": ["experts"]}
+    for row in tk.linearize(table, **options).to_pylist():
+        if policy.on_drift != "splice":
+            ids = row["input_ids"]
+            assert row["experts"] == [element(ids[: k + 1]) for k in range(len(ids))]
+
+
+@pytest.mark.parametrize("lacks_last", [False, True])
+def test_lists_of_new_ids_join_up(lacks_last):
+    calls = [
+        {"prompt_ids": [1, 2], "output_ids": [3, 4]},
+        {"prompt_ids": [1, 2, 3, 4, 5], "output_ids": [6]},
+        {"prompt_ids": [1, 2, 3, 4, 5, 6, 7, 8], "output_ids": [9]},
+    ]
+    lists = [[10, 20, 30, 40], [50, 60], [70, 80, 90]]
+    recorder = tk.Recorder()
+    for one, values, start in zip(calls, lists, (0, 4, 6), strict=True):
+        values = values[: len(values) - lacks_last]
+        payloads = {"experts": values, "experts_start": start}
+        recorder.record("a", **one, payloads=payloads)
+    rows = recorder.rows("a", "faithful", payloads=["experts"])
+    expected = [10, 20, 30, 40, 50, 60, 70, 80, 90]
+    if lacks_last:
+        expected = [10, 20, 30, None, 50, None, 70, 80, None]
+    assert rows["experts"].to_pylist() == [expected]
+
+
+def test_elements_come_from_an_earlier_turn_as_far_as_its_ids_are_the_same():
+    turns = tk.from_records(
+        {"session_id": "s", "prompt_ids": prompt, "output_ids": output, **payload}
+        for prompt, output, payload in [
+            ([1, 2], [3, 4], {"x": [10, 20, 30, 40], "x_start": None}),
+            ([1, 2, 9, 5], [6], {"x": [50, 60], "x_start": 3}),
+        ]
+    )
+    rows = tk.linearize(turns, "per_call", payloads=["x"])
+    assert rows["x"].to_pylist()[1] == [10, 20, None, 50, 60]
+
+
+@pytest.mark.parametrize(
+    ("start", "said"), [(6, "6 and x has 1"), (-1, "-1 and x has 1")]
+)
+def test_a_start_that_leaves_no_room_is_refused(start, said):
+    turns = two_turns(x=pa.array([[1, 2], [3]]), x_start=pa.array([None, start]))
+    said = f"session 's', turn 1: x_start is {said} elements"
+    with pytest.raises(InvalidTurnsError, match=said):
+        tk.linearize(turns, payloads=["x"])
+    turns = turns.set_column(
+        turns.column_names.index("x_start"), "x_start", pa.array(["0", "1"])
+    )
+    with pytest.raises(SchemaError, match="x_start is string: expected integers"):
+        tk.linearize(turns, payloads=["x"])
+
+
+def first_position(turn, name):
+    """The position in prompt and output of the first element of a turn's list."""
+    if len(turn[name]) == len(reference.held(turn)):
+        return 0
+    return len(turn["prompt_ids"])
+
+
+def payload_by_twin(turns, name, row):
+    """The payload of each token of a row of a session."""
+    called = dict(zip(reference.turn_indices(turns), turns, strict=True))
+
+    def of(turn, position):
+        if turn[name] is None:
+            return None
+        k = position - first_position(turn, name)
+        return turn[name][k] if 0 <= k < len(turn[name]) else None
+
+    last = called[row["last_turn"]]
+    result = [of(last, k) for k in range(len(row["input_ids"]))]
+    for span in row["spans"]:
+        turn = called[span["turn_index"]]
+        for k in range(span["stop"] - span["start"]):
+            own = of(turn, len(turn["prompt_ids"]) + span["output_start"] + k)
+            if own is not None:
+                result[span["start"] + k] = own
+    return result
+
+
+LAYOUTS = [
+    pa.list_(pa.list_(pa.int16(), 2)),
+    EXPERTS,
+    pa.list_view(pa.list_(pa.int16(), 2)),
+]
+
+
+@given(st.data(), runs(), chosen_policies(), row_limits, st.sampled_from(LAYOUTS))
+def test_rows_have_the_payload_of_their_tokens(data, turns, chosen, limit, layout):
+    """In any list layout, full or delta form, sliced, as a table or as a stream."""
+    name, choices = chosen
+    policy = tk.policy(name, **choices)
+    turns = [
+        {**turn, "experts": data.draw(payload_lists(turn))}
+        for session in by_session(turns).values()
+        for turn in session
+    ]
+    table = turns_table([{**turn, "experts": None} for turn in turns])
+    if "experts" in table.column_names:
+        table = table.drop_columns("experts")
+    if data.draw(st.booleans()):
+        table = in_delta_form(
+            table, lambda options: data.draw(st.sampled_from(options))
+        )
+    lists = pa.array([None, *(turn["experts"] for turn in turns)], layout)
+    table = table.append_column("experts", pa.chunked_array([lists[1:]]))
+    options = {"policy": policy, "max_row_tokens": limit, "payloads": ["experts"]}
+    rows = tk.linearize(table, **options)
+    assert rows.drop_columns("experts").equals(
+        tk.linearize(table, policy, max_row_tokens=limit)
+    )
+    sessions = by_session(turns)
+    for row in rows.to_pylist():
+        expected = payload_by_twin(sessions[row["session_id"]], "experts", row)
+        assert row["experts"] == expected
+    batches = iter(table.to_batches(max_chunksize=2))
+    streamed = [
+        r
+        for batch in tk.linearize_batches(batches, **options)
+        for r in batch.to_pylist()
+    ]
+    assert streamed == rows.to_pylist()
+    assert tk.verify(rows, table, policy, max_row_tokens=limit).num_rows == 0
+
+
+def test_polars_and_files_take_them_along(tmp_path):
+    turns = two_turns(experts=pa.array([[[1, 2], [3, 4]], [[5, 6]]], EXPERTS))
+    rows = tk.linearize(pl.from_arrow(turns), payloads=["experts"])
+    assert rows["experts"].to_pylist() == [
+        [None, None, [1, 2], [3, 4], None, [5, 6]],
+    ]
+    tk.write_turns(turns, tmp_path / "turns.parquet")
+    again = tk.linearize(
+        tk.read_turns(tmp_path / "turns.parquet"), payloads=["experts"]
+    )
+    assert again["experts"].to_pylist() == rows["experts"].to_pylist()
+    tk.write_rows(rows, tmp_path / "rows.parquet")
+    stored = tk.read_rows(tmp_path / "rows.parquet")
+    assert stored["experts"].to_pylist() == rows["experts"].to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("payloads", "column", "error", "match"),
+    [
+        pytest.param(
+            ["x"],
+            pa.array([[1, 2], [3, 4]]),
+            InvalidTurnsError,
+            "session 's', turn 1: payload 'x' has 2 elements: expected 1",
+            id="length",
+        ),
+        pytest.param(
+            "x", pa.array([1, 2]), ArgumentError, "payloads='x'", id="a string"
+        ),
+        pytest.param(
+            [1], pa.array([1, 2]), ArgumentError, r"payloads=\[1\]", id="a number"
+        ),
+        pytest.param(
+            ["xs"],
+            pa.array([1, 2]),
+            SchemaError,
+            "'xs' is not a column of turns: did you mean 'x'",
+            id="near miss",
+        ),
+        pytest.param(
+            ["x"],
+            pa.array([1, 2]),
+            SchemaError,
+            "'x' is int64: expected a list",
+            id="type",
+        ),
+        pytest.param(
+            ["x", "x"], pa.array([[1], [2]]), ArgumentError, "named twice", id="twice"
+        ),
+        pytest.param(
+            ["logprobs"],
+            pa.array([1, 2]),
+            ArgumentError,
+            "a column of rows",
+            id="taken",
+        ),
+    ],
+)
+def test_what_is_no_payload_is_refused(payloads, column, error, match):
+    with pytest.raises(error, match=match):
+        tk.linearize(two_turns(x=column), payloads=payloads)
+
+
+@pytest.mark.parametrize("absent", [True, False])
+def test_a_payload_that_no_call_had_gives_null_lists(absent):
+    turns = two_turns() if absent else two_turns(experts=pa.nulls(2))
+    rows = tk.linearize(turns, "per_call", payloads=["experts"])
+    assert rows["experts"].to_pylist() == [None, None]
+    assert rows.schema.field("experts").type == pa.large_list(pa.null())
+    assert tk.verify(rows, turns, "per_call").num_rows == 0
+
+
+def test_the_type_is_the_same_for_all_sessions_of_a_recorder():
+    recorder = tk.Recorder()
+    for name, values in [("a", None), ("b", [1]), ("c", [0.5])]:
+        payloads = {} if values is None else {"x": values}
+        recorder.record(name, prompt_ids=[1], output_ids=[2], payloads=payloads)
+    rows = [recorder.rows(name, "faithful", payloads=["x"]) for name in "abc"]
+    assert {one.schema.field("x").type for one in rows} == {pa.large_list(pa.float64())}
+    assert pa.concat_tables(rows)["x"].to_pylist() == [
+        [None, None],
+        [None, 1],
+        [None, 0.5],
+    ]
+    assert pa.concat_tables(map(recorder.turns, "abc"))["x"].to_pylist() == [
+        None,
+        [1],
+        [0.5],
+    ]
+
+
+NUMBERS = np.arange(4 * 3 * 2, dtype=np.int16).reshape(4, 3, 2)
+
+
+@pytest.mark.parametrize("how", ["records", "recorder"])
+def test_arrays_of_several_dimensions(how):
+    one = {"session_id": "s", "prompt_ids": [1, 2], "output_ids": [3, 4]}
+    if how == "records":
+        records = [{**one, "x": NUMBERS}, one, {**one, "x": NUMBERS[:2]}]
+        turns = tk.from_records(records)
+    else:
+        recorder = tk.Recorder()
+        for x in (NUMBERS, None, NUMBERS[:2]):
+            recorder.record(**one, payloads={} if x is None else {"x": x})
+        turns = recorder.turns("s")
+    nested = pa.list_(pa.list_(pa.int16()))
+    assert turns.schema.field("x").type == pa.list_(nested)
+    rows = tk.linearize(turns, "per_call", payloads=["x"])
+    assert rows.schema.field("x").type == pa.large_list(nested)
+    values = NUMBERS.tolist()
+    assert rows["x"].to_pylist() == [
+        values,
+        [None] * 4,
+        [None, None, *values[:2]],
+    ]
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 6), (4, 3, 2)])
+def test_tensors_of_a_fixed_shape(shape):
+    """Each turn's tensor, of which the first axis is that of its tokens."""
+    one = {"session_id": "s", "prompt_ids": [1, 2], "output_ids": [3, 4]}
+    numbers = np.arange(3 * np.prod(shape), dtype=np.int16).reshape(3, *shape)
+    flat = pa.list_(pa.int16(), int(np.prod(shape)))
+    storage = pa.array(numbers.reshape(3, -1).tolist(), flat)
+    tensors = pa.ExtensionArray.from_storage(
+        pa.fixed_shape_tensor(pa.int16(), shape), storage
+    )
+    turns = tk.from_records([one, one, one]).append_column("x", tensors)
+    rows = tk.linearize(turns.slice(1), "per_call", payloads=["x"])
+    assert rows["x"].to_pylist() == numbers[1:].tolist()
+
+
+def test_tensors_that_are_permuted_are_refused():
+    kind = pa.fixed_shape_tensor(pa.int16(), (2, 2), permutation=[1, 0])
+    storage = pa.array([[1, 2, 3, 4]] * 2, pa.list_(pa.int16(), 4))
+    tensors = pa.ExtensionArray.from_storage(kind, storage)
+    with pytest.raises(SchemaError, match="tensors must not be permuted"):
+        tk.linearize(two_turns(x=tensors), payloads=["x"])
+
+
+@pytest.mark.parametrize(
+    "elements",
+    [
+        pa.list_(pa.int16(), 2),
+        pa.fixed_shape_tensor(pa.int16(), (2,)),
+    ],
+)
+def test_lists_of_fixed_size(elements):
+    """Of turns that all have as many elements, or of elements of one shape."""
+    one = {"session_id": "s", "prompt_ids": [1], "output_ids": [2]}
+    pairs = pa.array([[1, 2], [3, 4], [5, 6], [7, 8]], pa.list_(pa.int16(), 2))
+    if elements != pairs.type:
+        pairs = pa.ExtensionArray.from_storage(elements, pairs)
+    lists = pa.FixedSizeListArray.from_arrays(pairs, 2)
+    turns = tk.from_records([one, one]).append_column("x", lists)
+    rows = tk.linearize(turns, "per_call", payloads=["x"])
+    assert rows["x"].combine_chunks().values.equals(pairs)
+
+
+def test_no_turns_give_a_column_without_rows():
+    turns = two_turns(x=pa.array([[1, 2], [3]], pa.list_(pa.int8()))).slice(0, 0)
+    rows = tk.linearize(turns, payloads=["x"])
+    assert rows.schema.field("x").type == pa.large_list(pa.int8())
+    assert rows.num_rows == 0
+
+
+def test_the_values_of_a_long_payload_are_its_own():
+    rng = np.random.default_rng(0)
+    experts = rng.integers(0, 64, (400, 8), np.int8)
+    prompt, output = list(range(1, 301)), list(range(100))
+    turns = tk.from_records(
+        [{"session_id": "s", "prompt_ids": prompt, "output_ids": output}]
+    ).append_column(
+        "experts", pa.array([list(experts)], pa.list_(pa.list_(pa.int8(), 8)))
+    )
+    rows = tk.linearize(turns, payloads=["experts"])
+    assert np.array_equal(np.array(rows["experts"][0].as_py()), experts)

@@ -1,0 +1,273 @@
+"""The plain-Python rules that the benchmarks time give what the systems' own code gives."""
+
+import pytest
+
+import trajkit as tk
+from benchmarks import (
+    peers,
+    peers_chains,
+    peers_miles,
+    peers_nemo,
+    peers_polar,
+    peers_segments,
+)
+from benchmarks.data import SHAPES, SMALL, as_parsed, rollout
+from benchmarks.forks import FORKS, forking
+from benchmarks.policies import TWINS, difference
+from tests.generated import generated_runs
+from tests.golden_sessions import delivered, golden, golden_name, interleave_sessions
+from tests.made_tables import by_session, turns_table
+
+NAMES = ("tokens", "loss_mask", "logprobs")
+
+
+def with_prompt(row, start):
+    """A golden row whose mask and logprobs are of its response, at full length."""
+    return {
+        "tokens": row["tokens"],
+        "loss_mask": [0] * start + row["loss_mask"],
+        "logprobs": [0.0] * start + row["logprobs"],
+    }
+
+
+def of(rows):
+    return [{name: row[name] for name in NAMES} for row in rows]
+
+
+def uncapped():
+    return [one for one in golden("slime") if not one["knobs"]["max_sample_tokens"]]
+
+
+@pytest.mark.parametrize("session", uncapped(), ids=golden_name)
+def test_slime(session):
+    rows = peers.linearize(session["turns"], session["knobs"]["fork_threshold"])
+    assert of(rows) == [
+        with_prompt(row, len(row["tokens"]) - row["response_length"])
+        for row in session["expected"]["rows"]
+    ]
+
+
+@pytest.mark.parametrize("session", delivered("trl"), ids=golden_name)
+def test_trl(session):
+    threshold = session["knobs"]["fork_threshold_tokens"]
+    rows = peers_chains.trl(session["turns"], threshold)
+    assert of(rows) == of(session["expected"]["rows"])
+
+
+@pytest.mark.parametrize("session", interleave_sessions(), ids=golden_name)
+def test_strict(session):
+    rows = peers_chains.strict(session["turns"])
+    assert of(rows) == [
+        with_prompt(row, row["prompt_length"]) for row in session["expected"]["rows"]
+    ]
+
+
+@pytest.mark.parametrize("session", delivered("skyrl"), ids=golden_name)
+def test_skyrl(session):
+    rows = peers_chains.skyrl(session["turns"])
+    for row, due in zip(rows, session["expected"]["rows"], strict=True):
+        n = due["prompt_length"]
+        assert row["prompt_length"] == n
+        assert row["tokens"] == due["tokens"]
+        assert row["loss_mask"][n:] == due["loss_mask"]
+        # null where no turn of the rollout has any
+        assert row["logprobs"][n:] == (
+            due["logprobs"] or [0.0] * len(row["tokens"][n:])
+        )
+
+
+@pytest.mark.parametrize("policy", TWINS)
+def test_generated_sessions(policy):
+    """Of calls as the systems know them: messages, all logprobs or none, none aborted."""
+    turns = [
+        {
+            **one,
+            "trainable": None,
+            "finish_reason": one["finish_reason"]
+            if one["finish_reason"] != "abort"
+            else None,
+            "output_logprobs": []
+            if None in (one["output_logprobs"] or [None])
+            else one["output_logprobs"],
+        }
+        for one in generated_runs(1000, seed=2)
+        if one["prompt_messages"]
+    ]
+    expected = [
+        row for session in by_session(turns).values() for row in TWINS[policy](session)
+    ]
+    assert difference(tk.linearize(turns_table(turns), policy), expected) is None
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *FORKS])
+def test_shapes(shape):
+    make = forking if shape in FORKS else rollout
+    records = as_parsed(make("s", SMALL, shape))
+    assert len(records) >= SMALL.n_turns
+    faithful = tk.simulate(tk.from_records(records), ["faithful"]).to_pylist()[0]
+    assert faithful["tokens_lost"] == 0
+    lost = tk.simulate(tk.from_records(records), ["trl"])["tokens_lost"][0].as_py()
+    assert (lost > 0) == (shape not in ("clean", "sub_agents"))
+
+
+def test_a_difference_is_said():
+    records = as_parsed(rollout("s", SMALL))
+    rows = tk.linearize(tk.from_records(records))
+    expected = peers.linearize(records)
+    assert difference(rows, expected) is None
+    expected[0]["loss_mask"][-1] = 0
+    assert difference(rows, expected) == "row 0: loss_mask differs"
+    expected[0]["prompt_length"] = 0
+    assert difference(rows, []) == "trajkit gives 1 rows, plain Python 0"
+
+
+@pytest.mark.parametrize(
+    "session",
+    [*golden("segments"), *golden("segments_sub"), *golden("segments_directed")],
+    ids=golden_name,
+)
+def test_segments(session, monkeypatch):
+    monkeypatch.setattr(peers_segments, "dispatched", lambda turn: turn["dispatch_ids"])
+    monkeypatch.setattr(peers_segments, "answered", lambda turn: turn["answered_ids"])
+    rows = peers_segments.linearize(session["turns"])
+    assert of(rows) == [
+        with_prompt(row, row["prompt_length"]) for row in session["expected"]["rows"]
+    ]
+
+
+@pytest.mark.parametrize("session", golden("polar"), ids=golden_name)
+def test_polar(session):
+    knobs = session["knobs"]
+    rows = (
+        peers_polar.linearize(session["turns"], knobs["end_of_turn_token_id"])
+        if knobs["builder"] == "prefix_merging"
+        else peers_chains.per_call(session["turns"])
+    )
+    for row, due in zip(rows, session["expected"]["rows"], strict=True):
+        n = due["prompt_length"]
+        assert row["prompt_length"] == n
+        assert row["tokens"] == due["tokens"]
+        assert row["loss_mask"][n:] == due["loss_mask"]
+        assert row["logprobs"][n:] == (
+            due["logprobs"] or [0.0] * len(row["tokens"][n:])
+        )
+
+
+@pytest.mark.parametrize(
+    "session",
+    [one for one in delivered("nemo") if one["knobs"]["builder"] == "prefix_merging"],
+    ids=golden_name,
+)
+def test_nemo(session):
+    turns = [
+        {**turn, "request_id": name}
+        for turn, name in zip(
+            session["turns"], session["knobs"]["call_ids"], strict=True
+        )
+    ]
+    rows = peers_nemo.linearize(turns)
+    expected = [
+        with_prompt(row, row["prompt_length"]) for row in session["expected"]["rows"]
+    ]
+    assert sorted(of(rows), key=str) == sorted(expected, key=str)
+
+
+@pytest.mark.parametrize(
+    "session",
+    [
+        one
+        for one in golden("miles_v2")
+        if one["knobs"]["matcher"] == "strict"
+        and one["knobs"]["max_seq_len"] is None
+        and not one["knobs"]["max_trim_tokens"]
+    ],
+    ids=golden_name,
+)
+def test_miles(session):
+    rows = peers_miles.linearize(session["turns"])
+    for row, due in zip(rows, session["expected"]["rows"], strict=True):
+        n = len(due["tokens"]) - due["response_length"]
+        assert row["prompt_length"] == n
+        assert row["tokens"] == due["tokens"]
+        assert row["loss_mask"][n:] == due["loss_mask"]
+
+
+# --- systems whose rule is that of choices of a preset
+
+
+def areal(calls):
+    """Every interaction is a row (``export_style="individual"``).
+
+    https://github.com/areal-project/AReaL/blob/4aef98d8d8/areal/experimental/openai/types.py
+    """
+    return [(p + o, [0] * len(p) + [1] * len(o)) for p, o in calls]
+
+
+def rllm(calls):
+    """Steps extend the segment while their prompt begins with all of its tokens.
+
+    https://github.com/rllm-org/rllm/blob/9beb6e0f/rllm/trainer/verl/transform.py
+    """
+    rows = []
+    for prompt, output in calls:
+        if not rows or prompt[: len(rows[-1][0])] != rows[-1][0]:
+            rows.append(([], []))
+        tokens, mask = rows[-1]
+        mask += [0] * (len(prompt) - len(tokens)) + [1] * len(output)
+        tokens[:] = prompt + output
+    return rows
+
+
+def verl(calls):
+    """One list of ids that only grows; where a request does not extend it, another one.
+
+    https://github.com/verl-project/verl/blob/1dda039b9c/verl/experimental/agent_loop
+    """
+    rows, response_mask = [], []
+    held = None
+    for prompt, output in calls:
+        extends = held is not None and prompt[: len(held)] == held
+        if not extends:
+            held, response_mask = [], []
+            rows.append((held, response_mask))
+        response_mask.extend([0] * (len(prompt) - len(held)))
+        held.extend(prompt[len(held) :])
+        held.extend(output)
+        response_mask.extend([1] * len(output))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("areal", areal), ("rllm", rllm), ("verl", verl)]
+)
+def test_rules_that_have_another_name_here(name, rule):
+    """On tokens alone."""
+    differ = 0
+    for session in by_session(generated_runs(300)).values():
+        names = ("session_id", "prompt_ids", "output_ids")
+        turns = tk.from_records([{key: turn[key] for key in names} for turn in session])
+        found = tk.linearize(turns, name)
+        columns = (found["input_ids"].to_pylist(), found["loss_mask"].to_pylist())
+        expected = rule([(turn["prompt_ids"], turn["output_ids"]) for turn in session])
+        assert list(zip(*columns, strict=True)) == expected
+        differ += len(expected) != tk.linearize(turns, "strict").num_rows
+    assert differ
+
+
+def test_art_is_the_tree_of_slime_whose_rows_end_at_drift():
+    """https://github.com/awslabs/agentcore-rl-toolkit/pull/149"""
+    turns = generated_runs(200)
+    art, slime = (tk.linearize(turns, name) for name in ("art", "slime"))
+    assert art.num_rows > slime.num_rows
+    lost = {"absorbed", "shadowed"}
+    kinds = {span["kind"] for spans in art["spans"].to_pylist() for span in spans}
+    assert kinds.isdisjoint(lost)
+    assert tk.verify(art, turns, "art").num_rows == 0
+    prefix_of_its_row = by_session(turns)
+    for row in art.to_pylist():
+        (last,) = (
+            turn
+            for turn in prefix_of_its_row[row["session_id"]]
+            if turn["turn_index"] == row["last_turn"]
+        )
+        assert row["input_ids"] == last["prompt_ids"] + last["output_ids"]

@@ -1,0 +1,165 @@
+"""Policy nemo where the source recorded which call continues which."""
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+
+import trajkit as tk
+from tests import reference, reference_forests
+from tests.against_twins import difference
+from tests.made_tables import link_by, turns_table
+from tests.strategies import recorded_sessions, row_limits
+from trajkit.errors import InvalidTurnsError, SchemaError
+
+
+@given(recorded_sessions())
+def test_links_are_the_twins(turns):
+    found = link_by(turns_table(turns), "prefix").to_pylist()
+    names = reference.turn_indices(turns)
+    assert [(one["parent"], one["link_reason"], one["order"]) for one in found] == [
+        (None if one.parent is None else names[one.parent], one.why, one.order)
+        for one in reference_forests.recorded_links(turns)
+    ]
+
+
+@given(recorded_sessions(), row_limits)
+def test_rows_and_report_are_the_twins(turns, limit):
+    table = turns_table(turns)
+    for selection in ("all", "main"):
+        policy = tk.policy("nemo", row_selection=selection)
+        assert difference(turns, policy, limit) is None
+        rows = tk.linearize(table, policy, max_row_tokens=limit)
+        assert tk.verify(rows, table, policy, max_row_tokens=limit).num_rows == 0
+        assert tk.linearize(tk.compact(table), policy, max_row_tokens=limit) == rows
+
+
+def call(name, prompt, output, resolution=None, parent=None, **more):
+    return {
+        "request_id": name,
+        "prompt_ids": prompt,
+        "output_ids": output,
+        "parent_resolution": resolution,
+        "parent_request": parent,
+        **more,
+    }
+
+
+A, B = call("a", [1, 2], [3], "root"), [1, 2, 3, 4]
+A1, A2 = call("a1", [1, 2], [3], "root"), call("a2", [1, 2], [3], "root")
+T = call("t", [9], [8], "root", started_at=0.0)
+
+
+@pytest.mark.parametrize(
+    ("turns", "rows", "main", "reasons"),
+    [
+        pytest.param(
+            [A, call("b", B, [5], "unresolved")],
+            [[1, 2, 3], [1, 2, 3, 4, 5]],
+            [1, 2, 3],
+            ["root", "no_parent"],
+            id="an unresolved parent is none, though a path begins the prompt",
+        ),
+        pytest.param(
+            [A1, A2, call("b", B, [5], "resolved", "a2")],
+            [[1, 2, 3, 4, 5]],
+            [1, 2, 3, 4, 5],
+            ["superseded", "root", "recorded"],
+            id="a recorded parent decides between equal paths",
+        ),
+        pytest.param(
+            [A1, {**A2, "output_ids": [4]}],
+            [[1, 2, 3]],
+            [1, 2, 3],
+            ["unresolved_kept", "unresolved"],
+            id="of retries that nothing continues the first is kept",
+        ),
+        pytest.param(
+            [A1, {**A2, "output_ids": [4], "scored": True}],
+            [[1, 2, 4]],
+            [1, 2, 4],
+            ["superseded", "root"],
+            id="or the scored one",
+        ),
+        pytest.param(
+            [
+                T,
+                {**A, "started_at": 1.0},
+                call("b", B, [5], "resolved", "a", scored=True),
+                call("c", [*B, 5, 6], [7], "resolved", "b"),
+            ],
+            [[1, 2, 3, 4, 5], [9, 8]],
+            [1, 2, 3, 4, 5],
+            ["root", "root", "recorded", "chain_quarantined"],
+            id="the chain of the scored turn is main and ends with it",
+        ),
+        pytest.param(
+            [
+                A,
+                call("b", B, [], "resolved", "a"),
+                call("c", [*B, 5], [6], "resolved", "b"),
+            ],
+            [[1, 2, 3, 4, 5, 6]],
+            [1, 2, 3, 4, 5, 6],
+            ["root", "empty", "tokens"],
+            id="a missing parent is the only path that begins the prompt",
+        ),
+        pytest.param(
+            [
+                A1,
+                A2,
+                call("b", B, [5], "resolved", "gone"),
+                call("c", [*B, 5, 6], [7], "resolved", "b"),
+            ],
+            [[1, 2, 3], [1, 2, 3, 4, 5, 6, 7]],
+            [1, 2, 3],
+            ["unresolved_kept", "unresolved", "no_parent", "recorded"],
+            id="a missing parent is none if several paths begin the prompt",
+        ),
+        pytest.param(
+            [A, call("b", [1, 2, 9, 4], [5], "resolved", "a")],
+            [[1, 2, 3], [1, 2, 9, 4, 5]],
+            [1, 2, 3],
+            ["root", "no_parent"],
+            id="a recorded parent that the tokens contradict",
+        ),
+        pytest.param(
+            [A, call("b", B, [5])],
+            [[1, 2, 3], [1, 2, 3, 4, 5]],
+            [1, 2, 3],
+            ["root", "no_parent"],
+            id="nothing recorded, though of other turns",
+        ),
+    ],
+)
+def test_what_nemo_gym_does(turns, rows, main, reasons):
+    """The entries of NeMo Gym that its builder was run on, or its source was read for."""
+    table = turns_table(turns)
+    assert tk.linearize(table, "nemo")["input_ids"].to_pylist() == rows
+    policy = tk.policy("nemo", row_selection="main")
+    assert tk.linearize(table, policy)["input_ids"].to_pylist() == [main]
+    assert tk.link(table, "nemo")["link_reason"].to_pylist() == reasons
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"parent_resolution": "maybe"}, "'maybe', expected one of root, resolved"),
+        ({"parent_resolution": "resolved"}, "'resolved', parent_request is null"),
+        ({"parent_request": "b"}, "'root', parent_request is 'b': expected null"),
+        ({"request_id": "b"}, "turn 1: request_id 'b' is that of turn 0, too"),
+        ({"scored": True}, "turn 1: scored is true, as of turn 0"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(changes, match):
+    turns = [{**A, **changes}, call("b", B, [5], "unresolved", scored=True)]
+    with pytest.raises(InvalidTurnsError, match=match):
+        tk.link(turns_table(turns), "nemo")
+
+
+def test_columns_of_another_type_are_refused():
+    table = turns_table([A])
+    for name, values in (("parent_request", [[1]]), ("scored", ["x"])):
+        changed = table.select([n for n in table.column_names if n != name])
+        changed = changed.append_column(name, pa.array(values))
+        with pytest.raises(SchemaError, match=f"column '{name}' is .*: expected"):
+            tk.link(changed, "nemo")

@@ -1,0 +1,413 @@
+"""Rows, spans and reports agree with the slow twins, and with what rows promise."""
+
+import itertools
+import re
+from collections import Counter
+from contextlib import ExitStack
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests import reference
+from tests.made_tables import (
+    by_session,
+    dicts,
+    linearized,
+    link_by,
+    policy_of,
+    streamed,
+    turns_table,
+)
+from tests.strategies import (
+    long_runs,
+    policies,
+    row_limits,
+    runs,
+    sessions,
+    thresholds,
+    versioned,
+)
+from trajkit.errors import ArgumentError, InvalidTurnsError, PolicyError, SchemaError
+from trajkit.schema import DRIFT, REPORT, ROWS
+from trajkit.tables import limits
+
+
+def by_twin(turns, choice, limit=None):
+    name, threshold = choice
+    return reference.linearize(turns, name, threshold, limit)
+
+
+@given(sessions(), thresholds, row_limits)
+def test_closed_form_is_the_state_machine(turns, threshold, limit):
+    rows, report = reference.linearize(turns, "slime", threshold, limit)
+    built = reference.slime_by_state_machine(turns, threshold, limit)
+    left_out = [row for row in built if row["response_length"] <= 0]
+    kept = [row for row in built if row["response_length"] > 0]
+    names = set(kept[0]) - {"response_length"} if kept else set()
+    assert [{name: row[name] for name in names} for row in rows] == [
+        {name: row[name] for name in names} for row in kept
+    ]
+    assert len(rows) == len(kept)
+    assert report["rows_cut"] == len(left_out)
+
+
+SAME_ANSWER_TWICE = [
+    {
+        "prompt_messages": [{"role": "user", "content": "u"}, *said],
+        "response_message": {"role": "assistant", "content": "a"},
+        "prompt_ids": prompt,
+        "output_ids": [5, 6],
+        "output_logprobs": [-1.0, -2.0],
+        "finish_reason": "stop",
+        "ill_formed": False,
+    }
+    for said, prompt in [
+        ([], [1]),
+        ([], [1]),
+        (
+            [{"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}],
+            [1, 5, 6, 2],
+        ),
+    ]
+]
+
+
+@given(sessions() | versioned(sessions()), policies, row_limits)
+@example(SAME_ANSWER_TWICE, ("slime", 1024), None)
+@example(SAME_ANSWER_TWICE, ("strict", 1024), None)
+@example(SAME_ANSWER_TWICE, ("slime", 1024), 2)
+def test_rows_and_report_are_the_twins(turns, choice, limit):
+    rows, report = linearized(
+        turns_table(turns), policy_of(choice), max_row_tokens=limit
+    )
+    expected, expected_report = by_twin(turns, choice, limit)
+    assert dicts(rows, expected) == expected
+    assert rows.num_rows == len(expected)
+    assert dicts(report, [expected_report]) == [expected_report]
+
+
+def with_dirty_memory():
+    """Give kernels memory that was used before."""
+
+    def empty(size, dtype, real=np.empty):
+        memory = real(size, dtype)
+        memory.view(np.uint8)[:] = 0xFF
+        return memory
+
+    def allocate(n_bytes, real=pa.allocate_buffer):
+        buffer = real(n_bytes)
+        np.frombuffer(buffer, np.uint8)[:] = 0xFF
+        return buffer
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch("pyarrow.allocate_buffer", allocate))
+    stack.enter_context(mock.patch("trajkit._core.empty", empty))
+    return stack
+
+
+LOGPROBS_OF_EVERY_KIND = [
+    {
+        "session_id": "s",
+        "prompt_ids": [1],
+        "output_ids": [5, 6],
+        "output_logprobs": given,
+    }
+    for given in ([-1.0, None], None, [None, -1.0], [None, None], [-1.0, -2.0])
+]
+
+
+@given(sessions(), st.sampled_from(["faithful", "slime", "trl", "per_call", "polar"]))
+@example(LOGPROBS_OF_EVERY_KIND, "per_call")
+@example(LOGPROBS_OF_EVERY_KIND, "polar")
+def test_no_value_of_a_row_depends_on_what_its_memory_held(turns, policy):
+    """A null logprob has 0.0 in its bytes."""
+    table = turns_table(turns)
+    with with_dirty_memory():
+        rows = tk.linearize(table, policy)
+    assert rows == tk.linearize(table, policy)
+    assert not bytes_of_nulls(rows).any()
+
+
+def bytes_of_nulls(rows):
+    """What stands in memory where there is no logprob."""
+    values = rows["logprobs"].combine_chunks().flatten()
+    start, stop = values.offset, values.offset + len(values)
+    held = np.frombuffer(values.buffers()[1] or b"", np.float32)[start:stop]
+    return held[np.asarray(values.is_null())]
+
+
+@given(long_runs(), st.sampled_from(["faithful", "slime", "per_call"]), st.booleans())
+def test_rows_are_the_same_past_the_caches(turns, policy, as_delta):
+    table = tk.from_records(turns)
+    table = tk.compact(table) if as_delta else table
+    with mock.patch.object(limits, "STREAMING_STORE_TOKENS", 0), with_dirty_memory():
+        rows = tk.linearize(table, policy)
+    assert rows == tk.linearize(table, policy)
+    assert not bytes_of_nulls(rows).any()
+    for name, session in by_session(turns).items():
+        held = [turn["prompt_ids"] + turn["output_ids"] for turn in session]
+        mine = pc.equal(rows["session_id"], name)
+        for ids in rows.filter(mine)["input_ids"].to_pylist():
+            assert ids in held
+
+
+@given(sessions(), policies)
+def test_what_a_row_promises(turns, choice):
+    rows = tk.linearize(turns_table(turns), policy_of(choice)).to_pylist()
+    called = dict(zip(reference.turn_indices(turns), turns, strict=True))
+    ends = [reference.held(turn) for turn in turns]
+    trained = Counter()
+    for row in rows:
+        ids, mask = row["input_ids"], row["loss_mask"]
+        assert ids in ends
+        assert len(mask) == len(row["logprobs"]) == len(ids)
+        assert all(m or p is None for m, p in zip(mask, row["logprobs"], strict=True))
+        under_mask = set()
+        before = 0
+        for span in row["spans"]:
+            assert before <= span["start"] <= span["stop"] <= len(ids)
+            before = span["stop"]
+            turn = called[span["turn_index"]]
+            piece = slice(span["output_start"], span["output_stop"])
+            if span["kind"] == "absorbed":
+                assert span["start"] == span["stop"]
+                continue
+            assert ids[span["start"] : span["stop"]] == turn["output_ids"][piece]
+            if span["kind"] == "trained":
+                here = slice(span["start"], span["stop"])
+                assert row["logprobs"][here] == reference.logprobs_of(turn)[piece]
+                under_mask.update(range(span["start"], span["stop"]))
+                trained.update(
+                    (span["turn_index"], k) for k in range(*piece.indices(len(ids)))
+                )
+        assert under_mask == {k for k, m in enumerate(mask) if m}
+        if row["parent_row"] is None:
+            assert row["shared_length"] == 0
+        else:
+            shared = row["shared_length"]
+            assert row["parent_row"] < row["row_index"]
+            parent = rows[row["parent_row"]]["input_ids"]
+            assert parent[:shared] == ids[:shared]
+    assert all(times == 1 for times in trained.values())
+    if choice[0] != "slime":
+        assert set(trained) == {
+            (name, k)
+            for name, turn in called.items()
+            if reference.may_train(turn, choice[0])
+            for k in range(len(turn["output_ids"]))
+        }
+
+
+@given(runs(), policies, row_limits)
+def test_the_report_adds_up(turns, choice, limit):
+    rows, report = linearized(
+        turns_table(turns), policy_of(choice), max_row_tokens=limit
+    )
+    assert report["session_id"].to_pylist() == list(by_session(turns))
+    for line in report.to_pylist():
+        mine = [r for r in rows.to_pylist() if r["session_id"] == line["session_id"]]
+        lost = sum(n for name, n in line.items() if name.startswith("lost_"))
+        assert line["tokens_sampled"] == line["tokens_trained"] + lost
+        assert line["tokens_trained"] == sum(sum(row["loss_mask"]) for row in mine)
+        assert line["tokens_forward"] == sum(len(row["input_ids"]) for row in mine)
+        assert line["rows"] == len(mine)
+        assert {row["rollout_mask_sum"] for row in mine} <= {line["tokens_trained"]}
+
+
+@given(st.data(), runs(), policies, row_limits, st.sampled_from([1, 2, 3]))
+def test_a_batch_is_its_sessions_one_by_one(data, turns, choice, limit, threads):
+    """In any order of sessions, with any number of threads."""
+    apart = {
+        name: linearized(turns_table(session), policy_of(choice), max_row_tokens=limit)
+        for name, session in by_session(turns).items()
+    }
+    order = data.draw(st.permutations(list(apart)))
+    rows, report = linearized(
+        pa.concat_tables(turns_table(by_session(turns)[name]) for name in order),
+        policy_of(choice),
+        max_row_tokens=limit,
+        threads=threads,
+    )
+    assert rows.to_pylist() == [
+        row for name in order for row in apart[name][0].to_pylist()
+    ]
+    assert report.to_pylist() == [
+        line for name in order for line in apart[name][1].to_pylist()
+    ]
+
+
+@given(st.data(), runs(), policies, row_limits)
+def test_a_stream_is_its_table(data, turns, choice, limit):
+    """However the stream is cut into batches, also within a session."""
+    table = turns_table(turns).combine_chunks()
+    cuts = data.draw(st.lists(st.integers(0, table.num_rows), max_size=4).map(sorted))
+    edges = [0, *cuts, table.num_rows]
+    batches = [
+        batch
+        for start, stop in itertools.pairwise(edges)
+        for batch in table.slice(start, stop - start).to_batches()
+    ]
+    choices = {"policy": policy_of(choice), "max_row_tokens": limit}
+    whole, report = linearized(table, **choices)
+    rows, counts = streamed(iter(batches), **choices)
+    assert [row for one in rows for row in one.to_pylist()] == whole.to_pylist()
+    assert [line for one in counts for line in one.to_pylist()] == report.to_pylist()
+    assert list(tk.linearize_batches(iter(batches), **choices)) == rows
+
+
+def test_a_session_that_comes_back_in_a_stream_is_refused():
+    a = turns_table([{**SAME_ANSWER_TWICE[0], "session_id": "a"}])
+    b = turns_table([{**SAME_ANSWER_TWICE[0], "session_id": "b"}])
+    later = turns_table([{**SAME_ANSWER_TWICE[1], "session_id": "a", "turn_index": 1}])
+    pieces = [batch for table in (a, b, later) for batch in table.to_batches()]
+    with pytest.raises(InvalidTurnsError, match="'a'"):
+        list(tk.linearize_batches(iter(pieces), "strict"))
+    with pytest.raises(InvalidTurnsError, match="'a'"):
+        tk.linearize(pa.concat_tables([a, b, later]), "strict")
+
+
+@given(runs(), thresholds, row_limits)
+def test_links_and_drift_may_be_given(turns, threshold, limit):
+    table = turns_table(turns)
+    policy = tk.policy("slime", fork_threshold=threshold)
+    links = link_by(table, "messages", merge_threshold=threshold)
+    drift = tk.classify_drift(table, links)
+    computed = linearized(table, policy, max_row_tokens=limit)
+    given_links = linearized(table, policy, max_row_tokens=limit, links=links)
+    given_both = linearized(
+        table, policy, max_row_tokens=limit, links=links, drift=drift
+    )
+    assert computed == given_links == given_both
+
+
+def test_a_drift_table_may_not_claim_what_two_turns_do_not_share():
+    """Else tokens that were never sampled would stand under the mask."""
+    table = turns_table(
+        [
+            {"prompt_ids": [1, 2], "output_ids": [3, 4]},
+            {"prompt_ids": [1, 2, 3, 9, 5], "output_ids": [6]},
+        ]
+    )
+    links = link_by(table, "previous")
+    drift = tk.classify_drift(table, links)
+
+    def with_lcp(lcp):
+        at = drift.schema.get_field_index("lcp")
+        return drift.set_column(at, DRIFT.field("lcp"), pa.array([lcp], pa.int32()))
+
+    rows = tk.linearize(table, "trl", links=links, drift=with_lcp(2))
+    assert rows["loss_mask"].to_pylist() == [[False] * 5 + [True]]
+    with pytest.raises(InvalidTurnsError, match=r"lcp 4.*shares 3 tokens"):
+        tk.linearize(table, "trl", links=links, drift=with_lcp(4))
+
+
+@pytest.mark.parametrize(
+    ("choices", "error", "match"),
+    [
+        ({"policy": ["slime"]}, PolicyError, "policy ['slime'] does not exist"),
+        ({"max_row_tokens": 1.5}, ArgumentError, "max_row_tokens=1.5: expected an int"),
+        ({"max_row_tokens": True}, ArgumentError, "max_row_tokens=True"),
+        ({"max_row_tokens": 0}, ArgumentError, "max_row_tokens=0: expected an integer"),
+        ({"max_row_tokens": 2**63}, ArgumentError, "max_row_tokens=92233720"),
+        ({"threads": "2"}, ArgumentError, "threads='2': expected an integer of 1"),
+        ({"reward": "1"}, ArgumentError, "reward is of type str: expected a number, a"),
+        ({"reward": {"s": "1"}}, ArgumentError, "session 's': reward is of type str"),
+        ({"reward": {"s": True}}, ArgumentError, "session 's': reward is of type bool"),
+        ({"reward": {1: 2.0}}, ArgumentError, "reward has the key 1: expected session"),
+        ({"reward": 10**400}, ArgumentError, "reward=inf: expected a finite"),
+        ({"reward": {"s": float("nan")}}, ArgumentError, "'s': reward=nan"),
+        ({"reward": {}}, InvalidTurnsError, "session 's' has turns, but no line"),
+    ],
+)
+def test_choices_that_are_none_are_refused(choices, error, match):
+    with pytest.raises(error, match=re.escape(match)):
+        tk.linearize(turns_table(SAME_ANSWER_TWICE), **{"policy": "slime", **choices})
+
+
+@pytest.mark.parametrize("threshold", [2**63, -(2**70), 1.5, True, "1"])
+def test_thresholds_are_integers_of_64_bits(threshold):
+    with pytest.raises(PolicyError, match="fork_threshold="):
+        tk.policy("slime", fork_threshold=threshold)
+
+
+def test_a_threshold_of_none_is_the_preset_s_own():
+    other = tk.policy("slime", fork_threshold=5)
+    assert tk.policy(other, fork_threshold=None) == tk.policy("slime")
+    assert tk.policy(other, merge_rewrites=False).fork_threshold == 5
+
+
+@pytest.mark.parametrize(
+    ("pieces", "match"),
+    [
+        pytest.param([{"session_id": "s"}], "dict is not a record batch", id="a dict"),
+        pytest.param([pa.record_batch({"x": [1]})], "'session_id'", id="no session"),
+        pytest.param(
+            [
+                pa.record_batch({"session_id": ["s"], "turn_index": ["1"]}),
+                pa.record_batch({"session_id": ["s"], "turn_index": [1]}),
+            ],
+            "do not make one table",
+            id="types that change",
+        ),
+    ],
+)
+def test_what_is_no_stream_of_turns_is_refused(pieces, match):
+    with pytest.raises(SchemaError, match=match):
+        list(tk.linearize_batches(iter(pieces), "slime"))
+
+
+def test_strict_is_also_called_interleave():
+    table = turns_table(SAME_ANSWER_TWICE)
+    assert tk.linearize(table, "interleave") == tk.linearize(table, "strict")
+
+
+@pytest.mark.parametrize("name", ["slime", "strict", "per_call"])
+def test_no_turns_give_no_rows(name):
+    rows, report = linearized(turns_table(SAME_ANSWER_TWICE).slice(0, 0), name)
+    assert rows.num_rows == report.num_rows == 0
+    assert rows.schema.equals(ROWS)
+    assert report.schema.equals(REPORT)
+
+
+def test_what_else_is_known_of_a_session_is_passed_over():
+    table = turns_table(SAME_ANSWER_TWICE)
+    names = sorted(set(table["session_id"].to_pylist()))
+    known = {
+        "agent_end": ["finished"] * len(names),
+        "session_id": names,
+        "reward": [1.5] * len(names),
+    }
+    facts = pa.table(known)
+    rows, report = linearized(table, "slime", sessions=facts)
+    assert report.schema.equals(REPORT)
+    assert (rows, report) == linearized(table, "slime", reward=1.5)
+    assert tk.verify(rows, table, "slime", sessions=facts).num_rows == 0
+
+
+@pytest.mark.parametrize("n", [*range(1, 26), 64])
+@pytest.mark.parametrize("missing", [False, True])
+def test_bitmaps_of_outputs_of_any_length_are_exact(n, missing):
+    """Whole bytes are filled at once: nothing next to them may change."""
+    logprobs = [-0.5] * n
+    if missing:
+        logprobs[n // 2] = None
+    longer = [1, *[5] * n, *[9] * 12]
+    turns = [
+        {"prompt_ids": [1], "output_ids": [5] * n, "output_logprobs": logprobs},
+        {"prompt_ids": longer, "output_ids": [7], "output_logprobs": [-0.25]},
+        {"prompt_ids": [3], "output_ids": [4] * 3, "output_logprobs": [-1.0] * 3},
+    ]
+    policy = tk.policy("strict", missing_logprobs="null_row")
+    rows = tk.linearize(turns_table(turns), policy).to_pylist()
+    mask = [False, *[True] * n, *[False] * 12, True]
+    given = [None, *logprobs, *[None] * 12, -0.25]
+    assert rows[0]["loss_mask"] == mask
+    assert rows[0]["logprobs"] == ([None] * len(mask) if missing else given)
+    assert rows[1]["loss_mask"] == [False, True, True, True]
+    assert rows[1]["logprobs"] == [None, -1.0, -1.0, -1.0]

@@ -1,0 +1,347 @@
+"""The policy segments: its rows are the twin's, and those that slime's own code gives."""
+
+from itertools import pairwise
+
+import pyarrow as pa
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests import reference_segments as twin
+from tests.against_twins import difference
+from tests.golden_sessions import (
+    SEGMENT_KINDS,
+    comparable,
+    expected_segments,
+    golden,
+    golden_name,
+    segment_sessions,
+    with_call_ids,
+)
+from tests.made_tables import in_delta_form, linearized, link_by, turns_table
+from tests.reference_policies import twins_of
+from tests.rows.test_golden_api import as_float32
+from tests.strategies import (
+    delegating_sessions,
+    masked,
+    row_limits,
+    sessions,
+    versioned,
+)
+
+any_session = delegating_sessions() | sessions()
+row_counts = st.none() | st.integers(1, 3)
+reward_modes = st.sampled_from(["uniform", "copy", "final_only"])
+
+
+def growing(*calls):
+    """One agent whose list of messages grows by one a turn, with any tokens."""
+    return [
+        {
+            "prompt_messages": [{"role": "user", "content": n} for n in range(k + 1)],
+            "response_message": None,
+            "prompt_ids": prompt,
+            "output_ids": output,
+            "output_logprobs": None,
+            "finish_reason": "stop",
+            "ill_formed": False,
+        }
+        for k, (prompt, output) in enumerate(calls)
+    ]
+
+
+# The third prompt takes two outputs out of the row, and ends before the second stood.
+SHORTER = growing(([1], [2, 3]), ([1, 2, 3, 4, 5], [6]), ([1, 9], [7]))
+# A prompt that departs right behind the row's opening prompt, and one inside it.
+EDGES = growing(([1, 2], [3]), ([1, 2], [4]), ([1], [5]), ([2, 2], []))
+# Every prompt begins with an empty one, which is no reason to continue it.
+EMPTY = [{**one, "prompt_messages": None} for one in growing(([], [2]), ([3], [4]))]
+
+
+@given(
+    any_session | versioned(masked(any_session)), row_counts, reward_modes, row_limits
+)
+@example(SHORTER, None, "uniform", None)
+@example(EDGES, None, "uniform", None)
+def test_rows_and_report_are_the_twins(turns, max_rows, mode, limit):
+    policy = tk.policy("segments", max_rows=max_rows, rewards=mode)
+    assert difference(turns, policy, limit) is None
+
+
+@given(any_session, row_counts, reward_modes, row_limits)
+def test_verify_finds_nothing_in_its_rows(turns, max_rows, mode, limit):
+    policy = tk.policy("segments", max_rows=max_rows, rewards=mode)
+    table = turns_table(turns)
+    rows = tk.linearize(table, policy, reward=3.0, max_row_tokens=limit)
+    for reward in (3.0, None):
+        found = tk.verify(rows, table, policy, reward=reward, max_row_tokens=limit)
+        assert found.to_pylist() == []
+
+
+@given(st.data(), any_session)
+def test_delta_form_and_recorder_give_the_same_rows(data, turns):
+    table = turns_table(turns)
+    rows = tk.linearize(table, "segments")
+    delta = in_delta_form(table, lambda options: data.draw(st.sampled_from(options)))
+    assert tk.linearize(delta, "segments").equals(rows)
+    assert link_by(delta, "agents").equals(link_by(table, "agents"))
+    assert tk.linearize(table, "segments", links=link_by(table, "agents")).equals(rows)
+
+
+@given(delegating_sessions())
+def test_the_recorder_gives_the_same_rows(turns):
+    recorder = tk.Recorder()
+    for turn in turns:
+        recorder.record("s", **turn)
+    rows = recorder.rows("s", "segments", reward=1.0)
+    assert rows.equals(tk.linearize(turns_table(turns), "segments", reward=1.0))
+
+
+@given(any_session)
+@example(EMPTY)
+def test_links_are_the_twins(turns):
+    routed = twin.segments_of(turns)
+    links = link_by(turns_table(turns), "agents").to_pylist()
+    places = {line["turn_index"]: k for k, line in enumerate(links)}
+    kinds = {i: kind for kind, segment in routed.frozen for i in segment}
+    parents = {b: a for _, segment in routed.frozen for a, b in pairwise(segment)}
+    order = [i for _, segment in routed.frozen for i in segment]
+    for i, (line, route) in enumerate(zip(links, routed.routes, strict=True)):
+        if route is None:
+            assert (line["link_reason"], line["order"], line["parent"]) == (
+                ("unrouted", None, None)
+            )
+            continue
+        named = {"root": "new", "history_replaced": "wipe"}
+        assert named.get(line["link_reason"], "append") == route.split("/")[1]
+        assert line["parent"] is None or places[line["parent"]] == parents[i]
+        assert (line["parent"] is None) == (i not in parents)
+        assert line["order"] == order.index(i)
+        assert line["segment_kind"] == kinds[i]
+
+
+# What the peer's own code gives
+
+
+def told(session):
+    return tk.from_records(
+        {"session_id": "s", **turn} for turn in with_call_ids(session["turns"])
+    )
+
+
+def tools_of(session):
+    return tuple(session["knobs"]["dispatch_tools"])
+
+
+@pytest.mark.parametrize("session", segment_sessions(), ids=golden_name)
+def test_golden_rows(session):
+    policy = tk.policy("segments", dispatch_tools=tools_of(session))
+    reward = session["knobs"]["reward"]
+    table = told(session)
+    rows, report = linearized(table, policy, reward=reward)
+    expected = as_float32(expected_segments(session))
+    assert comparable(rows.to_pylist(), expected) == expected
+    peer = session["expected"]
+    assert [one["num_segments"] for one in peer["rows"]] == [rows.num_rows] * len(
+        peer["rows"]
+    )
+    assert report["rows_untrained"].to_pylist() == [len(peer["dropped"])]
+    assert tk.verify(rows, table, policy, reward=reward).num_rows == 0
+
+
+@pytest.mark.parametrize("session", segment_sessions(), ids=golden_name)
+def test_golden_segments(session):
+    """Which turns each segment has, those dropped too, and what each turn was taken for."""
+    links = link_by(told(session), "agents", dispatch_tools=tools_of(session))
+    ranked = sorted(links.to_pylist(), key=lambda line: line["order"])
+    segments = []
+    for line in ranked:
+        if line["parent"] is None:
+            segments.append((line["segment_kind"], []))
+        segments[-1][1].append(line["turn_index"])
+    peer = session["expected"]
+    rows, dropped = (
+        [(SEGMENT_KINDS[one["segment_kind"]], one["turns"]) for one in peer[name]]
+        for name in ("rows", "dropped")
+    )
+    assert [one for one in segments if one not in dropped] == rows
+    assert sorted(segments) == sorted(rows + dropped)
+    named = {
+        "root": "new",
+        "messages": "append",
+        "history_replaced": "wipe",
+    }
+    assert [named[why] for why in links["link_reason"].to_pylist()] == [
+        route.split("/")[1] for route in peer["routes"]
+    ]
+
+
+@pytest.mark.parametrize("session", segment_sessions(), ids=golden_name)
+def test_golden_twin(session):
+    turns = with_call_ids(session["turns"])
+    reward = session["knobs"]["reward"]
+    policy = tk.policy("segments", dispatch_tools=tools_of(session))
+    rows = twins_of(turns, policy, reward=reward)["rows"]
+    expected = expected_segments(session)
+    assert comparable(rows, expected) == expected
+    assert (
+        twin.segments_of(turns, tools_of(session)).routes
+        == session["expected"]["routes"]
+    )
+
+
+def given_segments(case):
+    """A session with one turn a segment, and the links that say the segments' kinds."""
+    kinds = [
+        SEGMENT_KINDS.get(kind.removeprefix("pre_"), kind) for kind in case["kinds"]
+    ]
+    turns = tk.from_records(
+        {"session_id": "a", "prompt_ids": [k], "output_ids": [5] * n}
+        for k, n in enumerate(case["response_lengths"])
+    )
+    places = range(len(kinds))
+    links = {
+        "session_id": pa.array(["a"] * len(kinds), pa.string()),
+        "turn_index": pa.array(places, pa.int32()),
+        "order": pa.array(places, pa.int32()),
+        "segment_kind": pa.array(kinds, pa.string()),
+    }
+    return turns, pa.table(links)
+
+
+@pytest.mark.parametrize(
+    "case",
+    golden("segments_rewards"),
+    ids=lambda case: f"{case.get('mode', case.get('fan_out'))}-{len(case['kinds'])}",
+)
+def test_golden_rewards(case):
+    """Modes and caps. A word that is no mode is copy; an aborted sample is no row."""
+    mode = case.get("mode", "uniform")
+    policy = tk.policy(
+        "segments",
+        rewards=mode if mode in ("uniform", "final_only") else "copy",
+        max_rows=case.get("max_segments", None if case.get("fan_out") else 1),
+    )
+    turns, links = given_segments(case)
+    # the prompts are of one token, so a cap on rows is one on responses
+    limit = case["max_response_tokens"] + 1 if case["max_response_tokens"] else None
+    rows = tk.linearize(
+        turns, policy, reward=case["reward"], links=links, max_row_tokens=limit
+    ).to_pylist()
+    samples = [s for s in case["expected"]["samples"] if s["source"] is not None]
+    assert [
+        {
+            "source": row["input_ids"][0],
+            "response_length": len(row["input_ids"]) - row["prompt_length"],
+            "trained": sum(row["loss_mask"]),
+            "reward": row["reward"],
+        }
+        for row in rows
+    ] == [
+        {name: s[name] for name in ("source", "response_length", "trained", "reward")}
+        for s in samples
+    ]
+    for row, sample in zip(rows, samples, strict=True):
+        for name, value in sample["metadata"].items():
+            if name.endswith("segment_idx"):
+                assert row["row_index"] == value
+            if name.endswith("num_segments"):
+                assert len(rows) == value
+            if name.endswith("segment_kind"):
+                assert row["segment_kind"] == SEGMENT_KINDS[value.removeprefix("pre_")]
+
+
+# What a caller may choose, and refuse
+
+
+def said(content, *calls, role="assistant"):
+    message = {"role": role, "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"id": one, "function": {"name": name}} for name, one in calls
+        ]
+    return message
+
+
+def sent_out(tool="search"):
+    """Main calls a tool, its agent answers, main goes on: one turn each."""
+    opening = [said("s", role="system"), said("u", role="user")]
+    asks = said("x", (tool, "c1"))
+    answer = {"role": "tool", "content": "y", "tool_call_id": "c1"}
+    prompts = [opening, [said("other", role="user")], [*opening, asks, answer]]
+    replies = [asks, said("y"), said("z")]
+    return tk.from_records(
+        {
+            "session_id": "s",
+            "prompt_ids": ids,
+            "output_ids": [k, 9],
+            "prompt_messages": prompt,
+            "response_message": reply,
+        }
+        for k, (ids, prompt, reply) in enumerate(
+            zip([[1, 2], [5], [1, 2, 0, 9, 3]], prompts, replies, strict=True)
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("tools", "kinds"),
+    [
+        (["search"], ["subagent", "final"]),
+        (("Task", "search"), ["subagent", "final"]),
+        ((), ["history_replaced", "history_replaced", "final"]),
+        (["Task"], ["history_replaced", "history_replaced", "final"]),
+    ],
+)
+def test_a_tool_that_dispatches_is_the_caller_s_to_name(tools, kinds):
+    rows = tk.linearize(sent_out(), tk.policy("segments", dispatch_tools=tools))
+    assert rows["segment_kind"].to_pylist() == kinds
+    assert tk.linearize(sent_out())["segment_kind"].to_pylist() == [None] * 2
+
+
+@pytest.mark.parametrize("tool", ['sea"rch', "s\\arch", "s.arch", "\u00e9", "\n"])
+def test_a_tool_may_have_any_name(tool):
+    """It is looked for in the JSON text of the messages."""
+    policy = tk.policy("segments", dispatch_tools=[tool])
+    kinds = tk.linearize(sent_out(tool), policy)["segment_kind"].to_pylist()
+    assert kinds == ["subagent", "final"]
+    kinds = tk.linearize(sent_out("sxarch"), policy)["segment_kind"].to_pylist()
+    assert kinds == ["history_replaced", "history_replaced", "final"]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"dispatch_tools": "Task"},
+        {"dispatch_tools": ["Task", 1]},
+        {"max_rows": 0},
+        {"max_rows": True},
+        {"rewards": "per_turn"},
+        {"on_drift": "all"},
+        {"keep_empty": 1},
+    ],
+    ids=str,
+)
+def test_choices_that_are_none_are_refused(choice):
+    with pytest.raises(tk.errors.PolicyError, match=f"{next(iter(choice))}="):
+        tk.policy("segments", **choice)
+
+
+def test_no_turns_give_no_rows():
+    rows, report = linearized(sent_out().slice(0, 0), "segments")
+    assert rows.num_rows == report.num_rows == 0
+    assert tk.verify(rows, sent_out().slice(0, 0), "segments").num_rows == 0
+
+
+def test_a_shifted_share_of_the_reward_is_found():
+    policy = tk.policy("segments", dispatch_tools=["search"])
+    turns = sent_out()
+    rows = tk.linearize(turns, policy, reward=1.0)
+    place = rows.schema.get_field_index("reward")
+    wrong = rows.set_column(place, "reward", pa.array([0.25, 0.5]))
+    for reward in (1.0, None):
+        found = tk.verify(wrong, turns, policy, reward=reward).to_pylist()
+        assert {one["rule"] for one in found} == {"reward"}
+    final = tk.policy(policy, rewards="final_only")
+    assert tk.verify(rows, turns, final, reward=1.0).num_rows == 2

@@ -1,0 +1,520 @@
+"""Stages over streams: what a table gives, however it is cut, and little of it held."""
+
+import itertools
+import weakref
+from collections import deque
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.generated import generated_runs
+from tests.made_tables import linearized, streamed, turns_table
+from tests.shim.fakes import byte_tokenizer
+from tests.strategies import fewer_examples, pick, runs
+from trajkit import schema
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.tables.stages import batches_of, in_step
+from trajkit.tables.take import empty_batch
+
+TOKENIZER = byte_tokenizer()
+BY_TOKENS = tk.policy("faithful", parent_by="tokens")
+
+
+def spoken(turns):
+    """The turns with ids that the tokenizer knows, and no prompt without one."""
+    return [
+        {
+            **turn,
+            "prompt_ids": [97 + k for k in turn["prompt_ids"] or [0]],
+            "output_ids": [97 + k for k in turn["output_ids"]],
+        }
+        for turn in turns
+    ]
+
+
+def attributed(turns):
+    """Every prompt token content of the last message."""
+    table = turns_table(turns)
+    n = [len(ids) for ids in table["prompt_ids"].to_pylist()]
+    types = {field.name: field.type for field in schema.ATTRIBUTION}
+    columns = {
+        "prompt_message_index": [[0] * k for k in n],
+        "prompt_is_content": [[True] * k for k in n],
+        "message_tool_names": [["bash"]] * len(n),
+    }
+    for name, values in columns.items():
+        table = table.append_column(name, pa.array(values, types[name]))
+    return table
+
+
+def advantages_of(rows):
+    names = rows["session_id"].unique()
+    return pa.table({"session_id": names, "advantage": np.arange(len(names)) / 2})
+
+
+def turn_rewards_of(turns):
+    given = turns.select(["session_id", "turn_index"])
+    zeros = pa.array(np.zeros(turns.num_rows))
+    return given.append_column("reward", zeros)
+
+
+# The two forms of each stage, and its options.
+OF_TURNS = {
+    "link": (tk.link, tk.link_batches, {}),
+    "link by tokens": (tk.link, tk.link_batches, {"policy": BY_TOKENS}),
+    "check_roundtrip": (
+        tk.analysis.check_roundtrip,
+        tk.analysis.check_roundtrip_batches,
+        {"tokenizer": TOKENIZER},
+    ),
+    "validate": (tk.validate, tk.validate_batches, {"kind": "turns", "bodies": False}),
+    "validate, whatever it is": (tk.validate, tk.validate_batches, {"bodies": False}),
+    "compact": (tk.compact, tk.compact_batches, {}),
+}
+DRIFT = (tk.classify_drift, tk.classify_drift_batches)
+OF_LINKS = {
+    "classify_drift": (*DRIFT, {"min_run": 2}),
+    "classify_drift by texts": (*DRIFT, {"tokenizer": TOKENIZER}),
+    "explain_drift": (
+        tk.analysis.explain_drift,
+        tk.analysis.explain_drift_batches,
+        {"tokenizer": TOKENIZER, "min_run": 2},
+    ),
+    "label_branches": (
+        tk.analysis.label_branches,
+        tk.analysis.label_branches_batches,
+        {},
+    ),
+}
+SPREAD = (tk.learn.spread_rewards, tk.learn.spread_rewards_batches)
+OF_ROWS = {
+    "weigh": (tk.add_weights, tk.add_weights_batches, {"weigh_by": "row"}),
+    "spread_rewards": (*SPREAD, {"mode": "uniform"}),
+    "suffix_rows": (tk.suffix_rows, tk.suffix_rows_batches, {}),
+    "validate rows": (tk.validate, tk.validate_batches, {}),
+}
+VERIFY = (tk.verify, tk.verify_batches, {})
+OBSERVE = (
+    tk.learn.observation_weights,
+    tk.learn.observation_weights_batches,
+    {},
+)
+
+
+def cut(choose, table):
+    """The table in batches, cut anywhere, perhaps with empty ones between."""
+    cuts = sorted(choose(range(table.num_rows + 1)) for _ in range(choose(range(6))))
+    edges = [0, *cuts, table.num_rows]
+    table = table.combine_chunks()
+    return [
+        pa.RecordBatch.from_arrays(
+            [column.combine_chunks() for column in part.columns], schema=part.schema
+        )
+        for start, stop in itertools.pairwise(edges)
+        for part in [table.slice(start, stop - start)]
+    ]
+
+
+def chooser(data):
+    return lambda options: pick(data.draw, options)
+
+
+def lines(batches):
+    return [line for batch in batches for line in batch.to_pylist()]
+
+
+@pytest.mark.parametrize("name", OF_TURNS)
+@fewer_examples
+@given(data=st.data(), turns=runs())
+def test_stages_of_turns(name, data, turns):
+    table, (whole, stage, options) = turns_table(spoken(turns)), OF_TURNS[name]
+    stream = stage(iter(cut(chooser(data), table)), **options)
+    assert lines(stream) == whole(table, **options).to_pylist()
+
+
+@pytest.mark.parametrize("name", OF_LINKS)
+@fewer_examples
+@given(data=st.data(), turns=runs())
+def test_stages_of_turns_beside_their_links(name, data, turns):
+    table, (whole, stage, options) = turns_table(spoken(turns)), OF_LINKS[name]
+    links = tk.link(table)
+    choose = chooser(data)
+    both = [iter(cut(choose, table)), iter(cut(choose, links))]
+    at = choose([None, 0, 1])
+    if at is not None:
+        both[at] = (table, links)[at]  # one of them may be a table
+    assert lines(stage(*both, **options)) == whole(table, links, **options).to_pylist()
+
+
+@pytest.mark.parametrize("policy", ["faithful", "slime"])
+@pytest.mark.parametrize("name", OF_ROWS)
+@fewer_examples
+@given(data=st.data(), turns=runs())
+def test_stages_of_rows(name, policy, data, turns):
+    whole, stage, options = OF_ROWS[name]
+    rows = tk.linearize(turns_table(turns), policy, reward=1.0)
+    found = stage(iter(cut(chooser(data), rows)), **options)
+    assert lines(found) == whole(rows, **options).to_pylist()
+
+
+@given(data=st.data(), turns=runs())
+def test_what_rows_are_given_from_tables(data, turns):
+    table = turns_table(turns)
+    rows = tk.linearize(table, reward=1.0)
+    choose = chooser(data)
+    sessions, rewards = advantages_of(rows), turn_rewards_of(table)
+    for whole, stage, options in (
+        (tk.add_advantages, tk.add_advantages_batches, {"sessions": sessions}),
+        (*SPREAD, {"mode": "last_turn", "turn_rewards": rewards}),
+        (*SPREAD, {"mode": "per_turn", "turn_rewards": rewards}),
+    ):
+        found = stage(iter(cut(choose, rows)), **options)
+        assert lines(found) == whole(rows, **options).to_pylist()
+
+
+@given(data=st.data(), turns=runs())
+def test_observations_beside_turns(data, turns):
+    table = attributed(turns)
+    rows, choose = tk.linearize(table, "strict"), chooser(data)
+    whole = tk.learn.observation_weights(rows, table, missing="skip")
+    report = tk.learn.observation_report(rows, table, missing="skip")
+    both, counts = (iter(cut(choose, rows)), iter(cut(choose, table))), []
+    found = tk.learn.observation_weights_batches(*both, report=counts, missing="skip")
+    assert lines(found) == whole.to_pylist()
+    assert lines(counts) == report.to_pylist()
+
+
+@given(data=st.data(), turns=runs())
+def test_sessions_of_a_stream_are_rejected(data, turns):
+    table = turns_table(turns)
+    choose = chooser(data)
+    names = table["session_id"].unique().to_pylist()
+    broken = {name for name in names if choose([False, True])}
+    prompts = [
+        [-1] if line["session_id"] in broken else line["prompt_ids"] or [0]
+        for line in table.to_pylist()
+    ]
+    at = table.schema.get_field_index("prompt_ids")
+    field = table.schema.field(at)
+    table = table.set_column(at, field, pa.array(prompts, field.type))
+    good, bad = tk.turns.reject_sessions(table, bodies=False)
+    rejected = []
+    found = tk.turns.reject_sessions_batches(
+        iter(cut(choose, table)), bodies=False, rejected=rejected
+    )
+    assert lines(found) == good.to_pylist()
+    assert lines(rejected) == bad.to_pylist()
+    assert set(bad["session_id"].to_pylist()) == broken
+
+
+# --- verify
+
+
+def found(violations):
+    """Violations as a set that knows of no order."""
+    return sorted(map(repr, violations))
+
+
+def spoiled(choose, rows):
+    """Rows with a fault here and there: a mask, an id, a weight, a row too few."""
+    rows = rows.to_pylist()
+    for row in rows:
+        if row["input_ids"] and choose([False, False, True]):
+            k = choose(range(len(row["input_ids"])))
+            fault = choose(["mask", "id", "weight"])
+            if fault == "mask":
+                row["loss_mask"][k] = not row["loss_mask"][k]
+            elif fault == "id":
+                row["input_ids"][k] = 77
+            else:
+                row["row_weight"] = 0.125
+    if rows and choose([False, True]):
+        del rows[choose(range(len(rows)))]
+    return pa.Table.from_pylist(rows, schema.ROWS)
+
+
+@given(data=st.data(), turns=runs(), policy=st.sampled_from(["faithful", "trl", None]))
+def test_verify_beside_turns(data, turns, policy):
+    table, choose = turns_table(turns), chooser(data)
+    rows = spoiled(choose, tk.linearize(table, policy or "strict"))
+    if choose([False, True]):
+        rows = rows.select(["session_id", "input_ids", "loss_mask", "logprobs"])
+    both = [iter(cut(choose, rows)), iter(cut(choose, table))]
+    at = choose([None, 0, 1])
+    if at is not None:
+        both[at] = (rows, table)[at]
+    found = tk.verify_batches(*both, policy)
+    assert lines(found) == tk.verify(rows, table, policy).to_pylist()
+
+
+@given(data=st.data(), turns=runs(), extra=st.sampled_from(["", "z"]))
+def test_rows_of_sessions_without_turns_are_named_at_the_end(data, turns, extra):
+    table, choose = turns_table(turns), chooser(data)
+    rows = tk.linearize(table)
+    at = rows.schema.get_field_index("session_id")
+    names = [f"{name}{extra}x" for name in rows["session_id"].to_pylist()]
+    other = pa.array(names, pa.string())
+    rows = pa.concat_tables([rows, rows.set_column(at, rows.field(at), other)])
+    batches = tk.verify_batches(iter(cut(choose, rows)), iter(cut(choose, table)))
+    whole = tk.verify(rows, table)
+    assert lines(batches) == whole.to_pylist()
+    assert whole.num_rows == rows.num_rows // 2
+
+
+ONE = {"prompt_ids": [1], "output_ids": [2], "output_logprobs": [-1.0]}
+
+
+def three():
+    table = tk.from_records([{"session_id": name, **ONE} for name in "abc"])
+    return table, tk.linearize(table)
+
+
+@pytest.mark.parametrize(
+    ("order", "error", "match"),
+    [
+        pytest.param(
+            [1, 0, 2], InvalidTurnsError, "'a' comes too late in rows", id="b a"
+        ),
+        pytest.param([0, 1, 0], InvalidTurnsError, "'a' comes back", id="a b a"),
+    ],
+)
+def test_rows_in_another_order_than_turns_are_refused(order, error, match):
+    turns, rows = three()
+    with pytest.raises(error, match=match):
+        list(tk.verify_batches(rows.take(order), turns.to_reader(max_chunksize=1)))
+
+
+def test_rows_behind_a_session_without_turns_are_refused():
+    """By then their turns have gone by as if no row were theirs."""
+    turns, rows = three()
+    lone = tk.linearize(tk.from_records([{"session_id": "x", **ONE}]))
+    mixed = pa.concat_tables([rows.slice(0, 1), lone, rows.slice(1)])
+    with pytest.raises(InvalidTurnsError, match="session 'b' comes too late in rows"):
+        list(tk.verify_batches(mixed, turns.to_reader(max_chunksize=1)))
+
+
+@pytest.mark.parametrize(
+    ("columns", "match"),
+    [
+        pytest.param({}, "session_id is absent or null", id="no session_id"),
+        pytest.param({"session_id": ["a", None, "c"]}, "absent or null", id="null"),
+        pytest.param(
+            {"session_id": ["a", "b", "c"], "row_index": [0, None, 0]},
+            "row_index is null in some rows",
+            id="numbers here and there",
+        ),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_that_cannot_be_told_apart_are_refused(columns, match, size):
+    turns, rows = three()
+    plain = rows.select(["input_ids", "loss_mask"])
+    for name, values in columns.items():
+        plain = plain.append_column(name, pa.array(values))
+    with pytest.raises(SchemaError, match=match):
+        list(tk.verify_batches(plain.to_reader(max_chunksize=size), turns))
+
+
+def test_links_of_other_sessions_are_refused():
+    turns, _ = three()
+    links = tk.link(turns)
+    with pytest.raises(InvalidTurnsError, match="'c' is in links, but not in turns"):
+        list(tk.classify_drift_batches(iter(turns.slice(0, 2).to_batches()), links))
+    with pytest.raises(InvalidTurnsError, match="links has 0 rows for 1 turns"):
+        list(
+            tk.classify_drift_batches(
+                iter(turns.to_batches(max_chunksize=1)), links[:2]
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda b: tk.link_batches(b, "nowhere"), id="link"),
+        pytest.param(lambda b: tk.linearize_batches(b, threads=0), id="linearize"),
+        pytest.param(lambda b: tk.classify_drift_batches(b, b, min_run=0), id="drift"),
+        pytest.param(lambda b: tk.add_weights_batches(b, "turn"), id="weigh"),
+        pytest.param(lambda b: tk.verify_batches(b, b, "slim"), id="verify"),
+        pytest.param(lambda b: tk.pack_batches(b, 0), id="pack"),
+        pytest.param(
+            lambda b: tk.analysis.label_branches_batches(b, b, opening_tokens=0),
+            id="label",
+        ),
+    ],
+)
+def test_options_are_checked_before_a_stream_is_read(call):
+    with pytest.raises(ArgumentError):
+        call(iter([]))
+
+
+def test_the_form_for_tables_refuses_an_iterator():
+    turns, _ = three()
+    for stage in (tk.link, tk.compact, tk.validate):
+        with pytest.raises(SchemaError, match=f"{stage.__name__}_batches an iterator"):
+            stage(iter(turns.to_batches()))
+
+
+# --- what is held
+
+
+class Counted:
+    """A stream of a table, a session a batch, that counts what is alive of it."""
+
+    def __init__(self, table):
+        names = table["session_id"].to_pylist()
+        edges = [k for k, name in enumerate(names) if not k or name != names[k - 1]]
+        self._parts = [
+            table.slice(start, stop - start).combine_chunks()
+            for start, stop in itertools.pairwise([*edges, len(names)])
+        ]
+        self.sizes = len(self._parts)
+        self.alive = self.most = 0
+
+    def __iter__(self):
+        for part in self._parts:
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, part.schema) as writer:
+                writer.write_table(part)
+            # what is read of the buffer keeps the array alive, and nothing else does
+            memory = np.frombuffer(sink.getvalue(), np.uint8).copy()
+            weakref.finalize(memory, self._gone)
+            self.alive += 1
+            self.most = max(self.most, self.alive)
+            reader = pa.ipc.open_stream(pa.py_buffer(memory))
+            del memory
+            yield reader.read_next_batch()
+            del reader
+
+    def _gone(self):
+        self.alive -= 1
+
+
+def many_sessions(n=30):
+    generated = generated_runs(n, 3, max_turns=4)
+    return attributed(spoken(generated))
+
+
+@pytest.mark.parametrize(
+    "name", [*OF_TURNS, *OF_LINKS, *OF_ROWS, "verify", "observations"]
+)
+def test_few_batches_are_held(name):
+    table = many_sessions()
+    rows = tk.linearize(table, reward=1.0)
+    sources = {"turns": table}
+    if name in OF_LINKS:
+        stage, sources = OF_LINKS[name], {"turns": table, "links": tk.link(table)}
+    elif name in OF_ROWS:
+        stage, sources = OF_ROWS[name], {"rows": rows}
+    elif name == "verify":
+        stage, sources = VERIFY, {"rows": rows, "turns": table}
+    elif name == "observations":
+        stage, sources = OBSERVE, {"rows": rows, "turns": table}
+    else:
+        stage = OF_TURNS[name]
+    counted = [Counted(source) for source in sources.values()]
+    _, batches, options = stage
+    deque(batches(*(iter(one) for one in counted), **options), maxlen=0)
+    assert all(one.sizes > 20 for one in counted)
+    # what is at hand, what a frame still names, the one that tells where it ended
+    assert max(one.most for one in counted) <= 5
+    assert [one.alive for one in counted] == [0] * len(counted)
+
+
+def test_a_table_without_rows_may_have_categories_of_polars():
+    kind = pa.dictionary(pa.int8(), pa.string_view())
+    none = schema.TURNS.append(pa.field("word", kind)).empty_table()
+    [batch] = batches_of(none)
+    assert (batch.num_rows, batch.schema) == (0, none.schema)
+    [(lead, other)] = in_step([none], [batch], "turns", "turns")
+    assert lead.schema == other.schema == none.schema
+
+
+# --- nothing in it
+
+
+def reader_of(table):
+    return pa.RecordBatchReader.from_batches(table.schema, [])
+
+
+def nothing():
+    """What stages are given, without rows."""
+    table = attributed([]).append_column("note", pa.array([], pa.string()))
+    return table, tk.link(table), tk.linearize(table)
+
+
+@pytest.mark.parametrize("seen", [0, 1, 2])
+@pytest.mark.parametrize(
+    "name", [*OF_TURNS, *OF_LINKS, *OF_ROWS, "verify", "observations", "linearize"]
+)
+def test_a_stream_without_rows_gives_a_batch_without_rows(name, seen):
+    """A reader knows its columns before its first batch, an iterator with it."""
+    turns, links, rows = nothing()
+    (whole, stage, options), sources = {
+        **{name: (stage, (turns,)) for name, stage in OF_TURNS.items()},
+        **{name: (stage, (turns, links)) for name, stage in OF_LINKS.items()},
+        **{name: (stage, (rows,)) for name, stage in OF_ROWS.items()},
+        "verify": (VERIFY, (rows, turns)),
+        "observations": (OBSERVE, (rows, turns)),
+        "linearize": ((tk.linearize, tk.linearize_batches, {}), (turns,)),
+    }[name]
+    given = [
+        iter([empty_batch(one.schema)] * seen) if seen else reader_of(one)
+        for one in sources
+    ]
+    [batch] = stage(*given, **options)
+    table = whole(*sources, **options)
+    assert (batch.num_rows, batch.schema) == (0, table.schema)
+    assert batch.schema.metadata == table.schema.metadata
+
+
+@pytest.mark.parametrize("layout", ["full", "suffix"])
+def test_linearize_of_a_reader_without_rows_with_all_it_can_give(layout):
+    turns, _, _ = nothing()
+    payloads = ["prompt_is_content"] if layout == "full" else []
+    options = {"layout": layout, "payloads": payloads}
+    [batch], [counts] = streamed(reader_of(turns), **options)
+    rows, report = linearized(turns, **options)
+    assert (batch.schema, counts.schema) == (rows.schema, report.schema)
+    assert batch.num_rows == counts.num_rows == 0
+
+
+def test_further_stages_of_readers_without_rows():
+    turns, _, rows = nothing()
+    given = advantages_of(rows)
+    for stage, table, *options in (
+        (tk.expand, tk.compact(turns)),
+        (tk.full_rows, tk.suffix_rows(rows)),
+        (tk.add_advantages, rows, given),
+    ):
+        [batch] = stage.batches(reader_of(table), *options)
+        assert batch.schema == stage(table, *options).schema
+    bad = []
+    [good] = tk.turns.reject_sessions_batches(reader_of(turns), rejected=bad)
+    assert (good.schema, bad) == (turns.schema, [])
+    assert tk.simulate(reader_of(turns)) == tk.simulate(turns)
+
+
+@pytest.mark.parametrize("name", [*OF_TURNS, *OF_ROWS])
+def test_an_iterator_without_a_batch_gives_none(name):
+    _, stage, options = OF_TURNS.get(name) or OF_ROWS[name]
+    assert list(stage(iter([]), **options)) == []
+
+
+def test_a_stream_of_rows_that_are_as_they_should_be_says_so_in_a_batch():
+    turns, rows = three()
+    [batch] = tk.verify_batches(iter(rows.to_batches()), iter(turns.to_batches()))
+    assert batch.schema == tk.verify(rows, turns).schema
+
+
+def test_a_file_without_turns_says_its_columns_as_a_stream(tmp_path):
+    turns, _, _ = nothing()
+    tk.write_turns(turns, tmp_path / "none.parquet")
+    [batch] = tk.scan_turns(tmp_path / "none.parquet")
+    assert (batch.num_rows, batch.schema) == (0, turns.schema)
+    [links] = tk.link_batches(tk.scan_turns(tmp_path / "none.parquet"))
+    assert links.schema == tk.link(turns).schema

@@ -1,1 +1,0 @@
-"""Streams of record batches: regrouped by session, read in step and ahead."""

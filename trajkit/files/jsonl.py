@@ -1,0 +1,338 @@
+"""JSON lines: turns as records of `trajkit.from_records`, other tables as objects."""
+
+import io
+import itertools
+import json
+import warnings
+from base64 import b64decode, b64encode
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+import pyarrow as pa
+
+from trajkit.errors import (
+    FormatError,
+    InvalidTurnsError,
+    SchemaError,
+    TornLogWarning,
+)
+from trajkit.files.formats import (
+    Format,
+    bytes_limit,
+    check_text,
+    is_one_value,
+    name_of,
+    open_input,
+)
+from trajkit.files.json_numbers import IDS, ITEMS, Reader, Shape
+from trajkit.schema import TURNS, TURNS_DELTA
+from trajkit.tables import limits
+from trajkit.tables.canonical import UNREADABLE, Plan, check_columns, check_kind, place
+from trajkit.turns.messages import TooDeepError, parse_json
+from trajkit.turns.records import MAX_DEPTH, is_too_deep
+
+Record: TypeAlias = dict[str, object]
+
+MAX_LINE_BYTES = "TRAJKIT_MAX_LINE_BYTES"
+"""Environment variable: the longest line, in bytes, without compression."""
+
+# columns of turns that records spell differently, and those that are written as null
+_MESSAGES = ("messages", "response")
+_WRITTEN_NULL = ("use_tool",)
+
+# Bytes become an object of this key and their base64, except in messages.
+_BYTES, _BYTES_MARK = "$base64", b'{"$base64":'
+_CHAT = ("prompt_messages", "response_message")
+
+# the long arrays of a call
+_CALL: Shape = {
+    "prompt_ids": IDS,
+    "output_ids": IDS,
+    "prompt_messages": ITEMS,
+}
+
+
+def planned(objects: Iterator[Record], plan: Plan, name: str) -> Iterator[Record]:
+    """The objects of a file; the first one's keys are checked against ``plan``."""
+    for first in objects:
+        try:
+            schema = plan(list(first))
+            if schema is TURNS:  # keys of a record are not columns
+                check_kind(list(first), "turns")
+            else:
+                check_columns(pa.schema([(key, pa.null()) for key in first]), schema)
+        except SchemaError as error:
+            raise SchemaError(f"{name}: {error}") from None
+        yield first
+        yield from objects
+
+
+def calls(file: Path | BinaryIO, kind: Format) -> Iterator[Record]:
+    """`lines` of recorded calls, with ids as numpy arrays."""
+    return lines(file, kind, _CALL)
+
+
+def lines(
+    file: Path | BinaryIO, kind: Format, shape: Shape | None = None
+) -> Iterator[Record]:
+    """The objects of a file of JSON lines; empty lines are skipped.
+
+    Arrays of ``shape`` become numpy arrays; see `trajkit.files.json_numbers.Reader`. A line
+    that is not a JSON object is a FormatError, but if it is the last one and has no end,
+    it gives a TornLogWarning.
+    """
+    return (value for _, _, value in _numbered(file, kind, shape))
+
+
+def raw_lines(file: Path, kind: Format) -> Iterator[tuple[bytes, Record]]:
+    """`lines` together with their text."""
+    return ((line, value) for _, line, value in _numbered(file, kind))
+
+
+def numbered_lines(file: Path, kind: Format) -> Iterator[tuple[int, Record]]:
+    """`lines` with their numbers, from 1; in an array, the numbers of its items."""
+    return ((number, value) for number, _, value in _numbered(file, kind))
+
+
+def _numbered(
+    file: Path | BinaryIO, kind: Format, shape: Shape | None = None
+) -> Iterator[tuple[int, bytes, Record]]:
+    name = name_of(file)
+    if is_one_value(kind):
+        start = None if isinstance(file, Path) else file.tell()
+        with open_input(file, kind) as source:
+            whole = _one_value(source, name)
+        if not isinstance(file, Path):
+            file.seek(start or 0)
+        if whole is not None:
+            for number, item in enumerate(_items(whole, name), 1):
+                yield number, text_of(item), item
+            return
+    read = _plain if shape is None else Reader(shape).read
+    source = open_input(file, kind)
+    for number, (line, complete) in enumerate(split_lines(source, name), 1):
+        if not line or line.isspace():
+            continue
+        if number == 1:
+            check_text(line, name)
+        try:
+            value = read(line)
+        except ValueError as error:
+            if complete or isinstance(error, TooDeepError):
+                where, text = f"{name}, line {number}", str(error)
+                if isinstance(error, json.JSONDecodeError):
+                    where, text = f"{where}, column {error.colno}", error.msg
+                raise FormatError(f"{where}: {text}") from None
+            warnings.warn(
+                f"{name} ends within line {number}: its last {len(line)} bytes were "
+                "left out",
+                TornLogWarning,
+                stacklevel=2,
+            )
+            return
+        if not isinstance(value, dict):
+            raise FormatError(f"{name}, line {number} is not a JSON object")
+        # one character is found much faster than several
+        dollar = line.find(b"$")
+        has_bytes = dollar > 0 and line.find(_BYTES_MARK, dollar - 2) >= 0
+        yield number, line, _restored(value) if has_bytes else value
+
+
+def _one_value(source: pa.NativeFile, name: str) -> bytes | None:
+    """The text of a file that is one JSON value; None if it has lines of objects."""
+    most = max_line_bytes()
+    try:
+        text: bytes = source.read(most + 1)
+    except UNREADABLE as error:
+        raise FormatError(f"{name} cannot be decompressed: {error}") from None
+    first, _, rest = text.lstrip().partition(b"\n")
+    if not first.startswith(b"["):
+        try:
+            if not first or (
+                isinstance(parse_json(first.decode()), dict) and rest.strip()
+            ):
+                return None
+        except ValueError:  # an object over several lines, or no JSON
+            pass
+    if len(text) > most:
+        raise FormatError(
+            f"{name} is one JSON value of more than {most} bytes: write a call per line, "
+            f"or set the environment variable {MAX_LINE_BYTES} to allow more"
+        )
+    return text
+
+
+def _items(text: bytes, name: str) -> Iterator[Record]:
+    """The objects of a JSON array, or the only object."""
+    try:
+        found = parse_json(text.decode())
+    except ValueError as error:
+        where, what = name, str(error)
+        if isinstance(error, json.JSONDecodeError):
+            where, what = (
+                f"{name}, line {error.lineno}, column {error.colno}",
+                error.msg,
+            )
+        raise FormatError(f"{where}: {what}") from None
+    for number, value in enumerate(found if isinstance(found, list) else [found], 1):
+        if not isinstance(value, dict):
+            raise FormatError(f"{name}, item {number} is not a JSON object")
+        yield _restored(value)
+
+
+def _plain(line: bytes) -> object:
+    return parse_json(line.decode())
+
+
+def max_line_bytes() -> int:
+    """The most bytes of a line: 256 MB, or as the environment variable says."""
+    return bytes_limit(MAX_LINE_BYTES, 1 << 28)
+
+
+def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:
+    """Lines without their line feeds, and whether they had one: they are complete."""
+    most = max_line_bytes()
+    with source, io.BufferedReader(source, limits.JSON_BYTES) as reader:
+        for number in itertools.count(1):
+            try:
+                line = reader.readline(most + 1)
+            except UNREADABLE as error:  # the codec found a damaged file
+                raise FormatError(f"{name} cannot be decompressed: {error}") from None
+            complete = line.endswith(b"\n")
+            if len(line) > most and not complete:
+                raise FormatError(
+                    f"{name}, line {number}: the line is longer than {most} bytes: set "
+                    f"the environment variable {MAX_LINE_BYTES} to allow more"
+                )
+            if not line:
+                return
+            yield line[:-1] if complete else line, complete
+
+
+def by_session(records: Iterator[Record], at_least: int) -> Iterator[list[Record]]:
+    """Lists of at least ``at_least`` records that end where another session begins."""
+    batch: list[Record] = []
+    for record in records:
+        if len(batch) >= at_least and record.get("session_id") != batch[-1].get(
+            "session_id"
+        ):
+            yield batch
+            batch = []
+        batch.append(record)
+    if batch:
+        yield batch
+
+
+def tables(objects: Iterator[Record], file: str) -> Iterator[pa.Table]:
+    """Objects of a file as tables, with the types that Arrow infers."""
+    while batch := list(itertools.islice(objects, limits.JSON_ROWS)):
+        names = dict.fromkeys(name for value in batch for name in value)
+        for name in names:
+            if any(is_too_deep(value.get(name)) for value in batch):
+                raise FormatError(
+                    f"{file}: a value of {name!r} is nested deeper than {MAX_DEPTH} "
+                    "levels: leave it out, or store it as text"
+                )
+        try:
+            yield pa.table(
+                {name: [value.get(name) for value in batch] for name in names}
+            )
+        except (pa.ArrowException, UnicodeError, OverflowError) as error:
+            raise FormatError(
+                f"{file}: the lines do not make a table: {error}"
+            ) from None
+
+
+def write(tables: Iterator[pa.Table], schema: pa.Schema, file: pa.NativeFile) -> None:
+    """Write tables in canonical form as JSON lines."""
+    session: object = None
+    # the latest body of each message key in the current session
+    bodies: dict[bytes, str] = {}
+    for table in tables:
+        if table.column_names[: len(TURNS_DELTA)] == TURNS_DELTA.names:
+            raise FormatError(
+                "JSON lines cannot store turns in delta form: use trajkit.expand"
+            )
+        for start in range(0, len(table), limits.JSON_ROWS):
+            part = table.slice(start, limits.JSON_ROWS)
+            for k, row in enumerate(part.to_pylist()):
+                if row.get("session_id") != session:
+                    session, bodies = row.get("session_id"), {}
+                text = _turn(row, bodies, part, k) if schema is TURNS else _dump(row)
+                file.write(f"{text}\n".encode())
+
+
+def _turn(row: dict[str, Any], bodies: dict[bytes, str], part: pa.Table, k: int) -> str:
+    plain = {
+        name: value
+        for name, value in row.items()
+        if name not in _MESSAGES
+        and (value is not None or name in _WRITTEN_NULL or name not in TURNS.names)
+    }
+    text = _dump(plain)
+
+    def body(message: dict[str, Any]) -> str:
+        known = message["body"]
+        if known is None and (known := bodies.get(message["key"])) is None:
+            raise InvalidTurnsError(
+                f"{place(part, k)}: a {message['role']} message has no body, here or "
+                "earlier in the session: JSON lines hold messages in full"
+            )
+        bodies[message["key"]] = known
+        return str(known)
+
+    # bodies are JSON already
+    if row["messages"] is not None:
+        text = (
+            f'{text[:-1]},"prompt_messages":[{",".join(map(body, row["messages"]))}]}}'
+        )
+    if row["response"] is not None:
+        text = f'{text[:-1]},"response_message":{body(row["response"])}}}'
+    return text
+
+
+def _dump(row: Record) -> str:
+    try:
+        return _text(row)
+    except (TypeError, ValueError):
+        for name, value in row.items():
+            try:
+                _text(value)
+            except (TypeError, ValueError) as error:
+                raise FormatError(
+                    f"JSON lines cannot store column {name!r}: {error}. Write Parquet or "
+                    "Arrow IPC, or leave the column out"
+                ) from None
+        raise
+
+
+def text_of(record: Record) -> bytes:
+    """The line of a record that was read."""
+    return _dump(record).encode()
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=_encoded, allow_nan=False)
+
+
+def _encoded(value: object) -> object:
+    if isinstance(value, date):  # a datetime is one
+        return value.isoformat()
+    if isinstance(value, bytes):
+        return {_BYTES: b64encode(value).decode()}
+    raise TypeError(f"{type(value).__name__} {value!r}")
+
+
+def _restored(value: Any) -> Any:
+    """The value with bytes decoded that `_encoded` encoded."""
+    if isinstance(value, list):
+        return [_restored(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_BYTES} and isinstance(value[_BYTES], str):
+        return b64decode(value[_BYTES])
+    return {
+        name: one if name in _CHAT else _restored(one) for name, one in value.items()
+    }

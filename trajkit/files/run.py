@@ -1,0 +1,347 @@
+"""`run`: a stage from file to file, in bounded memory.
+
+A log is read in tables of complete sessions (`trajkit.files.group`): while one passes the
+stage, the next is read and the previous one is written. An output is one file, or a
+directory of parts; with ``resume``, an interrupted run continues after the last part.
+"""
+
+import hashlib
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit.errors import ArgumentError, InvalidTurnsError
+from trajkit.files.formats import Format, check_folder, kind_of
+from trajkit.files.group import Log, Piece, SessionIndex
+from trajkit.files.guard import Input, check_outputs, is_parts, turns_inputs
+from trajkit.files.outputs import Manifest, atomic_writers, fingerprint
+from trajkit.files.sources import Paths, SessionPrefix, paths_of
+from trajkit.files.tables import log_files, write_any
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables import limits
+from trajkit.tables.prefetch import prefetch
+from trajkit.tables.ragged import runs_of
+from trajkit.tables.session_batches import session_ends
+from trajkit.tables.take import empty_batch
+from trajkit.turns.session_metadata import SessionFacts
+from trajkit.turns.validation import REJECTED, Nonfinite
+
+AnyPath: TypeAlias = str | os.PathLike[str]
+Made: TypeAlias = pa.Table | Iterable[pa.RecordBatch]
+"""What a stage makes for one output."""
+
+Stage: TypeAlias = Callable[[pa.Table], Made | Mapping[str, Made]]
+"""A function of the turns of complete sessions: one result, or one by name.
+
+It raises before it makes the first batch, or not at all. Results are read in their order.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Functions that `run` calls to report its progress.
+
+    Attributes
+    ----------
+    begins : function of a SessionIndex and an int
+        The sessions of the source, and how many turns existing parts already took.
+    advances : function of an int
+        Turns that were processed since.
+    notes : function of a str
+        A message about work that takes longer than expected.
+    """
+
+    begins: Callable[[SessionIndex, int], None] = lambda index, done: None
+    advances: Callable[[int], None] = lambda n_turns: None
+    notes: Callable[[str], None] = lambda text: None
+
+
+def run(
+    source: Paths,
+    stage: Stage,
+    outputs: AnyPath | Mapping[str, AnyPath],
+    *,
+    resume: Mapping[str, object] | None = None,
+    rejected: AnyPath | None = None,
+    format: Format | None = None,
+    nonfinite_logprobs: Nonfinite = "raise",
+    gather: bool = True,
+    session_prefix: SessionPrefix | None = None,
+    inputs: Iterable[Input] = (),
+    watch: Watch | None = None,
+) -> dict[str, int]:
+    """Apply a stage to the turns of files, and write what it makes.
+
+    In memory are a few tables of about 8 million tokens of prompts and outputs (4 million
+    in delta form) with their results, or a larger session. All files appear together when
+    they are complete, or none does.
+
+    Parameters
+    ----------
+    source : path or list of paths
+        Files or directories, as for `trajkit.read_turns`.
+    stage : function of a table
+        Gets the turns of complete sessions, in the order of `trajkit.read_turns`; an empty
+        table if there are no turns. Returns a table or batches, or a dict of them by name.
+        Batches may be made while they are read, as by `trajkit.linearize_batches`, and a
+        list may be filled meanwhile, if it comes later in the dict.
+    outputs : path, or mapping of name to path
+        The file of the only result, or the file of each name; what has no file is only
+        counted. Rows and turns are written as by `trajkit.write_rows` and
+        `trajkit.write_turns`.
+    resume : mapping, optional
+        What the outputs depend on besides the source and the options here (policy, rewards
+        ...), in JSON's types. If the first output is a directory (it exists, or the path
+        ends with a separator), all outputs get parts there, and a run that was interrupted
+        continues after its last complete part, with the same bytes. None: no directories.
+    rejected : path, optional
+        The file of the sessions that break a rule or that the stage refuses, with the
+        reasons; the run goes on without them. None: such a session is an error.
+    format, nonfinite_logprobs, session_prefix
+        As for `trajkit.read_turns`.
+    gather : bool
+        Whether scattered sessions are grouped in temporary files next to the output; see
+        `trajkit.scan_turns`. False: they are an error.
+    inputs : iterable of Input, optional
+        Other files that the stage reads, which no output may replace.
+    watch : Watch, optional
+        Functions that report progress.
+
+    Returns
+    -------
+    dict of str to int
+        The rows of each result by its name (that of the only one is the kind of its
+        table), and the sums of the integer columns of a result named "report".
+
+    Raises
+    ------
+    FormatError
+        As for `trajkit.read_turns`; a directory has parts of another run.
+    ArgumentError
+        An output is an input or another output.
+    SchemaError, InvalidTurnsError
+        As for `trajkit.read_turns`, and whatever the stage raises. No file is created
+        then; a directory keeps its complete parts.
+
+    Examples
+    --------
+    ``run("log", lambda turns: tk.linearize_batches(turns, "slime"), "rows.parquet")``
+    """
+    watch = watch or Watch()
+    paths = paths_of(source) or []
+    targets = (
+        {_ONLY: outputs} if isinstance(outputs, str | os.PathLike) else {**outputs}
+    )
+    if rejected is not None:
+        targets["rejected"] = rejected
+    first = next(iter(targets.values()), None)
+    parts = resume is not None and first is not None and is_parts(first)
+    _check_paths(targets, [*turns_inputs(paths), *inputs], parts=parts)
+    log = Log(
+        *(paths, format, nonfinite_logprobs, rejected is not None, gather),
+        folder=None if first is None else folder_of(first),
+        session_prefix=session_prefix,
+    )
+    index = log.index()
+    files = {name: Path(path) for name, path in targets.items()}
+    if not parts:
+        watch.begins(index, 0)
+        with ExitStack() as stack:
+            pieces = prefetch(log.pieces(index), stack)
+            return dict(_write_part(pieces, stage, files, watch, None)[0])
+    job = {
+        **(resume or {}),
+        "rejected": log.reject,
+        "nonfinite_logprobs": nonfinite_logprobs,
+        "session_prefix": session_prefix,
+        "outputs": sorted(targets),
+        "source": fingerprint(paths, itertools.chain(*log_files(paths, format))),
+        "limits": [limits.FILE_TURNS, limits.READ_TOKENS],
+    }
+    folder, *others = files.values()
+    manifest = Manifest.open(folder, job, others)
+    watch.begins(index, manifest.done)
+    with ExitStack() as stack:
+        pieces = prefetch(log.pieces(index, manifest.done), stack)
+        if manifest.ends and manifest.done >= index.n_turns:
+            manifest.finish()
+        while not manifest.finished:
+            for path in files.values():
+                path.mkdir(exist_ok=True)
+            part = {name: path / manifest.part() for name, path in files.items()}
+            totals, n = _write_part(pieces, stage, part, watch, limits.FILE_TURNS)
+            manifest.add(n, totals)
+            if manifest.done >= index.n_turns or not n:
+                manifest.finish()
+    return dict(manifest.totals)
+
+
+_ONLY = ""
+"""The name of the only result."""
+
+
+def folder_of(output: AnyPath) -> Path:
+    """The directory that contains the output; FileNotFoundError if it is missing."""
+    folder = Path(output).resolve().parent
+    check_folder(folder)
+    return folder
+
+
+def facts_digest(facts: SessionFacts) -> object:
+    """A value in JSON's types that differs if the metadata of sessions differ."""
+    if facts.table is None:
+        return facts.reward
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, facts.table.schema) as writer:
+        writer.write_table(facts.table.combine_chunks())
+    return hashlib.sha256(sink.getvalue()).hexdigest()
+
+
+def _check_paths(
+    targets: Mapping[str, AnyPath], inputs: list[Input], *, parts: bool
+) -> None:
+    """Raise ArgumentError if a target is an input or another target, or files mix with
+    directories.
+    """
+    check_outputs(
+        {name or "output": (path, name) for name, path in targets.items()}, inputs
+    )
+    for name, path in targets.items():
+        if parts and kind_of(Path(path)):
+            main = Path(next(iter(targets.values())))
+            raise ArgumentError(
+                f"{name} goes to the file {path}, and {main} is a directory of parts: "
+                "give a directory"
+            )
+
+
+def _write_part(
+    pieces: Iterator[Piece],
+    stage: Stage,
+    files: Mapping[str, Path],
+    watch: Watch,
+    max_turns: int | None,
+) -> tuple[Counter[str], int]:
+    """Write pieces until ``max_turns`` is reached; returns the totals and the turns."""
+    totals: Counter[str] = Counter()
+    n_turns = 0
+    with atomic_writers(files, write_any) as puts:
+        for piece in pieces:
+            counts: Counter[str] = Counter()
+            report: Counter[str] = Counter()
+            for name, batch in _results(stage, piece, reject="rejected" in files):
+                if name == "report":
+                    report.update(_sums(batch))
+                else:
+                    counts[name or _kind(batch)] += batch.num_rows
+                if name in puts:
+                    puts[name](batch)
+                del batch
+            totals.update({**counts, **report})  # a report counts the rows, too
+            n_turns += piece.n_turns
+            watch.advances(piece.n_turns)
+            if max_turns is not None and n_turns >= max_turns:
+                break
+    return totals, n_turns
+
+
+class _Result(NamedTuple):
+    name: str
+    batch: pa.RecordBatch
+
+
+def _results(stage: Stage, piece: Piece, *, reject: bool) -> Iterator[_Result]:
+    """What the stage makes; with ``reject``, of the sessions that it does not refuse."""
+    if not reject:
+        yield from _made(stage, piece.turns)
+        return
+    rejected, made = [piece.rejected], False
+    for result in _of_accepted(stage, piece.turns, rejected):
+        made = True
+        yield result
+    if not made:  # an empty output has columns, too
+        yield from _made(stage, piece.turns.slice(0, 0))
+    for batch in whole(pa.concat_tables(rejected)):
+        yield _Result("rejected", batch)
+
+
+def _of_accepted(
+    stage: Stage, turns: pa.Table, rejected: list[pa.Table]
+) -> Iterator[_Result]:
+    """The results for sessions that the stage accepts; others are added to a list."""
+    made = _made(stage, turns)
+    try:
+        first = next(made, None)
+    except InvalidTurnsError as error:
+        ends = session_ends(turns).tolist()
+        if len(ends) == 1:
+            name = turns.column("session_id")[0].as_py()
+            rejected.append(pa.table([[name], [str(error)]], schema=REJECTED))
+        else:
+            for start, end in itertools.pairwise([0, *ends]):
+                session = turns.slice(start, end - start)
+                yield from _of_accepted(stage, session, rejected)
+        return
+    if first is not None:
+        yield first
+    yield from made
+
+
+def _made(stage: Stage, turns: pa.Table) -> Iterator[_Result]:
+    result = stage(turns)
+    del turns
+    named = result if isinstance(result, Mapping) else {_ONLY: result}
+    for name, made in named.items():
+        batches = whole(made) if isinstance(made, pa.Table) else made
+        for batch in _recut(batches):
+            yield _Result(name, batch)
+            del batch
+
+
+def whole(table: pa.Table) -> list[pa.RecordBatch]:
+    """The rows as one batch, unless they have more text than fits into one."""
+    return table.combine_chunks().to_batches() or [empty_batch(table.schema)]
+
+
+def _recut(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The batches; rows are cut as `limits.BATCH_TOKENS` cuts all of them together.
+
+    So files do not depend on the number of threads that made the rows.
+    """
+    kept: pa.Table | None = None
+    for batch in batches:
+        ids = "suffix_ids" if "suffix_mask" in batch.schema.names else "input_ids"
+        if ids not in batch.schema.names or not batch.num_rows:
+            yield batch
+            continue
+        table = pa.Table.from_batches([batch])
+        kept = table if kept is None else pa.concat_tables([kept, table])
+        del batch, table
+        sizes = np.asarray(pc.list_value_length(kept.column(ids)), np.int64)
+        *runs, last = runs_of(sizes, limits.BATCH_TOKENS)
+        for lo, hi in runs:
+            yield from whole(kept.slice(lo, hi - lo))
+        kept = kept.slice(last[0])
+    if kept is not None:
+        yield from whole(kept)
+
+
+def _kind(batch: pa.RecordBatch) -> str:
+    """The kind of the batch's table."""
+    kind = (batch.schema.metadata or {}).get(b"trajkit.table", b"output")
+    return str(kind.decode())
+
+
+def _sums(report: pa.RecordBatch) -> dict[str, int]:
+    """The sessions, and the sums of the integer columns."""
+    counts = [one.name for one in report.schema if pa.types.is_integer(one.type)]
+    sums = {count: pc.sum(report[count]).as_py() or 0 for count in counts}
+    return {"sessions": report.num_rows, **sums}

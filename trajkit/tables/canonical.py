@@ -1,0 +1,559 @@
+"""Arrow tables of any library, cast to the types of a schema.
+
+polars, Parquet and pyarrow hand over the same table in many layouts: views, large and
+small offsets, fixed-size lists, dictionary or plain strings, wider integers, nullable
+fields, chunks, no metadata. `canonical` accepts them all and copies only what it casts. It
+refuses values that a cast would have to guess, round or drop.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit._arguments import arrow_source, did_you_mean, near_miss
+from trajkit.errors import InvalidTurnsError, LayoutError, SchemaError
+from trajkit.schema import (
+    PAYLOADS,
+    ROWS,
+    ROWS_SUFFIX,
+    SCHEMA_VERSION,
+    SCHEMA_VERSIONS,
+    TURNS,
+    TURNS_DELTA,
+)
+from trajkit.schema.columns import Fault
+from trajkit.schema.columns import Rows as Rows
+from trajkit.schema.engine import fault
+from trajkit.tables import lazy_compute as pc
+
+if TYPE_CHECKING:
+    TableLike: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader | list[Any]
+else:  # one word in the signatures that a user reads
+
+    class TableLike(Protocol):
+        """What every public function accepts as a table: an object with the Arrow C stream
+        interface, or one that `trajkit._arguments.arrow_source` makes a table of.
+        """
+
+        def __arrow_c_stream__(self, requested_schema: object = None) -> object: ...
+
+
+_OWN_COLUMNS = (
+    ("turns", {"prompt_ids", "output_ids"}),
+    ("turns", {"suffix_ids", "output_ids"}),
+    ("rows", {"input_ids", "loss_mask"}),
+    ("rows", {"suffix_ids", "suffix_mask"}),
+    ("sessions", {"session_id", "reward"}),
+)
+"""Columns that identify a table without metadata; the first match counts."""
+
+_KNOWN = {"weight_version", *PAYLOADS}.union(TURNS.names, TURNS_DELTA.names, ROWS.names)
+"""Names with a meaning; payloads of rows have the names of columns of turns."""
+
+_EXPECTED = {
+    "turns": ". Pass recorded calls, as `trajkit serve` and `trajkit import` write them",
+    "rows": ". Pass training rows, as `trajkit linearize` writes them",
+    "sessions": ". Pass a line per session: session_id, reward and, if they are known, "
+    "group_id and error",
+}
+"""What errors say about a table of another kind."""
+
+Plan: TypeAlias = Callable[[list[str]], pa.Schema]
+"""The schema that a table with columns of these names is expected to have."""
+
+UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
+"""What pyarrow raises for damaged bytes."""
+
+# a smaller table is validated in one call, a larger one part by part
+_SMALL_BYTES = 1 << 18
+
+
+_IDS = ("session_id", "group_id")
+
+
+def canonical(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table in the schema's own types and column order; its layout was checked.
+
+    Columns that already have their type are not copied. Missing nullable columns are
+    null. Extra columns come last, unchanged. Values are checked by `trajkit.validate`.
+    Raises SchemaError as `check_columns`, and InvalidTurnsError if a value does not fit
+    its type or is null in a column without nulls.
+    """
+    if table.schema.equals(schema, check_metadata=True) and not any(
+        column.null_count
+        for field, column in zip(schema, table.columns, strict=True)
+        if not field.nullable
+    ):
+        return table
+    check_columns(table, schema)
+    for rows, explain in misfits(table, schema):
+        raise InvalidTurnsError(f"{place(table, int(rows[0]))}: {explain(0)}")
+    return cast(table, schema)
+
+
+def as_table(table: TableLike, unread: Collection[str] = ()) -> pa.Table:
+    """A pyarrow Table of valid layout; Arrow data is not copied.
+
+    Every table that a caller passes is checked here, or by `check_buffers` batch by
+    batch. The kernels rely on it. Raises SchemaError if the object is no table (see
+    `trajkit._arguments.arrow_source`), and LayoutError as `check_buffers`.
+    """
+    source = table if isinstance(table, pa.Table) else arrow_source(table)
+    if source is None:
+        raise SchemaError(
+            f"{type(table).__name__} is not a table: expected a table of pyarrow, "
+            "polars, pandas or datasets, a list of dicts, or an object with "
+            "__arrow_c_stream__"
+        )
+    if isinstance(source, pa.RecordBatch):
+        source = pa.Table.from_batches([source])
+    elif not isinstance(source, pa.Table):
+        if not isinstance(source, pa.RecordBatchReader):
+            source = pa.RecordBatchReader.from_stream(source)
+        source = source.read_all()
+    check_buffers(source, unread)
+    return source
+
+
+def check_buffers(
+    table: pa.Table | pa.RecordBatch, unread: Collection[str] = ()
+) -> None:
+    """Raise LayoutError unless every value lies inside its buffers.
+
+    Arrow does not check data that it reads or imports: offsets may decrease or exceed
+    their child, dictionary indices may exceed their dictionary, bitmaps may be too
+    short, text may be invalid UTF-8. The text of columns that are ``unread`` and not
+    returned is not checked for UTF-8 in a large table, which takes as long as reading
+    it from memory.
+    """
+    where = "a column's name"
+    try:
+        for name, type_ in zip(table.schema.names, table.schema.types, strict=True):
+            where = f"column {name!r}"
+            _check_names(type_)
+        if table.get_total_buffer_size() < _SMALL_BYTES:
+            with suppress(*UNREADABLE):  # the loop below finds the column
+                table.validate(full=True)
+                return
+        for name, column in zip(table.schema.names, table.columns, strict=True):
+            where = f"column {name!r}"
+            for chunk in column.chunks if isinstance(table, pa.Table) else [column]:
+                _check_array(chunk, text=name not in unread)
+        table.validate()  # the columns are of one length
+    except UNREADABLE as error:
+        raise LayoutError(
+            f"{where} is not valid Arrow data: {error}. The table was damaged: write it "
+            "again"
+        ) from None
+
+
+def _check_names(type_: pa.DataType) -> None:
+    """Raise UnicodeDecodeError if the name of a nested field is invalid UTF-8."""
+    for i in range(type_.num_fields):
+        field = type_.field(i)
+        field.name.encode()
+        _check_names(field.type)
+
+
+def _check_array(array: pa.Array, *, text: bool) -> None:
+    """Validate an array and the part of its children that it refers to.
+
+    Arrow validates complete children for each slice of an array, which takes quadratic
+    time for a table in many batches. ``text``: whether to check text for UTF-8.
+    """
+    type_ = array.type
+    if not text and (pa.types.is_string(type_) or pa.types.is_large_string(type_)):
+        array = pa.Array.from_buffers(
+            pa.binary() if pa.types.is_string(type_) else pa.large_binary(),
+            len(array),
+            array.buffers(),
+            offset=array.offset,
+        )
+    if (
+        not pa.types.is_nested(type_)
+        or (is_list(type_) and pa.types.is_primitive(type_.value_type))
+        or array.get_total_buffer_size() < _SMALL_BYTES
+    ):
+        array.validate(full=True)
+        return
+    array.validate()
+    if pa.types.is_struct(type_):
+        for i in range(type_.num_fields):
+            _check_array(array.field(i), text=text)
+    elif pa.types.is_list(type_) or pa.types.is_large_list(type_):
+        large = pa.types.is_large_list(type_)
+        n_items = len(array.values)
+        pa.Array.from_buffers(
+            pa.large_list(pa.null()) if large else pa.list_(pa.null()),
+            len(array),
+            array.buffers()[:2],
+            offset=array.offset,
+            children=[pa.nulls(n_items)],
+        ).validate(full=True)
+        if len(array):
+            first, last = array.offsets[0].as_py(), array.offsets[-1].as_py()
+            _check_array(array.values.slice(first, last - first), text=text)
+    else:
+        array.validate(full=True)
+
+
+def check_session_id(schema: pa.Schema) -> None:
+    """Raise SchemaError unless the column session_id is text."""
+    _check_type(schema.field("session_id").type, pa.string(), "column 'session_id'")
+
+
+def turns_schema(names: list[str]) -> pa.Schema:
+    """`TURNS` or `TURNS_DELTA`, depending on the columns."""
+    if "suffix_ids" in names and "prompt_ids" not in names:
+        return TURNS_DELTA
+    return TURNS
+
+
+def rows_schema(names: list[str]) -> pa.Schema:
+    """`ROWS` or `ROWS_SUFFIX`, depending on the columns."""
+    if "suffix_ids" in names and "input_ids" not in names:
+        return ROWS_SUFFIX
+    return ROWS
+
+
+def canonical_rows(rows: pa.Table) -> pa.Table:
+    """Rows of either layout in canonical form."""
+    return canonical(rows, rows_schema(rows.column_names))
+
+
+def place(table: pa.Table, row: int) -> str:
+    """A row's name in errors: ``session 'a', turn 7``."""
+    session = _scalar(table, "session_id", row)
+    if session is None:
+        return f"table row {row}"
+    text = f"session {session!r}"
+    for name, word in (("row_index", "row"), ("turn_index", "turn")):
+        index = _scalar(table, name, row)
+        if index is not None:
+            return f"{text}, {word} {index}"
+    return text
+
+
+def _scalar(table: pa.Table, name: str, row: int) -> object:
+    return table.column(name)[row].as_py() if name in table.column_names else None
+
+
+def check_columns(table: pa.Table | pa.Schema, schema: pa.Schema) -> None:
+    """Raise SchemaError unless `cast` can convert a table with these columns."""
+    given = table if isinstance(table, pa.Schema) else table.schema
+    kind = schema.metadata[b"trajkit.table"].decode()
+    metadata = given.metadata or {}
+    names = given.names
+    check_kind(
+        names, kind, metadata.get(b"trajkit.table", b"").decode(errors="replace")
+    )
+    version = stated_version(given)
+    if version not in map(str, SCHEMA_VERSIONS):
+        raise SchemaError(
+            f"the {kind} table has schema version {version}: this trajkit reads versions "
+            f"{SCHEMA_VERSIONS[0]} to {SCHEMA_VERSION}; columns of others have other "
+            "names. Make the table again, or read it with the trajkit that wrote it"
+        )
+    for name in names:
+        if names.count(name) > 1:
+            raise SchemaError(f"column {name!r} occurs {names.count(name)} times")
+    for field in schema:
+        if field.name in names:
+            source = given.field(field.name).type
+            if pa.types.is_float64(source) and pa.types.is_integer(field.type):
+                continue  # pandas makes integers floats; `misfits` refuses fractions
+            if field.name in _IDS and pa.types.is_integer(source):
+                continue  # ids of runs and groups are numbers in most systems
+            _check_type(source, field.type, f"column {field.name!r}")
+        elif not field.nullable:
+            hint = did_you_mean(field.name, set(names) - set(schema.names))
+            if schema is ROWS and rows_schema(names) is ROWS_SUFFIX:
+                hint = ": these rows have the layout 'suffix', full_rows lays them out"
+            raise SchemaError(
+                f"no column {field.name!r} of {kind} among {_listed(names)}{hint}"
+            )
+    absent = tuple(name for name in schema.names if name not in names)
+    for name in names:
+        near = None if name in _KNOWN else near_miss(name, absent)
+        if near is not None:
+            hint = "An extra column needs another name"
+            if near in ("messages", "response"):
+                hint = "trajkit.from_records makes turns of records of calls"
+            raise SchemaError(
+                f"column {name!r} of {kind}, which have no {near!r}: did you mean "
+                f"{near!r}? {hint}"
+            )
+
+
+def stated_version(schema: pa.Schema) -> str:
+    """The schema version in the metadata; without metadata, the current one."""
+    metadata = schema.metadata or {}
+    version = metadata.get(b"trajkit.version", str(SCHEMA_VERSION).encode())
+    return str(version.decode(errors="replace"))
+
+
+def has_old_keys(table: pa.Table) -> bool:
+    """Whether a table of turns has the message keys of schema version 2."""
+    return stated_version(table.schema) == "2"
+
+
+def concat_tables(tables: list[pa.Table]) -> pa.Table:
+    """The rows of all tables, with the schema version of the oldest.
+
+    A column that a table lacks is null there. Raises ArrowException if the columns have
+    types that do not go together.
+    """
+    joined = pa.concat_tables(tables, promote_options="default")
+    if any(map(has_old_keys, tables)) and not has_old_keys(joined):
+        metadata = {**(joined.schema.metadata or {}), b"trajkit.version": b"2"}
+        joined = joined.replace_schema_metadata(metadata)
+    return joined
+
+
+def check_kind(names: list[str], kind: str, found: str = "") -> None:
+    """Raise SchemaError if ``found``, or else the columns, are of another table."""
+    if not found and kind in _EXPECTED:
+        own = (kind for kind, columns in _OWN_COLUMNS if columns <= {*names})
+        found = next(own, "")
+    if found not in ("", kind):
+        raise SchemaError(
+            f"a table of {found} (columns {_listed(names)}): expected {kind}"
+            f"{_EXPECTED.get(kind, '')}"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def _check_type(source: pa.DataType, target: pa.DataType, where: str) -> None:
+    if source == target or pa.types.is_null(source):
+        return
+    if pa.types.is_dictionary(source):
+        _check_type(source.value_type, target, where)
+        return
+    if pa.types.is_dictionary(target):
+        target = target.value_type
+    if is_list(source) and is_list(target):
+        _check_type(source.value_type, target.value_type, f"{where} element")
+        return
+    if pa.types.is_struct(source) and pa.types.is_struct(target):
+        _check_struct(source, target, where)
+        return
+    # JSON readers make integers of integral floats; no float is taken as an integer
+    integral = pa.types.is_integer(source) and pa.types.is_floating(target)
+    if not integral and not any(test(source) and test(target) for test in _ALIKE):
+        raise SchemaError(f"{where} is {source}: expected {target}")
+
+
+def _check_struct(source: pa.DataType, target: pa.DataType, where: str) -> None:
+    expected = [field.name for field in target]
+    found = [field.name for field in source]
+    if sorted(expected) != sorted(found):
+        raise SchemaError(f"{where} has the fields {found}: expected {expected}")
+    for field in target:
+        _check_type(
+            source.field(field.name).type, field.type, f"{where} field {field.name!r}"
+        )
+
+
+def _any_of(*tests: Callable[[pa.DataType], bool]) -> Callable[[pa.DataType], bool]:
+    return lambda type_: any(test(type_) for test in tests)
+
+
+_is_list = _any_of(
+    pa.types.is_list,
+    pa.types.is_large_list,
+    pa.types.is_fixed_size_list,
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
+)
+
+
+def is_list(type_: pa.DataType) -> bool:
+    """Whether it is one of Arrow's list types."""
+    return _is_list(type_)
+
+
+_ALIKE: tuple[Callable[[pa.DataType], bool], ...] = (
+    pa.types.is_integer,
+    pa.types.is_floating,
+    pa.types.is_boolean,
+    _any_of(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
+    _any_of(
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+        pa.types.is_fixed_size_binary,
+        pa.types.is_binary_view,
+    ),
+)
+
+
+def misfits(table: pa.Table, schema: pa.Schema) -> Iterator[Fault]:
+    """Values that `cast` would refuse. The table passed `check_columns`."""
+    for field in schema:
+        if field.name not in table.column_names:
+            continue
+        column = table.column(field.name)
+        if not field.nullable and column.null_count:
+            rows = np.flatnonzero(column.is_null().to_numpy())
+            yield fault(rows, f"{field.name} is null")
+        if column.type == field.type:
+            continue
+        start = 0
+        for chunk in column.chunks:
+            yield from _misfits(chunk, field.type, field.name, start)
+            start += len(chunk)
+
+
+def _misfits(
+    array: pa.Array, target: pa.DataType, name: str, start: int
+) -> Iterator[Fault]:
+    for path, leaf, type_, parents in _leaves(array, target, name, lambda rows: rows):
+        if pa.types.is_floating(leaf.type):
+            bad = _not_whole(leaf, type_)
+            rule = f"is not an integer in the range of {type_}"
+        elif pa.types.is_integer(type_):
+            bad = _out_of_range(leaf, type_)
+            rule = f"is out of range for {type_}"
+        else:
+            bad = _of_other_width(leaf, type_.byte_width)
+            rule = f"is not {type_.byte_width} bytes long"
+        if bad.size:
+            values = leaf.take(pa.array(bad)).to_pylist()
+            yield fault(start + parents(bad), f"{path} {{!r}} {rule}", values)
+
+
+def _leaves(
+    array: pa.Array,
+    target: pa.DataType,
+    name: str,
+    parents: Callable[[Rows], Rows],
+) -> Iterator[tuple[str, pa.Array, pa.DataType, Callable[[Rows], Rows]]]:
+    """The integers and keys in an array, flat, with a map from their index to rows."""
+    if array.type == target or pa.types.is_null(array.type):
+        return
+    if pa.types.is_dictionary(array.type) and is_list(array.type.value_type):
+        array = array.dictionary_decode()
+    if pa.types.is_integer(target) or pa.types.is_fixed_size_binary(target):
+        if pa.types.is_dictionary(array.type):
+            array = array.cast(array.type.value_type)
+        yield name, array, target, parents
+    elif pa.types.is_struct(target):
+        for field in target:
+            child = pc.struct_field(array, field.name)
+            yield from _leaves(child, field.type, f"{name}.{field.name}", parents)
+    elif is_list(target):
+        lists = _cast(array, pa.large_list(array.type.value_type))
+
+        def up(positions: Rows) -> Rows:
+            owners = pc.list_parent_indices(lists).to_numpy()
+            return parents(owners[positions])
+
+        yield from _leaves(lists.flatten(), target.value_type, name, up)
+
+
+def _out_of_range(array: pa.Array, target: pa.DataType) -> Rows:
+    limits = np.iinfo(target.to_pandas_dtype())
+    found = pc.min_max(array).as_py()
+    if found["min"] is None or limits.min <= found["min"] <= found["max"] <= limits.max:
+        return np.empty(0, np.int64)
+    # compared in the source's type, which may be unsigned
+    own = np.iinfo(array.type.to_pandas_dtype())
+    low = pa.scalar(max(int(limits.min), int(own.min)), array.type)
+    high = pa.scalar(min(int(limits.max), int(own.max)), array.type)
+    bad = pc.or_(pc.less(array, low), pc.greater(array, high))
+    return np.flatnonzero(bad.fill_null(False).to_numpy(zero_copy_only=False))
+
+
+def _not_whole(array: pa.Array, target: pa.DataType) -> Rows:
+    limits = np.iinfo(target.to_pandas_dtype())
+    values = array.fill_null(0).to_numpy(zero_copy_only=False)
+    fits = (
+        (np.floor(values) == values) & (values >= limits.min) & (values <= limits.max)
+    )
+    return np.flatnonzero(~fits)
+
+
+def _of_other_width(array: pa.Array, width: int) -> Rows:
+    if pa.types.is_binary_view(array.type):  # Arrow has no length kernel for views
+        array = array.cast(pa.large_binary())
+    bad = pc.not_equal(pc.binary_length(array), width).fill_null(False)
+    return np.flatnonzero(bad.to_numpy(zero_copy_only=False))
+
+
+def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The canonical form of a table that passed `check_columns` and `misfits`."""
+    columns, fields = [], []
+    for field in schema:
+        if field.name in table.column_names:
+            column = table.column(field.name)
+            if column.type != field.type:
+                chunks = [_cast(chunk, field.type) for chunk in column.chunks]
+                column = pa.chunked_array(chunks, field.type)
+        else:
+            column = pa.chunked_array([pa.nulls(table.num_rows, field.type)])
+        columns.append(column)
+        fields.append(field)
+    for field in table.schema:
+        if field.name not in schema.names:
+            columns.append(table.column(field.name))
+            fields.append(field)
+    metadata = {**(table.schema.metadata or {}), **schema.metadata}
+    if (schema is TURNS or schema is TURNS_DELTA) and has_old_keys(table):
+        # until complete sessions are read (trajkit.turns.table.locate)
+        metadata[b"trajkit.version"] = b"2"
+    return pa.Table.from_arrays(columns, schema=pa.schema(fields, metadata=metadata))
+
+
+def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
+    if array.type == target:
+        return array
+    if pa.types.is_dictionary(target):
+        return _cast_names(array, target)
+    if pa.types.is_null(array.type):
+        return pa.nulls(len(array), target)
+    if pa.types.is_dictionary(array.type):
+        # the dictionary first: it is small, and Arrow cannot decode one of views
+        dictionary = _cast(array.dictionary, target)
+        array = pa.DictionaryArray.from_arrays(array.indices, dictionary)
+        return array.dictionary_decode()
+    mask = array.is_null() if array.null_count else None
+    if is_list(target):
+        offsets, values = list_parts(array)
+        values = _cast(values, target.value_type)
+        return pa.LargeListArray.from_arrays(offsets, values, type=target, mask=mask)
+    if pa.types.is_struct(target):
+        children = [
+            _cast(pc.struct_field(array, field.name), field.type) for field in target
+        ]
+        return pa.StructArray.from_arrays(children, fields=list(target), mask=mask)
+    # `misfits` checked every value that this cast could change
+    return array.cast(target, safe=False)
+
+
+def _cast_names(array: pa.Array, target: pa.DataType) -> pa.DictionaryArray:
+    # encoded again, so that names come in the order of their first use
+    encoded = _cast(array, target.value_type).dictionary_encode()
+    indices = encoded.indices.cast(target.index_type)
+    return pa.DictionaryArray.from_arrays(indices, encoded.dictionary)
+
+
+def list_parts(array: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """Offsets (int64, from 0) and values of a list array of any layout."""
+    # not Arrow's cast: for list views it writes one offset too few (pyarrow 26)
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        offsets = array.offsets.cast(pa.int64())
+        first, last = offsets[0].as_py(), offsets[-1].as_py()
+        values = array.values.slice(first, last - first)
+        if first or array.offset:
+            # copied: Arrow accepts no mask with sliced offsets
+            offsets = pa.array(offsets.to_numpy() - first)
+        return offsets, values
+    lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
+    ends = np.zeros(len(array) + 1, np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    return pa.array(ends), array.flatten()
