@@ -105,6 +105,18 @@ class TokenIndex:
     def find(self, call: int) -> int: ...
 
 # route/messages.pxi
+@final
+class MessageRouter:
+    def __new__(
+        cls,
+        forest: CallForest,
+        requests: _Records,
+        tools: _I32 | None,
+        merge_threshold: int,
+        tie_break: int,
+        links: _Records,
+    ) -> Self: ...
+
 def route_messages(
     forest: CallForest,
     requests: _Records,
@@ -115,6 +127,10 @@ def route_messages(
 ) -> None: ...
 
 # route/chains.pxi
+@final
+class ChainEnds:
+    def __new__(cls, forest: CallForest, of_prompts: bool, first: _I32) -> Self: ...
+
 def route_chains(
     forest: CallForest, of_prompts: bool, first: _I32, links: _Records
 ) -> None: ...

@@ -63,7 +63,10 @@ cdef class ChainEnds:
 
 
 def route_chains(
-    CallForest forest not None, bint of_prompts, int32_t[::1] first not None, Link[::1] links not None
+    CallForest forest not None,
+    bint of_prompts,
+    int32_t[::1] first not None,
+    Link[::1] links not None,
 ):
     """Fill ``parent`` of every link, and ``first`` with the first call of each call's chain.
 

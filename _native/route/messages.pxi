@@ -50,7 +50,7 @@ cdef class MessageRouter:
     Room for the largest session; `_begin` empties the tree.
     """
     cdef const Request[::1] requests
-    cdef const int32_t[::1] tools # per call: the number of its tools, if they are compared
+    cdef const int32_t[::1] tools  # per call: the number of its tools, if they are compared
     cdef bint compare_tools
     cdef Link[::1] links
     cdef int64_t merge_threshold
@@ -59,10 +59,10 @@ cdef class MessageRouter:
     cdef int32_t n_nodes      # the next unused node
     cdef int32_t[::1] table   # open addressing; -1: free
     cdef int64_t mask         # the entries in use, less one
-    cdef int32_t[::1] node_of # per call: the node that it generated, or -1
+    cdef int32_t[::1] node_of  # per call: the node that it generated, or -1
     cdef TokenIndex index
     cdef int32_t n_indexed    # calls before this one are indexed, if they may be continued
-    cdef bint rewrote_indexed # and one of them was rewritten since
+    cdef bint rewrote_indexed  # and one of them was rewritten since
 
     def __cinit__(
         self, CallForest forest, const Request[::1] requests, const int32_t[::1] tools,

@@ -15,9 +15,11 @@ O(nodes climbed), usually one: the prompt that is looked for begins with the pat
 cdef class TokenIndex:
     """The calls that a later call of their session may continue, in the order of the table."""
     cdef CallForest forest
-    cdef int32_t[::1] ended   # per node: the first call whose path ends at its stop, or -1
-    cdef int32_t[::1] replied # per node: of the calls with a prompt that end there or above and a
-                              # path that ends there or below, the first with the shortest prompt
+    # per node: the first call whose path ends at its stop, or -1
+    cdef int32_t[::1] ended
+    # per node: of the calls with a prompt that end there or above and a path that ends there
+    # or below, the first with the shortest prompt
+    cdef int32_t[::1] replied
 
     def __cinit__(self, CallForest forest not None):
         self.forest = forest
