@@ -14,12 +14,12 @@ from typing import TypeAlias, cast
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from trajkit_shim.call import Gateway, read_body
 from trajkit_shim.chat.sampling_params import parse_client_sampling, parse_pins
-from trajkit_shim.delivery import unless_left
+from trajkit_shim.delivery import json_response, unless_left
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     Fields,
@@ -32,6 +32,7 @@ from trajkit_shim.json_input import (
     as_text,
     list_of,
     parse_object,
+    refuse,
 )
 from trajkit_shim.pauses import MODES, Mode
 from trajkit_shim.sessions.sessions import (
@@ -72,6 +73,7 @@ _POSITIVE = partial(as_integer, minimum=1)
 
 # sessions of a list whose request sets no limit
 _LISTED = 100
+_LIMIT_DIGITS = 9
 
 
 def bearer(headers: Headers) -> str:
@@ -133,7 +135,7 @@ class Admin:
         answer = handler(request, body)
         if not isinstance(answer, (Response, dict)):
             answer = await answer
-        return answer if isinstance(answer, Response) else JSONResponse(answer)
+        return answer if isinstance(answer, Response) else json_response(answer)
 
     def _open(self, request: Request, body: Fields) -> Json:
         terms = Terms(
@@ -143,7 +145,7 @@ class Admin:
             ttl_seconds=body.get("ttl_seconds", _SECONDS),
             variables=body.section("chat_template_kwargs").json,
             replay=body.flag("replay"),
-            group_id=body.get("group_id", as_text),
+            group_id=body.get("group_id", _logged_text),
         )
         session_id = body.get("session_id", as_text)
         opened = self.gateway.sessions.open(session_id, terms, _outcome_fields(body))
@@ -160,7 +162,7 @@ class Admin:
         # of a query every value is a text
         limit = asked.json.pop("limit", str(_LISTED))
         wanted = {name: asked.text(name) for name in asked.json}
-        if not str(limit).isdecimal():
+        if not str(limit).isdecimal() or len(str(limit)) > _LIMIT_DIGITS:
             asked.refuse("limit", f"{limit!r}: not a number of sessions")
         found = self.gateway.sessions.matching(wanted)
         return {"sessions": [*islice(found, int(str(limit)))]}
@@ -210,6 +212,16 @@ class Admin:
         return self.gateway.pause.describe()
 
 
+def _logged_text(value: object, where: str) -> str:
+    """Return a string of a text column, which is UTF-8."""
+    text = as_text(value, where)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        refuse(where, "half of a surrogate pair is no text")
+    return text
+
+
 def _session_id(request: Request) -> str:
     return str(request.path_params["session_id"])
 
@@ -222,7 +234,7 @@ def _wait(body: Fields, default: float = 0.0) -> float:
 def _outcome_fields(body: Fields) -> Outcome:
     any_number = partial(as_number, minimum=-math.inf, maximum=math.inf)
     readers: dict[str, Reader[object]]
-    readers = {"reward": any_number, "error": as_text, "metadata": as_object}
+    readers = {"reward": any_number, "error": _logged_text, "metadata": as_object}
     fields = {k: body.get(k, read) for k, read in readers.items() if k in body.json}
     if fields.get("metadata", {}) is None:
         del fields["metadata"]

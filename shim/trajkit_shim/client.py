@@ -6,7 +6,7 @@ gateway or several, for example one per node, and treat them as one.
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -134,15 +134,23 @@ class AsyncGatewayClient:
         continue; ``wait``: they finish first; ``abort``: they are sampled again.
 
         The pause is a lease of ``seconds``, which this client renews. It ends by itself
-        if the client's process dies. If a gateway fails, none stays paused.
+        if the client's process dies. If a gateway fails, none stays paused, but one that
+        refuses (409) because it has a pause with another mode keeps that pause.
         """
-        await self._stop_renewing()
+        body, paused = {"timeout_s": seconds, "mode": mode}, self.urls
         try:
-            await self._lease(seconds, mode)
+            answers = await self._answers("/engine/pause", body)
+            paused = [
+                url for url, answer in answers.items() if not _is_conflict(answer)
+            ]
+            _raise_first(answers.values())
         except BaseException:
+            if len(paused) == len(self.urls):
+                await self._stop_renewing()
             with suppress(Exception):
-                await asyncio.shield(self._everywhere("/engine/resume", {}))
+                await asyncio.shield(self._answers("/engine/resume", {}, urls=paused))
             raise
+        await self._stop_renewing()
         self._lost = None
         self._renewing = asyncio.create_task(self._renew(seconds, mode))
 
@@ -226,10 +234,20 @@ class AsyncGatewayClient:
         self, path: str, body: Json, seconds: float = _ANSWER_SECONDS
     ) -> None:
         """Send a request to all gateways; return once each has answered or failed."""
-        asked = [self._ask(url, "POST", path, body, seconds) for url in self.urls]
-        for answer in await asyncio.gather(*asked, return_exceptions=True):
-            if isinstance(answer, BaseException):
-                raise answer
+        _raise_first((await self._answers(path, body, seconds)).values())
+
+    async def _answers(
+        self,
+        path: str,
+        body: Json,
+        seconds: float = _ANSWER_SECONDS,
+        urls: Sequence[str] | None = None,
+    ) -> dict[str, object]:
+        """Return each gateway's answer or exception, by URL; ``urls``: default all."""
+        urls = self.urls if urls is None else urls
+        asked = [self._ask(url, "POST", path, body, seconds) for url in urls]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return dict(zip(urls, answers, strict=True))
 
     async def _ask(
         self,
@@ -261,6 +279,17 @@ class AsyncGatewayClient:
             shown = f"{answer.status_code} {answer.text[:400]}"
             raise ConnectionError(f"{where}: it answered {shown}") from error
         raise GatewayError(f"{where}: {message}", answer.status_code, code=code)
+
+
+def _is_conflict(answer: object) -> bool:
+    """Return whether a gateway refused a pause because it has one of another mode."""
+    return isinstance(answer, GatewayError) and answer.status == 409
+
+
+def _raise_first(answers: Iterable[object]) -> None:
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
 
 
 def _blocking(

@@ -134,8 +134,10 @@ class Worker:
         if failed is not None:
             if request.url.path == "/engine/pause":
                 path, heads = "/engine/resume", self._headers(0, request)
+                # a worker that has a pause with another mode keeps it
+                paused = [i for i in indices if answers[i].status_code != 409]
                 await asyncio.gather(
-                    *(self._ask(index, "POST", path, b"{}", heads) for index in indices)
+                    *(self._ask(index, "POST", path, b"{}", heads) for index in paused)
                 )
             return failed
         merged: Json = {}

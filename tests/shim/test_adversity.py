@@ -81,6 +81,45 @@ async def test_half_a_surrogate_pair_that_a_model_spells_is_recorded(tmp_path):
     assert len(gateway.turns()) == 1
 
 
+async def test_half_a_surrogate_pair_in_a_name_is_shown_to_the_trainer(tmp_path):
+    async with in_process(ScriptedEngine("a"), RENDERER, tmp_path) as gateway:
+        key = await gateway.open_key(session_id="s")
+        # a field that is ignored, and a tool that is left out
+        body = b'{"messages": [{"role": "user", "content": "x"}], "a\\ud800": 1,'
+        body += b'"tools": [{"type": "b\\ud800"}]}'
+        answer = await gateway.http.post(f"/s/{key}/v1/chat/completions", content=body)
+        assert answer.status_code == 200, answer.text
+        ended = await gateway.http.post("/sessions/s/finish", json={"reward": 1})
+        listed = await gateway.http.get("/sessions")
+    assert (ended.status_code, listed.status_code) == (200, 200)
+    assert ended.json()["ignored"] == {"a\ud800": 1}
+    assert ended.json()["tools_left_out"] == {"b\ud800": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/sessions", b'{"group_id": "\\ud800"}'),
+        ("/sessions/s/finish", b'{"error": "\\ud800"}'),
+    ],
+)
+async def test_half_a_surrogate_pair_of_the_trainer_is_refused(tmp_path, path, body):
+    async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
+        await gateway.open(session_id="s")
+        answer = await gateway.http.post(path, content=body)
+        assert answer.status_code == 400, answer.text
+        assert "surrogate" in answer.json()["error"]["message"]
+        ended = await gateway.http.post("/sessions/s/finish", json={"reward": 1})
+    assert ended.json()["reward"] == 1
+
+
+@pytest.mark.parametrize("limit", ["9" * 30, "9" * 5000])
+async def test_a_limit_of_any_length(tmp_path, limit):
+    async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
+        answer = await gateway.http.get(f"/sessions?limit={limit}")
+    assert answer.status_code == 400
+
+
 # what trainers and disks do
 
 

@@ -219,3 +219,31 @@ async def test_one_gateway_that_cannot_pause_leaves_none_paused(tmp_path):
             with pytest.raises(GatewayError, match="lost"):
                 await client.update_weights("/new", "step-1")
             assert ("update", "/new", "step-1") not in engines[0].asked
+
+
+def test_a_refused_pause_ends_no_other_pause(tmp_path):
+    engines = [Updatable(), Updatable()]
+    with (
+        gateways(tmp_path, *engines) as urls,
+        GatewayClient(urls[0]) as first,
+        GatewayClient(urls) as second,
+    ):
+        first.pause(60, "wait")
+        with pytest.raises(GatewayError, match="a pause with mode 'wait'") as caught:
+            second.pause(60, "keep")
+        modes = [httpx.get(f"{url}/engine", trust_env=False).json() for url in urls]
+    assert caught.value.status == 409
+    assert [each["mode"] for each in modes] == ["wait", None]
+
+
+def test_a_client_keeps_its_pause_when_another_mode_is_refused(tmp_path):
+    engine = Updatable()
+    with gateways(tmp_path, engine) as urls, GatewayClient(urls) as client:
+        client.pause(0.4)
+        with pytest.raises(GatewayError, match="a pause with mode 'keep'"):
+            client.pause(60, "abort")
+        # it is renewed
+        for _ in range(9):
+            asyncio.run(engine.next())
+        client.update_weights("/new", "step-1")
+    assert ("resume",) not in engine.asked[:9]

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 
 import trajkit as tk
 from trajkit import cli
+from trajkit_shim.engine_options import engine_app
 from trajkit_shim.engines.embedded import load_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -278,7 +280,15 @@ def test_both_commands_take_the_options_of_a_gateway(tmp_path, monkeypatch, comm
         given.append(arguments[-1])
         raise OSError("enough")
 
+    @contextmanager
+    def gateway(arguments, tasks, token):
+        # in this process, so that it has the function above
+        log = tmp_path / "log"
+        with engine_app(arguments, log, {}, admin_token=token) as (app, _):
+            yield app
+
     monkeypatch.setattr("trajkit_shim.app.create_app", create_app)
+    monkeypatch.setattr("trajkit_rollout.command._gateway", gateway)
     argv = [command, "--out", str(tmp_path / "run"), "--past-reasoning", "sampled"]
     argv += ["--chat-template-kwargs", '{"enable_thinking": false}']
     if command == "rollout":

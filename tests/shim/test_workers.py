@@ -194,6 +194,22 @@ def test_a_pause_of_calls_is_for_all_workers(tmp_path):
         assert states() == ["draining", "draining"]
 
 
+def test_a_pause_with_another_mode_is_refused_by_all_workers(tmp_path, python, model):
+    """A refused pause leaves the one that there is."""
+    with launched(python, tmp_path) as engine:
+        options = ["--engine", "sglang", "--engine-url", engine, "--model", model]
+        with (
+            workers(tmp_path, *options) as (_, where),
+            GatewayClient(where["url"], "t") as client,
+        ):
+            client.pause()
+            with pytest.raises(GatewayError, match="a pause with mode 'keep'"):
+                client.pause(mode="wait")
+            client.update_weights("/new", "step-1")
+            client.resume()
+            chat(client.open())
+
+
 def test_new_weights_for_all_workers(tmp_path, python, model):
     """The first worker holds the lease, whichever is asked."""
     with launched(python, tmp_path) as engine:

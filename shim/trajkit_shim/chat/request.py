@@ -9,7 +9,7 @@ recorded one.
 - An assistant message may have ``reasoning_content`` and ``tool_calls`` in OpenAI's
   format, with ``arguments`` as sampled JSON text. If text was sampled after a call,
   ``sampled`` holds the reply after its reasoning unchanged. Only the gateway writes it
-  (`trajkit_shim.prompting.reply_matching`).
+  (`trajkit_shim.chat.reply.canonical_reply`).
 - A tool message has ``tool_call_id``.
 - Fields without meaning to the model (cache hints, annotations, ...) are dropped.
 """

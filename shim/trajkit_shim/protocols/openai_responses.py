@@ -43,7 +43,13 @@ _KNOWN = (
 )
 _NAMES = {"max_tokens": "max_output_tokens", "stop": None, "seed": None, "top_k": None}
 _LOGPROBS = "message.output_text.logprobs"
-_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
+# the kinds of items, and their fields besides id, type and status
+_ITEMS = {
+    "message": ("role", "content", "phase"),
+    "reasoning": ("summary", "content", "encrypted_content"),
+    "function_call": ("call_id", "name", "namespace", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
 _ROLES = ("assistant", "system", "user", "developer")
 _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
 _STREAMED_ERRORS = frozenset({"context_length_exceeded"})
@@ -107,6 +113,7 @@ def _messages(fields: Fields) -> list[Json]:
         if kind not in _ITEMS:
             item.ignore("type", kind)
             continue
+        item.only({"id", "type", "status", *_ITEMS[kind]})
         role = known_role(item, _ROLES) if kind == "message" else None
         if kind == "function_call_output":
             output = images.read_parts(item, "output", _PARTS)
@@ -145,12 +152,19 @@ def _item_parts(kind: str, item: Fields) -> Sequence[_Part]:
     return [chat.tool_call(item.text("call_id"), name, item.text("arguments"))]
 
 
+def _text(part: Fields) -> str:
+    part.only({"type", "text", "annotations", "logprobs"})
+    return part.text("text")
+
+
 def _url(part: Fields) -> str:
+    # the detail does not apply to the model's processor
+    part.only({"type", "image_url", "detail"})
     return part.text("image_url")
 
 
 _TEXTS: images.Readers[str] = dict.fromkeys(
-    ("input_text", "output_text", "text"), images.read_text
+    ("input_text", "output_text", "text"), _text
 )
 _image = partial(images.GivenImage, name="type", kind="input_image", url=_url)
 _PARTS: images.Readers[images.Part] = {**_TEXTS, "input_image": _image}

@@ -33,7 +33,16 @@ MAX_OUTCOME = 1 << 18
 MAX_CALLS = 512
 """Maximum number of calls of one session at once."""
 
-_as_json = json.JSONEncoder(ensure_ascii=False).encode
+
+def _as_json(value: object) -> str:
+    """Return JSON that UTF-8 can encode: half of a surrogate pair is escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
+
 
 # how long requests of cancelled calls may take to answer their clients
 _GRACE_SECONDS = 5.0

@@ -21,6 +21,7 @@ BASH = {
     "strict": False,
     "parameters": {"type": "object"},
 }
+TEXT = {"type": "input_text", "text": "a"}
 SPAWN = {"type": "namespace", "name": "agents", "tools": [{**BASH, "name": "spawn"}]}
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"n":  1.50e1}}\n</tool_call>'
 
@@ -408,6 +409,16 @@ IGNORED = [
         {"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]},
         "input[0].encrypted_content",
         id="someone else's reasoning",
+    ),
+    pytest.param(
+        {"input": [{"role": "user", "content": "a", "mood": 1}]},
+        "input[0].mood",
+        id="a field of a message",
+    ),
+    pytest.param(
+        {"input": [{"role": "user", "content": [{**TEXT, "mood": 1}]}]},
+        "input[0].content[0].mood",
+        id="a field of a part",
     ),
 ]
 
