@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import pyarrow as pa
 
+from trajkit._arguments import check_choice, check_flag
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.ragged import runs_of
 from trajkit._arrow.take import empty_batch
@@ -136,12 +137,15 @@ def run(
     ``run("log", lambda turns: tk.linearize_batches(turns, "slime"), "rows.parquet")``
     """
     watch = watch or Watch()
-    paths = paths_of(source) or []
-    targets = (
-        {_ONLY: outputs} if isinstance(outputs, str | os.PathLike) else {**outputs}
-    )
-    if rejected is not None:
-        targets["rejected"] = rejected
+    paths = paths_of(source)
+    if paths is None:
+        raise ArgumentError(
+            f"a source of type {type(source).__name__} is no log: expected a path or a "
+            "list of paths"
+        )
+    targets = _checked(stage, outputs, resume, rejected)
+    check_flag("gather", gather)
+    check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
     first = next(iter(targets.values()), None)
     parts = resume is not None and first is not None and is_parts(first)
     _check_paths(targets, [*turns_inputs(paths), *inputs], parts=parts)
@@ -186,6 +190,27 @@ def run(
 
 _ONLY = ""
 """The name of the only result."""
+
+
+def _checked(
+    stage: object, outputs: object, resume: object, rejected: object
+) -> dict[str, AnyPath]:
+    """The path of each output; ArgumentError if an argument of `run` is of no use."""
+    if not callable(stage):
+        raise ArgumentError(f"stage={stage!r}: expected a function of a table")
+    if resume is not None and not isinstance(resume, Mapping):
+        raise ArgumentError(f"resume={resume!r}: expected a dict of JSON values")
+    targets = outputs if isinstance(outputs, Mapping) else {_ONLY: outputs}
+    for name, path in targets.items():
+        if not isinstance(name, str) or not isinstance(path, str | os.PathLike):
+            raise ArgumentError(
+                f"outputs={outputs!r}: expected a path, or a dict of names and paths"
+            )
+    if rejected is None:
+        return {**targets}
+    if not isinstance(rejected, str | os.PathLike):
+        raise ArgumentError(f"rejected={rejected!r}: expected a path")
+    return {**targets, "rejected": rejected}
 
 
 def folder_of(output: AnyPath) -> Path:

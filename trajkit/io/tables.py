@@ -464,7 +464,7 @@ def _files_of(
     """
     files: dict[str, list[Path]] = {}
     for file in paths_in(Path(directory)):
-        kind = format or format_of(file)
+        kind = format_of(file, format)
         table = None if is_json(kind) else table_kind(file, kind)
         files.setdefault(table or "", []).append(file)
     return files
@@ -494,7 +494,7 @@ def log_files(
         turns += sorted(own)
         amendments += files.get("amendments", [])
     if len(turns) > 1:
-        turns.sort(key=lambda file: is_json(format or format_of(file)))
+        turns.sort(key=lambda file: is_json(format_of(file, format)))
     return turns, amendments
 
 
@@ -592,7 +592,7 @@ def _parts(
             "list of paths, an open binary file or a table"
         )
     for k, file in enumerate(files):
-        kind = format or format_of(file)
+        kind = format_of(file, format)
         if is_json(kind):
             objects = (of_lines or jsonl.lines)(file, kind)
             if plan is not None:
@@ -632,7 +632,7 @@ def _write(
     tables: Iterator[pa.Table], schema: pa.Schema, sink: Sink, format: Format | None
 ) -> None:
     target = Path(sink) if isinstance(sink, str | os.PathLike) else sink
-    kind = format or format_of(target, writing=True)
+    kind = format_of(target, format, writing=True)
     if isinstance(target, Path):
         check_not_read(target)
     if kind == "parquet":
