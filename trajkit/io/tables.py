@@ -47,6 +47,7 @@ from trajkit.io.sources import (
     Naming,
     Paths,
     SessionPrefix,
+    is_address,
     local_files,
     paths_of,
     placed,
@@ -342,11 +343,13 @@ def scan_rows(
     """
 
     def batches() -> Iterator[pa.RecordBatch]:
-        for table in iter_tables(source, format=format, batch_rows=batch_rows):
-            yield from canonical_rows(table).to_batches(max_chunksize=batch_rows)
+        with local_files(source) as local:
+            for table in iter_tables(local, format=format, batch_rows=batch_rows):
+                yield from canonical_rows(table).to_batches(max_chunksize=batch_rows)
 
     found = batches()
-    paths = paths_of(source)
+    given = source if isinstance(source, list | tuple) else [source]
+    paths = paths_of([one for one in given if not is_address(one)])
     if paths is not None:
         reading(found, paths)
     return found
@@ -631,6 +634,10 @@ def _tables(source: TableLike | Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
 def _write(
     tables: Iterator[pa.Table], schema: pa.Schema, sink: Sink, format: Format | None
 ) -> None:
+    if is_address(sink):
+        raise ArgumentError(
+            f"{sink} is an address: write to an open file, such as that of fsspec.open(...)"
+        )
     target = Path(sink) if isinstance(sink, str | os.PathLike) else sink
     kind = format_of(target, format, writing=True)
     if isinstance(target, Path):
