@@ -84,6 +84,7 @@ RIGHT = {
     turns.message_key: {"message": MESSAGE},
     turns.message_record: {"message": MESSAGE},
     turns.reject_sessions: {"table": TURNS},
+    turns.tools_key: {"tools": [{"type": "function", "function": {"name": "f"}}]},
     turns.untrain_stale: {"turns": TURNS, "max_lag": 1},
     training.advantages: {"sessions": group(REPORT)},
     training.reference_loss: {"rows": ROWS, "logprobs": np.zeros(N_TOKENS)},
@@ -100,7 +101,7 @@ RIGHT = {
     analysis.output_spans: {"turns": TURNS},
     analysis.why: {"turns": TURNS},
 }
-ON_FILES = {"import_turns", "read_", "scan_", "write_"}
+ON_FILES = {"import_turns", "read_", "run", "scan_", "write_"}
 TABLES = {"turns", "rows", "links", "drift", "sessions", "packs", "table", "report"}
 TABLES |= {"turn_rewards", "segment_rewards", "rewards"}
 # values that belong to the rows or packs, and are compared with them
@@ -151,6 +152,51 @@ def test_a_wrong_argument_is_named(function, arguments, name):
         assert name in said or (
             name in ("policy", "policies", "name") and "policy" in said
         )
+
+
+NO_PATHS = [object(), 1.5, ("a", object()), {"zzz": object()}]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("source", NO_PATHS),
+        ("stage", [*NO_PATHS, "linearize"]),
+        ("outputs", [*NO_PATHS, ["a.parquet"], {1: "a.parquet"}]),
+        ("resume", [1.5, "zzz", ["policy"]]),
+        ("rejected", NO_PATHS),
+        ("format", [*WRONG]),
+        ("nonfinite_logprobs", [*WRONG]),
+        ("gather", [*WRONG]),
+        ("session_prefix", [*WRONG]),
+    ],
+)
+def test_a_wrong_argument_of_run_is_named(tmp_path, name, values):
+    tk.write_turns(TURNS, tmp_path / "log.parquet")
+    right = {
+        "source": tmp_path / "log.parquet",
+        "stage": lambda turns: tk.linearize_batches(turns, "slime"),
+        "outputs": tmp_path / "rows.parquet",
+    }
+    for value in values:
+        with pytest.raises(ArgumentError, match=name):
+            tk.run(**{**right, name: value})
+    assert [*tmp_path.iterdir()] == [tmp_path / "log.parquet"]
+    assert tk.run(**right)["rows"] == len(tk.linearize(TURNS, "slime"))
+
+
+def test_a_wrong_format_of_a_file_is_named(tmp_path):
+    path = tmp_path / "turns.parquet"
+    tk.write_turns(TURNS, path)
+    for value in WRONG:
+        for use in (
+            lambda: tk.read_turns(path, format=value),  # noqa: B023
+            lambda: used(tk.scan_turns(path, format=value)),  # noqa: B023
+            lambda: tk.write_turns(TURNS, path, format=value),  # noqa: B023
+        ):
+            with pytest.raises(ArgumentError, match="format="):
+                use()
+    assert tk.read_turns(path) == TURNS
 
 
 def test_a_choice_is_checked_before_a_stream_is_read():

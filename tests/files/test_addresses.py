@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from trajkit.errors import FormatError, InvalidTurnsError
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -36,7 +36,23 @@ def memory(tmp_path):
 def test_turns_and_rows_at_an_address(name):
     assert tk.read_turns(f"memory://{name}") == TURNS
     assert pa.Table.from_batches(tk.scan_turns([f"memory://{name}"])) == TURNS
-    assert tk.read_rows("memory://rows.parquet") == tk.linearize(TURNS)
+    rows = tk.linearize(TURNS)
+    assert tk.read_rows("memory://rows.parquet") == rows
+    assert pa.Table.from_batches(tk.scan_rows("memory://rows.parquet")) == rows
+
+
+def test_what_takes_no_address_says_so(memory):
+    for write, table in (
+        (tk.write_turns, TURNS),
+        (tk.write_rows, tk.linearize(TURNS)),
+    ):
+        with pytest.raises(ArgumentError, match=r"memory://new.parquet is an address"):
+            write(table, "memory://new.parquet")
+        with memory.open("/new.parquet", "wb") as file:
+            write(table, file, format="parquet")
+    assert tk.read_rows("memory://new.parquet") == tk.linearize(TURNS)
+    with pytest.raises(ArgumentError, match="has an address, and run reads local"):
+        tk.run("memory://log", tk.linearize, "rows.parquet")
 
 
 @pytest.mark.usefixtures("memory")

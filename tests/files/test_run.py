@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 from contextlib import ExitStack
 from itertools import chain, combinations, pairwise
 from pathlib import Path
@@ -1194,3 +1195,44 @@ def test_an_empty_file_of_lines_beside_turns_in_delta_form(tmp_path):
     tk.write_turns(turns, tmp_path / "a.parquet")
     (tmp_path / "b.jsonl").write_bytes(b"")
     assert tk.read_turns(tmp_path).equals(turns)
+
+
+@pytest.mark.parametrize(
+    ("result", "outputs", "text"),
+    [
+        (lambda rows: {"rows": rows}, {"rowz": "a.parquet"}, "outputs['rowz']"),
+        (lambda rows: {"rows": rows}, "a.parquet", "only for 'rows'"),
+        (lambda rows: rows, {"rows": "a.parquet"}, "only for 'its only result'"),
+        (lambda rows: [], "a.parquet", "only for no name"),
+        (lambda rows: None, "a.parquet", "returned NoneType"),
+        (lambda rows: {"rows": rows, "n": 3}, {"rows": "a.parquet"}, "returned int"),
+        (lambda rows: [rows], "a.parquet", "an object of type Table"),
+        (
+            lambda rows: rows,
+            {"": "a.parquet", "b": "parts/"},
+            "b parts/ is a directory",
+        ),
+        (lambda rows: rows, "parts/", "output parts/ is a directory"),
+    ],
+)
+def test_a_stage_that_does_not_fit_its_outputs_is_refused(
+    tmp_path, monkeypatch, result, outputs, text
+):
+    monkeypatch.chdir(tmp_path)
+    records = [{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}]
+    tk.write_turns(tk.from_records(records), "log.parquet")
+    with pytest.raises(ArgumentError, match=re.escape(text)):
+        tk.run("log.parquet", lambda turns: result(tk.linearize(turns)), outputs)
+    assert [*tmp_path.iterdir()] == [tmp_path / "log.parquet"]
+
+
+def test_what_a_resumed_run_depends_on_is_json(tmp_path):
+    tk.write_turns(tk.from_records([]), tmp_path / "log.parquet")
+    for value in ({"policy": object()}, {"policy": {1, 2}}, [1]):
+        with pytest.raises(ArgumentError, match="resume="):
+            tk.run(
+                tmp_path / "log.parquet",
+                tk.linearize,
+                f"{tmp_path}/parts/",
+                resume=value,
+            )

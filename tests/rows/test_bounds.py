@@ -13,6 +13,7 @@ from trajkit.errors import InvalidTurnsError, LayoutError
 from trajkit.rows.links import find_links
 from trajkit.rows.plan import NO_LIMIT, choices_of, plan_rows
 from trajkit.rows.splice import splice
+from trajkit.turns import message_body, message_key
 from trajkit.turns.sessions import Sessions
 from trajkit.turns.structs import CALL, NODE
 
@@ -223,24 +224,73 @@ def test_a_recorded_call_is_as_long_as_int32_can_say():
 
 
 class Clearing(dict):
-    """A message that empties a list when it is read."""
+    """A message that empties a list when it is compared or read."""
 
     def __init__(self, message, values):
         super().__init__(message)
         self._values = values
 
-    def get(self, name, default=None):
+    __hash__ = None
+
+    def __eq__(self, other):
         self._values.clear()
-        return super().get(name, default)
+        return super().__eq__(other)
+
+    def __iter__(self):
+        self._values.clear()
+        return super().__iter__()
+
+    def items(self):
+        self._values.clear()
+        return super().items()
 
 
 @pytest.mark.parametrize("place", [0, 1, 3])
-def test_a_list_of_messages_may_shrink_while_it_is_read(place):
+@pytest.mark.parametrize(
+    ("text", "step"), [("same", "compared"), ("new", "compared"), ("new", "read")]
+)
+def test_a_list_of_messages_may_shrink_while_it_is_read(place, text, step):
     """Code of the caller's may do that; the call has the messages that it was given."""
-    messages = [{"role": "user", "content": str(k)} for k in range(5)]
+    given = [{"role": "user", "content": f"same {k}"} for k in range(5)]
     recorder = tk.Recorder()
-    recorder.record("s", prompt_ids=[1], output_ids=[2], prompt_messages=[*messages])
-    messages[place] = Clearing(messages[place], messages)
+    if step == "compared":
+        recorder.record("s", prompt_ids=[1], output_ids=[2], prompt_messages=[*given])
+    given[place] = {"role": "user", "content": f"{text} {place}"}
+    messages = [*given]
+    messages[place] = Clearing(given[place], messages)
     recorder.record("s", prompt_ids=[1, 2], output_ids=[3], prompt_messages=messages)
     assert messages == []
-    assert recorder.turns("s")["shared_messages"].to_pylist() == [0, 5]
+    stored = tk.expand(recorder.turns("s"))["messages"].to_pylist()[-1]
+    assert [one["key"] for one in stored] == [*map(message_key, given)]
+    assert stored[place]["body"] in (None, message_body(given[place]))
+    if step == "compared":
+        shared = 5 if text == "same" else place
+        assert recorder.turns("s")["shared_messages"].to_pylist() == [0, shared]
+
+
+class Changing(dict):
+    """A message that becomes another one after it was read once."""
+
+    def items(self):
+        items = list(super().items())
+        self["content"] = "later"
+        return items
+
+
+def test_a_message_that_changes_while_it_is_read_is_stored_as_it_was_first():
+    """Its key, its body and the copy that later messages are compared with agree."""
+    recorder = tk.Recorder()
+    first = {"role": "user", "content": "first"}
+    recorder.record(
+        "s", prompt_ids=[1], output_ids=[2], prompt_messages=[Changing(first)]
+    )
+    for k, content in enumerate(["first", "later"]):
+        message = {"role": "user", "content": content}
+        recorder.record(
+            "s", prompt_ids=[1, 2, k], output_ids=[3], prompt_messages=[message]
+        )
+    turns = tk.expand(recorder.turns("s"))["messages"].to_pylist()
+    keys = [messages[0]["key"] for messages in turns]
+    later = message_key({"role": "user", "content": "later"})
+    assert keys == [message_key(first), message_key(first), later]
+    assert turns[0][0]["body"] == message_body(first)

@@ -10,6 +10,7 @@ from typing import BinaryIO, Literal, TypeAlias, get_args
 
 import pyarrow as pa
 
+from trajkit._arguments import check_choice
 from trajkit.errors import FormatError, TrajkitError
 
 Format: TypeAlias = Literal[
@@ -74,8 +75,15 @@ def name_of(file: Path | BinaryIO) -> str:
     return str(getattr(file, "name", "open file"))
 
 
-def format_of(file: Path | BinaryIO, *, writing: bool = False) -> Format:
-    """The format of a path, by suffix, or of an open file, by its first bytes."""
+def format_of(
+    file: Path | BinaryIO, format: Format | None = None, *, writing: bool = False
+) -> Format:
+    """The format, if one is given; else of a path by suffix, of an open file by its first
+    bytes.
+    """
+    if format is not None:
+        check_choice("format", format, Format)
+        return format
     if isinstance(file, Path):
         kind = kind_of(file)
         if kind is not None and writing and is_one_value(kind):

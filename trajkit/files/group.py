@@ -21,7 +21,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import check_choice
+from trajkit._arguments import check_choice, check_flag
 from trajkit.errors import FormatError, InvalidTurnsError, TornLogWarning
 from trajkit.files import jsonl
 from trajkit.files.arrow import key_batches, read_batches
@@ -127,7 +127,7 @@ def index_sessions(
         # reading the turns repeats the warning
         warnings.simplefilter("ignore", TornLogWarning)
         for path in paths:
-            kind = format or format_of(path)
+            kind = format_of(path, format)
             prefix = "" if naming is None else naming.prefix(path)
             if is_json(kind):
                 index.n_bytes += path.stat().st_size * _INFLATED[kind]
@@ -296,7 +296,7 @@ class Log:
         naming = self._naming()
         texts: list[Path] = []
         for path in self._files()[0]:
-            kind = self.format or format_of(path)
+            kind = format_of(path, self.format)
             if is_json(kind):
                 texts.append(path)
                 continue
@@ -305,8 +305,7 @@ class Log:
                 for part in table.to_batches():
                     spill.add(part)
         lines = {
-            path: jsonl.raw_lines(path, self.format or format_of(path))
-            for path in texts
+            path: jsonl.raw_lines(path, format_of(path, self.format)) for path in texts
         }
         for line, record in naming.lines(lines.items()):
             spill.add_line(line, _session_of(record))
@@ -364,6 +363,7 @@ def scan_turns(
     ``tk.write_rows(tk.linearize_batches(tk.scan_turns("log")), "rows.parquet")``
     """
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
+    check_flag("gather", gather)
 
     def batches() -> Iterator[pa.RecordBatch]:
         with local_files(source) as local:

@@ -7,9 +7,10 @@ directory of parts; with ``resume``, an interrupted run continues after the last
 
 import hashlib
 import itertools
+import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import pyarrow as pa
 
+from trajkit._arguments import check_choice, check_flag
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.files.formats import Format, check_folder, kind_of
 from trajkit.files.group import Log, Piece, SessionIndex
 from trajkit.files.guard import Input, check_outputs, is_parts, turns_inputs
 from trajkit.files.outputs import Manifest, atomic_writers, fingerprint
-from trajkit.files.sources import Paths, SessionPrefix, paths_of
+from trajkit.files.sources import Paths, SessionPrefix, is_address, paths_of
 from trajkit.files.tables import log_files, write_any
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
@@ -87,7 +89,7 @@ def run(
     Parameters
     ----------
     source : path or list of paths
-        Files or directories, as for `trajkit.read_turns`.
+        Local files or directories, as for `trajkit.read_turns`.
     stage : function of a table
         Gets the turns of complete sessions, in the order of `trajkit.read_turns`; an empty
         table if there are no turns. Returns a table or batches, or a dict of them by name.
@@ -135,13 +137,21 @@ def run(
     --------
     ``run("log", lambda turns: tk.linearize_batches(turns, "slime"), "rows.parquet")``
     """
+    if any(map(is_address, source if isinstance(source, list | tuple) else [source])):
+        raise ArgumentError(
+            f"source={source!r} has an address, and run reads local files in several "
+            "passes: copy it, or write what a stage makes of scan_turns"
+        )
     watch = watch or Watch()
-    paths = paths_of(source) or []
-    targets = (
-        {_ONLY: outputs} if isinstance(outputs, str | os.PathLike) else {**outputs}
-    )
-    if rejected is not None:
-        targets["rejected"] = rejected
+    paths = paths_of(source)
+    if paths is None:
+        raise ArgumentError(
+            f"a source of type {type(source).__name__} is no log: expected a path or a "
+            "list of paths"
+        )
+    targets = _checked(stage, outputs, resume, rejected)
+    check_flag("gather", gather)
+    check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
     first = next(iter(targets.values()), None)
     parts = resume is not None and first is not None and is_parts(first)
     _check_paths(targets, [*turns_inputs(paths), *inputs], parts=parts)
@@ -188,6 +198,32 @@ _ONLY = ""
 """The name of the only result."""
 
 
+def _checked(
+    stage: object, outputs: object, resume: object, rejected: object
+) -> dict[str, AnyPath]:
+    """The path of each output; ArgumentError if an argument of `run` is of no use."""
+    if not callable(stage):
+        raise ArgumentError(f"stage={stage!r}: expected a function of a table")
+    if resume is not None:
+        try:
+            json.dumps({**resume})  # type: ignore[dict-item]
+        except (TypeError, ValueError):
+            raise ArgumentError(
+                f"resume={resume!r}: expected a dict of JSON values"
+            ) from None
+    targets = outputs if isinstance(outputs, Mapping) else {_ONLY: outputs}
+    for name, path in targets.items():
+        if not isinstance(name, str) or not isinstance(path, str | os.PathLike):
+            raise ArgumentError(
+                f"outputs={outputs!r}: expected a path, or a dict of names and paths"
+            )
+    if rejected is None:
+        return {**targets}
+    if not isinstance(rejected, str | os.PathLike):
+        raise ArgumentError(f"rejected={rejected!r}: expected a path")
+    return {**targets, "rejected": rejected}
+
+
 def folder_of(output: AnyPath) -> Path:
     """The directory that contains the output; FileNotFoundError if it is missing."""
     folder = Path(output).resolve().parent
@@ -215,6 +251,11 @@ def _check_paths(
         {name or "output": (path, name) for name, path in targets.items()}, inputs
     )
     for name, path in targets.items():
+        if not parts and os.fspath(path).endswith(os.sep):
+            raise ArgumentError(
+                f"{name or 'output'} {path} is a directory: parts need resume={{}} and a "
+                "directory as the first output"
+            )
         if parts and kind_of(Path(path)):
             main = Path(next(iter(targets.values())))
             raise ArgumentError(
@@ -233,6 +274,7 @@ def _write_part(
     """Write pieces until ``max_turns`` is reached; returns the totals and the turns."""
     totals: Counter[str] = Counter()
     n_turns = 0
+    made: set[str] = set()
     with atomic_writers(files, write_any) as puts:
         for piece in pieces:
             counts: Counter[str] = Counter()
@@ -242,6 +284,7 @@ def _write_part(
                     report.update(_sums(batch))
                 else:
                     counts[name or _kind(batch)] += batch.num_rows
+                made.add(name)
                 if name in puts:
                     puts[name](batch)
                 del batch
@@ -250,7 +293,19 @@ def _write_part(
             watch.advances(piece.n_turns)
             if max_turns is not None and n_turns >= max_turns:
                 break
+        _check_made(files, made)
     return totals, n_turns
+
+
+def _check_made(files: Mapping[str, Path], made: Collection[str]) -> None:
+    """Raise ArgumentError if the stage made nothing for a file."""
+    for name, path in files.items():
+        if name not in made:
+            others = ", ".join(repr(one or "its only result") for one in sorted(made))
+            raise ArgumentError(
+                f"the stage made no batch for {f'outputs[{name!r}]' if name else 'outputs'}"
+                f" ({path}), only for {others or 'no name'}: an empty table is one"
+            )
 
 
 class _Result(NamedTuple):
@@ -301,6 +356,11 @@ def _made(stage: Stage, turns: pa.Table) -> Iterator[_Result]:
     named = result if isinstance(result, Mapping) else {_ONLY: result}
     for name, made in named.items():
         batches = whole(made) if isinstance(made, pa.Table) else made
+        if not isinstance(batches, Iterable):
+            raise ArgumentError(
+                f"the stage returned {type(made).__name__}: expected a table, batches, or "
+                "a dict of these by name"
+            )
         for batch in _recut(batches):
             yield _Result(name, batch)
             del batch
@@ -318,6 +378,11 @@ def _recut(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """
     kept: pa.Table | None = None
     for batch in batches:
+        if not isinstance(batch, pa.RecordBatch):
+            raise ArgumentError(
+                f"the stage made an object of type {type(batch).__name__}: expected record "
+                "batches"
+            )
         ids = "suffix_ids" if "suffix_mask" in batch.schema.names else "input_ids"
         if ids not in batch.schema.names or not batch.num_rows:
             yield batch

@@ -304,7 +304,7 @@ def _places(
     last = -1
     for file in files:
         prefix = naming.prefix(file)
-        kind = format or format_of(file)
+        kind = format_of(file, format)
         if not is_json(kind):
             if _has(file, kind, name.removeprefix(prefix), number):
                 yield file, None
@@ -336,7 +336,7 @@ def _first_refused(
 ) -> Iterator[tuple[Path, int]]:
     """File and line of the first record that is refused with this text."""
     for file in files:
-        kind = format or format_of(file)
+        kind = format_of(file, format)
         for line, record in jsonl.numbered_lines(file, kind) if is_json(kind) else ():
             try:
                 from_records([record])

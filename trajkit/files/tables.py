@@ -34,6 +34,7 @@ from trajkit.files.sources import (
     Naming,
     Paths,
     SessionPrefix,
+    is_address,
     local_files,
     paths_of,
     placed,
@@ -342,11 +343,13 @@ def scan_rows(
     """
 
     def batches() -> Iterator[pa.RecordBatch]:
-        for table in iter_tables(source, format=format, batch_rows=batch_rows):
-            yield from canonical_rows(table).to_batches(max_chunksize=batch_rows)
+        with local_files(source) as local:
+            for table in iter_tables(local, format=format, batch_rows=batch_rows):
+                yield from canonical_rows(table).to_batches(max_chunksize=batch_rows)
 
     found = batches()
-    paths = paths_of(source)
+    given = source if isinstance(source, list | tuple) else [source]
+    paths = paths_of([one for one in given if not is_address(one)])
     if paths is not None:
         reading(found, paths)
     return found
@@ -464,7 +467,7 @@ def _files_of(
     """
     files: dict[str, list[Path]] = {}
     for file in paths_in(Path(directory)):
-        kind = format or format_of(file)
+        kind = format_of(file, format)
         table = None if is_json(kind) else table_kind(file, kind)
         files.setdefault(table or "", []).append(file)
     return files
@@ -494,7 +497,7 @@ def log_files(
         turns += sorted(own)
         amendments += files.get("amendments", [])
     if len(turns) > 1:
-        turns.sort(key=lambda file: is_json(format or format_of(file)))
+        turns.sort(key=lambda file: is_json(format_of(file, format)))
     return turns, amendments
 
 
@@ -592,7 +595,7 @@ def _parts(
             "list of paths, an open binary file or a table"
         )
     for k, file in enumerate(files):
-        kind = format or format_of(file)
+        kind = format_of(file, format)
         if is_json(kind):
             objects = (of_lines or jsonl.lines)(file, kind)
             if plan is not None:
@@ -631,8 +634,12 @@ def _tables(source: TableLike | Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
 def _write(
     tables: Iterator[pa.Table], schema: pa.Schema, sink: Sink, format: Format | None
 ) -> None:
+    if is_address(sink):
+        raise ArgumentError(
+            f"{sink} is an address: write to an open file, such as that of fsspec.open(...)"
+        )
     target = Path(sink) if isinstance(sink, str | os.PathLike) else sink
-    kind = format or format_of(target, writing=True)
+    kind = format_of(target, format, writing=True)
     if isinstance(target, Path):
         check_not_read(target)
     if kind == "parquet":

@@ -435,8 +435,15 @@ def _copied(value: object) -> object:
 
 def _read(message: object, where: str) -> Read:
     if not isinstance(message, tuple):
-        encoded = encode(message, where)
-        return encoded, comparable(_copied(message), encoded.is_plain)
+        # the copy is read, so that key, body and copy agree whatever the caller's code does
+        try:
+            copy = _copied(message)
+        except RecursionError:
+            raise InvalidTurnsError(
+                f"{where} is nested too deep, or holds itself"
+            ) from None
+        encoded = encode(copy, where)
+        return encoded, comparable(copy, encoded.is_plain)
     if len(message) == 2:
         key, role = message
         if isinstance(key, bytes) and len(key) == KEY_BYTES and isinstance(role, str):

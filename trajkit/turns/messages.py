@@ -79,9 +79,13 @@ def tools_key(tools: list[dict[str, object]]) -> str:
 
     Raises
     ------
+    ArgumentError
+        ``tools`` is no list of dicts.
     InvalidTurnsError
         As for `message_record`.
     """
+    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        raise ArgumentError(f"tools={tools!r}: expected a list of dicts")
     try:
         return message_key({"tools": _without_nulls(tools)}).hex()
     except RecursionError:
