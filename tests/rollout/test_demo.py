@@ -37,7 +37,10 @@ TASKS = read_tasks(Path(demo_package.__file__).parent / "tasks")
 def demo(tmp_path_factory):
     """The directory of one recorded session."""
     out = tmp_path_factory.mktemp("demo") / "runs/demo"
-    code = "import sys; from trajkit_rollout.demo import run_demo\n" + (
+    # the extra `demo` does not have transformers
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from trajkit_rollout.demo import run_demo\n"
         f"sys.exit(run_demo({str(out)!r}, sessions=1, seed=1, json=True))"
     )
     done = subprocess.run(

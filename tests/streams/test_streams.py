@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.generated import generated_runs
-from tests.shim.fakes import byte_tokenizer
 from tests.strategies import fewer_examples, pick, runs
 from tests.tables import linearized, streamed, turns_table
 from trajkit import schema
@@ -20,7 +19,18 @@ from trajkit._arrow.take import empty_batch
 from trajkit._streams.stages import batches_of, in_step
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 
-TOKENIZER = byte_tokenizer()
+
+class Bytes:
+    """A tokenizer with a token per byte."""
+
+    def encode(self, text, *, add_special_tokens):
+        return [*text.encode()]
+
+    def decode(self, ids, *, skip_special_tokens):
+        return bytes(ids).decode(errors="replace")
+
+
+TOKENIZER = Bytes()
 BY_TOKENS = tk.policy("faithful", parent_by="tokens")
 
 
