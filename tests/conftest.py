@@ -92,13 +92,18 @@ def other_versions() -> list[str]:
 # what the extra `dev` has and `test` has not, by the name that is imported
 _DEV = (
     *("PIL", "anthropic", "duckdb", "google.genai", "litellm", "matplotlib"),
-    *("minisweagent", "openai", "pandas"),
+    *("minisweagent", "openai", "pandas", "transformers"),
 )
+# helpers that import transformers when they are called
+_OF_TRANSFORMERS = {
+    "tests.shim.fakes.byte_tokenizer",
+    "trajkit_shim.engines.embedded.load_tokenizer",
+}
 _ROOT = Path(__file__).parents[1]
 
 
 @cache
-def _imports(path: Path) -> frozenset[str]:
+def imports(path: Path) -> frozenset[str]:
     """What a test module imports at its top, with what its helpers in tests/ import."""
     names: set[str] = set()
     text = path.read_text("utf-8")
@@ -109,31 +114,33 @@ def _imports(path: Path) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
             names.update(f"{node.module}.{each.name}" for each in node.names)
+    if names & _OF_TRANSFORMERS:
+        names.add("transformers")
     for name in [name for name in names if name.startswith("tests.")]:
         helper = _ROOT / f"{name.replace('.', '/')}.py"
         if helper.is_file() and helper != path:
-            names |= _imports(helper)
+            names |= imports(helper)
     return frozenset(names)
 
 
-def _of_dev(path: Path) -> list[str]:
+def of_dev(path: Path) -> list[str]:
     """The packages of the extra `dev` that a test module needs."""
     return [
         package
         for package in _DEV
-        if any(f"{name}.".startswith(f"{package}.") for name in _imports(path))
+        if any(f"{name}.".startswith(f"{package}.") for name in imports(path))
     ]
 
 
 class _NotRun(pytest.Module):
     def collect(self):
-        needs = ", ".join(_of_dev(self.path))
+        needs = ", ".join(of_dev(self.path))
         pytest.skip(f"needs {needs}: pip install -e '.[dev]'", allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector):
     """Skip a module that needs a package of `dev` which is not installed."""
-    if not all(find_spec(name.partition(".")[0]) for name in _of_dev(module_path)):
+    if not all(find_spec(name.partition(".")[0]) for name in of_dev(module_path)):
         return _NotRun.from_parent(parent, path=module_path)
     return None
 
@@ -142,7 +149,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """With TRAJKIT_TESTS=dev, only modules that need a package of `dev` run."""
     if os.environ.get("TRAJKIT_TESTS") != "dev" or collection_path.suffix != ".py":
         return None
-    return None if _of_dev(collection_path) else True
+    return None if of_dev(collection_path) else True
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,10 +1,13 @@
 """Files about the project agree with one another and with the repository."""
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests import conftest
 
 ROOT = Path(__file__).parents[1]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
@@ -45,6 +48,27 @@ def test_the_table_of_stages_lists_those_of_ci():
     run = set(re.findall(r"[a-z]+", steps[1]))
     assert run == set(re.findall(r"^stage_(\w+)\(\)", script, re.M))
     assert run == set(re.findall(r"^\| `([a-z]+)` \| ", CONTRIBUTING, re.M))
+
+
+def test_the_suite_imports_only_what_the_extra_test_installs():
+    """A module that needs more is one of the extra `dev`, or its stage is another."""
+    installed = {
+        *("numpy", "orjson", "pyarrow", "polars", "cyclopts", "rich", "aiohttp"),
+        *("httpx", "jinja2", "starlette", "tokenizers", "uvicorn", "hypothesis"),
+        *("pytest", "anyio", "trajkit", "trajkit_shim", "trajkit_rollout"),
+        *("trajkit_train", "tests", "benchmarks"),
+        # tests that skip themselves without them; the stages `torch` and `trainers`
+        *("datasets", "fsspec", "msgspec", "torch"),
+        *sys.stdlib_module_names,
+    }
+    others = ("torch/", "trainers/", "engines/test_ray", "engines/test_spark")
+    missing = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        if not str(path.relative_to(ROOT / "tests")).startswith(others):
+            needs = {name.partition(".")[0] for name in conftest.imports(path)}
+            if needs - installed and not conftest.of_dev(path):
+                missing[path.name] = needs - installed
+    assert missing == {}
 
 
 def test_wheels_classifiers_and_workflow_name_the_same_pythons():

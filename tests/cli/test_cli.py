@@ -291,14 +291,16 @@ def test_commands_come_from_entry_points(monkeypatch, capsys):
     assert "Shout." in capsys.readouterr().out
 
 
-def test_from_outside_with_nobody_reading(turns):
+@pytest.mark.parametrize("command", ["drift", "tree", "help"])
+def test_from_outside_with_nobody_reading(turns, command):
     """The process ends quietly when the reader of its output has gone."""
     reader, writer = os.pipe()
     os.close(reader)
     code = "import sys; from trajkit.cli import main; sys.exit(main())"
+    files = [] if command == "help" else [turns]
     with os.fdopen(writer, "w") as closed:
         done = subprocess.run(
-            [sys.executable, "-c", code, "drift", turns],
+            [sys.executable, "-c", code, command, *files],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=closed,
             stderr=subprocess.PIPE,

@@ -789,3 +789,23 @@ def test_the_program_checks_rows(tmp_path):
     done = program(tmp_path, "check", "rows.jsonl", "log.jsonl")
     assert (done.returncode, done.stderr) == (1, "")
     assert "the mask is shifted left by 1" in done.stdout
+
+
+def test_every_command_reads_what_is_at_an_address(tmp_path, capsys):
+    turns, rows = tmp_path / "turns.parquet", tmp_path / "rows.parquet"
+    table = tk.from_records([call("a", [1, 2])])
+    tk.write_turns(table, turns)
+    tk.write_rows(tk.linearize(table), rows)
+    out = str(tmp_path / "out.parquet")
+    for argv in (
+        ["linearize", turns.as_uri(), "-o", out],
+        ["check", rows.as_uri(), turns.as_uri()],
+        ["show", rows.as_uri()],
+        ["head", turns.as_uri()],
+    ):
+        assert cli.main(argv) == cli.DONE, argv
+    assert tk.read_rows(out) == tk.read_rows(rows)
+    capsys.readouterr()
+    absent = (tmp_path / "absent.parquet").as_uri()
+    assert cli.main(["head", absent]) == cli.BAD_FILE
+    assert f"{absent}: no such file" in capsys.readouterr().err

@@ -19,8 +19,8 @@ from trajkit_rollout.solver import solve
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
-from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
-from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.engines.embedded import EmbeddedEngine
+from trajkit_shim.prompting.render import embedded_renderer
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -65,7 +65,7 @@ def gateways(tmp_path, tasks):
     def app(name):
         engine = EmbeddedEngine(solve(tasks, 1.0), seed=1)
         log = TurnLog(tmp_path / "turns" / name)
-        renderer = ChatRenderer(load_tokenizer())
+        renderer = embedded_renderer()
         return create_app(engine, renderer, log, Options(admin_token=TOKEN))
 
     node = ray.util.get_node_ip_address()

@@ -33,6 +33,7 @@ from trajkit.export import (
     trl,
     verl,
 )
+from trajkit.export.files import write_export
 
 EXPORTS = {
     "areal": lambda rows: areal.trajectory_fields(rows, reward="advantage"),
@@ -501,13 +502,23 @@ def test_supervised_files_are_what_axolotl_takes_for_tokenized(files, capsys):
     assert "2 rows for sft" in capsys.readouterr().out
 
 
-def test_llama_factory_loads_the_folder(files):
+def test_llama_factory_loads_the_folder(files, capsys):
     datasets = pytest.importorskip("datasets")
     assert run(files, "rows", "llama-factory") == 0
+    # no bar of datasets, where stderr is no terminal
+    assert capsys.readouterr().err == ""
     found = datasets.load_from_disk(str(files / "out" / "tokenized"))
     assert found.column_names == ["input_ids", "attention_mask", "labels"]
     assert found[0]["labels"] == [-100, -100, 3, 3, 3]
     assert [path.name for path in (files / "out").iterdir()] == ["tokenized"]
+
+
+def test_llama_factory_does_not_have_the_limit_of_trl(tmp_path):
+    pytest.importorskip("datasets")
+    rows = group([1.0], ["g"], tokens=1023)
+    write_export(rows, "llama-factory", tmp_path)
+    with pytest.warns(LongRowsWarning):
+        write_export(rows, "sft", tmp_path)
 
 
 def test_advantages_come_from_the_rows_or_from_sessions(files):

@@ -28,8 +28,8 @@ from trajkit_rollout.run_log import RunLog
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
-from trajkit_shim.engines.embedded import EmbeddedEngine, Reply, load_tokenizer
-from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.engines.embedded import EmbeddedEngine, Reply
+from trajkit_shim.prompting.render import embedded_renderer
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -359,7 +359,7 @@ def test_nothing_is_lost_or_counted_twice_after_twenty_kills(tmp_path, do):
     out, draw = tmp_path / "run", random.Random(1)
     app = create_app(
         EmbeddedEngine(solver.solve(read_tasks(tasks), 1.0)),
-        ChatRenderer(load_tokenizer()),
+        embedded_renderer(),
         TurnLog(tmp_path / "far"),
         Options(admin_token="secret"),
     )
@@ -539,7 +539,7 @@ def test_rollouts_use_a_gateway_that_runs_elsewhere(tmp_path, do, monkeypatch, c
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     log = TurnLog(tmp_path / "far")
     engine = EmbeddedEngine(solver.solve(read_tasks(tasks), 1.0))
-    renderer = ChatRenderer(load_tokenizer())
+    renderer = embedded_renderer()
     out = tmp_path / "run"
     with running(
         create_app(engine, renderer, log, Options(admin_token="secret"))

@@ -1,14 +1,15 @@
 """A tokenizer of single bytes, a ChatML template, and an engine with a script."""
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from trajkit_shim.chat.request import logged_message
 from trajkit_shim.engines.base import (
@@ -18,6 +19,7 @@ from trajkit_shim.engines.base import (
     Sampling,
     WeightSpan,
 )
+from trajkit_shim.engines.embedded import END, chat_files
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.prompting.conversation import (
@@ -27,6 +29,7 @@ from trajkit_shim.prompting.conversation import (
     next_position,
 )
 from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.tokenizer import ModelTokenizer
 from trajkit_shim.replies.parse import parse
 from trajkit_shim.replies.parsers import HERMES
 
@@ -79,7 +82,7 @@ def engine_request(prompt_ids: Any, **changes: Any) -> EngineRequest:
     )
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_level() -> Tokenizer:
     """Ids 0 to 255 are the bytes, then the added tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
@@ -96,12 +99,31 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
             for text in ("<tool_call>", "</tool_call>")
         ]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    return tokenizer
+
+
+def byte_tokenizer() -> Any:
+    """The same as transformers loads it."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=byte_level(), eos_token="<|im_end|>"
+    )
+
+
+def save_tokenizer(folder: Path, template: str | None = None) -> None:
+    """Write the embedded engine's tokenizer into a model directory."""
+    tokenizer, own = chat_files()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": END, "chat_template": template or own}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def byte_renderer(template: str = AS_STRING) -> ChatRenderer:
     """The renderer of that tokenizer."""
-    return ChatRenderer(byte_tokenizer(), template)
+    named = {"eos_token": "<|im_end|>"}
+    return ChatRenderer(ModelTokenizer(byte_level(), None, named), template)
 
 
 RENDERER = byte_renderer()

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 import trajkit as tk
+from tests.shim.fakes import save_tokenizer
 from trajkit import cli
 from trajkit_shim.engine_options import engine_app
-from trajkit_shim.engines.embedded import load_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = "import sys; from trajkit.cli import main; sys.exit(main())"
@@ -184,9 +184,7 @@ def test_serve_names_the_model_that_cannot_be_read(tmp_path, capsys):
 
 def model_directory(folder, template=None, **files):
     """A model directory with the embedded tokenizer."""
-    tokenizer = load_tokenizer()
-    tokenizer.chat_template = template or tokenizer.chat_template
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(folder, template)
     (folder / "config.json").write_text(json.dumps({"vocab_size": 4032}))
     return folder
 

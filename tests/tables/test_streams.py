@@ -13,14 +13,24 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.generated import generated_runs
 from tests.made_tables import linearized, streamed, turns_table
-from tests.shim.fakes import byte_tokenizer
 from tests.strategies import fewer_examples, pick, runs
 from trajkit import schema
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.tables.stages import batches_of, in_step
 from trajkit.tables.take import empty_batch
 
-TOKENIZER = byte_tokenizer()
+
+class Bytes:
+    """A tokenizer with a token per byte."""
+
+    def encode(self, text, *, add_special_tokens):
+        return [*text.encode()]
+
+    def decode(self, ids, *, skip_special_tokens):
+        return bytes(ids).decode(errors="replace")
+
+
+TOKENIZER = Bytes()
 BY_TOKENS = tk.policy("faithful", parent_by="tokens")
 
 

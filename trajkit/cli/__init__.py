@@ -44,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
+    except SystemExit as error:
+        # rich ends like this when nobody reads its output any more
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        return CLOSED_PIPE
     except BrokenPipeError:
         # the interpreter flushes stdout once more as it exits: that must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -15,6 +15,7 @@ from trajkit.cli.application import STANDARD
 from trajkit.errors import ArgumentError, TrajkitError
 from trajkit.files.formats import format_of, replacing
 from trajkit.files.guard import Input, check_outputs, inputs_of, turns_inputs
+from trajkit.files.sources import is_address, local_files
 
 _NAMES = {"input": "standard input", "output": "standard output"}
 
@@ -64,10 +65,12 @@ class _File:
         value = self.values[self.name]
         return value if isinstance(value, list) else [value]
 
+    def replace(self, paths: list[str]) -> None:
+        one = not isinstance(self.values[self.name], list)
+        self.values[self.name] = paths[0] if one else paths
+
     def replace_dash(self, path: str) -> None:
-        value, paths = self.values[self.name], self.paths
-        new = [path if one == STANDARD else one for one in paths]
-        self.values[self.name] = new if isinstance(value, list) else path
+        self.replace([path if one == STANDARD else one for one in self.paths])
 
 
 def _files(command: Any, values: dict[str, Any]) -> Iterator[_File]:
@@ -88,7 +91,7 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
     ArgumentError if it would write over what it reads, see `check_outputs`.
     """
     files = [*_files(command, bound.arguments)]
-    with _standard_files(files):
+    with _standard_files(files), _fetched_files(files):
         inputs = [
             one
             for file in files
@@ -158,6 +161,19 @@ def _standard_files(files: list[_File]) -> Iterator[None]:
             raise
         finally:
             _folder = None
+
+
+@contextmanager
+def _fetched_files(files: list[_File]) -> Iterator[None]:
+    """Replace each address by a temporary copy of what is there."""
+    with ExitStack() as stack:
+        for file in files:
+            # an import fetches its own, because it takes other files of a directory
+            reads = isinstance(file.mark, Reads) and file.mark != Reads("records")
+            if reads and any(map(is_address, file.paths)):
+                copies = stack.enter_context(local_files(file.paths))
+                file.replace([str(copy) for copy in copies])
+        yield
 
 
 def _spooled(folder: Path) -> str:

@@ -1,13 +1,15 @@
 """Files of exported rows that a trainer loads by itself."""
 
 import json
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from trajkit.errors import ArgumentError
+from trajkit.errors import ArgumentError, LongRowsWarning
 from trajkit.export import FILE_FORMATS, prime_rl, sft, slime, tinker
 from trajkit.files.formats import replacing
 
@@ -71,9 +73,21 @@ def _parquet(make: Callable[..., pa.Table]) -> Write:
 
 
 def _llama_factory(rows: pa.Table, path: Path, **options: Any) -> None:
-    dataset = sft.dataset(rows, **options)
+    import datasets
+
+    with warnings.catch_warnings():
+        # the limit of TRL's trainer: LLaMA-Factory cuts no rows that are tokenized
+        warnings.simplefilter("ignore", LongRowsWarning)
+        dataset = sft.dataset(rows, **options)
+    silent = sys.stderr.isatty() or datasets.are_progress_bars_disabled()
     with prime_rl.new_folder(path) as draft:
-        dataset.save_to_disk(draft)
+        if not silent:
+            datasets.disable_progress_bars()
+        try:
+            dataset.save_to_disk(draft)
+        finally:
+            if not silent:
+                datasets.enable_progress_bars()
 
 
 def _tinker(rows: pa.Table, path: Path) -> None:

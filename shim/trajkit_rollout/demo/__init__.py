@@ -41,7 +41,7 @@ from trajkit_shim.engines.embedded import (
     EmbeddedEngine,
     Policy,
     Reply,
-    load_tokenizer,
+    chat_files,
     tool_call,
 )
 from trajkit_shim.engines.embedded.script import acts, messages, n_responses
@@ -118,7 +118,7 @@ def run_demo(
         ended = rollouts.run(url)
     # so that commands show text
     tokenizer = out / "tokenizer.json"
-    load_tokenizer().backend_tokenizer.save(str(tokenizer))
+    chat_files()[0].save(str(tokenizer))
     turns, table = tk.read_turns(log.path), out / "agents/sessions.parquet"
     graded = tk.read_sessions(table)
     for policy in PRESETS:

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 import trajkit as tk
+from tests.shim.fakes import save_tokenizer
 from trajkit import cli
 from trajkit_shim.engines import launch
-from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.engines.launch import running_server
 
 ROOT = Path(__file__).parents[3]
@@ -35,7 +35,7 @@ def python(tmp_path):
 @pytest.fixture
 def model(tmp_path):
     path = tmp_path / "model"
-    load_tokenizer().save_pretrained(path)
+    save_tokenizer(path)
     (path / "config.json").write_text(json.dumps({"vocab_size": 4032}))
     return str(path)
 

@@ -9,8 +9,8 @@ from tests.shim.clients import in_process
 from tests.shim.conformance import NAMES, PARAMETERS, REQUIRED
 from tests.shim.fakes import RENDERER, ScriptedEngine
 from trajkit_shim.chat.request import Required
-from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
-from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.engines.embedded import EmbeddedEngine
+from trajkit_shim.prompting.render import embedded_renderer
 from trajkit_shim.protocols import PROTOCOLS
 
 pytestmark = pytest.mark.anyio
@@ -155,7 +155,7 @@ async def test_a_const_forces_no_turn_of_fixed_sampling(tmp_path):
 
 
 async def test_the_embedded_engine_refuses(tmp_path):
-    renderer = ChatRenderer(load_tokenizer())
+    renderer = embedded_renderer()
     async with in_process(EmbeddedEngine(), renderer, tmp_path) as gateway:
         answer = await gateway.http.post(
             PATHS["anthropic"],

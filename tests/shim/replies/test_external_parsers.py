@@ -15,9 +15,8 @@ from tests.shim.clients import in_process
 from tests.shim.conformance import DRIVERS, NAMES
 from tests.shim.fakes import RENDERER, ScriptedEngine, parse_reply, sampled
 from trajkit_shim.engines.base import EngineInfo
-from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.errors import EngineError
-from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.render import embedded_renderer
 from trajkit_shim.replies.external_parsers import SGLangParser, as_sampled
 from trajkit_shim.serve import running
 
@@ -110,7 +109,7 @@ async def test_no_form_can_be_required_of_a_server_s_parser(tmp_path):
 async def test_a_conversation_extends_what_was_sampled(tmp_path, name, stream):
     parser = Server(**BOTH).parser()
     driver = DRIVERS[name]
-    renderer = ChatRenderer(load_tokenizer())
+    renderer = embedded_renderer()
     engine = ScriptedEngine(context=5000)
     for text in (REPLY, "Done."):
         ids = renderer.encode(text + "<|im_end|>").ids
