@@ -371,8 +371,9 @@ def test_a_torn_last_line_is_left_out(tmp_path, turns):
 @pytest.mark.parametrize("suffix", ["csv", "parquet.gz", "arrow.zst", "txt", ""])
 def test_unknown_suffixes_are_refused(tmp_path, turns, suffix):
     path = tmp_path / f"x.{suffix}"
-    with pytest.raises(FormatError, match=r"unknown suffix.*\.parquet"):
+    with pytest.raises(FormatError, match=r"unknown suffix.*\.parquet") as found:
         write_turns(turns, path)
+    assert ".json," not in str(found.value)  # JSON is written as lines
     with pytest.raises(FileNotFoundError, match=path.name):
         read_turns(path)
     path.touch()
