@@ -3,12 +3,12 @@
     python -m benchmarks.stream
 
 writes a run of rollouts of mixed shape in delta form, as a gateway logs it, and puts it
-through `jobs.linearize_file` in a process of its own, whose memory is watched. Threads
-read, make rows and write, as many at a time as there are cores; polars writes where it is
-installed. The same work in plain Python over lists is timed on a sample:
-read a Parquet file with pyarrow, make the rows of each rollout by the rule, write them with
-pyarrow. The rows of the sample are compared first. Tokens are those of the rows that are
-written. A last line has the run from and to Arrow IPC streams, which are not compressed.
+through `trajkit.run` in a process of its own, whose memory is watched. Threads
+read, make rows and write, as many at a time as there are cores. The same work in plain
+Python over lists is timed on a sample: read a Parquet file with pyarrow, make the rows of
+each rollout by the rule, write them with pyarrow. The rows of the sample are compared
+first. Tokens are those of the rows that are written. A last line has the run from and to
+Arrow IPC streams, which are not compressed.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -200,14 +199,6 @@ def sample(source: Path, target: Path, n_rollouts: int) -> None:
     tk.write_turns(kept.filter(pa.array(keep)), target)
 
 
-def polars() -> str:
-    """The version of polars, which writes Parquet where it is installed."""
-    try:
-        return f"polars {version('polars')}"
-    except PackageNotFoundError:
-        return "no polars"
-
-
 def report(label: str, rate: float, beside: float | None) -> None:
     """Print a line of tokens per second."""
     ratio = "" if beside is None else f"{rate / beside:10.1f} times plain"
@@ -246,9 +237,7 @@ def main(words: list[str] | None = None) -> None:
     print(f"command  python -m benchmarks.stream {shlex.join(words or sys.argv[1:])}")
     print(f"commit   {commit()}")
     print(f"machine  {machine()}")
-    print(
-        f"python   {platform.python_version()}, pyarrow {pa.__version__}, {polars()}\n"
-    )
+    print(f"python   {platform.python_version()}, pyarrow {pa.__version__}\n")
     with tempfile.TemporaryDirectory(dir=choices.folder) as name:
         found = measure(Path(name), choices.rollouts, choices.sample)
     size = found.run_bytes / MiB

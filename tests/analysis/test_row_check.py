@@ -259,6 +259,7 @@ def test_positions_count_padding(form):
             r"labels\[1\] is 7, which is nei",
         ),
         (17, "rows of type int"),
+        ([], "rows is an empty list"),
     ],
 )
 def test_other_rows_are_refused(rows, said):

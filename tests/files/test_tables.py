@@ -2,6 +2,7 @@ import gzip
 import io
 import json
 import os
+from codecs import BOM_UTF8
 from datetime import UTC, datetime
 
 import polars as pl
@@ -368,11 +369,26 @@ def test_a_torn_last_line_is_left_out(tmp_path, turns):
 # what is no file of ours
 
 
+@pytest.mark.parametrize("n_lines", [1, 2])
+@pytest.mark.parametrize("end", [b"", b"\n"])
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "json"])
+def test_a_byte_order_mark_is_passed_over(tmp_path, turns, n_lines, end, suffix):
+    plain, marked = tmp_path / "plain.jsonl", tmp_path / f"marked.{suffix}"
+    write_turns(turns, plain)
+    text = b"".join(plain.read_bytes().splitlines(keepends=True)[:n_lines]).rstrip()
+    plain.write_bytes(text)
+    text = BOM_UTF8 + text + end
+    marked.write_bytes(gzip.compress(text) if suffix == "jsonl.gz" else text)
+    assert read_turns(marked) == read_turns(plain)
+    assert len(read_turns(marked)) == n_lines
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet.gz", "arrow.zst", "txt", ""])
 def test_unknown_suffixes_are_refused(tmp_path, turns, suffix):
     path = tmp_path / f"x.{suffix}"
-    with pytest.raises(FormatError, match=r"unknown suffix.*\.parquet"):
+    with pytest.raises(FormatError, match=r"unknown suffix.*\.parquet") as found:
         write_turns(turns, path)
+    assert ".json," not in str(found.value)  # JSON is written as lines
     with pytest.raises(FileNotFoundError, match=path.name):
         read_turns(path)
     path.touch()
@@ -542,3 +558,24 @@ def test_a_column_without_a_form_in_json_lines_is_named(tmp_path, value):
     with pytest.raises(FormatError, match="JSON lines cannot store column 'cost'"):
         write_turns(turns, tmp_path / "turns.jsonl")
     assert not (tmp_path / "turns.jsonl").exists()
+
+
+def test_lone_surrogates_in_json_are_read_on_every_way(tmp_path):
+    """Models sample halves of pairs; JSON has them as escapes."""
+    message = {"role": "user", "content": "\ud800"}
+    calls = [
+        {"session_id": name, "prompt_ids": [k], "output_ids": [2]}
+        | {"prompt_messages": [message]}
+        for k, name in enumerate("abab")
+    ]
+    turns = tk.from_records(calls)
+    (tmp_path / "one.json").write_text(json.dumps(calls))
+    lines = "".join(json.dumps(call) + "\n" for call in calls)
+    (tmp_path / "lines.jsonl").write_text(lines)
+    for name in ("one.json", "lines.jsonl"):
+        path = tmp_path / name
+        assert read_turns(path) == turns
+        assert pa.Table.from_batches(tk.scan_turns(path)) == turns
+        prefixed = tk.scan_turns(path, session_prefix="file")
+        found = pa.Table.from_batches(prefixed)["messages"].combine_chunks()
+        assert found == turns["messages"].combine_chunks()

@@ -688,6 +688,11 @@ FURTHER = call([1], [2, 3])
         pytest.param({"payloads": [1]}, "payloads is of type list: ", id="no dict"),
         pytest.param({"payloads": {3: 1}}, "payloads has the key 3: ", id="no name"),
         pytest.param(
+            {"payloads": {"prompt_ids": [1]}},
+            "'prompt_ids', which is a column of turns",
+            id="a column",
+        ),
+        pytest.param(
             {"payloads": {"logprobs": []}}, "spell it 'output_logprobs'", id="spelling"
         ),
         pytest.param(

@@ -336,6 +336,14 @@ def test_logs_of_schema_version_2_have_their_keys_computed_again(name, tmp_path)
     for table in (old, turns, again, *[tk.compact(old), tk.expand(old)]):
         assert tk.link(table, "slime")["parent"].to_pylist() == parents
     assert again == turns
+    scanned = pa.Table.from_batches(tk.scan_turns(path))
+    assert scanned.schema.metadata[b"trajkit.version"] == b"3"
+    assert scanned == turns
+    for rejected in (None, tmp_path / "rejected.parquet"):
+        tk.run(path, lambda turns: turns, tmp_path / "run.parquet", rejected=rejected)
+        written = pq.read_table(tmp_path / "run.parquet")
+        assert written.schema.metadata[b"trajkit.version"] == b"3"
+        assert tk.read_turns(tmp_path / "run.parquet") == turns
     # bodies are compared as they were
     some = old.filter(pa.compute.field("session_id") != "d")
     for policy in ("segments", "graph", "miles", "slime"):

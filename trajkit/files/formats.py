@@ -94,9 +94,12 @@ def format_of(
             return kind
         if not writing and not file.exists():
             raise _not_found(file)
-        raise FormatError(
-            f"{file}: unknown suffix: expected one of {', '.join(_SUFFIXES)}"
-        )
+        known = [
+            suffix
+            for suffix, kind in _SUFFIXES.items()
+            if not (writing and is_one_value(kind))
+        ]
+        raise FormatError(f"{file}: unknown suffix: expected one of {', '.join(known)}")
     if writing:
         raise FormatError(
             f"an open file has no suffix: pass format=, one of {_FORMATS}"

@@ -47,6 +47,7 @@ from trajkit.tables.stages import batches_in
 from trajkit.tables.take import take_rows
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.records import from_records
+from trajkit.turns.sessions import with_current_keys
 from trajkit.turns.validation import REJECTED, Nonfinite, check_turns, reject_turns
 
 TEMPORARY = ".trajkit-gather-"
@@ -242,10 +243,11 @@ class Log:
         n_turns = table.num_rows
         if not self.reject:
             table = canonical(table, turns_schema(table.column_names))
-            turns = check_turns(table, self.nonfinite_logprobs)
+            turns = check_turns(with_current_keys(table), self.nonfinite_logprobs)
             return Piece(turns, n_turns, REJECTED.empty_table())
         table, misread = _split_misread(table)
         good, bad = reject_turns(table, self.nonfinite_logprobs)
+        good = with_current_keys(good)
         return Piece(good, n_turns, pa.concat_tables([misread, bad]))
 
     def _tables(self, batch_rows: int | None) -> Iterator[pa.Table]:

@@ -5,6 +5,7 @@ import itertools
 import json
 import warnings
 from base64 import b64decode, b64encode
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -30,7 +31,7 @@ from trajkit.files.json_numbers import IDS, ITEMS, Reader, Shape
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE, Plan, check_columns, check_kind, place
-from trajkit.turns.messages import TooDeepError, parse_json
+from trajkit.turns.messages import TooDeepError, parse_json, with_escapes
 from trajkit.turns.records import MAX_DEPTH, is_too_deep
 
 Record: TypeAlias = dict[str, object]
@@ -144,7 +145,7 @@ def _one_value(source: pa.NativeFile, name: str) -> bytes | None:
     """The text of a file that is one JSON value; None if it has lines of objects."""
     most = max_line_bytes()
     try:
-        text: bytes = source.read(most + 1)
+        text: bytes = source.read(most + 1).removeprefix(BOM_UTF8)
     except UNREADABLE as error:
         raise FormatError(f"{name} cannot be decompressed: {error}") from None
     first, _, rest = text.lstrip().partition(b"\n")
@@ -200,6 +201,8 @@ def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]
                 line = reader.readline(most + 1)
             except UNREADABLE as error:  # the codec found a damaged file
                 raise FormatError(f"{name} cannot be decompressed: {error}") from None
+            if number == 1:
+                line = line.removeprefix(BOM_UTF8)
             complete = line.endswith(b"\n")
             if len(line) > most and not complete:
                 raise FormatError(
@@ -309,8 +312,8 @@ def _dump(row: Record) -> str:
 
 
 def text_of(record: Record) -> bytes:
-    """The line of a record that was read."""
-    return _dump(record).encode()
+    """The line of a record that was read; lone surrogates are escaped."""
+    return with_escapes(_dump(record)).encode()
 
 
 def _text(value: object) -> str:

@@ -241,6 +241,8 @@ def linearize_batches(
     iterator of RecordBatch
         The rows: at least one batch, unless there is no batch of turns.
     """
+    if not isinstance(report, list | None):
+        raise ArgumentError(f"report={report!r}: expected a list")
     work = replace(_Work.of(policy, **options), reports=report is not None)
 
     unread = _unread(work.policy)

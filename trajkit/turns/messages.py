@@ -232,7 +232,11 @@ def _refusal(path: tuple[object, ...], reason: str) -> InvalidTurnsError:
 
 def _written(value: object) -> str:
     """Canonical JSON of a value, with lone surrogates escaped."""
-    text = _ENCODER.encode(value)
+    return with_escapes(_ENCODER.encode(value))
+
+
+def with_escapes(text: str) -> str:
+    """JSON with its lone surrogates escaped, so that UTF-8 can encode it."""
     if text.isascii():
         return text
     # a surrogate occurs only within a JSON string, where its escape means the same

@@ -364,9 +364,10 @@ def check_extra(name: object, what: str, record: Record | None = None) -> None:
     if not isinstance(name, str):
         raise InvalidTurnsError(f"{what} {name!r}: expected a name")
     if name in TURNS.names:
+        made = name in ("messages", "response")
         raise InvalidTurnsError(
-            f"{what} {name!r}, which is a column made from prompt_messages and "
-            "response_message"
+            f"{what} {name!r}, which is a column"
+            f"{' made from prompt_messages and response_message' if made else ' of turns'}"
         )
     meant = _SPELLED.get(name.replace("_", "").lower())
     if meant is not None:

@@ -113,7 +113,9 @@ def _table(given: Any) -> pa.Table:
         given = given.batch
     if hasattr(given, "to_dict") and hasattr(given, "batch_size"):  # a TensorDict
         given = given.to_dict()
-    if isinstance(given, list | tuple) and given and not isinstance(given[0], Mapping):
+    if isinstance(given, list | tuple) and not given:
+        raise SchemaError("rows is an empty list: expected a row or more")
+    if isinstance(given, list | tuple) and not isinstance(given[0], Mapping):
         given = [_fields(one) for one in given]
     if isinstance(given, list | tuple):
         wanted = {*WHOLE, *MASKS, *LOGPROBS, *_SAMPLED, *(n for p in PARTS for n in p)}

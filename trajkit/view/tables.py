@@ -393,7 +393,7 @@ class _Messages:
     def __init__(self, text: bool) -> None:
         self._text = text
         self._numbers: dict[bytes, int] = {}
-        # role and canonical JSON; the text is null if unknown or not wanted
+        # role and JSON; the text is null if unknown or not wanted
         self.bodies: list[list[str | None]] = []
 
     def _number(self, message: dict[str, Any] | None) -> int | None:
