@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,6 +17,7 @@ import pytest
 import trajkit as tk
 from tests.shim.fakes import save_tokenizer
 from trajkit import cli
+from trajkit_rollout import command as rollout
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = "import sys; from trajkit.cli import main; sys.exit(main())"
@@ -285,6 +288,18 @@ def test_both_commands_take_the_options_of_a_gateway(tmp_path, monkeypatch, comm
         tasks.write_text(json.dumps({**task, "grade": {"kind": "completed"}}))
         argv += [str(tasks), "--harness", "shell", "--argument", "true"]
         argv += ["--sandbox-option", "namespaces=no"]
+
+        @contextmanager
+        def here(arguments, tasks, token):
+            """The gateway's process, without a process of its own."""
+            pipe = SimpleNamespace(send=answers.append)
+            rollout._serve(pipe, arguments, tasks, tmp_path / "log", token)
+            raise answers[0]
+            yield
+
+        answers = []
+        monkeypatch.setattr(rollout, "_gateway", here)
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert cli.main(argv) == cli.BAD_FILE
     assert (given[0].past, given[0].variables) == (
         "sampled",
