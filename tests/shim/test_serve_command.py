@@ -252,6 +252,21 @@ def test_serve_takes_no_directory_that_holds_a_log(tmp_path, capsys):
     assert "turns-00000.arrows: File exists" in capsys.readouterr().err
 
 
+def test_only_a_model_that_takes_images_needs_the_extra_images(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    model = model_directory(tmp_path / "model")
+    assert serving(tmp_path, model) == cli.BAD_FILE
+    assert "cannot be reached" in capsys.readouterr().err
+    (model / "config.json").write_text(
+        json.dumps({"vocab_size": 4032, "image_token_id": 7})
+    )
+    (model / "preprocessor_config.json").write_text("{}")
+    assert serving(tmp_path, model) == cli.BAD_USAGE
+    assert "pip install 'trajkit[images]'" in capsys.readouterr().err
+
+
 def test_serve_without_its_extra_says_what_to_install(tmp_path, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "trajkit_shim.app", raising=False)
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
