@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,12 +228,14 @@ def _image_options(arguments: SimpleNamespace) -> dict[str, Any]:
     from trajkit_shim.prompting.image_places import load_image_model
 
     directory = arguments.model or arguments.launch
-    try:
-        model = load_image_model(directory)
-    except (OSError, ValueError) as error:
-        raise FormatError(f"{directory}: {error}") from error
-    if model is None:
-        return {}
+    with needs_extra("images"):
+        try:
+            model = load_image_model(directory)
+        except (OSError, ValueError) as error:
+            raise FormatError(f"{directory}: {error}") from error
+        if model is None:
+            return {}
+        import_module("PIL")
     limits = ImageLimits(
         max_bytes=arguments.image_bytes,
         max_images=arguments.images_per_prompt,

@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ import pytest
 import trajkit as tk
 from tests.shim.fakes import save_tokenizer
 from trajkit import cli
+from trajkit_rollout import command as rollout
 from trajkit_shim.engine_options import engine_app
 
 ROOT = Path(__file__).parent.parent.parent
@@ -251,6 +253,21 @@ def test_serve_takes_no_directory_that_holds_a_log(tmp_path, capsys):
     assert "turns-00000.arrows: File exists" in capsys.readouterr().err
 
 
+def test_only_a_model_that_takes_images_needs_the_extra_images(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    model = model_directory(tmp_path / "model")
+    assert serving(tmp_path, model) == cli.BAD_FILE
+    assert "cannot be reached" in capsys.readouterr().err
+    (model / "config.json").write_text(
+        json.dumps({"vocab_size": 4032, "image_token_id": 7})
+    )
+    (model / "preprocessor_config.json").write_text("{}")
+    assert serving(tmp_path, model) == cli.BAD_USAGE
+    assert "pip install 'trajkit[images]'" in capsys.readouterr().err
+
+
 def test_serve_without_its_extra_says_what_to_install(tmp_path, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "trajkit_shim.app", raising=False)
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
@@ -295,6 +312,18 @@ def test_both_commands_take_the_options_of_a_gateway(tmp_path, monkeypatch, comm
         tasks.write_text(json.dumps({**task, "grade": {"kind": "completed"}}))
         argv += [str(tasks), "--harness", "shell", "--argument", "true"]
         argv += ["--sandbox-option", "namespaces=no"]
+
+        @contextmanager
+        def here(arguments, tasks, token):
+            """The gateway's process, without a process of its own."""
+            pipe = SimpleNamespace(send=answers.append)
+            rollout._serve(pipe, arguments, tasks, tmp_path / "log", token)
+            raise answers[0]
+            yield
+
+        answers = []
+        monkeypatch.setattr(rollout, "_gateway", here)
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert cli.main(argv) == cli.BAD_FILE
     assert (given[0].past, given[0].variables) == (
         "sampled",

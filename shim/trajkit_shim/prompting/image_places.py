@@ -124,13 +124,12 @@ def load_image_model(path: str | Path) -> ImageModel | None:
     is not installed, its image processor does, if it works as Qwen's. Raises `ValueError`
     if neither can.
     """
-    import transformers
-
     directory = Path(path)
     names = ("preprocessor_config.json", "processor_config.json")
     token_id = image_token_id(directory)
     if token_id is None or not any((directory / name).exists() for name in names):
         return None
+    import transformers
 
     def load(kind: str) -> Any:
         loader: Any = getattr(transformers, kind)
