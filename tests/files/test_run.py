@@ -122,8 +122,25 @@ def test_scattered_sessions_are_gathered(tmp_path, small, suffix_):
     got = pa.Table.from_batches(tk.scan_turns(log, folder=tmp_path))
     assert got.equals(tk.read_turns(log))
     assert os.listdir(tmp_path) == [log.name]
-    with pytest.raises(InvalidTurnsError, match=r"comes back|follows"):
+    with pytest.raises(InvalidTurnsError, match="comes back"):
         list(tk.scan_turns(log, gather=False))
+
+
+@pytest.mark.parametrize("suffix_", SUFFIXES)
+def test_scattered_sessions_of_a_small_log_are_an_error_if_not_gathered(
+    tmp_path, suffix_
+):
+    log, rows = tmp_path / f"log.{suffix_}", tmp_path / "rows.parquet"
+    calls = [
+        {"session_id": name, "turn_index": k // 2, "prompt_ids": [k], "output_ids": [2]}
+        for k, name in enumerate("abab")
+    ]
+    write_log(calls, log)
+    with pytest.raises(InvalidTurnsError, match="'a' comes back"):
+        list(tk.scan_turns(log, gather=False))
+    with pytest.raises(InvalidTurnsError, match="'a' comes back"):
+        tk.run(log, tk.linearize, rows, gather=False)
+    assert tk.run(log, tk.linearize, rows)["rows"] == 4
 
 
 @per_example

@@ -224,7 +224,12 @@ class Log:
         if not index.turns:
             turns = read_turns(self.source, format=self.format)
             yield Piece(turns, 0, REJECTED.empty_table())
-        if self.gather and index.scattered is not None:
+        if index.scattered is not None and not self.gather:
+            raise InvalidTurnsError(
+                f"session {index.scattered!r} comes back after another session began, or "
+                "its turns do not ascend: gather=True groups the turns by session"
+            )
+        if index.scattered is not None:
             tables = self._grouped(index)
         else:
             parts = self._tables(index.batch_rows)
