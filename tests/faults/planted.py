@@ -750,7 +750,7 @@ PYTHON = (
         ),
         (
             "a message is not copied",
-            "comparable(_copied(message), encoded.is_plain)",
+            "comparable(copy, encoded.is_plain)",
             "comparable(message, encoded.is_plain)",
         ),
     ),
