@@ -3,7 +3,7 @@
     python -m benchmarks.stream
 
 writes a run of rollouts of mixed shape in delta form, as a gateway logs it, and puts it
-through `jobs.linearize_file` in a process of its own, whose memory is watched. Threads
+through `linearize_file` in a process of its own, whose memory is watched. Threads
 read, make rows and write, as many at a time as there are cores; polars writes where it is
 installed. The same work in plain Python over lists is timed on a sample:
 read a Parquet file with pyarrow, make the rows of each rollout by the rule, write them with
