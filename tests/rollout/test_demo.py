@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 import trajkit as tk
 from trajkit import cli
+from trajkit.cli.application import application
 from trajkit.policies import PRESETS
 from trajkit_rollout import demo as demo_package
 from trajkit_rollout.demo import REVIEWER, lossy, run_demo, write_code
@@ -163,7 +164,9 @@ def test_printed_commands_run_on_what_the_demo_wrote(
     serves = command[0] == "view" and "-o" not in command
     # tests/cli/test_readme.py runs those on the example
     if command[0] in ELSEWHERE or serves or "log.parquet" in command:
-        cli._parser().parse_args(command)
+        application(command[:1]).parse_args(
+            command, print_error=False, exit_on_error=False
+        )
         return
     run, _ = pair
     (tmp_path / "runs").symlink_to(run.parent)
@@ -173,7 +176,10 @@ def test_printed_commands_run_on_what_the_demo_wrote(
     if OWN in command:
         assert cli.main(["expand", str(run), "-o", OWN]) == cli.DONE
     if ROWS in command and command[command.index(ROWS) - 1] != "-o":
-        policy = command[command.index("--policy") :] if "--policy" in command else []
+        policy = []
+        if "--policy" in command:
+            policy = [*command, "--sessions"][command.index("--policy") :]
+            policy = policy[: policy.index("--sessions")]
         rows = ["linearize", str(run), "-o", ROWS, *policy]
         rows += ["--sessions", f"{run}/agents/sessions.parquet"]
         assert cli.main(rows) == cli.DONE
