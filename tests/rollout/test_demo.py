@@ -179,7 +179,10 @@ def test_printed_commands_run_on_what_the_demo_wrote(
     if OWN in command:
         assert cli.main(["expand", str(run), "-o", OWN]) == cli.DONE
     if ROWS in command and command[command.index(ROWS) - 1] != "-o":
-        policy = command[command.index("--policy") :] if "--policy" in command else []
+        policy = []
+        if "--policy" in command:
+            policy = [*command, "--sessions"][command.index("--policy") :]
+            policy = policy[: policy.index("--sessions")]
         rows = ["linearize", str(run), "-o", ROWS, *policy]
         if "--sessions" not in policy:
             rows += ["--sessions", f"{run}/agents/sessions.parquet"]

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -70,6 +71,12 @@ def command(tasks, out, *options, harness="shell", agent=AGENT, manners=""):
 
 def run(argv):
     return main(["rollout", *argv])
+
+
+def fails(capsys, code, match):
+    """The command failed, and its error matches."""
+    assert code == BAD_FILE
+    assert re.search(match, capsys.readouterr().err)
 
 
 @pytest.fixture
@@ -430,25 +437,32 @@ def test_more_samples_and_failed_ones_can_be_asked_for(tmp_path, do):
     assert (again["sample"], again["attempt"], again["reward"]) == (0, 2, 1.0)
 
 
-def test_what_a_run_was_begun_with_cannot_change(tmp_path, do):
+def test_what_a_run_was_begun_with_cannot_change(tmp_path, do, capsys):
     tasks = write_tasks(tmp_path / "t.jsonl", a={}, b={})
     out = tmp_path / "run"
     do(command(tasks, out, *QUICK))
-    with pytest.raises(FormatError, match="harness 'shell', not 'codex'"):
-        run(command(tasks, out, harness="codex"))
+    fails(
+        capsys,
+        run(command(tasks, out, harness="codex")),
+        "harness 'shell', not 'codex'",
+    )
     write_tasks(tasks, a={}, b={"workspace": {"b.txt": "not yet\n"}})
-    with pytest.raises(FormatError, match=r"task 'b' has changed since .* default"):
-        run(command(tasks, out, *QUICK))
+    fails(
+        capsys,
+        run(command(tasks, out, *QUICK)),
+        r"task 'b' has changed since .* default",
+    )
 
 
-def test_one_process_works_on_a_run(tmp_path):
+def test_one_process_works_on_a_run(tmp_path, capsys):
     path = tmp_path / "rollouts.log"
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     with (
         closing(RunLog(path, "shell", "local", {"g": "d"})),
-        pytest.raises(FormatError, match="another process works on this run"),
     ):
-        run(command(tasks, tmp_path))
+        fails(
+            capsys, run(command(tasks, tmp_path)), "another process works on this run"
+        )
 
 
 @pytest.mark.parametrize(
@@ -775,15 +789,18 @@ def test_a_sandbox_that_cannot_be_removed_is_the_error_of_its_rollout(tmp_path, 
 
 
 def test_a_reward_is_kept_if_only_the_graded_copy_cannot_be_removed(
-    tmp_path, do, caplog
+    tmp_path, do, caplog, capsys
 ):
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     copy = ("--sandbox", f"{__name__}:StuckCopy", *QUICK)
     code, said = do(command(tasks, tmp_path / "run", *copy))
     assert (code, said["mean_reward"]) == (DONE, 1.0)
     assert "SandboxError: it is stuck" in caplog.text
-    with pytest.raises(FormatError, match=r"StuckCopy', not '.*:StuckSandbox'"):
-        run(command(tasks, tmp_path / "run", *STUCK))
+    fails(
+        capsys,
+        run(command(tasks, tmp_path / "run", *STUCK)),
+        r"StuckCopy', not '.*:StuckSandbox'",
+    )
 
 
 def test_a_sandbox_that_cannot_be_removed_does_not_keep_a_run_from_its_end(tmp_path):
@@ -803,5 +820,8 @@ def test_a_sandbox_that_cannot_be_removed_does_not_keep_a_run_from_its_end(tmp_p
 def test_a_gateway_that_cannot_be_reached_ends_the_run(tmp_path, capsys):
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     options = ("--gateway", "http://127.0.0.1:9", "--admin-token", "x")
-    with pytest.raises(ConnectionError, match=r"http://127\.0\.0\.1:9"):
-        run(command(tasks, tmp_path / "run", *QUICK, *options))
+    fails(
+        capsys,
+        run(command(tasks, tmp_path / "run", *QUICK, *options)),
+        r"http://127\.0\.0\.1:9",
+    )

@@ -234,6 +234,7 @@ class Sandbox(ABC):
     ) -> CommandResult:
         """Run one command to its end; a missing program is exit code 127.
 
+        One at a time: the end of a command may end all processes of the sandbox.
         After ``timeout_s`` it is killed, with every process it started. ``cwd``: by
         default the task's ``/work``. ``env``: added to the sandbox's own variables.
         ``log``: file of this machine that receives standard output and error. Raises
