@@ -19,7 +19,7 @@ import pytest
 import trajkit as tk
 from tests.rollout.test_sandbox import ISOLATED, marked
 from tests.tables import linearized
-from trajkit.cli import BAD_DATA, BAD_FILE, BAD_USAGE, DONE, main
+from trajkit.cli import BAD_DATA, BAD_FILE, BAD_USAGE, DONE, application, main
 from trajkit.errors import FormatError
 from trajkit_rollout import solver
 from trajkit_rollout.agents.sandbox import SandboxError
@@ -59,8 +59,8 @@ def write_tasks(path, **tasks):
 
 
 def command(tasks, out, *options, harness="shell", agent=AGENT, manners=""):
-    argv = [str(tasks), "--harness", harness, "-o", str(out), "--json", "--odds", "1"]
-    argv += options
+    argv = [str(tasks), "--harness", harness, "-o", str(out), "--json"]
+    argv += [*options, *([] if "--odds" in options else ["--odds", "1"])]
     if harness == "shell":
         # an isolated sandbox sees no other folder of this repository
         argv += ["--path", str(Path(__file__).parent)]
@@ -69,7 +69,8 @@ def command(tasks, out, *options, harness="shell", agent=AGENT, manners=""):
 
 
 def run(argv):
-    return main(["rollout", *argv])
+    """The exit code; errors are raised."""
+    return application.run(["rollout", *argv])
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def do(capsys):
     """Run a command: its exit code, and what it says."""
 
     def done(argv):
-        code = run(argv)
+        code = main(["rollout", *argv])
         said = capsys.readouterr()
         warns = "namespaces=no" in argv or not ISOLATED or not _scope()
         assert said.err == "" or (warns and said.err.startswith((UNSAFE, LOOSE)))
