@@ -469,7 +469,7 @@ def test_options_that_name_nothing_are_wrong_usage(tmp_path, capsys, options, sa
     if "--harness" not in options:
         options = ["--harness", "shell", *options]
     argv = [str(tasks), "-o", str(tmp_path / "run"), *options]
-    assert run([*argv, "--argument", AGENT]) == BAD_USAGE
+    assert main(["rollout", *[*argv, "--argument", AGENT]]) == BAD_USAGE
     assert said in capsys.readouterr().err
 
 
@@ -546,7 +546,7 @@ def test_rollouts_use_a_gateway_that_runs_elsewhere(tmp_path, do, monkeypatch, c
         create_app(engine, renderer, log, Options(admin_token="secret"))
     ) as url:
         argv = command(tasks, out, *QUICK, "--gateway", url)
-        assert run(argv) == BAD_USAGE
+        assert main(["rollout", *argv]) == BAD_USAGE
         assert "needs its token" in capsys.readouterr().err
         monkeypatch.setenv("TRAJKIT_ADMIN_TOKEN", "secret")
         code, said = do(argv)
@@ -594,7 +594,7 @@ def test_people_are_shown_groups_and_failures(tmp_path, capsys):
         tmp_path / "t.jsonl", fine={}, bad={"setup": {"command": "exit 2"}}
     )
     argv = [a for a in command(tasks, tmp_path / "run", *QUICK) if a != "--json"]
-    assert run(argv) == BAD_DATA
+    assert main(["rollout", *argv]) == BAD_DATA
     said = capsys.readouterr().out
     assert "rollouts 2 (0 finished before), graded 1" in said
     assert "fine         1       1  1.00             4" in said
@@ -720,7 +720,7 @@ def test_an_unexpected_fault_is_the_error_of_its_own_rollout(tmp_path, capsys, c
         shutil.copytree(EXAMPLES / "leap", tasks / name)
     agent = f"rm -rf {tasks}/gone/tests; TASK_PROMPT=hello {AGENT}"
     out = tmp_path / "run"
-    assert run(command(tasks, out, *QUICK, agent=agent)) == BAD_DATA
+    assert main(["rollout", *command(tasks, out, *QUICK, agent=agent)]) == BAD_DATA
     lines = {line["group_id"]: line for line in sessions(out).values()}
     assert {name: line["reward"] for name, line in lines.items()} == {
         "fine": 0.0,
@@ -769,7 +769,7 @@ STUCK = ("--sandbox", f"{__name__}:StuckSandbox", *QUICK)
 def test_a_sandbox_that_cannot_be_removed_is_the_error_of_its_rollout(tmp_path, capsys):
     tasks = write_tasks(tmp_path / "t.jsonl", a={}, b={})
     out = tmp_path / "run"
-    assert run(command(tasks, out, *STUCK)) == BAD_DATA
+    assert main(["rollout", *command(tasks, out, *STUCK)]) == BAD_DATA
     lines = {line["group_id"]: line for line in sessions(out).values()}
     assert (lines["a"]["error"], lines["a"]["reward"]) == ("sandbox: it is stuck", None)
     assert (lines["b"]["error"], lines["b"]["reward"]) == (None, 1.0)
