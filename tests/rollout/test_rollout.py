@@ -60,8 +60,8 @@ def write_tasks(path, **tasks):
 
 
 def command(tasks, out, *options, harness="shell", agent=AGENT, manners=""):
-    argv = [str(tasks), "--harness", harness, "-o", str(out), "--json", "--odds", "1"]
-    argv += options
+    argv = [str(tasks), "--harness", harness, "-o", str(out), "--json"]
+    argv += [*options, *([] if "--odds" in options else ["--odds", "1"])]
     if harness == "shell":
         # an isolated sandbox sees no other folder of this repository
         argv += ["--path", str(Path(__file__).parent)]
