@@ -30,9 +30,10 @@ import pyarrow.compute
 import trajkit as tk
 from trajkit.errors import TornLogWarning
 from trajkit_shim.engines import base
-from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
+from trajkit_shim.engines.embedded import EmbeddedEngine, chat_files
 from trajkit_shim.engines.embedded.script import Reply, messages
 from trajkit_shim.engines.embedded.vocabulary import END
+from trajkit_shim.prompting.render import ChatRenderer, embedded_renderer
 from trajkit_shim.serve import serve
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +60,7 @@ class SlowEngine(EmbeddedEngine):
     def __init__(self, seconds: float) -> None:
         super().__init__(seed=0)
         self._seconds = seconds
-        self._tokenizer = load_tokenizer()
+        self._tokenizer = chat_files()[0]
 
     async def generate(self, request: base.EngineRequest) -> base.Sample:
         """Reply as `repeat` does."""
@@ -69,7 +70,7 @@ class SlowEngine(EmbeddedEngine):
         start = np.flatnonzero(prompt_ids == added["<|im_start|>"])[-2]
         said = self.vocabulary.decode(prompt_ids[start : start + 80].tolist())
         text = reply_to(said.partition("user\n")[2].partition("<|im_end|>")[0])
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return base.Sample(
             output_ids=np.array([*ids, added[END]], np.int32),
             output_logprobs=np.full(len(ids) + 1, -0.1, np.float32),
@@ -84,7 +85,7 @@ class SlowEngine(EmbeddedEngine):
 def host() -> None:
     """Fork a gateway for each line of the standard input, until its end."""
     # read before the fork, so that a gateway is there at once
-    tokenizer = load_tokenizer()
+    renderer = embedded_renderer()
     children: set[int] = set()
     try:
         for line in sys.stdin:
@@ -94,7 +95,7 @@ def host() -> None:
                 children.discard(asked["wait"])
                 answer = {}
             else:
-                answer = _fork(asked, tokenizer)
+                answer = _fork(asked, renderer)
                 children.add(answer["pid"])
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
@@ -104,10 +105,9 @@ def host() -> None:
             os.waitpid(child, 0)
 
 
-def _fork(asked: dict[str, object], tokenizer: object) -> dict[str, object]:
+def _fork(asked: dict[str, object], renderer: ChatRenderer) -> dict[str, object]:
     from trajkit_shim.app import create_app
     from trajkit_shim.call import Options
-    from trajkit_shim.prompting.render import ChatRenderer
     from trajkit_shim.sessions.turn_log import TurnLog
 
     read, write = os.pipe()
@@ -123,7 +123,7 @@ def _fork(asked: dict[str, object], tokenizer: object) -> dict[str, object]:
         seconds = asked.get("engine_seconds")
         app = create_app(
             EmbeddedEngine(repeat, seed=0) if seconds is None else SlowEngine(seconds),
-            ChatRenderer(tokenizer),
+            renderer,
             log,
             Options(attributed=False),
         )

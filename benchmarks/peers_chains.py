@@ -2,7 +2,7 @@
 
 Each function takes the calls of one session in order and gives its rows: ``tokens``,
 ``loss_mask``, ``logprobs`` (0.0 off the mask and where the engine gave none), all as long
-as each other, and ``prompt_length``. Independent restatements of the spec that import
+as each other, and ``prompt_length``. Independent restatements of the rules that import
 nothing of trajkit; ``tests/golden`` holds what the systems' own code gives.
 """
 

@@ -33,12 +33,11 @@ from benchmarks.gateway import Host, Line
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample
-from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.json_input import Json, parse_object, read_body
 from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.prompting.conversation import RestoredRequest
 from trajkit_shim.prompting.prompts import Prompts
-from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.render import embedded_renderer
 from trajkit_shim.protocols import openai_chat
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -152,7 +151,7 @@ class Session:
     """A session of a gateway in this process, and its client."""
 
     def __init__(self, directory: Path, *, attributed: bool) -> None:
-        self.renderer = ChatRenderer(load_tokenizer())
+        self.renderer = embedded_renderer()
         self.engine = Instant(len(self.renderer.tokenizer))
         self._app = create_app(
             self.engine,
@@ -290,7 +289,7 @@ def history(sizes: list[int]) -> None:
         f"{'':12}{'tokens':>9}{'a turn':>9}{'(wall)':>10}{'to first':>9}{'whole':>9}"
         f"{'whole/turn':>11}{'receive':>9}{'ids':>8}"
     )
-    prompts = Prompts(ChatRenderer(load_tokenizer()), "render")
+    prompts = Prompts(embedded_renderer(), "render")
     for attributed in (False, True):
         first = None
         with tempfile.TemporaryDirectory() as folder:

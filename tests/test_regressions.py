@@ -5,7 +5,7 @@ import pytest
 
 import trajkit as tk
 from benchmarks import fuzz
-from trajkit.rows import payloads, rows
+from trajkit.rows import linearize, payloads
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_wrong_payloads_are_found(monkeypatch):
         return made_of.set_column(index, "prefix", moved)
 
     monkeypatch.setattr(
-        rows,
+        linearize,
         "with_payloads",
         lambda *given: shifted(*given) if given[4] else given[0],
     )
@@ -74,5 +74,5 @@ def test_a_missing_logprob_that_is_not_refused_is_found(mode, monkeypatch):
     turns = some_turns(output_logprobs=[-1.0, None], finish_reason="stop")
     case = fuzz.Case(mode, "faithful", choices, None, 0, turns)
     assert fuzz.difference(case) is None
-    monkeypatch.setattr(rows, "check_logprobs", lambda *_: None)
+    monkeypatch.setattr(linearize, "check_logprobs", lambda *_: None)
     assert "lacks a logprob and is not refused" in fuzz.difference(case)

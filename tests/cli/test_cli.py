@@ -10,6 +10,7 @@ import tomllib
 from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import EntryPoint, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow as pa
@@ -559,7 +560,13 @@ def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, spoken, where):
             id="no tokenizer",
         ),
         pytest.param(
-            ["--tokenizer", "{folder}"], cli.BAD_FILE, "not a tokenizer", id="no model"
+            ["--tokenizer", "{folder}"],
+            cli.BAD_FILE,
+            "not a tokenizer",
+            id="no model",
+            marks=pytest.mark.skipif(
+                find_spec("transformers") is None, reason="needs transformers"
+            ),
         ),
         pytest.param(
             ["--findings", "x.parquet"],

@@ -2,6 +2,7 @@ import contextlib
 import gzip
 import json
 import sqlite3
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -818,6 +819,7 @@ def test_the_command_writes_turns_and_says_what_is_missing(tmp_path, capsys):
     assert (told["turns"], told["problems"][0]["count"]) == (2, 1)
 
 
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 def test_the_command_takes_a_tokenizer_for_transcripts(tmp_path, capsys):
     model = ROOT / "shim/trajkit_shim/engines/embedded"
     user, reply = (

@@ -576,7 +576,7 @@ def test_echo_is_its_twin(policy):
     assert weighed_sessions > 20
 
 
-# --- the loss: what the authors of prime-rl's rule met, one test each (spec 4)
+# --- the loss: what the authors of prime-rl's rule met, one test each
 
 
 def learned(records, *, advantage=2.0, alpha=0.25, **options):

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
-from trajkit.errors import FormatError, InvalidTurnsError
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.files.tables import gather
 from trajkit.importers.containers import Head, head_of, objects
 from trajkit.importers.findings import Finding, Notes, has_items
@@ -339,8 +339,8 @@ class _Import:
         if isinstance(found.tools, list):
             try:
                 fields["tools_key"] = tools_key(found.tools)
-            except InvalidTurnsError as error:
-                found.remarks.append(("unread", f"its tools: {error}"))
+            except (ArgumentError, InvalidTurnsError) as error:
+                found.remarks.append(("unread", f"its tools: {str(error)[:200]}"))
         self._check_claims(found)
         self._check_reward(found)
         known = {name: value for name, value in fields.items() if value is not None}
