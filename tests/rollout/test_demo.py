@@ -31,6 +31,8 @@ from trajkit_rollout.solver import SUBMIT
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.engines.embedded import Special
 
+pytest.importorskip("minisweagent", reason="the demo's agent is in the extra dev")
+
 ROOT = Path(__file__).parents[2]
 TASKS = read_tasks(Path(demo_package.__file__).parent / "tasks")
 
