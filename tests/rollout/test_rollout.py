@@ -12,6 +12,7 @@ import threading
 import warnings
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -671,6 +672,9 @@ def test_the_fault_of_an_example_fails_and_its_solution_passes(tmp_path, do, men
     assert all((reward == 1.0) is mended for reward in rewards.values())
 
 
+@pytest.mark.skipif(
+    find_spec("minisweagent") is None, reason="its agent is in the extra dev"
+)
 def test_examples_have_a_reward_where_they_were_edited_also_after_a_kill(tmp_path, do):
     """By mini-swe-agent: a task is solved where its patch is the solution."""
     out, tasks = tmp_path / "run", tmp_path / "tasks"
