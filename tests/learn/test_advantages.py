@@ -33,7 +33,7 @@ def sessions_table(lines):
     )
 
 
-def expected(lines, baseline, scale, epsilon, clip, drop_constant):
+def expected(lines, baseline, scale, epsilon, drop_constant):
     """Each advantage by the formulas of the docstring, one rollout at a time."""
     gains = []
     for k, (reward, group) in enumerate(lines):
@@ -69,8 +69,6 @@ def expected(lines, baseline, scale, epsilon, clip, drop_constant):
             None if gain is None or std is None else (gain - mean) / std if std else 0.0
             for gain in gains
         ]
-    if clip is not None:
-        gains = [g if g is None else min(max(g, -clip), clip) for g in gains]
     return gains
 
 
@@ -80,21 +78,19 @@ def expected(lines, baseline, scale, epsilon, clip, drop_constant):
 @given(
     st.lists(st.tuples(REWARDS, st.sampled_from(["g", "h", None])), max_size=9),
     st.sampled_from([1e-6, 1e-4, 0.5]),
-    st.none() | st.sampled_from([0.25, 2.0]),
     st.booleans(),
 )
 def test_advantages_are_those_of_the_formulas(
-    baseline, scale, lines, epsilon, clip, drop_constant
+    baseline, scale, lines, epsilon, drop_constant
 ):
     table = tk.learn.advantages(
         sessions_table(lines),
         baseline,
         scale=scale,
         epsilon=epsilon,
-        clip=clip,
         drop_constant=drop_constant,
     )
-    due = expected(lines, baseline, scale, epsilon, clip, drop_constant)
+    due = expected(lines, baseline, scale, epsilon, drop_constant)
     for gain, wanted in zip(table["advantage"].to_pylist(), due, strict=True):
         assert (gain is None) == (wanted is None)
         assert wanted is None or gain == pytest.approx(wanted, rel=1e-9, abs=1e-9)
@@ -127,8 +123,6 @@ def test_equal_rewards_that_do_not_add_up_exactly_are_constant():
         ({"scale": "std"}, "scale='std'"),
         ({"epsilon": -1.0}, "epsilon=-1.0: expected"),
         ({"epsilon": float("nan")}, "epsilon=nan: expected"),
-        ({"clip": 0.0}, "clip=0.0: expected"),
-        ({"clip": float("nan")}, "clip=nan: expected"),
     ],
 )
 def test_options_outside_their_range_are_refused(options, match):

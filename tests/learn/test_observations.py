@@ -484,9 +484,8 @@ def test_a_turn_without_attribution_raises_or_is_counted(columns, match):
     turns = conversation(**columns)
     with pytest.raises(InvalidTurnsError, match=rf"session 's', turn 1: .*{match}"):
         weighed(turns)
-    for missing in ("skip", "whole"):
-        assert weighed(turns, missing=missing) == []
-        assert counted(turns, missing=missing)["turns_skipped"] == 1
+    assert weighed(turns, missing="skip") == []
+    assert counted(turns, missing="skip")["turns_skipped"] == 1
     # the next call attributes the same tokens
     turns.append(call([*OPENING, ASK, TOLD, DONE, answer("c2", 42)], DONE))
     tokens = [token for _, token, _ in weighed(turns, missing="skip")]
@@ -502,15 +501,11 @@ def test_a_turn_without_attribution_raises_or_is_counted(columns, match):
         ),
     ],
 )
-def test_without_flags_whole_messages_can_be_taken(columns, match):
+def test_a_turn_without_flags_is_refused(columns, match):
     turns = conversation(**columns)
     with pytest.raises(InvalidTurnsError, match=match):
         weighed(turns)
     assert weighed(turns, missing="skip") == []
-    tokens = [token for _, token, _ in weighed(turns, missing="whole")]
-    assert tokens == [STARTS["tool"], 40, 41, END]
-    line = counted(turns, missing="whole")
-    assert (line["turns_skipped"], line["turns_whole"]) == (0, 1)
 
 
 def test_turns_without_the_columns_raise():
