@@ -18,7 +18,7 @@ from tests.torch.tiny_models import (
     relative,
 )
 from trajkit.errors import InvalidTurnsError, LayoutError, UnsupportedModelError
-from trajkit.torch import carried
+from trajkit.torch import states
 from trajkit.torch.attention import TreeAttention, block_mask
 from trajkit.torch.datasets import PackDataset
 from trajkit.torch.losses import policy_loss
@@ -103,7 +103,7 @@ def test_gradients_that_are_not_handed_back_are_caught(monkeypatch):
     """Keys and values of other packs as constants give another gradient."""
     rows = rows_of("tail_changed")
     model = make("llama")
-    monkeypatch.setattr(carried.CarriedStates, "prefix_gradients", lambda self: {})
+    monkeypatch.setattr(states.CarriedStates, "prefix_gradients", lambda self: {})
     with float64_throughout():
         expected, _, grad = by_rows(model, rows)
         found, _, found_grad = by_parts(model, cut(rows, 20))
@@ -155,7 +155,7 @@ def test_the_block_mask_of_a_part_is_its_dense_mask():
     packs = cut(rows_of("tail_changed"), 64)
     dataset = PackDataset(packs)
     pack = dataset[1]
-    tree = TreeAttention(pack, "cpu", carried=carried.CarriedStates(pack, {}))
+    tree = TreeAttention(pack, "cpu", carried=states.CarriedStates(pack, {}))
     for window in (None, 7):
         dense = tree.mask(window)[0, 0]
         n, n_prefix = len(pack.input_ids), len(pack.prefix_end)

@@ -8,8 +8,7 @@ from torch.utils.data import DataLoader
 import trajkit as tk
 from tests.torch.cases import packs_of, rows_of
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.torch.datasets import PackDataset, RowDataset, pad_rows
-from trajkit.torch.packs import Pack
+from trajkit.torch.datasets import Pack, PackDataset, RowDataset, pad_rows
 from trajkit.turns import content_ids
 
 FIELDS = [

@@ -12,8 +12,12 @@ from tests.torch.cases import SESSIONS, packs_of, rows_of
 from tests.torch.tiny_models import make
 from trajkit.errors import ArgumentError, InvalidTurnsError, LayoutError
 from trajkit.torch.datasets import PackDataset
-from trajkit.torch.logprobs import gather_logprobs
-from trajkit.torch.losses import nll_loss, observation_loss, policy_loss
+from trajkit.torch.losses import (
+    gather_logprobs,
+    nll_loss,
+    observation_loss,
+    policy_loss,
+)
 from trajkit.torch.models import model_inputs
 
 

@@ -11,7 +11,7 @@ from tests.torch.tiny_models import float64_throughout, make, row_logprobs
 from trajkit.errors import LayoutError
 from trajkit.torch.attention import TreeAttention
 from trajkit.torch.datasets import PackDataset
-from trajkit.torch.logprobs import gather_logprobs
+from trajkit.torch.losses import gather_logprobs
 from trajkit.torch.models import edge_logprobs
 
 BRANCHING = ["tail_changed", "siblings"]

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trajkit.torch.attention import Kernel
 from trajkit.torch.checks import Check, unwrapped
+from trajkit.torch.datasets import Pack
 from trajkit.torch.models import check_single_rank, edge_logprobs
-from trajkit.torch.packs import Pack
 
 
 class PackedModel(torch.nn.Module):  # type: ignore[misc]
