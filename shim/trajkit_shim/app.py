@@ -233,10 +233,9 @@ class _Endpoint:
             response = json_response(protocol.count(n_tokens))
             await response(request.scope, request.receive, send)
             return
-        events = protocol.events(chat) if chat.stream else None
         seconds = gateway.options.ping_seconds
         async with watched(request.receive) as left:
-            delivery = Delivery(left, send, protocol, chat, events, seconds)
+            delivery = Delivery(left, send, protocol, chat, seconds)
             await delivery.answer(gateway.find_call(context, request.headers))
 
 

@@ -468,8 +468,8 @@ GATEWAY = (
         ),
         (
             "usage comes whether it was asked for or not",
-            "if self.request.include_usage:",
-            "if True:",
+            "    if request.include_usage:",
+            "    if True:",
         ),
         (
             "reasoning that is sent back is lost",
