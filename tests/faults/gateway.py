@@ -273,8 +273,14 @@ GATEWAY = (
         ),
         (
             "a session ends without its amendments",
-            "await self._amended(session)",
-            "pass",
+            """            try:
+                session.write_amendments()
+            except GatewayError:
+                # turns""",
+            """            try:
+                pass
+            except GatewayError:
+                # turns""",
         ),
         (
             "a session's end does not end its calls",

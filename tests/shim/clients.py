@@ -3,9 +3,8 @@
 import asyncio
 import json
 import socket
-import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from trajkit_shim.engines.base import Engine
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.image_places import ImageModel
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.serve import _Server
+from trajkit_shim.serve import serving
 from trajkit_shim.sessions.turn_log import TurnLog
 
 # the rest of what a gateway is given is the app's
@@ -138,11 +137,8 @@ class OnSocket(InProcess):
         self.at_head = None
         super().__init__(*given, **options)
         self.admin = http.AsyncClient(base_url=self.url, trust_env=False)
-        self._server = _Server(self.app)
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._listener],), daemon=True
-        )
-        self._thread.start()
+        self._running = ExitStack()
+        self._running.enter_context(serving(self.app, self._listener))
 
     def _http(self, library):
         async def head(_):
@@ -160,8 +156,7 @@ class OnSocket(InProcess):
         await self.admin.aclose()
         await self.http.aclose()
         await self._anthropic_http.aclose()
-        self._server.should_exit = True
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._running.close)
         self._listener.close()
 
 
