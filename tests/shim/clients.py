@@ -1,7 +1,6 @@
 """The official clients, wired to an app in this process or to a URL."""
 
 import asyncio
-import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
@@ -13,11 +12,9 @@ import openai
 import pyarrow as pa
 from google import genai
 
-from tests.shim.fakes import Held
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.engines.base import Engine
-from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.image_places import ImageModel
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import serving
@@ -175,52 +172,3 @@ async def on_socket(
 def read_log(path: Path) -> pa.Table:
     with pa.ipc.open_stream(path) as reader:
         return reader.read_all()
-
-
-async def late_stream(gateway: InProcess, path: str, body: Json, held: Held) -> bytes:
-    """What a streaming client reads whose reply comes after two signs of life.
-
-    The gateway's ``ping_seconds`` must be short. ``body`` names the session as the
-    ``session`` that is taken out of it.
-    """
-    session = body.pop("session")
-    inbox = [{"type": "http.request", "body": json.dumps(body).encode()}]
-    read: list[bytes] = []
-    ended = asyncio.Event()
-
-    async def receive():
-        if inbox:
-            return inbox.pop()
-        await ended.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        if message["type"] == "http.response.start":
-            assert message["status"] == 200
-            return
-        read.append(message["body"])
-        if len(read) == 2:
-            held.release.set()
-        if not message.get("more_body", False):
-            ended.set()
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "query_string": b"",
-        "headers": [(b"x-session-key", session.encode())],
-    }
-    await gateway.app(scope, receive, send)
-    return b"".join(read)
-
-
-def replaying(client_class, data: bytes):
-    """An HTTP client of the library under ``client_class`` whose every answer is this."""
-    library = http_of(client_class)
-
-    def answer(_):
-        headers = {"content-type": "text/event-stream"}
-        return library.Response(200, content=data, headers=headers)
-
-    return library.AsyncClient(transport=library.MockTransport(answer))
