@@ -273,8 +273,14 @@ GATEWAY = (
         ),
         (
             "a session ends without its amendments",
-            "await self._amended(session)",
-            "pass",
+            """            try:
+                session.write_amendments()
+            except GatewayError:
+                # turns""",
+            """            try:
+                pass
+            except GatewayError:
+                # turns""",
         ),
         (
             "a session's end does not end its calls",
@@ -468,8 +474,8 @@ GATEWAY = (
         ),
         (
             "usage comes whether it was asked for or not",
-            "if self.request.include_usage:",
-            "if True:",
+            "    if request.include_usage:",
+            "    if True:",
         ),
         (
             "reasoning that is sent back is lost",
