@@ -674,6 +674,7 @@ PYTHON = (
             '(requests["n_keys"] != 0) | (requests["shared"] != 0)',
             '(requests["n_keys"] != 0)',
         ),
+        ("weights may be off by a thousandth", "_ROUNDING = 1e-9", "_ROUNDING = 1e-3"),
         (
             "tokens without a logprob must train",
             'self.policy.missing_logprobs == "untrain"',
@@ -688,7 +689,6 @@ PYTHON = (
             "if case.cap is None or min(n, case.cap) == len(ids):",
             "if case.cap is None:\n        return True\n    if min(n, case.cap) == len(ids):",
         ),
-        ("weights may be off by a thousandth", "_ROUNDING = 1e-9", "_ROUNDING = 1e-3"),
         (
             "turns need not end with last_turn",
             "if last is not None and listed[-1:] != [last]:",
@@ -696,8 +696,8 @@ PYTHON = (
         ),
         (
             "weights of an empty range count",
-            'max(one["start"], spans.out_start[k]) < min(',
-            'max(one["start"], spans.out_start[k]) <= min(',
+            'if start < min(one["stop"], spans.out_stop[k]):',
+            'if start <= min(one["stop"], spans.out_stop[k]):',
         ),
         (
             "use_tool of a row may be true for no turn",
@@ -716,13 +716,13 @@ PYTHON = (
         ),
         (
             "the first output of a spliced row follows any end of its prompt",
-            "            tail = prompt\n",
-            "            pass\n",
+            "due = prompt if before < 0 else prompt[",
+            "due = prompt[",
         ),
         (
             "a spliced row may end before its last turn",
-            'if call >= 0 and (ends or calls.calls["out_len"][call] == 0)',
-            "if call >= 0",
+            'return order[-1:] if ends or not calls.calls["out_len"][order[-1]] else []',
+            "return order[-1:]",
         ),
     ),
     _place(
@@ -730,12 +730,12 @@ PYTHON = (
         "tests/verification/test_verify.py tests/rows/test_splice.py",
         (
             "only tokens are compared with the rows of the policy",
-            "if own and shared == max(len(ids), len(expected)):",
-            "if False:",
+            "if not (own and equal):",
+            "if True:",
         ),
         (
             "spans may come in any order",
-            "if not alone and here != there:",
+            "if not alone and row.spans != due.spans:",
             "if False:",
         ),
     ),

@@ -27,8 +27,15 @@ from trajkit.files.group import (
     spilled,
 )
 from trajkit.files.guard import Input, check_outputs, is_parts, turns_inputs
-from trajkit.files.outputs import fingerprint
-from trajkit.files.run import Made, Watch, facts_digest, folder_of, run, whole
+from trajkit.files.run import (
+    Made,
+    Watch,
+    facts_digest,
+    fingerprint,
+    folder_of,
+    run,
+    whole,
+)
 from trajkit.files.sources import Paths, paths_of
 from trajkit.files.tables import (
     iter_tables,
