@@ -1,18 +1,9 @@
 """trajkit._core: the compiled kernels, one extension module.
 
-README.md lists the files. Each folder is one idea:
-
-    text/    Python lists and JSON into flat buffers, and the bodies of messages
-    arrow/   record batches in and out, through Arrow's C data interface
-    forest/  the calls of a session as a forest of token paths
-    route/   which call a call continues
-    drift/   how a prompt departs from its parent's path
-    plan/    which rows a policy makes, and which row trains an output
-    fill/    the columns of planned rows
-    pack/    rows as trees of tokens, cut and written into packs
+Each included file is one idea; README.md lists them.
 
 The caller passes the arrays that a kernel fills; a kernel allocates its scratch as numpy
-arrays. What goes to Arrow is freed by Arrow (arrow/export.pxi).
+arrays. What goes to Arrow is freed by Arrow (arrow.pxi).
 """
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
@@ -48,25 +39,11 @@ ENUMS["Stop"] = {
 
 include "bounds.pxi"
 include "dtypes.pxi"
-include "forest/prefix.pxi"
-include "text/python_lists.pxi"
-include "text/json_numbers.pxi"
-include "fill/streaming_store.pxi"
-include "forest/forest.pxi"
-include "forest/call_forest.pxi"
-include "forest/growth.pxi"
-include "route/links.pxi"
-include "route/token_index.pxi"
-include "route/messages.pxi"
-include "route/chains.pxi"
-include "text/message_equality.pxi"
-include "drift/drift.pxi"
-include "drift/align.pxi"
-include "plan/plan.pxi"
-include "fill/fill.pxi"
-include "fill/row_scalars.pxi"
-include "forest/delta.pxi"
-include "pack/row_forest.pxi"
-include "pack/fill_packs.pxi"
-include "arrow/import.pxi"
-include "arrow/export.pxi"
+include "stores.pxi"
+include "forest.pxi"
+include "route.pxi"
+include "text.pxi"
+include "drift.pxi"
+include "rows.pxi"
+include "packs.pxi"
+include "arrow.pxi"

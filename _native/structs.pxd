@@ -113,7 +113,7 @@ cdef struct PackRow:          # a row on its way into a pack; addresses are of P
     int32_t sibling           # the next child of the same parent, or -1
 
 
-cdef struct Choices:          # what the kernels of plan/ and fill/ read of a policy
+cdef struct Choices:          # what the kernels of rows.pxi read of a policy
     int64_t fork_threshold
     int64_t max_tokens        # of a row
     int64_t max_rows          # of a session: the first ones and the last

@@ -30,19 +30,19 @@ DTYPES: dict[str, np.dtype[np.void]]
 # by enum: the number of each name (in the file of the enum)
 ENUMS: dict[str, dict[str, int]]
 
-# forest/prefix.pxi
+# forest.pxi
 def lcp(a: _I32 | array[int], b: _I32 | array[int]) -> int: ...
 
-# text/python_lists.pxi
+# text.pxi
 def unbox_ids(values: list[object], out: _I32) -> int: ...
 def unbox_logprobs(values: list[object], out: _F32, valid: _U8) -> int: ...
 
-# text/json_numbers.pxi
+# text.pxi
 def json_value_end(text: bytes, at: int) -> int: ...
 def json_shared(text: bytes, at: int, before: bytes, start: int, stop: int) -> int: ...
 def json_ids(text: bytes, at: int, out: _I32) -> bool: ...
 
-# arrow/import.pxi
+# arrow.pxi
 def read_columns(
     table: object,
     session_offsets: _I64,
@@ -51,7 +51,7 @@ def read_columns(
     requests: _Records,
 ) -> tuple[int, int, int]: ...
 
-# forest/forest.pxi
+# forest.pxi
 def grow_forest(
     calls: _Records,
     session_offsets: _I64,
@@ -61,14 +61,14 @@ def grow_forest(
     shared_with: _I32,
 ) -> int: ...
 
-# forest/call_forest.pxi
+# forest.pxi
 @final
 class CallForest:
     def __new__(
         cls, calls: _Records, session_offsets: _I64, nodes: _Records, ends: _I32
     ) -> Self: ...
 
-# forest/growth.pxi
+# forest.pxi
 @final
 class Growth:
     def __new__(cls, short: int) -> Self: ...
@@ -93,18 +93,18 @@ class Growth:
         self, trainable: bool, use_tool: bool, ill_formed: bool, stop: int
     ) -> tuple[int, int, bool]: ...
 
-# route/links.pxi
+# route.pxi
 def shared_length(forest: CallForest, call: int, other: int) -> int: ...
 def measure_links(forest: CallForest, links: _Records) -> None: ...
 
-# route/token_index.pxi
+# route.pxi
 @final
 class TokenIndex:
     def __new__(cls, forest: CallForest) -> Self: ...
     def add(self, call: int) -> None: ...
     def find(self, call: int) -> int: ...
 
-# route/messages.pxi
+# route.pxi
 @final
 class MessageRouter:
     def __new__(
@@ -126,7 +126,7 @@ def route_messages(
     links: _Records,
 ) -> None: ...
 
-# route/chains.pxi
+# route.pxi
 @final
 class ChainEnds:
     def __new__(cls, forest: CallForest, of_prompts: bool, first: _I32) -> Self: ...
@@ -135,7 +135,7 @@ def route_chains(
     forest: CallForest, of_prompts: bool, first: _I32, links: _Records
 ) -> None: ...
 
-# text/message_equality.pxi
+# text.pxi
 def find_bodies(
     requests: _Records,
     session_offsets: _I64,
@@ -145,18 +145,18 @@ def find_bodies(
     replies: _I64,
 ) -> None: ...
 
-# drift/drift.pxi
+# drift.pxi
 def describe_drift(
     forest: CallForest, links: _Records, min_run: int, out: _I64
 ) -> None: ...
 
-# drift/align.pxi
+# drift.pxi
 def align(
     a: _I32, b: _I32, borders_a: _I32, borders_b: _I32, run: int, out: _I64
 ) -> int: ...
 def copy_path(forest: CallForest, call: int, start: int, out: _I32) -> None: ...
 
-# plan/plan.pxi
+# rows.pxi
 def order_calls(forest: CallForest, links: _Records) -> npt.NDArray[np.int32]: ...
 def plan_rows(
     forest: CallForest,
@@ -168,7 +168,7 @@ def plan_rows(
     report: _I64,
 ) -> int: ...
 
-# fill/fill.pxi
+# rows.pxi
 @final
 class RowColumns:
     def __new__(
@@ -201,7 +201,7 @@ def list_turns(
     turns: _I32,
 ) -> None: ...
 
-# fill/row_scalars.pxi
+# rows.pxi
 def fill_scalars(
     rows: _Records,
     links: _Records,
@@ -214,7 +214,7 @@ def fill_scalars(
     bits: _U8,
 ) -> tuple[int, int, int]: ...
 
-# arrow/export.pxi
+# arrow.pxi
 def hand_over(
     length: int,
     columns: tuple[object, ...],
@@ -222,7 +222,7 @@ def hand_over(
     take: Callable[[int, object], _Taken],
 ) -> _Taken: ...
 
-# forest/delta.pxi
+# forest.pxi
 def copy_prompts(
     forest: CallForest, starts: _I64, offsets: _I64, out: _I32
 ) -> None: ...

@@ -479,7 +479,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/rows/weight_versions.py",
+        "trajkit/rows/payloads.py",
         "tests/rows/test_rows.py tests/rows/test_payloads.py",
         (
             "the last weights are those of the first output",
@@ -571,7 +571,7 @@ PYTHON = (
         ),
     ),
     _place(
-        "trajkit/rows/routes/recorded.py",
+        "trajkit/rows/routes/prefix.py",
         "tests/rows/test_recorded_parents.py",
         (
             "a recorded parent whose path is not in the prompt counts",
@@ -842,7 +842,7 @@ PYTHON = (
 
 NATIVE = (
     _place(
-        "_native/plan/plan.pxi",
+        "_native/rows.pxi",
         "tests/rows/test_policies.py tests/rows/test_segments.py "
         "tests/rows/test_splice.py tests/files/test_dedup.py "
         "tests/rows/test_forest_routes.py tests/rows/test_links.py "
@@ -936,7 +936,7 @@ NATIVE = (
         ),
     ),
     _place(
-        "_native/fill/fill.pxi",
+        "_native/rows.pxi",
         "tests/rows/test_rows.py tests/rows/test_policies.py tests/rows/test_splice.py",
         (
             "the logprobs of a later part are those of the first",
@@ -952,7 +952,7 @@ NATIVE = (
         ),
     ),
     _place(
-        "_native/forest/forest.pxi",
+        "_native/forest.pxi",
         "tests/rows/test_bounds.py tests/turns/test_delta.py "
         "tests/rows/test_policies.py",
         (
@@ -968,7 +968,7 @@ NATIVE = (
         ),
     ),
     _place(
-        "_native/route/messages.pxi",
+        "_native/route.pxi",
         "tests/rows/test_links.py tests/rows/test_graph.py "
         "tests/rows/test_forest_routes.py tests/rows/test_policies.py",
         (
@@ -1031,7 +1031,7 @@ NATIVE = (
         ),
     ),
     _place(
-        "_native/route/token_index.pxi",
+        "_native/route.pxi",
         "tests/rows/test_links.py tests/rows/test_graph.py "
         "tests/rows/test_forest_routes.py tests/rows/test_policies.py",
         (
@@ -1054,7 +1054,7 @@ NATIVE = (
         ),
     ),
     _place(
-        "_native/route/chains.pxi",
+        "_native/route.pxi",
         "tests/rows/test_links.py tests/rows/test_splice.py tests/rows/test_golden.py",
         (
             "of equal ends the last chain wins",
@@ -1070,7 +1070,7 @@ NATIVE = (
         ),
     ),
     _place(
-        "_native/drift/drift.pxi",
+        "_native/drift.pxi",
         "tests/analysis/test_drift.py",
         (
             "a short resync is the last in the prompt",
@@ -1091,7 +1091,7 @@ NATIVE = (
         ),
     ),
     _place(
-        "_native/pack/row_forest.pxi",
+        "_native/packs.pxi",
         "tests/training/test_packs.py tests/training/test_packs_verify.py",
         (
             "a row that shares what its parent shares hangs on it",
@@ -1107,7 +1107,7 @@ NATIVE = (
         ),
     ),
     _place(
-        "_native/pack/fill_packs.pxi",
+        "_native/packs.pxi",
         "tests/training/test_packs.py tests/training/test_packs_verify.py",
         (
             "a null logprob of an edge is given",
@@ -1116,7 +1116,7 @@ NATIVE = (
         ),
     ),
     _place(
-        "_native/arrow/import.pxi",
+        "_native/arrow.pxi",
         "tests/turns/test_table.py tests/rows/test_rows.py tests/tables",
         (
             "validity of sliced logprobs begins at their buffer",
@@ -1138,7 +1138,7 @@ NATIVE = (
         ),
     ),
     _place(
-        "_native/forest/growth.pxi",
+        "_native/forest.pxi",
         "tests/recorder",
         (
             "of calls with one prompt the first is the base, whatever its output",

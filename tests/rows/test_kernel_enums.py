@@ -13,7 +13,7 @@ from trajkit._kernel_names import numbers
 from trajkit.view.tables import _rule
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [*ROOT.glob("_native/*/*.pxi"), ROOT / "_native" / "structs.pxd"]
+SOURCES = [*ROOT.glob("_native/*.pxi"), ROOT / "_native" / "structs.pxd"]
 
 
 def members():

@@ -18,7 +18,7 @@ from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Forest, Sessions
 
 DESCRIBED = tuple(_core.ENUMS["DriftLine"])
-"""The columns that the kernel fills, in its order (_native/drift/drift.pxi)."""
+"""The columns that the kernel fills, in its order (_native/drift.pxi)."""
 numbers("Region", REGIONS)
 numbers("Cause", CAUSES)
 

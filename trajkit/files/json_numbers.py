@@ -5,7 +5,7 @@ leaves the rest to ``json``. An array that does not fit the shape (an id of
 3.0, a null) is left to it, too: the value is the one of ``json.loads``. Prompts of a log
 repeat earlier ones, and text that is equal to an earlier array's is not parsed again. Logs
 are read at 14 times the speed of ``json.loads`` (docs/benchmarks.md); the kernels are in
-``_native/text/json_numbers.pxi``.
+``_native/text.pxi``.
 """
 
 import json

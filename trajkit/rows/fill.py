@@ -12,10 +12,8 @@ from trajkit._kernel_names import numbers
 from trajkit.errors import SchemaError
 from trajkit.learn.rewards import final_rows, spread
 from trajkit.policies import Policy
-from trajkit.rows.payloads import PathRanges
+from trajkit.rows.payloads import PathRanges, row_items, row_versions
 from trajkit.rows.plan import Plan, choices_of
-from trajkit.rows.row_items import row_items
-from trajkit.rows.weight_versions import row_versions
 from trajkit.schema import (
     ROW_VERSIONS,
     ROWS,
@@ -31,7 +29,7 @@ from trajkit.turns.sessions import Sessions
 
 numbers("SpanKind", SPAN_KINDS[:-1])  # the last is of trajkit.rows.splice
 numbers("SpanLine", [field.name for field in SPAN][:-1])
-# columns in the order in which the kernel fills them (_native/fill/row_scalars.pxi)
+# columns in the order in which the kernel fills them (_native/rows.pxi)
 _INTS = tuple(_core.ENUMS["RowInt"])
 _NULLABLE = ("parent_row", "row_weight", "segment_kind")
 _FLAGS = ("truncated", "use_tool", "ill_formed")

@@ -1,4 +1,4 @@
-"""Payloads: per-token columns of turns that are carried into rows."""
+"""What rows carry of their calls per token: images, weights and payloads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,13 +10,83 @@ import pyarrow as pa
 
 from trajkit._arguments import chosen_names
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.rows.weight_versions import token_versions
-from trajkit.schema import ROWS, TURNS
+from trajkit.schema import MM_ITEM, ROW_VERSIONS, ROWS, TURNS
+from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import is_list
-from trajkit.tables.ragged import Longs, Ragged, Records, offsets_of, positions
+from trajkit.tables.ragged import Ints, Longs, Ragged, Records, offsets_of, positions
 from trajkit.tables.take import take_values
 from trajkit.turns.sessions import Forest, Sessions
 from trajkit.turns.trainability import Bools
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """The entries of weight_versions of all calls, concatenated."""
+
+    names: pa.Array
+    # shape (n_pieces,): call << 32 | start, ascending
+    starts: Longs
+    # shape (n_pieces,)
+    stops: Longs
+
+    @classmethod
+    def of(cls, calls: Sessions) -> Self:
+        """The entries of the calls."""
+        lists = calls.table.column("weight_versions").combine_chunks()
+        pieces = lists.flatten()
+        call = pc.list_parent_indices(lists).to_numpy().astype(np.int64)
+        start, stop = (
+            np.asarray(pc.struct_field(pieces, name).fill_null(0), np.int64)
+            for name in ("start", "stop")
+        )
+        return cls(pc.struct_field(pieces, "version"), (call << 32) + start, stop)
+
+    def piece_of(self, call: Longs, token: Longs) -> Longs:
+        """The entry that covers each token of a call's output, or -1."""
+        found = np.searchsorted(self.starts, (call << 32) + token, side="right") - 1
+        at = np.maximum(found, 0)
+        if not len(self.starts):
+            return np.full(len(call), -1)
+        inside = (self.starts[at] >> 32 == call) & (token < self.stops[at])
+        return np.where((found >= 0) & inside, at, -1)
+
+
+def row_versions(
+    calls: Sessions, rows: Records, offsets: Longs, spans: Ints
+) -> pa.StructArray:
+    """The column ``weight_versions`` of rows, from the offsets and the fields of their
+    spans.
+
+    ``spans`` has the fields of `trajkit.schema.SPAN` without ``kind``, shape (5,
+    n_spans).
+    """
+    n_rows, versions = len(rows), Versions.of(calls)
+    start, stop, turn, out_start, out_stop = spans.astype(np.int64)
+    row = np.repeat(np.arange(n_rows), np.diff(offsets))
+    call = calls.named(rows["session"][row], turn)
+    sampled = stop > start
+    ends = []
+    for token, order in ((out_start, 1), (out_stop - 1, -1)):
+        piece = np.where(sampled, versions.piece_of(call, token), -1)
+        known = np.flatnonzero(piece >= 0)[::order]
+        found, first = np.unique(row[known], return_index=True)
+        source = np.full(n_rows, -1)
+        source[found] = piece[known[first]]
+        ends.append(versions.names.take(pa.array(source, mask=source < 0)))
+    return pa.StructArray.from_arrays(
+        ends, fields=list(ROW_VERSIONS), mask=ends[0].is_null()
+    )
+
+
+def token_versions(calls: Sessions) -> pa.LargeListArray:
+    """The weights that sampled each output token of each call, null if unknown."""
+    n_calls, out_len = len(calls.calls), calls.calls["out_len"]
+    offsets, versions = offsets_of(out_len), Versions.of(calls)
+    call = np.repeat(np.arange(n_calls), out_len)
+    piece = versions.piece_of(call, positions(np.zeros_like(out_len), out_len))
+    names = versions.names.take(pa.array(piece, mask=piece < 0))
+    return Ragged(names, offsets).to_arrow()
+
 
 WEIGHT_VERSION = "weight_version"
 """The payload with the weights that sampled each token; it does not need a column."""
@@ -269,3 +339,35 @@ def _places(calls: Sessions, name: str, length: Longs) -> tuple[Longs, Bools]:
             "the last"
         )
     return np.maximum(first, 0), given & (first > 0) & (length >= 0)
+
+
+_ITEMS = ROWS.field("mm_items").type
+
+
+def row_items(calls: Sessions, n_rows: int, shown: PathRanges) -> pa.Array:
+    """The items that start in ranges of the rows, with their positions in the row."""
+    lists = calls.table.column("mm_items").combine_chunks()
+    items = lists.flatten()
+    call = pc.list_parent_indices(lists).to_numpy().astype(np.int64)
+    start, stop = (
+        np.asarray(pc.struct_field(items, name), np.int64) for name in ("start", "stop")
+    )
+    keys = (call << 32) + start
+    first = (shown.call << 32) + shown.first
+    low, high = (np.searchsorted(keys, first + n) for n in (0, shown.length))
+    taken = positions(low, high - low)
+    of_range = np.repeat(np.arange(len(shown.row)), high - low)
+    row = shown.row[of_range]
+    moved = (shown.place - shown.first)[of_range]
+    # ranges may overlap, where they have the same tokens
+    _, one = np.unique((row << 32) + start[taken] + moved, return_index=True)
+    taken, row, moved = taken[one], row[one], moved[one]
+    fields = {
+        name: pc.struct_field(items, name).take(pa.array(taken))
+        for name in MM_ITEM.names
+    }
+    fields["start"] = pa.array((start[taken] + moved).astype(np.int32))
+    fields["stop"] = pa.array((stop[taken] + moved).astype(np.int32))
+    counts = np.bincount(row, minlength=n_rows)
+    structs = pa.StructArray.from_arrays(list(fields.values()), fields=list(MM_ITEM))
+    return Ragged(structs, offsets_of(counts)).to_arrow(counts == 0, _ITEMS)

@@ -9,7 +9,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._kernel_names import numbers
 from trajkit.policies import DRIFT_ACTIONS, TRAINING_ROWS, Policy
-from trajkit.rows.routes.recorded import created_ranks
+from trajkit.rows.routes.prefix import created_ranks
 from trajkit.schema import REPORT
 from trajkit.tables.ragged import Ints, Longs, Records
 from trajkit.turns.call_order import by_creation

@@ -27,7 +27,7 @@ from trajkit.turns.structs import CALL, NODE, REQUEST
 # Reading a chunk costs about 0.1 ms. Copying a chunk below this size costs less.
 _MANY_CHUNKS, _CHUNK_BYTES = 16, 1 << 20
 
-# Only the delta form has the last columns that the kernel reads (arrow/import.pxi); others
+# Only the delta form has the last columns that the kernel reads (arrow.pxi); others
 # have other names in it.
 _DELTA_COLUMNS = ("base_turn", "shared_length", "shared_messages")
 _COLUMNS = tuple(n for n in _core.ENUMS["TurnColumn"] if n not in _DELTA_COLUMNS)

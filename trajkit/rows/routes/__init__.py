@@ -9,11 +9,15 @@ from typing import TypeAlias
 
 from trajkit.policies import ParentBy, Policy
 from trajkit.rows.routes.agents import by_agents
-from trajkit.rows.routes.chains import by_prompts, by_tokens
 from trajkit.rows.routes.generations import by_generations
-from trajkit.rows.routes.messages import by_messages
-from trajkit.rows.routes.order import by_none, by_previous
 from trajkit.rows.routes.prefix import by_prefix
+from trajkit.rows.routes.simple import (
+    by_messages,
+    by_none,
+    by_previous,
+    by_prompts,
+    by_tokens,
+)
 from trajkit.tables.ragged import Records
 from trajkit.turns.sessions import Forest, Sessions
 

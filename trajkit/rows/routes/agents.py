@@ -13,12 +13,13 @@ import numpy as np
 from trajkit import _core
 from trajkit.policies import Policy
 from trajkit.rows.routes.links import (
+    KEY_TOKENS,
     REASONS,
     empty_links,
     first_of_session,
+    grow_messages,
     sessions_of,
 )
-from trajkit.rows.routes.message_paths import KEY_TOKENS, grow_messages
 from trajkit.schema import SEGMENT_KINDS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.ragged import Records

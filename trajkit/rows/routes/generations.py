@@ -4,9 +4,14 @@ import numpy as np
 
 from trajkit import _core
 from trajkit.policies import Policy
-from trajkit.rows.routes.links import REASONS, empty_links, sessions_of
-from trajkit.rows.routes.message_paths import KEY_TOKENS, grow_messages
-from trajkit.rows.routes.nodes import nodes_within_prompts
+from trajkit.rows.routes.links import (
+    KEY_TOKENS,
+    REASONS,
+    empty_links,
+    grow_messages,
+    nodes_within_prompts,
+    sessions_of,
+)
 from trajkit.tables.ragged import Records
 from trajkit.turns.message_equality import with_equality
 from trajkit.turns.sessions import Forest, Sessions

@@ -1,4 +1,9 @@
-"""The records of links that a route fills."""
+"""What routes share: the records of links, and where requests lie in forests.
+
+Requests are paths of messages, as prompts are paths of tokens: a message's key of 16 bytes
+is read as four tokens, so the kernel that grows the forest of token paths compares messages
+too. A call's path is its messages and its reply.
+"""
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -8,10 +13,10 @@ import pyarrow as pa
 
 from trajkit._kernel_names import numbers
 from trajkit.errors import SchemaError
-from trajkit.schema import LINK_REASONS
-from trajkit.tables.ragged import Longs, Records
-from trajkit.turns.sessions import Sessions
-from trajkit.turns.structs import LINK
+from trajkit.schema import KEY_BYTES, LINK_REASONS
+from trajkit.tables.ragged import Ints, Longs, Records
+from trajkit.turns.sessions import Forest, Sessions
+from trajkit.turns.structs import CALL, LINK
 
 REASONS: Mapping[str, int] = numbers("LinkReason", LINK_REASONS)
 """The number of each link reason in a record."""
@@ -53,3 +58,48 @@ def optional_column(calls: Sessions, name: str, type_: pa.DataType) -> list[obje
             f"column {name!r} is {column.type}: expected {type_}"
         ) from error
     return values
+
+
+KEY_TOKENS = KEY_BYTES // 4
+"""Tokens of a message in a path."""
+
+
+def grow_messages(calls: Sessions) -> Forest:
+    """The forest of the calls' messages, which are equal if their keys are.
+
+    A call without a list of messages has an empty path, and a call whose reply is not
+    known ends with its last message.
+    """
+    requests = calls.requests
+    listed = requests["n_keys"] >= 0
+    replied = listed & (requests["reply_key"] != 0)
+    paths = np.zeros(len(requests), CALL)
+    paths["own"] = requests["keys"]
+    paths["own_start"] = KEY_TOKENS * requests["shared"].astype(np.int64)
+    paths["prompt_len"] = paths["own_start"] + np.where(
+        listed, KEY_TOKENS * requests["n_keys"], 0
+    )
+    paths["out"] = requests["reply_key"]
+    paths["out_len"] = np.where(replied, KEY_TOKENS, 0)
+    paths["base"] = np.where(requests["shared"] > 0, calls.calls["base"], -1)
+    return Forest.of(paths, calls.offsets)
+
+
+def prompt_nodes(forest: Forest, prompt_len: Longs) -> Ints:
+    """The node in which each call's prompt ends; equal prompts end in the same one."""
+    nodes, at = forest.nodes, forest.ends.copy()
+    beyond = np.flatnonzero(nodes["start"][at] >= prompt_len)
+    while len(beyond):
+        at[beyond] = nodes["parent"][at[beyond]]
+        beyond = beyond[nodes["start"][at[beyond]] >= prompt_len[beyond]]
+    return at
+
+
+def nodes_within_prompts(forest: Forest, prompt_len: Longs) -> Ints:
+    """The last node of each call's path that ends inside its prompt or with it.
+
+    A path that is a prefix of the prompt ends there or above.
+    """
+    at = prompt_nodes(forest, prompt_len)
+    whole = forest.nodes["stop"][at] <= prompt_len
+    return np.where(whole, at, forest.nodes["parent"][at])

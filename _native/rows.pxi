@@ -721,3 +721,427 @@ def plan_rows(
     if bad >= 0:
         raise _bad_link(links, bad)
     return plan.n_rows
+
+
+# ---
+# The columns of planned rows that have a value per token, and their spans.
+#
+# Fills tokens, mask, logprobs, validity, spans and turns from the calls' paths and the plan, in
+# O(tokens and spans written + calls in the rows).
+
+cdef enum:  # the lines of RowColumns.spans: the fields of trajkit.schema.SPAN but kind
+    LINE_START, LINE_STOP, LINE_TURN_INDEX, LINE_OUTPUT_START, LINE_OUTPUT_STOP
+    N_LINES
+
+ENUMS["SpanLine"] = {
+    "start": LINE_START, "stop": LINE_STOP, "turn_index": LINE_TURN_INDEX,
+    "output_start": LINE_OUTPUT_START, "output_stop": LINE_OUTPUT_STOP,
+}
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class RowColumns:
+    """The columns that `fill_rows` writes.
+
+    ``loss_mask`` and ``valid`` are bitmaps, least significant bit first; ``spans`` has the lines
+    LINE_*, ``span_kinds`` indices into `trajkit.schema.SPAN_KINDS`.
+    """
+    cdef const pos_t[::1] token_offsets
+    cdef const pos_t[::1] span_offsets
+    cdef token_t[::1] input_ids
+    cdef uint8_t[::1] loss_mask
+    cdef uint8_t[::1] valid
+    cdef float[::1] logprobs
+    cdef int32_t[:, ::1] spans
+    cdef int8_t[::1] span_kinds
+    cdef bint uncached        # write tokens and logprobs past the caches
+
+    def __cinit__(
+        self,
+        const pos_t[::1] token_offsets not None,
+        const pos_t[::1] span_offsets not None,
+        token_t[::1] input_ids not None,
+        uint8_t[::1] loss_mask not None,
+        float[::1] logprobs not None,
+        uint8_t[::1] valid not None,
+        int32_t[:, ::1] spans not None,
+        int8_t[::1] span_kinds not None,
+    ):
+        self.token_offsets, self.span_offsets = token_offsets, span_offsets
+        self.input_ids, self.logprobs = input_ids, logprobs
+        self.loss_mask, self.valid = loss_mask, valid
+        self.spans, self.span_kinds = spans, span_kinds
+        self.uncached = False
+
+
+cdef void _set_bits(uint8_t* bits, pos_t start, pos_t stop) noexcept nogil:
+    """Set bits[start:stop], least significant bit first (the Arrow order)."""
+    while start < stop and start & 7:
+        bits[start >> 3] |= <uint8_t>(1 << (start & 7))
+        start += 1
+    if stop - start >= 8:
+        memset(bits + (start >> 3), 0xFF, (stop - start) >> 3)
+        start += (stop - start) & ~<pos_t>7
+    while start < stop:
+        bits[start >> 3] |= <uint8_t>(1 << (start & 7))
+        start += 1
+
+
+cdef pos_t _copy_logprobs(
+    const Call* call, const Span* span, RowColumns target, pos_t offset
+) noexcept nogil:
+    """Write the logprobs of a trained span, 0.0 for missing ones; return how many are missing.
+
+    ``offset`` is the index of the row's token 0 in the columns.
+    """
+    cdef const float* values = <const float*><intptr_t>call.logprobs
+    cdef const uint8_t* bits = <const uint8_t*><intptr_t>call.valid
+    cdef float* logprobs = &target.logprobs[offset + span.start]
+    cdef pos_t i, n = span.stop - span.start, missing = 0, bit
+    if values == NULL:
+        _put_zeros(logprobs, n * sizeof(float), target.uncached)
+        return n
+    values += span.out_start
+    if bits == NULL:
+        _put(logprobs, values, n * sizeof(float), target.uncached)
+        _set_bits(&target.valid[0], offset + span.start, offset + span.stop)
+        return 0
+    for i in range(n):
+        bit = call.valid_bit + span.out_start + i
+        if bits[bit >> 3] >> (bit & 7) & 1:
+            logprobs[i] = values[i]
+            _set_bits(&target.valid[0], offset + span.start + i, offset + span.start + i + 1)
+        else:
+            logprobs[i] = 0.0
+            missing += 1
+    return missing
+
+
+cdef pos_t _fill_trained(
+    const Call* calls, const int32_t* turn_index, RowColumns target, int64_t row
+) noexcept nogil:
+    """Write the mask and the logprobs of a row from its spans; return how many are missing.
+
+    -1: a trained span is outside of the row or starts before the end of the previous one.
+
+    The spans are ascending. Their turn_index is a call's number and becomes its turn. Every
+    logprob is written once, in the order of memory: 0.0 where no token is trained. A byte of a
+    bitmap is cleared by the row of its first bit.
+    """
+    cdef pos_t start = target.token_offsets[row], stop = target.token_offsets[row + 1]
+    cdef pos_t offset = start
+    cdef int64_t k, byte = (start + 7) >> 3, n_bytes = ((stop + 7) >> 3) - byte
+    cdef int32_t call
+    cdef pos_t missing = 0
+    cdef Span span
+    if n_bytes > 0:
+        memset(&target.loss_mask[byte], 0, n_bytes)
+        memset(&target.valid[byte], 0, n_bytes)
+    for k in range(target.span_offsets[row], target.span_offsets[row + 1]):
+        call = target.spans[LINE_TURN_INDEX, k]
+        target.spans[LINE_TURN_INDEX, k] = turn_index[call]
+        if target.span_kinds[k] != SPAN_TRAINED:
+            continue
+        span.start = target.spans[LINE_START, k]
+        span.stop = target.spans[LINE_STOP, k]
+        span.out_start = target.spans[LINE_OUTPUT_START, k]
+        if not start <= offset + span.start <= offset + span.stop <= stop:
+            return -1
+        if offset + span.start > start:
+            _put_zeros(
+                &target.logprobs[start], (offset + span.start - start) * sizeof(float),
+                target.uncached,
+            )
+        _set_bits(&target.loss_mask[0], offset + span.start, offset + span.stop)
+        missing += _copy_logprobs(&calls[call], &span, target, offset)
+        start = offset + span.stop
+    if stop > start:
+        _put_zeros(&target.logprobs[start], (stop - start) * sizeof(float), target.uncached)
+    return missing
+
+
+cdef int64_t _write_spans(
+    RowColumns target, int64_t row, int64_t at, const Call* call, int32_t index,
+    const Span* spans, int n, bint need_logprob,
+) noexcept nogil:
+    """Write the parts of n spans of a call from ``at`` on; return the position after them.
+
+    The call's number is written for its turn, see `_fill_trained`. Nothing is written outside
+    of the row's spans, of which there may be fewer than the row claims.
+    """
+    cdef pos_t begin
+    cdef Span part
+    cdef int k
+    for k in range(n):
+        begin = spans[k].out_start
+        while _next_span(call, &spans[k], need_logprob, &begin, &part):
+            if target.span_offsets[row] <= at < target.span_offsets[row + 1]:
+                target.spans[LINE_START, at] = <int32_t>part.start
+                target.spans[LINE_STOP, at] = <int32_t>part.stop
+                target.spans[LINE_TURN_INDEX, at] = index
+                target.spans[LINE_OUTPUT_START, at] = <int32_t>part.out_start
+                target.spans[LINE_OUTPUT_STOP, at] = <int32_t>part.out_stop
+                target.span_kinds[at] = part.kind
+            at += 1
+    return at
+
+
+cdef _check_row_columns(CallForest forest, const Row[::1] rows, RowColumns columns):
+    """Raise unless the columns have room for the rows, at these offsets from 0 on."""
+    cdef int64_t n_rows = rows.shape[0], r
+    cdef pos_t n_tokens, n_spans
+    cdef const pos_t[::1] token_offsets = columns.token_offsets
+    cdef const pos_t[::1] span_offsets = columns.span_offsets
+    _check_length("token_offsets", token_offsets.shape[0], n_rows + 1)
+    _check_length("span_offsets", span_offsets.shape[0], n_rows + 1)
+    if token_offsets[0] != 0 or span_offsets[0] != 0:
+        raise LayoutError(
+            f"token_offsets begin with {token_offsets[0]}, span_offsets with "
+            f"{span_offsets[0]}: expected 0"
+        )
+    for r in range(n_rows):
+        if not 0 <= rows[r].last < forest.n_calls:
+            raise LayoutError(f"rows[{r}] ends with call {rows[r].last} of {forest.n_calls}")
+        if not 0 <= rows[r].owner < forest.n_calls:
+            raise LayoutError(f"rows[{r}] is of chain {rows[r].owner} of {forest.n_calls}")
+        if rows[r].n_tokens < 0 or token_offsets[r + 1] - token_offsets[r] != rows[r].n_tokens:
+            raise LayoutError(f"token_offsets[{r}] leaves no room for {rows[r].n_tokens} tokens")
+        if rows[r].n_spans < 0 or span_offsets[r + 1] - span_offsets[r] != rows[r].n_spans:
+            raise LayoutError(f"span_offsets[{r}] leaves no room for {rows[r].n_spans} spans")
+    n_tokens = token_offsets[n_rows]
+    n_spans = span_offsets[n_rows]
+    for name, n, needed in (
+        ("input_ids", columns.input_ids.shape[0], n_tokens),
+        ("loss_mask", columns.loss_mask.shape[0], (n_tokens + 7) // 8),
+        ("logprobs", columns.logprobs.shape[0], n_tokens),
+        ("valid", columns.valid.shape[0], (n_tokens + 7) // 8),
+        ("spans", columns.spans.shape[0], N_LINES), ("spans", columns.spans.shape[1], n_spans),
+        ("span_kinds", columns.span_kinds.shape[0], n_spans),
+    ):
+        _check_length(name, n, needed)
+
+
+cdef _no_row(const Row[::1] rows, int64_t r):
+    return LayoutError(
+        f"rows[{r}] is no row of {rows[r].n_calls} calls up to {rows[r].last} with "
+        f"{rows[r].n_tokens} tokens and {rows[r].n_spans} spans"
+    )
+
+
+cdef bint _fill_spans(
+    const Paths* paths, const Link* links, const Choices* choices, const int32_t* owners,
+    const Row* rows, int64_t r, RowColumns target,
+) noexcept nogil:
+    """Write the spans of a row; return whether there are as many as it claims."""
+    cdef int64_t at = target.span_offsets[r + 1], n_parts
+    cdef int32_t call = rows[r].last, n_left = rows[r].n_calls
+    cdef pos_t replaced = rows[r].end, begin
+    cdef int n, k
+    cdef bint owned
+    cdef Span[3] spans
+    cdef Span part
+    # upwards, so the spans are written from the end
+    while n_left > 0 and 0 <= call < paths.n_calls:
+        owned = choices.train_in == TRAIN_IN_EVERY or owners[call] == rows[r].owner
+        n = _output_spans(&paths.calls[call], replaced, owned, choices, spans)
+        n_parts = 0
+        for k in range(n):
+            begin = spans[k].out_start
+            while _next_span(
+                &paths.calls[call], &spans[k], choices.need_logprob, &begin, &part
+            ):
+                n_parts += 1
+        at -= n_parts
+        _write_spans(
+            target, r, at, &paths.calls[call], call, spans, n, choices.need_logprob
+        )
+        replaced = min(replaced, links[call].lcp)
+        n_left -= 1
+        call = links[call].parent
+    return at == target.span_offsets[r]
+
+
+def fill_rows(
+    CallForest forest not None,
+    const Link[::1] links not None,
+    const Choices[::1] choices not None,
+    const int32_t[::1] owners not None,
+    const int32_t[::1] turn_index not None,
+    const Row[::1] rows not None,
+    RowColumns columns not None,
+    bint uncached,
+):
+    """Write the per-token columns and the spans of planned rows; return missing logprobs.
+
+    ``links`` and ``owners`` are those of `plan_rows`, ``rows`` its result. Tokens and logprobs
+    are written past the caches if ``uncached``.
+    """
+    cdef:
+        int64_t n_rows = rows.shape[0], r, bad = -1
+        pos_t missing = 0, row_missing
+        Paths paths
+
+    for name, m in (
+        ("links", links.shape[0]), ("owners", owners.shape[0]),
+        ("turn_index", turn_index.shape[0]),
+    ):
+        _check_length(name, m, forest.n_calls)
+    _check_length("choices", choices.shape[0], 1)
+    _check_row_columns(forest, rows, columns)
+    if n_rows == 0:
+        return 0
+    cdef int32_t[::1] chain = empty(forest.n_nodes, "i4")
+    paths = _paths(forest)
+    columns.uncached = uncached
+    with nogil:
+        for r in range(n_rows):
+            row_missing = -1
+            if rows[r].n_tokens <= _held_len(&paths.calls[rows[r].last]):
+                if rows[r].n_tokens > 0:
+                    _copy_path(
+                        &paths, paths.ends[rows[r].last], 0, rows[r].n_tokens,
+                        &columns.input_ids[columns.token_offsets[r]], &chain[0], uncached,
+                    )
+                if _fill_spans(
+                    &paths, &links[0], &choices[0], &owners[0], &rows[0], r, columns
+                ):
+                    row_missing = _fill_trained(paths.calls, &turn_index[0], columns, r)
+            if row_missing < 0:
+                bad = r
+                break
+            missing += row_missing
+        if uncached:
+            trajkit_end_uncached()
+    if bad >= 0:
+        raise _no_row(rows, bad)
+    return missing
+
+
+def list_turns(
+    const Row[::1] rows not None,
+    const Link[::1] links not None,
+    const int32_t[::1] turn_index not None,
+    const pos_t[::1] offsets not None,
+    int32_t[::1] turns not None,
+):
+    """Fill the turns of each row's calls, first to last: ``turns[offsets[r]:offsets[r + 1]]``."""
+    cdef:
+        int64_t n_rows = rows.shape[0], n_calls = links.shape[0], r, i, bad = -1
+        int32_t call
+    _check_length("turn_index", turn_index.shape[0], n_calls)
+    _check_length("offsets", offsets.shape[0], n_rows + 1)
+    for r in range(n_rows):
+        if offsets[r + 1] - offsets[r] != rows[r].n_calls:
+            raise LayoutError(f"offsets[{r}] leaves no room for {rows[r].n_calls} turns")
+    _check_length("turns", turns.shape[0], offsets[n_rows])
+    with nogil:
+        for r in range(n_rows):
+            call = rows[r].last
+            for i in range(offsets[r + 1] - 1, offsets[r] - 1, -1):
+                if not 0 <= call < n_calls:
+                    bad = r
+                    break
+                turns[i] = turn_index[call]
+                call = links[call].parent
+    if bad >= 0:
+        raise LayoutError(f"rows[{bad}] has {rows[bad].n_calls} calls: links has fewer")
+
+
+# ---
+# The columns of planned rows that have one value per row.
+#
+# Fills them from rows, links and turn numbers, in O(rows). With numpy, the many small arrays of a
+# short session would take a tenth of the time of its rows (`python -m benchmarks.recorder`).
+
+cdef enum:  # trajkit.rows.row_scalars._INTS
+    INT_ROW_INDEX, INT_PROMPT_LENGTH, INT_PARENT_ROW, INT_SHARED_LENGTH, INT_LAST_TURN
+    N_INTS
+
+cdef enum:  # trajkit.rows.row_scalars._NULLABLE, then _FLAGS
+    BIT_PARENT_ROW, BIT_ROW_WEIGHT, BIT_SEGMENT_KIND, BIT_TRUNCATED, BIT_USE_TOOL
+    BIT_ILL_FORMED
+    N_BITS
+
+ENUMS["RowInt"] = {
+    "row_index": INT_ROW_INDEX, "prompt_length": INT_PROMPT_LENGTH,
+    "parent_row": INT_PARENT_ROW,
+    "shared_length": INT_SHARED_LENGTH, "last_turn": INT_LAST_TURN,
+}
+ENUMS["RowBit"] = {
+    "parent_row": BIT_PARENT_ROW, "row_weight": BIT_ROW_WEIGHT, "segment_kind": BIT_SEGMENT_KIND,
+    "truncated": BIT_TRUNCATED, "use_tool": BIT_USE_TOOL, "ill_formed": BIT_ILL_FORMED,
+}
+
+
+cdef inline void _put_bit(uint8_t[:, ::1] bits, int which, int64_t i, bint value) noexcept nogil:
+    """Set one bit, which is initially 0."""
+    bits[which, i >> 3] |= <uint8_t>(value << (i & 7))
+
+
+def fill_scalars(
+    const Row[::1] rows not None,
+    const Link[::1] links not None,
+    const int32_t[::1] turn_index not None,
+    int64_t n_sessions,
+    int32_t[:, ::1] ints not None,
+    pos_t[::1] mask_sums not None,
+    double[::1] weights not None,
+    int8_t[::1] segments not None,
+    uint8_t[:, ::1] bits not None,
+):
+    """Fill the columns; return the number of nulls of parent_row, row_weight and segment_kind.
+
+    ``ints`` has the lines INT_*. ``mask_sums`` are the trained tokens of all rows of the row's
+    session, ``weights`` the row's share of them, ``segments`` indices into
+    `trajkit.schema.SEGMENT_KINDS`. ``bits`` has the bitmaps BIT_*, initially 0: whether the
+    row has a parent, a weight, a segment, and its flags.
+    """
+    cdef:
+        int64_t n_rows = rows.shape[0], n_calls = links.shape[0], r
+        int64_t no_parent = 0, no_weight = 0, no_segment = 0, bad = -1
+        int32_t segment
+        pos_t session_trained
+
+    _check_length("turn_index", turn_index.shape[0], n_calls)
+    for name, n, needed in (
+        ("ints", ints.shape[0], N_INTS), ("ints", ints.shape[1], n_rows),
+        ("mask_sums", mask_sums.shape[0], n_rows), ("weights", weights.shape[0], n_rows),
+        ("segments", segments.shape[0], n_rows), ("bits", bits.shape[0], N_BITS),
+        ("bits", bits.shape[1], (n_rows + 7) // 8),
+    ):
+        _check_length(name, n, needed)
+    cdef pos_t[::1] sums = zeros(max(n_sessions, 1), "i8")
+    with nogil:
+        for r in range(n_rows):
+            if not (0 <= rows[r].session < n_sessions and 0 <= rows[r].last < n_calls):
+                bad = r
+                break
+            sums[rows[r].session] += rows[r].n_trained
+        if bad < 0:
+            for r in range(n_rows):
+                ints[INT_ROW_INDEX, r] = rows[r].index
+                ints[INT_PROMPT_LENGTH, r] = <int32_t>rows[r].prompt_len
+                ints[INT_PARENT_ROW, r] = rows[r].parent_row
+                ints[INT_SHARED_LENGTH, r] = <int32_t>rows[r].shared
+                ints[INT_LAST_TURN, r] = turn_index[rows[r].last]
+                session_trained = sums[rows[r].session]
+                mask_sums[r] = session_trained
+                weights[r] = <double>rows[r].n_trained / <double>max(session_trained, 1)
+                segment = links[rows[r].last].segment - 1
+                segments[r] = <int8_t>max(segment, 0)
+                no_parent += rows[r].parent_row < 0
+                no_weight += session_trained == 0
+                no_segment += segment < 0
+                _put_bit(bits, BIT_PARENT_ROW, r, rows[r].parent_row >= 0)
+                _put_bit(bits, BIT_ROW_WEIGHT, r, session_trained != 0)
+                _put_bit(bits, BIT_SEGMENT_KIND, r, segment >= 0)
+                _put_bit(bits, BIT_TRUNCATED, r, rows[r].truncated != 0)
+                _put_bit(bits, BIT_USE_TOOL, r, rows[r].use_tool != 0)
+                _put_bit(bits, BIT_ILL_FORMED, r, rows[r].ill_formed != 0)
+    if bad >= 0:
+        raise LayoutError(
+            f"rows[{bad}] is of session {rows[bad].session}, its last call {rows[bad].last}: "
+            f"there are {n_sessions} and {n_calls}"
+        )
+    return no_parent, no_weight, no_segment

@@ -1,14 +1,192 @@
-"""Which call a call continues: by its chat messages.
+"""Links between calls: why a call has its parent, and what its prompt shares with that call."""
 
-Fills links from requests and the forest of token paths. The message tree has one node per
-message. A message that is sent again descends into the first child that equals it, so of equal
-siblings only the first can be found: a hash table over (parent, key) contains those, and a
-list the others, for a rule by which tokens choose among them. Messages that a request shares
-with the previous call, or with its base, are not looked up one by one: equal runs of keys are
-compared as bytes, and the node is reached by climbing from that call. O(new messages + bytes
-of keys compared + nodes of the forest); where calls have no messages, as token_index.pxi says,
-and O(calls of the session) after a rewritten call.
-"""
+cdef enum:  # trajkit.schema.LINK_REASONS
+    REASON_ROOT, REASON_MESSAGES, REASON_REWRITE, REASON_TOKENS, REASON_PREVIOUS
+    REASON_UNROUTED, REASON_HISTORY_REPLACED, REASON_PROMPTS
+    REASON_AMBIGUOUS, REASON_SUPERSEDED, REASON_UNRESOLVED_KEPT, REASON_UNRESOLVED
+    REASON_UNRESOLVED_AMBIGUOUS, REASON_CHAIN_QUARANTINED, REASON_EMPTY
+    REASON_RECORDED, REASON_NO_PARENT
+    REASON_REFUSED_TOKENS, REASON_REFUSED_TRUNCATED, REASON_RETRIED
+
+ENUMS["LinkReason"] = {
+    "root": REASON_ROOT, "messages": REASON_MESSAGES, "rewrite": REASON_REWRITE,
+    "tokens": REASON_TOKENS, "previous": REASON_PREVIOUS, "unrouted": REASON_UNROUTED,
+    "history_replaced": REASON_HISTORY_REPLACED, "prompts": REASON_PROMPTS,
+    "ambiguous": REASON_AMBIGUOUS, "superseded": REASON_SUPERSEDED,
+    "unresolved_kept": REASON_UNRESOLVED_KEPT, "unresolved": REASON_UNRESOLVED,
+    "unresolved_ambiguous": REASON_UNRESOLVED_AMBIGUOUS,
+    "chain_quarantined": REASON_CHAIN_QUARANTINED, "empty": REASON_EMPTY,
+    "recorded": REASON_RECORDED, "no_parent": REASON_NO_PARENT,
+    "refused_tokens": REASON_REFUSED_TOKENS, "refused_truncated": REASON_REFUSED_TRUNCATED,
+    "retried": REASON_RETRIED,
+}
+
+
+cdef inline pos_t _shared_of(const Paths* paths, int32_t call, int32_t other) noexcept nogil:
+    """Tokens that the path of a call and the prompt of another one of its session share."""
+    return _shared_by(paths.calls, paths.nodes, paths.ends, call, other)
+
+
+cdef int32_t _prompt_node(const Paths* paths, int32_t call) noexcept nogil:
+    """The node in which the call's prompt ends; equal prompts end in the same one."""
+    cdef int32_t node = paths.ends[call]
+    while paths.nodes[node].start >= paths.calls[call].prompt_len:
+        node = paths.nodes[node].parent
+    return node
+
+
+cdef bint _are_of_one_session(CallForest forest, int64_t call, int64_t other) noexcept nogil:
+    cdef int64_t low = 0, high = forest.n_sessions, middle
+    while high - low > 1:  # the session of call is one of low:high
+        middle = (low + high) // 2
+        if forest.session_offsets[middle] <= call:
+            low = middle
+        else:
+            high = middle
+    return forest.session_offsets[low] <= other < forest.session_offsets[low + 1]
+
+
+cdef _check_call(CallForest forest, int64_t call):
+    if not 0 <= call < forest.n_calls:
+        raise LayoutError(f"call is {call}: expected one of {forest.n_calls}")
+
+
+def shared_length(CallForest forest not None, int32_t call, int32_t other):
+    """Tokens that the path of a call and the prompt of another one of its session share."""
+    cdef Paths paths
+    _check_call(forest, call)
+    _check_call(forest, other)
+    # Paths of two sessions have no node in common to climb to.
+    if not _are_of_one_session(forest, call, other):
+        raise LayoutError(f"call {other} is not in the session of call {call}")
+    paths = _paths(forest)
+    return _shared_of(&paths, call, other)
+
+
+cdef _check_parents(CallForest forest, const Link[::1] links):
+    """Raise unless every parent is another call of the session; they may still be a circle.
+
+    Paths of two sessions have no node in common to climb to.
+    """
+    cdef int64_t s, i, lo, hi
+    cdef int32_t parent
+    for s in range(forest.n_sessions):
+        lo, hi = forest.session_offsets[s], forest.session_offsets[s + 1]
+        for i in range(lo, hi):
+            parent = links[i].parent
+            if parent == i or (parent >= 0 and not lo <= parent < hi):
+                raise LayoutError(
+                    f"links[{i}]: parent {parent} is no other call of its session, which has "
+                    f"the calls {lo} to {hi - 1}"
+                )
+
+
+def measure_links(CallForest forest not None, Link[::1] links not None):
+    """Fill ``lcp`` of every link: -1 for a call without a parent."""
+    cdef int64_t i
+    cdef Paths paths
+    _check_length("links", links.shape[0], forest.n_calls)
+    _check_parents(forest, links)
+    if forest.n_calls == 0:
+        return
+    paths = _paths(forest)
+    with nogil:
+        for i in range(paths.n_calls):
+            links[i].lcp = -1
+            if links[i].parent >= 0:
+                links[i].lcp = _shared_of(&paths, links[i].parent, <int32_t>i)
+
+
+# ---
+# Which earlier call a call without messages continues, by its tokens.
+#
+# Its prompt begins with that call's prompt and is longer, or with that call's path. Of several,
+# it is the call whose path the prompt repeats for longest; of equals, one that it repeats
+# entirely, or else the first with the shortest prompt.
+#
+# Calls are indexed by the nodes of their path, from the one where their prompt ends to its own
+# end. Who looks for a call climbs from the node where its prompt ends, and takes the first call
+# it meets. O(nodes climbed), usually one: the prompt begins with the path of the last call.
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class TokenIndex:
+    """The calls that a later call of their session may continue, in the order of the table."""
+    cdef CallForest forest
+    # per node: the first call whose path ends at its stop, or -1
+    cdef int32_t[::1] ended
+    # per node: of the calls with a prompt that end there or above and a path that ends there
+    # or below, the first with the shortest prompt
+    cdef int32_t[::1] replied
+
+    def __cinit__(self, CallForest forest not None):
+        self.forest = forest
+        self.ended = full(forest.n_nodes, -1, "i4")
+        self.replied = full(forest.n_nodes, -1, "i4")
+
+    cdef void _add(self, int32_t call) noexcept nogil:
+        cdef const Call* calls = &self.forest.calls[0]
+        cdef const Node* nodes = &self.forest.nodes[0]
+        cdef int32_t node = self.forest.ends[call], other
+        cdef pos_t prompt_len = calls[call].prompt_len
+        if self.ended[node] < 0:
+            self.ended[node] = call
+        if prompt_len == 0:  # every prompt begins with it
+            return
+        while nodes[node].stop >= prompt_len:
+            other = self.replied[node]
+            if other >= 0 and calls[other].prompt_len <= prompt_len:
+                return  # the nodes above have that call, too, or a better one
+            self.replied[node] = call
+            node = nodes[node].parent
+
+    cdef void _clear(self, int32_t call) noexcept nogil:
+        """Take every call from the nodes at which this call may be indexed."""
+        cdef const Node* nodes = &self.forest.nodes[0]
+        cdef int32_t node = self.forest.ends[call]
+        self.ended[node] = -1
+        while node >= 0 and nodes[node].stop >= self.forest.calls[call].prompt_len:
+            self.replied[node] = -1
+            node = nodes[node].parent
+
+    cdef int32_t _find(self, int32_t call) noexcept nogil:
+        cdef const Call* calls = &self.forest.calls[0]
+        cdef const Node* nodes = &self.forest.nodes[0]
+        cdef pos_t prompt_len = calls[call].prompt_len
+        cdef int32_t node = self.forest.ends[call], other
+        while nodes[node].start >= prompt_len:
+            node = nodes[node].parent
+        while node >= 0:
+            if nodes[node].stop <= prompt_len and self.ended[node] >= 0:
+                return self.ended[node]
+            other = self.replied[node]
+            if other >= 0 and calls[other].prompt_len < prompt_len:
+                return other
+            node = nodes[node].parent
+        return -1
+
+    def add(self, int32_t call):
+        """Index a call. Those of a session are added in the order of the table."""
+        _check_call(self.forest, call)
+        self._add(call)
+
+    def find(self, int32_t call):
+        """The call that a call continues, or -1."""
+        _check_call(self.forest, call)
+        return self._find(call)
+
+
+# ---
+# Which call a call continues: by its chat messages.
+#
+# Fills links from requests and the forest of token paths. The message tree has one node per
+# message. A message that is sent again descends into the first child that equals it, so of equal
+# siblings only the first can be found: a hash table over (parent, key) contains those, and a
+# list the others, for a rule by which tokens choose among them. Messages that a request shares
+# with the previous call, or with its base, are not looked up one by one: equal runs of keys are
+# compared as bytes, and the node is reached by climbing from that call. O(new messages + bytes
+# of keys compared + nodes of the forest); where calls have no messages, as token_index.pxi says,
+# and O(calls of the session) after a rewritten call.
 
 cdef enum:  # trajkit.policies.TieBreak
     TIE_BREAK_FIRST, TIE_BREAK_TOKENS, TIE_BREAK_FULL_PATH
@@ -452,3 +630,92 @@ def route_messages(
             router._route_session(
                 &paths, <int32_t>paths.session_offsets[s], <int32_t>paths.session_offsets[s + 1]
             )
+
+
+# ---
+# Which chain of calls a call continues, by the chains' ends: the longest that begins its prompt.
+#
+# A chain ends with the path of its last call, or only with that call's prompt: then outputs are
+# never compared. Every call has one child at most, and replaces its parent as the end of its
+# chain. Ends are listed at the node of the forest where they are; a call climbs from the node
+# where its prompt ends. O(nodes climbed), usually one.
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class ChainEnds:
+    """The ends of the chains of a session."""
+    cdef CallForest forest
+    cdef bint of_prompts      # chains end with prompts
+    cdef int32_t[::1] last    # per node: the last call that is a chain's end there, or -1
+    cdef int32_t[::1] before  # per call: the next one in the list of its node, or -1
+    cdef int32_t[::1] first   # per call: the first call of its chain
+
+    def __cinit__(self, CallForest forest not None, bint of_prompts, int32_t[::1] first not None):
+        self.forest, self.of_prompts, self.first = forest, of_prompts, first
+        self.last = full(forest.n_nodes, -1, "i4")
+        self.before = empty(forest.n_calls, "i4")
+
+    cdef pos_t _length(self, int32_t call) noexcept nogil:
+        cdef const Call* last = &self.forest.calls[call]
+        return last.prompt_len if self.of_prompts else _held_len(last)
+
+    cdef int32_t _take(self, int32_t node, pos_t prompt_len) noexcept nogil:
+        """Remove the longest end at a node that fits a prompt, of equals of the oldest chain."""
+        cdef int32_t call = self.last[node], best = -1, after = -1, after_best = -1
+        cdef pos_t length, longest = -1
+        while call >= 0:
+            length = self._length(call)
+            if length <= prompt_len and (
+                length > longest or length == longest and self.first[call] < self.first[best]
+            ):
+                best, after_best, longest = call, after, length
+            after = call
+            call = self.before[call]
+        if best >= 0 and after_best < 0:
+            self.last[node] = self.before[best]
+        elif best >= 0:
+            self.before[after_best] = self.before[best]
+        return best
+
+    cdef int32_t _route(self, const Paths* paths, int32_t call) noexcept nogil:
+        """The end that a call replaces, or -1."""
+        cdef pos_t prompt_len = paths.calls[call].prompt_len
+        cdef int32_t node = _prompt_node(paths, call), parent = -1
+        self.first[call] = call
+        if self.of_prompts and prompt_len == 0:
+            return -1
+        while node >= 0 and parent < 0:
+            parent = self._take(node, prompt_len)
+            node = paths.nodes[node].parent
+        if parent >= 0:
+            self.first[call] = self.first[parent]
+        node = _prompt_node(paths, call) if self.of_prompts else paths.ends[call]
+        self.before[call] = self.last[node]
+        self.last[node] = call
+        return parent
+
+
+def route_chains(
+    CallForest forest not None,
+    bint of_prompts,
+    int32_t[::1] first not None,
+    Link[::1] links not None,
+):
+    """Fill ``parent`` of every link, and ``first`` with the first call of each call's chain.
+
+    A call's parent ends the chain whose end is the longest prefix of its prompt; of equal ends, the
+    chain that began first wins. Chains end with paths, or with prompts: then a call with an empty
+    prompt has neither parent nor child.
+    """
+    cdef ChainEnds ends
+    cdef Paths paths
+    cdef int64_t i
+    _check_length("links", links.shape[0], forest.n_calls)
+    _check_length("first", first.shape[0], forest.n_calls)
+    if forest.n_calls == 0:
+        return
+    ends = ChainEnds(forest, of_prompts, first)
+    paths = _paths(forest)
+    with nogil:
+        for i in range(paths.n_calls):
+            links[i].parent = ends._route(&paths, <int32_t>i)
