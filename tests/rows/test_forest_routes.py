@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.against_twins import difference
 from tests.golden_sessions import golden, golden_name
-from tests.made_tables import in_delta_form, linearized, link_by, turns_table
+from tests.made_tables import linearized, link_by, turns_table
 from tests.oracles import forests as reference_forests
 from tests.oracles import rows as reference
 from tests.strategies import (
@@ -190,43 +190,6 @@ def test_nemo_does_not_ask_for_the_order_of_calls(data, turns, emit):
         return rows.select(["input_ids", "loss_mask", "logprobs"]).to_pylist()
 
     assert tokens(shuffled) == tokens(turns)
-
-
-@given(st.data(), named_sessions(), emits, row_limits)
-def test_nemo_from_links_in_delta_form_and_recorded(data, turns, emit, limit):
-    policy = tk.policy("nemo", row_selection=emit)
-    table = turns_table(turns)
-    rows = tk.linearize(table, policy, max_row_tokens=limit)
-    links = link_by(table, "prefix")
-    tk.validate(links)
-    assert tk.linearize(table, policy, links=links, max_row_tokens=limit).equals(rows)
-    assert set(tk.classify_drift(table, links)["cause"].to_pylist()) <= {"clean"}
-
-    # the recorder numbers turns itself, refuses empty prompts and keeps no request_id
-    turns = [
-        {**turn, "prompt_ids": turn["prompt_ids"] or [0], "turn_index": k}
-        for k, turn in enumerate(turns)
-    ]
-    for turn in turns:
-        del turn["request_id"], turn["started_at"]
-    table = turns_table(turns)
-    rows = tk.linearize(table, policy, max_row_tokens=limit)
-    delta = in_delta_form(table, lambda options: data.draw(st.sampled_from(options)))
-    assert tk.linearize(delta, policy, max_row_tokens=limit).equals(rows)
-    recorder = tk.Recorder()
-    for turn in turns:
-        recorder.record(
-            "s", **{k: v for k, v in turn.items() if k not in ("turn_index",)}
-        )
-    assert recorder.rows("s", policy, max_row_tokens=limit).equals(rows)
-
-
-@given(named_sessions(), emits, row_limits)
-def test_nemo_keeps_its_promise(turns, emit, limit):
-    table, policy = turns_table(turns), tk.policy("nemo", row_selection=emit)
-    rows = tk.linearize(table, policy, max_row_tokens=limit)
-    found = tk.verify(rows, table, policy, max_row_tokens=limit)
-    assert found.to_pylist() == []
 
 
 # A reply that two later calls continue.
@@ -549,41 +512,6 @@ SHORTER = [
 def test_miles_rows_and_report_are_the_twins(turns, equality, trim, limit):
     policy = tk.policy("miles", message_equality=equality, fork_threshold=trim)
     assert difference(turns, policy, limit) is None
-
-
-@given(st.data(), named_sessions(), equalities, trims, row_limits)
-def test_miles_from_links_in_delta_form_and_recorded(
-    data, turns, equality, trim, limit
-):
-    policy = tk.policy("miles", message_equality=equality, fork_threshold=trim)
-    turns = [
-        {**turn, "prompt_ids": turn["prompt_ids"] or [0], "turn_index": k}
-        for k, turn in enumerate(turns)
-    ]
-    for turn in turns:
-        del turn["request_id"], turn["started_at"]
-    table = turns_table(turns)
-    rows = tk.linearize(table, policy, max_row_tokens=limit)
-    links = link_by(
-        table, "generations", message_equality=equality, fork_threshold=trim
-    )
-    tk.validate(links)
-    assert tk.linearize(table, policy, links=links, max_row_tokens=limit).equals(rows)
-    delta = in_delta_form(table, lambda options: data.draw(st.sampled_from(options)))
-    assert tk.linearize(delta, policy, max_row_tokens=limit).equals(rows)
-    recorder = tk.Recorder()
-    for turn in turns:
-        recorder.record("s", **{k: v for k, v in turn.items() if k != "turn_index"})
-    assert recorder.rows("s", policy, max_row_tokens=limit).equals(rows)
-
-
-@given(named_sessions(), equalities, trims, row_limits)
-def test_miles_keeps_its_promise(turns, equality, trim, limit):
-    table = turns_table(turns)
-    policy = tk.policy("miles", message_equality=equality, fork_threshold=trim)
-    rows = tk.linearize(table, policy, max_row_tokens=limit)
-    found = tk.verify(rows, table, policy, max_row_tokens=limit)
-    assert found.to_pylist() == []
 
 
 @given(message_pairs(), equalities)

@@ -10,7 +10,6 @@ from tests.made_tables import dicts, linearized, link_by, turns_table
 from tests.oracles import choices as reference_choices
 from tests.oracles import graph as reference_graph
 from tests.strategies import row_limits, runs, sessions
-from trajkit.recorder.recorder import Recorder
 from trajkit.turns import tools_key
 
 GRAPH = tk.policy("graph")
@@ -99,19 +98,6 @@ def test_every_claim_is_trained_once(turns, limit):
     (line,) = tk.simulate(table, [GRAPH]).to_pylist()
     assert line["tokens_out_of_context"] == 0
     assert line["tokens_lost"] == line["lost_untrainable"] + line["lost_unrouted"]
-
-
-@given(sessions())
-def test_the_recorder_gives_the_rows_of_the_stored_table(turns):
-    turns = [
-        {**one, "turn_index": k, "prompt_ids": one["prompt_ids"] or [0]}
-        for k, one in enumerate(turns)
-    ]
-    recorder = Recorder()
-    for one in turns:
-        recorder.record("s", **{k: v for k, v in one.items() if k != "turn_index"})
-    stored = tk.linearize(turns_table(turns), GRAPH)
-    assert recorder.rows("s", GRAPH).to_pylist() == stored.to_pylist()
 
 
 def said(role, content, **more):

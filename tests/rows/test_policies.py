@@ -440,23 +440,6 @@ def test_an_errored_session_trains_nothing_and_says_so(turns):
 
 
 @given(sessions(), chosen_policies())
-def test_the_recorder_gives_the_rows_of_the_stored_table(turns, chosen):
-    name, choices = chosen
-    policy = tk.policy(name, **choices)
-    recorder = Recorder()
-    for one in turns:
-        given = {**one, "prompt_ids": one["prompt_ids"] or [0]}
-        given.pop("turn_index", None)
-        recorder.record("s", **given)
-    renumbered = [
-        {**one, "turn_index": k, "prompt_ids": one["prompt_ids"] or [0]}
-        for k, one in enumerate(turns)
-    ]
-    stored = tk.linearize(turns_table(renumbered), policy)
-    assert recorder.rows("s", policy).to_pylist() == stored.to_pylist()
-
-
-@given(sessions(), chosen_policies())
 def test_simulate_counts_as_the_report_does(turns, chosen):
     name, choices = chosen
     policy = tk.policy(name, **choices)

@@ -18,7 +18,7 @@ from tests.golden_sessions import (
     segment_sessions,
     with_call_ids,
 )
-from tests.made_tables import in_delta_form, linearized, link_by, turns_table
+from tests.made_tables import linearized, link_by, turns_table
 from tests.oracles import segments as twin
 from tests.oracles.policies import twins_of
 from tests.rows.test_golden_api import as_float32
@@ -67,35 +67,6 @@ EMPTY = [{**one, "prompt_messages": None} for one in growing(([], [2]), ([3], [4
 def test_rows_and_report_are_the_twins(turns, max_rows, mode, limit):
     policy = tk.policy("segments", max_rows=max_rows, rewards=mode)
     assert difference(turns, policy, limit) is None
-
-
-@given(any_session, row_counts, reward_modes, row_limits)
-def test_verify_finds_nothing_in_its_rows(turns, max_rows, mode, limit):
-    policy = tk.policy("segments", max_rows=max_rows, rewards=mode)
-    table = turns_table(turns)
-    rows = tk.linearize(table, policy, reward=3.0, max_row_tokens=limit)
-    for reward in (3.0, None):
-        found = tk.verify(rows, table, policy, reward=reward, max_row_tokens=limit)
-        assert found.to_pylist() == []
-
-
-@given(st.data(), any_session)
-def test_delta_form_and_recorder_give_the_same_rows(data, turns):
-    table = turns_table(turns)
-    rows = tk.linearize(table, "segments")
-    delta = in_delta_form(table, lambda options: data.draw(st.sampled_from(options)))
-    assert tk.linearize(delta, "segments").equals(rows)
-    assert link_by(delta, "agents").equals(link_by(table, "agents"))
-    assert tk.linearize(table, "segments", links=link_by(table, "agents")).equals(rows)
-
-
-@given(delegating_sessions())
-def test_the_recorder_gives_the_same_rows(turns):
-    recorder = tk.Recorder()
-    for turn in turns:
-        recorder.record("s", **turn)
-    rows = recorder.rows("s", "segments", reward=1.0)
-    assert rows.equals(tk.linearize(turns_table(turns), "segments", reward=1.0))
 
 
 @given(any_session)

@@ -15,7 +15,6 @@ from tests.golden_sessions import delivered, golden, golden_name
 from tests.made_tables import (
     by_session,
     dicts,
-    in_delta_form,
     linearized,
     link_by,
     turns_table,
@@ -167,52 +166,6 @@ def test_partial_logprobs_are_dropped_from_whole_rows(turns, token, limit):
             lacks = any(m and p is None for m, p in both)
             due = [None] * len(before["logprobs"]) if lacks else before["logprobs"]
             assert row == {**before, "logprobs": due}
-
-
-@given(st.data(), runs() | growing_prompts(), ends_of_turn, row_limits)
-def test_delta_form_and_recorder_give_the_same_rows(data, turns, token, limit):
-    table = turns_table(turns)
-    policy = tk.policy("polar", end_of_turn_token_id=token)
-    given_rows = linearized(table, policy, max_row_tokens=limit)
-    delta = in_delta_form(table, lambda some: data.draw(st.sampled_from([*some])))
-    assert linearized(delta, policy, max_row_tokens=limit) == given_rows
-    links = link_by(delta, "prompts")
-    assert links == link_by(table, "prompts")
-    assert (
-        tk.linearize(delta, policy, max_row_tokens=limit, links=links)
-        == (given_rows[0])
-    )
-
-
-@given(growing_prompts(), ends_of_turn, row_limits)
-def test_the_recorder_gives_the_rows_of_the_stored_table(turns, token, limit):
-    policy = tk.policy("polar", end_of_turn_token_id=token)
-    turns = [one for one in turns if one["prompt_ids"]]
-    recorder = tk.Recorder()
-    for one in turns:
-        recorder.record(
-            "s",
-            **{name: value for name, value in one.items() if name != "turn_index"},
-        )
-    if not turns:
-        return
-    table = turns_table([{**one, "turn_index": i} for i, one in enumerate(turns)])
-    rows = recorder.rows("s", policy, max_row_tokens=limit)
-    assert rows == tk.linearize(table, policy, max_row_tokens=limit)
-
-
-@given(runs(), ends_of_turn, st.sampled_from([1, 2, 3]))
-def test_a_batch_is_its_sessions_one_by_one(turns, token, threads):
-    policy = tk.policy("polar", end_of_turn_token_id=token)
-    rows, report = linearized(turns_table(turns), policy, threads=threads)
-    apart = [
-        linearized(turns_table(session), policy)
-        for session in by_session(turns).values()
-    ]
-    assert rows.to_pylist() == [row for mine, _ in apart for row in mine.to_pylist()]
-    assert report.to_pylist() == [
-        line for _, mine in apart for line in mine.to_pylist()
-    ]
 
 
 def test_a_row_s_first_call_may_be_recorded_last():
