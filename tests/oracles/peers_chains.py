@@ -14,34 +14,48 @@ Turn = dict[str, Any]
 Row = dict[str, Any]
 
 
-def _opened(turn: Turn) -> Row:
-    """A row of one call."""
-    prompt, output = turn["prompt_ids"], turn["output_ids"]
-    return {
-        "tokens": prompt + output,
-        "loss_mask": [0] * len(prompt) + [1] * len(output),
-        "logprobs": [0.0] * len(prompt) + _logprobs(turn),
-        "prompt_length": len(prompt),
-    }
+def opened(turn: Turn, mine: bool = True) -> Row:
+    """A row of one call, which trains its output if that is ``mine``."""
+    row: Row = {"tokens": [], "loss_mask": [], "logprobs": []}
+    row["prompt_length"] = len(turn["prompt_ids"])
+    extend(row, turn, mine)
+    return row
 
 
-def _extended(row: Row, turn: Turn) -> None:
+def extend(row: Row, turn: Turn, mine: bool = True) -> None:
     """Append what the call's prompt has beyond the row, and its output."""
     context = turn["prompt_ids"][len(row["tokens"]) :]
     output = turn["output_ids"]
     row["tokens"] += context
     row["tokens"] += output
-    row["loss_mask"] += [0] * len(context) + [1] * len(output)
-    row["logprobs"] += [0.0] * len(context) + _logprobs(turn)
+    row["loss_mask"] += [0] * len(context) + [int(mine)] * len(output)
+    given = turn["output_logprobs"] if mine else None
+    row["logprobs"] += [0.0] * len(context) + (given or [0.0] * len(output))
 
 
-def _logprobs(turn: Turn) -> list[float]:
-    return turn["output_logprobs"] or [0.0] * len(turn["output_ids"])
+def row_of(leaf: Any, above: str) -> Row:
+    """The row of a call and those above it, each trained by the first row that has it.
+
+    They have ``turn``, ``trained`` and, as ``above``, the call before. One without a turn
+    ends the way up.
+    """
+    chain = []
+    while leaf is not None and leaf.turn is not None:
+        chain.append(leaf)
+        leaf = getattr(leaf, above)
+    row: Row = {}
+    for call in reversed(chain):
+        mine, call.trained = not call.trained, True
+        if row:
+            extend(row, call.turn, mine)
+        else:
+            row = opened(call.turn, mine)
+    return row
 
 
 def per_call(turns: list[Turn]) -> list[Row]:
     """Every call is a row."""
-    return [_opened(turn) for turn in turns]
+    return [opened(turn) for turn in turns]
 
 
 def strict(turns: list[Turn]) -> list[Row]:
@@ -57,9 +71,9 @@ def strict(turns: list[Turn]) -> list[Row]:
             if prompt[: len(held)] == held:
                 best = row
         if best is None:
-            rows.append(_opened(turn))
+            rows.append(opened(turn))
         else:
-            _extended(best, turn)
+            extend(best, turn)
     return rows
 
 
@@ -70,9 +84,9 @@ def skyrl(turns: list[Turn]) -> list[Row]:
         if rows:
             held = rows[-1]["tokens"]
             if turn["prompt_ids"][: len(held)] == held:
-                _extended(rows[-1], turn)
+                extend(rows[-1], turn)
                 continue
-        rows.append(_opened(turn))
+        rows.append(opened(turn))
     return rows
 
 
@@ -88,14 +102,14 @@ def trl(turns: list[Turn], fork_threshold: int = 1024) -> list[Row]:
             shared = common_prefix(row["tokens"], prompt)
             drift = len(row["tokens"]) - shared
             if drift == 0:
-                _extended(row, turn)
+                extend(row, turn)
             elif shared >= reply_start and drift < fork_threshold:
                 for name in ("tokens", "loss_mask", "logprobs"):
                     del row[name][shared:]
-                _extended(row, turn)
+                extend(row, turn)
             else:
                 opens = True
         if opens:
-            rows.append(_opened(turn))
+            rows.append(opened(turn))
         reply_start = len(prompt)
     return [row for row in rows if any(row["loss_mask"])]

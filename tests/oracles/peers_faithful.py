@@ -8,6 +8,7 @@ holds it. Rows as in `tests.oracles.peers_chains`.
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.oracles.peers_chains import extend, opened
 from tests.oracles.peers_slime import MessageNode, common_prefix
 
 Turn = dict[str, Any]
@@ -105,18 +106,10 @@ def _rows_of(leaf: Call) -> list[Row]:
         call = call.before
     rows: list[Row] = []
     for call in reversed(chain):
-        prompt, output = call.turn["prompt_ids"], call.turn["output_ids"]
-        mine = not call.trained
-        call.trained = True
-        held = rows[-1]["tokens"] if rows else []
-        if not rows or prompt[: len(held)] != held:
-            held = []
-            rows.append({"tokens": [], "loss_mask": [], "logprobs": []})
-            rows[-1]["prompt_length"] = len(prompt)
-        row, context = rows[-1], prompt[len(held) :]
-        given = call.turn["output_logprobs"] if mine else None
-        row["tokens"] += context
-        row["tokens"] += output
-        row["loss_mask"] += [0] * len(context) + [int(mine)] * len(output)
-        row["logprobs"] += [0.0] * len(context) + (given or [0.0] * len(output))
+        mine, call.trained = not call.trained, True
+        held = rows[-1]["tokens"] if rows else None
+        if held is not None and call.turn["prompt_ids"][: len(held)] == held:
+            extend(rows[-1], call.turn, mine)
+        else:
+            rows.append(opened(call.turn, mine))
     return [row for row in rows if any(row["loss_mask"])]

@@ -10,6 +10,8 @@ in the first. Rows as in `tests.oracles.peers_chains`.
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.oracles.peers_chains import row_of
+
 Turn = dict[str, Any]
 Row = dict[str, Any]
 
@@ -70,7 +72,7 @@ def linearize(turns: list[Turn]) -> list[Row]:
         calls.append(Call(turn, prompt + turn["output_ids"], before))
         if turn["prompt_messages"] and reply and reply["role"] == "assistant":
             node.child(reply).calls.append(calls[-1])
-    rows = [_row(call) for call in calls if not call.goes_on]
+    rows = [row_of(call, "before") for call in calls if not call.goes_on]
     return [row for row in rows if any(row["loss_mask"])]
 
 
@@ -92,27 +94,3 @@ def _kept(node: Node | None, prompt: list[int]) -> Call | None:
                 return call
         node = node.above
     return None
-
-
-def _row(leaf: Call) -> Row:
-    chain = []
-    call: Call | None = leaf
-    while call is not None:
-        chain.append(call)
-        call = call.before
-    mask: list[int] = []
-    logprobs: list[float] = []
-    for call in reversed(chain):
-        n_context = len(call.turn["prompt_ids"]) - len(mask)
-        n_output = len(call.turn["output_ids"])
-        mine = not call.trained
-        call.trained = True
-        given = call.turn["output_logprobs"] if mine else None
-        mask += [0] * n_context + [int(mine)] * n_output
-        logprobs += [0.0] * n_context + (given or [0.0] * n_output)
-    return {
-        "tokens": leaf.held,
-        "loss_mask": mask,
-        "logprobs": logprobs,
-        "prompt_length": len(chain[-1].turn["prompt_ids"]),
-    }

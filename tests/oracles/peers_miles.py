@@ -8,6 +8,8 @@ it. Rows as in `tests.oracles.peers_chains`.
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.oracles.peers_chains import row_of
+
 Turn = dict[str, Any]
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -56,7 +58,7 @@ def linearize(turns: list[Turn]) -> list[Row]:
         or leaf.parent is None
         or leaf is leaf.parent.children[-1]
     ]
-    rows = {leaf.order: _row(leaf) for leaf in kept}
+    rows = {leaf.order: row_of(leaf, "parent") for leaf in kept}
     kept.sort(key=lambda leaf: (-leaf.depth, -leaf.order))
     return [rows[leaf.order] for leaf in kept]
 
@@ -79,33 +81,3 @@ def _position(root: Node, messages: list[Message]) -> tuple[Node, int]:
             if messages[n:end] == child.brought:
                 stack.append((child, end))
     return best
-
-
-def _row(leaf: Node) -> Row:
-    chain = []
-    node: Node | None = leaf
-    while node is not None and node.turn is not None:
-        chain.append(node)
-        node = node.parent
-    tokens: list[int] = []
-    mask: list[int] = []
-    logprobs: list[float] = []
-    for node in reversed(chain):
-        turn = node.turn
-        assert turn is not None
-        context, output = turn["prompt_ids"][len(tokens) :], turn["output_ids"]
-        mine = not node.trained
-        node.trained = True
-        given = turn["output_logprobs"] if mine else None
-        tokens += context
-        tokens += output
-        mask += [0] * len(context) + [int(mine)] * len(output)
-        logprobs += [0.0] * len(context) + (given or [0.0] * len(output))
-    first = chain[-1].turn
-    assert first is not None
-    return {
-        "tokens": tokens,
-        "loss_mask": mask,
-        "logprobs": logprobs,
-        "prompt_length": len(first["prompt_ids"]),
-    }

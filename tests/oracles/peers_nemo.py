@@ -8,6 +8,8 @@ output are the longest prefix of the prompt. What tokens cannot tell apart is se
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.oracles.peers_chains import extend, opened
+
 Turn = dict[str, Any]
 Row = dict[str, Any]
 
@@ -45,7 +47,9 @@ def linearize(turns: list[Turn]) -> list[Row]:
             chain.append(call)
             call = call.before
         if not any(call.rejected for call in chain):
-            rows.append(_row(chain[::-1]))
+            rows.append(opened(chain.pop().turn))
+            for call in reversed(chain):
+                extend(rows[-1], call.turn)
     return rows
 
 
@@ -88,22 +92,3 @@ def _settle_retries(calls: list[Call]) -> None:
         for call in group:
             if call not in (extended or group[:1]):
                 call.rejected = True
-
-
-def _row(chain: list[Call]) -> Row:
-    tokens: list[int] = []
-    mask: list[int] = []
-    logprobs: list[float] = []
-    for call in chain:
-        context, output = _prompt(call)[len(tokens) :], call.turn["output_ids"]
-        tokens += context
-        tokens += output
-        mask += [0] * len(context) + [1] * len(output)
-        logprobs += [0.0] * len(context)
-        logprobs += call.turn["output_logprobs"] or [0.0] * len(output)
-    return {
-        "tokens": tokens,
-        "loss_mask": mask,
-        "logprobs": logprobs,
-        "prompt_length": len(_prompt(chain[0])),
-    }
