@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import reference
 from tests.made_tables import by_session, in_delta_form, turns_table
+from tests.oracles import rows as reference
 from tests.strategies import chosen_policies, payload_lists, row_limits, runs
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 

@@ -10,8 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import reference
-from tests import reference_splice as twin
 from tests.against_twins import difference
 from tests.golden_sessions import delivered, golden, golden_name
 from tests.made_tables import (
@@ -22,6 +20,8 @@ from tests.made_tables import (
     link_by,
     turns_table,
 )
+from tests.oracles import rows as reference
+from tests.oracles import splice as twin
 from tests.strategies import (
     END,
     ends_of_turn,
