@@ -8,7 +8,7 @@ from trajkit.analysis.turn_lines import turn_lines
 from trajkit.schema import ROUNDTRIP
 from trajkit.tables.canonical import TableLike
 from trajkit.tables.stages import apply, stage
-from trajkit.turns.prefix import lcp
+from trajkit.turns.python_lists import lcp
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions
 
