@@ -32,11 +32,10 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 from trajkit.torch.attention import TreeAttention
-from trajkit.torch.logprobs import gather_logprobs
-from trajkit.torch.losses import policy_loss
+from trajkit.torch.datasets import Pack
+from trajkit.torch.losses import gather_logprobs, policy_loss
 from trajkit.torch.masks import flex_block_mask
 from trajkit.torch.models import carry_backward, edge_logprobs
-from trajkit.torch.packs import Pack
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -1,16 +1,203 @@
 """Rows as a forest: what they share, their order, where trees are cut."""
 
 import itertools
+from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit.errors import SchemaError
-from trajkit.packs.row_buffers import Records, column_of, per_token
-from trajkit.tables.ragged import Longs, offsets_of
+from trajkit._arguments import did_you_mean
+from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.schema.engine import lookup, nulls
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import is_list, place
+from trajkit.tables.ragged import Bools, Ints, Longs, Records, offsets_of, positions
 from trajkit.tables.take import list_values, without_views
+from trajkit.turns.images import (
+    FIRST_CONTENT_ID,
+    Item,
+    has_items,
+    item_ids,
+    same_image,
+)
+from trajkit.turns.structs import PACK_ROW
+
+
+def pack_items(
+    rows: pa.Table, ids: Ints, offsets: Longs
+) -> Sequence[list[Item] | None]:
+    """The column ``mm_items`` of packs, whose ids are ``ids``, pack after pack.
+
+    Raises `InvalidTurnsError` if a pack has a part of an image.
+    """
+    found: list[list[Item] | None] = [None] * (len(offsets) - 1)
+    if not has_items(rows):
+        return found
+    items = pc.list_flatten(rows.column("mm_items")).to_pylist()
+    known: dict[int, list[Item]] = {}
+    for item in items:
+        alike = known.setdefault(int(item_ids(item)[0]), [])
+        if all(same_image(item) != same_image(other) for other in alike):
+            alike.append(item)
+    token = 0
+    for here in np.flatnonzero(ids >= FIRST_CONTENT_ID).tolist():
+        if here < token:
+            continue
+        pack = int(np.searchsorted(offsets, here, side="right")) - 1
+        first, end = int(offsets[pack]), int(offsets[pack + 1])
+        for item in known.get(int(ids[here]), ()):
+            due = item_ids(item)
+            token = here + len(due)
+            if token <= end and np.array_equal(ids[here:token], due):
+                break
+        else:
+            raise InvalidTurnsError(
+                f"token {here - first} of pack {pack} is of an image of which the pack "
+                "has a part: make rows without max_row_tokens or with another one, or "
+                "pack with oversize='repeat'"
+            )
+        at = {"start": here - first, "stop": token - first}
+        found[pack] = [*(found[pack] or ()), {**item, **at}]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """Parts in packs. A part larger than a pack continues in the packs after it."""
+
+    # shape (n_parts,): the pack in which each part begins ...
+    first: Longs
+    # ... and ends
+    last: Longs
+    n_packs: int
+
+
+def fill_bins(sizes: Longs, max_tokens: int) -> Bins:
+    """Best-fit decreasing: each part goes to the fullest pack that has room for it.
+
+    A part of more than ``max_tokens`` fills whole packs; its rest begins another.
+    """
+    first, last = np.empty((2, len(sizes)), np.int64)
+    # room and number of each pack that is not full, by room
+    rooms: list[tuple[int, int]] = []
+    n_packs = 0
+    for part in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[part])
+        k = bisect_left(rooms, (size, -1))
+        if size > max_tokens or k == len(rooms):
+            first[part] = n_packs
+            n_packs += -(-size // max_tokens)
+            last[part] = n_packs - 1
+            room = -size % max_tokens
+        else:
+            room, pack = rooms.pop(k)
+            first[part] = last[part] = pack
+            room -= size
+        if room:
+            insort(rooms, (room, int(last[part])))
+    return Bins(first, last, n_packs)
+
+
+OBSERVED = "observation_weight"
+
+
+def row_records(table: pa.Table) -> tuple[Records, list[Any]]:
+    """Rows, which passed `check_layout`, as PACK_ROW records, and what these point into.
+
+    ``parent`` and ``line`` are lines of the table. Raises `InvalidTurnsError`
+    if the parent of a row is not in the table.
+    """
+    records = np.zeros(table.num_rows, PACK_ROW)
+    records["line"] = np.arange(table.num_rows)
+    data, _, first, records["length"] = _lists(table.column("input_ids"))
+    records["ids"] = data + 4 * first
+    mask = table.column("loss_mask")
+    records["mask"], _, records["mask_bit"], _ = _lists(mask)
+    logprobs = table.column("logprobs")
+    data, valid, first, _ = _lists(logprobs)
+    records["logprobs"] = data + 4 * first
+    records["valid"], records["valid_bit"] = valid, first
+
+    parent, found = lookup(table, "row_index", table.column("parent_row"))
+    shared = table.column("shared_length").to_numpy()
+    lost = np.flatnonzero(~found & ~nulls(table.column("parent_row")) & (shared > 0))
+    if len(lost):
+        row = int(lost[0])
+        raise InvalidTurnsError(
+            f"{place(table, row)}: its parent_row {table.column('parent_row')[row]} is "
+            "not in the table. Pass all rows of a session; to leave some out of the "
+            "loss, clear their loss_mask"
+        )
+    shares = found & (shared > 0)
+    records["parent"] = np.where(shares, parent, -1)
+    records["shared"] = np.where(shares, shared, 0)
+    return records, [table, mask, logprobs]
+
+
+def _lists(column: pa.ChunkedArray) -> tuple[Longs, Longs, Longs, Longs]:
+    """Of each list: addresses of values and of their validity, first value, length."""
+    parts = [np.empty((4, 0), np.int64)]
+    for chunk in column.chunks:
+        ends = chunk.offsets.to_numpy()
+        valid, data = chunk.values.buffers()
+        part = np.empty((4, len(chunk)), np.int64)
+        part[0] = 0 if data is None else data.address
+        part[1] = 0 if valid is None else valid.address
+        part[2] = chunk.values.offset + ends[:-1]
+        part[3] = np.diff(ends)
+        parts.append(part)
+    data, valid, first, n = np.concatenate(parts, axis=1)
+    return data, valid, first, n
+
+
+def column_of(table: pa.Table, name: str, argument: str) -> pa.ChunkedArray:
+    """A column of rows that an argument names; `SchemaError` if rows lack it."""
+    if name not in table.column_names:
+        hint = did_you_mean(name, table.column_names)
+        raise SchemaError(f"{argument} has {name!r}: rows have no such column{hint}")
+    return table.column(name)
+
+
+def per_token(table: pa.Table, name: str, n_tokens: Longs) -> bool:
+    """Whether a column is a list that has, in each row, a value per token.
+
+    Raises `InvalidTurnsError` if that is so in some rows only.
+    """
+    column = table.column(name)
+    if not is_list(column.type):
+        return False
+    n = np.asarray(pc.list_value_length(column).fill_null(-1), np.int64)
+    wrong = np.flatnonzero((n >= 0) & (n != n_tokens))
+    if len(wrong) and (n == n_tokens).any():
+        row = int(wrong[0])
+        raise InvalidTurnsError(
+            f"{place(table, row)}: {name} has {n[row]} values for {n_tokens[row]} "
+            "tokens: expected one per token, as in other rows"
+        )
+    return not len(wrong)
+
+
+def add_observed(table: pa.Table, records: Records) -> tuple[Bools, list[Any]]:
+    """Give the records of rows an edge for each observed token, too.
+
+    Return the loss masks of the rows, end to end, and what the records point into.
+    Raises `SchemaError` if the column of weights is absent or has no weight per token.
+    """
+    offsets = offsets_of(records["length"])
+    column = column_of(table, OBSERVED, "columns")
+    if not per_token(table, OBSERVED, records["length"]):
+        raise SchemaError(f"{OBSERVED} is {column.type}: expected a weight per token")
+    trained = np.asarray(list_values(table.column("loss_mask")))
+    observed = np.zeros(len(trained), np.bool_)
+    at = positions(offsets[:-1], pc.list_value_length(column).fill_null(0).to_numpy())
+    observed[at] = np.asarray(list_values(column).fill_null(0)) != 0
+    bits = np.packbits(trained | observed, bitorder="little")
+    records["mask"], records["mask_bit"] = bits.ctypes.data, offsets[:-1]
+    return trained, [bits]
 
 
 def share_nothing(records: Records) -> None:
@@ -98,9 +285,8 @@ def join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Recor
     ]
     names = table.column("group_id").take(pa.array(root)).to_pylist()
     groups = list(zip(names, *kinds, strict=True))
-    name = "suffix_ids" if "suffix_ids" in table.column_names else "input_ids"
-    values = list_values(table.column(name)).to_numpy()
-    ends = offsets_of(records["length"] - records["stored"])
+    values = list_values(table.column("input_ids")).to_numpy()
+    ends = offsets_of(records["length"])
     ids = {int(row): values[ends[row] : ends[row + 1]] for row in root}
     # two rows that start alike for longest are neighbours in lexical order
     ranked = sorted(
@@ -119,12 +305,11 @@ def join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Recor
 
 
 def taken(records: Records, order: Longs) -> Records:
-    """The records in another order, which their parents and origins follow."""
+    """The records in another order, which their parents follow."""
     place = np.full(len(records) + 1, -1, np.int64)
     place[order] = np.arange(len(order))
     out = records[order]
-    for name in ("parent", "origin"):
-        out[name] = place[out[name]]
+    out["parent"] = place[out["parent"]]
     return out
 
 

@@ -13,23 +13,29 @@ from trajkit._arguments import check_choice, chosen_int, chosen_names
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.learn.loss import Reduce
 from trajkit.packs import forest
-from trajkit.packs.bins import Bins, fill_bins
-from trajkit.packs.items import pack_items
-from trajkit.packs.row_buffers import (
+from trajkit.packs.forest import (
     OBSERVED,
-    Bools,
-    Records,
+    Bins,
     add_observed,
     column_of,
+    fill_bins,
+    pack_items,
     per_token,
     row_records,
 )
-from trajkit.rows.suffix_layout import full_rows
 from trajkit.schema import PACKS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical_rows, place
 from trajkit.tables.export import pooled
-from trajkit.tables.ragged import Ints, Longs, Ragged, offsets_of, positions
+from trajkit.tables.ragged import (
+    Bools,
+    Ints,
+    Longs,
+    Ragged,
+    Records,
+    offsets_of,
+    positions,
+)
 from trajkit.tables.session_batches import concat, whole_sessions
 from trajkit.tables.stages import Batches, Source, batches_in, batches_of
 from trajkit.tables.take import list_values, row_lengths, take_values
@@ -114,7 +120,7 @@ def pack(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session.
+        `trajkit.schema.ROWS` with all rows of each session.
     max_tokens : int
         Maximum number of tokens in a pack. With 1.25 to 1.5 times the longest row, few
         tokens are repeated.
@@ -263,8 +269,6 @@ def _packed(
     """The packs of rows whose lines count from ``first_row`` on."""
     table = canonical_rows(rows)
     check_layout(table, read_ids=False)
-    if OBSERVED in options.columns:
-        table = full_rows(table)
     records, keep = row_records(table)
     trained = None
     if OBSERVED in options.columns:

@@ -34,7 +34,7 @@ from transformers.masking_utils import causal_mask_function
 
 from trajkit._arguments import check_choice
 from trajkit.errors import LayoutError, UnsupportedModelError
-from trajkit.torch.carried import CarriedStates
+from trajkit.torch.datasets import Pack
 from trajkit.torch.masks import (
     Ints,
     MaskMod,
@@ -45,8 +45,7 @@ from trajkit.torch.masks import (
     pair_mask,
     token_ranges,
 )
-from trajkit.torch.packs import Pack
-from trajkit.torch.states import Segments
+from trajkit.torch.states import CarriedStates, Segments
 
 ATTENTION = "trajkit"
 """The name to pass as ``attn_implementation``."""

@@ -2,11 +2,11 @@
 
 import contextlib
 import re
-import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from trajkit._arguments import check_choice
 from trajkit.errors import UnsupportedModelError
 from trajkit.torch.attention import ATTENTION
-from trajkit.torch.packs import Pack
+from trajkit.torch.datasets import Pack
 from trajkit.torch.states import follow_trees, follows, not_following
 
 Check: TypeAlias = Literal["always", "once", "never"]
@@ -43,7 +43,8 @@ _BOUNDS = {torch.float16: 0.02, torch.bfloat16: 0.1}
 _BOUND = 1e-4
 _PRECISIONS = (torch.float64, torch.float32, *_BOUNDS)
 _PLAIN = (bool, int, float, str, torch.dtype, types.NoneType)
-_CHECKED: set[Any] = set()
+_CHECKED: WeakKeyDictionary[torch.nn.Module, dict[str, Any]] = WeakKeyDictionary()
+"""Of models that passed the trial, by options, what they were then."""
 
 
 def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
@@ -220,13 +221,13 @@ def try_model(
     tree_logprobs: Callable[[PreTrainedModel, Pack, Any], Tensor],
     options: Any,
 ) -> None:
-    """Compares a tree with its rows, unless a model of this kind has passed."""
+    """Compares a tree with its rows, unless the model passed and did not change."""
     check_choice("check", check, Check)
     causal = unwrapped(model)
     if check == "never" or any(p.is_meta for p in causal.parameters()):
         return
-    key = (_kind(model), repr(options))
-    if check == "once" and key in _CHECKED:
+    kind, passed = _kind(model), _CHECKED.setdefault(causal, {})
+    if check == "once" and passed.get(repr(options)) == kind:
         return
     trial = _trial(causal)
     with _undisturbed(causal):
@@ -244,7 +245,7 @@ def try_model(
             ) from error
         expected, size, dtype = _row_logprobs(model, causal, trial)
     if _compare(causal, trial, found, expected, size, dtype):
-        _CHECKED.add(key)
+        passed[repr(options)] = kind
 
 
 def _compare(
@@ -465,56 +466,13 @@ def _windows(model: PreTrainedModel) -> Iterator[int]:
 
 
 def _kind(model: torch.nn.Module) -> Any:
-    """Classes, code, settings and configuration of a model and of all modules in it."""
-    modules: list[Any] = []
+    """Classes, hooks, settings and configuration of a model and of all modules in it."""
+    modules = []
     for path, module in model.named_modules():
         own = vars(module)
         plain = tuple(x for x in own.items() if isinstance(x[1], _PLAIN))
-        hooks = [
-            _code(hook)
-            for name in ("_forward_hooks", "_forward_pre_hooks")
-            for hook in own[name].values()
-        ]
-        changed = [(k, _code(v)) for k, v in own.items() if callable(v)]
-        modules.append((path, type(module), plain, *hooks, *changed))
-    classes = {base for module in model.modules() for base in type(module).__mro__}
-    places: list[Any] = [*classes, *(sys.modules.get(c.__module__) for c in classes)]
-    code = frozenset(
-        (str(place), key, _code(value))
-        for place in places
-        if place is not None and not re.match("(<class ')?(torch|builtins)", str(place))
-        for key, value in vars(place).items()
-        if isinstance(value, types.FunctionType)
-    )
+        replaced = [(key, id(value)) for key, value in own.items() if callable(value)]
+        hooks = [*module._forward_hooks, 0, *module._forward_pre_hooks]
+        modules.append((path, type(module), plain, *replaced, *hooks))
     weights = frozenset((p.dtype, p.device.type) for p in model.parameters())
-    return tuple(modules), code, weights, repr(unwrapped(model).config.to_dict())
-
-
-def _code(function: Any, depth: int = 3) -> Any:
-    """What a function computes, as far as can be compared, without keeping it alive."""
-    bound = []
-    while True:
-        if hasattr(function, "func"):
-            bound.append(repr(function.keywords))
-            function = function.func
-        elif hasattr(function, "__func__"):
-            function = function.__func__
-        else:
-            break
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return type(function), *bound
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
-    given = [*cells, *(function.__defaults__ or ())]
-    plain = [repr(v) for v in given if isinstance(v, _PLAIN)]
-    functions = [v for v in cells if isinstance(v, types.FunctionType)]
-    inner = [_code(v, depth - 1) for v in functions if depth]
-    return code, *bound, *plain, *inner
-
-
-def _filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+    return tuple(modules), weights, repr(unwrapped(model).config.to_dict())
