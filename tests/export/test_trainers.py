@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import trajkit as tk
-from tests.export.group_of_rows import TARGETS, one_row_each, plain, sample_rows
+from tests.export.group_of_rows import TARGETS, plain, sample_rows
 from trajkit import export
 from trajkit.export import prime_rl, sft, tinker, trl, verl
 
@@ -51,17 +51,6 @@ def test_trl_packs_the_labels_of_exported_rows():
     due = TARGETS["hf_sft"]["packed"]
     assert {name: packed[name][:] for name in due} == due
     assert set(packed.column_names) == {*due, "attention_mask"}
-
-
-def test_datasets_take_splits_of_rows():
-    missing("datasets")
-    rows = sample_rows()
-    splits = sft.dataset_dict(train=rows, test=one_row_each(rows))
-    assert {name: len(split) for name, split in splits.items()} == {
-        "train": 3,
-        "test": 2,
-    }
-    assert splits["train"][0]["labels"] == [-100, -100, -100, 21, 22, -100, 23, 24, 25]
 
 
 def test_transformers_flatten_the_labels_of_exported_rows():

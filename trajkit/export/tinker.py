@@ -132,7 +132,6 @@ def _provenance(
 
 
 def _cut(runs: list[dict[str, Any]], start: int, stop: int) -> list[dict[str, Any]]:
-    """The runs of tokens start:stop."""
     found, at = [], 0
     for run in runs:
         first, end = max(at, start), min(at + run["length"], stop)

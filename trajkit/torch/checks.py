@@ -176,7 +176,6 @@ def _rope_of_length(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
 
 
 def _check_random(model: PreTrainedModel) -> None:
-    """Raise if a module draws random numbers in the mode that it is in."""
     for path, module in model.named_modules():
         if not module.training:
             continue
@@ -290,7 +289,6 @@ def _compare(
 
 
 def _layer_kinds(model: PreTrainedModel) -> str:
-    """The kinds of layers that mix tokens, as a message names them."""
     config = model.config.get_text_config(decoder=True)
     kinds = {*(getattr(config, "layer_types", None) or ())}
     names = {
@@ -327,7 +325,6 @@ def _row_logprobs(
 
 
 def _check_repeats(model: PreTrainedModel, run: Callable[[], Tensor]) -> None:
-    """Raise if two runs in training mode differ by what they draw."""
     if not any(module.training for module in model.modules()):
         return
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
@@ -371,7 +368,6 @@ def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _modes(model: PreTrainedModel, attention: dict[str, str]) -> Iterator[None]:
-    """Another attention in every configuration that the model's modules read."""
     configs = {id(c): c for c in _all_configs(model)}.values()
     before = [(c, c._attn_implementation_internal) for c in configs]
     try:
