@@ -74,12 +74,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/schema/rows.py",
-        "tests/turns/test_validation.py tests/rows/test_suffix_layout.py",
-        (
-            "suffix_start may be negative",
-            "(first < 0) | (first > shared)",
-            "(first > shared)",
-        ),
+        "tests/turns/test_validation.py tests/verification/test_verify.py",
         (
             "a row without a response is refused",
             "broken(values > n_ids, rule, values, n_ids)",
@@ -113,6 +108,30 @@ PYTHON = (
         ),
     ),
     _place(
+        "trajkit/files/dedup.py",
+        "tests/files/test_dedup.py",
+        (
+            "a trained token may be left to the parent",
+            "most = np.minimum(first, np.where(found, ids.lengths[parent], 0))",
+            "most = np.where(found, ids.lengths[parent], 0)",
+        ),
+        (
+            "a parent that is not in the table stores the prefix",
+            "np.where(found, ids.lengths[parent], 0))",
+            "ids.lengths[parent])",
+        ),
+        (
+            "a stored row may begin before its first token",
+            "(start < 0) | (start > most)",
+            "(start > most)",
+        ),
+        (
+            "a row may be its own parent in a file",
+            "    found &= parent < np.arange(len(parent))\n    most = np.where",
+            "    most = np.where",
+        ),
+    ),
+    _place(
         "trajkit/turns/content_rules.py",
         "tests/turns/test_validation.py tests/turns/test_images.py",
         (
@@ -140,8 +159,8 @@ PYTHON = (
             "if name is not None:",
         ),
         (
-            "null ids are not found before the layout changes",
-            "read_ids |= any(chunk.values.null_count for chunk in rows.column(ids).chunks)",
+            "null ids are not found before rows are packed",
+            'read_ids |= any(one.values.null_count for one in rows.column("input_ids").chunks)',
             "read_ids |= False",
         ),
     ),
@@ -825,7 +844,7 @@ NATIVE = (
     _place(
         "_native/plan/plan.pxi",
         "tests/rows/test_policies.py tests/rows/test_segments.py "
-        "tests/rows/test_splice.py tests/rows/test_suffix_layout.py "
+        "tests/rows/test_splice.py tests/files/test_dedup.py "
         "tests/rows/test_forest_routes.py tests/rows/test_links.py "
         "tests/rows/test_rows.py",
         (
@@ -852,12 +871,6 @@ NATIVE = (
             "drift < choices.fork_threshold:",
             "drift <= choices.fork_threshold",
             "drift < choices.fork_threshold",
-        ),
-        (
-            "a suffix may begin after the first trained token",
-            "row.first_trained = min(row.first_trained, part.start)",
-            "row.first_trained",
-            "min(row.first_trained, part.start)",
         ),
         (
             "duplicates of other chains are not counted",
@@ -1100,12 +1113,6 @@ NATIVE = (
             "a null logprob of an edge is given",
             "given[stop + e] = 0",
             "",
-        ),
-        (
-            "a suffix that begins with a trained token is refused",
-            "if bad < 0 and counts[r] and rows[r].stored == 0:",
-            "True",
-            "rows[r].stored == 0",
         ),
     ),
     _place(

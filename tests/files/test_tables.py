@@ -507,11 +507,11 @@ def test_parquet_keeps_no_dictionary_of_what_is_per_token(tmp_path, turns, rows)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("layout", ["full", "suffix"])
-def test_rows_come_in_batches(tmp_path, turns, suffix, layout):
+@pytest.mark.parametrize("dedup", [False, True])
+def test_rows_come_in_batches(tmp_path, turns, suffix, dedup):
     path = tmp_path / f"rows.{suffix}"
-    rows = tk.linearize(turns, "per_call", layout=layout)
-    tk.write_rows(rows, path)
+    rows = tk.linearize(turns, "per_call")
+    tk.write_rows(rows, path, dedup=dedup)
     batches = list(tk.scan_rows(path, batch_rows=1))
     assert [len(batch) for batch in batches] == [1] * len(rows)
     assert pa.Table.from_batches(batches).to_pylist() == rows.to_pylist()

@@ -624,7 +624,7 @@ def test_rows_of_another_policy_differ_in_rows_spans_and_tokens():
     absent = "policy 'trl' makes a row of 8 tokens, 4 trained, which is not there"
     assert found(faithful.slice(0, 0), "trl") == [("s", 0, None, None, absent)]
     # a mask without the spans of the policy, which trains the same tokens
-    slime = tk.linearize(turns, "slime", layout="full")
+    slime = tk.linearize(turns, "slime")
     line = slime.to_pylist()[0]
     line["spans"] = [one for one in line["spans"] if one["kind"] != "absorbed"]
     short = pa.Table.from_pylist([line], slime.schema)

@@ -330,7 +330,7 @@ class _Session:
         """Whether the request begins with the complete state of the parent."""
         request, state = self._requests[call], self._states[parent]
         if request is None or state is None:
-            return self._shared(call, parent) == self._calls.path_len[parent]
+            return self._shared(call, parent) == int(self._calls.path_len[parent])
         return request[: len(state)] == state
 
     def _shared(self, call: int, other: int) -> int:

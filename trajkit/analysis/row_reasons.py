@@ -52,8 +52,8 @@ def why(
     Parameters
     ----------
     turns : table
-        `trajkit.schema.TURNS` in full or delta form. Or `trajkit.schema.ROWS` of either
-        layout: then a row is compared with its ``parent_row``, ``parent`` is the turn in
+        `trajkit.schema.TURNS` in full or delta form. Or `trajkit.schema.ROWS`:
+        then a row is compared with its ``parent_row``, ``parent`` is the turn in
         whose reply they part, and ``policy`` and ``tokenizer`` are not used. Rows of
         other systems, as `trajkit.check_rows` takes them, are compared with the earlier
         row (of their session, if they name it) that shares most.
@@ -87,16 +87,15 @@ def why(
     row 1 opens at turn 1: no earlier turn matches its request. It trains 1 token.
     """
     table = as_table(turns)
-    names = {*table.column_names}
-    if {"spans", "suffix_mask"} & names:
+    if "spans" in table.column_names:
         rows = canonical_rows(table)
         return _lines(rows, _parting(rows))
-    if is_rows(names):
+    if is_rows(table.column_names):
         return _of_foreign(plain_rows(table))
     chosen = named_policy(policy)
     table = as_turns(table)
     links = link(table, chosen)
-    rows = linearize(table, chosen, layout="suffix")
+    rows = linearize(table, chosen)
     return _lines(rows, _departing(table, links, tokenizer))
 
 

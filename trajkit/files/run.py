@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -77,6 +78,7 @@ def run(
     nonfinite_logprobs: Nonfinite = "raise",
     gather: bool = True,
     session_prefix: SessionPrefix | None = None,
+    dedup: bool = False,
     inputs: Iterable[Input] = (),
     watch: Watch | None = None,
 ) -> dict[str, int]:
@@ -112,6 +114,8 @@ def run(
     gather : bool
         Whether scattered sessions are grouped in temporary files next to the output; see
         `trajkit.scan_turns`. False: they are an error.
+    dedup : bool
+        As for `trajkit.write_rows`.
     inputs : iterable of Input, optional
         Other files that the stage reads, which no output may replace.
     watch : Watch, optional
@@ -151,6 +155,7 @@ def run(
         )
     targets = _checked(stage, outputs, resume, rejected)
     check_flag("gather", gather)
+    check_flag("dedup", dedup)
     check_choice("nonfinite_logprobs", nonfinite_logprobs, Nonfinite)
     first = next(iter(targets.values()), None)
     parts = resume is not None and first is not None and is_parts(first)
@@ -166,12 +171,13 @@ def run(
         watch.begins(index, 0)
         with ExitStack() as stack:
             pieces = prefetch(log.pieces(index), stack)
-            return dict(_write_part(pieces, stage, files, watch, None)[0])
+            return dict(_write_part(pieces, stage, files, watch, None, dedup)[0])
     job = {
         **(resume or {}),
         "rejected": log.reject,
         "nonfinite_logprobs": nonfinite_logprobs,
         "session_prefix": session_prefix,
+        "dedup": dedup,
         "outputs": sorted(targets),
         "source": fingerprint(paths, itertools.chain(*log_files(paths, format))),
         "limits": [limits.FILE_TURNS, limits.READ_TOKENS],
@@ -187,7 +193,9 @@ def run(
             for path in files.values():
                 path.mkdir(exist_ok=True)
             part = {name: path / manifest.part() for name, path in files.items()}
-            totals, n = _write_part(pieces, stage, part, watch, limits.FILE_TURNS)
+            totals, n = _write_part(
+                pieces, stage, part, watch, limits.FILE_TURNS, dedup
+            )
             manifest.add(n, totals)
             if manifest.done >= index.n_turns or not n:
                 manifest.finish()
@@ -270,12 +278,13 @@ def _write_part(
     files: Mapping[str, Path],
     watch: Watch,
     max_turns: int | None,
+    dedup: bool,
 ) -> tuple[Counter[str], int]:
     """Write pieces until ``max_turns`` is reached; returns the totals and the turns."""
     totals: Counter[str] = Counter()
     n_turns = 0
     made: set[str] = set()
-    with atomic_writers(files, write_any) as puts:
+    with atomic_writers(files, partial(write_any, dedup=dedup)) as puts:
         for piece in pieces:
             counts: Counter[str] = Counter()
             report: Counter[str] = Counter()
@@ -383,14 +392,13 @@ def _recut(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
                 f"the stage made an object of type {type(batch).__name__}: expected record "
                 "batches"
             )
-        ids = "suffix_ids" if "suffix_mask" in batch.schema.names else "input_ids"
-        if ids not in batch.schema.names or not batch.num_rows:
+        if "input_ids" not in batch.schema.names or not batch.num_rows:
             yield batch
             continue
         table = pa.Table.from_batches([batch])
         kept = table if kept is None else pa.concat_tables([kept, table])
         del batch, table
-        sizes = np.asarray(pc.list_value_length(kept.column(ids)), np.int64)
+        sizes = np.asarray(pc.list_value_length(kept.column("input_ids")), np.int64)
         *runs, last = runs_of(sizes, limits.BATCH_TOKENS)
         for lo, hi in runs:
             yield from whole(kept.slice(lo, hi - lo))

@@ -98,9 +98,8 @@ def join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Recor
     ]
     names = table.column("group_id").take(pa.array(root)).to_pylist()
     groups = list(zip(names, *kinds, strict=True))
-    name = "suffix_ids" if "suffix_ids" in table.column_names else "input_ids"
-    values = list_values(table.column(name)).to_numpy()
-    ends = offsets_of(records["length"] - records["stored"])
+    values = list_values(table.column("input_ids")).to_numpy()
+    ends = offsets_of(records["length"])
     ids = {int(row): values[ends[row] : ends[row + 1]] for row in root}
     # two rows that start alike for longest are neighbours in lexical order
     ranked = sorted(
@@ -119,12 +118,11 @@ def join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Recor
 
 
 def taken(records: Records, order: Longs) -> Records:
-    """The records in another order, which their parents and origins follow."""
+    """The records in another order, which their parents follow."""
     place = np.full(len(records) + 1, -1, np.int64)
     place[order] = np.arange(len(order))
     out = records[order]
-    for name in ("parent", "origin"):
-        out[name] = place[out[name]]
+    out["parent"] = place[out["parent"]]
     return out
 
 

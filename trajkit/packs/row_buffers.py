@@ -24,21 +24,16 @@ Bools = npt.NDArray[np.bool_]
 def row_records(table: pa.Table) -> tuple[Records, list[Any]]:
     """Rows, which passed `check_layout`, as PACK_ROW records, and what these point into.
 
-    ``parent``, ``origin`` and ``line`` are lines of the table. Raises `InvalidTurnsError`
+    ``parent`` and ``line`` are lines of the table. Raises `InvalidTurnsError`
     if the parent of a row is not in the table.
     """
-    suffix = "suffix_ids" in table.column_names
-    prefix = "suffix_" if suffix else ""
     records = np.zeros(table.num_rows, PACK_ROW)
     records["line"] = np.arange(table.num_rows)
-    data, _, first, n = _lists(table.column(f"{prefix or 'input_'}ids"))
+    data, _, first, records["length"] = _lists(table.column("input_ids"))
     records["ids"] = data + 4 * first
-    if suffix:
-        records["stored"] = table.column("suffix_start").to_numpy()
-    records["length"] = records["stored"] + n
-    mask = table.column("suffix_mask" if suffix else "loss_mask")
+    mask = table.column("loss_mask")
     records["mask"], _, records["mask_bit"], _ = _lists(mask)
-    logprobs = table.column("suffix_logprobs" if suffix else "logprobs")
+    logprobs = table.column("logprobs")
     data, valid, first, _ = _lists(logprobs)
     records["logprobs"] = data + 4 * first
     records["valid"], records["valid_bit"] = valid, first
@@ -54,7 +49,7 @@ def row_records(table: pa.Table) -> tuple[Records, list[Any]]:
             "loss, clear their loss_mask"
         )
     shares = found & (shared > 0)
-    records["parent"] = records["origin"] = np.where(shares, parent, -1)
+    records["parent"] = np.where(shares, parent, -1)
     records["shared"] = np.where(shares, shared, 0)
     return records, [table, mask, logprobs]
 
@@ -103,7 +98,7 @@ def per_token(table: pa.Table, name: str, n_tokens: Longs) -> bool:
 
 
 def add_observed(table: pa.Table, records: Records) -> tuple[Bools, list[Any]]:
-    """Give the records of rows in the layout "full" an edge for each observed token, too.
+    """Give the records of rows an edge for each observed token, too.
 
     Return the loss masks of the rows, end to end, and what the records point into.
     Raises `SchemaError` if the column of weights is absent or has no weight per token.

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.files.dedup import full
 from trajkit.files.formats import paths_in
 from trajkit.files.group import (
     SessionIndex,
@@ -219,7 +220,7 @@ class _RowReader:
             )
             batches = self._sorted(batches, self._folder)
         self._stack.callback(batches.close)
-        self._sessions = one_by_one(whole_sessions(batches, "rows"))
+        self._sessions = one_by_one(map(full, whole_sessions(batches, "rows")))
         self._next = next(self._sessions, (None, None))
         if self._next[1] is not None:
             schema = self._next[1].schema
