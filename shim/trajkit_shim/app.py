@@ -328,7 +328,11 @@ class _Trainer:
     gateway: Gateway
 
     def routes(self) -> list[Route]:
-        session, store, pause = "/sessions/{session_id}", self.gateway.sessions, self._pause
+        session, store, pause = (
+            "/sessions/{session_id}",
+            self.gateway.sessions,
+            self._pause,
+        )
         close, finish = partial(self._end, "close"), partial(self._end, "finish")
         # with the fields of the body, if there is one
         table: list[tuple[str, str, Handler, str | None]] = [
