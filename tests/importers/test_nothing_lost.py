@@ -9,7 +9,7 @@ import pytest
 import trajkit as tk
 from tests import foreign
 from trajkit.cli import main
-from trajkit.errors import ArgumentError, FormatError
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.importers.reader import rounded
 from trajkit.turns import tools_key
 
