@@ -31,7 +31,7 @@ from trajkit_shim.prompting.conversation import (
 )
 from trajkit_shim.prompting.render import ChatRenderer, Ids, ModelTokenizer
 from trajkit_shim.replies.parse import parse
-from trajkit_shim.replies.parsers import HERMES
+from trajkit_shim.replies.parsers import FORMS
 
 TEMPLATE = """\
 {%- if tools -%}
@@ -62,7 +62,7 @@ TOOL = {
 }
 
 
-def parse_reply(text, tools=(), form=HERMES, *, opened=False):
+def parse_reply(text, tools=(), form=FORMS["hermes"], *, opened=False):
     """A reply by the gateway's own parser."""
     return parse(text, form, tools, opened=opened)
 
