@@ -308,28 +308,6 @@ def test_tinker_provenance_names_the_tokens_of_turns(turns, policy):
         )
 
 
-def test_tinker_provenance_takes_the_sampler_s_names():
-    rows = sample_rows()
-    turns = [
-        (row["session_id"], span["turn_index"])
-        for row in rows.to_pylist()
-        for span in row["spans"]
-    ]
-    names = pa.table(
-        {
-            "session_id": [session for session, _ in turns],
-            "turn_index": [turn for _, turn in turns],
-            "sequence_id": [f"seq-{k}" for k in range(len(turns))],
-        }
-    )
-    (first, *_) = tinker.datum_fields(rows, sequence_ids=names)
-    assert {run["sequence_id"] for run in first["model_input_spans"]} <= {
-        f"seq-{k}" for k in range(len(turns))
-    }
-    with pytest.raises(ExportError, match=r"row \d: turn \d has no sequence_id"):
-        tinker.datum_fields(rows, sequence_ids=names.slice(0, 1))
-
-
 def test_skyrl_fields_are_those_of_its_generator():
     found = skyrl.generator_fields(sample_rows())
     assert found == TARGETS["skyrl"]["generator_output"]
@@ -564,8 +542,6 @@ def test_sft_labels_are_those_of_its_trainer():
         [1] * n for n in map(len, sample_rows()["input_ids"].to_pylist())
     ]
     assert set(table.schema.types) == {pa.list_(pa.int32())}
-    padded = sft.padded_labels(sample_rows(), pad_token_id=0)
-    assert plain(padded) == TARGETS["hf_sft"]["padded"]
     masks = sft.mask_table(sample_rows())
     assert masks["loss_mask"].to_pylist() == [row["loss_mask"] for row in TARGETS_ROWS]
 

@@ -589,25 +589,7 @@ def test_the_micro_batches_of_a_step_appear_together(tmp_path, monkeypatch):
     assert len([*tmp_path.rglob("*.*")]) == 2
 
 
-@pytest.mark.parametrize(
-    "export",
-    [
-        lambda rows, limit: openrlhf.execution_fields(rows, max_len=limit),
-        lambda rows, limit: sft.labels_table(rows, max_length=limit),
-        lambda rows, limit: prime_rl.sample_fields(
-            with_column(rows, "advantage", [1.0, -1.0]), env_name="e", seq_len=limit
-        ),
-    ],
-)
-def test_limits_are_numbers(export):
-    rows = group([1.0, 0.0], ["g", "g"])
-    export(rows, None)
-    for limit in ("9", 0, 9.5, True):
-        with pytest.raises(ArgumentError, match=r"(max_len|max_length|seq_len)="):
-            export(rows, limit)
-
-
-@pytest.mark.parametrize("value", ["2", 1.5, None, [1], True])
+@pytest.mark.parametrize("value", ["2", None, True])
 @pytest.mark.parametrize(
     ("export", "name"),
     [

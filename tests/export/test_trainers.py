@@ -11,11 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import trajkit as tk
-from tests.export.group_of_rows import TARGETS, one_row_each, plain, sample_rows
+from tests.export.group_of_rows import TARGETS, plain, sample_rows
 from trajkit import export
 from trajkit.export import prime_rl, sft, tinker, trl, verl
 
@@ -53,52 +52,12 @@ def test_trl_packs_the_labels_of_exported_rows():
     assert set(packed.column_names) == {*due, "attention_mask"}
 
 
-def test_datasets_take_splits_of_rows():
-    missing("datasets")
-    rows = sample_rows()
-    splits = sft.dataset_dict(train=rows, test=one_row_each(rows))
-    assert {name: len(split) for name, split in splits.items()} == {
-        "train": 3,
-        "test": 2,
-    }
-    assert splits["train"][0]["labels"] == [-100, -100, -100, 21, 22, -100, 23, 24, 25]
-
-
-def test_transformers_flatten_the_labels_of_exported_rows():
-    missing("torch", "transformers")
-    from transformers import DataCollatorWithFlattening
-
-    batch = DataCollatorWithFlattening(return_tensors="pt")(
-        sft.labels_table(sample_rows()).to_pylist()
-    )
-    due = TARGETS["hf_sft"]["flattening"]
-    for name in ("input_ids", "labels", "position_ids"):
-        assert plain(batch[name]) == due[name], name
-
-
 def test_verl_makes_the_same_tensors_of_exported_outputs():
     missing("verl.experimental.agent_loop.agent_loop")
     found = [one for each in verl.agent_loop_outputs(sample_rows()) for one in each]
     for one, due in zip(found, TARGETS["verl"]["as_dict"], strict=True):
         made = one.as_dict()
         assert {name: plain(made[name]) for name in due} == due
-
-
-def test_verl_gives_every_row_the_advantage_of_its_rollout():
-    missing("verl", "verl.trainer.ppo.v1.utils")
-    data = verl.data_proto(sample_rows(), 6, 8, 0)
-    data.check_consistency()
-    assert plain(data.batch["responses"]) == TARGETS["verl"]["padded"]["responses"]
-    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
-
-    gains, _ = compute_grpo_outcome_advantage(
-        data.batch["rm_scores"],
-        data.batch["response_mask"],
-        index=data.non_tensor_batch["uid"],
-        norm_adv_by_std_in_grpo=False,
-    )
-    due = TARGETS["verl"]["advantages_by_row_of_compute_grpo_outcome_advantage"]
-    np.testing.assert_allclose(plain(gains), due, atol=1e-6)
 
 
 def test_tinker_accepts_the_provenance_of_rows():

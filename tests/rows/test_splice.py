@@ -601,7 +601,7 @@ def piece_moved(rows):
 
 def absorbed(rows):
     rows[0]["spans"][4]["kind"] = "absorbed"
-    return "span_kind", 0, 5, 14
+    return "not_trained", None, 5, 0
 
 
 def logprob_in_a_row_without(rows):
@@ -676,7 +676,7 @@ def test_a_splice_is_no_promise_of_other_policies():
     turns = turns_table(RICH)
     rows = tk.linearize(turns, "polar")
     rules = set(tk.verify(rows, turns, "strict")["rule"].to_pylist())
-    assert {"span_kind", "context", "not_trained", "row_tokens"} <= rules
+    assert {"context", "not_trained", "row_tokens"} <= rules
 
 
 def test_the_simulation_counts_what_stands_out_of_its_context():

@@ -58,8 +58,6 @@ class _Options(TypedDict, total=False):
 
 
 class _Selection:
-    """The messages that get a weight: the checked options."""
-
     def __init__(
         self,
         roles: Names | None = None,
@@ -223,7 +221,6 @@ def observation_weights_batches(
 def _observed(
     turns: pa.Table, rows: pa.Table, selection: _Selection
 ) -> tuple[pa.Table, pa.Table]:
-    """The rows with their weights, and the report."""
     calls, table = Sessions.of(turns), canonical(rows, ROWS)
     failed = errored(selection.facts.of(calls.ids))
     by_session = _rows_of(table, calls.ids)
@@ -272,7 +269,6 @@ class _Row:
 
 
 def _rows_of(table: pa.Table, session_ids: pa.Array) -> dict[int, list[_Row]]:
-    """The rows of each session, by its number."""
     found = pc.index_in(table.column("session_id"), session_ids)
     if found.null_count:
         row = int(np.flatnonzero(np.asarray(found.is_null()))[0])
@@ -313,7 +309,6 @@ def _echo(
     count: dict[str, Any],
     weights: list[Weights],
 ) -> None:
-    """Write the weights of the rows of a session, and count."""
     labels = _Labels(calls, selection, f"session {name!r}")
     count["turns_skipped"] = labels.skipped
     # by label: its number of tokens in the first row that has it, and how many leading

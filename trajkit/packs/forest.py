@@ -16,7 +16,7 @@ from trajkit.schema.engine import lookup, nulls
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import is_list, place
 from trajkit.tables.ragged import Bools, Ints, Longs, Records, offsets_of, positions
-from trajkit.tables.take import list_values, without_views
+from trajkit.tables.take import list_values, take_values, without_views
 from trajkit.turns.images import (
     FIRST_CONTENT_ID,
     Item,
@@ -181,6 +181,24 @@ def per_token(table: pa.Table, name: str, n_tokens: Longs) -> bool:
     return not len(wrong)
 
 
+def edge_values(
+    table: pa.Table, name: str, n_tokens: Longs, line: Longs, position: Ints | Longs
+) -> pa.Array:
+    column = column_of(table, name, "columns")
+    if not per_token(table, name, n_tokens):
+        values, at = column.combine_chunks(), line
+        valid = None
+    else:
+        values = list_values(column)
+        n = np.asarray(pc.list_value_length(column).fill_null(0), np.int64)
+        at = offsets_of(n)[line] + position
+        valid = np.asarray(column.is_valid())[line]
+    wanted = pa.array(at, mask=None if valid is None else ~valid)
+    if isinstance(values, pa.ChunkedArray):
+        values = pa.concat_arrays(values.chunks)
+    return take_values(values, wanted, name)
+
+
 def add_observed(table: pa.Table, records: Records) -> tuple[Bools, list[Any]]:
     """Give the records of rows an edge for each observed token, too.
 
@@ -221,28 +239,28 @@ def limit_shared(table: pa.Table, records: Records, names: Sequence[str]) -> Non
         if per_token(table, name, n_tokens):
             agree = _agree(column, name, n_tokens, row, other)
         else:
-            codes = _codes(column, name)
-            agree = np.where(codes[row] == codes[other], records["length"][child], 0)
+            values = value_codes(column, name)
+            agree = np.where(values[row] == values[other], records["length"][child], 0)
         records["shared"][child] = np.minimum(records["shared"][child], agree)
     records["parent"][records["shared"] == 0] = -1
 
 
-def _codes(column: pa.ChunkedArray, name: str) -> Longs:
+def value_codes(column: pa.ChunkedArray, name: str) -> Longs:
     """Equal numbers for equal values; nulls are equal."""
     try:
         if pa.types.is_nested(column.type):
             values = pa.array([repr(value) for value in column.to_pylist()])
-            codes = values.dictionary_encode().indices
+            found = values.dictionary_encode().indices
         else:
             plain = column.cast(without_views(column.type)).combine_chunks()
             if pa.types.is_dictionary(plain.type):
                 plain = plain.dictionary_decode()
-            codes = plain.dictionary_encode("encode").indices
+            found = plain.dictionary_encode("encode").indices
     except pa.ArrowNotImplementedError:
         raise SchemaError(
-            f"same has {name!r}, whose type {column.type} cannot be compared"
+            f"{name!r} has the type {column.type}, whose values cannot be compared"
         ) from None
-    return np.asarray(codes, np.int64)
+    return np.asarray(found, np.int64)
 
 
 def _agree(
@@ -259,7 +277,7 @@ def _agree(
             f"same has {name!r}, a column of {column.type}: expected numbers, text, or "
             "lists of one size of these, per token, and none of these lists null"
         )
-    numbers = _codes(pa.chunked_array([values]), name)
+    numbers = value_codes(pa.chunked_array([values]), name)
     starts = width * offsets_of(n_tokens)[:-1]
     agree = np.minimum(n_tokens[rows], n_tokens[others])
     for k, (row, other) in enumerate(zip(rows, others, strict=True)):
@@ -279,7 +297,7 @@ def join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Recor
     """
     root = np.flatnonzero(records["parent"] < 0)
     kinds = [
-        _codes(column_of(table, name, "same"), name)[root].tolist()
+        value_codes(column_of(table, name, "same"), name)[root].tolist()
         for name in same
         if not per_token(table, name, records["length"])
     ]

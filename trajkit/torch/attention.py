@@ -101,7 +101,6 @@ def tensor_masks(tree: TreeAttention) -> Iterator[None]:
 def _window(
     mask_function: MaskMod, local_size: int | None, device: torch.device | str
 ) -> Window:
-    """What a mask of transformers says of a row."""
     if mask_function is causal_mask_function:
         return None
     zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -269,7 +268,6 @@ class Trunks:
 
 
 def _roots(end: Ints) -> list[int]:
-    """The first token of each tree."""
     roots, start = [], 0
     while start < len(end):
         roots.append(start)
@@ -391,7 +389,6 @@ def _masked(
     scaling: float | None,
     kernel_options: dict[str, Any] | None,
 ) -> Tensor:
-    """Attention under a mask, by the kernel that takes it."""
     shared = query.shape[1] != key.shape[1]
     if isinstance(mask, BlockMask):
         output: Tensor = compile_friendly_flex_attention(
@@ -467,7 +464,6 @@ def _trunk_attention(
     scaling: float | None,
     tree: TreeAttention,
 ) -> Tensor:
-    """Trunks by causal attention, the other tokens by FlexAttention."""
     q, k, v = (_reorder(x, trunks.order, trunks.inverse) for x in (query, key, value))
     parts = [
         F.scaled_dot_product_attention(

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from trajkit._arguments import check_choice
 from trajkit.errors import UnsupportedModelError
 from trajkit.torch.attention import ATTENTION
-from trajkit.torch.datasets import Pack
+from trajkit.torch.datasets import Pack, PackDataset
 from trajkit.torch.states import follow_trees, follows, not_following
 
 Check: TypeAlias = Literal["always", "once", "never"]
@@ -176,7 +176,6 @@ def _rope_of_length(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
 
 
 def _check_random(model: PreTrainedModel) -> None:
-    """Raise if a module draws random numbers in the mode that it is in."""
     for path, module in model.named_modules():
         if not module.training:
             continue
@@ -290,7 +289,6 @@ def _compare(
 
 
 def _layer_kinds(model: PreTrainedModel) -> str:
-    """The kinds of layers that mix tokens, as a message names them."""
     config = model.config.get_text_config(decoder=True)
     kinds = {*(getattr(config, "layer_types", None) or ())}
     names = {
@@ -327,7 +325,6 @@ def _row_logprobs(
 
 
 def _check_repeats(model: PreTrainedModel, run: Callable[[], Tensor]) -> None:
-    """Raise if two runs in training mode differ by what they draw."""
     if not any(module.training for module in model.modules()):
         return
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
@@ -371,7 +368,6 @@ def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _modes(model: PreTrainedModel, attention: dict[str, str]) -> Iterator[None]:
-    """Another attention in every configuration that the model's modules read."""
     configs = {id(c): c for c in _all_configs(model)}.values()
     before = [(c, c._attn_implementation_internal) for c in configs]
     try:
@@ -392,12 +388,16 @@ def _all_configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
 
 def _trial(model: PreTrainedModel) -> _Trial:
     """A trunk beyond the longest window, with branches at its end and before it."""
+    # packs that exist train without the compiled core
+    from trajkit.packs.packing import pack as pack_rows
+    from trajkit.rows.linearize import linearize
+    from trajkit.turns.records import from_records
+
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None) or 1 << 20
     longest = min([longest, *(short for _, short in _rope_of_length(model))])
     window = max((w for w in _windows(model) if w <= _LONGEST_WINDOW), default=0)
     n = min(max(24, window + min(window, 64)), max(longest - 12, 4))
-    lengths, leaves = (n, 7, 5, 9), (0, n, n, n - n // 3)
     vocabulary = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
     special = {
         v
@@ -406,47 +406,18 @@ def _trial(model: PreTrainedModel) -> _Trial:
     }
     usable = torch.tensor([k for k in range(vocabulary) if k not in special])
     generator = torch.Generator().manual_seed(0)
-    draw = usable[torch.randint(len(usable), (sum(lengths),), generator=generator)]
-    trunk, *branches = draw.split(lengths)
-    # The branch before the trunk's end comes last in pre-order.
-    tokens = torch.cat([trunk, *branches])
-    depth = torch.cat(
-        [torch.arange(k) + at for k, at in zip(lengths, leaves, strict=True)]
-    )
-    stops = torch.tensor(lengths).cumsum(0)
-    end = torch.repeat_interleave(stops, torch.tensor(lengths))
-    end[: leaves[3]], end[leaves[3] : n] = len(tokens), int(stops[2])
-    rows = [
-        torch.cat([trunk[:at], b]) for at, b in zip(leaves[1:], branches, strict=True)
+    draw = usable[torch.randint(len(usable), (n + 21,), generator=generator)]
+    trunk, *branches = draw.split([n, 7, 5, 9])
+    leaves = (n, n, n - n // 3)
+    rows = [torch.cat([trunk[:at], b]) for at, b in zip(leaves, branches, strict=True)]
+    calls = [
+        {"session_id": "trial", "prompt_ids": row[:at], "output_ids": row[at:]}
+        for row, at in zip(rows, (1, *leaves[1:]), strict=True)
     ]
-    edges = []  # source, target, row, position, branch
-    starts = [0, *stops.tolist()]
-    for k, (row, at) in enumerate(zip(rows, leaves[1:], strict=True)):
-        for position in range(1, len(row)):
-            if position < at and k:
-                continue
-            inside = position - 1 >= at
-            source = starts[k + 1] + position - 1 - at if inside else position - 1
-            branch = k + 1 if position >= at else 0
-            edges.append([source, int(row[position]), k, position, branch])
-    source, target, line, position, branch = torch.tensor(edges).unbind(1)
-    empty = torch.empty(0, dtype=torch.int64)
-    weight = torch.ones(len(edges), dtype=torch.float64)
-    pack = Pack(
-        input_ids=tokens.int(),
-        position_ids=depth.int(),
-        subtree_end=end.int(),
-        edge_source=source,
-        edge_target=target,
-        edge_row=line,
-        edge_position=position,
-        edge_weight=weight,
-        edge_logprob=weight * 0,
-        prefix_source=empty,
-        prefix_end=empty.int(),
-        next_source=empty,
-    )
-    return _Trial(pack, rows, branch)
+    tree = pack_rows(linearize(from_records(calls), "per_call"), n + 21)
+    pack = PackDataset(tree)[0]
+    of_trunk = (pack.edge_row == 0) & (pack.edge_position < n)
+    return _Trial(pack, rows, torch.where(of_trunk, 0, pack.edge_row + 1))
 
 
 def _windows(model: PreTrainedModel) -> Iterator[int]:

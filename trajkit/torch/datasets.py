@@ -336,7 +336,6 @@ def _with_engine_ids(table: pa.Table, images: Images) -> pa.Table:
 
 
 def _items(line: pa.Table) -> list[Item]:
-    """The images in a table of one line."""
     return line.column("mm_items")[0].as_py() or []
 
 
@@ -363,7 +362,6 @@ def _check_prefix(packs: pa.Table, line: int) -> None:
 
 
 def _element(line: pa.Table, name: str) -> pa.Array:
-    """The list in a column of a table of one line."""
     return line.column(name).chunk(0).flatten()
 
 

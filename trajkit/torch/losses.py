@@ -185,7 +185,6 @@ def _used(pack: Pack, weight: Tensor, name: str) -> Tensor:
 
 
 def _check_finite(pack: Pack, values: Tensor, used: Tensor, name: str) -> None:
-    """Raise if a value of a used edge would make the loss NaN or infinite."""
     bad = ~torch.isfinite(values) & used.to(values.device)
     if not bool(bad.any()):
         return

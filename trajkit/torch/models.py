@@ -29,8 +29,6 @@ from trajkit.torch.states import CarriedStates, States, follows
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The arguments of `edge_logprobs` and of those who call it for several packs."""
-
     kernel: Kernel = "masked"
     kernel_options: dict[str, Any] | None = None
     temperature: float = 1.0
@@ -237,7 +235,6 @@ def _outputs(
     options: _Options,
     carried: CarriedStates | None = None,
 ) -> Any:
-    """What the layers of a model give for a pack."""
     inputs = _inputs(model, pack, options, carried)
     chooses = chooses_tokens(model)
     with tensor_masks(inputs["tree"]) if chooses else contextlib.nullcontext():
@@ -250,7 +247,6 @@ def _logprobs(
     options: _Options,
     carried: CarriedStates | None = None,
 ) -> Tensor:
-    """As `edge_logprobs`."""
     outputs = _outputs(model, pack, options, carried)
     kind = type(outputs)
 

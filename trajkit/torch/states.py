@@ -253,7 +253,6 @@ def _along_tree(
     tree: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """A layer's forward along a tree, if there is one."""
     if tree is None:
         return rows(hidden_states, *args, **kwargs)
     if args:
