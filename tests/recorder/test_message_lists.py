@@ -75,10 +75,10 @@ class Text(str):
 @pytest.mark.parametrize(
     "message",
     [
-        pytest.param(OrderedDict(role="user", content="a"), id="an ordered dict"),
-        pytest.param({"role": Text("user"), "content": "a"}, id="a role"),
-        pytest.param({"role": "user", Text("content"): "a"}, id="a key"),
-        pytest.param({"role": "user", "content": Text("a")}, id="a text"),
+        OrderedDict(role="user", content="a"),
+        {"role": Text("user"), "content": "a"},
+        {"role": "user", Text("content"): "a"},
+        {"role": "user", "content": Text("a")},
     ],
 )
 def test_types_that_only_extend_json_s_are_taken_for_them(message):

@@ -63,9 +63,7 @@ def test_rows_are_the_tables_after_every_call(turns, choice, limit):
 
 
 @given(
-    sessions(),
-    st.sampled_from(["messages", "tokens", "previous", "none"]),
-    thresholds,
+    sessions(), st.sampled_from(["messages", "tokens", "previous", "none"]), thresholds
 )
 def test_links_and_drift_are_the_tables(turns, route, threshold):
     turns = recordable(turns)
@@ -231,114 +229,57 @@ WHERE = "session 'a', turn 1: "
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        pytest.param(
-            call([1, -1], [2]), "prompt_ids[1] is -1: token ids", id="negative id"
-        ),
-        pytest.param(
-            call([1], [2**31]), "output_ids[0] is 2147483648: ", id="id beyond int32"
-        ),
-        pytest.param(call([1, True], [2]), "prompt_ids[1] is True: ", id="a bool"),
-        pytest.param(call([1, 2.0], [2]), "prompt_ids[1] is 2.0: ", id="a float"),
-        pytest.param(call("12", [2]), "prompt_ids is of type str: ", id="text"),
-        pytest.param(call(None, [2]), "prompt_ids is of type NoneType: ", id="none"),
-        pytest.param(
-            call(np.array([1, 2, -7], np.int32), [2]),
-            "prompt_ids[2] is -7: ",
-            id="negative id in an array, beyond what is known",
-        ),
-        pytest.param(
-            call([1], np.array([-2], np.int32)), "output_ids[0] is -2: ", id="output"
-        ),
-        pytest.param(
-            call(np.array([1, 2**31]), [2]), "prompt_ids[1] is 2147483648: ", id="wide"
-        ),
-        pytest.param(
-            call(np.array([1.0]), [2]), "prompt_ids is of float64: ", id="floats"
-        ),
-        pytest.param(
-            call(np.array([[1]], np.int32), [2]), "has the shape (1, 1)", id="a matrix"
-        ),
-        pytest.param(
-            call([1], [2], output_logprobs=[-1.0, -1.0]),
-            "2 logprobs for 1 output ids",
-            id="too many logprobs",
-        ),
-        pytest.param(
-            call([1], [], output_logprobs=[-1.0]),
-            "1 logprobs for 0 output ids",
-            id="logprobs of nothing",
-        ),
-        pytest.param(
+        (call([1, -1], [2]), "prompt_ids[1] is -1: token ids"),
+        (call([1], [2**31]), "output_ids[0] is 2147483648: "),
+        (call([1, True], [2]), "prompt_ids[1] is True: "),
+        (call([1, 2.0], [2]), "prompt_ids[1] is 2.0: "),
+        (call("12", [2]), "prompt_ids is of type str: "),
+        (call(None, [2]), "prompt_ids is of type NoneType: "),
+        (call(np.array([1, 2, -7], np.int32), [2]), "prompt_ids[2] is -7: "),
+        (call([1], np.array([-2], np.int32)), "output_ids[0] is -2: "),
+        (call(np.array([1, 2**31]), [2]), "prompt_ids[1] is 2147483648: "),
+        (call(np.array([1.0]), [2]), "prompt_ids is of float64: "),
+        (call(np.array([[1]], np.int32), [2]), "has the shape (1, 1)"),
+        (call([1], [2], output_logprobs=[-1.0, -1.0]), "2 logprobs for 1 output ids"),
+        (call([1], [], output_logprobs=[-1.0]), "1 logprobs for 0 output ids"),
+        (
             call([1], [2, 3], output_logprobs=[-1.0, float("nan")]),
             "output_logprobs[1] is nan: ",
-            id="a NaN",
         ),
-        pytest.param(
+        (
             call([1], [2], output_logprobs=[float("-inf")]),
             "output_logprobs[0] is -inf: ",
-            id="an infinity",
         ),
-        pytest.param(
+        (
             call([1], [2], output_logprobs=np.array([-9999.0])),
             "output_logprobs[0] is -9999.0: ",
-            id="what engines write for none",
         ),
-        pytest.param(
-            call([1], [2], output_logprobs=[0.001]),
-            "output_logprobs[0] is 0.001",
-            id="positive",
-        ),
-        pytest.param(
-            call([1], [2], output_logprobs=["x"]),
-            "output_logprobs[0] is 'x': ",
-            id="no number",
-        ),
-        pytest.param(
-            call([1], [2], prompt_messages=USER),
-            "prompt_messages is of type dict: ",
-            id="one message for a list",
-        ),
-        pytest.param(
-            call([1], [2], prompt_messages="hello"),
-            "prompt_messages is of type str: ",
-            id="text for messages",
-        ),
-        pytest.param(
+        (call([1], [2], output_logprobs=[0.001]), "output_logprobs[0] is 0.001"),
+        (call([1], [2], output_logprobs=["x"]), "output_logprobs[0] is 'x': "),
+        (call([1], [2], prompt_messages=USER), "prompt_messages is of type dict: "),
+        (call([1], [2], prompt_messages="hello"), "prompt_messages is of type str: "),
+        (
             call([1], [2], prompt_messages=[USER, {"content": "x"}]),
             "prompt_messages[1] has no role: ",
-            id="a message without a role",
         ),
-        pytest.param(
+        (
             call([1], [2], prompt_messages=[USER, "u"]),
             "prompt_messages[1] is of type str: ",
-            id="a message that is none",
         ),
-        pytest.param(
-            call([1], [2], prompt_messages=[LOOP]), "holds itself", id="a loop"
-        ),
-        pytest.param(
+        (call([1], [2], prompt_messages=[LOOP]), "holds itself"),
+        (
             call([1], [2], prompt_messages=[USER], response_message={"role": 1}),
             "response_message has the role 1: ",
-            id="a reply without a role",
         ),
-        pytest.param(
-            call([1], [2], response_message=["x"]),
-            "response_message is of type list: ",
-            id="a reply that is none",
-        ),
-        pytest.param(
-            call([1], [2], finish_reason=3), "finish_reason is 3: ", id="a reason"
-        ),
-        pytest.param(
+        (call([1], [2], response_message=["x"]), "response_message is of type list: "),
+        (call([1], [2], finish_reason=3), "finish_reason is 3: "),
+        (
             call([1], [2], finish_reason="\ud800"),
             "finish_reason '\\ud800' is not valid Unicode",
-            id="a reason that no table can hold",
         ),
-        pytest.param(call([1], [2], ill_formed=1), "ill_formed is 1: ", id="a flag"),
-        pytest.param(
-            call([1], [2], trainable="no"), "trainable is 'no': ", id="trainable"
-        ),
-        pytest.param(call([1], [2], use_tool=0), "use_tool is 0: ", id="use_tool"),
+        (call([1], [2], ill_formed=1), "ill_formed is 1: "),
+        (call([1], [2], trainable="no"), "trainable is 'no': "),
+        (call([1], [2], use_tool=0), "use_tool is 0: "),
     ],
 )
 def test_a_refused_call_leaves_the_session_as_it_was(bad, said):
@@ -360,9 +301,9 @@ def test_a_refused_call_leaves_the_session_as_it_was(bad, said):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        pytest.param(7, "session_id is 7: expected a string", id="no string"),
-        pytest.param(None, "session_id is None: expected a string", id="none"),
-        pytest.param("\ud800", "session_id '\\ud800' is not valid", id="no text"),
+        (7, "session_id is 7: expected a string"),
+        (None, "session_id is None: expected a string"),
+        ("\ud800", "session_id '\\ud800' is not valid"),
     ],
 )
 def test_a_session_is_named_by_a_string(name, said):
@@ -376,17 +317,15 @@ def test_a_session_is_named_by_a_string(name, said):
 @pytest.mark.parametrize(
     "ids",
     [
-        pytest.param(tuple, id="tuple"),
-        pytest.param(lambda ids: range(ids[0], ids[-1] + 1), id="range"),
-        pytest.param(lambda ids: array.array("q", ids), id="array.array"),
-        pytest.param(lambda ids: memoryview(array.array("i", ids)), id="buffer"),
-        pytest.param(lambda ids: np.array(ids, np.uint16), id="narrow"),
-        pytest.param(lambda ids: np.array(ids, ">i4"), id="other byte order"),
-        pytest.param(lambda ids: np.array(ids, np.int32), id="int32"),
-        pytest.param(lambda ids: np.repeat(np.int32(ids), 2)[::2], id="with gaps"),
-        pytest.param(
-            lambda ids: np.frombuffer(np.int32(ids).tobytes(), np.int32), id="read-only"
-        ),
+        tuple,
+        lambda ids: range(ids[0], ids[-1] + 1),
+        lambda ids: array.array("q", ids),
+        lambda ids: memoryview(array.array("i", ids)),
+        lambda ids: np.array(ids, np.uint16),
+        lambda ids: np.array(ids, ">i4"),
+        lambda ids: np.array(ids, np.int32),
+        lambda ids: np.repeat(np.int32(ids), 2)[::2],
+        lambda ids: np.frombuffer(np.int32(ids).tobytes(), np.int32),
     ],
 )
 def test_ids_come_in_many_types(ids):
@@ -638,8 +577,7 @@ def test_a_list_of_messages_as_long_as_any():
         ([*talk[:500], USER], [1, 7]),
     ):
         recorder.record(
-            "a",
-            **call(prompt, [7], prompt_messages=messages, response_message=reply),
+            "a", **call(prompt, [7], prompt_messages=messages, response_message=reply)
         )
     turns = recorder.turns("a")
     assert turns["base_turn"].to_pylist() == [None, 0, 0, 0]
@@ -685,59 +623,33 @@ FURTHER = call([1], [2, 3])
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        pytest.param({"payloads": [1]}, "payloads is of type list: ", id="no dict"),
-        pytest.param({"payloads": {3: 1}}, "payloads has the key 3: ", id="no name"),
-        pytest.param(
-            {"payloads": {"prompt_ids": [1]}},
-            "'prompt_ids', which is a column of turns",
-            id="a column",
-        ),
-        pytest.param(
-            {"payloads": {"logprobs": []}}, "spell it 'output_logprobs'", id="spelling"
-        ),
-        pytest.param(
-            {"payloads": {"messages": []}}, "the key 'messages', which is", id="taken"
-        ),
-        pytest.param(
-            {"payloads": {"suffix_ids": []}}, "a column of the delta form", id="delta"
-        ),
-        pytest.param(
-            {"payloads": {"x": object()}}, "the value of 'x' makes no", id="object"
-        ),
-        pytest.param(
-            {"payloads": {"x": "text"}}, "the value of 'x' makes no", id="another type"
-        ),
-        pytest.param(
-            {"weight_versions": "v1"}, "weight_versions is 'v1': ", id="no versions"
-        ),
-        pytest.param(
+        ({"payloads": [1]}, "payloads is of type list: "),
+        ({"payloads": {3: 1}}, "payloads has the key 3: "),
+        ({"payloads": {"prompt_ids": [1]}}, "'prompt_ids', which is a column of turns"),
+        ({"payloads": {"logprobs": []}}, "spell it 'output_logprobs'"),
+        ({"payloads": {"messages": []}}, "the key 'messages', which is"),
+        ({"payloads": {"suffix_ids": []}}, "a column of the delta form"),
+        ({"payloads": {"x": object()}}, "the value of 'x' makes no"),
+        ({"payloads": {"x": "text"}}, "the value of 'x' makes no"),
+        ({"weight_versions": "v1"}, "weight_versions is 'v1': "),
+        (
             {"weight_versions": [{"version": "v", "start": 0, "stop": 1}]},
             "weight_versions end at 1 of 2 output ids",
-            id="short",
         ),
-        pytest.param(
+        (
             {"weight_versions": [{"version": "v", "start": 1, "stop": 2}]},
             "weight_versions[0] is 1:2, expected a start of 0",
-            id="gap",
         ),
-        pytest.param(
+        (
             {"weight_versions": [{"version": None, "start": 0, "stop": 2}]},
             "weight_versions[0] has a null",
-            id="no version",
         ),
-        pytest.param(
+        (
             {"prompt_messages": [(b"short", "user")]},
             "prompt_messages[0] is (b'short', 'user'): expected a dict, or a pair",
-            id="key",
         ),
-        pytest.param(
-            {"response_message": (bytes(16), "user", "body")},
-            "response_message is (b'",
-            id="triple",
-        ),
-        pytest.param(
-            {"response_message": (bytes(16), "\ud800")}, "is not valid", id="role"
-        ),
+        ({"response_message": (bytes(16), "user", "body")}, "response_message is (b'"),
+        ({"response_message": (bytes(16), "\ud800")}, "is not valid"),
     ],
 )
 def test_refused_further_columns_leave_the_session_as_it_was(bad, said):
@@ -997,12 +909,12 @@ def test_a_call_is_taken_before_it_is_inserted():
 @pytest.mark.parametrize(
     ("values", "fault"),
     [
-        pytest.param(([1, 2], [3], [-1]), None, id="none"),
-        pytest.param(([1, -2], [3], [-1]), (0, 1, 1), id="prompt"),
-        pytest.param(([1, 2], [3, -3], [-1, 1]), (1, 1, 3), id="output"),
-        pytest.param(([1, 2], [3, 3], [-1, 1]), (2, 1, 5), id="logprobs"),
-        pytest.param(([1, 2], [3], [float("nan")]), (2, 0, 3), id="NaN"),
-        pytest.param(([7, 8, -1], [3], [-1]), (0, 2, 0), id="behind what is known"),
+        (([1, 2], [3], [-1]), None),
+        (([1, -2], [3], [-1]), (0, 1, 1)),
+        (([1, 2], [3, -3], [-1, 1]), (1, 1, 3)),
+        (([1, 2], [3, 3], [-1, 1]), (2, 1, 5)),
+        (([1, 2], [3], [float("nan")]), (2, 0, 3)),
+        (([7, 8, -1], [3], [-1]), (0, 2, 0)),
     ],
 )
 def test_what_a_call_brings_is_checked_where_it_is_held(values, fault):

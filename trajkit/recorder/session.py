@@ -16,6 +16,7 @@ from trajkit.schema import KEY_BYTES, TURNS, TURNS_DELTA
 from trajkit.schema.columns import checks_of
 from trajkit.schema.engine import MAX_LOGPROB, NO_LOGPROB
 from trajkit.tables.ragged import Ints, Records
+from trajkit.turns.content_rules import mm_items
 from trajkit.turns.messages import (
     Encoded,
     MessageBook,
@@ -45,7 +46,6 @@ from trajkit.turns.records import (
     read_metadata,
 )
 from trajkit.turns.structs import STOPS
-from trajkit.turns.content_rules import mm_items
 
 ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
 """A message as a dict, or as its key (`trajkit.turns.message_key`) and its role."""

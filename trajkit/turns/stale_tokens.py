@@ -89,10 +89,7 @@ def untrain_stale(
 
 
 def _numbers(
-    table: pa.Table,
-    call: Rows,
-    names: pa.Array,
-    versions: Sequence[str] | None,
+    table: pa.Table, call: Rows, names: pa.Array, versions: Sequence[str] | None
 ) -> Rows:
     """The place of each version in their order."""
     if versions is None:

@@ -27,14 +27,7 @@ from trajkit.tables.canonical import (
 )
 from trajkit.tables.ragged import lengths
 from trajkit.tables.session_batches import whole_sessions
-from trajkit.tables.stages import (
-    Batches,
-    Source,
-    apply,
-    batches_in,
-    batches_of,
-    stage,
-)
+from trajkit.tables.stages import Batches, Source, apply, batches_in, batches_of, stage
 from trajkit.tables.take import take_rows
 from trajkit.turns import content_rules
 from trajkit.turns.content_rules import mm_items
