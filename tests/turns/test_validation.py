@@ -511,7 +511,7 @@ def test_values_that_do_not_fit_are_refused_and_rejected(changes, match):
 
 def test_unsigned_ids_are_compared_as_such():
     ids = pa.array([[2**31]], pa.list_(pa.uint32()))
-    with pytest.raises(InvalidTurnsError, match="prompt_ids: .* 2147483648"):
+    with pytest.raises(InvalidTurnsError, match=r"prompt_ids: .* 2147483648"):
         validate(pa.table({**IDS, "prompt_ids": ids}))
 
 
