@@ -25,7 +25,7 @@ from trajkit.tables.canonical import (
     rows_schema,
     turns_schema,
 )
-from trajkit.tables.ragged import lengths
+from trajkit.tables.ragged import Ragged, lengths, offsets_of
 from trajkit.tables.session_batches import whole_sessions
 from trajkit.tables.stages import Batches, Source, apply, batches_in, batches_of, stage
 from trajkit.tables.take import take_rows
@@ -332,9 +332,5 @@ def _settle_chunk(chunk: pa.LargeListArray, make_null: bool) -> pa.LargeListArra
     if not (make_null and absent.any()) and not numbers[absent].tobytes().strip(b"\0"):
         return chunk
     fresh = pa.array(np.where(absent, np.float32(0), numbers), mask=absent)
-    return pa.LargeListArray.from_arrays(
-        pa.array(np.append(0, np.cumsum(lengths(chunk)))),
-        fresh,
-        type=chunk.type,
-        mask=chunk.is_null() if chunk.null_count else None,
-    )
+    null = np.asarray(chunk.is_null())
+    return Ragged(fresh, offsets_of(lengths(chunk))).to_arrow(null, chunk.type)
