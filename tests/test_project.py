@@ -34,13 +34,6 @@ def test_files_that_an_extension_takes_exist(name, files):
         assert list(ROOT.glob(pattern)), f"{name}: {file}"
 
 
-def test_every_kind_of_extension_is_described():
-    kinds = (
-        "policy route value protocol harness sandbox engine importer exporter".split()
-    )
-    assert [name.split()[1] for name in extensions()] == kinds
-
-
 def test_the_table_of_stages_lists_those_of_ci():
     script = (ROOT / ".ci/run").read_text("utf-8")
     steps = re.search(r"^steps=\(\n(.*?)^\)", script, re.M | re.S)

@@ -48,15 +48,11 @@ NO_BUFFER = (TypeError, ValueError, BufferError, AttributeError)
 @pytest.mark.parametrize(
     ("columns", "refusal"),
     [
-        pytest.param([Column(2, (None, "no buffer"))], NO_BUFFER, id="text"),
-        pytest.param([Column(2, (None, np.arange(4)[::2]))], NO_BUFFER, id="strided"),
-        pytest.param(
-            [Column(2, (None,), children=(Column(2, (None, 3)),))],
-            NO_BUFFER,
-            id="within",
-        ),
-        pytest.param([3], NO_BUFFER, id="no column"),
-        pytest.param([], pa.ArrowInvalid, id="refused by Arrow"),
+        ([Column(2, (None, "no buffer"))], NO_BUFFER),
+        ([Column(2, (None, np.arange(4)[::2]))], NO_BUFFER),
+        ([Column(2, (None,), children=(Column(2, (None, 3)),))], NO_BUFFER),
+        ([3], NO_BUFFER),
+        ([], pa.ArrowInvalid),
     ],
 )
 def test_of_what_is_refused_nothing_is_kept(columns, refusal):

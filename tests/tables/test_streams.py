@@ -107,11 +107,7 @@ OF_ROWS = {
     "validate rows": (tk.validate, tk.validate_batches, {}),
 }
 VERIFY = (tk.verify, tk.verify_batches, {})
-OBSERVE = (
-    tk.learn.observation_weights,
-    tk.learn.observation_weights_batches,
-    {},
-)
+OBSERVE = (tk.learn.observation_weights, tk.learn.observation_weights_batches, {})
 
 
 def cut(choose, table):
@@ -285,10 +281,8 @@ def three():
 @pytest.mark.parametrize(
     ("order", "error", "match"),
     [
-        pytest.param(
-            [1, 0, 2], InvalidTurnsError, "'a' comes too late in rows", id="b a"
-        ),
-        pytest.param([0, 1, 0], InvalidTurnsError, "'a' comes back", id="a b a"),
+        ([1, 0, 2], InvalidTurnsError, "'a' comes too late in rows"),
+        ([0, 1, 0], InvalidTurnsError, "'a' comes back"),
     ],
 )
 def test_rows_in_another_order_than_turns_are_refused(order, error, match):
@@ -309,12 +303,11 @@ def test_rows_behind_a_session_without_turns_are_refused():
 @pytest.mark.parametrize(
     ("columns", "match"),
     [
-        pytest.param({}, "session_id is absent or null", id="no session_id"),
-        pytest.param({"session_id": ["a", None, "c"]}, "absent or null", id="null"),
-        pytest.param(
+        ({}, "session_id is absent or null"),
+        ({"session_id": ["a", None, "c"]}, "absent or null"),
+        (
             {"session_id": ["a", "b", "c"], "row_index": [0, None, 0]},
             "row_index is null in some rows",
-            id="numbers here and there",
         ),
     ],
 )
@@ -344,16 +337,13 @@ def test_links_of_other_sessions_are_refused():
 @pytest.mark.parametrize(
     "call",
     [
-        pytest.param(lambda b: tk.link_batches(b, "nowhere"), id="link"),
-        pytest.param(lambda b: tk.linearize_batches(b, threads=0), id="linearize"),
-        pytest.param(lambda b: tk.classify_drift_batches(b, b, min_run=0), id="drift"),
-        pytest.param(lambda b: tk.add_weights_batches(b, "turn"), id="weigh"),
-        pytest.param(lambda b: tk.verify_batches(b, b, "slim"), id="verify"),
-        pytest.param(lambda b: tk.pack_batches(b, 0), id="pack"),
-        pytest.param(
-            lambda b: tk.analysis.label_branches_batches(b, b, opening_tokens=0),
-            id="label",
-        ),
+        lambda b: tk.link_batches(b, "nowhere"),
+        lambda b: tk.linearize_batches(b, threads=0),
+        lambda b: tk.classify_drift_batches(b, b, min_run=0),
+        lambda b: tk.add_weights_batches(b, "turn"),
+        lambda b: tk.verify_batches(b, b, "slim"),
+        lambda b: tk.pack_batches(b, 0),
+        lambda b: tk.analysis.label_branches_batches(b, b, opening_tokens=0),
     ],
 )
 def test_options_are_checked_before_a_stream_is_read(call):

@@ -55,11 +55,7 @@ def test_rows_and_report_are_those_of_the_full_form(
     data, turns, choice, limit, threads
 ):
     table = turns_table(turns)
-    choices = {
-        "policy": policy_of(choice),
-        "max_row_tokens": limit,
-        "reward": 1.0,
-    }
+    choices = {"policy": policy_of(choice), "max_row_tokens": limit, "reward": 1.0}
     expected = linearized(table, **choices)
     assert linearized(drawn_delta(data, table), threads=threads, **choices) == expected
     assert linearized(in_delta_form(table, fullest), **choices) == expected
@@ -183,11 +179,7 @@ def turn(turn_index, base_turn, shared, suffix, **more):
 
 def talk(shared, suffix, reply):
     """What a turn in delta form says of its messages."""
-    return {
-        "shared_messages": shared,
-        "suffix_messages": suffix,
-        "response": reply,
-    }
+    return {"shared_messages": shared, "suffix_messages": suffix, "response": reply}
 
 
 REPLY = message("r", "assistant")
@@ -228,103 +220,86 @@ SILENT = turn(0, None, 0, [1, 2], response=REPLY)
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        pytest.param(
+        (
             [FIRST, turn(2, 1, 0, [1])],
             "session 'a', turn 2: base_turn 1 is not an earlier turn of the session",
-            id="a base that is not there",
         ),
-        pytest.param(
+        (
             [FIRST, turn(2, -1, 0, [1])],
             "session 'a', turn 2: base_turn -1 is not an earlier turn of the session",
-            id="a negative base",
         ),
-        pytest.param(
+        (
             [FIRST, turn(2, 2, 0, [1])],
             "session 'a', turn 2: base_turn 2 is not an earlier turn of the session",
-            id="a turn that is its own base",
         ),
-        pytest.param(
+        (
             [FIRST, turn(2, 5, 0, [1]), turn(5, None, 0, [1])],
             "session 'a', turn 2: base_turn 5 is not an earlier turn of the session",
-            id="a later base",
         ),
-        pytest.param(
+        (
             [FIRST, {**turn(1, 0, 0, [1]), "session_id": "b"}],
             "session 'b', turn 1: base_turn 0 is not an earlier turn of the session",
-            id="a base of another session",
         ),
-        pytest.param(
+        (
             [FIRST, turn(1, 0, 4, [1])],
             "session 'a', turn 1: shared_length is 4: expected 0 to 3, "
             "tokens of the base",
-            id="more tokens than the base holds",
         ),
-        pytest.param(
+        (
             [FIRST, turn(1, None, 1, [1])],
             "session 'a', turn 1: shared_length is 1: expected 0 to 0, "
             "tokens of the base",
-            id="tokens of no base",
         ),
-        pytest.param(
+        (
             [FIRST, turn(1, 0, -1, [1])],
             "session 'a', turn 1: shared_length is -1: expected 0 to 3, "
             "tokens of the base",
-            id="fewer tokens than none",
         ),
-        pytest.param(
+        (
             [FIRST, turn(1, 0, 0, [1], **talk(3, [], None))],
             "session 'a', turn 1: shared_messages is 3: expected 0 to 2, "
             "messages of the base",
-            id="more messages than the base shows",
         ),
-        pytest.param(
+        (
             [
                 turn(0, None, 0, [1, 2], **talk(0, [message("u")], None)),
                 turn(1, 0, 0, [1], **talk(2, [], None)),
             ],
             "session 'a', turn 1: shared_messages is 2: expected 0 to 1, "
             "messages of the base",
-            id="the reply of a base that has none",
         ),
-        pytest.param(
+        (
             [SILENT, turn(1, 0, 0, [1], **talk(1, [], None))],
             "session 'a', turn 1: shared_messages is 1: expected 0 to 0, "
             "messages of the base",
-            id="messages of a base without a list of them",
         ),
-        pytest.param(
+        (
             [FIRST, turn(1, None, 0, [1], **talk(1, [], None))],
             "session 'a', turn 1: shared_messages is 1: expected 0 to 0, "
             "messages of the base",
-            id="messages of no base",
         ),
-        pytest.param(
+        (
             [FIRST, turn(1, 0, 0, [1], **talk(-1, [], None))],
             "session 'a', turn 1: shared_messages is -1: expected 0 to 2, "
             "messages of the base",
-            id="fewer messages than none",
         ),
-        pytest.param(
+        (
             [FIRST, turn(1, 0, 0, [1, None, 2])],
             "session 'a', turn 1: suffix_ids contains a null; every id is needed",
-            id="a null among the ids",
         ),
-        pytest.param(
+        (
             [FIRST, turn(1, 0, 0, [1], output_ids=[None])],
             "session 'a', turn 1: output_ids contains a null; every id is needed",
-            id="a null among the output ids",
         ),
-        pytest.param(
+        (
             [FIRST, turn(1, 0, 0, [1], output_logprobs=[-0.5, -0.5])],
             "session 'a', turn 1: 2 logprobs for 1 output ids",
-            id="more logprobs than output ids",
         ),
-        pytest.param(
+        (
             [FIRST, turn(1, 0, 0, [1], output_logprobs=[])],
             "session 'a', turn 1: 0 logprobs for 1 output ids",
-            id="an empty list of logprobs",
         ),
-        pytest.param(
+        (
             [
                 FIRST,
                 turn(
@@ -336,35 +311,26 @@ SILENT = turn(0, None, 0, [1, 2], response=REPLY)
                 ),
             ],
             "session 'a', turn 1: a message has no key, which is needed to find parents",
-            id="a message without a key",
         ),
-        pytest.param(
+        (
             [FIRST, turn(0, None, 0, [1])],
             "session 'a', turn 0: follows turn 0; turn_index must ascend",
-            id="a turn twice",
         ),
-        pytest.param(
+        (
             [turn(4, None, 0, [1]), turn(3, None, 0, [1])],
             "session 'a', turn 3: follows turn 4; turn_index must ascend",
-            id="turns out of order",
         ),
-        pytest.param(
+        (
             [
                 FIRST,
                 {**turn(0, None, 0, [1]), "session_id": "b"},
                 turn(1, None, 0, [1]),
             ],
             "session 'a' comes back in table row 2 after another session began",
-            id="a session in two pieces",
         ),
-        pytest.param(
-            [
-                FIRST,
-                {**turn(0, None, 0, [1]), "session_id": "b"},
-                turn(1, 0, 2, [1]),
-            ],
+        (
+            [FIRST, {**turn(0, None, 0, [1]), "session_id": "b"}, turn(1, 0, 2, [1])],
             "session 'a' comes back in table row 2 after another session began",
-            id="a session in two pieces, with a base in the other",
         ),
     ],
 )
@@ -399,35 +365,29 @@ FULL = {
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        pytest.param(
+        (
             {"prompt_ids": [1, None]},
             "session 'a', turn 1: prompt_ids contains a null; every id is needed",
-            id="a null among the ids",
         ),
-        pytest.param(
+        (
             {"output_ids": [None, 8]},
             "session 'a', turn 1: output_ids contains a null; every id is needed",
-            id="a null among the output ids",
         ),
-        pytest.param(
+        (
             {"output_logprobs": [-0.5]},
             "session 'a', turn 1: 1 logprobs for 2 output ids",
-            id="fewer logprobs than output ids",
         ),
-        pytest.param(
+        (
             {"messages": [{**message("v"), "key": None}]},
             "session 'a', turn 1: a message has no key, which is needed to find parents",
-            id="a message without a key",
         ),
-        pytest.param(
+        (
             {"messages": [None]},
             "session 'a', turn 1: a message has no key, which is needed to find parents",
-            id="no message",
         ),
-        pytest.param(
+        (
             {"turn_index": 0},
             "session 'a', turn 0: follows turn 0; turn_index must ascend",
-            id="a turn twice",
         ),
     ],
 )
@@ -663,15 +623,13 @@ def test_a_message_with_another_role_or_a_body_is_not_shared():
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        pytest.param(
+        (
             talk(0, None, None),
             "session 'a', turn 1: shared_messages and suffix_messages are null together",
-            id="a count without messages",
         ),
-        pytest.param(
+        (
             talk(None, [message("u")], None),
             "session 'a', turn 1: shared_messages and suffix_messages are null together",
-            id="messages without a count",
         ),
     ],
 )

@@ -164,34 +164,18 @@ def broken(**fields):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        pytest.param(
-            {"mm_items": [item(HASHES[1], 1, 2)]}, "not the content ids", id="other"
-        ),
-        pytest.param(
-            {"mm_items": [item(HASHES[0], 0, 2)]}, "not the content ids", id="moved"
-        ),
-        pytest.param({"mm_items": [item(HASHES[0], 3, 2)]}, "is 3:5", id="beyond"),
-        pytest.param({"mm_items": [item(HASHES[0], 1, 0)]}, "is 1:1", id="empty"),
-        pytest.param({"mm_items": [item(HASHES[0], 1, 2)] * 2}, "is 1:3", id="twice"),
-        pytest.param({"mm_items": [{"kind": "image"}]}, "expected a dict", id="fields"),
-        pytest.param({"mm_items": 3}, "expected a list", id="no-list"),
-        pytest.param(
-            {"mm_items": item(HASHES[0], 1, 2)}, "expected a list", id="one-dict"
-        ),
-        pytest.param(
-            {"mm_items": [{**item(HASHES[0], 1, 2), "hash": None}]}, "null", id="null"
-        ),
-        pytest.param(
-            {"mm_items": [{**item(HASHES[0], 1, 2), "start": "1"}]}, "start", id="type"
-        ),
-        pytest.param(
-            {"mm_items": [{**item(HASHES[0], 1, 2), "hash": "../x"}]}, "hash", id="hash"
-        ),
-        pytest.param(
-            {"mm_items": [{**item(HASHES[0], 1, 2), "token_id": 1 << 30}]},
-            "token_id",
-            id="token",
-        ),
+        ({"mm_items": [item(HASHES[1], 1, 2)]}, "not the content ids"),
+        ({"mm_items": [item(HASHES[0], 0, 2)]}, "not the content ids"),
+        ({"mm_items": [item(HASHES[0], 3, 2)]}, "is 3:5"),
+        ({"mm_items": [item(HASHES[0], 1, 0)]}, "is 1:1"),
+        ({"mm_items": [item(HASHES[0], 1, 2)] * 2}, "is 1:3"),
+        ({"mm_items": [{"kind": "image"}]}, "expected a dict"),
+        ({"mm_items": 3}, "expected a list"),
+        ({"mm_items": item(HASHES[0], 1, 2)}, "expected a list"),
+        ({"mm_items": [{**item(HASHES[0], 1, 2), "hash": None}]}, "null"),
+        ({"mm_items": [{**item(HASHES[0], 1, 2), "start": "1"}]}, "start"),
+        ({"mm_items": [{**item(HASHES[0], 1, 2), "hash": "../x"}]}, "hash"),
+        ({"mm_items": [{**item(HASHES[0], 1, 2), "token_id": 1 << 30}]}, "token_id"),
     ],
 )
 def test_an_item_that_is_not_in_the_prompt_is_refused(fields, words):
@@ -207,11 +191,11 @@ def test_an_item_that_is_not_in_the_prompt_is_refused(fields, words):
 @pytest.mark.parametrize(
     ("items", "words"),
     [
-        pytest.param([None], "null", id="null"),
-        pytest.param([item(HASHES[0], 1, 0)], "is 1:1", id="empty"),
-        pytest.param([item(HASHES[0], 5, 2)], "is 5:7", id="beyond"),
-        pytest.param([item(HASHES[1], 1, 2)], "not the content ids", id="other"),
-        pytest.param([item(HASHES[0], 1, 2)] * 2, "is 1:3", id="twice"),
+        ([None], "null"),
+        ([item(HASHES[0], 1, 0)], "is 1:1"),
+        ([item(HASHES[0], 5, 2)], "is 5:7"),
+        ([item(HASHES[1], 1, 2)], "not the content ids"),
+        ([item(HASHES[0], 1, 2)] * 2, "is 1:3"),
     ],
 )
 def test_an_item_that_is_not_in_the_row_is_refused(items, words):

@@ -102,40 +102,27 @@ SECOND = {**ROW, "row_index": 1, "parent_row": 0, "shared_length": 4}
 SESSION = {"session_id": "a", "reward": None}
 
 GOOD = [
-    pytest.param("turns", [TURN], id="turns"),
-    pytest.param("turns", [TURN, {**TURN, "turn_index": 7}], id="gap in turn_index"),
-    pytest.param("turns", [{**TURN, "messages": None}], id="no messages"),
-    pytest.param("turns", [{**TURN, "messages": []}], id="empty messages"),
-    pytest.param(
+    ("turns", [TURN]),
+    ("turns", [TURN, {**TURN, "turn_index": 7}]),
+    ("turns", [{**TURN, "messages": None}]),
+    ("turns", [{**TURN, "messages": []}]),
+    (
         "turns",
         [{**TURN, "output_ids": [], "output_logprobs": [], "weight_versions": []}],
-        id="empty output",
     ),
-    pytest.param("turns", [{**TURN, "weight_versions": None}], id="no versions"),
-    pytest.param(
-        "turns", [{**TURN, "messages": [MESSAGE, AGAIN]}], id="body shown before"
-    ),
+    ("turns", [{**TURN, "weight_versions": None}]),
+    ("turns", [{**TURN, "messages": [MESSAGE, AGAIN]}]),
     # rounding may take a logprob to 1e-4, and -9999 is what an engine writes for none
-    pytest.param(
-        "turns",
-        [{**TURN, "output_logprobs": [float(MAX_LOGPROB), -9998.0]}],
-        id="bounds",
-    ),
-    pytest.param("turns", [DELTA, LATER], id="delta"),
-    pytest.param(
-        "turns",
-        [DELTA, {**LATER, "shared_messages": None, "suffix_messages": None}],
-        id="delta without messages",
-    ),
-    pytest.param("sessions", [SESSION, {**SESSION, "session_id": "b"}], id="sessions"),
-    pytest.param("links", [LINK, CHILD], id="links"),
-    pytest.param("links", [{**LINK, "rewritten_by": 2}, CHILD], id="rewritten"),
+    ("turns", [{**TURN, "output_logprobs": [float(MAX_LOGPROB), -9998.0]}]),
+    ("turns", [DELTA, LATER]),
+    ("turns", [DELTA, {**LATER, "shared_messages": None, "suffix_messages": None}]),
+    ("sessions", [SESSION, {**SESSION, "session_id": "b"}]),
+    ("links", [LINK, CHILD]),
+    ("links", [{**LINK, "rewritten_by": 2}, CHILD]),
     # the parent comes first in the turns, so it need not in order
-    pytest.param(
-        "links", [{**LINK, "order": 1}, {**CHILD, "order": 0}], id="order of turns"
-    ),
-    pytest.param("drift", [DRIFT], id="drift"),
-    pytest.param(
+    ("links", [{**LINK, "order": 1}, {**CHILD, "order": 0}]),
+    ("drift", [DRIFT]),
+    (
         "drift",
         [
             {
@@ -146,10 +133,9 @@ GOOD = [
                 "cause": "clean",
             }
         ],
-        id="clean",
     ),
-    pytest.param("rows", [ROW, SECOND], id="rows"),
-    pytest.param(
+    ("rows", [ROW, SECOND]),
+    (
         "rows",
         [
             {
@@ -162,7 +148,6 @@ GOOD = [
                 "rollout_mask_sum": 0,
             }
         ],
-        id="no response",
     ),
 ]
 
@@ -180,12 +165,9 @@ def table_of(kind, rows):
 @pytest.mark.parametrize(
     "through",
     [
-        pytest.param(lambda table: table, id="arrow"),
-        pytest.param(pl.DataFrame, id="polars"),
-        pytest.param(
-            lambda table: pa.Table.from_batches(table.to_batches(max_chunksize=1)),
-            id="chunks",
-        ),
+        lambda table: table,
+        pl.DataFrame,
+        lambda table: pa.Table.from_batches(table.to_batches(max_chunksize=1)),
     ],
 )
 def test_what_is_legal_passes(kind, rows, through):
@@ -437,10 +419,7 @@ BAD = [
 
 @pytest.mark.parametrize(
     ("kind", "rows", "match"),
-    [
-        pytest.param(kind, rows, match, id=f"{kind} {k}: {match[:40]}")
-        for k, (kind, rows, match) in enumerate(BAD)
-    ],
+    [(kind, rows, match) for k, (kind, rows, match) in enumerate(BAD)],
 )
 def test_what_breaks_a_rule_is_refused_and_rejected(kind, rows, match):
     table = table_of(kind, rows)
@@ -483,25 +462,17 @@ IDS = {"session_id": ["a"], "turn_index": [0], "prompt_ids": [[1]], "output_ids"
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        pytest.param(
-            {"prompt_ids": None}, "no column 'prompt_ids' of turns", id="none"
-        ),
-        pytest.param({"session_id": [1.5]}, "'session_id' is double", id="float id"),
-        pytest.param({"turn_index": ["0"]}, "'turn_index' is string", id="text index"),
-        pytest.param({"prompt_ids": [[1.0]]}, "element is double", id="float ids"),
-        pytest.param({"prompt_ids": [[True]]}, "element is bool", id="bool ids"),
-        pytest.param({"prompt_ids": [3]}, "is int64: expected large_list", id="flat"),
-        pytest.param({"output_logprobs": [["0"]]}, "is string", id="text logprobs"),
-        pytest.param({"trainable": [1]}, "'trainable' is int64", id="int flag"),
-        pytest.param({"messages": [["u"]]}, "element is string", id="text messages"),
-        pytest.param(
-            {"messages": [[{"role": "user"}]]},
-            r"has the fields \['role'\]",
-            id="message without key",
-        ),
-        pytest.param(
-            {"response": [{**MESSAGE, "name": "x"}]}, "has the fields", id="odd field"
-        ),
+        ({"prompt_ids": None}, "no column 'prompt_ids' of turns"),
+        ({"session_id": [1.5]}, "'session_id' is double"),
+        ({"turn_index": ["0"]}, "'turn_index' is string"),
+        ({"prompt_ids": [[1.0]]}, "element is double"),
+        ({"prompt_ids": [[True]]}, "element is bool"),
+        ({"prompt_ids": [3]}, "is int64: expected large_list"),
+        ({"output_logprobs": [["0"]]}, "is string"),
+        ({"trainable": [1]}, "'trainable' is int64"),
+        ({"messages": [["u"]]}, "element is string"),
+        ({"messages": [[{"role": "user"}]]}, r"has the fields \['role'\]"),
+        ({"response": [{**MESSAGE, "name": "x"}]}, "has the fields"),
     ],
 )
 def test_columns_of_another_type_are_refused(changes, match):
@@ -515,23 +486,16 @@ def test_columns_of_another_type_are_refused(changes, match):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        pytest.param({"prompt_ids": [[2**31]]}, "prompt_ids 2147483648", id="large"),
-        pytest.param(
-            {"prompt_ids": [[-(2**31) - 1]]}, "prompt_ids -21474836", id="low"
-        ),
-        pytest.param({"prompt_ids": [[-1, 2**31]]}, "prompt_ids 2147483648", id="both"),
-        pytest.param({"turn_index": [2**31]}, "turn_index 2147483648", id="index"),
-        pytest.param(
+        ({"prompt_ids": [[2**31]]}, "prompt_ids: .* 2147483648 not in range"),
+        ({"prompt_ids": [[-(2**31) - 1]]}, "prompt_ids: .* -21474836"),
+        ({"prompt_ids": [[-1, 2**31]]}, "prompt_ids: .* 2147483648 not in range"),
+        ({"turn_index": [2**31]}, "turn_index: .* 2147483648"),
+        (
             {"response": [{**MESSAGE, "key": b"short"}]},
-            "'a', turn 0: response.key b'short' is not 16 bytes long",
-            id="short key",
+            "'a', turn 0: response: .*fixed_size_binary",
         ),
-        pytest.param(
-            {"messages": [[{**MESSAGE, "key": bytes(17)}]]},
-            "is not 16 bytes long",
-            id="long key",
-        ),
-        pytest.param({"turn_index": pa.array([None], pa.int8())}, "is null", id="null"),
+        ({"messages": [[{**MESSAGE, "key": bytes(17)}]]}, "fixed_size_binary"),
+        ({"turn_index": pa.array([None], pa.int8())}, "is null"),
     ],
 )
 def test_values_that_do_not_fit_are_refused_and_rejected(changes, match):
@@ -547,7 +511,7 @@ def test_values_that_do_not_fit_are_refused_and_rejected(changes, match):
 
 def test_unsigned_ids_are_compared_as_such():
     ids = pa.array([[2**31]], pa.list_(pa.uint32()))
-    with pytest.raises(InvalidTurnsError, match="prompt_ids 2147483648"):
+    with pytest.raises(InvalidTurnsError, match=r"prompt_ids: .* 2147483648"):
         validate(pa.table({**IDS, "prompt_ids": ids}))
 
 

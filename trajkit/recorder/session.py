@@ -379,8 +379,11 @@ def _read(message: object, where: str) -> Read:
     if not isinstance(message, tuple):
         encoded = encode(message, where)
         assert encoded.body is not None
-        # so that key, body and copy agree, whatever the caller's code does
-        return encoded, comparable(parse_json(encoded.body), encoded.is_plain)
+        try:
+            # so that key, body and copy agree, whatever the caller's code does
+            return encoded, comparable(parse_json(encoded.body), encoded.is_plain)
+        except ValueError as error:
+            raise InvalidTurnsError(f"{where} is {error}") from None
     if len(message) == 2:
         key, role = message
         if isinstance(key, bytes) and len(key) == KEY_BYTES and isinstance(role, str):

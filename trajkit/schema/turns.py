@@ -5,14 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from trajkit.schema.columns import (
-    TURN,
-    Fault,
-    column,
-    defined,
-    required,
-    table,
-)
+from trajkit.schema.columns import TURN, Fault, column, defined, required, table
 from trajkit.schema.engine import (
     as_long_as,
     ascending,

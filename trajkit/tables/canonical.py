@@ -397,84 +397,20 @@ def misfits(table: pa.Table, schema: pa.Schema) -> Iterator[Fault]:
             continue
         start = 0
         for chunk in column.chunks:
-            yield from _misfits(chunk, field.type, field.name, start)
+            yield from _misfits(chunk, field, start)
             start += len(chunk)
 
 
-def _misfits(
-    array: pa.Array, target: pa.DataType, name: str, start: int
-) -> Iterator[Fault]:
-    for path, leaf, type_, parents in _leaves(array, target, name, lambda rows: rows):
-        if pa.types.is_floating(leaf.type):
-            bad = _not_whole(leaf, type_)
-            rule = f"is not an integer in the range of {type_}"
-        elif pa.types.is_integer(type_):
-            bad = _out_of_range(leaf, type_)
-            rule = f"is out of range for {type_}"
-        else:
-            bad = _of_other_width(leaf, type_.byte_width)
-            rule = f"is not {type_.byte_width} bytes long"
-        if bad.size:
-            values = leaf.take(pa.array(bad)).to_pylist()
-            yield fault(start + parents(bad), f"{path} {{!r}} {rule}", values)
-
-
-def _leaves(
-    array: pa.Array,
-    target: pa.DataType,
-    name: str,
-    parents: Callable[[Rows], Rows],
-) -> Iterator[tuple[str, pa.Array, pa.DataType, Callable[[Rows], Rows]]]:
-    """The integers and keys in an array, flat, with a map from their index to rows."""
-    if array.type == target or pa.types.is_null(array.type):
-        return
-    if pa.types.is_dictionary(array.type) and is_list(array.type.value_type):
-        array = array.dictionary_decode()
-    if pa.types.is_integer(target) or pa.types.is_fixed_size_binary(target):
-        if pa.types.is_dictionary(array.type):
-            array = array.cast(array.type.value_type)
-        yield name, array, target, parents
-    elif pa.types.is_struct(target):
-        for field in target:
-            child = pc.struct_field(array, field.name)
-            yield from _leaves(child, field.type, f"{name}.{field.name}", parents)
-    elif is_list(target):
-        lists = _cast(array, pa.large_list(array.type.value_type))
-
-        def up(positions: Rows) -> Rows:
-            owners = pc.list_parent_indices(lists).to_numpy()
-            return parents(owners[positions])
-
-        yield from _leaves(lists.flatten(), target.value_type, name, up)
-
-
-def _out_of_range(array: pa.Array, target: pa.DataType) -> Rows:
-    limits = np.iinfo(target.to_pandas_dtype())
-    found = pc.min_max(array).as_py()
-    if found["min"] is None or limits.min <= found["min"] <= found["max"] <= limits.max:
-        return np.empty(0, np.int64)
-    # compared in the source's type, which may be unsigned
-    own = np.iinfo(array.type.to_pandas_dtype())
-    low = pa.scalar(max(int(limits.min), int(own.min)), array.type)
-    high = pa.scalar(min(int(limits.max), int(own.max)), array.type)
-    bad = pc.or_(pc.less(array, low), pc.greater(array, high))
-    return np.flatnonzero(bad.fill_null(False).to_numpy(zero_copy_only=False))
-
-
-def _not_whole(array: pa.Array, target: pa.DataType) -> Rows:
-    limits = np.iinfo(target.to_pandas_dtype())
-    values = array.fill_null(0).to_numpy(zero_copy_only=False)
-    fits = (
-        (np.floor(values) == values) & (values >= limits.min) & (values <= limits.max)
-    )
-    return np.flatnonzero(~fits)
-
-
-def _of_other_width(array: pa.Array, width: int) -> Rows:
-    if pa.types.is_binary_view(array.type):  # Arrow has no length kernel for views
-        array = array.cast(pa.large_binary())
-    bad = pc.not_equal(pc.binary_length(array), width).fill_null(False)
-    return np.flatnonzero(bad.to_numpy(zero_copy_only=False))
+def _misfits(array: pa.Array, field: pa.Field, start: int) -> Iterator[Fault]:
+    try:
+        _cast(array, field.type)
+    except pa.ArrowInvalid as error:
+        half = len(array) // 2
+        if not half:
+            yield fault(np.array([start]), "{}", [f"{field.name}: {error}"])
+            return
+        yield from _misfits(array[:half], field, start)
+        yield from _misfits(array[half:], field, start + half)
 
 
 def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -523,8 +459,8 @@ def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
             _cast(pc.struct_field(array, field.name), field.type) for field in target
         ]
         return pa.StructArray.from_arrays(children, fields=list(target), mask=mask)
-    # `misfits` checked every value that this cast could change
-    return array.cast(target, safe=False)
+    # a float is rounded, and no other value changes
+    return array.cast(target, safe=not pa.types.is_floating(target))
 
 
 def _cast_names(array: pa.Array, target: pa.DataType) -> pa.DictionaryArray:

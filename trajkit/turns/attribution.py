@@ -64,30 +64,11 @@ class SessionCalls:
         self.is_delta = calls.is_delta
         self.n_prompt = calls.calls["prompt_len"]
         self.path_len = calls.path_len
-        self._prompts: dict[int, Ints] = {}
+        self.prompt, self.output, self.path = calls.prompt, calls.output, calls.path
         self._messages: dict[int, Messages | None] = {}
 
     def __len__(self) -> int:
         return len(self.turn_index)
-
-    def output(self, call: int) -> Ints:
-        return self._ids("output_ids", call)
-
-    def prompt(self, call: int) -> Ints:
-        """The complete prompt ids, in delta form as well."""
-        if not self.is_delta:
-            return self._ids("prompt_ids", call)
-        if call not in self._prompts:
-            suffix = self._ids("suffix_ids", call)
-            n = int(self.shared[call])
-            if n:
-                suffix = np.concatenate([self.path(int(self.base[call]))[:n], suffix])
-            self._prompts[call] = suffix
-        return self._prompts[call]
-
-    def path(self, call: int) -> Ints:
-        """Prompt, then output."""
-        return np.concatenate([self.prompt(call), self.output(call)])
 
     def messages(self, call: int) -> Messages | None:
         """The messages of the request; None if they are unknown or there are none."""
@@ -221,10 +202,6 @@ class SessionCalls:
     def _names(self, call: int) -> list[str | None] | None:
         names = self._list("message_tool_names", call)
         return None if names is None else names.to_pylist()
-
-    def _ids(self, name: str, call: int) -> Ints:
-        ids: Ints = self._list(name, call).to_numpy()
-        return ids
 
     def _list(self, name: str, call: int) -> pa.Array:
         """The elements of one list; None for null."""

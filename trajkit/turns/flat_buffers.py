@@ -193,22 +193,19 @@ def _per_token(
     if name not in table.column_names:
         nothing = np.zeros(len(ids.values), np.float32)
         return nothing, nothing.astype(np.bool_), np.zeros(len(n_tokens), np.int64)
-    column = table.column(name)
-    n = np.asarray(pc.list_value_length(column).fill_null(0), np.int64)
-    type_ = table.schema.field(name).type.value_type
-    parts = [chunk.flatten() for chunk in column.chunks]
-    given = pa.concat_arrays([pa.array([], type_), *parts])
+    lists = Ragged.of(table.column(name))
+    n, given = lists.lengths, lists.values
     valid = np.asarray(given.is_valid())
-    numbers = np.asarray(given.fill_null(False if pa.types.is_boolean(type_) else 0))
+    numbers = np.asarray(given.fill_null(False if given.type == pa.bool_() else 0))
     if (n == n_tokens).all():
         return numbers, valid, n
     kept = np.minimum(n, n_tokens)
     starts = ids.offsets[:-1] + (n_tokens - kept if align_right else 0)
-    at, source = positions(starts, kept), positions(np.cumsum(n) - n, kept)
-    replace_columns = np.zeros(len(ids.values), numbers.dtype)
+    at, source = positions(starts, kept), positions(lists.offsets[:-1], kept)
+    placed = np.zeros(len(ids.values), numbers.dtype)
     there = np.zeros(len(ids.values), np.bool_)
-    replace_columns[at], there[at] = numbers[source], valid[source]
-    return replace_columns, there, n
+    placed[at], there[at] = numbers[source], valid[source]
+    return placed, there, n
 
 
 @dataclass(frozen=True, slots=True)

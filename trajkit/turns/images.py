@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from trajkit._arguments import chosen_int
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, place
+from trajkit.tables.ragged import Ragged
 
 Ints: TypeAlias = npt.NDArray[np.int32]
 Item: TypeAlias = Mapping[str, Any]
@@ -24,7 +24,6 @@ FIRST_CONTENT_ID = 1 << 30
 """Content ids are at least this, and every engine's ids are below it."""
 
 _COLUMNS = ("prompt_ids", "suffix_ids", "input_ids")
-_IDS = pa.large_list(pa.int32())
 
 
 CONTENT_HASH = re.compile("[0-9a-f]{64}")
@@ -178,19 +177,18 @@ def engine_ids(table: TableLike) -> pa.Table:
         raise SchemaError(
             f"a table without {' or '.join(_COLUMNS)}: expected turns, rows or packs"
         )
-    lists = pa.concat_arrays(source.column(name).chunks or [pa.array([], _IDS)])
-    ids = lists.flatten().to_numpy()
+    lists = Ragged.of(source.column(name))
+    ids = lists.values.to_numpy()
     if not (ids >= FIRST_CONTENT_ID).any():
         return source
     ids = ids.copy()
-    ends = np.cumsum(pc.list_value_length(lists).fill_null(0).to_numpy())
-    first = np.zeros(len(ends), np.int64)
+    first = np.zeros(len(lists), np.int64)
     if name == "suffix_ids" and "shared_length" in source.column_names:
         first = source.column("shared_length").to_numpy()
-    items: list[Any] = [None] * len(ends)
+    items: list[Any] = [None] * len(lists)
     if "mm_items" in source.column_names:
         items = source.column("mm_items").to_pylist()
-    for line, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):
+    for line, (start, stop) in enumerate(pairwise(lists.offsets.tolist())):
         restore_ids(ids[start:stop], items[line] or (), int(first[line]))
         bad = np.flatnonzero(ids[start:stop] >= FIRST_CONTENT_ID)
         if len(bad):
@@ -198,8 +196,7 @@ def engine_ids(table: TableLike) -> pa.Table:
                 f"{place(source, line)}: {name}[{bad[0]}] is {ids[start + bad[0]]}, a "
                 "content id, but no item of mm_items has this token"
             )
-    offsets = pa.array(np.append(0, ends), pa.int64())
-    restored = pa.LargeListArray.from_arrays(offsets, pa.array(ids))
+    restored = Ragged(ids, lists.offsets).to_arrow()
     at = source.column_names.index(name)
     field = pa.field(name, restored.type, nullable=False)
     return source.set_column(at, field, restored)

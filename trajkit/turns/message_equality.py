@@ -124,12 +124,7 @@ def current_bodies(calls: Sessions) -> Bodies:
     places = np.empty(len(has_body), np.int64)
     replies = np.empty(len(calls.requests), np.int64)
     _core.find_bodies(
-        calls.requests,
-        calls.offsets,
-        has_body,
-        reply_has_body,
-        places,
-        replies,
+        calls.requests, calls.offsets, has_body, reply_has_body, places, replies
     )
     encoded = pa.chunked_array([*shown, *replied], pa.string()).dictionary_encode()
     if not encoded.num_chunks:

@@ -106,8 +106,6 @@ class Sessions:
     # keys that are equal if the messages are (trajkit.turns.message_equality), unless those
     # of the table are
     keys: Longs | None = None
-    # further buffers in which the records have addresses
-    held: tuple[object, ...] = ()
 
     # shape (n_calls,): the number of each call's session
     session: Ints = field(init=False)

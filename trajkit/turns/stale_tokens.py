@@ -9,6 +9,7 @@ from trajkit._arguments import chosen_int, chosen_names
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import Rows, TableLike, canonical, place, turns_schema
+from trajkit.tables.ragged import Ragged, lengths, offsets_of
 from trajkit.tables.reshape import with_column
 from trajkit.tables.take import list_values
 from trajkit.turns.records import as_turns
@@ -59,20 +60,17 @@ def untrain_stale(
     max_lag = chosen_int("max_lag", max_lag, 0)
     table = as_turns(turns)
     table = check_table(canonical(table, turns_schema(table.column_names)), "turns")
-    lists = table.column("weight_versions").combine_chunks()
-    pieces = lists.flatten()
-    call = pc.list_parent_indices(lists).to_numpy()
-    names = pc.struct_field(pieces, "version")
-    numbers = _numbers(table, call, names, versions)
-    newest = int(numbers.max(initial=0)) if versions is None else len(versions) - 1
-    sizes = np.asarray(
-        pc.subtract(pc.struct_field(pieces, "stop"), pc.struct_field(pieces, "start"))
+    lists = Ragged.of(table.column("weight_versions"))
+    start, stop, names = (
+        pc.struct_field(lists.values, name) for name in ("start", "stop", "version")
     )
-    outputs = table.column("output_ids")
-    n_outputs = np.asarray(pc.list_value_length(outputs), np.int64)
-    known = np.asarray(lists.is_valid())
+    numbers = _numbers(table, lists.owner, names, versions)
+    newest = int(numbers.max(initial=0)) if versions is None else len(versions) - 1
+    n_outputs = lengths(table.column("output_ids"))
+    known = np.asarray(table.column("weight_versions").is_valid())
     old = np.zeros(int(n_outputs.sum()), np.bool_)
     # the spans of a turn tile its output
+    sizes = np.asarray(pc.subtract(stop, start))
     old[np.repeat(known, n_outputs)] = np.repeat(newest - numbers > max_lag, sizes)
     owner = np.repeat(np.arange(len(table)), n_outputs)
     given = table.column("output_mask")
@@ -80,19 +78,13 @@ def untrain_stale(
     mask = np.ones(len(old), np.bool_)
     mask[np.repeat(has_mask, n_outputs)] = np.asarray(list_values(given))
     kept = has_mask | (np.bincount(owner, old, len(table)) > 0)
-    offsets = np.append(0, np.cumsum(np.where(kept, n_outputs, 0)))
     values = (mask & ~old)[np.repeat(kept, n_outputs)]
-    column = pa.LargeListArray.from_arrays(
-        pa.array(offsets), pa.array(values), mask=pa.array(~kept)
-    )
-    return with_column(table, "output_mask", column.cast(given.type))
+    masks = Ragged(values, offsets_of(np.where(kept, n_outputs, 0)))
+    return with_column(table, "output_mask", masks.to_arrow(~kept, given.type))
 
 
 def _numbers(
-    table: pa.Table,
-    call: Rows,
-    names: pa.Array,
-    versions: Sequence[str] | None,
+    table: pa.Table, call: Rows, names: pa.Array, versions: Sequence[str] | None
 ) -> Rows:
     """The place of each version in their order."""
     if versions is None:

@@ -24,16 +24,9 @@ from trajkit.tables.canonical import (
     place,
     turns_schema,
 )
-from trajkit.tables.ragged import lengths
+from trajkit.tables.ragged import Ragged, lengths, offsets_of
 from trajkit.tables.session_batches import whole_sessions
-from trajkit.tables.stages import (
-    Batches,
-    Source,
-    apply,
-    batches_in,
-    batches_of,
-    stage,
-)
+from trajkit.tables.stages import Batches, Source, apply, batches_in, batches_of, stage
 from trajkit.tables.take import take_rows
 from trajkit.turns import content_rules
 from trajkit.turns.content_rules import mm_items
@@ -336,9 +329,5 @@ def _settle_chunk(chunk: pa.LargeListArray, make_null: bool) -> pa.LargeListArra
     if not (make_null and absent.any()) and not numbers[absent].tobytes().strip(b"\0"):
         return chunk
     fresh = pa.array(np.where(absent, np.float32(0), numbers), mask=absent)
-    return pa.LargeListArray.from_arrays(
-        pa.array(np.append(0, np.cumsum(lengths(chunk)))),
-        fresh,
-        type=chunk.type,
-        mask=chunk.is_null() if chunk.null_count else None,
-    )
+    null = np.asarray(chunk.is_null())
+    return Ragged(fresh, offsets_of(lengths(chunk))).to_arrow(null, chunk.type)
