@@ -109,13 +109,7 @@ def verify_file(
         without ``gather`` they are in another order; without a session_id they need a
         file as output, and no file of rejected sessions.
     """
-    judge = judge_of(
-        policy,
-        reward=reward,
-        sessions=sessions,
-        max_row_tokens=max_row_tokens,
-        weigh_by=weigh_by,
-    )
+    judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
     path = Path(rows)
     inputs = [Input(path)]
     index = index_sessions(paths_in(path), None, None)
@@ -194,6 +188,7 @@ class _RowReader:
         self.faults: Iterator[pa.Table] = iter([])
         # rows of sessions that were read, by name, and the next session
         self._held: dict[str | None, pa.Table] = {}
+        self._next: tuple[str | None, pa.Table | None] = None, None
         self._empty = ROWS.empty_table()
 
     def begin(self, turns: SessionIndex, done: int) -> None:
