@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.files.group import index_sessions, scan_turns
+from trajkit.files.sources import Paths
 from trajkit.files.tables import gather, turn_files
 from trajkit.policies import Policy
 from trajkit.rows.linearize import linearize_batches
@@ -22,6 +23,7 @@ from trajkit.schema import ROWS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.ragged import runs_of
+from trajkit.tables.stages import batches_in
 from trajkit.tables.take import row_lengths
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.session_metadata import Reward
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 _SESSIONS_IN = pa.schema([("path", pa.string()), ("session_id", pa.string())])
-
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +106,12 @@ def linearize_on_ray(
     Parameters
     ----------
     turns : path, sequence of paths, or ray.data.Dataset
-        Files or directories that every machine of the cluster sees; each file is a
-        task. In a directory, files of other tables are skipped and amendments are
-        applied, as by `trajkit.read_turns`. Sessions may be scattered within a file,
-        but each must be in one file. If there are several files, tasks check that when
-        this function is called; ``trajkit compact LOG -o DIRECTORY/`` makes such files
-        of a gateway's rotated log. A dataset has the columns of `trajkit.schema.TURNS`
-        or ``TURNS_DELTA``, in any order of rows.
+        Files or directories that every machine of the cluster sees, as for
+        `trajkit.read_turns`; each file is a task. Sessions may be scattered within a
+        file, but each must be in one file, which is checked when this function is
+        called; ``trajkit compact LOG -o DIRECTORY/`` makes such files of a gateway's
+        rotated log. A dataset has the columns of `trajkit.schema.TURNS` or
+        ``TURNS_DELTA``, in any order of rows.
     step : LinearizeStep, optional
         Policy and rewards. None: ``LinearizeStep()``.
     shuffles : int, optional
@@ -128,10 +127,8 @@ def linearize_on_ray(
     ------
     ArgumentError
         Ray is not installed.
-    FormatError
-        A directory without files.
-    InvalidTurnsError
-        A session has turns in two files.
+    FormatError, InvalidTurnsError
+        A directory has no files; a session has turns in two files.
 
     Examples
     --------
@@ -204,17 +201,10 @@ def _linearize_files(
     for file in batch.to_pylist():
         turns = scan_turns(file["path"])
         if (known := amendments[file["given"]]) is not None:
-            turns = _amended(turns, known)
+            tables = (pa.Table.from_batches([batch]) for batch in turns)
+            turns = batches_in(map(known.fold_into, tables))
         for rows in step(turns):
             yield pa.Table.from_batches([rows])
-
-
-def _amended(
-    turns: Iterator[pa.RecordBatch], amendments: Amendments
-) -> Iterator[pa.RecordBatch]:
-    for batch in turns:
-        table = pa.Table.from_batches([batch])
-        yield from amendments.fold_into(table).to_batches()
 
 
 def _linearize_session(turns: pa.Table, step: LinearizeStep) -> pa.Table:

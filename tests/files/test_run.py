@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.cli.test_cli import run_json
-from tests.file_stages import compact_file, expand_file, linearize_file
+from tests.file_stages import compact_file, linearize_file
 from tests.made_tables import linearized
 from tests.strategies import runs
 from trajkit import cli
@@ -103,15 +103,6 @@ def write_log(records, path):
 
 
 @pytest.mark.parametrize("suffix_", SUFFIXES)
-def test_a_stream_of_files_is_what_they_hold(tmp_path, small, suffix_):
-    log = tmp_path / f"log.{suffix_}"
-    write_log(some_sessions(), log)
-    got = list(tk.scan_turns(log))
-    assert pa.Table.from_batches(got).equals(tk.read_turns(log))
-    assert len(got) > 3
-
-
-@pytest.mark.parametrize("suffix_", SUFFIXES)
 def test_scattered_sessions_are_gathered(tmp_path, small, suffix_):
     log = tmp_path / f"log.{suffix_}"
     write_log(scattered(some_sessions()), log)
@@ -189,12 +180,6 @@ def test_amendments_are_folded_into_what_is_streamed(tmp_path, small, order):
     ]
 
 
-def test_turns_out_of_order_are_found(tmp_path):
-    table = tk.from_records(some_sessions(2))
-    pq.write_table(table.take([1, 0, 2]), tmp_path / "t.parquet")
-    assert index_sessions([tmp_path / "t.parquet"], None).scattered == "s1"
-
-
 @pytest.mark.parametrize("suffix_", [".parquet", ".arrow", ".arrows", ".jsonl"])
 def test_turns_out_of_order_are_found_across_batches_and_files(tmp_path, suffix_):
     turns = tk.from_records(some_sessions(2)[1:])
@@ -236,16 +221,6 @@ def test_threads_write_the_same_bytes(tmp_path, monkeypatch):
         linearize_file(log, tmp_path / f"{threads}.parquet", threads=threads)
     first, *others = ((tmp_path / f"{n}.parquet").read_bytes() for n in (1, 2, 3))
     assert all(other == first for other in others)
-
-
-def test_turns_change_their_form(tmp_path, small):
-    log, delta, full = (tmp_path / f"{n}.parquet" for n in ("log", "delta", "full"))
-    write_log(some_sessions(), log)
-    turns = tk.read_turns(log)
-    assert compact_file(log, delta) == {"turns": len(turns)}
-    assert tk.read_turns(delta).equals(tk.compact(turns))
-    expand_file(delta, full)
-    assert tk.read_turns(full).equals(turns)
 
 
 @pytest.mark.parametrize("suffix_", ["parquet", "arrow", "arrows"])
@@ -494,17 +469,6 @@ def test_rows_whose_turns_are_all_set_aside_or_gone(tmp_path, small):
     assert as_text(pq.read_table(found).to_pylist()) == as_text(whole.to_pylist())
 
 
-def test_the_command_says_what_it_rejected(tmp_path, capsys):
-    log, rows, aside = (
-        str(tmp_path / f"{n}.parquet") for n in ("log", "rows", "aside")
-    )
-    write_log(some_sessions(3), Path(log))
-    argv = ["linearize", log, "-o", rows, "--rejected", aside]
-    assert cli.main(argv) == cli.DONE
-    assert "0 sessions rejected" in capsys.readouterr().out
-    assert run_json(capsys, *argv)["rejected"] == 0
-
-
 def test_the_command_says_that_it_gathers(tmp_path, small, capsys):
     log, rows = tmp_path / "log.parquet", tmp_path / "rows.parquet"
     write_log(scattered(some_sessions()), log)
@@ -528,23 +492,6 @@ def test_what_is_counted_does_not_depend_on_the_pieces(tmp_path, capsys, monkeyp
     assert said["pieces"] == said["whole"]
     assert said["whole"][0]["sessions"] == 12
     assert pq.read_table(table).equals(pq.read_table(whole))
-
-
-def test_pieces_do_not_depend_on_what_came_before(small):
-    turns = tk.from_records(some_sessions())
-    whole = list(session_batches.rechunk([turns]))
-    assert len(whole) > 3
-    assert pa.concat_tables(whole).equals(turns)
-    for k in range(len(whole)):
-        rest = pa.concat_tables(whole[k:])
-        some = (
-            [rest.slice(0, 0), rest]
-            if k % 2
-            else list(session_batches.whole_sessions(rest.to_batches(max_chunksize=2)))
-        )
-        assert [p.num_rows for p in session_batches.rechunk(some)] == [
-            p.num_rows for p in whole[k:]
-        ]
 
 
 def test_a_piece_ends_with_the_session_that_fills_it_however_the_turns_come():

@@ -590,7 +590,7 @@ def dropped_though_it_goes_on(rows):
     row["spans"][2]["kind"] = "no_splice_point"
     for span in row["spans"][2:]:
         span["start"] = span["stop"] = 10
-    return "row_tokens", 0, 5, 2
+    return "row_tokens", 0, 5, 5
 
 
 def piece_moved(rows):

@@ -18,7 +18,7 @@ import trajkit as tk
 from tests.generated import generated_runs
 from tests.made_tables import by_session, turns_table
 from trajkit.policies import PRESETS
-from trajkit.schema import ROWS
+from trajkit.schema import EMPTY_KINDS, ROWS
 
 OTHER = 77  # an id that no strategy draws
 
@@ -187,18 +187,103 @@ def planted_more(fault):
 # Each fault changes rows in place, at a place that ``pick`` chooses among all there are.
 
 
-@planted
-def mask_cleared(rows, pick):
-    row, k = pick(spots(rows, is_trained))
-    row["loss_mask"][k] = False
-    return Planted("mask", row, k)
+def of_token(column, value, where, rule):
+    """A fault that changes a value of one token: of those ``where(row, k)`` is true."""
+
+    def fault(rows, pick):
+        row, k = pick(spots(rows, where))
+        row[column][k] = value(row[column][k]) if callable(value) else value
+        return Planted(rule, row, k)
+
+    return fault
+
+
+def has_logprob(row, k):
+    return row["logprobs"][k] is not None
+
+
+def anywhere(row, k):
+    return True
+
+
+# name: column, its new value, the tokens that have a place, the rule
+for name, of in {
+    "mask_cleared": ("loss_mask", False, is_trained, "mask"),
+    "mask_set": ("loss_mask", True, is_context, "mask"),
+    "mask_null": ("loss_mask", None, anywhere, "null"),
+    "id_null": ("input_ids", None, anywhere, "null"),
+    "logprob_shifted": ("logprobs", lambda p: p - 0.0625, has_logprob, "logprob"),
+    "logprob_lost": ("logprobs", None, has_logprob, "logprob"),
+    "logprob_made_up": (
+        *("logprobs", 0.0),
+        *(lambda row, k: is_trained(row, k) and not has_logprob(row, k), "logprob"),
+    ),
+    "logprob_off_mask": ("logprobs", 0.0, is_context, "logprob"),
+    "sampled_id_changed": ("input_ids", OTHER, is_trained, "span_tokens"),
+}.items():
+    planted(of_token(*of)).__name__ = name
+
+
+def list_short(column):
+    def fault(rows, pick):
+        row = pick([r for r in rows if r["input_ids"]])
+        row[column].pop()
+        return Planted("length", row, len(row[column]))
+
+    return fault
+
+
+planted(list_short("loss_mask")).__name__ = "mask_short"
+planted(list_short("logprobs")).__name__ = "logprobs_short"
+
+
+def of_span(rule, *kinds, **change):
+    """A fault that changes fields of a span of one of the kinds.
+
+    A number is added to a field, anything else replaces it. A token that is no longer
+    trained loses its mask.
+    """
+
+    def fault(rows, pick):
+        row, span = pick(spans(rows, *kinds))
+        before = dict(span)
+        for name, value in change.items():
+            adds = type(value) is int
+            span[name] = span[name] + value if adds else value
+        if "trained" in (before["kind"], span["kind"]) and "kind" in change:
+            train(row, span, span["kind"] == "trained")
+        if span["kind"] in EMPTY_KINDS:
+            span["stop"] = span["start"]
+        if rule == "not_trained":
+            return not_trained(row, span["output_start"], span["turn_index"])
+        turn_index = None if rule == "span_turn" else span["turn_index"]
+        return Planted(rule, row, span["start"], turn_index)
+
+    return fault
+
+
+SHOWN = ("trained", "duplicate", "untrainable")
+# name: the rule, kinds of spans, and what changes
+for name, (rule, kinds, change) in {
+    "turn_of_nobody": ("span_turn", SHOWN, {"turn_index": 10_000}),
+    "kind_of_nobody": ("span_kind", SHOWN, {"kind": "lost"}),
+    "span_of_other_range": ("span_range", SHOWN, {"output_start": 1, "output_stop": 1}),
+    "span_shorter": ("span_range", SHOWN, {"stop": -1}),
+    "span_null": ("null", SHOWN, {"output_start": None}),
+    "absorbed_where_nothing_is": ("not_trained", ("trained",), {"kind": "absorbed"}),
+    "cut_where_nothing_is": ("span_kind", ("trained",), {"kind": "cut"}),
+    "called_duplicate": ("not_trained", ("trained",), {"kind": "duplicate"}),
+    "called_untrainable": ("untrainable", ("trained",), {"kind": "untrainable"}),
+    "untrainable_trained": ("untrainable", ("untrainable",), {"kind": "trained"}),
+}.items():
+    planted(of_span(rule, *kinds, **change)).__name__ = name
 
 
 @planted
-def mask_set(rows, pick):
-    row, k = pick(spots(rows, is_context))
-    row["loss_mask"][k] = True
-    return Planted("mask", row, k)
+def span_past_the_row(rows, pick):
+    row, span = pick([(r, r["spans"][-1]) for r in rows if _ends_in_piece(r)])
+    span["stop"] += 1
+    return Planted("span_place", row, span["start"], span["turn_index"])
 
 
 @planted
@@ -208,64 +293,6 @@ def mask_shifted(rows, pick):
     first = row["loss_mask"].index(True)
     row["loss_mask"] = [False, *row["loss_mask"][:-1]]
     return Planted("mask", row, first)
-
-
-@planted
-def mask_short(rows, pick):
-    row = pick([r for r in rows if r["input_ids"]])
-    row["loss_mask"].pop()
-    return Planted("length", row, len(row["loss_mask"]))
-
-
-@planted
-def mask_null(rows, pick):
-    row, k = pick(spots(rows, lambda r, k: True))
-    row["loss_mask"][k] = None
-    return Planted("null", row, k)
-
-
-@planted
-def id_null(rows, pick):
-    row, k = pick(spots(rows, lambda r, k: True))
-    row["input_ids"][k] = None
-    return Planted("null", row, k)
-
-
-@planted
-def logprob_shifted(rows, pick):
-    row, k = pick(spots(rows, lambda r, k: r["logprobs"][k] is not None))
-    row["logprobs"][k] -= 0.0625
-    return Planted("logprob", row, k)
-
-
-@planted
-def logprob_lost(rows, pick):
-    row, k = pick(spots(rows, lambda r, k: r["logprobs"][k] is not None))
-    row["logprobs"][k] = None
-    return Planted("logprob", row, k)
-
-
-@planted
-def logprob_made_up(rows, pick):
-    row, k = pick(
-        spots(rows, lambda r, k: r["loss_mask"][k] and r["logprobs"][k] is None)
-    )
-    row["logprobs"][k] = 0.0
-    return Planted("logprob", row, k)
-
-
-@planted
-def logprob_off_mask(rows, pick):
-    row, k = pick(spots(rows, is_context))
-    row["logprobs"][k] = 0.0
-    return Planted("logprob", row, k)
-
-
-@planted
-def logprobs_short(rows, pick):
-    row = pick([r for r in rows if r["input_ids"]])
-    row["logprobs"].pop()
-    return Planted("length", row, len(row["logprobs"]))
 
 
 @planted
@@ -281,13 +308,6 @@ def logprobs_of_next_token(rows, pick):
     here = slice(span["start"], span["stop"])
     row["logprobs"][here] = [*row["logprobs"][here][1:], row["logprobs"][span["start"]]]
     return Planted("logprob", row, span["start"], span["turn_index"])
-
-
-@planted
-def sampled_id_changed(rows, pick):
-    row, k = pick(spots(rows, is_trained))
-    row["input_ids"][k] = OTHER
-    return Planted("span_tokens", row, k)
 
 
 @planted
@@ -374,13 +394,6 @@ def row_cut_short(rows, pick):
 
 
 @planted
-def turn_of_nobody(rows, pick):
-    row, span = pick(spans(rows, "trained", "duplicate", "untrainable"))
-    span["turn_index"] = 10_000
-    return Planted("span_turn", row, span["start"])
-
-
-@planted
 def turns_confused(rows, pick):
     """Two pieces of a session, each said to be the other's turn."""
     row, span, other = pick(
@@ -399,36 +412,6 @@ def turns_confused(rows, pick):
 
 
 @planted
-def kind_of_nobody(rows, pick):
-    row, span = pick(spans(rows, "trained", "duplicate", "untrainable"))
-    span["kind"] = "lost"
-    return Planted("span_kind", row, span["start"], span["turn_index"])
-
-
-@planted
-def absorbed_where_nothing_is(rows, pick):
-    row, span = pick(spans(rows, "trained"))
-    train(row, span, False)
-    span.update(kind="absorbed", stop=span["start"])
-    return not_trained(row, span["output_start"], span["turn_index"])
-
-
-@planted
-def cut_where_nothing_is(rows, pick):
-    row, span = pick([(r, s) for r, s in spans(rows, "trained")])
-    train(row, span, False)
-    span.update(kind="cut", stop=span["start"])
-    return Planted("span_kind", row, span["start"], span["turn_index"])
-
-
-@planted
-def span_past_the_row(rows, pick):
-    row, span = pick([(r, r["spans"][-1]) for r in rows if _ends_in_piece(r)])
-    span["stop"] += 1
-    return Planted("span_place", row, span["start"], span["turn_index"])
-
-
-@planted
 def span_twice(rows, pick):
     row, span = pick(spans(rows, "trained", "duplicate", "untrainable"))
     row["spans"].insert(row["spans"].index(span), dict(span))
@@ -443,42 +426,11 @@ def spans_swapped(rows, pick):
 
 
 @planted
-def span_of_other_range(rows, pick):
-    row, span = pick(spans(rows, "trained", "duplicate", "untrainable"))
-    span["output_start"] += 1
-    span["output_stop"] += 1
-    return Planted("span_range", row, span["start"], span["turn_index"])
-
-
-@planted
-def span_shorter(rows, pick):
-    row, span = pick(spans(rows, "trained", "duplicate", "untrainable"))
-    span["stop"] -= 1
-    return Planted("span_range", row, span["start"], span["turn_index"])
-
-
-@planted
-def span_null(rows, pick):
-    row, span = pick(spans(rows, "trained", "duplicate", "untrainable"))
-    span["output_start"] = None
-    return Planted("null", row, span["start"], span["turn_index"])
-
-
-@planted
 def piece_not_said(rows, pick):
     """The mask trains a reply that no piece names."""
     row, span = pick(spans(rows, "trained"))
     row["spans"].remove(span)
     return Planted("mask", row, span["start"])
-
-
-@planted
-def called_duplicate(rows, pick):
-    """A reply that a row trained is context in all of them."""
-    row, span = pick(spans(rows, "trained"))
-    span["kind"] = "duplicate"
-    train(row, span, False)
-    return not_trained(row, span["output_start"], span["turn_index"])
 
 
 @planted
@@ -550,29 +502,6 @@ def rows_swapped(rows, pick):
 
 
 @planted
-def untrainable_trained(rows, pick):
-    row, span = pick(spans(rows, "untrainable"))
-    span["kind"] = "trained"
-    train(row, span, True)
-    return Planted("untrainable", row, span["start"], span["turn_index"])
-
-
-@planted
-def called_untrainable(rows, pick):
-    row, span = pick(spans(rows, "trained"))
-    span["kind"] = "untrainable"
-    train(row, span, False)
-    return Planted("untrainable", row, span["start"], span["turn_index"])
-
-
-@planted
-def prompt_longer(rows, pick):
-    row = pick([r for r in rows if r["spans"]])
-    row["prompt_length"] = row["spans"][0]["start"] + 1
-    return Planted("prompt_length", row, row["prompt_length"])
-
-
-@planted
 def parent_row_other(rows, pick):
     row = pick([r for r in rows if r["row_index"]])
     known = set(range(row["row_index"])) | {None}
@@ -588,34 +517,6 @@ def weights_of_rows(rows, pick):
     for row in group:
         row["row_weight"] = 1.0
     return Planted("row_weight", pick(group))
-
-
-@planted
-def ill_formed_hidden(rows, pick):
-    row = pick([r for r in rows if r["ill_formed"] and is_rich(r)])
-    row["ill_formed"] = False
-    return Planted("flags", row)
-
-
-@planted
-def use_tool_made_up(rows, pick):
-    row = pick([r for r in rows if is_rich(r)])
-    row["use_tool"] = True
-    return Planted("flags", row)
-
-
-@planted
-def last_turn_not_listed(rows, pick):
-    row = pick(rows)
-    row["turns"].pop()
-    return Planted("turns", row)
-
-
-@planted
-def other_turn_listed(rows, pick):
-    row = pick(rows)
-    row["turns"].insert(0, 10_000)
-    return Planted("turns", row)
 
 
 @planted
@@ -688,14 +589,6 @@ def token_appended(rows, pick):
     return Planted("row_tokens", row)
 
 
-@planted_more
-def segment_changed(rows, pick):
-    row = pick(rows)
-    kinds = {"final", "subagent", None} - {row["segment_kind"]}
-    row["segment_kind"] = pick(sorted(kinds, key=str))
-    return Planted("policy", row)
-
-
 def of_column(column, value, where, token, rule):
     """A fault that changes one value of a row."""
 
@@ -723,6 +616,19 @@ def is_shared(row):
 
 # name: column, its new value, the rows that have a place, the token named, the rule
 for name, of in {
+    "ill_formed_hidden": (
+        *("ill_formed", lambda r: False),
+        *(lambda r: r["ill_formed"] and is_rich(r), None, "flags"),
+    ),
+    "use_tool_made_up": ("use_tool", lambda r: True, is_rich, None, "flags"),
+    "prompt_longer": (
+        *("prompt_length", lambda r: r["spans"][0]["start"] + 1),
+        *(lambda r: r["spans"], "new", None),
+    ),
+    "last_turn_not_listed": ("turns", lambda r: r["turns"][:-1], always, None, None),
+    "other_turn_listed": (
+        *("turns", lambda r: [10_000, *r["turns"]], always, None, None),
+    ),
     "index_skipped": ("row_index", lambda r: r["row_index"] + 100, always, None, None),
     "prompt_negative": ("prompt_length", lambda r: -1, always, "new", None),
     "shared_length_more": (
@@ -760,6 +666,10 @@ for name, of in {
     ),
     "last_turn_changed": (
         *("last_turn", lambda r: r["last_turn"] + 1, always, None, "turns"),
+    ),
+    "segment_changed": (
+        *("segment_kind", lambda r: None if r["segment_kind"] else "final"),
+        *(always, None, "policy"),
     ),
     "flag_null": ("truncated", lambda r: None, always, None, "flags"),
 }.items():

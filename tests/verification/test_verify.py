@@ -271,6 +271,7 @@ def test_images_that_are_not_the_session_s():
     turns = tk.from_records([turn(prompt, [3, 9], mm_items=[image])])
     rows = tk.linearize(turns, "faithful", reward=1.0)
     assert tk.verify(rows, turns, "faithful").num_rows == 0
+    plain = tk.from_records([turn([1], [3])])
     for items, token in [
         (None, 1),
         ([image | {"hash": "cd" * 32}], 1),
@@ -287,15 +288,10 @@ def test_images_that_are_not_the_session_s():
         found = tk.verify(rows.set_column(at, ROWS.field("mm_items"), column), turns)
         first = found.to_pylist()[0]
         assert (first["rule"], first["token"]) == ("mm_items", token)
-
-
-def test_an_image_of_a_session_without_images():
-    image = {"kind": "image", "hash": "ab" * 32, "token_id": 7, "start": 0, "stop": 1}
-    turns = tk.from_records([turn([1], [3])])
-    rows = tk.linearize(turns, "faithful", reward=1.0)
-    at = rows.column_names.index("mm_items")
-    column = pa.array([[image]], ROWS.field("mm_items").type)
-    found = tk.verify(rows.set_column(at, ROWS.field("mm_items"), column), turns)
+    # a session that has none
+    rows = tk.linearize(plain, "faithful", reward=1.0)
+    column = pa.array([[image | {"start": 0, "stop": 1}]], column.type)
+    found = tk.verify(rows.set_column(at, ROWS.field("mm_items"), column), plain)
     assert found["rule"].to_pylist() == ["mm_items"]
 
 
@@ -498,58 +494,20 @@ def test_a_turn_that_may_not_be_trained_in_rows_without_pieces():
     ]
 
 
+PLAIN = {"input_ids": [[1]], "loss_mask": [[0]]}
+NAMED = {"input_ids": [[1], [2]], "loss_mask": [[0], [0]], "session_id": ["c", None]}
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "error", "said"),
     [
-        pytest.param(
-            {"input_ids": [[1]]}, {}, SchemaError, "loss_mask", id="no loss mask"
-        ),
-        pytest.param(
-            {
-                "input_ids": [[1], [2]],
-                "loss_mask": [[0], [0]],
-                "session_id": ["c", None],
-            },
-            {},
-            SchemaError,
-            "all or none",
-            id="a session here and there",
-        ),
-        pytest.param(
-            {"input_ids": [[1]], "loss_mask": [[0]]},
-            {"max_row_tokens": 0},
-            ArgumentError,
-            "max_row_tokens=0",
-            id="rows of no token",
-        ),
-        pytest.param(
-            {"input_ids": [[1]], "loss_mask": [[0]]},
-            {"max_row_tokens": True},
-            ArgumentError,
-            "max_row_tokens=True",
-            id="rows of no number",
-        ),
-        pytest.param(
-            {"input_ids": [[1]], "loss_mask": [[0]]},
-            {"weigh_by": "turn"},
-            ArgumentError,
-            "weigh_by='turn'",
-            id="weights of no sense",
-        ),
-        pytest.param(
-            {"input_ids": [[1]], "loss_mask": [[0]]},
-            {"policy": "slim"},
-            PolicyError,
-            "'slim'",
-            id="no such policy",
-        ),
-        pytest.param(
-            {"input_ids": [[1]], "loss_mask": [[0]]},
-            {"reward": {"d": 1.0}},
-            InvalidTurnsError,
-            "'c'",
-            id="no reward for a session",
-        ),
+        ({"input_ids": [[1]]}, {}, SchemaError, "loss_mask"),
+        (NAMED, {}, SchemaError, "all or none"),
+        (PLAIN, {"max_row_tokens": 0}, ArgumentError, "max_row_tokens=0"),
+        (PLAIN, {"max_row_tokens": True}, ArgumentError, "max_row_tokens=True"),
+        (PLAIN, {"weigh_by": "turn"}, ArgumentError, "weigh_by='turn'"),
+        (PLAIN, {"policy": "slim"}, PolicyError, "'slim'"),
+        (PLAIN, {"reward": {"d": 1.0}}, InvalidTurnsError, "'c'"),
     ],
 )
 def test_what_is_refused(rows, options, error, said):

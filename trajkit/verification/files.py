@@ -7,7 +7,7 @@ are (`trajkit.files.group`).
 
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -51,7 +51,7 @@ from trajkit.tables import limits
 from trajkit.tables.canonical import TableLike
 from trajkit.tables.session_batches import concat, whole_sessions
 from trajkit.tables.stages import one_by_one
-from trajkit.tables.take import empty_batch, take_rows
+from trajkit.tables.take import take_rows
 from trajkit.turns.session_metadata import Reward
 from trajkit.verification.context import violations_table
 from trajkit.verification.run import (
@@ -85,13 +85,12 @@ def verify_file(
     Parameters
     ----------
     rows : path
-        A file or a directory of rows, from `trajkit.linearize` or another system.
+        A file or a directory of rows, of trajkit or another system.
     turns : path
-        A file or a directory, or a list of them, as for `trajkit.read_turns`.
+        As for `trajkit.read_turns`.
     output : path
-        The file of the violations, or a directory of parts, as for
-        `trajkit.run`. Violations of sessions as such (no turns, not contiguous)
-        come first.
+        The file of the violations, or a directory of parts, as for `trajkit.run`.
+        Violations of sessions as such (no turns, not contiguous) come first.
     policy, reward, sessions, max_row_tokens, weigh_by
         As for `trajkit.verify`.
     **options
@@ -105,22 +104,12 @@ def verify_file(
 
     Raises
     ------
-    FormatError
-        As for `trajkit.read_turns`; ``output`` is a directory of another job's parts.
-    SchemaError, InvalidTurnsError
-        As for `trajkit.verify` and `trajkit.read_turns`; rows are in another order,
-        without ``gather``.
-    ArgumentError
-        As for `trajkit.verify`; the rows have no session_id, and ``output`` is a
-        directory or ``rejected`` is given.
+    FormatError, SchemaError, InvalidTurnsError, ArgumentError
+        As for `trajkit.verify` and `trajkit.run`. Without a policy there are no rows;
+        without ``gather`` they are in another order; without a session_id they need a
+        file as output, and no file of rejected sessions.
     """
-    judge = judge_of(
-        policy,
-        reward=reward,
-        sessions=sessions,
-        max_row_tokens=max_row_tokens,
-        weigh_by=weigh_by,
-    )
+    judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
     path = Path(rows)
     inputs = [Input(path)]
     index = index_sessions(paths_in(path), None, None)
@@ -195,12 +184,12 @@ class _RowReader:
         self._path, self._index = path, index
         self._notes, self._folder = notes, folder
         self._ranks: dict[str | None, int] = {}
+        self._rows = self._batches()
         self.faults: Iterator[pa.Table] = iter([])
         # rows of sessions that were read, by name, and the next session
-        self._held: dict[str, pa.Table] = {}
+        self._held: dict[str | None, pa.Table] = {}
         self._next: tuple[str | None, pa.Table | None] = None, None
         self._empty = ROWS.empty_table()
-        self._stack = ExitStack()
 
     def begin(self, turns: SessionIndex, done: int) -> None:
         """Start to read rows in the order of these turns."""
@@ -210,36 +199,26 @@ class _RowReader:
         if not done and (self._index.scattered is not None or not complete):
             # a run that continues has written these
             self.faults = self._session_faults()
-        misplaced = self._index.scattered or next(
-            (
-                name
-                for before, name in pairwise(known)
-                if self._ranks[name] < self._ranks[before]
-            ),
-            None,
-        )
-        batches = self._batches()
+        pairs = pairwise(known)
+        falls = (b for a, b in pairs if self._ranks[b] < self._ranks[a])
+        misplaced = self._index.scattered or next(falls, None)
         if misplaced is not None:
+            where = f"rows of session {misplaced!r} are not in the order of the turns"
             if self._folder is None:
                 raise InvalidTurnsError(
-                    f"session {misplaced!r}: its rows are not in the order of the turns. "
-                    "Sort them (sessions must be contiguous), or pass gather=True"
+                    f"{where}: sort them (sessions must be contiguous), or pass gather=True"
                 )
-            self._notes(
-                f"rows of session {misplaced!r} are not in the order of the turns: all "
-                "rows are sorted through temporary files first"
-            )
-            batches = self._sorted(batches, self._folder)
-        self._stack.callback(batches.close)
-        self._sessions = one_by_one(map(full, whole_sessions(batches, "rows")))
+            self._notes(f"{where}: all rows are sorted through temporary files first")
+            self._rows = self._sorted(self._rows, self._folder)
+        whole_ones = map(full, whole_sessions(self._rows, "rows"))
+        self._sessions = one_by_one(whole_ones)
         self._next = next(self._sessions, (None, None))
         if self._next[1] is not None:
-            schema = self._next[1].schema
-            self._empty = pa.Table.from_batches([empty_batch(schema)])
+            self._empty = self._next[1].slice(0, 0)
 
     def close(self) -> None:
         """Stop reading rows and delete temporary files."""
-        self._stack.close()
+        self._rows.close()
 
     def rows_of(self, turns: pa.Table) -> pa.Table:
         """The rows of the next sessions, or of some of the current ones."""
@@ -247,19 +226,17 @@ class _RowReader:
         if not names:
             return self._empty
         first, last = self._ranks[names[0]], self._ranks[names[-1]]
-        self._held = {
-            name: rows
-            for name, rows in self._held.items()
-            if self._ranks[name] >= first
-        }
+        held = self._held.items()
+        self._held = {name: own for name, own in held if self._ranks[name] >= first}
         name, rows = self._next
         while rows is not None and self._ranks.get(name, -1) <= last:
             if self._ranks.get(name, -1) >= first:
-                self._held[str(name)] = rows
+                self._held[name] = rows
             name, rows = next(self._sessions, (None, None))
         self._next = name, rows
-        wanted = [self._held[name] for name in names if name in self._held]
-        return concat(wanted) if wanted else self._empty
+        return concat(
+            [self._empty, *(self._held[name] for name in names if name in self._held)]
+        )
 
     def _session_faults(self) -> Iterator[pa.Table]:
         """Violations of sessions as such."""

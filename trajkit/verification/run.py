@@ -117,13 +117,7 @@ def verify(
     >>> found.select(["turn_index", "token", "rule"]).to_pylist()
     [{'turn_index': 0, 'token': 1, 'rule': 'not_trained'}]
     """
-    judge = judge_of(
-        policy,
-        reward=reward,
-        sessions=sessions,
-        max_row_tokens=max_row_tokens,
-        weigh_by=weigh_by,
-    )
+    judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
     return judge.found(any_rows(as_table(rows)), as_turns(turns))
 
 
@@ -153,7 +147,6 @@ def verify_batches(
 
 def judge_of(
     policy: str | Policy | None,
-    *,
     reward: Reward = None,
     sessions: TableLike | None = None,
     max_row_tokens: int | None = None,
