@@ -6,7 +6,7 @@ or any valid choices, compares, and goes on with others. MODE is
 twins
     links, rows, payloads and report against slow implementations;
 forms
-    the table against its delta forms, the recorder, streams, threads and layouts, and
+    the table against its delta forms, the recorder, streams, threads and stored rows, and
     `trajkit.verify` finds nothing.
 
 A case that fails is made smaller (sessions and calls left out, ids and messages cut), and
@@ -47,6 +47,7 @@ from tests.made_tables import (
     streamed,
     turns_table,
 )
+from trajkit.files.dedup import decoded, encoded
 from trajkit.tables import limits
 
 REGRESSIONS = Path(__file__).parents[1] / "tests" / "regressions"
@@ -223,9 +224,7 @@ def _between_forms(case: Case) -> str | None:
         lambda: same("delta", linearized(tk.compact(table), policy, **options)),
         lambda: same("threads", _on_threads(table, policy, draw, options)),
         lambda: same("stream", _streamed(table, policy, draw, options)),
-        lambda: _other_layout(
-            table, policy, rows.drop_columns(PAYLOADS), {**options, "payloads": ()}
-        ),
+        lambda: _stored(rows),
         lambda: same("recorder", _recorded(case, policy, rows, draw, options)),
         lambda: _verified(case, table, rows),
         lambda: _by_chance(case, policy, draw, options),
@@ -267,14 +266,9 @@ def _streamed(
     return pa.Table.from_batches(rows), pa.Table.from_batches(counts)
 
 
-def _other_layout(
-    table: pa.Table, policy: tk.Policy, rows: pa.Table, options: dict[str, Any]
-) -> str | None:
-    suffix = tk.linearize(table, policy, layout="suffix", **options)
-    if not tk.full_rows(suffix).equals(rows):
-        return "suffix: its full rows are others"
-    if not tk.suffix_rows(rows).equals(suffix):
-        return "suffix: the suffixes of the full rows are others"
+def _stored(rows: pa.Table) -> str | None:
+    if not decoded(encoded(rows)).equals(rows):
+        return "dedup: the rows of the file are others"
     return None
 
 

@@ -129,7 +129,6 @@ def test_a_choice_like_a_known_one_is_named(make, said):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: tk.linearize(TURNS, layout="sufix"), "did you mean 'suffix'"),
         (lambda: tk.linearize(TURNS, max_row_tokens=0), "max_row_tokens=0"),
         (lambda: tk.verify(ROWS, TURNS, weigh_by="tokens"), "did you mean 'token'"),
         (lambda: tk.learn.advantages(ROWS, baseline="men"), "baseline='men'"),

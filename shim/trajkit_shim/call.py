@@ -266,7 +266,7 @@ class Gateway:
         `EngineError`: the prompt is invalid, or the engine failed.
         """
         info = await self.engine.info()
-        limit = context.session.terms.limits.max_context_tokens
+        limit = context.session.terms.limits.get("max_context_tokens")
         limit = limit or info.max_context_tokens
         info = replace(info, max_context_tokens=min(limit, info.max_context_tokens))
         made = await asyncio.to_thread(NewTurn, context, info)

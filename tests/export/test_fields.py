@@ -649,11 +649,6 @@ def test_rows_of_a_session_in_pieces_are_refused(target):
 # --- the trainer's loss over exported rows is the reference loss
 
 
-def test_rows_in_the_suffix_layout_are_exported_alike():
-    rows = sample_rows()
-    assert slime.sample_fields(tk.suffix_rows(rows)) == slime.sample_fields(rows)
-
-
 def rows_with_an_image(folder, **choices):
     """A turn before the image and one after it, and the image's file."""
     folder.mkdir(exist_ok=True)

@@ -347,7 +347,6 @@ def test_weights_do_not_depend_on_the_other_rows(weighted):
 
 def test_counts_of_a_step_are_those_of_its_rows():
     assert export.step_counts(uneven()) == COUNTS
-    assert export.step_counts(tk.suffix_rows(uneven())) == COUNTS
 
 
 @pytest.mark.parametrize(

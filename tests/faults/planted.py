@@ -74,12 +74,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/schema/rows.py",
-        "tests/turns/test_validation.py tests/rows/test_suffix_layout.py",
-        (
-            "suffix_start may be negative",
-            "(first < 0) | (first > shared)",
-            "(first > shared)",
-        ),
+        "tests/turns/test_validation.py tests/verification/test_verify.py",
         (
             "a row without a response is refused",
             "broken(values > n_ids, rule, values, n_ids)",
@@ -113,6 +108,30 @@ PYTHON = (
         ),
     ),
     _place(
+        "trajkit/files/dedup.py",
+        "tests/files/test_dedup.py",
+        (
+            "a trained token may be left to the parent",
+            "most = np.minimum(first, np.where(found, ids.lengths[parent], 0))",
+            "most = np.where(found, ids.lengths[parent], 0)",
+        ),
+        (
+            "a parent that is not in the table stores the prefix",
+            "np.where(found, ids.lengths[parent], 0))",
+            "ids.lengths[parent])",
+        ),
+        (
+            "a stored row may begin before its first token",
+            "(start < 0) | (start > most)",
+            "(start > most)",
+        ),
+        (
+            "a row may be its own parent in a file",
+            "    found &= parent < np.arange(len(parent))\n    most = np.where",
+            "    most = np.where",
+        ),
+    ),
+    _place(
         "trajkit/turns/content_rules.py",
         "tests/turns/test_validation.py tests/turns/test_images.py",
         (
@@ -140,8 +159,8 @@ PYTHON = (
             "if name is not None:",
         ),
         (
-            "null ids are not found before the layout changes",
-            "read_ids |= any(chunk.values.null_count for chunk in rows.column(ids).chunks)",
+            "null ids are not found before rows are packed",
+            'read_ids |= any(one.values.null_count for one in rows.column("input_ids").chunks)',
             "read_ids |= False",
         ),
     ),
@@ -655,6 +674,7 @@ PYTHON = (
             '(requests["n_keys"] != 0) | (requests["shared"] != 0)',
             '(requests["n_keys"] != 0)',
         ),
+        ("weights may be off by a thousandth", "_ROUNDING = 1e-9", "_ROUNDING = 1e-3"),
         (
             "tokens without a logprob must train",
             'self.policy.missing_logprobs == "untrain"',
@@ -669,7 +689,6 @@ PYTHON = (
             "if case.cap is None or min(n, case.cap) == len(ids):",
             "if case.cap is None:\n        return True\n    if min(n, case.cap) == len(ids):",
         ),
-        ("weights may be off by a thousandth", "_ROUNDING = 1e-9", "_ROUNDING = 1e-3"),
         (
             "turns need not end with last_turn",
             "if last is not None and listed[-1:] != [last]:",
@@ -677,8 +696,8 @@ PYTHON = (
         ),
         (
             "weights of an empty range count",
-            'max(one["start"], spans.out_start[k]) < min(',
-            'max(one["start"], spans.out_start[k]) <= min(',
+            'if start < min(one["stop"], spans.out_stop[k]):',
+            'if start <= min(one["stop"], spans.out_stop[k]):',
         ),
         (
             "use_tool of a row may be true for no turn",
@@ -697,13 +716,13 @@ PYTHON = (
         ),
         (
             "the first output of a spliced row follows any end of its prompt",
-            "            tail = prompt\n",
-            "            pass\n",
+            "due = prompt if before < 0 else prompt[",
+            "due = prompt[",
         ),
         (
             "a spliced row may end before its last turn",
-            'if call >= 0 and (ends or calls.calls["out_len"][call] == 0)',
-            "if call >= 0",
+            'return order[-1:] if ends or not calls.calls["out_len"][order[-1]] else []',
+            "return order[-1:]",
         ),
     ),
     _place(
@@ -711,12 +730,12 @@ PYTHON = (
         "tests/verification/test_verify.py tests/rows/test_splice.py",
         (
             "only tokens are compared with the rows of the policy",
-            "if own and shared == max(len(ids), len(expected)):",
-            "if False:",
+            "if not (own and equal):",
+            "if True:",
         ),
         (
             "spans may come in any order",
-            "if not alone and here != there:",
+            "if not alone and row.spans != due.spans:",
             "if False:",
         ),
     ),
@@ -825,7 +844,7 @@ NATIVE = (
     _place(
         "_native/plan/plan.pxi",
         "tests/rows/test_policies.py tests/rows/test_segments.py "
-        "tests/rows/test_splice.py tests/rows/test_suffix_layout.py "
+        "tests/rows/test_splice.py tests/files/test_dedup.py "
         "tests/rows/test_forest_routes.py tests/rows/test_links.py "
         "tests/rows/test_rows.py",
         (
@@ -852,12 +871,6 @@ NATIVE = (
             "drift < choices.fork_threshold:",
             "drift <= choices.fork_threshold",
             "drift < choices.fork_threshold",
-        ),
-        (
-            "a suffix may begin after the first trained token",
-            "row.first_trained = min(row.first_trained, part.start)",
-            "row.first_trained",
-            "min(row.first_trained, part.start)",
         ),
         (
             "duplicates of other chains are not counted",
@@ -1100,12 +1113,6 @@ NATIVE = (
             "a null logprob of an edge is given",
             "given[stop + e] = 0",
             "",
-        ),
-        (
-            "a suffix that begins with a trained token is refused",
-            "if bad < 0 and counts[r] and rows[r].stored == 0:",
-            "True",
-            "rows[r].stored == 0",
         ),
     ),
     _place(

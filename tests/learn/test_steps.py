@@ -120,10 +120,8 @@ GAINS = pa.table(
 )
 
 
-@pytest.mark.parametrize("suffix", [False, True])
-def test_each_trained_token_has_the_advantage_of_its_turn(suffix):
+def test_each_trained_token_has_the_advantage_of_its_turn():
     rows = drifting()
-    rows = tk.suffix_rows(rows) if suffix else rows
     found = tk.add_advantages(rows, GAINS)
     assert found["advantage"].to_pylist() == [
         [0, 0, 1, 1, 0, -2, -2, -2],

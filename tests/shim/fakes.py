@@ -21,15 +21,13 @@ from trajkit_shim.engines.base import (
 )
 from trajkit_shim.engines.embedded import END, chat_files
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.prompting.conversation import (
     Budget,
     Conversation,
     Node,
     next_position,
 )
-from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.prompting.tokenizer import ModelTokenizer
+from trajkit_shim.prompting.render import ChatRenderer, Ids, ModelTokenizer
 from trajkit_shim.replies.parse import parse
 from trajkit_shim.replies.parsers import HERMES
 

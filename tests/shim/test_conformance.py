@@ -32,7 +32,6 @@ BROKEN = '<tool_call>\n{"name": "f", "arguments": {"n": \n</tool_call>'
 ROOT = Path(__file__).parent.parent.parent
 
 EACH = pytest.mark.parametrize("name", NAMES)
-ALL = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 # what is sampled in a case, and the text, the reasoning and the number of calls it holds
@@ -55,7 +54,7 @@ def arguments(given):
 
 
 @EACH
-@ALL
+@BOTH
 @pytest.mark.parametrize("case", ENDS)
 async def test_a_call_that_is_answered(tmp_path, name, stream, case):
     word = dict(zip(NAMES, ENDS[case], strict=True))[name]
@@ -87,6 +86,8 @@ async def test_a_call_that_is_answered(tmp_path, name, stream, case):
     assert len(set(answer.ids)) == calls
     assert answer.tokens == (len(turn["prompt_ids"]), len(turn["output_ids"]))
     assert turn["protocol"] == name
+    broken = case == "a call that does not parse"
+    assert (turn["use_tool"], turn["ill_formed"]) == (calls > 0, broken)
     if failed:
         assert turn["messages"][-1]["role"] == "tool"
         assert "no such file" in RENDERER.decode(engine.prompts[1], ended=False)
@@ -148,6 +149,10 @@ async def test_a_call_that_fails(tmp_path, name, stream, case):
     word = dict(zip(NAMES, words, strict=True))[name]
     assert (failure.status, failure.word) == (status, word)
     assert failure.message
+    if case == "a prompt that is too long":
+        # the words that make clients compact
+        words = {"anthropic": "prompt is too long: ", "gemini": "exceeds the maximum"}
+        assert words.get(name, "maximum context") in failure.message
     # the one call that the engine began is context only
     assert recorded == ([False] if case == "the engine cuts the call short" else [])
 

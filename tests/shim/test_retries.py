@@ -8,7 +8,7 @@ import pytest
 
 from tests.shim.clients import http_of, in_process
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
-from trajkit_shim.delivery import KEPT, is_retry
+from trajkit_shim.delivery import KEPT
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
@@ -271,17 +271,3 @@ async def test_the_official_clients_say_that_they_retry(tmp_path):
         await two.close()
     assert reply.choices[0].message.content == "a"
     assert message.content[0].text == "b"
-
-
-@pytest.mark.parametrize(
-    ("headers", "said"),
-    [
-        ({}, False),
-        ({"x-stainless-retry-count": "0"}, False),
-        ({"x-stainless-retry-count": "2"}, True),
-        ({"x-stainless-retry-count": "-1"}, False),
-        ({"x-stainless-retry-count": ""}, False),
-    ],
-)
-def test_says_retry(headers, said):
-    assert is_retry(headers) is said

@@ -220,15 +220,14 @@ def test_a_connection_whose_request_does_not_arrive_is_closed(
 
 def test_small_parts_of_an_answer_are_sent_at_once(tmp_path, monkeypatch):
     """Without TCP_NODELAY the second part waits for the first one's receipt."""
-    found = []
+    found, made = [], serve._Connection.connection_made
 
-    class Watched(serve._Protocol):
-        def connection_made(self, transport):
-            super().connection_made(transport)
-            line = transport.get_extra_info("socket")
-            found.append(line.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+    def watched(self, transport):
+        made(self, transport)
+        line = transport.get_extra_info("socket")
+        found.append(line.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
-    monkeypatch.setattr(serve, "_Protocol", Watched)
+    monkeypatch.setattr(serve._Connection, "connection_made", watched)
     with running(create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))) as url:
         http.get(f"{url}/healthz")
     assert found == [1]

@@ -59,10 +59,9 @@ def test_a_column_that_packs_lack_is_named():
         pack.column("reward")
 
 
-@pytest.mark.parametrize("layout", [tk.full_rows, tk.suffix_rows])
-def test_rows_are_padded_on_the_right(layout):
+def test_rows_are_padded_on_the_right():
     rows = rows_of("head_dropped")
-    dataset = RowDataset(layout(rows), ["advantage"])
+    dataset = RowDataset(rows, ["advantage"])
     loader = DataLoader(
         dataset,
         batch_size=2,

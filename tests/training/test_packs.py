@@ -52,20 +52,18 @@ def fork():
     st.sampled_from(POLICIES),
     st.sampled_from(["repeat", "carry"]),
     st.sampled_from(["tree", "rows"]),
-    st.booleans(),
     st.sampled_from([1, 4]),
     st.integers(0, 20),
 )
 def test_packs_of_policies_have_every_trained_token_in_its_context(
-    turns, policy, oversize, layout, suffix, align, more
+    turns, policy, oversize, layout, align, more
 ):
     table = rows_of(turns, policy)
     lines = table.to_pylist()
     longest = max((len(row["input_ids"]) for row in lines), default=1)
     limit = longest + more if oversize == "repeat" else 1 + more
     limit += -limit % align
-    given = tk.suffix_rows(table) if suffix else table
-    packs = tk.pack(given, limit, layout=layout, oversize=oversize, align=align)
+    packs = tk.pack(table, limit, layout=layout, oversize=oversize, align=align)
     check_packs(packs.to_pylist(), lines, limit)
     n = sum(packs["n_tokens"].to_pylist())
     if layout == "rows":
@@ -74,13 +72,13 @@ def test_packs_of_policies_have_every_trained_token_in_its_context(
         assert n == n_distinct(lines)
 
 
-@given(st.randoms(use_true_random=False), st.integers(1, 4), st.booleans())
-def test_packs_of_random_forests_are_those_of_brute_force(random, n, suffix):
+@given(st.randoms(use_true_random=False), st.integers(1, 4))
+def test_packs_of_random_forests_are_those_of_brute_force(random, n):
     lines = random_rows(random, n, group=random.choice([None, "g"]))
     choices = random_choices(random, lines)
     table = rows_table(lines)
     packs = tk.pack(
-        tk.suffix_rows(table) if suffix else table,
+        table,
         columns=["advantage", "mark"],
         **choices,
     )
@@ -117,7 +115,7 @@ def test_the_loss_over_edges_is_the_reference_loss(library, reduce, random):
     expected = tk.learn.reference_loss(table, now, reduce=reduce)
 
     packs = tk.pack(
-        tk.suffix_rows(table),
+        table,
         20,
         oversize="carry",
         columns=["advantage", "observation_weight"],
@@ -162,7 +160,7 @@ def test_values_of_edges_come_back_to_their_tokens(random, n):
     ]
     assert tk.unpack(packs, values, table).to_pylist() == expected
     flat = np.concatenate([np.array(one) for one in values])
-    assert tk.unpack(packs, flat, tk.suffix_rows(table)).to_pylist() == expected
+    assert tk.unpack(packs, flat, table).to_pylist() == expected
 
 
 def test_values_that_fit_no_edge_are_refused():
@@ -267,7 +265,7 @@ def test_rows_share_tokens_only_where_the_same_columns_agree():
     packs = tk.pack(table, 99, same=["experts"])
     assert packs["n_tokens"].to_pylist() == [4 + 3 + 1]
     assert tk.verify_packs(packs, table).num_rows == 0
-    packs = tk.pack(tk.suffix_rows(table), 99, same=["experts", "image"])
+    packs = tk.pack(table, 99, same=["experts", "image"])
     assert packs["n_tokens"].to_pylist() == [4 + 3 + 5]
     assert tk.verify_packs(packs, table).num_rows == 0
 
@@ -291,7 +289,6 @@ def test_a_token_that_nothing_predicts_is_refused():
         tk.pack(table, 9)
 
 
-@pytest.mark.parametrize("suffix", [False, True])
 @pytest.mark.parametrize(
     ("ids", "rule"),
     [
@@ -299,25 +296,12 @@ def test_a_token_that_nothing_predicts_is_refused():
         ([1, 2, None, 6, 7], r"\[2\] is null"),
     ],
 )
-def test_ids_that_are_no_tokens_are_refused(ids, rule, suffix):
+def test_ids_that_are_no_tokens_are_refused(ids, rule):
     table = fork()
     place = table.column_names.index("input_ids")
     column = pa.array([[1, 2, 3, 4], ids], table.schema.field(place).type)
     table = table.set_column(place, table.schema.field(place), column)
-    if suffix:
-        names = table.column_names
-        table = table.rename_columns(
-            [
-                {
-                    "input_ids": "suffix_ids",
-                    "loss_mask": "suffix_mask",
-                    "logprobs": "suffix_logprobs",
-                }.get(name, name)
-                for name in names
-            ]
-        )
-        table = table.append_column("suffix_start", pa.array([0, 0], pa.int32()))
-    with pytest.raises(InvalidTurnsError, match=f"row 1: (input|suffix)_ids{rule}"):
+    with pytest.raises(InvalidTurnsError, match=f"row 1: input_ids{rule}"):
         tk.pack(table, 9)
 
 

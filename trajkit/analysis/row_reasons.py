@@ -56,8 +56,8 @@ def why(
     Parameters
     ----------
     turns : table
-        `trajkit.schema.TURNS` in full or delta form. Or `trajkit.schema.ROWS` of either
-        layout: then a row is compared with its ``parent_row``, ``parent`` is the turn in
+        `trajkit.schema.TURNS` in full or delta form. Or `trajkit.schema.ROWS`:
+        then a row is compared with its ``parent_row``, ``parent`` is the turn in
         whose reply they part, and ``policy`` and ``tokenizer`` are not used. Rows of
         other systems, as `trajkit.check_rows` takes them, are compared with the earlier
         row (of their session, if they name it) that shares most.
@@ -92,15 +92,15 @@ def why(
     """
     table = as_table(turns)
     names = table.column_names
-    if is_rows(names) and not {"spans", "suffix_mask"} & {*names}:
-        return _of_foreign(plain_rows(table))
-    if {"spans", "suffix_mask"}.intersection(table.column_names):
+    if is_rows(names):
+        if "spans" not in names:
+            return _of_foreign(plain_rows(table))
         rows = canonical_rows(table)
         return _lines(rows, _parting(rows))
     chosen = named_policy(policy)
     table = as_turns(table)
     links = link(table, chosen)
-    rows = linearize(table, chosen, layout="suffix")
+    rows = linearize(table, chosen)
     return _lines(rows, _departing(table, links, tokenizer))
 
 

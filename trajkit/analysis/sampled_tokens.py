@@ -132,7 +132,6 @@ class _Outputs:
             policy,
             sessions=self._facts.table,
             max_row_tokens=None if cap == NO_LIMIT else cap,
-            layout="suffix",
         ).select(["session_id", "row_index", "turns", "spans"])
         return rows, spans_of(rows, self._sampled, sessions_of(rows, calls))
 

@@ -17,7 +17,6 @@ import pyarrow as pa
 from trajkit._arguments import check_choice, chosen_int
 from trajkit.errors import ExportError, NoSignalWarning
 from trajkit.learn._checks import session_codes, trained_tokens
-from trajkit.rows.suffix_layout import full_rows
 from trajkit.schema import PAYLOADS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical_rows, place
@@ -117,7 +116,7 @@ class StepCounts:
 
 def step_counts(rows: TableLike) -> StepCounts:
     """The counts of a step that trains these rows, and no others."""
-    table = full_rows(canonical_rows(as_table(rows)))
+    table = canonical_rows(as_table(rows))
     trained = trained_tokens(table)
     session, _ = session_codes(table)
     return StepCounts(len(np.unique(session[trained > 0])), int(trained.sum()))
@@ -178,7 +177,7 @@ def checked_rows(
     the trainer's option for the length of a row, beyond which it cuts, and its value.
     ``untrained``: rows may train nothing.
     """
-    table = full_rows(canonical_rows(as_table(rows)))
+    table = canonical_rows(as_table(rows))
     _check_images(table, images)
     for name in PAYLOADS:
         if name not in carried and has_payload(table, name):

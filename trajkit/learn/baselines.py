@@ -182,7 +182,7 @@ def add_advantages(rows: TableLike, sessions: TableLike) -> pa.Table:
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``.
+        `trajkit.schema.ROWS`.
     sessions : table
         A table with ``session_id`` and ``advantage``, from
         `trajkit.learn.advantages`. If it also has ``turn_index`` or ``row_index``

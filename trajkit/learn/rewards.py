@@ -48,7 +48,7 @@ def spread_rewards(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session. Each row
+        `trajkit.schema.ROWS` with all rows of each session. Each row
         has the reward of its rollout, as `trajkit.linearize` writes it.
     mode : {"copy", "uniform", "final_only", "per_turn", "last_turn", "per_segment"}
         copy

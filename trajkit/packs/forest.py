@@ -108,21 +108,16 @@ OBSERVED = "observation_weight"
 def row_records(table: pa.Table) -> tuple[Records, list[Any]]:
     """Rows, which passed `check_layout`, as PACK_ROW records, and what these point into.
 
-    ``parent``, ``origin`` and ``line`` are lines of the table. Raises `InvalidTurnsError`
+    ``parent`` and ``line`` are lines of the table. Raises `InvalidTurnsError`
     if the parent of a row is not in the table.
     """
-    suffix = "suffix_ids" in table.column_names
-    prefix = "suffix_" if suffix else ""
     records = np.zeros(table.num_rows, PACK_ROW)
     records["line"] = np.arange(table.num_rows)
-    data, _, first, n = _lists(table.column(f"{prefix or 'input_'}ids"))
+    data, _, first, records["length"] = _lists(table.column("input_ids"))
     records["ids"] = data + 4 * first
-    if suffix:
-        records["stored"] = table.column("suffix_start").to_numpy()
-    records["length"] = records["stored"] + n
-    mask = table.column("suffix_mask" if suffix else "loss_mask")
+    mask = table.column("loss_mask")
     records["mask"], _, records["mask_bit"], _ = _lists(mask)
-    logprobs = table.column("suffix_logprobs" if suffix else "logprobs")
+    logprobs = table.column("logprobs")
     data, valid, first, _ = _lists(logprobs)
     records["logprobs"] = data + 4 * first
     records["valid"], records["valid_bit"] = valid, first
@@ -138,7 +133,7 @@ def row_records(table: pa.Table) -> tuple[Records, list[Any]]:
             "loss, clear their loss_mask"
         )
     shares = found & (shared > 0)
-    records["parent"] = records["origin"] = np.where(shares, parent, -1)
+    records["parent"] = np.where(shares, parent, -1)
     records["shared"] = np.where(shares, shared, 0)
     return records, [table, mask, logprobs]
 
@@ -205,7 +200,7 @@ def edge_values(
 
 
 def add_observed(table: pa.Table, records: Records) -> tuple[Bools, list[Any]]:
-    """Give the records of rows in the layout "full" an edge for each observed token, too.
+    """Give the records of rows an edge for each observed token, too.
 
     Return the loss masks of the rows, end to end, and what the records point into.
     Raises `SchemaError` if the column of weights is absent or has no weight per token.
@@ -308,9 +303,8 @@ def join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Recor
     ]
     names = table.column("group_id").take(pa.array(root)).to_pylist()
     groups = list(zip(names, *kinds, strict=True))
-    name = "suffix_ids" if "suffix_ids" in table.column_names else "input_ids"
-    values = list_values(table.column(name)).to_numpy()
-    ends = offsets_of(records["length"] - records["stored"])
+    values = list_values(table.column("input_ids")).to_numpy()
+    ends = offsets_of(records["length"])
     ids = {int(row): values[ends[row] : ends[row + 1]] for row in root}
     # two rows that start alike for longest are neighbours in lexical order
     ranked = sorted(
@@ -329,12 +323,11 @@ def join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Recor
 
 
 def taken(records: Records, order: Longs) -> Records:
-    """The records in another order, which their parents and origins follow."""
+    """The records in another order, which their parents follow."""
     place = np.full(len(records) + 1, -1, np.int64)
     place[order] = np.arange(len(order))
     out = records[order]
-    for name in ("parent", "origin"):
-        out[name] = place[out[name]]
+    out["parent"] = place[out["parent"]]
     return out
 
 

@@ -22,7 +22,6 @@ from trajkit.packs.forest import (
     pack_items,
     row_records,
 )
-from trajkit.rows.suffix_layout import full_rows
 from trajkit.schema import PACKS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical_rows, place
@@ -118,7 +117,7 @@ def pack(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session.
+        `trajkit.schema.ROWS` with all rows of each session.
     max_tokens : int
         Maximum number of tokens in a pack. With 1.25 to 1.5 times the longest row, few
         tokens are repeated.
@@ -266,8 +265,6 @@ def _packed(
 ) -> pa.Table:
     table = canonical_rows(rows)
     check_layout(table, read_ids=False)
-    if OBSERVED in options.columns:
-        table = full_rows(table)
     records, keep = row_records(table)
     trained = None
     if OBSERVED in options.columns:

@@ -16,11 +16,16 @@ from trajkit._arguments import check_choice, chosen_int
 from trajkit.errors import SchemaError
 from trajkit.learn.loss import Reduce
 from trajkit.packs.forest import OBSERVED, edge_values, per_token, value_codes
-from trajkit.rows.suffix_layout import full_rows
 from trajkit.schema import PACK_VIOLATIONS, PACKS
 from trajkit.schema.engine import Violation, as_lines
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.canonical import TableLike, as_table, canonical, is_list
+from trajkit.tables.canonical import (
+    TableLike,
+    as_table,
+    canonical,
+    canonical_rows,
+    is_list,
+)
 from trajkit.tables.ragged import Longs, Ragged, offsets_of, positions
 from trajkit.tables.take import list_values, take_values
 from trajkit.turns.flat_buffers import FlatRows, flat_rows
@@ -53,7 +58,7 @@ def verify_packs(
         edge_source, edge_row and edge_position; other columns are checked where they are
         there.
     rows : table
-        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``: all rows that were packed.
+        `trajkit.schema.ROWS`: all rows that were packed.
     max_tokens : int, optional
         Tokens that a pack may have, with padding. None: any number.
     reduce : {"mean", "sum"}
@@ -88,8 +93,7 @@ def verify_packs(
     if max_tokens is not None:
         max_tokens = chosen_int("max_tokens", max_tokens, 1)
     check_choice("reduce", reduce, Reduce)
-    # rows in the layout "full" come back as they are
-    table = full_rows(as_table(rows))
+    table = canonical_rows(as_table(rows))
     source = as_table(packs)
     given = canonical(source, _ANY_PACKS)
     images = None

@@ -23,7 +23,7 @@ from trajkit.recorder.session import (
     Types,
     with_metadata,
 )
-from trajkit.rows.linearize import Layout, linearize, reads_turns, rows_and_report
+from trajkit.rows.linearize import linearize, reads_turns, rows_and_report
 from trajkit.tables.canonical import TableLike
 from trajkit.turns.messages import check_text
 from trajkit.turns.session_metadata import Reward, one_session
@@ -122,7 +122,7 @@ class SessionRows(NamedTuple):
     Attributes
     ----------
     rows : Table
-        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX`` in layout "suffix".
+        `trajkit.schema.ROWS`.
     report : Table
         `trajkit.schema.REPORT`, one row.
     """
@@ -137,7 +137,6 @@ class LinearizeOptions(TypedDict, total=False):
     reward: Reward
     sessions: TableLike | None
     max_row_tokens: int | None
-    layout: Layout
     payloads: Sequence[str]
 
 
@@ -146,7 +145,7 @@ class RowOptions(LinearizeOptions, total=False):
 
     Attributes
     ----------
-    reward, sessions, max_row_tokens, layout, payloads
+    reward, sessions, max_row_tokens, payloads
         As for `trajkit.linearize`.
     group_id : str or None
         The task that several rollouts share. Not with ``sessions``.
@@ -407,7 +406,7 @@ class Recorder:
         Returns
         -------
         Table
-            `trajkit.schema.ROWS`, or ``ROWS_SUFFIX`` in layout "suffix".
+            `trajkit.schema.ROWS`.
 
         Raises
         ------

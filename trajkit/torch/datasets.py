@@ -11,7 +11,6 @@ from torch import Tensor
 
 from trajkit._arguments import check_choice, chosen_int
 from trajkit.errors import InvalidTurnsError, SchemaError
-from trajkit.rows.suffix_layout import full_rows
 from trajkit.schema import PACKS
 from trajkit.tables.canonical import (
     TableLike,
@@ -228,7 +227,7 @@ class RowDataset:
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``.
+        `trajkit.schema.ROWS`.
     columns : sequence of str
         Further columns, a number per row or per token, such as ``advantage``.
     images : {"error", "items"}
@@ -249,7 +248,7 @@ class RowDataset:
         *,
         images: Images = "error",
     ) -> None:
-        table = full_rows(canonical_rows(as_table(rows)))
+        table = canonical_rows(as_table(rows))
         self._table = _with_engine_ids(table, images)
         self._images = images
         self._names = [*_PADDING, "row_weight", *columns]

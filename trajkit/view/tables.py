@@ -160,9 +160,9 @@ class PolicyTables:
 
     @cached_property
     def linearized(self) -> tuple[BySession, BySession]:
-        """`trajkit.schema.ROWS_SUFFIX` and ``REPORT``."""
+        """`trajkit.schema.ROWS` and ``REPORT``."""
         rows, report = rows_and_report(
-            self._turns, self.policy, sessions=self._sessions, layout="suffix"
+            self._turns, self.policy, sessions=self._sessions
         )
         return BySession(rows), BySession(report)
 

@@ -15,7 +15,7 @@ from trajkit_shim.chat.reply import Call, Parsed
 from trajkit_shim.engines.http import Connections, EngineServer, reading
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.attribution import Ids
+from trajkit_shim.prompting.render import Ids
 from trajkit_shim.replies.parse import THINK, ReplyParser, Tools
 from trajkit_shim.replies.parsers import DECODER
 
