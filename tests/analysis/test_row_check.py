@@ -191,8 +191,9 @@ FORMS = {
     },
     "sft": sft.labels_table(ROWS),
     "skyrl-sft": sft.mask_table(ROWS),
-    "padded labels": {
-        name: np.asarray(value) for name, value in sft.padded_labels(ROWS, 0).items()
+    "arrays of labels": {
+        name: np.array(sft.labels_table(ROWS)[name].to_pylist())
+        for name in ("input_ids", "labels")
     },
     "verl": [field for rollout in verl.agent_loop_fields(ROWS) for field in rollout],
     "verl padded": PADDED,
