@@ -191,9 +191,12 @@ FORMS = {
     },
     "sft": sft.labels_table(ROWS),
     "skyrl-sft": sft.mask_table(ROWS),
-    "arrays of labels": {
-        name: np.array(sft.labels_table(ROWS)[name].to_pylist())
-        for name in ("input_ids", "labels")
+    "padded labels": {
+        "input_ids": np.array([[*IDS, 0, 0]]),
+        "labels": np.array(
+            [[*(i if m else -100 for i, m in zip(IDS, MASK, strict=True)), -100, -100]]
+        ),
+        "attention_mask": np.array([[1] * len(IDS) + [0, 0]]),
     },
     "verl": [field for rollout in verl.agent_loop_fields(ROWS) for field in rollout],
     "verl padded": PADDED,

@@ -1130,9 +1130,7 @@ def test_a_log_that_grows_while_it_is_gathered_is_refused(tmp_path, small, suffi
     write_log(whole, log)
     source = group.Log(tmp_path)
     index = source.index()
-    write_log(
-        [{**one, "session_id": "new"} for one in whole[:5]], tmp_path / "b.arrows"
-    )
+    write_log([*whole, *({**one, "session_id": "new"} for one in whole[:5])], log)
     with pytest.raises(FormatError, match=r"'new' was not there .* they changed since"):
         list(source.pieces(index))
 

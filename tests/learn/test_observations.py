@@ -7,7 +7,7 @@ import pytest
 import trajkit as tk
 from tests.golden_sessions import golden
 from tests.libraries import LIBRARIES, tensor
-from tests.reference import observed_tokens
+from tests.oracles.rows import observed_tokens
 from trajkit.errors import ArgumentError, InvalidTurnsError
 
 ATTRIBUTION = {

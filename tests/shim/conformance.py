@@ -280,9 +280,8 @@ class Responses:
         fields |= more
         try:
             if stream:
-                async for event in await client.responses.create(stream=True, **fields):
-                    pass
-                reply = event.response
+                stream = await client.responses.create(stream=True, **fields)
+                reply = [event async for event in stream][-1].response
             else:
                 reply = await client.responses.create(**fields)
         except openai.APIStatusError as error:

@@ -17,12 +17,7 @@ import pytest
 import trajkit as tk
 from tests.rollout.test_grade import graded, task_of
 from tests.shim.clients import in_process
-from tests.shim.fakes import (
-    RENDERER,
-    Held,
-    ScriptedEngine,
-)
-from tests.shim.test_weight_updates import Updatable
+from tests.shim.fakes import RENDERER, Held, ScriptedEngine, Updatable
 from trajkit.errors import FormatError
 from trajkit_rollout.agents.sandbox import Spec
 from trajkit_rollout.agents.sandboxes.local import LocalSandbox, remove

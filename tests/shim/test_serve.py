@@ -1,12 +1,10 @@
 """The gateway on a socket."""
 
-import asyncio
 import logging
 import os
 import resource
 import socket
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -15,7 +13,7 @@ import pytest
 
 import trajkit as tk
 from tests.shim.clients import http, read_log
-from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine
+from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine, Threaded
 from trajkit_shim import serve
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
@@ -32,26 +30,6 @@ def messages(text="hi"):
 def client_of(url: str, **fields: object) -> openai.OpenAI:
     key = http.post(f"{url}/sessions", json=fields).json()["api_key"]
     return openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0)
-
-
-class Threaded:
-    """A scripted reply that waits until another thread lets it go."""
-
-    def __init__(self, reply: str) -> None:
-        self.reply = reply
-        self.entered = threading.Event()
-        self.release = threading.Event()
-        self.cancelled = threading.Event()
-
-    async def __call__(self) -> str:
-        self.entered.set()
-        try:
-            await asyncio.to_thread(self.release.wait)
-        except asyncio.CancelledError:
-            self.release.set()
-            self.cancelled.set()
-            raise
-        return self.reply
 
 
 def test_replies_over_a_socket(tmp_path):

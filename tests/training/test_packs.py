@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.libraries import LIBRARIES, tensor
 from tests.made_tables import turns_table
-from tests.reference_packs import (
+from tests.oracles.packs import (
     check_packed,
     check_packs,
     n_distinct,

@@ -50,9 +50,9 @@ def datum_fields(
         ``loss_fn_input_spans`` say where each token of ``model_input`` and
         ``target_tokens`` comes from, as lists of dicts with ``kind`` ("sampled" or
         "prompt"), ``sequence_id`` (``{session_id}/{turn_index}``), ``offset`` and
-        ``length``. Sampled tokens are those of trained spans and of the last turn. All
-        others are of its prompt, with which the row begins under every policy but
-        ``polar``.
+        ``length``. Sampled tokens are those of trained spans and of the row's last turn.
+        All others are of the prompt of the last turn, with which the row begins under
+        every policy but ``polar``.
 
     Raises
     ------

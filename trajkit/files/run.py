@@ -173,7 +173,7 @@ def run(
     if parts:
         job = {
             **(resume or {}),
-            "rejected": log.reject,
+            "rejected": rejected is not None,
             "nonfinite_logprobs": nonfinite_logprobs,
             "session_prefix": session_prefix,
             "dedup": dedup,

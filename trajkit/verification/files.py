@@ -124,6 +124,10 @@ def verify_file(
     path = Path(rows)
     inputs = [Input(path)]
     index = index_sessions(paths_in(path), None, None)
+    if not index.turns and judge.policy is None:
+        raise InvalidTurnsError(
+            f"{path}: no rows, nothing to do. With a policy, its rows are missing there"
+        )
     if None in index.turns:
         if len(index.turns) > 1:
             raise SchemaError(

@@ -168,10 +168,9 @@ class Session:
     def __init__(
         self, record: Record, clock: asyncio.AbstractEventLoop, log: TurnLog
     ) -> None:
-        self.record = record
+        self.record, self.clock, self.log = record, clock, log
         self.session_id, self.terms = record.session_id, record.terms
         self.api_key, self.counts = record.api_key, record.counts
-        self.clock, self.log = clock, log
         self.closing = False  # accepts no new calls
         self.closed = False  # records no more turns
         # that run, the latest last; a set has no order
