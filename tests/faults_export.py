@@ -8,6 +8,7 @@ than one of them is left.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,185 +17,102 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-EXPORT = "tests/export tests/trainers/test_recorded.py"
-LEARN = "tests/learn"
-PACKS = "tests/training/test_packs_balance.py"
+TESTS = {
+    "export": "tests/export tests/trainers/test_recorded.py",
+    "learn": "tests/learn",
+    "packs": "tests/training/test_packs_balance.py",
+}
 
-FAULTS = [
-    # groups, repetitions, and the order of rows
-    ("export/_rows.py", 'key = own["session_id"], None', "key = None, None", EXPORT),
-    (
-        "export/_rows.py",
-        'return f"session {self.session_id}"',
-        "return self.session_id",
-        EXPORT,
-    ),
-    (
-        "export/_rows.py",
-        "members[group] += line == 0",
-        "members[group] += True",
-        EXPORT,
-    ),
-    ("export/_rows.py", "repetition=members[group] - 1", "repetition=0", EXPORT),
-    ("export/_rows.py", "np.flatnonzero(np.diff(session) < 0)", "()", EXPORT),
-    ("export/_rows.py", "        if group in seen:", "        if False:", EXPORT),
-    (
-        "export/_rows.py",
-        "if seen[group] != expected:",
-        "if seen[group] > expected:",
-        EXPORT,
-    ),
-    (
-        "export/slime.py",
-        "key=lambda each: checked[each[0]].group",
-        "key=lambda each: 0",
-        EXPORT,
-    ),
-    ("export/slime.py", "first_index + number", "first_index + row.line", EXPORT),
-    (
-        "export/areal.py",
-        "groups.setdefault(row.group, [])",
-        "groups.setdefault(row.line, [])",
-        EXPORT,
-    ),
-    ("export/trl.py", "first_group_id + row.group", "first_group_id", EXPORT),
-    (
-        "export/skyrl.py",
-        "{row.uid}_{row.repetition}",
-        "{row.uid}_{row.row_index}",
-        EXPORT,
-    ),
-    # masks and positions
-    ("export/_rows.py", "if first == 0:", "if first < 0:", EXPORT),
-    (
-        "export/_rows.py",
-        "not 0 < row.prompt_length <= first",
-        "not 0 < row.prompt_length",
-        EXPORT,
-    ),
-    (
-        "export/areal.py",
-        "np.flatnonzero(row.loss_mask)[-1]) + 1",
-        "np.flatnonzero(row.loss_mask)[-1]) + 2",
-        EXPORT,
-    ),
-    ("export/areal.py", "number, CONTEXT_VERSION)", "0, CONTEXT_VERSION)", EXPORT),
-    ("export/nemo_rl.py", '"tool" if start else "user"', '"assistant"', EXPORT),
-    (
-        "export/openrlhf.py",
-        "prepend=False, append=False",
-        "prepend=True, append=False",
-        EXPORT,
-    ),
-    ("export/tinker.py", "(gain * scale)[1:]", "(gain * scale)[:-1]", EXPORT),
-    ("export/tinker.py", "row.loss_mask[1:]", "row.loss_mask[:-1]", EXPORT),
-    (
-        "export/sft.py",
-        "np.where(row.loss_mask, row.input_ids, IGNORED)",
-        "row.input_ids",
-        EXPORT,
-    ),
-    (
-        "export/verl.py",
-        "scores[line, stop - 1] = reward",
-        "scores[line, -1] = reward",
-        EXPORT,
-    ),
-    (
-        "export/prime_rl.py",
-        "bounds = [*sizes[:-1], sum(sizes[-1:]) + n_padding]",
-        "bounds = [*sizes, n_padding]",
-        EXPORT,
-    ),
-    # payloads, versions and limits
-    (
-        "export/prime_rl.py",
-        "np.concatenate([experts, experts[-1:]])",
-        "np.concatenate([experts, experts[:1]])",
-        EXPORT,
-    ),
-    (
-        "export/prime_rl.py",
-        '"<u2" if every.max() > 255',
-        '"<u2" if every.max() > 2**16',
-        EXPORT,
-    ),
-    ("export/skyrl.py", "[own, *(k for k in ids if k != own)]", "ids", EXPORT),
-    (
-        "export/slime.py",
-        "[0, *accumulate(map(len, ids))]",
-        "[*accumulate(map(len, ids))]",
-        EXPORT,
-    ),
-    ("export/_rows.py", "if ids and row.input_ids[k] not in ids:", "if False:", EXPORT),
-    (
-        "export/_rows.py",
-        "len(row.input_ids) > max_tokens[1]",
-        "len(row.input_ids) > max_tokens[1] + 1",
-        EXPORT,
-    ),
-    (
-        "export/areal.py",
-        "if name is None and version is not None:",
-        "if name is None:",
-        EXPORT,
-    ),
-    (
-        "export/slime.py",
-        "return found[row.prompt_length :]",
-        "return found[: len(found) - row.prompt_length]",
-        EXPORT,
-    ),
-    # weights, advantages and losses
-    (
-        "export/_rows.py",
-        "factor = weighted.tokens / weighted.rollouts",
-        "factor = weighted.tokens",
-        EXPORT,
-    ),
-    (
-        "export/_rows.py",
-        "row.row_weight is None or not 0 <= row.row_weight",
-        "not 0 <= (row.row_weight or 0)",
-        EXPORT,
-    ),
-    (
-        "export/_rows.py",
-        "np.where(row.loss_mask, gain, 0.0)",
-        "np.broadcast_to(gain, row.loss_mask.shape)",
-        EXPORT,
-    ),
-    ("export/slime.py", "own[:] = 0.0  # equal", "pass  # equal", EXPORT),
-    ("learn/_checks.py", "top - bottom <= tolerance * size", "top == bottom", LEARN),
-    ("learn/_checks.py", "if not len(gains) or gains.any():", "if True:", LEARN),
-    (
-        "learn/baselines.py",
-        "(n - 1, 1)\n        base, known",
-        "(n, 1)\n        base, known",
-        LEARN,
-    ),
-    (
-        "learn/loss.py",
-        "fill_null(np.nan).to_numpy()",
-        "fill_null(0.0).to_numpy()",
-        LEARN,
-    ),
-    ("learn/loss.py", "np.flatnonzero(~np.isfinite(factor))[:1]", "()", LEARN),
-    ("learn/rewards.py", "np.maximum(n_trained[line], 1)", "1", LEARN),
-    ("learn/weights.py", "mask=mask_sum == 0", "mask=None", LEARN),
-    (
-        "learn/observations.py",
-        "covered = np.where(complete, _ALL, np.maximum(covered, seen))",
-        "covered = seen",
-        LEARN,
-    ),
-    (
-        "packs/balancing.py",
-        "size = ranks if equal_counts else 1",
-        "size = ranks",
-        PACKS,
-    ),
-]
+
+def parsed(text: str) -> list[tuple[str, str, str, str]]:
+    """File, text, fault and tests of each line; a line with a file is for those below.
+
+    Newlines are written as \\n, and tests follow the file unless they are its package's.
+    """
+    found, path, tests = [], "", ""
+    for line in re.sub(r"\n +->", " ->", text).strip().splitlines():
+        if not line.startswith(" "):
+            path, _, tests = line.partition(": ")
+            tests = tests or TESTS[path.partition("/")[0]]
+            continue
+        right, wrong = line.strip().strip("|").split("| -> |")
+        found.append((path, *(x.replace("\\n", "\n") for x in (right, wrong)), tests))
+    return found
+
+
+FAULTS = parsed(r"""
+export/_rows.py
+    |key = own["session_id"], None| -> |key = None, None|
+    |return f"session {self.session_id}"| -> |return self.session_id|
+    |members[group] += line == 0| -> |members[group] += True|
+    |repetition=members[group] - 1| -> |repetition=0|
+    |np.flatnonzero(np.diff(session) < 0)| -> |()|
+    |        if group in seen:| -> |        if False:|
+    |if seen[group] != expected:| -> |if seen[group] > expected:|
+export/slime.py
+    |key=lambda each: checked[each[0]].group| -> |key=lambda each: 0|
+    |first_index + number| -> |first_index + row.line|
+export/areal.py
+    |groups.setdefault(row.group, [])| -> |groups.setdefault(row.line, [])|
+export/trl.py
+    |first_group_id + row.group| -> |first_group_id|
+export/skyrl.py
+    |{row.uid}_{row.repetition}| -> |{row.uid}_{row.row_index}|
+export/_rows.py
+    |if first == 0:| -> |if first < 0:|
+    |not 0 < row.prompt_length <= first| -> |not 0 < row.prompt_length|
+export/areal.py
+    |np.flatnonzero(row.loss_mask)[-1]) + 1| -> |np.flatnonzero(row.loss_mask)[-1]) + 2|
+    |number, CONTEXT_VERSION)| -> |0, CONTEXT_VERSION)|
+export/nemo_rl.py
+    |"tool" if start else "user"| -> |"assistant"|
+export/openrlhf.py
+    |prepend=False, append=False| -> |prepend=True, append=False|
+export/tinker.py
+    |(gain * scale)[1:]| -> |(gain * scale)[:-1]|
+    |row.loss_mask[1:]| -> |row.loss_mask[:-1]|
+export/sft.py
+    |np.where(row.loss_mask, row.input_ids, IGNORED)| -> |row.input_ids|
+export/verl.py
+    |scores[line, stop - 1] = reward| -> |scores[line, -1] = reward|
+export/prime_rl.py
+    |bounds = [*sizes[:-1], sum(sizes[-1:]) + n_padding]| -> |bounds = [*sizes, n_padding]|
+    |np.concatenate([experts, experts[-1:]])| -> |np.concatenate([experts, experts[:1]])|
+    |"<u2" if every.max() > 255| -> |"<u2" if every.max() > 2**16|
+export/skyrl.py
+    |[own, *(k for k in ids if k != own)]| -> |ids|
+export/slime.py
+    |[0, *accumulate(map(len, ids))]| -> |[*accumulate(map(len, ids))]|
+export/_rows.py
+    |if ids and row.input_ids[k] not in ids:| -> |if False:|
+    |len(row.input_ids) > max_tokens[1]| -> |len(row.input_ids) > max_tokens[1] + 1|
+export/areal.py
+    |if name is None and version is not None:| -> |if name is None:|
+export/slime.py
+    |return found[row.prompt_length :]| -> |return found[: len(found) - row.prompt_length]|
+export/_rows.py
+    |factor = weighted.tokens / weighted.rollouts| -> |factor = weighted.tokens|
+    |row.row_weight is None or not 0 <= row.row_weight| -> |not 0 <= (row.row_weight or 0)|
+    |np.where(row.loss_mask, gain, 0.0)| -> |np.broadcast_to(gain, row.loss_mask.shape)|
+export/slime.py
+    |own[:] = 0.0  # equal| -> |pass  # equal|
+learn/_checks.py
+    |top - bottom <= tolerance * size| -> |top == bottom|
+    |if not len(gains) or gains.any():| -> |if True:|
+learn/baselines.py
+    |(n - 1, 1)\n        base, known| -> |(n, 1)\n        base, known|
+learn/loss.py
+    |fill_null(np.nan).to_numpy()| -> |fill_null(0.0).to_numpy()|
+    |np.flatnonzero(~np.isfinite(factor))[:1]| -> |()|
+learn/rewards.py
+    |np.maximum(n_trained[line], 1)| -> |1|
+learn/weights.py
+    |mask=mask_sum == 0| -> |mask=None|
+learn/observations.py
+    |covered = np.where(complete, _ALL, np.maximum(covered, seen))| -> |covered = seen|
+packs/balancing.py: tests/training/test_packs_balance.py
+    |size = ranks if equal_counts else 1| -> |size = ranks|
+""")
 
 
 def caught(copy: Path, tests: str) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 import trajkit as tk
 from tests.export.group_of_rows import one_row_each, plain, sample_rows
+from tests.export.test_fields import EVERY
 from trajkit import export
 from trajkit.cli import main
 from trajkit.errors import (
@@ -33,18 +34,8 @@ from trajkit.export import (
     verl,
 )
 
-EXPORTS = {
-    "areal": lambda rows: areal.trajectory_fields(rows, reward="advantage"),
-    "nemo_rl": nemo_rl.message_log_fields,
-    "openrlhf": openrlhf.execution_fields,
-    "prime_rl": lambda rows: prime_rl.sample_fields(rows, env_name="demo"),
-    "skyrl": skyrl.generator_fields,
-    "slime": slime.sample_fields,
-    "tinker": tinker.datum_fields,
-    "trl": trl.rollout_func_fields,
-    "trl_async": trl.rollout_sample_fields,
-    "verl": verl.agent_loop_fields,
-}
+NO_PAYLOADS = {"miles", "rlinf", "roll", "sft"}
+EXPORTS = {name: make for name, make in EVERY.items() if name not in NO_PAYLOADS}
 
 
 def group(rewards, groups, *, sessions=None, tokens=3):

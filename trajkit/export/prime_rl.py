@@ -232,13 +232,9 @@ def _micro_batch(samples: list[dict[str, Any]], length: int) -> dict[str, Any]:
     sizes = [len(sample["token_ids"]) for sample in samples]
     n_padding = length - sum(sizes)
 
-    def joined(name: str, padding: Any) -> list[Any]:
-        parts = [sample[name] for sample in samples]
-        return [*chain.from_iterable(parts), *[padding] * n_padding]
-
-    def stream(name: str, fill: float = 0.0) -> list[Any] | None:
-        """A stream that some samples have: ``fill`` for the tokens of the others."""
-        if all(sample[name] is None for sample in samples):
+    def stream(name: str, fill: Any = 0.0, *, needed: bool = False) -> list[Any] | None:
+        """The values of all tokens: ``fill`` for samples that have none."""
+        if not needed and all(sample[name] is None for sample in samples):
             return None
         parts = [
             sample[name] or [fill] * size
@@ -249,13 +245,13 @@ def _micro_batch(samples: list[dict[str, Any]], length: int) -> dict[str, Any]:
     # padding belongs to the last sequence
     bounds = [*sizes[:-1], sum(sizes[-1:]) + n_padding]
     return dict.fromkeys(MICRO_BATCH_FIELDS) | {
-        "input_ids": joined("token_ids", _PAD_ID),
-        "loss_mask": joined("mask", False),
-        "advantages": joined("advantages", 0.0),
-        "inference_logprobs": joined("logprobs", 0.0),
+        "input_ids": stream("token_ids", _PAD_ID, needed=True),
+        "loss_mask": stream("mask", False, needed=True),
+        "advantages": stream("advantages", 0.0, needed=True),
+        "inference_logprobs": stream("logprobs", 0.0, needed=True),
         "position_ids": [k for size in [*sizes, n_padding] for k in range(size)],
         "sequence_lengths": bounds,
-        "temperatures": joined("temperatures", 1.0),
+        "temperatures": stream("temperatures", 1.0, needed=True),
         "env_names": [
             *(sample["env_name"] for sample in samples for _ in sample["token_ids"]),
             *[""] * n_padding,

@@ -175,29 +175,32 @@ def trained_turns(
         for name in ("stop", "start", "turn_index")
     )
     row = row[trained]
-    lines = _lines(table.column("session_id").take(pa.array(row)), turn, given)
-    missing = np.flatnonzero(lines < 0)
-    if len(missing):
-        k = int(missing[0])
-        raise InvalidTurnsError(
-            f"{place(table, int(row[k]))}: trains turn {turn[k]}, which has no line "
-            f"in {what}"
-        )
-    return row, start, stop, lines
+    words = f"trains turn {{}}, which has no line in {what}"
+    return row, start, stop, _lines(table, row, turn, given, words)
 
 
-def _lines(names: pa.ChunkedArray, index: Ints, given: pa.Table) -> Longs:
-    """The line of ``given`` for each pair of a session and an index, or -1."""
+def _lines(
+    table: pa.Table, row: Longs, index: Ints, given: pa.Table, words: str
+) -> Longs:
+    """The line of ``given`` for the session of each row and an index.
+
+    Raises `InvalidTurnsError` if there is none; ``words`` say what the row does.
+    """
     known = pc.unique(given.column("session_id"))
     wanted, there = (
-        _ranks(np.asarray(pc.index_in(column, known).fill_null(-1)), number)
-        for column, number in (
-            (names, index.astype(np.int64)),
-            (given.column("session_id"), given.column(1).to_numpy()),
+        # one number per pair
+        np.asarray(pc.index_in(names, known).fill_null(-1), np.int64) << 32 | number
+        for names, number in (
+            (table.column("session_id").take(pa.array(row)), index.astype(np.int64)),
+            (given.column("session_id"), given.column(1).to_numpy().astype(np.int64)),
         )
     )
     found = pc.index_in(pa.array(wanted), pa.array(there)).fill_null(-1)
-    return np.asarray(found, np.int64)
+    lines = np.asarray(found, np.int64)
+    for k in np.flatnonzero(lines < 0)[:1]:
+        where = place(table, int(row[k]))
+        raise InvalidTurnsError(f"{where}: {words.format(index[k])}")
+    return lines
 
 
 def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
@@ -224,14 +227,8 @@ def _last_turn(table: pa.Table, given: pa.Table) -> pa.Array:
     if last.null_count:
         row = int(np.flatnonzero(np.asarray(last.is_null()))[0])
         raise InvalidTurnsError(f"{place(table, row)}: last_turn is null")
-    line = _lines(table.column("session_id"), last.to_numpy(), given)
-    missing = np.flatnonzero(line < 0)
-    if len(missing):
-        row = int(missing[0])
-        raise InvalidTurnsError(
-            f"{place(table, row)}: ends with turn {last[row]}, which has no line in "
-            "turn_rewards"
-        )
+    words = "ends with turn {}, which has no line in turn_rewards"
+    line = _lines(table, np.arange(len(table)), last.to_numpy(), given, words)
     return given.column("reward").combine_chunks().take(pa.array(line))
 
 
@@ -252,14 +249,11 @@ def segment_lines(table: pa.Table, given: pa.Table, what: str) -> Longs:
             f"{place(table, int(without[0]))}: segment_kind is null, and {what} has "
             "lines of segments: make rows with the policy segments"
         )
-    line = _lines(
-        table.column("session_id"), table.column("row_index").to_numpy(), given
+    index, words = (
+        table.column("row_index").to_numpy(),
+        f"the segment has no line in {what}",
     )
-    missing = np.flatnonzero(line < 0)
-    if len(missing):
-        raise InvalidTurnsError(
-            f"{place(table, int(missing[0]))}: the segment has no line in {what}"
-        )
+    line = _lines(table, np.arange(len(table)), index, given, words)
     ours = pc.is_in(given.column("session_id"), pc.unique(table.column("session_id")))
     unused = np.setdiff1d(np.flatnonzero(np.asarray(ours)), line)
     if len(unused):
@@ -268,10 +262,6 @@ def segment_lines(table: pa.Table, given: pa.Table, what: str) -> Longs:
             "such segment"
         )
     return line
-
-
-def _ranks(session: Longs, turn: Longs) -> Longs:
-    return session.astype(np.int64) << 32 | turn.astype(np.int64)
 
 
 def _final(table: pa.Table, session: Longs) -> Bools:
