@@ -146,9 +146,8 @@
 
   // Why a loss happened, as a sentence.
   TK.lossReason = (session, view, span) => {
-    if (span.drift === null) return TK.reasonText(span.kind);
-    const drift = view.links.drift.get(span.drift);
-    return drift ? TK.driftSentence(session, view.links, span.drift) : TK.reasonText(span.kind);
+    const drifts = view.links.drift.has(span.drift);
+    return drifts ? TK.driftSentence(session, view.links, span.drift) : TK.reasonText(span.kind);
   };
 
   // The losses of the chosen policy, a line for each range of tokens.
@@ -156,48 +155,30 @@
     const count = view.lost.length;
     if (!count) return h("p", { class: "note" }, TK.policySentence(view.label, view.report));
     const shown = view.lost.slice(0, 500);
+    const swatch = (kind) => h("i", { class: "swatch", style: { background: TK.color(kind) } });
+    const go = (name, change) => h("button", { onclick: () => app.go({ tab: name, ...change }) }, name);
     return [
       h("p", {}, TK.policySentence(view.label, view.report)),
-      h(
-        "table",
-        { class: "losses" },
-        h("caption", { class: "hidden" }, `Tokens that ${view.label} does not train`),
-        TK.head(["turn", "sampled tokens", "", "why", ""]),
-        h(
-          "tbody",
-          {},
-          shown.map((span) =>
-            h(
-              "tr",
-              { class: span.turn === app.state.t ? "chosen" : null },
-              h("td", { class: "n" }, session.turnIndex[span.turn]),
-              h(
-                "td",
-                {},
-                `${n(span.length)} of ${n(session.outputLength[span.turn])}`,
-                h("small", {}, ` [${span.output_start}:${span.output_stop}]`),
-              ),
-              h(
-                "td",
-                {},
-                h("span", { class: "kind" }, h("i", { class: "swatch", style: { background: TK.color(span.kind) } }), TK.words(span.kind)),
-              ),
-              h("td", {}, TK.lossReason(session, view, span)),
-              h(
-                "td",
-                { class: "go" },
-                span.drift !== null &&
-                  view.links.drift.has(span.drift) &&
-                  h("button", { onclick: () => app.go({ tab: "drift", t: span.drift }) }, "drift"),
-                h(
-                  "button",
-                  { onclick: () => app.go({ tab: "tokens", t: span.turn, k: session.promptLength[span.turn] + span.output_start }) },
-                  "tokens",
-                ),
-              ),
-            ),
+      TK.table(
+        {
+          kind: "losses",
+          caption: `Tokens that ${view.label} does not train`,
+          heads: ["turn", "sampled tokens", "", "why", ""],
+          numbers: [0],
+          props: (line) => ({ class: shown[line].turn === app.state.t && "chosen" }),
+        },
+        shown.map((span) => [
+          session.turnIndex[span.turn],
+          [`${n(span.length)} of ${n(session.outputLength[span.turn])}`, h("small", {}, ` [${span.output_start}:${span.output_stop}]`)],
+          h("span", { class: "kind" }, swatch(span.kind), TK.words(span.kind)),
+          TK.lossReason(session, view, span),
+          h(
+            "div",
+            { class: "go" },
+            view.links.drift.has(span.drift) && go("drift", { t: span.drift }),
+            go("tokens", { t: span.turn, k: session.promptLength[span.turn] + span.output_start }),
           ),
-        ),
+        ]),
       ),
       count > shown.length && h("p", { class: "note" }, `${n(count - shown.length)} more ranges are not listed.`),
     ];
