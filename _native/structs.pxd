@@ -81,8 +81,6 @@ cdef struct Row:              # one training sequence, before its columns are wr
     pos_t prompt_len
     pos_t n_trained
     pos_t shared
-    pos_t first_trained       # the position of the first trained token, or n_tokens
-    pos_t stored              # the first token that is written; fill/ reads it
     pos_t end                 # tokens from here on are not in the row
     int32_t last              # the call whose path the row is
     int32_t n_calls           # calls in the row, counted upwards from last
@@ -98,12 +96,11 @@ cdef struct Row:              # one training sequence, before its columns are wr
 
 
 cdef struct PackRow:          # a row on its way into a pack; addresses are of Python's buffers
-    int64_t ids               # the ids that the row stores
-    pos_t stored              # the position in the row of the first of them
+    int64_t ids               # the row's ids
     pos_t length              # tokens of the row
-    int64_t mask              # bitmap of the row's edges, from position stored on
+    int64_t mask              # bitmap of the row's edges
     int64_t mask_bit
-    int64_t logprobs          # one float32 per stored id
+    int64_t logprobs          # one float32 per id
     int64_t valid             # validity bitmap of those, or 0: all valid
     int64_t valid_bit
     int64_t line              # the row's line in its table
@@ -112,7 +109,6 @@ cdef struct PackRow:          # a row on its way into a pack; addresses are of P
     pos_t base                # where its pack begins
     pos_t open                # of its own tokens, those from here on know where their subtree ends
     int32_t parent            # the row that supplies the tokens before its own, or -1
-    int32_t origin            # the row that has the tokens before stored, or -1
     int32_t child             # the first child in the order of the packs, or -1
     int32_t sibling           # the next child of the same parent, or -1
 

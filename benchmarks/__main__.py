@@ -129,9 +129,9 @@ def changed(form: Form) -> Iterator[Line]:
     for label, n_bytes in forms.items():
         yield Line(label, n_bytes, "bytes", "JSON lines, full", text)
     drifting = quoted("tail_changed", n_turns, context, 100)
-    full, suffix = scale.layouts(drifting)
-    what = "rows of faithful, every reply drifts, layout suffix"
-    yield Line(what, suffix, "tokens", "layout full", full)
+    full, stored = scale.row_tokens(drifting)
+    what = "rows of faithful, every reply drifts, in a file with dedup"
+    yield Line(what, stored, "tokens", "in memory", full)
 
 
 def imported(form: Form) -> Iterator[Line]:
@@ -208,12 +208,8 @@ def held(form: Form) -> Iterator[Line]:
 
 def grown(form: Form) -> Iterator[Line]:
     """A token, as rollouts become longer and more; and threads."""
-    runs: list[tuple[str, str, scale.Layout]] = [
-        ("clean", "slime", "full"),
-        ("tail_changed", "faithful", "suffix"),
-    ]
-    for shape, policy, layout in runs:
-        times = scale.growth(shape, policy, layout, form.most_turns, form.repeats)
+    for shape, policy in (("clean", "slime"), ("tail_changed", "slime")):
+        times = scale.growth(shape, policy, form.most_turns, form.repeats)
         least = min(times)
         for n_turns, taken in times.items():
             each = a_token(n_turns, taken) * 1e-9
@@ -263,9 +259,9 @@ def kept(form: Form) -> Iterator[Line]:
 
 def packs(form: Form) -> Iterator[Line]:
     """Rows to packs, and tries of tokens as trainers build them."""
-    full, suffix = (1e6 * rate for rate in pack.rates(form.packed, form.repeats))
-    what = f"pack, {form.packed} mixed rollouts, distinct tokens, layout suffix"
-    yield Line(what, suffix, "M tokens/s", "layout full", full, more=True)
+    distinct, rows = (1e6 * rate for rate in pack.rates(form.packed, form.repeats))
+    what = f"pack, {form.packed} mixed rollouts, distinct tokens"
+    yield Line(what, distinct, "M tokens/s", "tokens of the rows", rows, more=True)
     own, others = pack.against_tries(form.tried, form.repeats)
     for name, taken in others:
         yield Line(f"pack, {form.tried} mixed rollouts", own, "ms", name, taken)

@@ -7,7 +7,7 @@ are, and times the ways of two trainers on some of the rollouts once all answers
 
     python -m benchmarks.pack --fuzz 100000
 
-packs random forests and compares them with brute force (`tests.reference_packs`).
+packs random forests and compares them with brute force (`tests.oracles.packs`).
 """
 
 import argparse
@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 
 import trajkit as tk
 from benchmarks.data import mixed, rollout
-from tests.reference_packs import (
+from tests.oracles.packs import (
     check_packed,
     random_choices,
     random_rows,
@@ -232,18 +232,18 @@ def in_kernels(rows: pa.Table, limit: int, repeats: int) -> float:
     return best
 
 
-def rates(n_rollouts: int, repeats: int) -> Iterator[float]:
-    """Million distinct tokens that `trajkit.pack` packs a second, full and suffix rows."""
+def rates(n_rollouts: int, repeats: int) -> tuple[float, float]:
+    """Million tokens that `trajkit.pack` takes a second: distinct ones, and of rows."""
     table = rows_of(n_rollouts)
     limit = 5 * longest(table) // 4
-    for rows in (table, tk.suffix_rows(table)):
-        distinct = pc.sum(tk.pack(rows, limit).column("n_tokens")).as_py()
-        seconds = fastest(repeats, lambda rows=rows: tk.pack(rows, limit))
-        yield distinct / seconds / 1e6
+    distinct = pc.sum(tk.pack(table, limit).column("n_tokens")).as_py()
+    total = pc.sum(pc.list_value_length(table.column("input_ids"))).as_py()
+    seconds = fastest(repeats, lambda: tk.pack(table, limit))
+    return distinct / seconds / 1e6, total / seconds / 1e6
 
 
 def longest(rows: pa.Table) -> int:
-    """Tokens of the longest row in the full layout."""
+    """Tokens of the longest row ."""
     return int(pc.max(pc.list_value_length(rows.column("input_ids"))).as_py())
 
 
@@ -286,19 +286,18 @@ def packed(n_rollouts: int, repeats: int) -> Iterator[str]:
     limit = 5 * longest(table) // 4
     total = int(lengths.sum())
     yield f"{n_rollouts} rollouts, {len(table)} rows, {total:,} row tokens, max {limit:,}"
-    for layout, rows in (("full", table), ("suffix", tk.suffix_rows(table))):
-        started = time.perf_counter()
-        packs = tk.pack(rows, limit)
-        wall = time.perf_counter() - started
-        seconds = fastest(repeats, lambda rows=rows: tk.pack(rows, limit))
-        kernels = in_kernels(rows, limit, repeats)
-        distinct = int(packs.column("n_tokens").to_numpy().sum())
-        yield (
-            f"{layout:<7} {1e3 * seconds:7.1f} ms of processor time "
-            f"({1e3 * wall:.1f} ms passed), {total / seconds / 1e6:,.0f} M row tokens/s, "
-            f"{distinct / seconds / 1e6:,.0f} M distinct tokens/s; in kernels "
-            f"{1e3 * kernels:.1f} ms, {distinct / kernels / 1e6:,.0f} M distinct tokens/s"
-        )
+    started = time.perf_counter()
+    packs = tk.pack(table, limit)
+    wall = time.perf_counter() - started
+    seconds = fastest(repeats, lambda: tk.pack(table, limit))
+    kernels = in_kernels(table, limit, repeats)
+    distinct = int(packs.column("n_tokens").to_numpy().sum())
+    yield (
+        f"{1e3 * seconds:7.1f} ms of processor time "
+        f"({1e3 * wall:.1f} ms passed), {total / seconds / 1e6:,.0f} M row tokens/s, "
+        f"{distinct / seconds / 1e6:,.0f} M distinct tokens/s; in kernels "
+        f"{1e3 * kernels:.1f} ms, {distinct / kernels / 1e6:,.0f} M distinct tokens/s"
+    )
     plain = tk.pack(table, limit, layout="rows")
     for layout, one in (("rows", plain), ("tree", packs)):
         n = one.column("n_tokens").to_numpy()
@@ -330,8 +329,6 @@ def fuzz(n_forests: int, seed: int) -> str:
         rows = random_rows(draw, n, group=draw.choice([None, "g"]))
         choices: dict[str, Any] = random_choices(draw, rows)
         table = rows_table(rows)
-        if draw.random() < 0.5:
-            table = tk.suffix_rows(table)
         try:
             packs = tk.pack(table, **choices)
             check_packed(packs, rows, choices)

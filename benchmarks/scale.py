@@ -2,8 +2,8 @@
 
     python -m benchmarks.scale
 
-prints the bytes of one rollout in full and in delta form and of its rows in either
-layout; the rates of `compact` and `expand` beside a plain copy; and the time of
+prints the bytes of one rollout in full and in delta form and of its rows in memory and
+in a file; the rates of `compact` and `expand` beside a plain copy; and the time of
 `linearize` from delta form while turns double and sessions become more, and on one and two
 threads. Every answer
 is checked before it is timed. Where one thread works, its processor time is taken, which
@@ -23,11 +23,11 @@ from functools import partial
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 import trajkit as tk
 from benchmarks.compare import Timing, commit, machine
 from benchmarks.data import Record, Size, quoted, rollout
-from trajkit.rows.linearize import Layout
 
 TOKENS_PER_TURN = 1024
 SUCCESSION = 3  # times that `in_succession` takes in a row
@@ -151,20 +151,25 @@ def print_sizes(size: Size) -> None:
         line(f"  {label}", n_bytes, "bytes")
 
 
-def layouts(size: Size) -> tuple[int, int]:
-    """Tokens that the rows of a rollout hold in layout full and in layout suffix."""
+def row_tokens(size: Size) -> tuple[int, int]:
+    """Tokens that the rows of a rollout have in memory, and in a file with dedup."""
     turns = recorded("s", size, "tail_changed")
-    full, report = tk.linearize(turns), tk.report(turns)
-    suffix = tk.linearize(turns, layout="suffix")
-    check(tk.full_rows(suffix) == full, "full_rows gives the full layout back")
-    n = sum(len(ids) for ids in suffix["suffix_ids"])
-    return report["tokens_forward"][0].as_py(), n
+    rows, file = tk.linearize(turns), io.BytesIO()
+    tk.write_rows(rows, file, format="parquet", dedup=True)
+    file.seek(0)
+    check(
+        tk.read_rows(file, format="parquet") == rows, "the rows of the file are these"
+    )
+    stored = pq.read_table(file, columns=["suffix_ids"])["suffix_ids"]
+    n_tokens = tk.report(turns)["tokens_forward"][0].as_py()
+    return n_tokens, len(stored.combine_chunks().values)
 
 
-def print_layouts(size: Size) -> None:
+def print_row_tokens(size: Size) -> None:
     print(f"\nrows of policy faithful, every reply drifts, {size.n_turns} turns:")
-    for layout, n in zip(("full", "suffix"), layouts(size), strict=True):
-        line(f"  tokens in layout {layout}", n, "tokens")
+    places = ("in memory", "in a file with dedup")
+    for place, n in zip(places, row_tokens(size), strict=True):
+        line(f"  tokens {place}", n, "tokens")
 
 
 def rates(size: Size, repeats: int) -> tuple[int, dict[str, Timing]]:
@@ -237,9 +242,7 @@ def in_succession(
     return [Timing(into) for into in seconds]
 
 
-def growth(
-    shape: str, policy: str, layout: Layout, most: int, repeats: int
-) -> dict[int, Timing]:
+def growth(shape: str, policy: str, most: int, repeats: int) -> dict[int, Timing]:
     """Times per rollout of `linearize` from delta form, by number of turns."""
     numbers = _doubling(most)
     works, shares = [], []
@@ -248,7 +251,7 @@ def growth(
         n = 2 * most // n_turns
         size = quoted(shape, n_turns, TOKENS_PER_TURN * n_turns)
         turns = copies(recorded("s", size, shape), n)
-        work = partial(tk.linearize, turns, policy, layout=layout, threads=1)
+        work = partial(tk.linearize, turns, policy, threads=1)
         check(work().num_rows % n == 0, "each copy gives as many rows")
         works.append(work)
         shares.append(n)
@@ -261,15 +264,13 @@ def a_token(n_turns: int, taken: Timing) -> float:
     return fastest(taken) / (TOKENS_PER_TURN * n_turns) * 1e9
 
 
-def print_growth(
-    shape: str, policy: str, layout: Layout, most: int, repeats: int
-) -> None:
+def print_growth(shape: str, policy: str, most: int, repeats: int) -> None:
     print(
-        f"\nlinearize from delta form, {shape}, policy {policy}, layout {layout}, "
+        f"\nlinearize from delta form, {shape}, policy {policy}, "
         f"{TOKENS_PER_TURN} tokens a turn, one thread, per rollout:"
     )
     before: Timing | None = None
-    for n_turns, taken in growth(shape, policy, layout, most, repeats).items():
+    for n_turns, taken in growth(shape, policy, most, repeats).items():
         each = a_token(n_turns, taken)
         grown = "" if before is None else f"{fastest(taken) / fastest(before):7.2f}"
         print(f"{f'  {n_turns} turns':<44}{taken}   {each:.2f} ns a token{grown}")
@@ -366,10 +367,10 @@ def main(words: list[str] | None = None) -> None:
     print(f"python   {platform.python_version()}, pyarrow {pa.__version__}")
     print("times    medians, and the range; ratios are of the fastest\n")
     print_sizes(size)
-    print_layouts(drifting)
+    print_row_tokens(drifting)
     print_rates(size, choices.repeats)
-    print_growth("clean", "slime", "full", choices.most, choices.repeats)
-    print_growth("tail_changed", "faithful", "suffix", choices.most, choices.repeats)
+    print_growth("clean", "slime", choices.most, choices.repeats)
+    print_growth("tail_changed", "slime", choices.most, choices.repeats)
     for shape in ("clean", "tail_changed"):
         print_bytes_a_token(shape, choices.most)
     print_growth_with_sessions(size, 64, choices.repeats)

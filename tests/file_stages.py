@@ -2,7 +2,7 @@
 
 import trajkit as tk
 
-STAGE = {"reward", "sessions", "max_row_tokens", "threads", "layout"}
+STAGE = {"reward", "sessions", "max_row_tokens", "threads"}
 
 
 def linearize_file(source, output, policy="faithful", *, report=None, **options):

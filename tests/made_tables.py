@@ -3,7 +3,7 @@
 import pyarrow as pa
 
 import trajkit as tk
-from tests import reference
+from tests.oracles import rows as reference
 from trajkit.schema import TURNS_DELTA
 
 
@@ -17,7 +17,7 @@ def by_session(turns):
 
 def linearized(turns, policy="faithful", **options):
     """The rows of turns, and their report."""
-    shared = {k: v for k, v in options.items() if k not in ("payloads", "layout")}
+    shared = {k: v for k, v in options.items() if k != "payloads"}
     return tk.linearize(turns, policy, **options), tk.report(turns, policy, **shared)
 
 

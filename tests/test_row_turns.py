@@ -30,15 +30,11 @@ CALLS = [
 TURNS = tk.from_records({"session_id": "s", **call} for call in CALLS)
 
 
-@pytest.mark.parametrize(
-    "form", ["table", "delta", "stream", "suffix", "recorder", "file"]
-)
+@pytest.mark.parametrize("form", ["table", "delta", "stream", "recorder", "file"])
 def test_rows_list_their_turns_weights_and_step(form, tmp_path):
     if form == "stream":
         made = tk.linearize_batches(iter(TURNS.to_batches(max_chunksize=1)), "faithful")
         rows = pa.Table.from_batches(made)
-    elif form == "suffix":
-        rows = tk.full_rows(tk.linearize(TURNS, "faithful", layout="suffix"))
     elif form == "recorder":
         recorder = tk.Recorder()
         for call in CALLS:

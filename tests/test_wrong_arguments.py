@@ -12,7 +12,7 @@ import pytest
 
 import trajkit as tk
 from tests.made_tables import linearized
-from trajkit import analysis, observations, training, turns
+from trajkit import analysis, learn, training, turns
 from trajkit.errors import ArgumentError, SchemaError
 
 RECORDS = [
@@ -65,14 +65,12 @@ RIGHT = {
     tk.compact: {"turns": TURNS},
     tk.expand: {"turns": TURNS},
     tk.from_records: {"records": RECORDS},
-    tk.full_rows: {"rows": ROWS},
     tk.linearize: {"turns": TURNS},
     tk.report: {"turns": TURNS},
     tk.link: {"turns": TURNS},
     tk.pack: {"rows": ROWS, "max_tokens": 64},
     tk.policy: {"name": "slime"},
     tk.simulate: {"turns": TURNS},
-    tk.suffix_rows: {"rows": ROWS},
     tk.unpack: {"packs": PACKS, "values": np.zeros(N_EDGES), "rows": ROWS},
     tk.validate: {"table": TURNS},
     tk.verify: {"rows": ROWS, "turns": TURNS},
@@ -90,7 +88,7 @@ RIGHT = {
     training.reference_loss: {"rows": ROWS, "logprobs": np.zeros(N_TOKENS)},
     training.spread_rewards: {"rows": ROWS},
     training.step_advantages: {"rewards": pa.table(STEPS), "sessions": group(REPORT)},
-    observations.observation_weights: {"rows": ROWS, "turns": TURNS},
+    learn.observation_weights: {"rows": ROWS, "turns": TURNS},
     tk.learn.observation_report: {"rows": ROWS, "turns": TURNS},
     analysis.call_tree: {"turns": TURNS, "session_id": "a"},
     analysis.check_roundtrip: {"turns": TURNS, "tokenizer": Letters()},
@@ -221,7 +219,7 @@ def test_a_choice_is_checked_before_a_stream_is_read():
 
 def test_every_public_function_is_tried():
     known = {function.__name__ for function in RIGHT}
-    for module in (tk, turns, training, observations, analysis):
+    for module in (tk, turns, training, analysis):
         for name in dir(module):
             function = getattr(module, name)
             if inspect.isfunction(function) and not name.startswith(tuple(ON_FILES)):
@@ -269,7 +267,6 @@ def test_arguments_of_a_recorder_are_named():
         (lambda: recorder.match("a"), "prompt_ids=None and prompt_messages=None"),
         (lambda: recorder.rows("a", "faithful", group_id=3), "group_id=3"),
         (lambda: recorder.rows("a", "faithful", payloads="x"), "payloads='x'"),
-        (lambda: recorder.rows("a", "faithful", layout="x"), "layout='x'"),
         (lambda: recorder.rows("a", "faithful", reward="x"), "reward is of type str"),
         (lambda: recorder.rows("a", "faithfull"), "did you mean 'faithful'"),
         (

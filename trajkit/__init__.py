@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from trajkit import export as export
     from trajkit import importers as importers
     from trajkit import learn as learn
-    from trajkit import observations as observations
     from trajkit import packs as packs
     from trajkit import plot as plot
     from trajkit import policies as policies
@@ -51,12 +50,6 @@ if TYPE_CHECKING:
     from trajkit.rows.linearize import report as report
     from trajkit.rows.links import link as link
     from trajkit.rows.links import link_batches as link_batches
-    from trajkit.rows.suffix_layout import full_rows as full_rows
-    from trajkit.rows.suffix_layout import full_rows_batches as full_rows_batches
-    from trajkit.rows.suffix_layout import suffix_rows as suffix_rows
-    from trajkit.rows.suffix_layout import (
-        suffix_rows_batches as suffix_rows_batches,
-    )
     from trajkit.turns.delta import compact as compact
     from trajkit.turns.delta import compact_batches as compact_batches
     from trajkit.turns.delta import expand as expand

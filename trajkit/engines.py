@@ -17,8 +17,8 @@ from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.files.group import index_sessions, scan_turns
 from trajkit.files.tables import gather, turn_files
 from trajkit.policies import Policy
-from trajkit.rows.linearize import Layout, linearize_batches
-from trajkit.schema import ROWS, ROWS_SUFFIX
+from trajkit.rows.linearize import linearize_batches
+from trajkit.schema import ROWS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.ragged import runs_of
@@ -44,7 +44,7 @@ class LinearizeStep:
 
     Parameters
     ----------
-    policy, reward, max_row_tokens, layout
+    policy, reward, max_row_tokens
         As for `trajkit.linearize`.
     threads : int
         1 by default, because engines distribute the work themselves.
@@ -53,14 +53,12 @@ class LinearizeStep:
     policy: str | Policy = "faithful"
     reward: Reward = None
     max_row_tokens: int | None = None
-    layout: Layout = "full"
     threads: int = 1
 
     @property
     def schema(self) -> pa.Schema:
         """The schema of the batches of rows."""
-        fields = ROWS_SUFFIX if self.layout == "suffix" else ROWS
-        return pa.schema([_plain_field(field) for field in fields])
+        return pa.schema([_plain_field(field) for field in ROWS])
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """The rows of the turns; raises as `trajkit.linearize_batches`."""
@@ -71,7 +69,6 @@ class LinearizeStep:
             reward=self.reward,
             max_row_tokens=self.max_row_tokens,
             threads=self.threads,
-            layout=self.layout,
         )
         for batch in rows:
             sizes = row_lengths(pa.Table.from_batches([batch]))
@@ -117,7 +114,7 @@ def linearize_on_ray(
         of a gateway's rotated log. A dataset has the columns of `trajkit.schema.TURNS`
         or ``TURNS_DELTA``, in any order of rows.
     step : LinearizeStep, optional
-        Policy, rewards and layout. None: ``LinearizeStep()``.
+        Policy and rewards. None: ``LinearizeStep()``.
     shuffles : int, optional
         The tasks of a dataset's shuffle. None: Ray's choice.
 

@@ -68,7 +68,7 @@ cdef pos_t _copy_logprobs(
 ) noexcept nogil:
     """Write the logprobs of a trained span, 0.0 for missing ones; return how many are missing.
 
-    ``offset`` is the index that token 0 of the row has, or would have, in the columns.
+    ``offset`` is the index of the row's token 0 in the columns.
     """
     cdef const float* values = <const float*><intptr_t>call.logprobs
     cdef const uint8_t* bits = <const uint8_t*><intptr_t>call.valid
@@ -94,19 +94,18 @@ cdef pos_t _copy_logprobs(
 
 
 cdef pos_t _fill_trained(
-    const Call* calls, const int32_t* turn_index, RowColumns target, int64_t row,
-    pos_t offset,
+    const Call* calls, const int32_t* turn_index, RowColumns target, int64_t row
 ) noexcept nogil:
     """Write the mask and the logprobs of a row from its spans; return how many are missing.
 
     -1: a trained span is outside of the row or starts before the end of the previous one.
 
-    The spans are ascending. Their turn_index is a call's number and becomes its turn. Position 0 of
-    the row is, or would be, at ``offset``. Every logprob is written once, in the order of
+    The spans are ascending. Their turn_index is a call's number and becomes its turn. Every logprob is written once, in the order of
     memory: 0.0 where no token is trained. A byte of a bitmap is cleared by the row of its
     first bit.
     """
     cdef pos_t start = target.token_offsets[row], stop = target.token_offsets[row + 1]
+    cdef pos_t offset = start
     cdef int64_t k, byte = (start + 7) >> 3, n_bytes = ((stop + 7) >> 3) - byte
     cdef int32_t call
     cdef pos_t missing = 0
@@ -207,11 +206,7 @@ cdef _check_row_columns(CallForest forest, const Row[::1] rows, RowColumns colum
             raise LayoutError(f"rows[{r}] ends with call {rows[r].last} of {forest.n_calls}")
         if not 0 <= rows[r].owner < forest.n_calls:
             raise LayoutError(f"rows[{r}] is of chain {rows[r].owner} of {forest.n_calls}")
-        if not 0 <= rows[r].stored <= rows[r].n_tokens:
-            raise LayoutError(
-                f"rows[{r}] is stored from {rows[r].stored} on: it has {rows[r].n_tokens} tokens"
-            )
-        if token_offsets[r + 1] - token_offsets[r] != rows[r].n_tokens - rows[r].stored:
+        if rows[r].n_tokens < 0 or token_offsets[r + 1] - token_offsets[r] != rows[r].n_tokens:
             raise LayoutError(f"token_offsets[{r}] leaves no room for {rows[r].n_tokens} tokens")
         if rows[r].n_spans < 0 or span_offsets[r + 1] - span_offsets[r] != rows[r].n_spans:
             raise LayoutError(f"span_offsets[{r}] leaves no room for {rows[r].n_spans} spans")
@@ -231,7 +226,7 @@ cdef _check_row_columns(CallForest forest, const Row[::1] rows, RowColumns colum
 cdef _no_row(const Row[::1] rows, int64_t r):
     return LayoutError(
         f"rows[{r}] is no row of {rows[r].n_calls} calls up to {rows[r].last} with "
-        f"{rows[r].n_tokens} tokens from {rows[r].stored} on and {rows[r].n_spans} spans"
+        f"{rows[r].n_tokens} tokens and {rows[r].n_spans} spans"
     )
 
 
@@ -280,9 +275,8 @@ def fill_rows(
 ):
     """Write the per-token columns and the spans of planned rows; return missing logprobs.
 
-    ``links`` and ``owners`` are those of `plan_rows`, ``rows`` its result. Tokens before a
-    row's ``stored`` are left out; it must train none of them. Tokens and logprobs are written
-    past the caches if ``uncached``.
+    ``links`` and ``owners`` are those of `plan_rows`, ``rows`` its result. Tokens and logprobs
+    are written past the caches if ``uncached``.
     """
     cdef:
         int64_t n_rows = rows.shape[0], r, bad = -1
@@ -305,18 +299,15 @@ def fill_rows(
         for r in range(n_rows):
             row_missing = -1
             if rows[r].n_tokens <= _held_len(&paths.calls[rows[r].last]):
-                if rows[r].stored < rows[r].n_tokens:
+                if rows[r].n_tokens > 0:
                     _copy_path(
-                        &paths, paths.ends[rows[r].last], rows[r].stored, rows[r].n_tokens,
+                        &paths, paths.ends[rows[r].last], 0, rows[r].n_tokens,
                         &columns.input_ids[columns.token_offsets[r]], &chain[0], uncached,
                     )
                 if _fill_spans(
                     &paths, &links[0], &choices[0], &owners[0], &rows[0], r, columns
                 ):
-                    row_missing = _fill_trained(
-                        paths.calls, &turn_index[0], columns, r,
-                        columns.token_offsets[r] - rows[r].stored,
-                    )
+                    row_missing = _fill_trained(paths.calls, &turn_index[0], columns, r)
             if row_missing < 0:
                 bad = r
                 break

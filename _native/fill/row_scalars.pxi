@@ -5,8 +5,7 @@ short session would take a tenth of the time of its rows (`python -m benchmarks.
 """
 
 cdef enum:  # trajkit.rows.row_scalars._INTS
-    INT_ROW_INDEX, INT_SUFFIX_START, INT_PROMPT_LENGTH, INT_PARENT_ROW, INT_SHARED_LENGTH
-    INT_LAST_TURN
+    INT_ROW_INDEX, INT_PROMPT_LENGTH, INT_PARENT_ROW, INT_SHARED_LENGTH, INT_LAST_TURN
     N_INTS
 
 cdef enum:  # trajkit.rows.row_scalars._NULLABLE, then _FLAGS
@@ -15,8 +14,8 @@ cdef enum:  # trajkit.rows.row_scalars._NULLABLE, then _FLAGS
     N_BITS
 
 ENUMS["RowInt"] = {
-    "row_index": INT_ROW_INDEX, "suffix_start": INT_SUFFIX_START,
-    "prompt_length": INT_PROMPT_LENGTH, "parent_row": INT_PARENT_ROW,
+    "row_index": INT_ROW_INDEX, "prompt_length": INT_PROMPT_LENGTH,
+    "parent_row": INT_PARENT_ROW,
     "shared_length": INT_SHARED_LENGTH, "last_turn": INT_LAST_TURN,
 }
 ENUMS["RowBit"] = {
@@ -72,7 +71,6 @@ def fill_scalars(
         if bad < 0:
             for r in range(n_rows):
                 ints[INT_ROW_INDEX, r] = rows[r].index
-                ints[INT_SUFFIX_START, r] = <int32_t>rows[r].stored
                 ints[INT_PROMPT_LENGTH, r] = <int32_t>rows[r].prompt_len
                 ints[INT_PARENT_ROW, r] = rows[r].parent_row
                 ints[INT_SHARED_LENGTH, r] = <int32_t>rows[r].shared

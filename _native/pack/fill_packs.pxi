@@ -46,23 +46,6 @@ cdef extern from *:
     ) noexcept nogil
 
 
-cdef void _copy_ids(
-    const PackRow* rows, int64_t r, pos_t start, pos_t stop, token_t* out
-) noexcept nogil:
-    """Copy tokens start:stop of a row, each from the last of its origins that stores it."""
-    cdef pos_t first
-    while stop > start:
-        first = max(rows[r].stored, start)
-        if first < stop:
-            memcpy(
-                out + (first - start),
-                <const token_t*><intptr_t>rows[r].ids + (first - rows[r].stored),
-                (stop - first) * sizeof(token_t),
-            )
-            stop = first
-        r = rows[r].origin
-
-
 cdef void _close(PackRow* row, pos_t depth, pos_t end, int32_t* ends) noexcept nogil:
     """The subtrees of a row's own tokens from a depth on, if still open, end at ``end``."""
     cdef pos_t i
@@ -82,7 +65,10 @@ cdef void _fill_tokens(
         start = rows[r].start
         stop = start + rows[r].length - rows[r].shared
         check_write("packs", start, stop - start, n_tokens)
-        _copy_ids(rows, r, rows[r].shared, rows[r].length, ids + start)
+        memcpy(
+            ids + start, <const token_t*><intptr_t>rows[r].ids + rows[r].shared,
+            (stop - start) * sizeof(token_t),
+        )
         for i in range(start, stop):
             positions[i] = <int32_t>(rows[r].shared + i - start)
         rows[r].open = rows[r].length
@@ -104,19 +90,17 @@ cdef void _fill_tokens(
 cdef int64_t _first_misplaced(const PackRow* rows, int64_t n, pos_t n_tokens) noexcept nogil:
     """The first row that is not where a tree in pre-order has it, or -1.
 
-    Such a row's tokens, and those of the rows that supply the rest, lie in the buffers.
+    If there is none, the tokens of all rows lie in the buffers.
     """
     cdef int64_t r
-    cdef int32_t p, o
+    cdef int32_t p
     cdef pos_t stop
     for r in range(n):
-        p, o = rows[r].parent, rows[r].origin
+        p = rows[r].parent
         stop = rows[r].start + rows[r].length - rows[r].shared
         if not 0 <= rows[r].shared <= rows[r].length or rows[r].base < 0:
             return r
         if not rows[r].base <= rows[r].start <= stop <= n_tokens:
-            return r
-        if not 0 <= rows[r].stored <= rows[r].length:
             return r
         if rows[r].length > INT32_MAX or stop - rows[r].base > INT32_MAX:
             return r
@@ -126,12 +110,6 @@ cdef int64_t _first_misplaced(const PackRow* rows, int64_t n, pos_t n_tokens) no
             return r
         if p >= 0 and rows[r - 1].start + rows[r - 1].length - rows[r - 1].shared != rows[r].start:
             return r
-        if rows[r].stored > 0:
-            # an origin is an earlier line of the table, so their chain ends
-            if not 0 <= o < n or rows[o].line >= rows[r].line:
-                return r
-            if rows[o].length < rows[r].stored:
-                return r
     return -1
 
 
@@ -150,7 +128,7 @@ cdef bint _fill_edges(
     cdef int64_t bit = rows[r].mask_bit, end, first, k = r
     cdef int64_t valid_bit = rows[r].valid_bit
     cdef pos_t i, j, n, shift, e
-    end = bit + rows[r].length - rows[r].stored
+    end = bit + rows[r].length
     while True:
         # the last trained tokens in front of end, as far as one row has them
         end = _after_last(mask, bit, end, 1)
@@ -158,14 +136,13 @@ cdef bint _fill_edges(
             return stop == start
         first = _after_last(mask, bit, end, 0)
         while end > first:
-            j = rows[r].stored + end - 1 - bit
+            j = end - 1 - bit
             while j < rows[k].shared:
                 k = rows[k].parent
             n = min(end - first, j + 1 - rows[k].shared)
             end -= n
             stop -= n
-            i = end - bit
-            j = rows[r].stored + i
+            i = j = end - bit
             if stop < start or j == 0:
                 return False
             shift = rows[k].start - rows[k].shared
@@ -234,10 +211,8 @@ def count_edges(const PackRow[::1] rows not None, int64_t[::1] counts not None):
     with nogil:
         for r in range(n):
             mask = <const uint8_t*><intptr_t>rows[r].mask
-            counts[r] = _ones(
-                mask, rows[r].mask_bit, rows[r].mask_bit + rows[r].length - rows[r].stored
-            )
-            if bad < 0 and counts[r] and rows[r].stored == 0:
+            counts[r] = _ones(mask, rows[r].mask_bit, rows[r].mask_bit + rows[r].length)
+            if bad < 0 and counts[r]:
                 if mask[rows[r].mask_bit >> 3] >> (rows[r].mask_bit & 7) & 1:
                     bad = r
     return bad

@@ -259,7 +259,7 @@ cdef void _measure_row(const Plan* plan, Row* row, int64_t* totals) noexcept nog
     row.n_trained = 0
     row.use_tool = row.ill_formed = 0
     row.truncated = calls[row.last].stop == STOP_LENGTH
-    row.n_tokens = row.first_trained = min(_row_len(calls, row), choices.max_tokens)
+    row.n_tokens = min(_row_len(calls, row), choices.max_tokens)
     while n_left > 0:
         owned = plan.owners[call] == row.owner
         n = _output_spans(
@@ -272,7 +272,6 @@ cdef void _measure_row(const Plan* plan, Row* row, int64_t* totals) noexcept nog
                 size = part.out_stop - part.out_start
                 if part.kind == SPAN_TRAINED:
                     row.n_trained += size
-                    row.first_trained = min(row.first_trained, part.start)
                 # an output that is trained again counts as a duplicate
                 if owned or part.kind in (SPAN_DUPLICATE, SPAN_UNTRAINABLE):
                     totals[part.kind] += size

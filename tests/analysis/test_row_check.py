@@ -179,7 +179,6 @@ def response(values):
 
 FORMS = {
     "trajkit": ROWS,
-    "suffix": tk.linearize(TURNS, layout="suffix"),
     "floats": one([float(bit) for bit in MASK]),
     "response": one(response(MASK)),
     "labels": one()

@@ -147,13 +147,13 @@ def test_rows_say_where_they_leave_an_earlier_row(tmp_path, capsys):
         "token.",
         "row 3 opens at turn 3: it shares no token with an earlier row. It trains 1 token.",
     ]
-    for layout in ("full", "suffix"):
-        rows = tk.linearize(tk.from_records(calls), layout=layout)
+    for dedup in (False, True):
+        rows = tk.linearize(tk.from_records(calls))
         table = tk.analysis.why(rows)
         assert table["sentence"].to_pylist() == sentences
         assert table["parent"].to_pylist() == [None, 0, None, None]
-        path = tmp_path / f"{layout}.parquet"
-        tk.write_rows(rows, path)
+        path = tmp_path / f"{dedup}.parquet"
+        tk.write_rows(rows, path, dedup=dedup)
         assert main(["why", str(path)]) == 0
         out = capsys.readouterr().out
         assert out.splitlines() == ["session a", *(f"  {line}" for line in sentences)]

@@ -682,10 +682,11 @@ def test_the_delta_form_has_no_json_lines(tmp_path, capsys, turns):
     assert not out.exists()
 
 
-def test_linearize_writes_either_layout(tmp_path, capsys, turns):
+def test_linearize_stores_shared_tokens_once(tmp_path, capsys, turns):
     out = str(tmp_path / "rows.parquet")
-    run_json(capsys, "linearize", turns, "-o", out, "--layout", "suffix")
-    assert tk.read_rows(out) == tk.linearize(tk.read_turns(turns), layout="suffix")
+    run_json(capsys, "linearize", turns, "-o", out, "--dedup")
+    assert "suffix_ids" in pq.read_schema(out).names
+    assert tk.read_rows(out) == tk.linearize(tk.read_turns(turns))
     assert cli.main(["verify", out, turns]) == cli.DONE
 
 
@@ -883,13 +884,12 @@ def test_sessions_must_know_every_session(tmp_path, capsys, turns):
     assert "session 'a' has turns, but no line in sessions" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("layout", ["full", "suffix"])
 @pytest.mark.parametrize("by", ["row", "rollout"])
-def test_rows_are_weighed(tmp_path, capsys, turns, by, layout):
+def test_rows_are_weighed(tmp_path, capsys, turns, by):
     rows = str(tmp_path / "rows.parquet")
-    argv = ["linearize", turns, "-o", rows, "--layout", layout, "--weigh-by", by]
+    argv = ["linearize", turns, "-o", rows, "--weigh-by", by]
     run_json(capsys, *argv)
-    expected = tk.add_weights(tk.linearize(tk.read_turns(turns), layout=layout), by)
+    expected = tk.add_weights(tk.linearize(tk.read_turns(turns)), by)
     assert tk.read_rows(rows) == expected
     argv = ["verify", rows, turns, "--weigh-by"]
     assert cli.main([*argv, by]) == cli.DONE
@@ -950,7 +950,7 @@ def test_the_version_is_that_of_the_package(capsys):
     [
         (["simulat", "x"], 'Did you mean "simulate"?'),
         (["linearize", "x", "-o", "y", "--polcy", "slime"], "Did you mean --policy?"),
-        (["linearize", "x", "-o", "y", "--layout", "sufix"], 'Did you mean "suffix"?'),
+        (["linearize", "x", "-o", "y", "--weigh-by", "tokn"], 'Did you mean "token"?'),
         (["import", "x", "-o", "y", "--from", "opena"], 'Did you mean "openai'),
         (["linearize", "x", "-o", "y", "z"], "unrecognized arguments: z\n"),
     ],

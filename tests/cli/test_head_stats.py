@@ -11,6 +11,7 @@ from tests.made_tables import linearized
 from trajkit.cli import BAD_DATA, BAD_FILE, main
 from trajkit.cli.screen import visible
 from trajkit.cli.tables import cell
+from trajkit.files.dedup import encoded
 from trajkit.files.tables import write_table
 
 __all__ = ["terminal"]
@@ -39,7 +40,7 @@ def tables(tmp_path):
         "links": links,
         "drift": tk.classify_drift(turns, links),
         "rows": rows,
-        "suffix": tk.linearize(turns, layout="suffix"),
+        "stored": encoded(rows),
         "report": report,
         "packs": tk.pack(rows, 8),
         "sessions": pa.table({"session_id": ["a", HOSTILE], "reward": [0.25, None]}),

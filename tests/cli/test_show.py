@@ -130,10 +130,10 @@ def test_ids_and_messages_without_a_tokenizer(capsys, turns):
 
 
 def test_rows_are_shown_without_their_turns(tmp_path, capsys, turns):
-    for layout in ("full", "suffix"):
-        rows = tk.linearize(tk.read_turns(turns), "slime", layout=layout)
-        path = tmp_path / f"{layout}.parquet"
-        tk.write_rows(rows, path)
+    for dedup in (False, True):
+        rows = tk.linearize(tk.read_turns(turns), "slime")
+        path = tmp_path / f"{dedup}.parquet"
+        tk.write_rows(rows, path, dedup=dedup)
         assert main(["show", str(path), "--tokenizer", TOKENIZER]) == 0
         out = capsys.readouterr().out
         assert "lost        (absorbed: 9 tokens of turn 0)\n" in out

@@ -28,14 +28,13 @@ def spark():
     session.stop()
 
 
-@pytest.mark.parametrize("layout", ["full", "suffix"])
-def test_map_in_arrow(tmp_path, spark, layout):
+def test_map_in_arrow(tmp_path, spark):
     turns = turns_of()
     write_scattered(turns, tmp_path / "turns")
-    step = LinearizeStep(layout=layout)
+    step = LinearizeStep()
     table = spark.read.parquet(str(tmp_path / "turns")).repartition("session_id")
     table = table.sortWithinPartitions("session_id", "turn_index")
     rows = table.mapInArrow(step, from_arrow_schema(step.schema))
     rows.write.parquet(str(tmp_path / "rows"))
-    expected = tk.linearize(turns, layout=layout)
+    expected = tk.linearize(turns)
     assert in_order(tk.read_rows(tmp_path / "rows")) == in_order(expected)

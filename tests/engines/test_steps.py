@@ -20,19 +20,16 @@ def plain(type_):
     )
 
 
-@pytest.mark.parametrize("layout", ["full", "suffix"])
-def test_batches_in_and_batches_out_as_spark_calls_it(monkeypatch, layout):
+def test_batches_in_and_batches_out_as_spark_calls_it(monkeypatch):
     monkeypatch.setattr(limits, "PART_TOKENS", 10)
     turns = turns_of()
-    step = pickle.loads(
-        pickle.dumps(LinearizeStep(policy="per_call", layout=layout, reward=1.5))
-    )
+    step = pickle.loads(pickle.dumps(LinearizeStep(policy="per_call", reward=1.5)))
     batches = list(step(iter(turns.to_batches(max_chunksize=3))))
     assert all(batch.schema.equals(step.schema) for batch in batches)
     assert all(plain(field.type) for field in step.schema)
     assert len(batches) > 24
     rows = pa.Table.from_batches(batches, step.schema)
-    expected = tk.linearize(turns, "per_call", layout=layout, reward=1.5)
+    expected = tk.linearize(turns, "per_call", reward=1.5)
     assert in_order(rows) == in_order(expected)
 
 
@@ -43,7 +40,7 @@ def test_no_turns_give_no_rows():
 def test_in_duckdb(tmp_path):
     turns = turns_of()
     write_scattered(turns, tmp_path / "turns")
-    step = LinearizeStep(layout="suffix")
+    step = LinearizeStep()
     with duckdb.connect() as engine:
         # a connection has one result at a time
         source = (
@@ -55,7 +52,7 @@ def test_in_duckdb(tmp_path):
         engine.register("rows", rows)
         engine.sql(f"copy rows to '{tmp_path}/rows.parquet'")
     got = tk.read_rows(tmp_path / "rows.parquet")
-    assert in_order(got) == in_order(tk.linearize(turns, layout="suffix"))
+    assert in_order(got) == in_order(tk.linearize(turns))
 
 
 def test_in_polars(tmp_path):

@@ -36,11 +36,17 @@ PYTHON = (
     ),
     _place(
         "trajkit/schema/turns.py",
-        "tests/turns/test_validation.py tests/turns/test_delta.py",
+        "tests/turns/test_validation.py tests/turns/test_delta.py "
+        "tests/turns/test_records.py",
         (
             "a span of weights may run backwards",
             "(lows != due) | (highs < lows)",
             "(lows != due)",
+        ),
+        (
+            "an empty span of weights is refused",
+            "(lows != due) | (highs < lows)",
+            "(lows != due) | (highs <= lows)",
         ),
         (
             "spans of weights are checked against turns of other chunks",
@@ -74,12 +80,7 @@ PYTHON = (
     ),
     _place(
         "trajkit/schema/rows.py",
-        "tests/turns/test_validation.py tests/rows/test_suffix_layout.py",
-        (
-            "suffix_start may be negative",
-            "(first < 0) | (first > shared)",
-            "(first > shared)",
-        ),
+        "tests/turns/test_validation.py tests/verification/test_verify.py",
         (
             "a row without a response is refused",
             "broken(values > n_ids, rule, values, n_ids)",
@@ -113,6 +114,30 @@ PYTHON = (
         ),
     ),
     _place(
+        "trajkit/files/dedup.py",
+        "tests/files/test_dedup.py",
+        (
+            "a trained token may be left to the parent",
+            "most = np.minimum(first, np.where(found, ids.lengths[parent], 0))",
+            "most = np.where(found, ids.lengths[parent], 0)",
+        ),
+        (
+            "a parent that is not in the table stores the prefix",
+            "np.where(found, ids.lengths[parent], 0))",
+            "ids.lengths[parent])",
+        ),
+        (
+            "a stored row may begin before its first token",
+            "(start < 0) | (start > most)",
+            "(start > most)",
+        ),
+        (
+            "a row may be its own parent in a file",
+            "    found &= parent < np.arange(len(parent))\n    most = np.where",
+            "    most = np.where",
+        ),
+    ),
+    _place(
         "trajkit/turns/content_rules.py",
         "tests/turns/test_validation.py tests/turns/test_images.py",
         (
@@ -140,8 +165,8 @@ PYTHON = (
             "if name is not None:",
         ),
         (
-            "null ids are not found before the layout changes",
-            "read_ids |= any(chunk.values.null_count for chunk in rows.column(ids).chunks)",
+            "null ids are not found before rows are packed",
+            'read_ids |= any(one.values.null_count for one in rows.column("input_ids").chunks)',
             "read_ids |= False",
         ),
     ),
@@ -150,13 +175,13 @@ PYTHON = (
         "tests/turns/test_records.py tests/turns/test_messages.py",
         (
             "replies stay in the order of records",
-            "responses = responses[order]",
-            "responses = responses",
+            "responses, numbers = responses[order], numbers[order]",
+            "numbers = numbers[order]",
         ),
         (
             "sessions of messages stay in the order of records",
-            "numbers = numbers[order]",
-            "numbers = numbers",
+            "responses, numbers = responses[order], numbers[order]",
+            "responses = responses[order]",
         ),
         (
             "turn_index may be 2**31",
@@ -169,9 +194,9 @@ PYTHON = (
             'elif name == "use_tool":',
         ),
         (
-            "an empty span of weights is refused",
-            'span["start"] != due or span["stop"] < due',
-            'span["start"] != due or span["stop"] <= due',
+            "a fraction of a token is cut off",
+            "if read[i] != one:",
+            "if False:",
         ),
         (
             "2 is a bool of a mask",
@@ -655,6 +680,7 @@ PYTHON = (
             '(requests["n_keys"] != 0) | (requests["shared"] != 0)',
             '(requests["n_keys"] != 0)',
         ),
+        ("weights may be off by a thousandth", "_ROUNDING = 1e-9", "_ROUNDING = 1e-3"),
         (
             "tokens without a logprob must train",
             'self.policy.missing_logprobs == "untrain"',
@@ -669,7 +695,6 @@ PYTHON = (
             "if case.cap is None or min(n, case.cap) == len(ids):",
             "if case.cap is None:\n        return True\n    if min(n, case.cap) == len(ids):",
         ),
-        ("weights may be off by a thousandth", "_ROUNDING = 1e-9", "_ROUNDING = 1e-3"),
         (
             "turns need not end with last_turn",
             "if last is not None and listed[-1:] != [last]:",
@@ -677,8 +702,8 @@ PYTHON = (
         ),
         (
             "weights of an empty range count",
-            'max(one["start"], spans.out_start[k]) < min(',
-            'max(one["start"], spans.out_start[k]) <= min(',
+            'if start < min(one["stop"], spans.out_stop[k]):',
+            'if start <= min(one["stop"], spans.out_stop[k]):',
         ),
         (
             "use_tool of a row may be true for no turn",
@@ -697,13 +722,13 @@ PYTHON = (
         ),
         (
             "the first output of a spliced row follows any end of its prompt",
-            "            tail = prompt\n",
-            "            pass\n",
+            "due = prompt if before < 0 else prompt[",
+            "due = prompt[",
         ),
         (
             "a spliced row may end before its last turn",
-            'if call >= 0 and (ends or calls.calls["out_len"][call] == 0)',
-            "if call >= 0",
+            'return order[-1:] if ends or not calls.calls["out_len"][order[-1]] else []',
+            "return order[-1:]",
         ),
     ),
     _place(
@@ -711,12 +736,12 @@ PYTHON = (
         "tests/verification/test_verify.py tests/rows/test_splice.py",
         (
             "only tokens are compared with the rows of the policy",
-            "if own and shared == max(len(ids), len(expected)):",
-            "if False:",
+            "if not (own and equal):",
+            "if True:",
         ),
         (
             "spans may come in any order",
-            "if not alone and here != there:",
+            "if not alone and row.spans != due.spans:",
             "if False:",
         ),
     ),
@@ -750,7 +775,7 @@ PYTHON = (
         ),
         (
             "a message is not copied",
-            "comparable(copy, encoded.is_plain)",
+            "comparable(parse_json(encoded.body), encoded.is_plain)",
             "comparable(message, encoded.is_plain)",
         ),
     ),
@@ -758,14 +783,9 @@ PYTHON = (
         "trajkit/recorder/session.py",
         "tests/recorder/test_recorder.py tests/recorder/test_match.py",
         (
-            "rewards of calls are not read",
-            "or any(one.name in OF_TURNS for one in extra):",
-            "or False:",
-        ),
-        (
-            "masks of calls are not read",
-            '*map(type, columns["output_mask"])}',
-            "}",
+            "masks of calls are not checked",
+            "for check in (*checks_of(TURNS, _OF_IDS), mm_items):",
+            "for check in (mm_items,):",
         ),
         (
             "messages match where no id does",
@@ -775,11 +795,11 @@ PYTHON = (
     ),
     _place(
         "trajkit/recorder/session.py",
-        "tests/recorder/test_recorder.py",
+        "tests/recorder/test_sessions_end.py",
         (
             "a time without a zone is taken",
-            "isinstance(value, datetime) and value.tzinfo is not None",
-            "isinstance(value, datetime)",
+            "if not fits or (isinstance(value, datetime) and value.tzinfo is None):",
+            "if not fits:",
         ),
         (
             "metadata overwrites payloads",
@@ -825,7 +845,7 @@ NATIVE = (
     _place(
         "_native/plan/plan.pxi",
         "tests/rows/test_policies.py tests/rows/test_segments.py "
-        "tests/rows/test_splice.py tests/rows/test_suffix_layout.py "
+        "tests/rows/test_splice.py tests/files/test_dedup.py "
         "tests/rows/test_forest_routes.py tests/rows/test_links.py "
         "tests/rows/test_rows.py",
         (
@@ -852,12 +872,6 @@ NATIVE = (
             "drift < choices.fork_threshold:",
             "drift <= choices.fork_threshold",
             "drift < choices.fork_threshold",
-        ),
-        (
-            "a suffix may begin after the first trained token",
-            "row.first_trained = min(row.first_trained, part.start)",
-            "row.first_trained",
-            "min(row.first_trained, part.start)",
         ),
         (
             "duplicates of other chains are not counted",
@@ -1100,12 +1114,6 @@ NATIVE = (
             "a null logprob of an edge is given",
             "given[stop + e] = 0",
             "",
-        ),
-        (
-            "a suffix that begins with a trained token is refused",
-            "if bad < 0 and counts[r] and rows[r].stored == 0:",
-            "True",
-            "rows[r].stored == 0",
         ),
     ),
     _place(

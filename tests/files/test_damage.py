@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
-from benchmarks import fuzz_files
 from tests.file_stages import linearize_file
+from tests.fuzz import files as fuzz_files
 from tests.made_tables import linearized
 from trajkit.files import jsonl
 from trajkit.importers.containers import objects
@@ -78,14 +78,15 @@ TAKES_ROWS = {
     "add_advantages": lambda rows: tk.add_advantages(
         rows, tk.learn.advantages(SESSIONS, "none")
     ),
-    "full_rows": tk.full_rows,
-    "suffix_rows": tk.suffix_rows,
     "verify": lambda rows: tk.verify(rows, TURNS),
     "observations": lambda rows: tk.learn.observation_weights(rows, TURNS),
     "validate": tk.validate,
     "read_rows": tk.read_rows,
     "iter_rows": lambda rows: list(tk.scan_rows(rows)),
     "write_rows": lambda rows: tk.write_rows(rows, BytesIO(), format="arrow"),
+    "write_rows, dedup": lambda rows: tk.write_rows(
+        rows, BytesIO(), format="arrow", dedup=True
+    ),
     "reference_loss": lambda rows: tk.learn.reference_loss(rows, np.zeros(21)),
 }
 TAKES_OTHERS = {

@@ -164,18 +164,17 @@ def test_turns_that_change_their_form_from_file_to_file(records, formats, size, 
 @in_files
 @given(records=runs(), choice=policies, limit=row_limits, size=small, data=st.data())
 def test_rows(format, records, choice, limit, size, data):
-    layout = data.draw(st.sampled_from(["full", "suffix"]))
     rows = tk.linearize(
         tk.from_records(records),
         policy_of(choice),
         max_row_tokens=limit,
-        layout=layout,
         reward=0.5,
     )
     with Folder(size) as folder:
         path = folder / f"rows.{format}"
         pieces = data.draw(st.sampled_from([rows, rows.to_batches(max_chunksize=1)]))
-        tk.write_rows(pieces, path)
+        dedup = data.draw(st.booleans())
+        tk.write_rows(pieces, path, dedup=dedup)
         if not rows.num_rows and (format in LINES or pieces is not rows):
             return
         back = tk.read_rows(path)

@@ -29,14 +29,13 @@ from trajkit.errors import (
     InvalidTurnsError,
     SchemaError,
 )
-from trajkit.files import group, outputs
+from trajkit.files import group
 from trajkit.files import run as run_module
 from trajkit.files.formats import paths_in
 from trajkit.files.group import index_sessions
-from trajkit.files.outputs import write_in_thread
-from trajkit.files.run import Watch
+from trajkit.files.run import Watch, write_in_thread
 from trajkit.files.tables import read_any_rows, write_rows, write_table, write_tables
-from trajkit.schema import AMENDMENTS, REPORT, SESSIONS, TURNS, TURNS_DELTA
+from trajkit.schema import AMENDMENTS, REPORT, ROWS, SESSIONS, TURNS, TURNS_DELTA
 from trajkit.tables import limits, session_batches
 from trajkit.tables.prefetch import prefetch
 from trajkit.verification.files import verify_file
@@ -210,17 +209,17 @@ def test_turns_out_of_order_are_found_across_batches_and_files(tmp_path, suffix_
     assert index_sessions([one], None).scattered == "s1"
 
 
-@pytest.mark.parametrize("layout", ["full", "suffix"])
+@pytest.mark.parametrize("dedup", [False, True])
 @pytest.mark.parametrize("policy", ["faithful", "slime", "per_call"])
-def test_rows_are_those_of_the_table(tmp_path, small, monkeypatch, policy, layout):
+def test_rows_are_those_of_the_table(tmp_path, small, monkeypatch, policy, dedup):
     log, rows, report = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "report"))
     write_log(some_sessions(), log)
-    expected, counts = linearized(tk.read_turns(log), policy, reward=0.5, layout=layout)
+    expected, counts = linearized(tk.read_turns(log), policy, reward=0.5)
     for large in (1, 1 << 20):
         monkeypatch.setattr(limits, "PART_TOKENS", large)
         monkeypatch.setattr(limits, "BATCH_TOKENS", 20)
         totals = linearize_file(
-            log, rows, policy, reward=0.5, layout=layout, report=report
+            log, rows, policy, reward=0.5, dedup=dedup, report=report
         )
         assert tk.read_rows(rows).equals(expected)
         assert pq.read_table(report).to_pylist() == counts.to_pylist()
@@ -257,8 +256,8 @@ def test_no_turns_keep_their_form(tmp_path, suffix_):
     assert compact_file(path, again) == {"turns": 0}
     assert tk.read_turns(again).schema.equals(TURNS_DELTA)
     rows = tmp_path / "rows.parquet"
-    assert linearize_file(path, rows, layout="suffix")["sessions"] == 0
-    assert "suffix_ids" in tk.read_rows(rows).column_names
+    assert linearize_file(path, rows, dedup=True)["sessions"] == 0
+    assert tk.read_rows(rows) == ROWS.empty_table()
 
 
 def tree(folder):
@@ -386,7 +385,7 @@ def test_a_directory_of_another_job_is_refused(tmp_path, small):
     "choice",
     [
         {"max_row_tokens": 9},
-        {"layout": "suffix"},
+        {"dedup": True},
         {"weigh_by": "row"},
         {"nonfinite_logprobs": "null"},
     ],
@@ -785,7 +784,7 @@ def as_text(violations):
     [
         ("own", "parquet"),
         ("own", "jsonl.gz"),
-        ("suffixes", "arrows"),
+        ("stored", "arrows"),
         ("foreign", "arrow"),
         ("foreign", "jsonl"),
         ("without numbers", "parquet"),
@@ -806,8 +805,8 @@ def test_files_break_what_their_tables_break(
     elif order == "rows mixed":
         random.Random(2).shuffle(place)
     rows = rows.take(place)
-    if kind == "suffixes":
-        rows = tk.linearize(tk.read_turns(log), "strict", layout="suffix")
+    if kind == "stored":
+        rows = tk.linearize(tk.read_turns(log), "strict")
         rows = rows.filter(pc.not_equal(rows["session_id"], "s4"))
         weights = pa.array([0.5] * rows.num_rows)
         at = rows.schema.get_field_index("row_weight")
@@ -815,8 +814,8 @@ def test_files_break_what_their_tables_break(
         if order != "as written":
             first = pc.equal(rows["session_id"], "s0")
             rows = pa.concat_tables([rows.filter(pc.invert(first)), rows.filter(first)])
-    if kind in ("own", "suffixes"):
-        write_rows(rows, path)
+    if kind in ("own", "stored"):
+        write_rows(rows, path, dedup=kind == "stored")
     else:
         names = ["session_id", "row_index", "input_ids", "loss_mask", "logprobs"]
         if kind == "without numbers":
@@ -1026,7 +1025,7 @@ def test_outputs_stand_all_or_none(tmp_path, small, monkeypatch, parts, full):
     places = {name: f"{tmp_path}/{name}{suffix_}" for name in names}
     n_written = 0
 
-    def write(batches, path):
+    def write(batches, path, dedup):
         nonlocal n_written
         write_tables(batches, path)
         n_written += path.parent.name == full or path.name.endswith(f"{full}.parquet")
@@ -1113,73 +1112,14 @@ def test_files_whose_columns_differ_are_gathered_into_the_same_buckets(
     assert whole["note"].null_count < len(whole)
 
 
-# --- names that cannot all be given
-
-
-THREE = ("a.arrows", "b.arrows", "c.arrows")
-
-
-def write_three(folder, blocked=None):
-    """Write three files together; the place of one is taken meanwhile."""
-    places = {name: folder / name for name in THREE}
-    with outputs.atomic_writers(places, write_tables) as puts:
-        for put in puts.values():
-            put(pa.record_batch({"x": [1]}))
-        if blocked:
-            (folder / blocked).unlink(missing_ok=True)
-            (folder / blocked).mkdir()
-
-
-@pytest.fixture(params=["hard links", "no hard links"])
-def linked(request, monkeypatch):
-    def refused(old, new, *, follow_symlinks):
-        raise PermissionError(1, "Operation not permitted", str(old))
-
-    if request.param == "no hard links":
-        monkeypatch.setattr(os, "link", refused)
-
-
-@pytest.mark.usefixtures("linked")
-@pytest.mark.parametrize("blocked", THREE)
-@pytest.mark.parametrize("old", THREE)
-def test_files_are_named_all_or_none(tmp_path, old, blocked):
-    (tmp_path / old).write_text("of the run before")
-    with pytest.raises(IsADirectoryError):
-        write_three(tmp_path, blocked)
-    assert sorted(os.listdir(tmp_path)) == sorted({old, blocked})
-    assert list((tmp_path / blocked).iterdir()) == []
-    if blocked != old:
-        assert (tmp_path / old).read_text() == "of the run before"
-
-
-@pytest.mark.usefixtures("linked")
-def test_files_take_the_place_of_those_before(tmp_path):
+def test_a_link_is_replaced_and_not_followed(tmp_path):
     (tmp_path / "a.arrows").write_text("of the run before")
     (tmp_path / "b.arrows").symlink_to("a.arrows")
-    write_three(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [*THREE]
+    with run_module.atomic_writers({"b": tmp_path / "b.arrows"}, write_tables) as puts:
+        puts["b"](pa.record_batch({"x": [1]}))
+    assert sorted(os.listdir(tmp_path)) == ["a.arrows", "b.arrows"]
     assert not (tmp_path / "b.arrows").is_symlink()
-    tables = [pa.ipc.open_stream(tmp_path / name).read_all() for name in THREE]
-    assert [table.num_rows for table in tables] == [1, 1, 1]
-
-
-def test_between_two_names_the_old_file_stands_beside_the_new(tmp_path, monkeypatch):
-    """What stands there then is what a process that dies there leaves."""
-    old, left, kept = tmp_path / "a.arrows", [], []
-    old.write_text("of the run before")
-    replace, hidden = os.replace, f".{os.getpid()}"
-
-    def looked_at(draft, path):
-        if path.name == "b.arrows":
-            left.extend(sorted(os.listdir(tmp_path)))
-            kept.append((tmp_path / f"{hidden}~a.arrows").read_text())
-        replace(draft, path)
-
-    monkeypatch.setattr(os, "replace", looked_at)
-    write_three(tmp_path)
-    drafts = [f"{hidden}-b.arrows", f"{hidden}-c.arrows"]
-    assert left == [*drafts, f"{hidden}~a.arrows", "a.arrows"]
-    assert kept == ["of the run before"]
+    assert (tmp_path / "a.arrows").read_text() == "of the run before"
 
 
 @pytest.mark.parametrize("suffix_", SUFFIXES)
@@ -1190,9 +1130,7 @@ def test_a_log_that_grows_while_it_is_gathered_is_refused(tmp_path, small, suffi
     write_log(whole, log)
     source = group.Log(tmp_path)
     index = source.index()
-    write_log(
-        [{**one, "session_id": "new"} for one in whole[:5]], tmp_path / "b.arrows"
-    )
+    write_log([*whole, *({**one, "session_id": "new"} for one in whole[:5])], log)
     with pytest.raises(FormatError, match=r"'new' was not there .* they changed since"):
         list(source.pieces(index))
 

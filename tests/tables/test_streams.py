@@ -104,7 +104,6 @@ SPREAD = (tk.learn.spread_rewards, tk.learn.spread_rewards_batches)
 OF_ROWS = {
     "weigh": (tk.add_weights, tk.add_weights_batches, {"weigh_by": "row"}),
     "spread_rewards": (*SPREAD, {"mode": "uniform"}),
-    "suffix_rows": (tk.suffix_rows, tk.suffix_rows_batches, {}),
     "validate rows": (tk.validate, tk.validate_batches, {}),
 }
 VERIFY = (tk.verify, tk.verify_batches, {})
@@ -482,11 +481,9 @@ def test_a_stream_without_rows_gives_a_batch_without_rows(name, seen):
     assert batch.schema.metadata == table.schema.metadata
 
 
-@pytest.mark.parametrize("layout", ["full", "suffix"])
-def test_linearize_of_a_reader_without_rows_with_all_it_can_give(layout):
+def test_linearize_of_a_reader_without_rows_with_all_it_can_give():
     turns, _, _ = nothing()
-    payloads = ["prompt_is_content"] if layout == "full" else []
-    options = {"layout": layout, "payloads": payloads}
+    options = {"payloads": ["prompt_is_content"]}
     [batch], [counts] = streamed(reader_of(turns), **options)
     rows, report = linearized(turns, **options)
     assert (batch.schema, counts.schema) == (rows.schema, report.schema)
@@ -498,7 +495,6 @@ def test_further_stages_of_readers_without_rows():
     given = advantages_of(rows)
     for stage, table, *options in (
         (tk.expand, tk.compact(turns)),
-        (tk.full_rows, tk.suffix_rows(rows)),
         (tk.add_advantages, rows, given),
     ):
         [batch] = stage.batches(reader_of(table), *options)

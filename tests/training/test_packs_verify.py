@@ -76,7 +76,7 @@ def test_packs_that_are_right_have_no_violation():
     assert [pack["prefix_pack"] for pack in CARRIED] == [None, 0, 1, None, 3]
     for packs in (PACKED, CARRIED, PLAIN):
         assert rules_of(packs) == set()
-        assert tk.verify_packs(packs, tk.suffix_rows(ROWS)).num_rows == 0
+        assert tk.verify_packs(packs, ROWS).num_rows == 0
     assert rules_of(PACKED, max_tokens=12) == set()
 
 

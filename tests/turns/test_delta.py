@@ -11,7 +11,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import reference
 from tests.made_tables import (
     in_delta_form,
     linearized,
@@ -20,8 +19,10 @@ from tests.made_tables import (
     streamed,
     turns_table,
 )
+from tests.oracles import rows as reference
 from tests.strategies import pick, policies, row_limits, runs, thresholds
 from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.files.dedup import encoded
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import limits
 
@@ -80,7 +81,7 @@ def test_a_stream_in_delta_form_is_its_table(data, turns, choice):
     policies,
     st.tuples(st.integers(1, 60), st.integers(1, 20), st.sampled_from([0, 1 << 25])),
     st.integers(1, 3),
-    st.sampled_from(["links", "suffix", "payload", ""]),
+    st.sampled_from(["links", "payload", ""]),
 )
 def test_parts_of_a_table_are_the_whole(data, turns, choice, sizes, threads, how):
     """Large tables are cut into parts of whole sessions, and their rows into batches.
@@ -94,7 +95,7 @@ def test_parts_of_a_table_are_the_whole(data, turns, choice, sizes, threads, how
         threshold = policy.fork_threshold if policy.merge_rewrites else 0
         given["links"] = link_by(delta, policy.parent_by, merge_threshold=threshold)
         given["drift"] = tk.classify_drift(delta, given["links"])
-    same = {"layout": "suffix"} if how == "suffix" else {}
+    same = {}
     if how == "payload":
         delta = delta.append_column("own", delta["output_ids"])
         same = {"payloads": ["own"]}
@@ -746,7 +747,7 @@ def test_messages_that_differ_in_a_number_s_type(asked):
 
 @pytest.mark.parametrize("drifts", [False, True])
 def test_bytes_of_a_new_token_do_not_grow_with_the_turns(drifts):
-    """Nor does anything else in delta form, or the rows in the layout suffix."""
+    """Nor does anything else in delta form, or the rows that a file has with dedup."""
 
     def rollout(n_turns):
         held, said = list(range(400)), [{"role": "user", "content": "q"}]
@@ -765,13 +766,13 @@ def test_bytes_of_a_new_token_do_not_grow_with_the_turns(drifts):
             said = [*said, reply, {"role": "user", "content": str(-k)}]
 
     each = {"turns": [], "rows": []}
-    for n_turns in (64, 1024):
+    for n_turns in (64, 256):
         recorder = tk.Recorder()
         for call in rollout(n_turns):
             del call["session_id"]
             recorder.record("s", **call)
         delta = recorder.turns("s")
-        rows = tk.linearize(delta, layout="suffix")
+        rows = encoded(tk.linearize(delta))
         for name, table in (("turns", delta), ("rows", rows)):
             each[name].append(table.nbytes / n_turns)
     for few, many in each.values():

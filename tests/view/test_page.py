@@ -367,7 +367,7 @@ def test_violations_are_shown_with_the_row_s_tokens(tab, write, demo):
 
 def test_rows_without_violations_say_so(tab, write, demo):
     turns = tk.read_turns(demo)
-    rows = tk.suffix_rows(tk.linearize(turns, "slime"))
+    rows = tk.linearize(turns, "slime")
     tab.open(write(turns, ["slime"], rows=rows))
     assert "No violations." in tab.text("main")
     (session,) = turns["session_id"].unique().to_pylist()

@@ -1,16 +1,17 @@
 """Label the turns that open a branch: the ``branches`` table."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arguments import chosen_int
-from trajkit.analysis.turn_lines import codes, turn_lines
+from trajkit.analysis.drift import codes, turn_lines
 from trajkit.rows.links import read_linked
 from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
 from trajkit.tables.canonical import TableLike
@@ -103,34 +104,29 @@ label_branches_batches = label_branches.batches
 
 def _branches(turns: pa.Table, links: pa.Table, opening_tokens: int) -> pa.Table:
     calls, forest, records = read_linked(turns, links)
-    found: list[Branch] = []
-    for s in range(len(calls)):
-        session = _Session(calls, forest, records, s, opening_tokens)
-        found += session.branches()
-    other = np.array([one.other for one in found], np.int64)
+    found = [
+        branch
+        for s in range(len(calls))
+        for branch in _Session(calls, forest, records, s, opening_tokens).branches()
+    ]
+    columns = zip(*found, strict=True) if found else [()] * 6
+    call, other, label, messages, tokens, evidence = columns
+    others = np.array(other, np.int64)
     return turn_lines(
         BRANCHES,
         calls,
-        [one.call for one in found],
-        codes([LABELS.index(one.label) for one in found], LABELS),
-        calls.turn_index[other],
-        [one.shared_messages for one in found],
-        [one.shared_tokens for one in found],
-        [calls.path_len[one.other] - one.shared_tokens for one in found],
-        [one.evidence for one in found],
+        call,
+        codes([LABELS.index(one) for one in label], LABELS),
+        calls.turn_index[others],
+        messages,
+        tokens,
+        calls.path_len[others] - np.array(tokens, np.int64),
+        evidence,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """One labelled turn."""
-
-    call: int
-    other: int
-    label: str
-    shared_messages: int | None
-    shared_tokens: int
-    evidence: str
+_Label: TypeAlias = tuple[str, int, str]
+"""A label, the other call, and the evidence."""
 
 
 @dataclass(slots=True)
@@ -156,15 +152,19 @@ class _Agent:
             path.append(node)
         return path
 
-    def add(self, call: int, state: list[bytes], *, replied: bool) -> None:
+    def add(self, call: int, state: list[bytes] | None, *, replied: bool) -> None:
+        """Add a call and its state; None: unknown."""
+        self.calls.add(call)
+        self.last = call
+        if state is None:
+            return
         node = 0
         self.latest[0] = call
         for key in state:
-            child = self.nodes.setdefault((node, key), len(self.latest))
-            if child == len(self.latest):
+            node = self.nodes.setdefault((node, key), len(self.latest))
+            if node == len(self.latest):
                 self.latest.append(call)
-            self.latest[child] = call
-            node = child
+            self.latest[node] = call
         if replied:
             self.replies.add(node)
 
@@ -176,43 +176,48 @@ class _Session:
         self, calls: Sessions, forest: Forest, links: Records, s: int, opening: int
     ) -> None:
         lo, hi = calls.offsets[s : s + 2].tolist()
-        self._calls = calls
-        self._range = range(lo, hi)
+        self._calls, self._range, self._opening = calls, range(lo, hi), opening
+        self._n_prompt: list[int] = calls.calls["prompt_len"].tolist()
         self._shared_with = forest.shared_with
         self._parents: Ints = links["parent"]
-        self._is_rewrite: npt.NDArray[np.bool_] = links["link_reason"] == _REWRITE
+        by: list[int] = links["rewritten_by"][lo:hi].tolist()
+        # by call that replaces a reply: the call whose reply it was
         self._rewritten = {
-            int(links["rewritten_by"][call]): call
-            for call in self._range
-            if links["rewritten_by"][call] >= 0
+            other: call
+            for call, other in zip(self._range, by, strict=True)
+            if other >= 0 and links["link_reason"][other] == _REWRITE
         }
-        self._children: dict[int, list[int]] = {}
+        self._children: dict[int, list[int]] = defaultdict(list)
         for call in self._range:
-            self._children.setdefault(int(self._parents[call]), []).append(call)
+            self._children[int(self._parents[call])].append(call)
         session = SessionCalls(calls.part(s, s + 1))
-        requests, replies = _keys(session)
-        # by call: keys of its messages; None: unknown
-        self._requests = dict(zip(self._range, requests, strict=True))
-        self._replies = dict(zip(self._range, replies, strict=True))
-        # by call: its request and reply; None: the request is unknown
-        self._states = {
-            call: None if request is None else [*request, *([reply] if reply else [])]
-            for call, request, reply in zip(self._range, requests, replies, strict=True)
-        }
-        self._ids, self._started, self._ended = (
-            dict(zip(self._range, _column(session, name), strict=True))
-            for name in ("agent_id", "started_at", "ended_at")
-        )
-        self._opening = opening
+        columns = [session.table["response"].to_pylist()]
+        for name in ("agent_id", "started_at", "ended_at"):
+            there = name in session.table.column_names
+            columns.append(
+                session.table[name].to_pylist() if there else [None] * (hi - lo)
+            )
+        # by call: the key of its reply, if it is known, and columns
+        self._facts = dict(zip(self._range, zip(*columns, strict=True), strict=True))
+        # by call: keys of its messages, and of these and its reply; None: unknown
+        self._requests: dict[int, list[bytes] | None] = {}
+        self._states: dict[int, list[bytes] | None] = {}
+        for call in self._range:
+            messages = session.messages(call - lo)
+            self._requests[call] = self._states[call] = None
+            if messages is not None:
+                request = [messages.key(i) for i in range(len(messages))]
+                reply = self._facts[call][0]
+                self._requests[call] = request
+                self._states[call] = [*request, *([reply["key"]] if reply else [])]
         self._heads: list[Ints] = []
 
-    def branches(self) -> Iterator[Branch]:
-        """The labelled turns, in order."""
-        agents: dict[tuple[str, object], _Agent] = {}
+    def branches(self) -> Iterator[tuple[Any, ...]]:
+        """The labelled turns: call, other, label, shared messages and tokens, evidence."""
+        agents: dict[tuple[str, object], _Agent] = defaultdict(_Agent)
         asked: dict[tuple[object, str, bytes], int] = {}
         for call in self._range:
             name = self._agent(call)
-            agent = agents.setdefault(name, _Agent())
             request = self._requests[call]
             prompt = self._calls.prompt(call)
             questions = [(name, "prompt_ids", blake2b(prompt.tobytes()).digest())]
@@ -220,80 +225,70 @@ class _Session:
                 questions.append((name, "messages", b"".join(request)))
             same = next((q for q in questions if q in asked), None)
             if call > self._range.start:
-                label = self._label(call, agent, request)
-                if same and not self._replaces_a_reply(call):
-                    label = self._asked_again(call, asked[same], same[1])
+                if same and call not in self._rewritten:
+                    label: _Label | None = self._asked_again(call, asked[same], same[1])
+                else:
+                    label = self._label(call, name, agents[name])
                 if label is not None:
                     yield self._branch(call, *label)
             asked |= dict.fromkeys(questions, call)
-            agent.calls.add(call)
-            agent.last = call
-            state = self._states[call]
-            if state is not None:
-                replied = self._replies[call] is not None
-                agent.add(call, state, replied=replied)
+            replied = self._facts[call][0] is not None
+            agents[name].add(call, self._states[call], replied=replied)
 
     def _agent(self, call: int) -> tuple[str, object]:
-        agent_id, request = self._ids[call], self._requests[call]
+        agent_id, request = self._facts[call][1], self._requests[call]
         if agent_id is not None:
-            return ("agent_id", agent_id)
+            return "agent_id", agent_id
         if request:
-            return ("first message", request[0])
+            return "first message", request[0]
         head = self._calls.prompt(call)[: self._opening]
         for number, known in enumerate(self._heads):
             if _core.lcp(head, known) == min(len(head), len(known)):
-                return ("opening", number)
+                return "opening", number
         self._heads.append(head)
-        return ("opening", len(self._heads) - 1)
-
-    def _replaces_a_reply(self, call: int) -> bool:
-        return bool(self._is_rewrite[call]) and call in self._rewritten
+        return "opening", len(self._heads) - 1
 
     def _label(
-        self, call: int, agent: _Agent, request: list[bytes] | None
-    ) -> tuple[str, int, str] | None:
-        """Label, other call and evidence of a turn with a new request."""
+        self, call: int, name: tuple[str, object], agent: _Agent
+    ) -> _Label | None:
+        """The label of a turn with a new request."""
+        kind, agent_id = name
         if not agent.calls:
-            kind, name = self._agent(call)
-            which = f" {name!r}" if kind == "agent_id" else ""
+            which = f" {agent_id!r}" if kind == "agent_id" else ""
             return "sub_agent", call - 1, f"no earlier turn has its {kind}{which}"
-        if self._replaces_a_reply(call):
+        if call in self._rewritten:
             other = self._rewritten[call]
             why = f"links: it replaces the reply of {self._turn(other)}"
             return "rewrite", other, why
         parent = int(self._parents[call])
-        shown = parent in agent.calls and self._shows_state(call, parent)
-        if shown and self._children[parent][0] == call:
+        continues = parent in agent.calls and self._children[parent][0] == call
+        if continues and self._shows_state(call, parent):
             return None
+        request = self._requests[call]
         if request is not None and agent.latest[0] >= 0:
             return self._by_messages(agent, request)
         return self._by_tokens(call, agent)
 
-    def _asked_again(self, call: int, other: int, by: str) -> tuple[str, int, str]:
+    def _asked_again(self, call: int, other: int, by: str) -> _Label:
         same = f"the same {by} as {self._turn(other)}"
-        children = self._children.get(other, [])
+        children, continued = self._children.get(other, []), call in self._children
         if children and children[0] < call:
             next_turn = self._turn(children[0])
             return "rollback", other, f"{same}, which {next_turn} had continued"
-        started, ended = self._started[call], self._ended[other]
-        if started is not None and ended is not None and started < ended:  # type: ignore[operator]
+        started, ended = self._facts[call][2], self._facts[other][3]
+        if started is not None and ended is not None and started < ended:
             return "sibling", other, f"{same}, which was still running"
-        if children and call in self._children:
+        if children and continued:
             return "sibling", other, f"{same}, and both are continued"
-        if children:
-            continued = f"only {self._turn(other)} is"
-        else:
-            continued = "only this turn is" if call in self._children else "neither is"
-        return "retry", other, f"{same}; {continued} continued"
+        which = "only this turn is" if continued else "neither is"
+        which = f"only {self._turn(other)} is" if children else which
+        return "retry", other, f"{same}; {which} continued"
 
-    def _by_messages(
-        self, agent: _Agent, request: list[bytes]
-    ) -> tuple[str, int, str] | None:
+    def _by_messages(self, agent: _Agent, request: list[bytes]) -> _Label | None:
         path = agent.walk(request)
         k, node = len(path) - 1, path[-1]
         other = agent.latest[node]
-        before = self._requests[other]
-        state = self._states[other]
+        before, state = self._requests[other], self._states[other]
         assert before is not None
         assert state is not None
         turn = self._turn(other)
@@ -309,65 +304,46 @@ class _Session:
             return "rollback", other, f"departs after message {k - 1}; {sizes}"
         return "compaction", other, f"departs at message {k}; {sizes}"
 
-    def _by_tokens(self, call: int, agent: _Agent) -> tuple[str, int, str] | None:
+    def _by_tokens(self, call: int, agent: _Agent) -> _Label | None:
         parent = int(self._parents[call])
         around = {agent.last, int(self._shared_with[call]), parent}
-        around |= set(self._children.get(parent, [])) if parent >= 0 else set()
-        known = agent.calls & around
-        prompt = self._calls.prompt(call)
-        shared = {c: _core.lcp(self._calls.path(c), prompt) for c in known}
-        other = max(known, key=lambda c: (shared[c], c))
+        around |= {*self._children[parent]} if parent >= 0 else set()
+        prompt, paths = self._calls.prompt(call), self._calls.path_len
+        shared = {
+            c: _core.lcp(self._calls.path(c), prompt) for c in agent.calls & around
+        }
+        other = max(shared, key=lambda c: (shared[c], c))
         k, turn = shared[other], self._turn(other)
-        if k == self._calls.path_len[other]:
+        if k == paths[other]:
             return None
         if k == len(prompt):
             return "rollback", other, f"its {k} tokens are the first ones of {turn}"
-        n_before = int(self._calls.calls["prompt_len"][other])
+        n_before = self._n_prompt[other]
         sizes = f"a prompt of {len(prompt)} tokens, {turn} has {n_before}"
         if len(prompt) >= n_before:
             return "rewrite", other, f"token {k} differs; {sizes}"
-        if any(self._calls.path_len[c] == k == shared[c] for c in known):
+        if any(paths[c] == k == n for c, n in shared.items()):
             return "rollback", other, f"departs after token {k - 1}; {sizes}"
         return "compaction", other, f"departs at token {k}; {sizes}"
 
     def _shows_state(self, call: int, parent: int) -> bool:
         """Whether the request begins with the complete state of the parent."""
-        request = self._requests[call]
-        state = self._states[parent]
+        request, state = self._requests[call], self._states[parent]
         if request is None or state is None:
-            path = self._calls.path(parent)
-            return _core.lcp(path, self._calls.prompt(call)) == len(path)
+            return self._shared(call, parent) == int(self._calls.path_len[parent])
         return request[: len(state)] == state
 
-    def _branch(self, call: int, label: str, other: int, evidence: str) -> Branch:
-        request = self._requests[call]
-        state = self._states[other]
-        shared = None
+    def _shared(self, call: int, other: int) -> int:
+        return _core.lcp(self._calls.path(other), self._calls.prompt(call))
+
+    def _branch(self, call: int, label: str, other: int, why: str) -> tuple[Any, ...]:
+        request, state = self._requests[call], self._states[other]
+        messages = None
         if request is not None and state is not None:
             pairs = enumerate(zip(request, state, strict=False))
             n = min(len(request), len(state))
-            shared = next((i for i, (a, b) in pairs if a != b), n)
-        tokens = _core.lcp(self._calls.path(other), self._calls.prompt(call))
-        return Branch(call, other, label, shared, tokens, evidence)
+            messages = next((i for i, (a, b) in pairs if a != b), n)
+        return call, other, label, messages, self._shared(call, other), why
 
     def _turn(self, call: int) -> str:
         return f"turn {self._calls.turn_index[call]}"
-
-
-def _keys(
-    session: SessionCalls,
-) -> tuple[list[list[bytes] | None], list[bytes | None]]:
-    """The keys of each call's messages (None: unknown), and of its reply."""
-    requests = [
-        None if messages is None else [messages.key(i) for i in range(len(messages))]
-        for messages in map(session.messages, range(len(session)))
-    ]
-    replies = session.table.column("response").to_pylist()
-    return requests, [reply["key"] if reply else None for reply in replies]
-
-
-def _column(session: SessionCalls, name: str) -> list[object]:
-    if name not in session.table.column_names:
-        return [None] * len(session)
-    values: list[object] = session.table.column(name).to_pylist()
-    return values

@@ -4,18 +4,21 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit.analysis.sampled_tokens import output_spans
+from trajkit.analysis.words import count
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import ROW_CHECKS
 from trajkit.schema.engine import Bools
+from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike
-from trajkit.turns.flat_buffers import TurnTokens, flat_turns
+from trajkit.tables.ragged import positions
+from trajkit.turns.flat_buffers import TurnTokens, flat_turns, sessions_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions
 from trajkit.turns.trainability import aborted_calls
@@ -80,7 +83,7 @@ def check_rows(
     table = as_turns(turns)
     plain = plain_rows(rows)
     chosen = None if policy is None else named_policy(policy)
-    check = _Check(table, plain, chosen)
+    check = _Check(_Turns.of(table), plain, chosen)
     for row in range(plain.num_rows):
         check.row(row)
     check.absent(None if chosen is None else output_spans(table, chosen))
@@ -152,95 +155,92 @@ def _key(ids: Array) -> bytes:
     return ids.astype(">u4").tobytes()
 
 
-@dataclass(slots=True)
-class _Sampled:
+class _Sampled(NamedTuple):
     """Which token of a row is which sampled token, or -1; a position in all outputs."""
 
     source: Array
     # by token: whether it follows the prompt that it was sampled after
     in_context: Bools
-    # the first turn whose complete prompt begins the row
+    # the complete prompt of some turn begins the row
     found: bool
 
 
-@dataclass(slots=True)
+@dataclass
 class _Check:
     """The lines about rows so far."""
 
-    table: pa.Table
+    turns: _Turns
     rows: pa.Table
     policy: Policy | None
     lines: list[dict[str, Any]] = field(default_factory=list)
-    turns: _Turns = field(init=False)
-    # by sampled token: the row that trains it first, and the first row that has it, or -1
-    trained_by: Array = field(init=False)
-    held_by: Array = field(init=False)
-    known: dict[str, int] = field(init=False)
     # by sampled token: the first row that has it without training it, and its position
     left_out: dict[int, tuple[int, int]] = field(default_factory=dict)
     # sessions that have a row
     seen: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.turns = _Turns.of(self.table)
         n = len(self.turns.tokens.outputs.values)
-        self.trained_by, self.held_by = np.full(n, -1), np.full(n, -1)
+        # by sampled token: the row that trains it first, and the first row that has it
+        self.trained_by, self.held_by = np.full((2, n), -1)
         names = self.turns.tokens.calls.ids.to_pylist()
         self.known = {name: k for k, name in enumerate(names)}
+        # what lines about the current row have
+        self.place: dict[str, Any] = {}
 
-    def add(
-        self, kind: str, detail: str, row: int | None = None, **places: Any
-    ) -> None:
-        """Add a line; ``row`` is a position in the rows."""
-        self.lines.append({"kind": kind, "detail": detail, "row": row, **places})
+    def add(self, kind: str, detail: str, **more: Any) -> None:
+        """Add a line."""
+        self.lines.append({"kind": kind, "detail": detail, **self.place, **more})
 
     def row(self, row: int) -> None:
         """Add the lines of a row."""
         ids = np.asarray(self.rows["input_ids"][row].values)
         mask = self.rows["loss_mask"][row].values.to_numpy(zero_copy_only=False)
         named = self.rows["session_id"][row].as_py()
-        first = self.rows["padding"][row].as_py()
-        sessions = [self.known[named]] if named in self.known else []
-        dropped = 0
-        if not sessions:
+        self.place, dropped = {"row": row}, 0
+        if named in self.known:
+            sessions = [self.known[named]]
+        else:
             sessions, dropped = self._sessions_of(ids)
-        ids, mask, first = ids[dropped:], mask[dropped:], first + dropped
+        ids, mask = ids[dropped:], mask[dropped:]
+        first = self.rows["padding"][row].as_py() + dropped
         tries = [(self._locate(ids, one), one) for one in sessions]
         if not len(ids):
             return
         if not any(one.found for one, _ in tries):
             where = f" of session {named!r}" if named in self.known else ""
-            words = (
-                f"{_count(int(mask.sum()))} trained, and no turn{where} begins like it"
-            )
-            self.add("not_found", words, row, tokens=int(mask.sum()))
+            n = int(mask.sum())
+            words = f"{count(n)} trained, and no turn{where} begins like it"
+            self.add("not_found", words, tokens=n)
             return
         sampled, session = max(
             tries, key=lambda one: int((mask & (one[0].source >= 0)).sum())
         )
-        place = {"session_id": self.turns.name(session)}
-        self.seen.add(self.turns.name(session))
-        due = (sampled.source >= 0) & self._may(sampled.source)
-        shift = _shift_of(mask, due)
+        name = self.turns.name(session)
+        self.place["session_id"] = name
+        self.seen.add(name)
+        source = sampled.source
+        shift = _shift_of(mask, (source >= 0) & self._may(source))
         moved = _shifted(mask, shift)
-        held = sampled.source[sampled.source >= 0]
+        held = source[source >= 0]
         self.held_by[held] = np.where(self.held_by[held] < 0, row, self.held_by[held])
-        self._trains(row, sampled, moved, shift, place)
+        self._trains(row, sampled, moved, shift)
         if shift:
-            side = "left" if shift > 0 else "right"
-            by = abs(shift)
-            which = "before" if shift > 0 else "after"
+            side, which = ("left", "before") if shift > 0 else ("right", "after")
             words = (
-                f"the mask is shifted {side} by {by}: it trains the token {which} each "
-                "sampled one"
+                f"the mask is shifted {side} by {abs(shift)}: it trains the token {which} "
+                "each sampled one"
             )
-            at = int(np.flatnonzero(mask)[0])
-            n = int((mask != moved).sum())
-            self.add("mask_shifted", words, row, token=first + at, tokens=n, **place)
+            at, n = first + int(mask.argmax()), int((mask != moved).sum())
+            self.add("mask_shifted", words, token=at, tokens=n)
         else:
-            self._not_sampled(row, ids, mask, sampled, first, place)
-        self._masked_out(row, sampled, moved, first, place)
-        self._logprobs(row, dropped, sampled, moved, first, place)
+            self._not_sampled(ids, mask, source, first)
+        # `absent` reports those that no other row trains
+        for k in np.flatnonzero((source >= 0) & ~moved).tolist():
+            self.left_out.setdefault(int(source[k]), (row, first + k))
+        value = self.rows["logprobs"][row]
+        if value.is_valid:
+            logprobs = value.values.fill_null(float("nan")).to_numpy()[dropped:]
+            self._logprobs(logprobs, source, moved, first)
 
     def _sessions_of(self, ids: Array) -> tuple[list[int], int]:
         """The sessions that a row may be of, and the tokens of padding before it."""
@@ -316,115 +316,60 @@ class _Check:
         may: Bools = np.where(source >= 0, self.turns.may_train[source], True)
         return may
 
-    def _trains(
-        self,
-        row: int,
-        sampled: _Sampled,
-        mask: Bools,
-        shift: int,
-        place: dict[str, Any],
-    ) -> None:
+    def _trains(self, row: int, sampled: _Sampled, mask: Bools, shift: int) -> None:
         """Which turn trains what, and what an earlier row trains too."""
-        outputs = self.turns.tokens.outputs
-        source = sampled.source[mask & (sampled.source >= 0)]
-        again = self.trained_by[source]
-        owner = outputs.owner[source]
+        outputs, policy = self.turns.tokens.outputs, self.policy
+        trained = mask & (sampled.source >= 0)
+        source, in_context = sampled.source[trained], sampled.in_context[trained]
+        again, owner = self.trained_by[source], outputs.owner[source]
         side = "right" if shift > 0 else "left"
         note = f", if its mask is shifted {side} by {abs(shift)}" if shift else ""
         for call in dict.fromkeys(owner.tolist()):
             mine = owner == call
             n, of = int(mine.sum()), int(outputs.lengths[call])
             turn = self.turns.number(call)
-            words = f"trains {n} of {_count(of)} of turn {turn}{note}"
-            self.add("trains", words, row, turn_index=turn, tokens=n, **place)
-            twice = again[mine]
-            twice = twice[twice >= 0]
-            if len(twice) and not (self.policy and self.policy.train_in == "every"):
-                other = int(twice[0])
-                words = (
-                    f"{_count(len(twice))} of turn {turn} that row {other} trains too"
-                )
-                self.add(
-                    "trained_twice",
-                    words,
-                    row,
-                    turn_index=turn,
-                    tokens=len(twice),
-                    **place,
-                )
-            elsewhere = ~sampled.in_context[mask & (sampled.source >= 0)][mine]
-            if elsewhere.any() and not (
-                self.policy and self.policy.on_drift == "splice"
-            ):
-                k = int(elsewhere.sum())
-                words = f"{_count(k)} of turn {turn} after other tokens than it saw"
-                self.add(
-                    "out_of_context", words, row, turn_index=turn, tokens=k, **place
-                )
+            words = f"trains {n} of {count(of)} of turn {turn}{note}"
+            self.add("trains", words, turn_index=turn, tokens=n)
+            twice = again[mine & (again >= 0)]
+            if len(twice) and not (policy and policy.train_in == "every"):
+                n = len(twice)
+                words = f"{count(n)} of turn {turn} that row {twice[0]} trains too"
+                self.add("trained_twice", words, turn_index=turn, tokens=n)
+            n = int((mine & ~in_context).sum())
+            if n and not (policy and policy.on_drift == "splice"):
+                words = f"{count(n)} of turn {turn} after other tokens than it saw"
+                self.add("out_of_context", words, turn_index=turn, tokens=n)
         self.trained_by[source] = np.where(again < 0, row, again)
 
-    def _not_sampled(
-        self,
-        row: int,
-        ids: Array,
-        mask: Bools,
-        sampled: _Sampled,
-        first: int,
-        place: dict[str, Any],
-    ) -> None:
+    def _not_sampled(self, ids: Array, mask: Bools, source: Array, first: int) -> None:
         """Trained tokens that no turn sampled, or that may not be trained."""
-        may = self._may(sampled.source)
         for kind, wrong, words in (
-            ("not_sampled", mask & (sampled.source < 0), "that nobody sampled"),
-            ("untrainable", mask & ~may, "of a turn that may not be trained"),
+            ("not_sampled", mask & (source < 0), "that nobody sampled"),
+            (
+                "untrainable",
+                mask & ~self._may(source),
+                "of a turn that may not be trained",
+            ),
         ):
             at = np.flatnonzero(wrong)
             for k, n in consecutive(at, np.zeros(len(at), np.int64)):
                 shown = " ".join(map(str, ids[at[k] : at[k] + min(n, 4)].tolist()))
                 more = " ..." if n > 4 else ""
-                detail = f"trains {_count(n)} {words}: {shown}{more}"
-                token = first + int(at[k])
-                self.add(kind, detail, row, token=token, tokens=n, **place)
-
-    def _masked_out(
-        self,
-        row: int,
-        sampled: _Sampled,
-        mask: Bools,
-        first: int,
-        place: dict[str, Any],
-    ) -> None:
-        """Where the row has sampled tokens that its mask leaves out."""
-        # `absent` reports those that no other row trains
-        left = np.flatnonzero((sampled.source >= 0) & ~mask)
-        for at in left.tolist():
-            self.left_out.setdefault(int(sampled.source[at]), (row, first + at))
+                detail = f"trains {count(n)} {words}: {shown}{more}"
+                self.add(kind, detail, token=first + int(at[k]), tokens=n)
 
     def _logprobs(
-        self,
-        row: int,
-        dropped: int,
-        sampled: _Sampled,
-        mask: Bools,
-        first: int,
-        place: dict[str, Any],
+        self, logprobs: Array, source: Array, mask: Bools, first: int
     ) -> None:
         """Logprobs that are not the engine's, or those of a token before or after."""
-        value = self.rows["logprobs"][row]
-        if not value.is_valid:
-            return
         tokens = self.turns.tokens
-        logprobs = value.values.fill_null(float("nan")).to_numpy()[dropped:]
-        at = np.flatnonzero(mask & (sampled.source >= 0))
-        at = at[tokens.given[sampled.source[at]]]
-        due = tokens.logprobs[sampled.source[at]]
+        at = np.flatnonzero(mask & (source >= 0))
+        at = at[tokens.given[source[at]]]
+        due = tokens.logprobs[source[at]]
 
         def right(shift: int) -> Bools:
-            there = at + shift
-            inside = (there >= 0) & (there < len(logprobs))
-            here = np.where(
-                inside, logprobs[np.clip(there, 0, len(logprobs) - 1)], np.nan
-            )
+            there = (at + shift).clip(0, len(logprobs) - 1)
+            here = np.where(there == at + shift, logprobs[there], np.nan)
             same: Bools = np.abs(here - due) <= _TOLERANCE * np.maximum(1, np.abs(due))
             return same
 
@@ -440,54 +385,44 @@ class _Check:
                 side = "left" if shift < 0 else "right"
                 words = f"the logprobs are shifted {side} by {abs(shift)}"
                 token = first + int(at[0])
-                self.add("logprobs_shifted", words, row, token=token, tokens=n, **place)
+                self.add("logprobs_shifted", words, token=token, tokens=n)
                 return
-        k = int(np.flatnonzero(~right(0))[0])
+        k, n = int(right(0).argmin()), len(at) - good
         words = (
-            f"{len(at) - good} of {_count(len(at))} have another logprob than the "
-            f"engine's: the first {logprobs[at[k]]:.4g}, expected {due[k]:.4g}"
+            f"{n} of {count(len(at))} have another logprob than the engine's: the first "
+            f"{logprobs[at[k]]:.4g}, expected {due[k]:.4g}"
         )
-        self.add(
-            "logprobs",
-            words,
-            row,
-            token=first + int(at[k]),
-            tokens=len(at) - good,
-            **place,
-        )
+        self.add("logprobs", words, token=first + int(at[k]), tokens=n)
 
     def absent(self, excused: pa.Table | None) -> None:
         """Add the sampled tokens that no row trains."""
-        tokens = self.turns.tokens
-        outputs, n_sessions = tokens.outputs, len(tokens.calls.ids)
+        tokens, self.place = self.turns.tokens, {}
+        outputs, names = tokens.outputs, tokens.calls.ids.to_pylist()
         session_of = self.turns.session_of[outputs.owner]
-        without = np.array(
-            [self.turns.name(k) not in self.seen for k in range(n_sessions)]
-        )
+        without = np.array([name not in self.seen for name in names], np.bool_)
         if without.any():
-            n_tokens = int(without[session_of].sum())
-            words = f"{int(without.sum())} of {n_sessions} sessions have no row"
-            self.add("session_without_rows", words, tokens=n_tokens)
+            words = f"{int(without.sum())} of {len(names)} sessions have no row"
+            n = int(without[session_of].sum())
+            self.add("session_without_rows", words, tokens=n)
         missing = (self.trained_by < 0) & self.turns.may_train & ~without[session_of]
         if excused is not None:
             lost = _lost(tokens, excused)
             missing &= ~(lost | self._of_equal(lost & (self.trained_by >= 0)))
         at = np.flatnonzero(missing)
         in_row = self.held_by[at] >= 0
-        group = outputs.owner[at] * 2 + in_row
-        for k, n in consecutive(at, group):
+        for k, n in consecutive(at, outputs.owner[at] * 2 + in_row):
             call, source = int(outputs.owner[at[k]]), int(at[k])
-            session = self.turns.name(int(self.turns.session_of[call]))
-            turn, of = self.turns.number(call), int(outputs.lengths[call])
-            place: dict[str, Any] = {"session_id": session, "turn_index": turn}
-            place["tokens"] = n
+            turn, of = self.turns.number(call), count(int(outputs.lengths[call]))
+            name = names[self.turns.session_of[call]]
+            place = {"session_id": name, "turn_index": turn, "tokens": n}
             if in_row[k] and source in self.left_out:
                 row, token = self.left_out[source]
-                words = f"does not train {n} of {_count(of)} of turn {turn}"
-                self.add("masked_out", words, row, token=token, **place)
+                words = f"does not train {n} of {of} of turn {turn}"
+                self.add("masked_out", words, row=row, token=token, **place)
             else:
-                words = f"{n} of {_count(of)} of turn {turn} are in no row"
-                self.add("in_no_row", words, **place)
+                self.add(
+                    "in_no_row", f"{n} of {of} of turn {turn} are in no row", **place
+                )
 
     def _of_equal(self, chosen: Bools) -> Bools:
         """The tokens of equal calls, such as retries, at the places of chosen ones."""
@@ -499,29 +434,23 @@ class _Check:
         found = np.zeros(len(chosen), np.bool_)
         for calls in groups.values():
             if len(calls) > 1:
-                parts = [tokens.outputs.offsets[k] for k in calls]
+                starts = tokens.outputs.offsets[calls]
                 n = int(tokens.outputs.lengths[calls[0]])
-                any_of = np.any([chosen[at : at + n] for at in parts], axis=0)
-                for at in parts:
-                    found[at : at + n] = any_of
+                at = starts[:, None] + np.arange(n)
+                found[at] = chosen[at].any(axis=0)
         return found
 
 
 def _lost(tokens: TurnTokens, spans: pa.Table) -> Bools:
     """Sampled tokens that a policy does not train, from its `output_spans`."""
-    lost = np.zeros(len(tokens.outputs.values), np.bool_)
-    calls = tokens.calls
-    of = {}
-    names = calls.ids.to_pylist()
-    for session, name in enumerate(names):
-        for call in tokens.calls_of(session):
-            of[name, int(calls.turn_index[call])] = int(tokens.outputs.offsets[call])
-    columns = ("session_id", "turn_index", "output_start", "output_stop", "kind")
-    for name, turn, start, stop, kind in zip(
-        *(spans[one].to_pylist() for one in columns), strict=True
-    ):
-        if kind != "trained":
-            lost[of[name, turn] + start : of[name, turn] + stop] = True
+    calls, outputs = tokens.calls, tokens.outputs
+    spans = spans.filter(pc.not_equal(spans["kind"].cast(pa.string()), "trained"))
+    turn, start, stop = (
+        spans[name].to_numpy() for name in ("turn_index", "output_start", "output_stop")
+    )
+    first = outputs.offsets[calls.named(sessions_of(spans, calls), turn)]
+    lost = np.zeros(len(outputs.values), np.bool_)
+    lost[positions(first + start, stop - start)] = True
     return lost
 
 
@@ -540,13 +469,8 @@ def _places(row: bytes, prompt: Array, output: Array) -> Iterator[int]:
 
 def _shifted(mask: Bools, shift: int) -> Bools:
     """The mask moved to the right by ``shift`` tokens."""
-    if shift == 0:
-        return mask
-    moved = np.zeros(len(mask), np.bool_)
-    if shift > 0:
-        moved[shift:] = mask[:-shift]
-    else:
-        moved[:shift] = mask[-shift:]
+    moved = np.roll(mask, shift)
+    moved[slice(shift) if shift > 0 else slice(len(mask) + shift, None)] = False
     return moved
 
 
@@ -555,8 +479,7 @@ def _shift_of(mask: Bools, due: Bools) -> int:
 
     0 if it does so as it is, or if no shift makes it right.
     """
-    wrong = int((mask & ~due).sum())
-    if not wrong or not due.any():
+    if not (mask & ~due).any() or not due.any():
         return 0
     missed = int((due & ~mask).sum())
     for shift in _SHIFTS:
@@ -564,7 +487,3 @@ def _shift_of(mask: Bools, due: Bools) -> int:
         if not (moved & ~due).any() and int((due & ~moved).sum()) < missed:
             return shift
     return 0
-
-
-def _count(n: int) -> str:
-    return f"{n:,} token" if n == 1 else f"{n:,} tokens"

@@ -1,12 +1,14 @@
 """`output_spans`: what a policy does with every sampled token."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import chosen_int
-from trajkit.analysis.turn_lines import codes
+from trajkit.analysis import lazy_polars as pl
+from trajkit.analysis.drift import codes
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rows.linearize import linearize
@@ -132,7 +134,6 @@ class _Outputs:
             policy,
             sessions=self._facts.table,
             max_row_tokens=None if cap == NO_LIMIT else cap,
-            layout="suffix",
         ).select(["session_id", "row_index", "turns", "spans"])
         return rows, spans_of(rows, self._sampled, sessions_of(rows, calls))
 
@@ -142,8 +143,7 @@ class _Outputs:
         Returns the tokens and the span of each, shape (n,): the last assignment is the
         first span.
         """
-        kinds = np.isin(pieces.kind, ("trained", *EMPTY_KINDS))
-        at, piece = self._tokens(pieces, np.flatnonzero(kinds))
+        at, piece = self._tokens(pieces, ("trained", *EMPTY_KINDS))
         unknown = self._kind[at] == _UNKNOWN
         at, piece = at[unknown], piece[unknown]
         codes = np.array([_CODES.get(kind, _UNKNOWN) for kind in pieces.kind], np.int8)
@@ -151,48 +151,43 @@ class _Outputs:
         self._drift[at] = self._absorbed_by(rows, pieces)[piece]
         return at, piece
 
-    def _tokens(self, pieces: Spans, which: Longs) -> tuple[Longs, Longs]:
-        """The sampled tokens of some spans, last span first, and the span of each.
+    def _tokens(self, pieces: Spans, kinds: Sequence[str]) -> tuple[Longs, Longs]:
+        """The sampled tokens of some kinds of spans, last span first, and their spans.
 
         Values assigned to them in this order are those of a token's first span.
         """
-        which = which[::-1]
+        which = np.flatnonzero(np.isin(pieces.kind, kinds))[::-1]
         at = pieces.take(which).sampled(self._sampled)
         return at, np.repeat(which, (pieces.out_stop - pieces.out_start)[which])
 
     def _bar(self, pieces: Spans) -> None:
         """Mark the tokens that may not be trained, with the first row that has them."""
-        sampled, barred = self._sampled, np.full(len(self._kind), _UNKNOWN, np.int8)
-        if self._policy.missing_logprobs == "untrain":
-            barred[~sampled.given] = _CODES["no_logprob"]
-        barred[~sampled.unmasked] = _CODES["masked"]
-        call = self._calls.calls["trainable"] == 0
-        barred[call[self._call]] = _CODES["untrainable"]
-        barred[(call & self._aborted)[self._call]] = _CODES["aborted"]
-        found = barred != _UNKNOWN
-        self._kind[found] = barred[found]
-        which = np.flatnonzero(pieces.kind == "untrainable")
-        at, piece = self._tokens(pieces, which)
+        sampled, call = self._sampled, self._calls.calls["trainable"] == 0
+        untrain = self._policy.missing_logprobs == "untrain"
+        for name, barred in (
+            ("no_logprob", ~sampled.given & untrain),
+            ("masked", ~sampled.unmasked),
+            ("untrainable", call[self._call]),
+            ("aborted", (call & self._aborted)[self._call]),
+        ):
+            self._kind[barred] = _CODES[name]
+        at, piece = self._tokens(pieces, ["untrainable"])
         self._row[at] = pieces.row[piece]
 
     def _leave_out(self) -> None:
         """Mark the tokens of turns in no chain, or in no chain that is selected."""
-        links, policy = self._links, self._policy
-        n_calls = len(links)
-        kinds = np.full(n_calls, _UNKNOWN, np.int8)
-        drift = np.full(n_calls, -1, np.int32)
-        if policy.row_selection == "main":
-            kinds[self._plan_owners() < 0] = _CODES["not_selected"]
-        losses = [_LINK_LOSSES.get(reason, "unrouted") for reason in LINK_REASONS]
-        by_reason = np.array([_CODES[loss] for loss in losses], np.int8)
+        links = self._links
+        reason, by = links["link_reason"], links["rewritten_by"]
         absent = links["order"] < 0
-        kinds[absent] = by_reason[links["link_reason"][absent]]
-        refused = LINK_REASONS.index("refused_tokens")
-        own = absent & (links["link_reason"] == refused)
-        drift[own] = np.flatnonzero(own)
-        rewritten = absent & (links["rewritten_by"] >= 0)
-        kinds[rewritten] = _CODES["rewritten"]
-        drift[rewritten] = links["rewritten_by"][rewritten]
+        kinds, drift = np.full((2, len(links)), _UNKNOWN, np.int32)
+        if self._policy.row_selection == "main":
+            kinds[self._plan_owners() < 0] = _CODES["not_selected"]
+        losses = [_LINK_LOSSES.get(name, "unrouted") for name in LINK_REASONS]
+        kinds[absent] = np.array([_CODES[loss] for loss in losses])[reason[absent]]
+        own = np.flatnonzero(absent & (reason == LINK_REASONS.index("refused_tokens")))
+        drift[own] = own
+        rewritten = absent & (by >= 0)
+        kinds[rewritten], drift[rewritten] = _CODES["rewritten"], by[rewritten]
         tokens = (self._kind == _UNKNOWN) & (kinds[self._call] != _UNKNOWN)
         self._kind[tokens] = kinds[self._call[tokens]]
         self._drift[tokens] = drift[self._call[tokens]]
@@ -228,8 +223,7 @@ class _Outputs:
         Only ``absorb_any`` restarts rows. A call is lost to the first prompt after it in
         its chain that departs inside its path.
         """
-        links, policy = self._links, self._policy
-        lcp, parents = links["lcp"].tolist(), links["parent"].tolist()
+        lcp, parents = self._links["lcp"].tolist(), self._links["parent"].tolist()
         prompt_len = self._calls.calls["prompt_len"].tolist()
         offsets = self._sampled.outputs.offsets.tolist()
         owners = self._plan_owners()[lost]
@@ -255,7 +249,7 @@ class _Outputs:
                         shared = first + lcp[by] - prompt_len[call]
                         if shared >= end:
                             continue
-                        if policy.keep_prefix:
+                        if self._policy.keep_prefix:
                             kept = max(shared, first)
                     tokens = kept + np.flatnonzero(self._kind[kept:end] == _UNKNOWN)
                     self._kind[tokens] = _CODES[kind]
@@ -265,54 +259,50 @@ class _Outputs:
     def _absorbed_by(self, rows: pa.Table, pieces: Spans) -> Ints:
         """The call that absorbed each span: the first of its row that departs in it."""
         by = np.full(len(pieces), -1, np.int32)
-        which = np.flatnonzero(pieces.kind == "absorbed")
-        if not len(which):
-            return by
-        calls, lcp = self._calls, self._links["lcp"]
         turns = Ragged.of(rows.column("turns"), -1)
-        row_of = turns.owner
-        called = calls.named(sessions_of(rows, calls)[row_of], turns.values)
+        session, calls = sessions_of(rows, self._calls), self._calls.calls
         # rows that absorb have their calls in the order of turns
-        n_calls = len(calls.calls)
-        keys = row_of * n_calls + called
-        row, call = pieces.row[which], pieces.call[which]
-        at = np.searchsorted(keys, row * n_calls + call) + 1
-        end = calls.calls["prompt_len"][call] + pieces.out_stop[which]
-        last = turns.offsets[row + 1]
-        while True:
-            inside = at < last
-            later = np.append(called, -1)[np.where(inside, at, -1)]
-            clean = inside & (lcp[later] >= end)
-            if not clean.any():
-                break
-            at += clean
-        by[which] = np.where(inside, later, -1)
+        called = self._calls.named(session[turns.owner], turns.values)
+        for k in np.flatnonzero(pieces.kind == "absorbed").tolist():
+            start, stop = turns.offsets[pieces.row[k] :][:2]
+            own, call = called[start:stop], pieces.call[k]
+            later = own[np.searchsorted(own, call) + 1 :]
+            end = calls["prompt_len"][call] + pieces.out_stop[k]
+            departs = self._links["lcp"][later] < end
+            by[k] = later[departs.argmax()] if departs.any() else -1
         return by
 
     def _lines(self, rows: pa.Table, pieces: Spans) -> pa.Table:
         """One line per run of equal tokens, and one per further row that trains it."""
         calls, offsets = self._calls, self._sampled.outputs.offsets
-        n_tokens = len(self._kind)
-        starts = np.ones(n_tokens, np.bool_)
-        starts[1:] = False
-        for values in (columns := (self._call, self._kind, self._row, self._drift)):
-            starts[1:] |= values[1:] != values[:-1]
-        first = np.flatnonzero(starts)
-        stop = np.append(first[1:], n_tokens)[: len(first)]
-        call, kind, row, drift = (values[first] for values in columns)
-        lines = np.stack([call, first, stop, kind, row, drift]).astype(np.int64)
-        trained = pieces.take(np.flatnonzero(pieces.kind == "trained"))
-        begin = offsets[trained.call] + trained.out_start
-        again = np.flatnonzero(self._row[begin] != trained.row)
-        more = trained.take(again)
-        end = begin[again] + more.out_stop - more.out_start
-        same = np.zeros(len(again), np.int64)
-        lines = np.hstack(
-            [lines, [more.call, begin[again], end, same, more.row, same - 1]]
+        columns = (self._call, self._kind, self._row, self._drift)
+        names = ("call", "kind", "row", "by")
+        tokens = pl.DataFrame(dict(zip(names, columns, strict=True)))
+        run = pl.struct(pl.all()).rle_id().alias("run")
+        lines = (
+            tokens.with_columns(run)
+            .with_row_index("start")
+            .group_by("run")
+            .agg(
+                pl.col(*names, "start").first(),
+                stop=pl.last("start") + 1,
+            )
         )
-        lines = lines[:, np.lexsort((lines[4], lines[1]))]
-        call, start, stop, kind, row, drift = lines
-        row_index = rows.column("row_index").to_numpy()
+        spans = pieces.take(np.flatnonzero(pieces.kind == "trained"))
+        begin = offsets[spans.call] + spans.out_start
+        further = pl.DataFrame(
+            {
+                "call": spans.call,
+                "kind": np.full(len(begin), _CODES["trained"]),
+                "row": spans.row,
+                "by": np.full(len(begin), -1),
+                "start": begin,
+                "stop": begin + spans.out_stop - spans.out_start,
+            }
+        ).filter(self._row[begin] != spans.row)
+        same = pl.col(further.columns).cast(pl.Int64)
+        lines = pl.concat([lines.select(same), further.select(same)])
+        call, kind, row, by, start, stop = lines.sort("start", "row").to_numpy().T
         return pa.Table.from_arrays(
             [
                 calls.ids.take(pa.array(calls.session[call])),
@@ -320,8 +310,8 @@ class _Outputs:
                 pa.array((start - offsets[call]).astype(np.int32)),
                 pa.array((stop - offsets[call]).astype(np.int32)),
                 codes(kind, OUTPUT_KINDS),
-                _named(row_index, row),
-                _named(calls.turn_index, drift),
+                _named(rows.column("row_index").to_numpy(), row),
+                _named(calls.turn_index, by),
             ],
             schema=OUTPUT_SPANS,
         )

@@ -1,4 +1,7 @@
-"""Causes of drift and losses in words, for the page, the report and the terminal."""
+"""Causes of drift, losses and counts in words, for the page, sentences and the terminal.
+
+`trajkit.policies.RULES` has what policies do.
+"""
 
 MENDS = {
     # causes that texts show (trajkit.schema.TEXT_CAUSES)
@@ -122,3 +125,31 @@ LOSS_GROUPS = {
     "context": "may not be trained",
 }
 """Groups of losses in words, and the word for trained tokens."""
+
+CAUSE_PHRASES = {
+    "diverged": "they do not agree again",
+    "head_dropped": "the prompt drops tokens there",
+    "middle_edited": "the tokens there changed",
+    "tail_changed": "the last reply came back changed",
+    "truncated": "the prompt ends there",
+}
+"""Causes that ids show, inside a sentence; others are their own words."""
+
+TEXT_PHRASES = {
+    "truncated": "text cut off",
+    "same_text": "same text in other tokens",
+    "special_tokens": "special tokens changed",
+    "boolean": "booleans written differently",
+    "tool_arguments": "tool arguments written differently",
+    "white_space": "white space changed",
+    "reasoning_dropped": "reasoning dropped",
+    "template": "text changed",
+    "rewritten": "text changed",
+    "other_text": "text changed",
+}
+"""What happened to a text, by cause."""
+
+
+def count(n: int, unit: str = "token") -> str:
+    """``n`` with its unit, which gets an s if ``n`` is not 1."""
+    return f"{n:,} {unit}" if n == 1 else f"{n:,} {unit}s"

@@ -44,7 +44,7 @@ def linearize(
     reward: float | None = None,
     weigh_by: By = "token",
     max_row_tokens: MaxRowTokens = None,
-    layout: Literal["full", "suffix"] = "full",
+    dedup: bool = False,
     report: Annotated[str | None, Writes("report")] = None,
     threads: Count | None = None,
     job: Job | None = None,
@@ -65,8 +65,8 @@ def linearize(
     weigh_by
         What row_weight is: the row's trained tokens over the rollout's N; 1 over the
         rollout's rows that train; or 1 / N.
-    layout
-        suffix: write tokens that rows share only once.
+    dedup
+        Store tokens that rows share only once.
     report
         Write the report to this file, a line per session.
     threads
@@ -75,7 +75,7 @@ def linearize(
     job = job or Job()
     chosen = one_policy(policy)
     rewards: dict[str, Any] = facts_of(sessions, reward)
-    options: dict[str, Any] = {"max_row_tokens": max_row_tokens, "layout": layout}
+    options: dict[str, Any] = {"max_row_tokens": max_row_tokens}
 
     def stage(turns: pa.Table) -> dict[str, Iterable[pa.RecordBatch]]:
         counts: list[pa.RecordBatch] = []
@@ -99,7 +99,7 @@ def linearize(
         **options,
     }
     outputs = {"rows": out, **({} if report is None else {"report": report})}
-    totals = job.run("linearize", source, stage, outputs, resume)
+    totals = job.run("linearize", source, stage, outputs, resume, dedup=dedup)
     facts = {"output": out, "policy": asdict(chosen), **totals}
     job.print(totals, facts, f"{describe(totals)}\n\nwritten to {out}", json)
 

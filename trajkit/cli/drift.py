@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit.analysis.drift_findings import other_text_cause
+from trajkit.analysis.drift import other_text_cause
 from trajkit.analysis.tokenizer import Codec, Ids
 from trajkit.cli.files import Writes
 from trajkit.cli.options import (

@@ -250,11 +250,13 @@ class Job(Reading):
         stage: Stage,
         outputs: str | Mapping[str, str],
         resume: Mapping[str, object] | None = None,
+        *,
+        dedup: bool = False,
     ) -> dict[str, int]:
         """Apply a stage to the turns; returns the totals."""
         with Progress(name, "turns") as bar:
             options = self.options(source, bar)
-            return run(source, stage, outputs, resume=resume, **options)
+            return run(source, stage, outputs, resume=resume, dedup=dedup, **options)
 
     def rejected_note(self, totals: Mapping[str, int]) -> str:
         """A line with the number of rejected sessions, if they are written."""

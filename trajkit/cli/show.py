@@ -82,9 +82,7 @@ def show(
     view = _View(Screen(colour=not no_color), codec, None if unfold else context)
     if is_rows(source):
         rows = read_any_rows(source)
-        if "suffix_ids" in rows.column_names:
-            rows = tk.full_rows(rows)
-        elif not {"input_ids", "loss_mask"} <= {*rows.column_names}:
+        if not {"input_ids", "loss_mask"} <= {*rows.column_names}:
             rows = row_forms.plain_rows(rows).drop_columns("padding")
         for one in _chosen_rows(of_session(rows, session, "rows"), row):
             view.row(one, {})

@@ -27,7 +27,7 @@ from trajkit.cli.policy_words import policy_of, text_of
 from trajkit.cli.screen import working
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
-from trajkit.files.tables import iter_tables, log_files, rows_plan
+from trajkit.files.tables import log_files, read_any_rows
 from trajkit.policies import PRESETS
 from trajkit.schema import SESSIONS
 
@@ -121,7 +121,7 @@ def view(
     table = None
     if rows is not None:
         # as stored: rows of other systems have few columns, and verify judges them
-        table = pa.concat_tables(iter_tables(rows, plan=rows_plan))
+        table = read_any_rows(rows)
     if out is None:
         if print:
             raise ArgumentError("--print makes a file: give it a name with --out")

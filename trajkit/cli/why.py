@@ -34,7 +34,7 @@ def why(
     screen = Screen()
     if is_rows(source):
         table = read_any_rows(source)
-        if {"spans", "suffix_mask"} & {*table.column_names}:
+        if "spans" in table.column_names:
             table = tk.read_rows(source)
         reasons = tk.analysis.why(of_session(table, session, "rows"))
     else:

@@ -1,6 +1,6 @@
 """Rows in the formats of trainers, one module per trainer.
 
-Every function takes ``rows`` as a table, `trajkit.schema.ROWS` or ``ROWS_SUFFIX``, with all
+Every function takes ``rows`` as a table, `trajkit.schema.ROWS`, with all
 rows of each session. It checks them first, and raises `trajkit.errors.ExportError` where
 the format cannot carry them (see `trajkit.export._rows.checked_rows`); a function that asks
 for more states only that. Functions named ``*_fields`` return plain Python objects with the

@@ -16,10 +16,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit._arguments import arrow_source, check_choice
+from trajkit._arguments import arrow_source, check_choice, check_flag
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError, SchemaError
 from trajkit.files import jsonl
 from trajkit.files.arrow import read_batches, storable, table_kind, write_batches
+from trajkit.files.dedup import (
+    STORED_ROWS,
+    decoded,
+    decoded_batches,
+    encoded,
+    full,
+    stored_schema,
+)
 from trajkit.files.formats import (
     Format,
     atomic,
@@ -47,11 +55,10 @@ from trajkit.tables.canonical import (
     canonical,
     canonical_rows,
     concat_tables,
-    rows_schema,
     turns_schema,
 )
 from trajkit.tables.categories import normalize_categories
-from trajkit.tables.session_batches import check_same_form
+from trajkit.tables.session_batches import check_same_form, whole_sessions
 from trajkit.tables.take import take_values
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.mapping import Map, MapLike, read_map
@@ -294,7 +301,7 @@ def write_sessions(
 
 
 def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
-    """Training rows of either layout, in canonical form; see `read_turns`.
+    """Training rows in canonical form; see `read_turns`.
 
     Each line of JSON lines is one row, an object of the table's columns.
     """
@@ -303,10 +310,16 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
 
 
 def _read_rows(source: Source, format: Format | None) -> pa.Table:
-    tables = iter_tables(source, format=format, plan=rows_schema)
-    rows = _concat([canonical_rows(table) for table in tables], ROWS)
+    tables: dict[bool, list[pa.Table]] = {True: [], False: []}
+    for table in iter_tables(source, format=format, plan=stored_schema):
+        schema = stored_schema(table.column_names)
+        tables[schema is ROWS].append(canonical(table, schema))
     try:
-        rows = check_table(gather(rows, "row_index"), "rows")
+        if tables[False]:
+            whole = gather(_concat(tables[False], ROWS), "row_index")
+            tables[True].append(decoded(whole))
+        rows = gather(_concat(tables[True], ROWS), "row_index")
+        rows = check_table(rows, "rows")
     except InvalidTurnsError as error:
         paths = paths_of(source)
         if paths is None:
@@ -319,10 +332,11 @@ def _read_rows(source: Source, format: Format | None) -> pa.Table:
 def scan_rows(
     source: Source, *, format: Format | None = None, batch_rows: int = 256
 ) -> Iterator[pa.RecordBatch]:
-    """Training rows in batches as stored, neither reordered nor checked.
+    """Training rows in batches, neither reordered nor checked.
 
-    Rows that `trajkit.run` writes are in an order that every stage accepts as a
-    stream: sessions are contiguous, in the order of the turns.
+    Rows of ``write_rows(dedup=True)`` are read session by session. Rows that
+    `trajkit.run` writes are in an order that every stage accepts as a stream: sessions
+    are contiguous, in the order of the turns.
 
     Parameters
     ----------
@@ -334,7 +348,7 @@ def scan_rows(
     Yields
     ------
     RecordBatch
-        Of either layout, in canonical form.
+        `trajkit.schema.ROWS`, in canonical form.
 
     Raises
     ------
@@ -344,8 +358,9 @@ def scan_rows(
 
     def batches() -> Iterator[pa.RecordBatch]:
         with local_files(source) as local:
-            for table in iter_tables(local, format=format, batch_rows=batch_rows):
-                yield from canonical_rows(table).to_batches(max_chunksize=batch_rows)
+            tables = iter_tables(local, format=format, batch_rows=batch_rows)
+            for table in decoded_batches(tables):
+                yield from table.to_batches(max_chunksize=batch_rows)
 
     found = batches()
     given = source if isinstance(source, list | tuple) else [source]
@@ -357,7 +372,8 @@ def scan_rows(
 
 def read_any_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     """Rows of any system as stored, neither reordered nor checked; see `read_rows`."""
-    return _concat(list(iter_tables(source, format=format, plan=rows_plan)), ROWS)
+    rows = _concat(list(iter_tables(source, format=format, plan=rows_plan)), ROWS)
+    return full(rows)
 
 
 def rows_plan(_: list[str]) -> pa.Schema:
@@ -388,12 +404,26 @@ def write_rows(
     sink: Sink,
     *,
     format: Format | None = None,
+    dedup: bool = False,
 ) -> None:
     """Write training rows to a file that `read_rows` reads; see `write_turns`.
 
-    Rows of the layout "suffix" keep it.
+    With ``dedup``, tokens that a row shares with its ``parent_row`` and does not train are
+    stored once. The batches of a stream then have the rows of a session one after another,
+    and a session is in memory at a time. Such a file is for trajkit's readers.
     """
-    _write((canonical_rows(table) for table in _tables(rows)), ROWS, sink, format)
+    check_flag("dedup", dedup)
+    if not dedup:
+        _write((canonical_rows(table) for table in _tables(rows)), ROWS, sink, format)
+        return
+    tables = _tables(rows)
+    if arrow_source(rows) is None:
+        tables = whole_sessions(
+            (batch for table in tables for batch in table.to_batches()), "rows"
+        )
+    _write(
+        (encoded(canonical_rows(table)) for table in tables), STORED_ROWS, sink, format
+    )
 
 
 def write_table(table: pa.Table, sink: Sink, *, format: Format | None = None) -> None:
@@ -410,15 +440,20 @@ def write_tables(
     _write(itertools.chain([first], tables), first.schema, sink, format)
 
 
-def write_any(batches: Iterator[pa.RecordBatch], path: Path) -> None:
-    """Write batches with the function for their kind of table; there is at least one."""
+def write_any(
+    batches: Iterator[pa.RecordBatch], path: Path, *, dedup: bool = False
+) -> None:
+    """Write batches with the function for their kind of table; there is at least one.
+
+    ``dedup`` is an option of `write_rows`.
+    """
     first = next(batches)
     kind = (first.schema.metadata or {}).get(b"trajkit.table", b"")
     batches = itertools.chain([first], batches)
     if kind == b"turns":
         write_turns(batches, path)
     elif kind == b"rows":
-        write_rows(batches, path)
+        write_rows(batches, path, dedup=dedup)
     else:
         write_tables(batches, path)
 

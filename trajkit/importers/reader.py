@@ -463,6 +463,9 @@ class _Import:
             if self._format != "auto":
                 formats = [FORMATS[self._format]]
             if not formats:
+                known = bool(head.trouble) or any(head.values)
+                if head.container in ("json", "rows") and not known:
+                    raise InvalidTurnsError(f"{head.name}: no calls, nothing to do")
                 raise FormatError(head.trouble or f"{head.name} {_unknown(head)}")
             if len(formats) > 1:
                 listed = ", ".join(one.name for one in formats)
@@ -601,12 +604,9 @@ def _is_turn(value: dict[str, object] | None) -> bool:
 
 def _unknown(head: Head) -> str:
     """What a file of no known format has, and what would be right."""
-    value = head.values[0] if head.values else None
+    value = head.values[0]
     if _is_turn(value):
         return "contains turns of trajkit: use read_turns"
-    if value is None:
-        known = ", ".join(FORMATS)
-        return f"has an unknown format, without a JSON object: expected {known}"
     text = f"has an unknown format: its first record has the keys {', '.join(value)}"
     near = [
         (len(present), -len(names), one, names)

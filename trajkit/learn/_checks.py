@@ -17,10 +17,9 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 def trained_tokens(table: pa.Table) -> Longs:
-    """Trained tokens of each row, in either layout."""
+    """Trained tokens of each row."""
     parts = [np.empty(0, np.int64)]
-    name = "loss_mask" if "loss_mask" in table.column_names else "suffix_mask"
-    for chunk in table.column(name).chunks:
+    for chunk in table.column("loss_mask").chunks:
         mask = chunk.flatten().to_numpy(zero_copy_only=False)
         ends = np.cumsum(pc.list_value_length(chunk).to_numpy(zero_copy_only=False))
         parts.append(np.diff(np.searchsorted(np.flatnonzero(mask), ends), prepend=0))

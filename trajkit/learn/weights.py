@@ -43,7 +43,7 @@ def add_weights(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session.
+        `trajkit.schema.ROWS` with all rows of each session.
     weigh_by : {"token", "row", "rollout", "constant"}
         The definition of the weight; see the table.
     constant : float, for weigh_by="constant"

@@ -31,7 +31,7 @@ def unpack(packs: TableLike, values: Any, rows: TableLike) -> pa.LargeListArray:
         A number for each edge of all packs (logprobs, entropies), in their order; or
         such an array for each pack.
     rows : table
-        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``: those that were packed.
+        `trajkit.schema.ROWS`: those that were packed.
 
     Returns
     -------

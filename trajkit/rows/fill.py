@@ -19,7 +19,6 @@ from trajkit.rows.weight_versions import row_versions
 from trajkit.schema import (
     ROW_VERSIONS,
     ROWS,
-    ROWS_SUFFIX,
     SEGMENT_KINDS,
     SPAN,
     SPAN_KINDS,
@@ -47,22 +46,16 @@ def row_batches(
     plan: Plan,
     facts: pa.RecordBatch,
     ranges: Callable[[Records], PathRanges],
-    *,
-    suffix: bool = False,
 ) -> Iterator[tuple[Records, pa.RecordBatch]]:
-    """`trajkit.schema.ROWS` of a plan, or ``ROWS_SUFFIX``, each batch when it is asked for.
+    """`trajkit.schema.ROWS` of a plan, each batch when it is asked for.
 
     Yields (rows of the plan, batch). ``facts`` are of the same sessions; ``ranges`` gives
-    the parts of rows that are parts of recorded paths. ``stored`` of the rows is set at
-    once: where what is written of each starts.
+    the parts of rows that are parts of recorded paths.
     """
     rows = plan.rows
-    rows["stored"] = 0
-    if suffix:
-        rows["stored"] = np.minimum(rows["shared"], rows["first_trained"])
     offsets = np.zeros((3, len(rows) + 1), np.int64)
-    np.subtract(rows["n_tokens"], rows["stored"], out=offsets[0, 1:])
-    offsets[1, 1:], offsets[2, 1:] = rows["n_spans"], rows["n_calls"]
+    for line, name in zip(offsets, ("n_tokens", "n_spans", "n_calls"), strict=True):
+        line[1:] = rows[name]
     offsets = offsets.cumsum(axis=1)
     scalars = _scalars(sessions, links, policy, rows, facts)
     fill = partial(
@@ -74,7 +67,6 @@ def row_batches(
         sessions.turn_index,
     )
 
-    schema = ROWS_SUFFIX if suffix else ROWS
     images = sessions.table.column("mm_items")
     has_images = images.null_count < len(images)
 
@@ -86,11 +78,11 @@ def row_batches(
         columns = dict(scalars)
         if len(part) < len(rows):
             columns = {name: each.slice(lo, hi - lo) for name, each in scalars.items()}
-        columns["mm_items"] = pa.nulls(hi - lo, schema.field("mm_items").type)
+        columns["mm_items"] = pa.nulls(hi - lo, ROWS.field("mm_items").type)
         if has_images:
             columns["mm_items"] = row_items(sessions, hi - lo, ranges(part))
         write = partial(fill, uncached=bool(past_caches))
-        return _row_batch(sessions, links, policy, part, here, write, columns, schema)
+        return _row_batch(sessions, links, policy, part, here, write, columns)
 
     runs = [(0, len(rows))]
     if offsets[0, -1] > limits.BATCH_TOKENS:
@@ -106,7 +98,6 @@ def _row_batch(
     offsets: Longs,
     fill: Callable[..., int],
     columns: dict[str, Column | pa.Array],
-    schema: pa.Schema,
 ) -> pa.RecordBatch:
     """Fill the lists of some rows; ``columns`` are those that have no lists.
 
@@ -138,24 +129,18 @@ def _row_batch(
     span = Column(n_spans, (None,), children=parts)
     # where the engine gave every logprob, what is valid is what is trained
     given = valid if missing else loss_mask
-    per_token = {
-        "ids": lists(starts, None, input_ids),
-        "mask": lists(starts, None, loss_mask),
-        "logprobs": lists(starts, given, logprobs, nulls=-1),
-    }
     columns |= {
         "turns": lists(turn_starts, None, turns),
         "weight_versions": pa.nulls(n_rows, ROW_VERSIONS),
         "spans": Column(n_rows, (None, span_starts), children=(span,)),
-        "input_ids": per_token["ids"],
-        "loss_mask": per_token["mask"],
-        "logprobs": per_token["logprobs"],
-        **{f"suffix_{name}": column for name, column in per_token.items()},
+        "input_ids": lists(starts, None, input_ids),
+        "loss_mask": lists(starts, None, loss_mask),
+        "logprobs": lists(starts, given, logprobs, nulls=-1),
     }
     named = sessions.table.column("weight_versions")
     if named.null_count < len(named):
         columns["weight_versions"] = row_versions(sessions, rows, span_starts, spans)
-    return record_batch(schema, n_rows, [columns[name] for name in schema.names])
+    return record_batch(ROWS, n_rows, [columns[name] for name in ROWS.names])
 
 
 def _drop_partial(

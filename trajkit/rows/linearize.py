@@ -5,12 +5,12 @@ from __future__ import annotations  # a signature shows the words below
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, TypedDict, Unpack
+from typing import TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arguments import check_choice, chosen_int
+from trajkit._arguments import chosen_int
 from trajkit.errors import ArgumentError
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
@@ -30,7 +30,7 @@ from trajkit.rows.payloads import (
 )
 from trajkit.rows.plan import plan_rows, report_batch
 from trajkit.rows.splice import splice
-from trajkit.schema import REPORT, ROWS, ROWS_SUFFIX
+from trajkit.schema import REPORT, ROWS
 from trajkit.tables import limits
 from trajkit.tables.canonical import TableLike, as_table
 from trajkit.tables.ragged import Records
@@ -47,8 +47,6 @@ from trajkit.turns.trainability import check_logprobs, without_aborted
 Made: TypeAlias = tuple[Iterable[pa.RecordBatch], pa.RecordBatch | None]
 """Rows of some sessions, and their report or None."""
 
-Layout: TypeAlias = Literal["full", "suffix"]
-
 _NO_CAP = np.iinfo(np.int64).max
 
 
@@ -58,7 +56,6 @@ class _Options(TypedDict, total=False):
     max_row_tokens: int | None
     payloads: Sequence[str]
     threads: int | None
-    layout: Layout
 
 
 def linearize(
@@ -72,7 +69,6 @@ def linearize(
     drift: TableLike | None = None,
     payloads: Sequence[str] = (),
     threads: int | None = None,
-    layout: Layout = "full",
 ) -> pa.Table:
     """Turn recorded calls into training rows.
 
@@ -122,16 +118,12 @@ def linearize(
     threads : int, optional
         Number of threads, which release the GIL. Default: one per core. The rows do not
         depend on it.
-    layout : {"full", "suffix"}
-        "suffix" stores, per row, only the tokens after the prefix that it shares with
-        its parent_row (or from its first trained token, if that is earlier), so shared
-        tokens are written once. `trajkit.full_rows` is the inverse.
 
     Returns
     -------
     Table
-        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX`` with ``layout="suffix"``. Sessions come
-        in the order of ``turns``, the rows of a session in the policy's order.
+        `trajkit.schema.ROWS`. Sessions come in the order of ``turns``, the rows of a
+        session in the policy's order.
 
     Raises
     ------
@@ -145,8 +137,7 @@ def linearize(
         fit ``turns``; turns, ``reward`` and ``sessions`` contradict each other; a token
         has no logprob, and the policy's ``missing_logprobs`` is ``"raise"``.
     PolicyError, ArgumentError
-        The policy, one of its choices or the layout does not exist; ``payloads`` with
-        ``layout="suffix"``.
+        The policy or one of its choices does not exist.
 
     Notes
     -----
@@ -164,7 +155,6 @@ def linearize(
         max_row_tokens=max_row_tokens,
         payloads=payloads,
         threads=threads,
-        layout=layout,
     )
     return _rows(*work.made(turns, links, drift))
 
@@ -314,7 +304,6 @@ class _Work:
     facts: SessionFacts
     cap: int
     payloads: tuple[str, ...]
-    suffix: bool
     n_threads: int
     fills: bool = True
     reports: bool = False
@@ -329,12 +318,9 @@ class _Work:
         max_row_tokens: int | None = None,
         payloads: Sequence[str] = (),
         threads: int | None = None,
-        layout: Layout = "full",
     ) -> _Work:
         """Check the options of `linearize`."""
         chosen = named_policy(policy)
-        if layout != "full":
-            check_choice("layout", layout, Layout)
         cap, n_threads = _NO_CAP, os.cpu_count() or 1
         if max_row_tokens is not None:
             cap = chosen_int("max_row_tokens", max_row_tokens, 1)
@@ -342,9 +328,7 @@ class _Work:
             n_threads = chosen_int("threads", threads, 1)
         facts = session_facts(reward, sessions)
         names = payload_names(payloads) if payloads != () else ()
-        if names and layout == "suffix":
-            raise ArgumentError("payloads need layout='full': layout is 'suffix'")
-        return cls(chosen, facts, cap, names, layout == "suffix", n_threads)
+        return cls(chosen, facts, cap, names, n_threads)
 
     def made(
         self,
@@ -365,7 +349,7 @@ class _Work:
         """The schema of rows from turns with this schema."""
         if self.payloads:
             return rows_schema(turns, self.payloads)
-        return ROWS_SUFFIX if self.suffix else ROWS
+        return ROWS
 
     def _spread(
         self, sessions: Sessions, parts: list[tuple[int, int]], links: Records | None
@@ -414,9 +398,7 @@ class _Work:
             report = report_batch(facts, plan)
         if not self.fills:
             return [], report
-        written = row_batches(
-            made, links, policy, self.cap, plan, facts, ranges, suffix=self.suffix
-        )
+        written = row_batches(made, links, policy, self.cap, plan, facts, ranges)
         if spliced is not None and len(spliced.dropped):
             written = (
                 (planned, spliced.with_dropped(batch, planned))
@@ -428,8 +410,5 @@ class _Work:
                 with_payloads(batch, sessions, planned, self.payloads, ranges)
                 for planned, batch in written
             )
-        huge = (
-            int((plan.rows["n_tokens"] - plan.rows["stored"]).sum())
-            > limits.HELD_ROW_TOKENS
-        )
+        huge = int(plan.rows["n_tokens"].sum()) > limits.HELD_ROW_TOKENS
         return (batches if huge else list(batches)), report

@@ -35,7 +35,6 @@ from trajkit.schema.rows import ROW_CHECKS as ROW_CHECKS
 from trajkit.schema.rows import ROW_REASONS as ROW_REASONS
 from trajkit.schema.rows import ROW_VERSIONS as ROW_VERSIONS
 from trajkit.schema.rows import ROWS as ROWS
-from trajkit.schema.rows import ROWS_SUFFIX as ROWS_SUFFIX
 from trajkit.schema.rows import RULES as RULES
 from trajkit.schema.rows import SPAN as SPAN
 from trajkit.schema.rows import SPAN_KINDS as SPAN_KINDS

@@ -9,7 +9,6 @@ from trajkit.schema.columns import (
     NAMES,
     TURN,
     Fault,
-    Rows,
     column,
     defined,
     required,
@@ -83,33 +82,14 @@ ROW_VERSIONS = pa.struct(
 """The weights that sampled a row's first token and its last."""
 
 
-def _per_token(table: pa.Table) -> tuple[str, str, str]:
-    """The columns of ids, mask and logprobs, in either layout of rows."""
-    if "suffix_ids" in table.column_names:
-        return "suffix_ids", "suffix_mask", "suffix_logprobs"
-    return "input_ids", "loss_mask", "logprobs"
-
-
-def _stored(table: pa.Table) -> tuple[Rows, Rows]:
-    """The start of each row's stored tokens in the row, and their number."""
-    n_stored = lengths(table.column(_per_token(table)[0]))
-    if "suffix_ids" not in table.column_names:
-        return np.zeros_like(n_stored), n_stored
-    return table.column("suffix_start").to_numpy().astype(np.int64), n_stored
-
-
 def row_lengths(table: pa.Table) -> Iterator[Fault]:
     """Per-token columns have the row's length, and no length exceeds it."""
-    first, n_stored = _stored(table)
-    ids, *others = _per_token(table)
-    for name in others:
+    n_ids = lengths(table.column("input_ids"))
+    for name in ("loss_mask", "logprobs"):
         n_here = lengths(table.column(name))
-        rule = f"{{}} elements of {name} for {{}} {ids}"
-        yield broken(n_here != n_stored, rule, n_here, n_stored)
+        rule = f"{{}} elements of {name} for {{}} input_ids"
+        yield broken(n_here != n_ids, rule, n_here, n_ids)
     shared = table.column("shared_length").to_numpy()
-    rule = "suffix_start is {}: expected 0 to {}, the shared_length"
-    yield broken((first < 0) | (first > shared), rule, first, shared)
-    n_ids = first + n_stored
     for name in ("prompt_length", "shared_length"):
         values = table.column(name).to_numpy()
         rule = f"{name} is {{}} in a row of {{}} tokens"
@@ -121,23 +101,19 @@ def row_lengths(table: pa.Table) -> Iterator[Fault]:
     of_parent = np.where(found, n_ids[parent_at], 0)
     rule = "shared_length is {}, but the parent row has {} tokens"
     yield broken(found & (shared > of_parent), rule, shared, of_parent)
-    rule = "parent_row {} is missing, which stores the first {} tokens"
-    yield broken((first > 0) & ~found, rule, parent.fill_null(-1).to_numpy(), first)
 
 
 def masks(table: pa.Table) -> Iterator[Fault]:
     """Prompt tokens are not trained, and only trained tokens have a logprob."""
-    _, mask_name, logprobs_name = _per_token(table)
-    mask = np.asarray(list_values(table.column(mask_name)))
-    first, n_stored = _stored(table)
-    ends = np.cumsum(n_stored)
+    mask = np.asarray(list_values(table.column("loss_mask")))
+    ends = np.cumsum(lengths(table.column("input_ids")))
     owner, offset = owners(np.flatnonzero(mask), ends)
     prompt = table.column("prompt_length").to_numpy()[owner]
-    bad = np.flatnonzero(first[owner] + offset < prompt)
-    rule = f"{mask_name}[{{}}] is true within the prompt of {{}} tokens"
+    bad = np.flatnonzero(offset < prompt)
+    rule = "loss_mask[{}] is true within the prompt of {} tokens"
     yield fault(owner[bad], rule, offset[bad], prompt[bad])
-    given = np.asarray(list_values(table.column(logprobs_name)).is_valid())
-    rule = f"{logprobs_name}[{{}}] is not null, but {mask_name} is false"
+    given = np.asarray(list_values(table.column("logprobs")).is_valid())
+    rule = "logprobs[{}] is not null, but loss_mask is false"
     yield broken_items(0, ends, given & ~mask, rule)
     n_trained = np.bincount(owner, minlength=len(table))
     sums = table.column("rollout_mask_sum").to_numpy()
@@ -157,8 +133,7 @@ def no_span_null(name: str, table: pa.Table) -> Iterator[Fault]:
 
 def spans_in_order(table: pa.Table) -> Iterator[Fault]:
     """Spans ascend within the row, and trained spans are where the mask is true."""
-    first, n_stored = _stored(table)
-    n_ids = first + n_stored
+    n_ids = lengths(table.column("input_ids"))
     listed = list_values(table.column("spans"))
     kind = np.asarray(field_of(listed, "kind").cast(pa.string()))
     start, stop, turn, out_start, out_stop = (
@@ -169,12 +144,11 @@ def spans_in_order(table: pa.Table) -> Iterator[Fault]:
     before = np.append(0, stop)[: len(stop)]
     before[at == 0] = 0
     inside = (start >= 0) & (stop >= start) & (stop <= n_ids[row])
-    mask = np.asarray(list_values(table.column(_per_token(table)[1])))
+    mask = np.asarray(list_values(table.column("loss_mask")))
     trues = np.append(0, np.cumsum(mask))
-    base = np.cumsum(n_stored) - n_stored
-    # tokens that are not stored are not trained
-    low = np.where(inside, base[row] + np.maximum(start - first[row], 0), 0)
-    high = np.where(inside, base[row] + np.maximum(stop - first[row], 0), 0)
+    base = np.cumsum(n_ids) - n_ids
+    low = np.where(inside, base[row] + start, 0)
+    high = np.where(inside, base[row] + stop, 0)
     trained, empty = kind == "trained", np.isin(kind, EMPTY_KINDS)
     for bad, rule in (
         (~np.isin(kind, SPAN_KINDS), f"expected one of {', '.join(SPAN_KINDS)}"),
@@ -195,7 +169,7 @@ def spans_in_order(table: pa.Table) -> Iterator[Fault]:
         rule = f"spans[{{}}] is {{}}:{{}} of kind {{!r}}: {rule}"
         yield broken_items(0, ends, bad, rule, start, stop, kind)
     claimed = np.bincount(row, np.where(trained, stop - start, 0), len(table))
-    masked = trues[base + n_stored] - trues[base]
+    masked = trues[base + n_ids] - trues[base]
     rule = "loss_mask is true for {} tokens, but the trained spans have {:.0f}"
     yield broken(claimed != masked, rule, masked, claimed)
 
@@ -257,33 +231,6 @@ _RULES = (row_lengths, masks, spans_in_order)
 ROWS = table("rows", *_ROWS, rules=_RULES)
 """One row per training sequence."""
 
-_SUFFIX_FIELDS = {
-    "input_ids": (
-        # first token of the suffixes: shared_length, or the row's first trained token
-        # if that is earlier. 0 without a parent_row
-        required("suffix_start", pa.int32()),
-        # input_ids[suffix_start:]
-        required("suffix_ids", pa.large_list(pa.int32()), token_ids),
-    ),
-    # loss_mask[suffix_start:]; the tokens before are false
-    "loss_mask": (required("suffix_mask", pa.large_list(pa.bool_()), no_null),),
-    # logprobs[suffix_start:]; the tokens before are null
-    "logprobs": (
-        required(
-            "suffix_logprobs", pa.large_list(pa.float32()), logprobs("suffix_ids")
-        ),
-    ),
-}
-
-ROWS_SUFFIX = table(
-    "rows",
-    *(new for old in _ROWS for new in _SUFFIX_FIELDS.get(old.field.name, (old,))),
-    rules=_RULES,
-)
-"""``rows`` in the suffix layout: only the parent_row stores the prefix that a row shares
-with it and does not train. Positions (``spans``, ``prompt_length``) count from the start
-of the full row."""
-
 OPENED_BY = ("no_parent", "drift", "branch")
 """Why a row begins at its first turn: it has no parent, its prompt drifts from its parent's
 path, or another row continues its parent."""
@@ -339,8 +286,8 @@ length
 null
     Ids, mask and spans have no null.
 span_turn, span_kind, span_place, span_range
-    A span names a turn of the session and a kind that the policy produces, follows the
-    previous span without overlap, and is as long as its range of the turn's output.
+    A span names a turn of the session and a known kind, follows the previous span without
+    overlap, and is as long as its range of the turn's output.
 span_tokens
     A span has the tokens of its output range.
 untrainable
@@ -358,8 +305,6 @@ trained_twice
     trains a token in several.
 not_trained
     Every token that the policy promises to train is trained.
-not_located
-    In rows without spans: some row contains the end of the turn's prompt and its output.
 row_tokens
     A row is the path of a turn (of ``last_turn``, if given), truncated at
     ``max_row_tokens``; in a spliced row, each output follows the end of its prompt.

@@ -18,7 +18,6 @@ from trajkit.errors import InvalidTurnsError, LayoutError, SchemaError
 from trajkit.schema import (
     PAYLOADS,
     ROWS,
-    ROWS_SUFFIX,
     SCHEMA_VERSION,
     SCHEMA_VERSIONS,
     TURNS,
@@ -212,16 +211,9 @@ def turns_schema(names: list[str]) -> pa.Schema:
     return TURNS
 
 
-def rows_schema(names: list[str]) -> pa.Schema:
-    """`ROWS` or `ROWS_SUFFIX`, depending on the columns."""
-    if "suffix_ids" in names and "input_ids" not in names:
-        return ROWS_SUFFIX
-    return ROWS
-
-
 def canonical_rows(rows: pa.Table) -> pa.Table:
-    """Rows of either layout in canonical form."""
-    return canonical(rows, rows_schema(rows.column_names))
+    """Rows in canonical form."""
+    return canonical(rows, ROWS)
 
 
 def place(table: pa.Table, row: int) -> str:
@@ -270,8 +262,8 @@ def check_columns(table: pa.Table | pa.Schema, schema: pa.Schema) -> None:
             _check_type(source, field.type, f"column {field.name!r}")
         elif not field.nullable:
             hint = did_you_mean(field.name, set(names) - set(schema.names))
-            if schema is ROWS and rows_schema(names) is ROWS_SUFFIX:
-                hint = ": these rows have the layout 'suffix', full_rows lays them out"
+            if schema is ROWS and "suffix_mask" in names:
+                hint = ": write_rows with dedup stored these rows, read_rows reads them"
             raise SchemaError(
                 f"no column {field.name!r} of {kind} among {_listed(names)}{hint}"
             )

@@ -1,6 +1,7 @@
 """Exchange the columns of one schema for those of another.
 
-Turns are in full or delta form, rows in layout "full" or "suffix". Extra columns are kept.
+Turns are in full or delta form, rows in a file may be without shared tokens. Extra
+columns are kept.
 """
 
 from collections.abc import Sequence

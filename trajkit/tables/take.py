@@ -64,7 +64,7 @@ def tuples(table: pa.Table, *names: str) -> Iterator[tuple[Any, ...]]:
 
 
 def row_lengths(rows: pa.Table) -> npt.NDArray[np.int64]:
-    """Tokens of each row, in either layout of rows."""
+    """Tokens of each row, whose shared ones a file may lack."""
     if "suffix_ids" in rows.column_names:
         n = pc.list_value_length(rows.column("suffix_ids"))
         n = pc.add(n, rows.column("suffix_start"))

@@ -101,8 +101,7 @@ def mm_items(table: pa.Table) -> Iterator[Fault]:
     of_rows = "row_index" in table.column_names
     name, first = "input_ids" if of_rows else "prompt_ids", np.zeros(len(table))
     if name not in table.column_names:
-        stored_from = "suffix_start" if of_rows else "shared_length"
-        name, first = "suffix_ids", table.column(stored_from).to_numpy()
+        name, first = "suffix_ids", table.column("shared_length").to_numpy()
     faults: dict[int, str] = {}
     for row, listed in enumerate(table.column("mm_items").to_pylist()):
         if listed:

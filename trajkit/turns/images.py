@@ -156,9 +156,8 @@ def engine_ids(table: TableLike) -> pa.Table:
     Parameters
     ----------
     table : table
-        Turns, rows or packs, with their column ``mm_items``. In delta form and in the
-        suffix layout, ``shared_length`` and ``suffix_start`` are the position of the
-        first stored id.
+        Turns, rows or packs, with their column ``mm_items``. In delta form,
+        ``shared_length`` is the position of the first stored id.
 
     Returns
     -------
@@ -186,9 +185,8 @@ def engine_ids(table: TableLike) -> pa.Table:
     ids = ids.copy()
     ends = np.cumsum(pc.list_value_length(lists).fill_null(0).to_numpy())
     first = np.zeros(len(ends), np.int64)
-    for given in ("shared_length", "suffix_start"):
-        if name == "suffix_ids" and given in source.column_names:
-            first = source.column(given).to_numpy()
+    if name == "suffix_ids" and "shared_length" in source.column_names:
+        first = source.column("shared_length").to_numpy()
     items: list[Any] = [None] * len(ends)
     if "mm_items" in source.column_names:
         items = source.column("mm_items").to_pylist()

@@ -22,7 +22,6 @@ from trajkit.tables.canonical import (
     check_columns,
     misfits,
     place,
-    rows_schema,
     turns_schema,
 )
 from trajkit.tables.ragged import lengths
@@ -60,10 +59,10 @@ _SCHEMAS: dict[str, pa.Schema] = {
     "report": schema.REPORT,
 }
 _LAYOUT = (
-    *("session_id", "row_index", "loss_mask", "suffix_mask"),
+    *("session_id", "row_index", "loss_mask"),
     *("prompt_length", "shared_length", "rollout_mask_sum", "parent_row"),
 )
-"""Columns of rows that conversions of the layout and packs rely on."""
+"""Columns of rows that packs rely on."""
 
 
 @stage
@@ -114,7 +113,7 @@ def validate(
         plan, table_checks = _plan(source, kind, bodies)
         check_columns(source, plan)
         _raise_first(source, misfits(source, plan))
-        return _checked(_settle(cast(source, plan), nonfinite_logprobs), table_checks)
+        return check_all(_settle(cast(source, plan), nonfinite_logprobs), table_checks)
 
     return apply(one, table, what=kind or "tables")
 
@@ -206,7 +205,7 @@ def _reject(
 
 def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
     """As `validate`, for turns in canonical form, without bodies and empty prompts."""
-    return _checked(_settle(turns, nonfinite_logprobs), _stored_checks(turns)[1])
+    return check_all(_settle(turns, nonfinite_logprobs), _stored_checks(turns)[1])
 
 
 def reject_turns(
@@ -225,22 +224,21 @@ def _stored_checks(
 
 def check_table(table: pa.Table, kind: Kind) -> pa.Table:
     """As `validate`, for a table in canonical form."""
-    return _checked(table, _plan(table, kind, bodies=False)[1])
+    return check_all(table, _plan(table, kind, bodies=False)[1])
 
 
 def check_layout(rows: pa.Table, *, read_ids: bool = True) -> None:
-    """Raise unless rows of either layout, in canonical form, can change their layout.
+    """Raise unless rows in canonical form can be packed.
 
     Without ``read_ids``, token ids are only checked for nulls, so no token is read.
     """
-    plan = rows_schema(rows.column_names)
-    ids = "suffix_ids" if plan is schema.ROWS_SUFFIX else "input_ids"
-    read_ids |= any(chunk.values.null_count for chunk in rows.column(ids).chunks)
-    names = (*_LAYOUT, ids) if read_ids else _LAYOUT
-    _checked(rows, (*checks_of(plan, names), row_lengths, mm_items))
+    read_ids |= any(one.values.null_count for one in rows.column("input_ids").chunks)
+    names = (*_LAYOUT, "input_ids") if read_ids else _LAYOUT
+    check_all(rows, (*checks_of(schema.ROWS, names), row_lengths, mm_items))
 
 
-def _checked(table: pa.Table, checks: Iterable[Check]) -> pa.Table:
+def check_all(table: pa.Table, checks: Iterable[Check]) -> pa.Table:
+    """The table; raises `InvalidTurnsError` at the first row that breaks a rule."""
     for check in checks:
         _raise_first(table, check(table))
     return table
@@ -254,8 +252,7 @@ def _plan(
     if name in _SCHEMAS:
         return _SCHEMAS[name], checks_of(_SCHEMAS[name])
     if name == "rows":
-        plan = rows_schema(table.column_names)
-        return plan, (*checks_of(plan), mm_items)
+        return schema.ROWS, (*checks_of(schema.ROWS), mm_items)
     if name != "turns":
         raise SchemaError(
             f"kind {name!r} does not exist: expected one of "

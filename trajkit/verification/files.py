@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.files.dedup import full
 from trajkit.files.formats import paths_in
 from trajkit.files.group import (
     SessionIndex,
@@ -26,8 +27,15 @@ from trajkit.files.group import (
     spilled,
 )
 from trajkit.files.guard import Input, check_outputs, is_parts, turns_inputs
-from trajkit.files.outputs import fingerprint
-from trajkit.files.run import Made, Watch, facts_digest, folder_of, run, whole
+from trajkit.files.run import (
+    Made,
+    Watch,
+    facts_digest,
+    fingerprint,
+    folder_of,
+    run,
+    whole,
+)
 from trajkit.files.sources import Paths, paths_of
 from trajkit.files.tables import (
     iter_tables,
@@ -116,6 +124,10 @@ def verify_file(
     path = Path(rows)
     inputs = [Input(path)]
     index = index_sessions(paths_in(path), None, None)
+    if not index.turns and judge.policy is None:
+        raise InvalidTurnsError(
+            f"{path}: no rows, nothing to do. With a policy, its rows are missing there"
+        )
     if None in index.turns:
         if len(index.turns) > 1:
             raise SchemaError(
@@ -219,7 +231,7 @@ class _RowReader:
             )
             batches = self._sorted(batches, self._folder)
         self._stack.callback(batches.close)
-        self._sessions = one_by_one(whole_sessions(batches, "rows"))
+        self._sessions = one_by_one(map(full, whole_sessions(batches, "rows")))
         self._next = next(self._sessions, (None, None))
         if self._next[1] is not None:
             schema = self._next[1].schema

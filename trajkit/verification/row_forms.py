@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from trajkit._arguments import arrow_source
 from trajkit.errors import SchemaError
-from trajkit.rows.suffix_layout import full_rows
 from trajkit.schema.engine import Bools
 from trajkit.tables.canonical import as_table, canonical_rows
 
@@ -68,7 +67,7 @@ def plain_rows(given: object) -> pa.Table:
     Parameters
     ----------
     given : table, dict of columns, list of dicts or of objects
-        Rows of trajkit in either layout, or of a trainer. Columns are lists, or tensors of
+        Rows of trajkit, or of a trainer. Columns are lists, or tensors of
         shape (n_rows, n_tokens) with an ``attention_mask``.
 
     Raises
@@ -78,10 +77,7 @@ def plain_rows(given: object) -> pa.Table:
     """
     table = _table(given)
     if {"spans", "suffix_mask"} & {*table.column_names}:
-        table = canonical_rows(table)
-        if "suffix_ids" in table.column_names:
-            table = full_rows(table)
-        table = table.select(["session_id", "row_index", *_TOKENS])
+        table = canonical_rows(table).select(["session_id", "row_index", *_TOKENS])
     found = [_plain(row, k) for k, row in enumerate(_rows(table))]
     lists = {
         name: pa.array([row[name] for row in found], PLAIN.field(name).type)
@@ -120,8 +116,7 @@ def _table(given: Any) -> pa.Table:
     if isinstance(given, list | tuple):
         wanted = {*WHOLE, *MASKS, *LOGPROBS, *_SAMPLED, *(n for p in PARTS for n in p)}
         wanted |= {_COMPLETION, "prompt_mask", "attention_mask", "labels"}
-        wanted |= {"response_length", "session_id", "row_index", "spans", "suffix_ids"}
-        wanted |= {"suffix_mask"}
+        wanted |= {"response_length", "session_id", "row_index", "spans", "suffix_mask"}
         if not wanted & {*given[0]} - {"session_id"}:
             return pa.Table.from_pylist([dict(one) for one in given])
         given = [{n: v for n, v in one.items() if n in wanted} for one in given]

@@ -14,7 +14,6 @@ from trajkit._arguments import check_choice, chosen_int
 from trajkit.errors import SchemaError
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.rows.suffix_layout import full_rows
 from trajkit.schema.engine import Violation
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
@@ -59,11 +58,11 @@ def verify(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``, or rows of another system without
-        ``spans``. The latter need ``input_ids`` and ``loss_mask``, which covers the row
-        or only its response; ``logprobs`` (as long as the mask), ``session_id``,
-        ``row_index`` and ``prompt_length`` are optional. Turns are then located by
-        their prompts and outputs.
+        `trajkit.schema.ROWS`, or rows of another system without ``spans``. The latter
+        need ``input_ids`` and ``loss_mask``, which covers the row or only its response;
+        ``logprobs`` (as long as the mask), ``session_id``, ``row_index`` and
+        ``prompt_length`` are optional. Turns are then located by their prompts and
+        outputs.
     turns : table
         `trajkit.schema.TURNS` of all sessions of the rows, in full or delta form.
     policy : str or Policy, optional
@@ -203,7 +202,8 @@ def numbered(
         if counted not in (none, None) and table.num_rows:
             raise SchemaError("row_index is null in some rows: expected all or none")
         counted = none if table.num_rows else counted
-        made = any_rows(table, first)
+        # those that `write_rows` stored with dedup wait for their session
+        made = table if "suffix_mask" in names else any_rows(table, first)
         yield from made.to_batches() or [empty_batch(made.schema)]
         first += table.num_rows
 
@@ -263,8 +263,6 @@ class Judge:
             parts = _parts(calls, session)
         for part, which in parts:
             here = take_rows(rows, pa.array(which))
-            if own:
-                here = full_rows(here)
             case = Case(
                 flat_rows(here, align_right=not own),
                 flat_turns(part),

@@ -18,8 +18,7 @@ import polars as pl
 import pyarrow as pa
 
 from trajkit.analysis.branches import label_branches
-from trajkit.analysis.drift import classify_drift
-from trajkit.analysis.drift_findings import explain_drift
+from trajkit.analysis.drift import classify_drift, explain_drift
 from trajkit.analysis.row_reasons import why
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.simulation import Simulation, label
@@ -162,9 +161,9 @@ class PolicyTables:
 
     @cached_property
     def linearized(self) -> tuple[BySession, BySession]:
-        """`trajkit.schema.ROWS_SUFFIX` and ``REPORT``."""
+        """`trajkit.schema.ROWS` and ``REPORT``."""
         rows, report = rows_and_report(
-            self._turns, self.policy, sessions=self._sessions, layout="suffix"
+            self._turns, self.policy, sessions=self._sessions
         )
         return BySession(rows), BySession(report)
 

@@ -6,7 +6,6 @@ from typing import Any
 import pyarrow as pa
 
 from trajkit.policies import Policy
-from trajkit.rows.suffix_layout import full_rows
 from trajkit.tables.take import tuples
 from trajkit.verification.run import verify
 
@@ -30,8 +29,6 @@ class Violations:
         self._by_session: dict[str | None, list[dict[str, Any]]] = {}
         for line in self._lines:
             self._by_session.setdefault(line["session_id"], []).append(line)
-        if "suffix_ids" in rows.column_names:
-            rows = full_rows(rows)
         self._rows = rows
         self._line_of: dict[tuple[str, int], int] = {}
         # rows of another system may have no ids; their tokens are not shown then

@@ -1,0 +1,212 @@
+"""Rows in a file without what they share with another row, and back."""
+
+import io
+from unittest import mock
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.made_tables import linearized, policy_of, turns_table
+from tests.strategies import policies, row_limits, runs
+from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.files.dedup import STORED_ROWS, decoded, encoded
+from trajkit.files.tables import write_table
+from trajkit.policies import PRESETS
+from trajkit.schema import ROWS
+from trajkit.tables import limits
+
+anyone = policies | st.sampled_from(sorted(PRESETS)).map(lambda name: (name, 1024))
+"""Every preset, and slime with thresholds that matter."""
+
+
+@given(runs(), anyone, row_limits, st.integers(1, 60))
+def test_what_is_stored_gives_the_rows_back(turns, choice, limit, size):
+    rows = tk.linearize(
+        turns_table(turns), policy_of(choice), max_row_tokens=limit, reward=1.0
+    )
+    stored = encoded(rows)
+    stored.validate(full=True)
+    assert stored.schema.equals(STORED_ROWS, check_metadata=True)
+    with mock.patch.object(limits, "PART_TOKENS", size):
+        back = decoded(stored)
+    back.validate(full=True)
+    assert back.schema.equals(ROWS, check_metadata=True)
+    assert back == rows
+    for row, line in zip(rows.to_pylist(), stored.to_pylist(), strict=True):
+        trained = [i for i, on in enumerate(row["loss_mask"]) if on]
+        start = min([row["shared_length"], *trained])
+        assert line["suffix_start"] == start
+        assert line["suffix_ids"] == row["input_ids"][start:]
+        assert line["suffix_mask"] == row["loss_mask"][start:]
+        assert line["suffix_logprobs"] == row["logprobs"][start:]
+
+
+def session(*pairs):
+    """Turns of a session without messages: prompts and outputs."""
+    return tk.from_records(
+        [
+            {
+                "session_id": "a",
+                "prompt_ids": prompt,
+                "output_ids": output,
+                "output_logprobs": [-0.5] * len(output),
+            }
+            for prompt, output in pairs
+        ]
+    )
+
+
+DRIFTING = session(([1, 2], [3, 4]), ([1, 2, 3, 5], [6]), ([1, 2, 3, 5, 7], [8]))
+STORED = encoded(tk.linearize(DRIFTING))
+
+
+def test_by_hand():
+    names = ["parent_row", "shared_length", "suffix_start", "suffix_ids", "suffix_mask"]
+    assert STORED.select(names).to_pylist() == [
+        dict(zip(names, line, strict=True))
+        for line in (
+            (None, 0, 0, [1, 2, 3, 4], [False, False, True, True]),
+            (0, 3, 3, [5, 6], [False, True]),
+            (1, 4, 4, [7, 8], [False, True]),
+        )
+    ]
+    assert STORED["suffix_logprobs"].to_pylist()[1] == [None, -0.5]
+
+
+def test_equal_replies_are_stored_as_often_as_they_are_trained():
+    stored = encoded(tk.linearize(session(([1], [2, 3]), ([1], [2, 3]))))
+    assert stored["shared_length"].to_pylist() == [0, 3]
+    assert stored["suffix_mask"].to_pylist() == [[False, True, True], [True, True]]
+
+
+def test_what_drift_repeats_is_written_once():
+    prompt, pairs = [1] * 50, []
+    for i in range(40):
+        pairs.append((prompt, [i, 100 + i, 200]))
+        prompt = [*prompt, i, 300 + i, 400]  # every reply comes back changed
+    rows, report = linearized(session(*pairs))
+    n = sum(map(len, encoded(rows)["suffix_ids"].to_pylist()))
+    assert n == report["tokens_forward_shared"][0].as_py() == 50 + 3 + 39 * 5
+    assert report["tokens_forward"][0].as_py() > 10 * n
+
+
+def several(first=0, n=6):
+    """Sessions with three rows each, and a payload."""
+    lines = [
+        {**line, "session_id": f"s{k}", "step": k}
+        for k in range(first, first + n)
+        for line in DRIFTING.to_pylist()
+    ]
+    turns = pa.Table.from_pylist(lines, DRIFTING.schema)
+    turns = turns.append_column("scores", turns["output_logprobs"])
+    return tk.linearize(turns, payloads=["scores"], reward=0.5)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows", "jsonl"])
+@pytest.mark.parametrize("batches", [1, 2, 99])
+def test_readers_give_full_rows(tmp_path, suffix, batches):
+    rows, path = several(), tmp_path / f"rows.{suffix}"
+    tk.write_rows(iter(rows.to_batches(max_chunksize=batches)), path, dedup=True)
+    assert tk.read_rows(path).to_pylist() == rows.to_pylist()
+    scanned = list(tk.scan_rows(path, batch_rows=2))
+    assert max(map(len, scanned)) <= 2
+    assert pa.Table.from_batches(scanned).to_pylist() == rows.to_pylist()
+    full = tmp_path / f"full.{suffix}"
+    tk.write_rows(several(6, 1), full)
+    both = tk.read_rows([path, full])
+    assert both.num_rows == rows.num_rows + 3
+
+
+def test_rows_in_any_order_are_read(tmp_path):
+    rows, path = several(), tmp_path / "rows.parquet"
+    stored = encoded(rows)
+    write_table(stored.take(pc.sort_indices(stored["shared_length"])), path)
+    assert tk.read_rows(path).sort_by("session_id").to_pylist() == rows.to_pylist()
+    with pytest.raises(InvalidTurnsError, match="comes back"):
+        list(tk.scan_rows(path))
+
+
+def test_a_row_without_its_parent_is_stored_whole():
+    rows = tk.linearize(DRIFTING).slice(1)
+    stored = encoded(rows)
+    assert stored["suffix_start"].to_pylist() == [0, 4]
+    assert decoded(stored) == rows
+
+
+def test_frames_of_other_libraries_are_written(tmp_path):
+    rows = tk.linearize(DRIFTING, reward=1.0)
+    tk.write_rows(pl.DataFrame(rows), tmp_path / "rows.parquet", dedup=True)
+    assert tk.read_rows(tmp_path / "rows.parquet") == rows
+
+
+@pytest.mark.parametrize("read", [tk.validate, tk.verify, tk.add_weights, tk.pack])
+def test_stages_name_the_reader_of_stored_rows(read):
+    more = {tk.verify: [DRIFTING], tk.pack: [8]}.get(read, [])
+    with pytest.raises(SchemaError, match=r"no column 'input_ids' .* read_rows reads"):
+        read(STORED, *more)
+
+
+def test_a_name_that_the_other_form_uses_is_refused():
+    ids = pa.array([[1]] * STORED.num_rows)
+    with pytest.raises(SchemaError, match="column 'logprobs' would occur twice"):
+        decoded(STORED.append_column("logprobs", ids))
+    with pytest.raises(SchemaError, match="column 'suffix_start' would occur twice"):
+        encoded(decoded(STORED).append_column("suffix_start", ids))
+
+
+def changed(name, values):
+    """The stored rows with one column made anew."""
+    field = STORED_ROWS.field(name)
+    at = STORED.column_names.index(name)
+    return STORED.set_column(at, field, pa.array(values, field.type))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            changed("suffix_start", [0, 5, 4]),
+            "row 1: suffix_start is 5, but the parent row in the file has 4 tokens",
+        ),
+        (
+            changed("suffix_start", [0, -1, 4]),
+            "row 1: suffix_start is -1, but the parent row in the file has 4 tokens",
+        ),
+        (
+            STORED.slice(1),
+            "row 1: suffix_start is 3, but the parent row in the file has 0 tokens",
+        ),
+        (
+            changed("parent_row", [None, 1, 1]),
+            "row 1: suffix_start is 3, but the parent row in the file has 0 tokens",
+        ),
+        (
+            changed("suffix_mask", [[False, False, True, True], [True], [False, True]]),
+            "row 1: 1 suffix_mask for 2 suffix_ids",
+        ),
+        (
+            changed("suffix_ids", [[1, 2, 3, 4], [5, None], [7, 8]]),
+            "row 1: suffix_ids[1] is null",
+        ),
+        (
+            changed("suffix_mask", [[False] * 4, [False, None], [False, True]]),
+            "row 1: suffix_mask[1] is null",
+        ),
+    ],
+)
+def test_files_that_lack_tokens_are_refused(rows, message):
+    file = io.BytesIO()
+    write_table(rows, file, format="arrow")
+    for read in (
+        tk.read_rows,
+        lambda file, format: list(tk.scan_rows(file, format=format)),
+    ):
+        file.seek(0)
+        with pytest.raises(InvalidTurnsError) as refused:
+            read(file, format="arrow")
+        assert message in str(refused.value)

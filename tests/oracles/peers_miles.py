@@ -1,0 +1,111 @@
+"""miles' session tree in plain Python over lists, for prompts as they were recorded.
+
+A request goes behind the deepest reply whose messages it repeats; what its tokens do not
+repeat is refused (miles 1.2). Each reply is trained in the earliest kept chain that holds
+it. Rows as in `tests.oracles.peers_chains`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Turn = dict[str, Any]
+Row = dict[str, Any]
+Message = dict[str, Any]
+
+COMPARED = ("role", "content", "reasoning_content", "tool_calls")
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A call that was taken in; the root has none."""
+
+    turn: Turn | None = None
+    parent: "Node | None" = None
+    # the messages that it brought, its reply among them
+    brought: list[Message] = field(default_factory=list)
+    children: "list[Node]" = field(default_factory=list)
+    order: int = -1
+    depth: int = 0
+    trained: bool = False
+
+
+def linearize(turns: list[Turn]) -> list[Row]:
+    """The rows of one session from its calls in order."""
+    root = Node()
+    nodes: list[Node] = []
+    for turn in turns:
+        messages = [_compared(one) for one in turn["prompt_messages"]]
+        parent, n = _position(root, messages)
+        before = parent.turn
+        if before is not None:
+            if before["finish_reason"] == "length":
+                continue
+            held = before["prompt_ids"] + before["output_ids"]
+            if turn["prompt_ids"][: len(held)] != held:
+                continue
+        reply = turn["response_message"] or {"role": "assistant", "content": ""}
+        brought = [*messages[n:], _compared(reply)]
+        node = Node(turn, parent, brought, [], len(nodes), parent.depth + 1)
+        parent.children.append(node)
+        nodes.append(node)
+    leaves = [node for node in nodes if not node.children]
+    kept = [
+        leaf
+        for leaf in leaves
+        if leaf.parent is root
+        or leaf.parent is None
+        or leaf is leaf.parent.children[-1]
+    ]
+    rows = {leaf.order: _row(leaf) for leaf in kept}
+    kept.sort(key=lambda leaf: (-leaf.depth, -leaf.order))
+    return [rows[leaf.order] for leaf in kept]
+
+
+def _compared(message: Message) -> Message:
+    """What of a message is looked at; nothing, an empty text and an empty list are one."""
+    return {name: message.get(name) or None for name in COMPARED}
+
+
+def _position(root: Node, messages: list[Message]) -> tuple[Node, int]:
+    """The deepest node whose messages begin the request, the latest of equals."""
+    best = root, 0
+    stack = [best]
+    while stack:
+        node, n = stack.pop()
+        if (n, node.order) > (best[1], best[0].order):
+            best = node, n
+        for child in node.children:
+            end = n + len(child.brought)
+            if messages[n:end] == child.brought:
+                stack.append((child, end))
+    return best
+
+
+def _row(leaf: Node) -> Row:
+    chain = []
+    node: Node | None = leaf
+    while node is not None and node.turn is not None:
+        chain.append(node)
+        node = node.parent
+    tokens: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    for node in reversed(chain):
+        turn = node.turn
+        assert turn is not None
+        context, output = turn["prompt_ids"][len(tokens) :], turn["output_ids"]
+        mine = not node.trained
+        node.trained = True
+        given = turn["output_logprobs"] if mine else None
+        tokens += context
+        tokens += output
+        mask += [0] * len(context) + [int(mine)] * len(output)
+        logprobs += [0.0] * len(context) + (given or [0.0] * len(output))
+    first = chain[-1].turn
+    assert first is not None
+    return {
+        "tokens": tokens,
+        "loss_mask": mask,
+        "logprobs": logprobs,
+        "prompt_length": len(first["prompt_ids"]),
+    }
