@@ -101,24 +101,18 @@ def test_policies_are_said_in_words(tab, write, long):
 def test_a_click_on_a_loss_leads_to_the_drift_that_caused_it(tab, write, long):
     tab.open(write(long, ["slime"]) + "#s=long&tab=losses")
     assert tab.text("[role=tab][aria-selected=true]").startswith("Not trained")
+    # each has its reason in words
+    first = tab.texts("table.losses tbody tr")[0]
+    spans = tk.analysis.output_spans(long, "slime").to_pylist()
+    lost = next(span for span in spans if span["kind"] != "trained")
+    turn, n = lost["turn_index"], lost["output_stop"] - lost["output_start"]
+    reason = f"turn {turn + 1}'s prompt differs from turn {turn}'s reply at token 0"
+    for text in (f"{n} of ", "absorbed", reason):
+        assert text in first
     tab.click("canvas.strip", x=2)
     assert tab.text("[role=tab][aria-selected=true]").startswith("Drift")
     drift = tk.classify_drift(long, tk.link(long, "slime")).to_pylist()[0]
     assert tab.run("TK.app.session.turnIndex[TK.app.state.t]") == drift["turn_index"]
-
-
-def test_every_loss_has_its_reason_in_words(tab, write, long):
-    tab.open(write(long, ["slime"]) + "#s=long&tab=losses")
-    first = tab.texts("table.losses tbody tr")[0]
-    spans = tk.analysis.output_spans(long, "slime").to_pylist()
-    lost = next(span for span in spans if span["kind"] != "trained")
-    n = lost["output_stop"] - lost["output_start"]
-    assert f"{n} of " in first
-    assert "absorbed" in first
-    turn = lost["turn_index"]
-    assert (
-        f"turn {turn + 1}'s prompt differs from turn {turn}'s reply at token 0" in first
-    )
 
 
 def test_the_state_is_in_the_address(tab, write, long):

@@ -53,49 +53,32 @@
   // The table at the top: a line per policy, with a strip of the session or bars of the run.
   // `lines` have label, counts, and a cell to draw.
   TK.policyTable = (lines, chosen, choose) => {
-    return h(
-      "table",
-      { class: "policies" },
-      h("caption", { class: "hidden" }, "What each policy trains, loses and costs"),
-      h(
-        "thead",
-        {},
-        h(
-          "tr",
-          {},
-          h("th", { scope: "col" }, "policy"),
-          h("th", { scope: "col", class: "n" }, "keeps"),
-          h("th", { scope: "col", class: "wide" }, lines[0] && lines[0].title),
-          h("th", { scope: "col", class: "n" }, "not trained"),
-          h("th", { scope: "col", class: "n" }, "rows"),
-          h("th", { scope: "col", class: "n", title: "tokens of all rows, which a forward pass computes" }, "forward"),
-          h("th", { scope: "col", class: "n", title: "the same with each shared prefix computed once" }, "as a tree"),
-        ),
-      ),
-      h(
-        "tbody",
-        {},
-        lines.map(({ label, counts, cell }) =>
-          h(
-            "tr",
-            {
-              class: label === chosen ? "chosen" : null,
-              "data-policy": label,
-              "data-trained": counts.tokens_trained,
-              "data-lost": lost(counts),
-              "data-rows": counts.rows,
-              "data-forward": counts.tokens_forward,
-            },
-            h("th", { scope: "row" }, h("button", { "aria-pressed": String(label === chosen), onclick: () => choose(label) }, label)),
-            h("td", { class: "n" }, TK.percent(counts.tokens_trained, counts.tokens_sampled)),
-            h("td", { class: "wide" }, cell),
-            h("td", { class: "n", title: TK.lossText(counts) }, lost(counts) ? n(lost(counts)) : "0"),
-            h("td", { class: "n" }, n(counts.rows)),
-            h("td", { class: "n" }, n(counts.tokens_forward)),
-            h("td", { class: "n" }, n(counts.tokens_forward_shared)),
-          ),
-        ),
-      ),
+    const titled = (text, title) => h("span", { title }, text);
+    const forward = titled("forward", "tokens of all rows, which a forward pass computes");
+    const tree = titled("as a tree", "the same with each shared prefix computed once");
+    const heads = ["policy", "keeps", lines[0] && lines[0].title, "not trained", "rows", forward, tree];
+    const props = (line) => {
+      const { label, counts } = lines[line];
+      return {
+        class: label === chosen && "chosen",
+        "data-policy": label,
+        "data-trained": counts.tokens_trained,
+        "data-lost": lost(counts),
+        "data-rows": counts.rows,
+        "data-forward": counts.tokens_forward,
+      };
+    };
+    return TK.table(
+      { kind: "policies", caption: "What each policy trains, loses and costs", heads, numbers: [1, 3, 4, 5, 6], name: 0, props },
+      lines.map(({ label, counts, cell }) => [
+        h("button", { "aria-pressed": String(label === chosen), onclick: () => choose(label) }, label),
+        TK.percent(counts.tokens_trained, counts.tokens_sampled),
+        cell,
+        titled(n(lost(counts)), TK.lossText(counts)),
+        n(counts.rows),
+        n(counts.tokens_forward),
+        n(counts.tokens_forward_shared),
+      ]),
     );
   };
 
