@@ -564,9 +564,9 @@ def test_ids_without_a_token_are_shown_as_ids(tmp_path, capsys):
     page = tmp_path / "page.html"
     assert cli.main(["view", str(path), "-o", str(page), *options]) == cli.DONE
     from trajkit.cli.tokenizer import load_tokenizer
-    from trajkit.view.vocabulary import Vocabulary
+    from trajkit.view.tables import token_pieces
 
-    pieces = Vocabulary(load_tokenizer(tmp_path)).pieces([0, 90002])
+    pieces = token_pieces(load_tokenizer(tmp_path), [0, 90002])
     assert pieces["text"] == ["yes", "⟨90002⟩"]
     assert pieces["special"] == [0, 0]
 

@@ -367,8 +367,8 @@ def test_the_length_of_a_foreign_file_is_bounded(tmp_path, monkeypatch):
     path = tmp_path / "log.json.gz"
     path.write_bytes(gzip.compress(b" " * (4 << 20)))
     monkeypatch.setenv(jsonl.MAX_LINE_BYTES, str(1 << 20))
-    [text] = objects(path, "json")
-    assert "log.json.gz is longer than 1048576 bytes" in text.bad.detail
+    [(_, found)] = objects(path, "json")
+    assert "log.json.gz is longer than 1048576 bytes" in found.detail
 
 
 def test_a_damaged_parquet_page_is_found(tmp_path):

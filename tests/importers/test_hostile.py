@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.importers.test_importers import TEXT, WRITERS, Letters
+from tests.importers.test_importers import TEXT, WRITERS, Letters, places, put
 from trajkit.errors import FormatError
 from trajkit.importers import FORMATS
 
@@ -17,26 +17,8 @@ ODD = (
     *(None, True, -1, 2**31, 2**64, -(10**30), 1e308, float("nan"), "", "x", "\ud800"),
     *([], [None], [[1]], {}, {"a": None}, [{}], [1, "x"], [-5], "[1", "{"),
 )
-JSON = [name for name in FORMATS if name not in ("slime", "rllm", "inspect")]
-
-
-def places(value, path=()):
-    """Every place in a value."""
-    yield path
-    if isinstance(value, dict):
-        for key, within in value.items():
-            yield from places(within, (*path, key))
-    elif isinstance(value, list):
-        for k, within in enumerate(value):
-            yield from places(within, (*path, k))
-
-
-def put(value, path, odd):
-    if not path:
-        return odd
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[path[0]] = put(copy[path[0]], path[1:], odd)
-    return copy
+# files of JSON, or with JSON in a zip file
+JSON = [name for name in FORMATS if name not in ("slime", "rllm")]
 
 
 def survives(path, name):
@@ -58,39 +40,25 @@ def survives(path, name):
 def test_one_odd_value_never_ends_an_import(tmp_path_factory, name, data):
     folder = tmp_path_factory.mktemp("hostile")
     WRITERS[name](folder)
-    path = min(
-        one for one in folder.rglob("*") if one.suffix in (".json", ".jsonl", ".traj")
-    )
-    text = path.read_text()
-    lines = [json.loads(text)] if path.suffix != ".jsonl" else []
-    lines = lines or [json.loads(line) for line in text.splitlines()]
-    value = lines[-1]
+    kinds = (".json", ".jsonl", ".traj", ".eval")
+    path = min(one for one in folder.rglob("*") if one.suffix in kinds)
+    if name == "inspect":
+        with zipfile.ZipFile(path) as archive:
+            (inner,) = [one for one in archive.namelist() if one.startswith("samples/")]
+            value = json.loads(archive.read(inner))
+    else:
+        text = path.read_text()
+        value = json.loads(text.splitlines()[-1] if path.suffix == ".jsonl" else text)
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.sampled_from(sorted(places(value), key=str)))
         value = put(value, at, data.draw(st.sampled_from(ODD)))
-    path.write_text(json.dumps(value) + "\n")
+    if name == "inspect":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(inner, json.dumps(value))
+            archive.writestr("header.json", "{}")
+    else:
+        path.write_text(json.dumps(value) + "\n")
     survives(path, name)
-
-
-@settings(
-    max_examples=100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(data=st.data())
-def test_odd_values_in_a_sample_of_inspect(tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("hostile")
-    WRITERS["inspect"](folder)
-    path = folder / "log.eval"
-    with zipfile.ZipFile(path) as archive:
-        (name,) = [one for one in archive.namelist() if one.startswith("samples/")]
-        value = json.loads(archive.read(name))
-    at = data.draw(st.sampled_from(sorted(places(value), key=str)))
-    value = put(value, at, data.draw(st.sampled_from(ODD)))
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(name, json.dumps(value))
-        archive.writestr("header.json", "{}")
-    survives(path, "inspect")
 
 
 def test_deep_nesting_never_ends_an_import(tmp_path):

@@ -8,26 +8,10 @@ import pytest
 
 import trajkit as tk
 from tests import foreign
-from trajkit.cli import main
+from tests.importers.test_importers import NODE, RECORD, REPLY
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.importers.reader import rounded
 from trajkit.turns import tools_key
-
-RECORD = {
-    "session_id": "s",
-    "prompt_ids": [1, 2],
-    "output_ids": [3, 4],
-    "output_logprobs": [-0.5, -0.25],
-    "prompt_messages": [{"role": "user", "content": "q"}],
-    "response_message": {"role": "assistant", "content": "a"},
-    "finish_reason": "stop",
-}
-
-
-def line(**changes):
-    """A line of a log of requests and responses."""
-    response = foreign.chat_response({**RECORD, **changes.pop("record", {})})
-    return {"request": {"messages": []}, "response": response, **changes}
 
 
 def imported(tmp_path, lines, *args, **options):
@@ -38,6 +22,12 @@ def imported(tmp_path, lines, *args, **options):
 
 def problems(report):
     return [row["problem"] for row in report]
+
+
+def line(**changes):
+    """A line of a log of requests and responses."""
+    response = foreign.chat_response({**RECORD, **changes.pop("record", {})})
+    return {"request": {"messages": []}, "response": response, **changes}
 
 
 # --- sessions
@@ -140,15 +130,6 @@ def test_a_record_without_the_key_of_the_mapping_is_left_out(tmp_path):
 # --- rewards and what else is beside a call
 
 
-def test_a_reward_is_taken(tmp_path):
-    lines = [
-        line(session_id=k, reward=reward) for k, reward in enumerate([0.75, 1, None])
-    ]
-    turns, report = imported(tmp_path, lines)
-    assert turns["reward"].to_pylist() == [0.75, 1.0, None]
-    assert report == []
-
-
 @pytest.mark.parametrize(
     ("reward", "detail"),
     [
@@ -165,15 +146,10 @@ def test_a_reward_that_is_no_number_has_a_line(tmp_path, reward, detail):
     assert turns["reward"].to_pylist() == [None]
     assert problems(report) == ["reward_unread"]
     assert detail in report[0]["detail"]
-
-
-def test_a_part_of_a_reward_can_be_chosen(tmp_path):
-    sample = {"index": 0, "tokens": [1, 2, 3], "response_length": 1, "loss_mask": None}
-    sample |= {"reward": {"accuracy": 1.0, "length": 0.2}}
-    foreign.write_slime(tmp_path, [sample])
-    turns, report = tk.import_turns(tmp_path, map="reward=reward.accuracy")
-    assert turns["reward"].to_pylist() == [1.0]
-    assert "reward_unread" not in report["problem"].to_pylist()
+    if isinstance(reward, dict):
+        line_ = [line(session_id="s", reward=reward)]
+        turns, _ = imported(tmp_path, line_, map="reward=reward.accuracy")
+        assert turns["reward"].to_pylist() == [1.0]
 
 
 def test_a_reward_that_changes_within_a_session_is_noted(tmp_path):
@@ -286,45 +262,35 @@ def test_usage_of_a_trajectory_and_of_a_trace(tmp_path):
     _, report = tk.import_turns(path)
     assert report["problem"].to_pylist() == ["usage_contradicts"]
     assert "metrics.completion_tokens is 7" in report["detail"][0].as_py()
-    message = {"role": "assistant", "content": "a"}
-    nodes = [
-        {"parent": None, "message": {"role": "user", "content": ""}, "token_ids": [1]},
-        {"parent": 0, "message": message, "sampled": True, "token_ids": [2]}
-        | {"mask": [True], "logprobs": [-0.5]},
-    ]
-    trace = {"id": "s", "task": {}, "nodes": nodes}
-    trace["calls"] = [{"node": 1, "usage": usage_of(1, 2)}]
+    trace = {"id": "s", "task": {}, "nodes": [NODE, REPLY]}
+    trace["calls"] = [{"node": 1, "usage": usage_of(2, 2)}]
     turns, report = imported(tmp_path, [trace])
     assert problems(report) == ["usage_contradicts"]
     assert turns["trainable"].to_pylist() == [False]
 
 
 @pytest.mark.parametrize(
-    "usage",
+    ("usage", "n_choices"),
     [
-        usage_of(2, 2),
-        usage_of(2.0, 2),
-        {"prompt_tokens": None},
-        {"total_tokens": 4},
-        None,
+        (usage_of(2, 2), 1),
+        (usage_of(2.0, 2), 1),
+        ({"prompt_tokens": None}, 1),
+        ({"total_tokens": 4}, 1),
+        (None, 1),
         # what Anthropic counts without the cached tokens
-        {"input_tokens": 1, "cache_read_input_tokens": 1, "output_tokens": 2},
+        ({"input_tokens": 1, "cache_read_input_tokens": 1, "output_tokens": 2}, 1),
+        # a prompt counts once or for each of its samples
+        (usage_of(2, 6), 3),
+        (usage_of(6, 6), 3),
     ],
 )
-def test_usage_that_fits_or_says_nothing(tmp_path, usage):
+def test_usage_that_fits_or_says_nothing(tmp_path, usage, n_choices):
     value = line(session_id="s")
-    value["response"]["usage"] = usage
+    value["response"] |= {"usage": usage}
+    value["response"]["choices"] *= n_choices
     turns, report = imported(tmp_path, [value])
     assert report == []
-    assert turns["trainable"].to_pylist() == [None]
-
-
-def test_usage_of_several_choices_is_their_sum(tmp_path):
-    value = line(session_id="s")
-    value["response"]["choices"] *= 3
-    value["response"]["usage"] = usage_of(2, 6)
-    _, report = imported(tmp_path, [value])
-    assert report == []
+    assert turns["trainable"].to_pylist() == [None] * n_choices
 
 
 # --- logprobs
@@ -353,13 +319,6 @@ def test_rounded_logprobs(values, decimals):
     assert rounded(values) == decimals
 
 
-def test_rounded_logprobs_have_a_line(tmp_path):
-    record = {"output_logprobs": [-3.1416, -0.0]}
-    _, report = imported(tmp_path, [line(session_id="s", record=record)])
-    assert problems(report) == ["rounded_logprobs"]
-    assert "at most 4 decimals" in report[0]["detail"]
-
-
 # --- what the source recorded
 
 
@@ -385,11 +344,7 @@ def test_tools_of_requests_have_a_key(tmp_path):
     turns, _ = imported(tmp_path, lines)
     keys = [tools_key([tool]), tools_key([]), None, None]
     assert turns["tools_key"].to_pylist()[:4] == keys
-    reply = {"message": RECORD["response_message"], "sampled": True, "mask": [True]}
-    nodes = [
-        {"parent": None, "message": RECORD["prompt_messages"][0], "token_ids": [1]},
-        {"parent": 0, **reply, "token_ids": [2]},
-    ]
+    nodes = [dict(NODE), REPLY]
     for changes, key in (({}, tools_key([])), ({"tools": [tool]}, keys[0])):
         nodes[0] |= changes
         trace = {"id": "s", "task": {}, "tools": [], "nodes": nodes}
@@ -410,12 +365,7 @@ def test_prompts_of_a_capture_may_continue_a_parent(tmp_path):
 
 
 def test_what_a_trainer_wrote_into_a_trace_has_a_line(tmp_path):
-    message = {"role": "assistant", "content": "a"}
-    nodes = [
-        {"parent": None, "message": {"role": "user", "content": ""}, "token_ids": [1]},
-        {"parent": 0, "message": message, "sampled": True, "token_ids": [2]}
-        | {"mask": [True], "logprobs": [-0.5], "advantages": [1.0], "entropies": [0.5]},
-    ]
+    nodes = [NODE, {**REPLY, "advantages": [1.0], "entropies": [0.5]}]
     trace = {"id": "s", "task": {}, "nodes": nodes, "errors": [{"type": "E"}]}
     _, report = imported(tmp_path, [trace])
     assert [row["detail"].split()[0] for row in report] == [
@@ -487,18 +437,6 @@ def test_a_path_that_no_record_has_is_an_error(tmp_path):
 # --- unknown formats, and nothing
 
 
-def test_an_unknown_format_says_what_was_seen_and_what_is_missing(tmp_path):
-    value = {"request": {}, "reply": {}, "session_id": "s"}
-    with pytest.raises(FormatError) as raised:
-        imported(tmp_path, [value])
-    text = str(raised.value)
-    assert "has the keys request, reply, session_id" in text
-    assert "most like openai" in text
-    assert "lacks response" in text
-    assert "--map session_id=PATH,prompt_ids=PATH" in text
-    assert "return_token_ids" in text
-
-
 @pytest.mark.parametrize(
     "content", [b"", b"\n\n", b"[]", b"{}", b"7", b"null", gzip.compress(b"", mtime=0)]
 )
@@ -510,13 +448,3 @@ def test_a_file_of_nothing_is_an_error_or_a_line(tmp_path, content):
         turns, report = tk.import_turns(tmp_path / name, "openai")
         assert turns.num_rows == 0
         assert report.num_rows == 1
-
-
-def test_the_command_says_why_there_are_no_turns(tmp_path, capsys):
-    foreign.write_lines(tmp_path / "log.jsonl", [line(trajectory_id="r")])
-    output = str(tmp_path / "turns.parquet")
-    assert main(["import", str(tmp_path / "log.jsonl"), "-o", output]) == 1
-    assert "--map session_id=trajectory_id" in capsys.readouterr().err
-    mapped = ["--map", "session_id=trajectory_id"]
-    assert main(["import", str(tmp_path / "log.jsonl"), "-o", output, *mapped]) == 0
-    assert tk.read_turns(output)["session_id"].to_pylist() == ["r"]

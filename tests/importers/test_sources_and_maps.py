@@ -10,18 +10,9 @@ import pytest
 
 import trajkit as tk
 from tests import foreign
+from tests.importers.test_importers import RECORD
 from trajkit.cli import main
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
-
-RECORD = {
-    "session_id": "s",
-    "prompt_ids": [1, 2],
-    "output_ids": [3, 4],
-    "output_logprobs": [-0.5, -0.25],
-    "prompt_messages": [{"role": "user", "content": "q"}],
-    "response_message": {"role": "assistant", "content": "a"},
-    "finish_reason": "stop",
-}
 
 
 def agents():
@@ -245,7 +236,7 @@ def test_patterns_and_several_sources(tmp_path):
         foreign.write_lines(tmp_path / name, [record])
     turns, _ = tk.import_turns([f"{tmp_path}/a*.jsonl", tmp_path / "b.jsonl"])
     assert turns["session_id"].to_pylist() == ["a1.jsonl", "a2.jsonl", "b.jsonl"]
-    with pytest.raises(FormatError, match="no file has a name of this pattern"):
+    with pytest.raises(FileNotFoundError, match="no file has such a name"):
         tk.import_turns(f"{tmp_path}/c*.jsonl")
 
 
@@ -420,10 +411,15 @@ def test_the_closest_format_is_named(tmp_path):
         ({"prompt_token_ids": [1]}, r"records .*lacks output_ids \(output_token_ids"),
         ({"schema_version": 1, "steps": []}, "atif .*its values are of other kinds"),
         ({"nodes": []}, "verifiers .*lacks task"),
+        ({"request": {}, "reply": {}}, "openai .*lacks response"),
     ):
         foreign.write_lines(tmp_path / "log.jsonl", [line])
-        with pytest.raises(FormatError, match=f"most like {lacks}"):
+        with pytest.raises(FormatError, match=f"most like {lacks}") as raised:
             tk.import_turns(tmp_path / "log.jsonl")
+        text = str(raised.value)
+        assert f"has the keys {', '.join(line)}" in text
+        assert "--map session_id=PATH,prompt_ids=PATH" in text
+        assert "return_token_ids" in text
 
 
 # --- replies that only later requests have

@@ -16,7 +16,7 @@ from trajkit.schema import LOSSES, SESSIONS
 from trajkit.view import page, view
 from trajkit.view.document import SCRIPTS
 from trajkit.view.selection import Selection
-from trajkit.view.vocabulary import Vocabulary
+from trajkit.view.tables import token_pieces
 
 STATIC = files("trajkit.view") / "static"
 
@@ -203,7 +203,7 @@ class Pieces:
 
 
 def test_a_token_s_own_space_and_bytes_are_kept():
-    pieces = Vocabulary(Pieces()).pieces([5, 4, 3, 2, 1, 0])
+    pieces = token_pieces(Pieces(), [5, 4, 3, 2, 1, 0])
     assert pieces["id"] == [0, 1, 2, 3, 4, 5]
     assert pieces["text"] == ["<s>", " Hello", " ", "lo", None, "  x"]
     assert pieces["hex"] == [None, None, None, None, "e2", None]

@@ -7,7 +7,6 @@ import pytest
 
 import trajkit as tk
 from trajkit import cli
-from trajkit.policies import PRESETS
 from trajkit.schema import SESSIONS
 from trajkit.view import page, view
 
@@ -74,52 +73,46 @@ def test_policies_with_choices_count_what_simulate_counts(tab, write, long):
     assert "slime(fork_threshold=64)" in counts(tab)
 
 
-@pytest.mark.parametrize(
-    ("policy", "rule"),
-    [
-        ("faithful", "Where a prompt drifts: a new row starts."),
-        ("slime", "fewer than 1,024 tokens"),
-        ("segments", "No token of a reply that drifted is then trained."),
-        ("trl", "trained up to the drift"),
-        ("polar", "keeps the reply as sampled"),
-        ("miles", "A call is refused if its prompt drifts by 1 or more tokens."),
-        ("per_call", "Every call is a row."),
-    ],
-)
-def test_the_page_says_what_a_policy_does_with_drift(tab, write, long, policy, rule):
-    tab.open(write(long, [policy]))
-    assert rule in tab.text("#rule")
+RULES = {
+    "faithful": "Where a prompt drifts: a new row starts.",
+    "slime": "fewer than 1,024 tokens",
+    "segments": "No token of a reply that drifted is then trained.",
+    "trl": "trained up to the drift",
+    "polar": "keeps the reply as sampled",
+    "miles": "A call is refused if its prompt drifts by 1 or more tokens.",
+    "per_call": "Every call is a row.",
+}
+
+
+def test_policies_are_said_in_words(tab, write, long):
+    tab.open(write(long) + "#s=long")
+    strips = tab.run(
+        "[...document.querySelectorAll('.all-policies canvas.strip')]"
+        ".map((e) => e.getAttribute('aria-label'))"
+    )
+    for label, line in zip(strips, tk.simulate(long).to_pylist(), strict=True):
+        start = f"{line['policy']} trains {line['tokens_trained']:,} of "
+        assert label.startswith(start)
+    for policy, rule in RULES.items():
+        tab.go(s=None, p=policy)
+        assert rule in tab.text("#rule")
 
 
 def test_a_click_on_a_loss_leads_to_the_drift_that_caused_it(tab, write, long):
     tab.open(write(long, ["slime"]) + "#s=long&tab=losses")
     assert tab.text("[role=tab][aria-selected=true]").startswith("Not trained")
+    # each has its reason in words
+    first = tab.texts("table.losses tbody tr")[0]
+    spans = tk.analysis.output_spans(long, "slime").to_pylist()
+    lost = next(span for span in spans if span["kind"] != "trained")
+    turn, n = lost["turn_index"], lost["output_stop"] - lost["output_start"]
+    reason = f"turn {turn + 1}'s prompt differs from turn {turn}'s reply at token 0"
+    for text in (f"{n} of ", "absorbed", reason):
+        assert text in first
     tab.click("canvas.strip", x=2)
     assert tab.text("[role=tab][aria-selected=true]").startswith("Drift")
     drift = tk.classify_drift(long, tk.link(long, "slime")).to_pylist()[0]
     assert tab.run("TK.app.session.turnIndex[TK.app.state.t]") == drift["turn_index"]
-
-
-def test_every_loss_has_its_reason_in_words(tab, write, long):
-    tab.open(write(long, ["slime"]) + "#s=long&tab=losses")
-    first = tab.texts("table.losses tbody tr")[0]
-    spans = tk.analysis.output_spans(long, "slime").to_pylist()
-    lost = next(span for span in spans if span["kind"] != "trained")
-    n = lost["output_stop"] - lost["output_start"]
-    assert f"{n} of " in first
-    assert "absorbed" in first
-    turn = lost["turn_index"]
-    assert (
-        f"turn {turn + 1}'s prompt differs from turn {turn}'s reply at token 0" in first
-    )
-
-
-@pytest.mark.parametrize("policy", PRESETS)
-def test_strips_name_their_counts_for_screen_readers(tab, write, long, policy):
-    tab.open(write(long, [policy]) + "#s=long")
-    (line,) = tk.simulate(long, [policy]).to_pylist()
-    label = tab.run("document.querySelector('canvas.strip').getAttribute('aria-label')")
-    assert label.startswith(f"{policy} trains {line['tokens_trained']:,} of ")
 
 
 def test_the_state_is_in_the_address(tab, write, long):
@@ -473,26 +466,6 @@ def test_every_control_has_a_name(tab, write, demo, tokenizer):
     for which in ("conversation", "losses", "drift", "forest", "tokens"):
         tab.go(s=session, tab=which)
         assert tab.run(unnamed) == 0
-
-
-def test_messages_are_unfolded_when_asked_for(tab, write):
-    body = "x" * 50_000
-    call = {
-        "session_id": "s",
-        "prompt_ids": [1],
-        "output_ids": [2],
-        "prompt_messages": [{"role": "user", "content": body}],
-        "response_message": {"role": "assistant", "content": "<i>done</i>"},
-    }
-    tab.open(write(tk.from_records([call]), ["per_call"]) + "#s=s&tab=tokens")
-    assert tab.texts(".messages pre") == []
-    tab.click(".messages summary")
-    tab.run("new Promise((done) => requestAnimationFrame(() => done(1)))")
-    first, reply = tab.texts(".messages pre")
-    assert 19_000 < len(first) < 21_000
-    assert "<i>done</i>" in reply
-    tab.click(".messages button")
-    assert body in tab.texts(".messages pre")[0]
 
 
 def test_a_notebook_s_frame_works_without_an_address(tab, tmp_path, long):

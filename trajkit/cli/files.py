@@ -35,7 +35,7 @@ class Reads:
         if self.kind == "rows":
             return inputs_of(paths)
         if self.kind == "records":
-            from trajkit.importers.sources import SUFFIXES
+            from trajkit.importers.containers import SUFFIXES
 
             return inputs_of(paths, None, SUFFIXES)
         return turns_inputs(paths)

@@ -6,8 +6,7 @@ and what the report lists.
 """
 
 from trajkit.importers.formats import FORMATS
-from trajkit.importers.reader import import_turns
-from trajkit.importers.stream import import_file
+from trajkit.importers.reader import import_file, import_turns
 from trajkit.importers.tables import TARGETS
 
 __all__ = ["FORMATS", "TARGETS", "import_file", "import_turns"]

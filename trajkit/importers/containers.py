@@ -1,23 +1,26 @@
-"""The objects in a file of any container, including damaged ones."""
+"""The files of a source, and the objects in them, including damaged ones."""
 
+import os
 import struct
+import tempfile
 import zipfile
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
-from pathlib import Path
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 
-from trajkit.errors import FormatError
+from trajkit.errors import ArgumentError, FormatError
 from trajkit.files.arrow import read_batches
 from trajkit.files.formats import Format as Codec
 from trajkit.files.formats import open_input
 from trajkit.files.json_numbers import EACH, Reader, Shape
 from trajkit.files.jsonl import MAX_LINE_BYTES, max_line_bytes, split_lines
+from trajkit.files.sources import fetched, is_address, paths_of
 from trajkit.importers.findings import Finding, text_of
 from trajkit.importers.pickles import load
 from trajkit.tables import limits
@@ -25,6 +28,8 @@ from trajkit.tables.canonical import UNREADABLE
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
+
+Placed: TypeAlias = tuple[str, "dict[str, Any] | Finding"]
 
 _MAGIC = {
     b"SQLite format 3\0": "sqlite",
@@ -38,59 +43,124 @@ _CODECS: dict[bytes, Codec] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """An object of a file, or the finding about a damaged one."""
+SUFFIXES = (
+    *(
+        f".{kind}{end}"
+        for kind in ("json", "jsonl", "ndjson")
+        for end in ("", ".gz", ".zst")
+    ),
+    *(".db", ".sqlite", ".sqlite3", ".pt", ".pkl", ".eval", ".traj"),
+    *(".parquet", ".arrow"),
+)
+"""Ends of the names of files in a directory that may contain records."""
 
-    place: str
-    value: dict[str, object]
-    bad: Finding | None = None
+# objects by which a format is recognized: the first may be one of an error
+_MOST_SHOWN = 8
+
+
+def files_of(source: Any) -> Iterator[tuple[str, bool, list[tuple[str, Path]]]]:
+    """Each path or address of a source, whether it is a directory, and its files.
+
+    Files have a name, for the report, and a path. Temporary copies last for one step.
+    """
+    listed = [source] if isinstance(source, str | os.PathLike) else source
+    if isinstance(listed, bytes | dict) or not isinstance(listed, Iterable):
+        kind = type(source).__name__
+        raise ArgumentError(f"source is a {kind}: expected a path, or paths")
+    listed = list(listed)
+    for one in listed:
+        if not isinstance(one, str | os.PathLike):
+            kind = type(one).__name__
+            raise ArgumentError(f"source has a {kind}: expected paths")
+    paths_of([one for one in listed if not is_address(one)])
+    return (found for one in listed for found in _files_of(os.fspath(one)))
+
+
+def _files_of(text: str) -> Iterator[tuple[str, bool, list[tuple[str, Path]]]]:
+    if is_address(text):
+        with tempfile.TemporaryDirectory() as folder:
+            copies = fetched(text, Path(folder), _is_listed)
+            single = len(copies) == 1
+            single = single and copies[0][0].endswith(text.partition("://")[2])
+            yield text, not single, copies
+        return
+    for path in paths_of(text) or ():
+        files = sorted(path.rglob("*")) if path.is_dir() else []
+        shown = [
+            (str(file), file)
+            for file in files
+            if _is_listed(file.name)
+            and file.is_file()
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
+        path.stat()  # the same error in every format if it is missing
+        yield str(path), path.is_dir(), shown if path.is_dir() else [(str(path), path)]
+
+
+def _is_listed(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES)
+
+
+def stem_of(path: Path) -> str:
+    """The name of a file without its suffixes."""
+    name = path.name.removesuffix(".gz").removesuffix(".zst")
+    return PurePosixPath(name).stem or path.name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
     """The beginning of a file, which identifies its format."""
 
+    name: str
     file: Path
     container: str
     # its first complete objects
-    values: tuple[dict[str, object], ...] = ()
+    values: tuple[dict[str, Any], ...] = ()
     # why it could not be read
     trouble: str = ""
 
-    @property
-    def value(self) -> dict[str, object] | None:
-        """Its first complete object, if there is one."""
-        return self.values[0] if self.values else None
 
-
-# objects by which a format is recognized: the first may be one of an error
-_MOST_SHOWN = 8
-
-
-def head_of(file: Path) -> Head:
-    """The container and the first object of a file."""
+def head_of(file: Path, name: str = "") -> Head:
+    """The container and the first objects of a file."""
     with file.open("rb") as opened:
         magic = opened.read(16)
     known = (kind for start, kind in _MAGIC.items() if magic.startswith(start))
     container = next(known, "json")
     if magic.startswith(b"PK\3\4"):
         container = "inspect" if _is_inspect(file) else "pickle"
-    if container in ("sqlite", "pickle"):
-        return Head(file, container)
-    try:
-        good = (one.value for one in objects(file, container) if one.bad is None)
-        return Head(file, container, tuple(islice(good, _MOST_SHOWN)))
-    except FormatError as error:
-        return Head(file, container, (), str(error))
+    values: tuple[dict[str, Any], ...] = ()
+    trouble = ""
+    if container not in ("sqlite", "pickle"):
+        good = (one for _, one in objects(file, container) if isinstance(one, dict))
+        try:
+            values = tuple(islice(good, _MOST_SHOWN))
+        except FormatError as error:
+            trouble = str(error)
+    return Head(name or str(file), file, container, values, trouble)
 
 
-def objects(file: Path, container: str, shape: Shape | None = None) -> Iterator[Text]:
-    """The objects of a file; ``shape`` names their long arrays (see `json_numbers`)."""
+def objects(file: Path, container: str, shape: Shape | None = None) -> Iterator[Placed]:
+    """Places and objects of a file; for a damaged one, what is wrong with it.
+
+    ``shape`` names their long arrays (see `trajkit.files.json_numbers`).
+    """
     return _READERS[container](file, shape or {})
 
 
-def _json(file: Path, shape: Shape) -> Iterator[Text]:
+def _placed(place: str, value: object) -> Placed:
+    if isinstance(value, dict):
+        return place, value
+    return _bad(place, "unreadable", f"a {type(value).__name__}, not an object")
+
+
+def _bad(place: str, problem: str, detail: str, session: str | None = None) -> Placed:
+    return place, Finding(place, session, problem=problem, detail=detail)
+
+
+# --- JSON, Parquet and Arrow
+
+
+def _json(file: Path, shape: Shape) -> Iterator[Placed]:
     """The lines of a JSON file, the items of its array, or its only value.
 
     A file whose first line is a value has a value per line.
@@ -98,29 +168,28 @@ def _json(file: Path, shape: Shape) -> Iterator[Text]:
     read = Reader({**shape, EACH: shape}).read
     with file.open("rb") as opened:
         magic = opened.read(4)
-    codec = next((c for start, c in _CODECS.items() if magic.startswith(start)), None)
-    name = file.name.lower()
-    single = name.removesuffix(".gz").removesuffix(".zst").endswith(".json")
-    lines = split_lines(open_input(file, codec or "jsonl"), str(file))
+    known = (one for start, one in _CODECS.items() if magic.startswith(start))
+    codec: Codec = next(known, "jsonl")
+    name = file.name.lower().removesuffix(".gz").removesuffix(".zst")
+    single = name.endswith(".json")
     try:
-        first = next((one for one in lines if one[0].strip()), (b"", True))
-        more = next((one for one in lines if one[0].strip()), None)
+        lines = split_lines(open_input(file, codec), str(file))
+        two = [*islice((line for line, _ in lines if line.strip()), 2)]
     except FormatError:
         if not single:
             raise
-        first, more = (b"", True), None
-    start = first[0].removeprefix(BOM_UTF8).lstrip()
+        two = []
+    start = two[0].lstrip() if two else b""
     try:
         whole = isinstance(read(start), list)
     except ValueError:
         # a value over several lines, or a damaged line
-        whole = single or (more is not None and start.strip() in (b"[", b"{"))
-    if whole or (single and more is None):
+        whole = single or (len(two) > 1 and start.strip() in (b"[", b"{"))
+    if whole or (single and len(two) < 2):
         yield from _whole(file, codec, read)
         return
-    lines = split_lines(open_input(file, codec or "jsonl"), str(file))
+    lines = split_lines(open_input(file, codec), str(file))
     for number, (line, complete) in enumerate(lines, 1):
-        line = line.removeprefix(BOM_UTF8) if number == 1 else line
         if not line or line.isspace():
             continue
         try:
@@ -129,58 +198,42 @@ def _json(file: Path, shape: Shape) -> Iterator[Text]:
             problem = "unreadable" if complete else "torn"
             yield _bad(f"line {number}", problem, str(error))
             continue
-        yield _text(f"line {number}", value)
+        yield _placed(f"line {number}", value)
 
 
 def _whole(
-    file: Path, codec: Codec | None, read: Callable[[bytes], object]
-) -> Iterator[Text]:
+    file: Path, codec: Codec, read: Callable[[bytes], object]
+) -> Iterator[Placed]:
+    most = max_line_bytes()
     try:
-        text = _read_all(file, codec or "jsonl").removeprefix(BOM_UTF8)
-        if not text.strip():
-            return
-        value = read(text)
-    except ValueError as error:
+        with open_input(file, codec) as source:
+            text = bytes(source.read(most + 1)).removeprefix(BOM_UTF8)
+        if len(text) > most:
+            raise FormatError(
+                f"{file} is longer than {most} bytes: set the environment variable "
+                f"{MAX_LINE_BYTES} to allow more"
+            )
+        value = read(text) if text.strip() else []
+    except (ValueError, *UNREADABLE) as error:
         yield _bad("file", "unreadable", str(error))
         return
-    if not isinstance(value, list):
-        yield _text("file", value)
-        return
-    for k, item in enumerate(value):
-        yield _text(f"item {k}", item)
+    if isinstance(value, list):
+        yield from (_placed(f"item {k}", item) for k, item in enumerate(value))
+    else:
+        yield _placed("file", value)
 
 
-def _read_all(file: Path, codec: Codec) -> bytes:
-    most = max_line_bytes()
-    with open_input(file, codec) as source:
-        try:
-            text = bytes(source.read(most + 1))
-        except UNREADABLE as error:
-            raise FormatError(f"{file} cannot be decompressed: {error}") from None
-    if len(text) > most:
-        raise FormatError(
-            f"{file} is longer than {most} bytes: set the environment variable "
-            f"{MAX_LINE_BYTES} to allow more"
-        )
-    return text
-
-
-def _rows(file: Path, shape: Shape) -> Iterator[Text]:
+def _rows(file: Path, shape: Shape) -> Iterator[Placed]:
     """The rows of a Parquet or Arrow file."""
     with file.open("rb") as opened:
         kind: Codec = "parquet" if opened.read(4) == b"PAR1" else "arrow"
-    number = 0
-    for batch in read_batches(file, kind, limits.IMPORTED_RECORDS):
-        for value in batch.to_pylist():
-            yield _text(f"row {number}", value)
-            number += 1
+    batches = read_batches(file, kind, limits.IMPORTED_RECORDS)
+    values = (value for batch in batches for value in batch.to_pylist())
+    return (_placed(f"row {number}", value) for number, value in enumerate(values))
 
 
-# --- pickles: slime's dumps
-
-
-def _pickle(file: Path, shape: Shape) -> Iterator[Text]:
-    """The samples of a dump; a session is the step and the rollout."""
+def _pickle(file: Path, shape: Shape) -> Iterator[Placed]:
+    """The samples of slime's dump; a session is the step and the rollout."""
     dump = load(file)
     step = text_of(dump.get("rollout_id")) if isinstance(dump, dict) else None
     samples = dump.get("samples") if isinstance(dump, dict) else dump
@@ -191,7 +244,7 @@ def _pickle(file: Path, shape: Shape) -> Iterator[Text]:
         if isinstance(sample, dict):
             own = text_of(sample.get("rollout_id")) or text_of(sample.get("index"))
             session = f"{step or file.stem}/{own or k}"
-            yield Text(f"sample {k}", {**sample, "@session": session})
+            yield f"sample {k}", {**sample, "@session": session}
         else:
             yield _bad(f"sample {k}", "unreadable", "a sample is not a dict")
 
@@ -208,7 +261,7 @@ def _is_inspect(file: Path) -> bool:
     return "header.json" in names or any(name.startswith("_journal/") for name in names)
 
 
-def _inspect(file: Path, shape: Shape) -> Iterator[Text]:
+def _inspect(file: Path, shape: Shape) -> Iterator[Placed]:
     """The samples of an Inspect log."""
     read = Reader(shape).read
     most = max_line_bytes()
@@ -220,7 +273,7 @@ def _inspect(file: Path, shape: Shape) -> Iterator[Text]:
                     yield _bad(name, "unreadable", f"it is longer than {most} bytes")
                     continue
                 try:
-                    yield _text(name, read(_member(archive, name)))
+                    yield _placed(name, read(_member(archive, name)))
                 except (ValueError, *_ZIP) as error:
                     yield _bad(name, "unreadable", str(error) or type(error).__name__)
     except _ZIP as error:
@@ -279,7 +332,7 @@ WHERE trace_id NOT IN (SELECT trace_id FROM traces)
 """
 
 
-def _sqlite(file: Path, shape: Shape) -> Iterator[Text]:
+def _sqlite(file: Path, shape: Shape) -> Iterator[Placed]:
     """The traces of all sessions in order of time, then traces without a session."""
     import sqlite3  # nothing else needs it
 
@@ -294,7 +347,7 @@ def _sqlite(file: Path, shape: Shape) -> Iterator[Text]:
         raise FormatError(f"{file}: cannot read traces: {error}") from None
 
 
-def _traces(base: "Connection", read: Callable[[bytes], object]) -> Iterator[Text]:
+def _traces(base: "Connection", read: Callable[[bytes], object]) -> Iterator[Placed]:
     columns = {row[1] for row in base.execute("PRAGMA table_info(trace_sessions)")}
     run = "s.run_id" if "run_id" in columns else "''"
     runs: dict[str, set[str]] = {}
@@ -314,29 +367,18 @@ def _traces(base: "Connection", read: Callable[[bytes], object]) -> Iterator[Tex
         except ValueError as error:
             yield _bad(place, "unreadable", str(error), named)
             continue
-        text = _text(place, value)
-        about = {"@session": named, "trace_id": str(trace)}
-        yield text if text.bad else Text(place, {**text.value, **about})
+        if isinstance(value, dict):
+            value |= {"@session": named, "trace_id": str(trace)}
+        yield _placed(place, value)
     for session, trace in base.execute(_ORPHANS):
         detail = "its session refers to it, but it is missing"
         yield _bad(f"trace {trace!r}", "lost", detail, text_of(session))
 
 
-_READERS: Mapping[str, Callable[[Path, Shape], Iterator[Text]]] = {
+_READERS: Mapping[str, Callable[[Path, Shape], Iterator[Placed]]] = {
     "json": _json,
     "rows": _rows,
     "pickle": _pickle,
     "inspect": _inspect,
     "sqlite": _sqlite,
 }
-
-
-def _text(place: str, value: object) -> Text:
-    if isinstance(value, dict):
-        return Text(place, value)
-    return _bad(place, "unreadable", f"a {type(value).__name__}, not an object")
-
-
-def _bad(place: str, problem: str, detail: str, session: str | None = None) -> Text:
-    bad = Finding(place, session, problem=problem, detail=detail)
-    return Text(place, {}, bad)

@@ -1,49 +1,22 @@
-"""Records of foreign formats, and the report of an import."""
+"""What is found in files of other systems: calls, and why some are left out."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 import numpy as np
-import pyarrow as pa
-
-from trajkit.schema import IMPORT_REPORT
 
 LEFT_OUT = (
-    "unreadable",
-    "torn",
-    "truncated",
-    "no_prompt_ids",
-    "no_output_ids",
-    "no_session_id",
-    "no_parent",
-    "lost",
-    "not_a_prefix",
-    "refused",
-    "copied",
-    "other_version",
-    "other_file",
-    "empty",
-    "invalid",
+    *("unreadable", "torn", "truncated", "no_prompt_ids", "no_output_ids"),
+    *("no_session_id", "no_parent", "lost", "not_a_prefix", "refused", "copied"),
+    *("other_version", "other_file", "empty", "invalid"),
 )
 """Why a record is left out; docs/import.md explains each."""
 
 KEPT = (
-    "no_logprobs",
-    "logprobs_unaligned",
-    "rounded_logprobs",
-    "usage_contradicts",
-    "no_session_id",
-    "session_in_two_files",
-    "cut_output",
-    "versions_unplaced",
-    "not_sampled",
-    "no_end_token",
-    "reply_of_a_request",
-    "no_reply",
-    "mask_unread",
-    "reward_unread",
-    "reward_varies",
-    "unread",
+    *("no_logprobs", "logprobs_unaligned", "rounded_logprobs", "usage_contradicts"),
+    *("no_session_id", "session_in_two_files", "cut_output", "versions_unplaced"),
+    *("not_sampled", "no_end_token", "reply_of_a_request", "no_reply", "mask_unread"),
+    *("reward_unread", "reward_varies", "unread"),
 )
 """What a turn that is kept lacks, or what was left behind."""
 
@@ -86,6 +59,17 @@ class Finding:
         self.problem, self.detail = problem, detail
         return self
 
+    def copy(self, suffix: str, *, first: bool = True) -> "Finding":
+        """One of several calls of the record; what is unread counts for the first."""
+        return replace(
+            self,
+            place=self.place + suffix,
+            fields=dict(self.fields),
+            remarks=list(self.remarks),
+            claims=[],
+            unread=self.unread if first else {},
+        )
+
     def __enter__(self) -> None:
         return None
 
@@ -95,46 +79,12 @@ class Finding:
         return isinstance(error, Refused)
 
 
-class Notes:
-    """Collects the report of an import."""
-
-    def __init__(self) -> None:
-        self._rows: list[dict[str, object]] = []
-
-    def add(
-        self, file: str, found: Finding, problem: str, detail: str, *, kept: bool
-    ) -> None:
-        """Add a problem of a record."""
-        if problem not in (KEPT if kept else LEFT_OUT):
-            raise ValueError(f"{problem!r} is not a known problem")
-        self._rows.append(
-            {
-                "file": file,
-                "place": _escaped(found.place),
-                "session_id": _escaped(found.session),
-                "problem": problem,
-                "kept": kept,
-                "detail": _escaped(detail),
-            }
-        )
-
-    def table(self) -> pa.Table:
-        """The problems in the order of the records."""
-        return pa.Table.from_pylist(self._rows, schema=IMPORT_REPORT)
-
-
-def _escaped(text: str | None) -> str | None:
-    """The text, with lone surrogates escaped."""
-    return text and text.encode("utf-8", "backslashreplace").decode()
-
-
 def text_of(value: object) -> str | None:
     """A string or an integer as text; anything else, or an empty string, as None."""
     if isinstance(value, str):
         return value or None
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return None
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return str(value) if is_integer else None
 
 
 def number_of(value: object) -> float | None:
@@ -165,29 +115,14 @@ def unless_empty(value: object) -> object:
     return None if isinstance(value, list) and not value else value
 
 
+def is_array(value: object) -> bool:
+    """Whether a value is a list or an array."""
+    return isinstance(value, list | np.ndarray)
+
+
 def has_items(value: object) -> bool:
     """Whether a value is a list or an array that is not empty."""
     return isinstance(value, list | tuple | np.ndarray) and len(value) > 0
-
-
-def has_numbers(value: object) -> bool:
-    """Whether a value is a list or an array that begins with a number."""
-    if isinstance(value, np.ndarray):
-        return len(value) > 0
-    return isinstance(value, list) and bool(value) and isinstance(value[0], int | float)
-
-
-def versions_of(value: object, n_output: int) -> list[dict[str, object]] | None:
-    """One weight version for a complete output, in the form of turns."""
-    name = text_of(value)
-    if name is None or n_output == 0:
-        return None
-    return [{"version": name, "start": 0, "stop": n_output}]
-
-
-def finish_of(value: object) -> str | None:
-    """A finish reason: text, or SGLang's object with a ``type``."""
-    return text_of(value.get("type") if isinstance(value, dict) else value)
 
 
 def list_of(value: object) -> list[object]:
@@ -203,21 +138,15 @@ def object_of(value: object) -> dict[str, object]:
 def reward_of(found: Finding, value: object, name: str = "reward") -> float | None:
     """A reward that is a finite number; anything else is noted."""
     number = number_of(value)
-    if value is None or number is not None:
+    if number is not None or value is None or value == [] or value == {}:
         return number
-    if isinstance(value, dict) and value:
-        path = name.split("|")[0]
-        listed = ", ".join(map(str, value))
-        first = f"{path}.{next(iter(value))}"
+    path = name.split("|")[0]
+    if isinstance(value, dict):
+        listed, first = ", ".join(map(str, value)), f"{path}.{next(iter(value))}"
         text = f"{path} has the parts {listed}: --map reward={first} takes one"
-    elif isinstance(value, dict | list) and not value:
-        return None
     else:
-        text = f"{name.split('|')[0]} is {_short(value)}: expected a finite number"
+        short = repr(value)
+        short = short if len(short) <= 60 else f"{short[:57]}..."
+        text = f"{path} is {short}: expected a finite number"
     found.remarks.append(("reward_unread", text))
     return None
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

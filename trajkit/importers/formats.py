@@ -9,12 +9,15 @@ from trajkit.importers import verifiers
 from trajkit.importers.findings import (
     Finding,
     Refused,
+    has_items,
+    is_array,
     list_of,
     object_of,
     unless_empty,
 )
 from trajkit.importers.pickles import plain
-from trajkit.importers.tables import Format, Value, is_answer
+from trajkit.importers.responses import is_answer
+from trajkit.importers.tables import Format, Value
 from trajkit.turns.mapping import route
 
 # how engines give token ids
@@ -50,11 +53,14 @@ _ROLES = {
 
 # --- preparation of records
 
+_POLAR = ("transformed_request", "request")
+# keys that Polar writes instead of a field larger than a mebibyte
+_CUT = {"__truncated", "_truncated_keys_omitted"}
 
-def _polar(record: Value, root: Value) -> Value:
-    if any(_is_cut(record.get(name)) for name in (*_POLAR, "response")) or any(
-        mark in record for mark in _CUT
-    ):
+
+def _polar(record: Value) -> Value:
+    parts = [{name: record.get(name) for name in (*_POLAR, "response")}]
+    if not _CUT.isdisjoint(record) or any(map(_is_cut, parts)):
         raise Refused("truncated", "Polar truncates fields larger than a mebibyte")
     if not isinstance(record.get("response"), dict) or not any(
         isinstance(record.get(name), dict) for name in _POLAR
@@ -63,25 +69,17 @@ def _polar(record: Value, root: Value) -> Value:
     return record
 
 
-_POLAR = ("transformed_request", "request")
-# keys that Polar writes instead of a field larger than a mebibyte
-_CUT = ("__truncated", "_truncated_keys_omitted")
-
-
 def _is_cut(value: object) -> bool:
     pending = [value]
     while pending:
         within = pending.pop()
-        if isinstance(within, dict):
-            if any(mark in within for mark in _CUT):
-                return True
-            pending.extend(within.values())
-        elif isinstance(within, list):
-            pending.extend(within)
+        if isinstance(within, dict) and not _CUT.isdisjoint(within):
+            return True
+        pending += object_of(within).values() or list_of(within)
     return False
 
 
-def polar_order(completion: Value) -> tuple[str, str]:
+def _polar_order(completion: Value) -> tuple[str, str]:
     """Polar's sort key: the time of the response as text, then the name."""
     time, name = completion.get("timestamp"), completion.get("completion_id")
     return str(time or ""), str(name or "")
@@ -91,21 +89,17 @@ def polar_order(completion: Value) -> tuple[str, str]:
 _NEWEST_GYM = 5
 
 
-def _gym(record: Value, root: Value) -> Value:
+def _gym(record: Value) -> Value:
     version = record.get("schema_version", _NEWEST_GYM)
     if type(version) is not int or not 1 <= version <= _NEWEST_GYM:
         text = f"schema_version {version}: expected 1 to {_NEWEST_GYM}"
         raise Refused("other_version", text)
     if "staging_key" in record:
-        raise Refused(
-            "no_prompt_ids", "its token ids are in another store (staging_key)"
-        )
+        text = "its token ids are in another store (staging_key)"
+        raise Refused("no_prompt_ids", text)
     if record.get("prompt_is_delta") is True:
-        return {
-            **record,
-            "prompt_token_ids": None,
-            "delta": record.get("prompt_token_ids"),
-        }
+        delta = record.get("prompt_token_ids")
+        return {**record, "prompt_token_ids": None, "delta": delta}
     return record
 
 
@@ -130,15 +124,14 @@ def _gym_lost(file: Path, session: str | None, seen: set[str]) -> Iterator[Findi
 _STATUS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 
-def _slime(record: Value, root: Value) -> Value:
+def _slime(record: Value) -> Value:
     """A sample is a row of tokens, whose last ``response_length`` are the response."""
     tokens, length = _numbers(record.get("tokens")), record.get("response_length")
     if tokens is None or tokens.dtype.kind not in "iu" or tokens.ndim != 1:
         raise Refused("no_prompt_ids", "no tokens")
     if type(length) is not int or not 0 <= length <= len(tokens):
-        raise Refused(
-            "unreadable", f"response_length {length!r} of {len(tokens)} tokens"
-        )
+        text = f"response_length {length!r} of {len(tokens)} tokens"
+        raise Refused("unreadable", text)
     given = record.get("loss_mask")
     mask = np.ones(length, np.int64) if given is None else _numbers(given)
     if mask is None or mask.shape != (length,):
@@ -146,56 +139,51 @@ def _slime(record: Value, root: Value) -> Value:
     if not mask.any():
         raise Refused("no_output_ids", "its loss mask is empty")
     logprobs = plain(record.get("rollout_log_probs"))
-    if isinstance(logprobs, np.ndarray):
-        logprobs = logprobs if logprobs.ndim == 1 else None
-    removed = record.get("remove_sample") is True
+    is_flat = not isinstance(logprobs, np.ndarray) or logprobs.ndim == 1
+    start = len(tokens) - length
     return {
         **record,
-        "prompt_ids": tokens[: len(tokens) - length],
-        "output_ids": tokens[len(tokens) - length :],
+        "prompt_ids": tokens[:start],
+        "output_ids": tokens[start:],
         "loss_mask": mask != 0,
-        "rollout_log_probs": logprobs,
+        "rollout_log_probs": logprobs if is_flat else None,
         "finish_reason": _STATUS.get(str(record.get("status"))),
-        "trainable": False if removed else None,
+        "trainable": False if record.get("remove_sample") is True else None,
     }
 
 
 def _numbers(value: object) -> np.ndarray | None:
     """The numbers of a list, tensor or array; None for anything else."""
     value = plain(value)
-    if isinstance(value, np.ndarray):
-        return value if value.dtype.kind in "biuf" else None
-    if not isinstance(value, list):
+    if not is_array(value):
         return None
     try:
-        array = np.array(value) if value else np.empty(0, np.int64)
+        array = np.asarray(value) if has_items(value) else np.empty(0, np.int64)
     except (ValueError, OverflowError):
         return None
     return array if array.dtype.kind in "biuf" else None
 
 
-def _atif(record: Value, root: Value) -> Value | None:
+def _atif(record: Value) -> Value | None:
     if record.get("is_copied_context") is True:
         raise Refused("copied", "it was copied from an earlier trajectory")
-    calls = record.get("llm_call_count")
-    if type(calls) is int and calls == 0:
-        return None
+    calls = record.get("llm_call_count", 1)
     if type(calls) is int and calls > 1:
         raise Refused("unreadable", f"it sums up {calls} calls (llm_call_count)")
-    return record
+    return None if type(calls) is int and calls == 0 else record
 
 
-def _atif_roots(root: Value, depth: int = 0) -> Iterator[tuple[str, Value]]:
+def _atif_roots(root: Value, name: str, depth: int = 0) -> Iterator[tuple[str, Value]]:
     """A trajectory and the trajectories of its sub-agents, as of one session."""
     yield "", root
     session = root.get("session_id") or root.get("trajectory_id")
     for k, one in enumerate(list_of(root.get("subagent_trajectories"))):
         below = object_of(one)
         agent = below.get("trajectory_id") or object_of(below.get("agent")).get("name")
-        below = {"session_id": session, **below, "@agent": agent}
-        below["session_id"] = below["session_id"] or session
+        own = below.get("session_id") or session
+        below = {**below, "session_id": own, "@agent": agent}
         if depth < _MOST_DEEP:
-            for where, each in _atif_roots(below, depth + 1):
+            for where, each in _atif_roots(below, name, depth + 1):
                 yield f", subagent {k}{where}", each
 
 
@@ -203,89 +191,7 @@ def _atif_roots(root: Value, depth: int = 0) -> Iterator[tuple[str, Value]]:
 _MOST_DEEP = 32
 
 
-# --- conversations
-
-
-def _atif_talk(root: Value) -> object:
-    talk: list[Value] = []
-    for step in map(object_of, list_of(root.get("steps"))):
-        source, text = step.get("source"), step.get("message")
-        message: Value = {
-            "role": source if source != "agent" else "assistant",
-            "content": text,
-        }
-        if source == "agent":
-            calls = [object_of(call) for call in list_of(step.get("tool_calls"))]
-            if step.get("reasoning_content"):
-                message["reasoning_content"] = step["reasoning_content"]
-            if calls:
-                message["tool_calls"] = [
-                    {
-                        "id": call.get("tool_call_id"),
-                        "type": "function",
-                        "function": {
-                            "name": call.get("function_name"),
-                            "arguments": call.get("arguments"),
-                        },
-                    }
-                    for call in calls
-                ]
-        talk.append(message)
-        for result in map(
-            object_of, list_of(object_of(step.get("observation")).get("results"))
-        ):
-            talk.append(
-                {
-                    "role": "tool" if result.get("source_call_id") else "user",
-                    "tool_call_id": result.get("source_call_id"),
-                    "content": result.get("content"),
-                }
-            )
-    return talk
-
-
-def chat_talk(root: Value) -> object:
-    """The messages in OpenAI's form."""
-    listed = root.get("messages", root.get("conversations"))
-    if not isinstance(listed, list):
-        detail = f"its messages are a {type(listed).__name__}, not a list"
-        raise Refused("unreadable", detail)
-    messages = []
-    for k, one in enumerate(listed):
-        if not isinstance(one, dict):
-            detail = f"message {k} is a {type(one).__name__}, not an object"
-            raise Refused("unreadable", detail)
-        if "from" in one and "role" not in one:
-            role = _ROLES.get(str(one["from"]))
-            if role is None:
-                known = ", ".join(_ROLES)
-                detail = f"message {k} is from {one['from']!r}: expected one of {known}"
-                raise Refused("unreadable", detail)
-            one = {"role": role, "content": one.get("value")}
-        if not isinstance(one.get("role"), str):
-            raise Refused("unreadable", f"message {k} has no role")
-        messages.append(one)
-    return messages
-
-
-def _talk_at(name: str) -> Callable[[Value], object]:
-    """The conversation under a key."""
-    return lambda root: chat_talk({"messages": root.get(name)})
-
-
-def _within(prefix: str, paths: str) -> str:
-    """The paths below another one."""
-    return "|".join(f"{prefix}.{path}" for path in paths.split("|"))
-
-
-def _has_ids(value: Value) -> bool:
-    return all(
-        isinstance(route(paths).find(value), list | np.ndarray)
-        for paths in (_PROMPT, _OUTPUT)
-    )
-
-
-def _span(record: Value, root: Value) -> Value | None:
+def _span(record: Value) -> Value | None:
     """A span of a model's call; None for any other."""
     named = record.get("attributes")
     if isinstance(named, list):
@@ -300,6 +206,79 @@ def _span(record: Value, root: Value) -> Value | None:
         name: route(f"attributes.gen_ai.usage.{name}").find(record) for name in counts
     }
     return {**record, "usage": usage}
+
+
+# --- conversations
+
+
+def _atif_talk(root: Value) -> object:
+    talk: list[Value] = []
+    for step in map(object_of, list_of(root.get("steps"))):
+        agent = step.get("source") == "agent"
+        role = "assistant" if agent else step.get("source")
+        message: Value = {"role": role, "content": step.get("message")}
+        if agent and step.get("reasoning_content"):
+            message["reasoning_content"] = step["reasoning_content"]
+        if agent and (calls := list_of(step.get("tool_calls"))):
+            message["tool_calls"] = [
+                {
+                    "id": call.get("tool_call_id"),
+                    "type": "function",
+                    "function": {
+                        "name": call.get("function_name"),
+                        "arguments": call.get("arguments"),
+                    },
+                }
+                for call in map(object_of, calls)
+            ]
+        talk.append(message)
+        for result in list_of(object_of(step.get("observation")).get("results")):
+            call = object_of(result).get("source_call_id")
+            content = object_of(result).get("content")
+            role = "tool" if call else "user"
+            talk.append({"role": role, "tool_call_id": call, "content": content})
+    return talk
+
+
+def _talk_at(*names: str) -> Callable[[Value], object]:
+    """The messages under the first of the keys that an object has, in OpenAI's form."""
+
+    def messages(root: Value) -> object:
+        listed = next((root[name] for name in names if name in root), None)
+        if not isinstance(listed, list):
+            detail = f"its messages are a {type(listed).__name__}, not a list"
+            raise Refused("unreadable", detail)
+        return [_message(k, one) for k, one in enumerate(listed)]
+
+    return messages
+
+
+def _message(k: int, one: object) -> Value:
+    if not isinstance(one, dict):
+        detail = f"message {k} is a {type(one).__name__}, not an object"
+        raise Refused("unreadable", detail)
+    if "from" in one and "role" not in one:
+        role = _ROLES.get(str(one["from"]))
+        if role is None:
+            known = ", ".join(_ROLES)
+            detail = f"message {k} is from {one['from']!r}: expected one of {known}"
+            raise Refused("unreadable", detail)
+        one = {"role": role, "content": one.get("value")}
+    if not isinstance(one.get("role"), str):
+        raise Refused("unreadable", f"message {k} has no role")
+    return one
+
+
+# --- tables
+
+
+def _within(prefix: str, paths: str) -> str:
+    """The paths below another one."""
+    return "|".join(f"{prefix}.{path}" for path in paths.split("|"))
+
+
+def _has_ids(value: Value) -> bool:
+    return all(is_array(route(paths).find(value)) for paths in (_PROMPT, _OUTPUT))
 
 
 _REQUEST = "request.body|request|request_body.body|request_body"
@@ -327,7 +306,7 @@ _ALL = (
         keys=(("completion_id",), ("session_id", "completions")),
         each="completions",
         item="completion",
-        order=polar_order,
+        order=_polar_order,
         fields={
             "session_id": "session_id|/session_id",
             "request": "transformed_request|request",
@@ -387,7 +366,7 @@ _ALL = (
             "usage": "raw_response.usage",
         },
         # a trace without ids has an empty list
-        prepare=lambda record, root: {
+        prepare=lambda record: {
             **record,
             "completion_token_ids": unless_empty(record.get("completion_token_ids")),
         },
@@ -396,8 +375,27 @@ _ALL = (
         "verifiers",
         "traces of verifiers",
         keys=(("nodes", "task"), ("trajectory", "example_id")),
-        read=verifiers.read,
+        roots=verifiers.calls,
+        fixed=True,
         arrays=verifiers.SHAPE,
+        fields={
+            "session_id": "@session",
+            "agent_id": "@agent",
+            "group_id": "@group",
+            "trainable": "trainable",
+            "reward": "reward",
+            "prompt_ids": "prompt",
+            "output_ids": "output",
+            "output_logprobs": "logprobs",
+            "prompt_messages": "messages",
+            "response_message": "response",
+            "finish_reason": "finish",
+            "model": "model",
+            "started_at": "started",
+            "ended_at": "ended",
+            "tools": "tools",
+            "usage": "usage",
+        },
         ids=(
             'verifiers records token ids for clients of type "renderer" or "train"; '
             "its evaluations through other endpoints have text only"
@@ -477,7 +475,6 @@ _ALL = (
         "sweagent",
         "a trajectory of SWE-agent",
         keys=(("trajectory", "history"), ("trajectory", "environment")),
-        fields={},
         talk=_talk_at("history"),
         ids=f"SWE-agent writes no token ids: {_ENGINES}",
     ),
@@ -489,7 +486,6 @@ _ALL = (
             ("source", "observation"),
             ("source", "kind", "timestamp"),
         ),
-        fields={},
         ids=(
             "OpenHands' events have neither token ids nor the complete requests: import "
             f"its completion logs (log_completions) instead, and {_ENGINES}"
@@ -500,7 +496,6 @@ _ALL = (
         "a rollout dump of verl",
         keys=(("input", "output", "score"), ("input", "output", "gts")),
         test=lambda value: isinstance(value["output"], str),
-        fields={},
         ids=(
             "verl's rollout_data_dir has decoded text only: write the AgentLoopOutput of "
             "each trajectory (prompt_ids, response_ids, response_mask, response_logprobs) "
@@ -577,7 +572,7 @@ _ALL = (
     Format(
         "records",
         "records with token ids at their top",
-        test=lambda value: _has_ids(value),
+        test=_has_ids,
         generic=True,
         needs_reply=True,
         fields={
@@ -626,8 +621,7 @@ _ALL = (
         test=lambda value: not any(name in value for name in _NOT_CHAT),
         generic=True,
         fields={"session_id": "session_id|id|conversation_id|uuid|uid"},
-        talk=chat_talk,
-        ids="",
+        talk=_talk_at("messages", "conversations"),
     ),
 )
 

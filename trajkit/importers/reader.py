@@ -1,29 +1,45 @@
 """Read files of foreign formats as a table of turns and a report."""
 
+import os
+import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal, TypeAlias, get_args
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
-from trajkit.files.tables import gather
-from trajkit.importers.containers import Head, head_of, objects
-from trajkit.importers.findings import Finding, Notes, has_items
+from trajkit.files.group import TEMPORARY, index_sessions
+from trajkit.files.guard import check_outputs, inputs_of, is_parts
+from trajkit.files.run import Watch, folder_of, run
+from trajkit.files.tables import gather, write_tables
+from trajkit.importers.containers import (
+    SUFFIXES,
+    Head,
+    files_of,
+    head_of,
+    objects,
+    stem_of,
+)
+from trajkit.importers.findings import KEPT, LEFT_OUT, Finding, has_items, is_array
 from trajkit.importers.formats import FORMATS
 from trajkit.importers.replies import Replies, find_replies
-from trajkit.importers.sources import Folder, Local, Sources, files_of, stem_of
 from trajkit.importers.tables import TARGETS, Format, Table, advice
 from trajkit.importers.transcripts import ChatTokenizer, Encoder
-from trajkit.schema import TURNS
+from trajkit.schema import IMPORT_REPORT, TURNS
+from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
-from trajkit.turns.mapping import Map, MapLike, read_map, route
+from trajkit.tables.stages import batches_in
+from trajkit.turns.mapping import MapLike, read_map, route
 from trajkit.turns.messages import tools_key
 from trajkit.turns.records import Record, from_records
 from trajkit.turns.validation import Nonfinite
+
+Sources: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+"""A path, or an iterable of paths."""
 
 EXTRAS = pa.schema(
     [
@@ -55,8 +71,6 @@ TURNS_IMPORTED = pa.schema([*TURNS, *EXTRAS], metadata=TURNS.metadata)
 Contradicted: TypeAlias = Literal["untrain", "train"]
 """What becomes of a turn whose usage contradicts its ids."""
 
-_Taken = tuple[str, Finding, Record]
-
 # decimals of rounded logprobs, the numbers beyond which they say nothing, and how many
 # values show it
 _ROUNDED = ((4, 100.0, 1), (5, 10.0, 3), (6, 1.0, 8))
@@ -82,7 +96,7 @@ def import_turns(
         Files, patterns such as ``runs/*.jsonl``, and directories, in which all files with
         a suffix of JSON, SQLite, Parquet or Arrow, ``.pt``, ``.pkl``, ``.eval`` or
         ``.traj`` are read, except hidden ones. Addresses such as ``s3://bucket/log.jsonl``
-        are read through fsspec. "-" is standard input.
+        are read through fsspec.
     format : str
         One of `trajkit.importers.FORMATS`. "auto": recognized by the beginning of each
         file; in a directory, unknown files are skipped if others are recognized.
@@ -117,90 +131,168 @@ def import_turns(
     ArgumentError
         An argument has the wrong type or value.
     """
-    options = Options(format, map, tokenizer, contradicted, nonfinite_logprobs)
-    pieces, notes = imported(source, options)
-    turns = gather(pa.concat_tables(pieces), "turn_index")
-    return turns, notes.table()
+    found = _Import(format, map, tokenizer, contradicted, nonfinite_logprobs)
+    turns = gather(pa.concat_tables(found.tables(source)), "turn_index")
+    return turns, found.report()
 
 
-@dataclass(slots=True)
-class Options:
-    """The arguments of an import, checked."""
+def import_file(
+    source: Sources,
+    output: str | os.PathLike[str],
+    format: str = "auto",
+    *,
+    map: MapLike | None = None,
+    tokenizer: ChatTokenizer | None = None,
+    contradicted: Contradicted = "untrain",
+    nonfinite_logprobs: Nonfinite = "raise",
+    watch: Watch | None = None,
+) -> tuple[dict[str, int], pa.Table]:
+    """Write the turns that another system recorded, in bounded memory.
 
-    format: str
-    map: MapLike | None
-    tokenizer: ChatTokenizer | None
-    contradicted: Contradicted
-    nonfinite: Nonfinite
-    own: Map | None = field(init=False)
-    encoder: Encoder | None = field(init=False)
+    The turns are those of `trajkit.import_turns`. They are written as they are found to a
+    temporary file next to ``output``, of about their size as Arrow, and grouped by
+    session from there. In memory are some hundred records, the tables that
+    `trajkit.run` has, and the report.
 
-    def __post_init__(self) -> None:
-        self.own = None if self.map is None else read_map(self.map, TARGETS)
-        named = self.own.format if self.own is not None else None
-        if named is not None and self.format == "auto":
-            self.format = named
-        check_choice("format", self.format, ("auto", *FORMATS))
-        check_choice("contradicted", self.contradicted, Contradicted)
-        check_choice("nonfinite_logprobs", self.nonfinite, get_args(Nonfinite))
-        self.encoder = None if self.tokenizer is None else Encoder(self.tokenizer)
+    Parameters
+    ----------
+    source, format, map, tokenizer, contradicted, nonfinite_logprobs
+        As for `trajkit.import_turns`.
+    output : path
+        A file. It is not written if there are no turns.
+    watch : Watch, optional
+        Functions that report the progress of grouping.
 
+    Returns
+    -------
+    totals : dict of str to int
+        ``sessions`` and ``turns``.
+    report : Table
+        In the schema `trajkit.schema.IMPORT_REPORT`, in the order of the records.
 
-def imported(source: Sources, options: Options) -> tuple[Iterator[pa.Table], Notes]:
-    """`import_turns` as an iterator of tables, which fills the report while it is used.
-
-    The first table has no rows. Sessions are not grouped.
+    Raises
+    ------
+    FormatError
+        As for `trajkit.import_turns`; ``output`` is a directory.
     """
-    notes = Notes()
-    found = _Import(options, notes).taken(_files(files_of(source), options, notes))
+    found = _Import(format, map, tokenizer, contradicted, nonfinite_logprobs)
+    if is_parts(output):
+        raise FormatError(f"{output} is a directory: pass a file")
+    tables = found.tables(source)
+    sources = [source] if isinstance(source, str | os.PathLike) else source
+    check_outputs({"output": (output, "turns")}, inputs_of(sources, None, SUFFIXES))
+    sessions = 0
 
-    def pieces() -> Iterator[pa.Table]:
-        yield TURNS_IMPORTED.empty_table()
-        while batch := list(islice(found, limits.IMPORTED_RECORDS)):
-            yield _table(batch, notes, options.nonfinite)
+    def stage(turns: pa.Table) -> pa.Table:
+        nonlocal sessions
+        sessions += pc.count_distinct(turns["session_id"]).as_py()
+        return turns
 
-    return pieces(), notes
+    folder = folder_of(output)
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
+        path = Path(root, "turns.arrows")
+        write_tables(batches_in(tables), path)
+        totals = {"turns": 0}
+        if index_sessions([path], "arrows").turns:
+            totals = run(path, stage, output, watch=watch)
+    return {"sessions": sessions, "turns": totals["turns"]}, found.report()
 
 
 class _Import:
-    """Which records become turns."""
+    """Which records become turns, and the report of the others."""
 
-    def __init__(self, options: Options, notes: Notes) -> None:
-        self._options, self._notes = options, notes
+    def __init__(
+        self,
+        format: str,
+        map: MapLike | None,
+        tokenizer: ChatTokenizer | None,
+        contradicted: Contradicted,
+        nonfinite: Nonfinite,
+    ) -> None:
+        self._map = None if map is None else read_map(map, TARGETS)
+        if self._map is not None and self._map.format and format == "auto":
+            format = self._map.format
+        check_choice("format", format, ("auto", *FORMATS))
+        check_choice("contradicted", contradicted, Contradicted)
+        check_choice("nonfinite_logprobs", nonfinite, get_args(Nonfinite))
+        self._encoder = None if tokenizer is None else Encoder(tokenizer)
+        self._format, self._contradicted, self._nonfinite = (
+            format,
+            contradicted,
+            nonfinite,
+        )
+        self._report: list[dict[str, object]] = []
         # the next number of each session, and the places that it was in
         self._numbers: dict[str, int] = {}
-        self._origins: dict[str, set[str]] = {}
+        self._origins: dict[str, list[str]] = {}
         self._rewards: dict[str, object] = {}
         # places by session and a turn_index that the source gives
         self._indices: dict[tuple[object, object], str] = {}
         # files by the session that is named after them
         self._stems: dict[str, str] = {}
 
-    def taken(self, files: Iterable[tuple[Local, Head, Format]]) -> Iterator[_Taken]:
-        """The records that become turns, numbered; problems are added to the notes."""
-        for file, head, format in files:
-            yield from self._of_file(file, head, format)
+    def tables(self, source: Sources) -> Iterator[pa.Table]:
+        """The turns, of which the first table has none; sessions are not grouped."""
+        files = files_of(source)
 
-    def _of_file(self, file: Local, head: Head, format: Format) -> Iterator[_Taken]:
-        options, notes, name = self._options, self._notes, file.name
-        table = Table(format, options.own, options.encoder)
-        if not table.has_ids and (options.encoder is None or format.talk is None):
+        def pieces() -> Iterator[pa.Table]:
+            yield TURNS_IMPORTED.empty_table()
+            taken = (
+                one
+                for name, is_folder, listed in files
+                for head, format in self._recognised(name, is_folder, listed)
+                for one in self._of_file(head, format)
+            )
+            while batch := list(islice(taken, limits.IMPORTED_RECORDS)):
+                yield self._table(batch)
+
+        return pieces()
+
+    def report(self) -> pa.Table:
+        """The problems in the order of the records."""
+        return pa.Table.from_pylist(self._report, schema=IMPORT_REPORT)
+
+    def _note(
+        self, file: str, found: Finding, problem: str, detail: str, *, kept: bool
+    ) -> None:
+        if problem not in (KEPT if kept else LEFT_OUT):
+            raise ValueError(f"{problem!r} is not a known problem")
+        texts = {
+            "place": found.place,
+            "session_id": found.session,
+            "problem": problem,
+            "detail": detail,
+        }
+        # lone surrogates are escaped
+        escaped = {
+            name: text and text.encode("utf-8", "backslashreplace").decode()
+            for name, text in texts.items()
+        }
+        self._report.append({"file": file, **escaped, "kept": kept})
+
+    def _of_file(
+        self, head: Head, format: Format
+    ) -> Iterator[tuple[str, Finding, Record]]:
+        """The records that become turns, numbered, with the name of the file."""
+        file, name = head.file, head.name
+        table = Table(format, self._map, self._encoder)
+        if not table.has_ids and (self._encoder is None or format.talk is None):
             raise FormatError(f"{name}: {_text_only(format)}")
         unread: dict[str, tuple[Finding, int]] = {}
         seen: set[str] = set()
         session, n_records, named = None, 0, False
         paths: dict[str, np.ndarray] = {}
         replies = Replies()
-        if format.needs_reply and options.encoder is None:
-            replies = find_replies(_records(file, head, table))
-        for found in _records(file, head, table):
-            self._reply(found, replies, n_records)
+        if format.needs_reply and self._encoder is None:
+            replies = find_replies(_records(head, table))
+        for found in _records(head, table):
+            fields = found.fields
+            replies.add(found, n_records)
             n_records += 1
             if found.session is None and not found.problem:
-                named = self._name(file, found, noted=named)
+                named = self._name(file, name, found, noted=named)
             session = session or found.session
-            call = found.fields.get("request_id")
-            if isinstance(call, str):
+            if isinstance(call := fields.get("request_id"), str):
                 seen.add(call)
             for key in found.unread:
                 first, count = unread.get(key, (found, 0))
@@ -212,175 +304,206 @@ class _Import:
                 self._numbers[found.session] = number + 1
                 self._origin(name, found)
             if "parent_resolution" in table.routes:
-                found.fields["parent_request"] = found.fields.get("parent")
+                fields["parent_request"] = fields.get("parent")
             _follow(found, paths if "delta_ids" in table.routes else None)
             record = self._record(found, number)
             if record is None:
-                notes.add(name, found, found.problem, found.detail, kept=False)
+                self._note(name, found, found.problem, found.detail, kept=False)
                 continue
             for problem, detail in found.remarks:
-                notes.add(name, found, problem, detail, kept=True)
+                self._note(name, found, problem, detail, kept=True)
             yield name, found, record
         if format.beside is not None:
-            for found in format.beside(file.path, session, seen):
+            for found in format.beside(file, session, seen):
                 n_records += 1
-                notes.add(name, found, found.problem, found.detail, kept=False)
-        self._end(file, table, n_records, unread)
-
-    def _end(
-        self,
-        file: Local,
-        table: Table,
-        n_records: int,
-        unread: dict[str, tuple[Finding, int]],
-    ) -> None:
-        """What is known of a file only at its end."""
-        own = self._options.own
-        if own is not None and n_records:
-            for target in own.fields:
-                if target not in table.found:
-                    raise FormatError(
-                        f"{file.name}: no record has {own.fields[target].text} (map: "
-                        f"{target}={own.fields[target].text})"
-                    )
+                self._note(name, found, found.problem, found.detail, kept=False)
+        for target in table.own if n_records else ():
+            if target not in table.found:
+                text = table.own[target].text
+                raise FormatError(
+                    f"{name}: no record has {text} (map: {target}={text})"
+                )
         if not n_records:
-            self._notes.add(
-                file.name, Finding("file"), "empty", "it has no calls", kept=False
-            )
+            self._note(name, Finding("file"), "empty", "it has no calls", kept=False)
         for key, (found, count) in unread.items():
             text = f"{key} of {count} records was not read{advice(key)}"
-            self._notes.add(file.name, found, "unread", text, kept=True)
+            self._note(name, found, "unread", text, kept=True)
 
-    def _reply(self, found: Finding, replies: Replies, number: int) -> None:
-        """Add the reply that a later request repeats, or leave out useless messages."""
-        fields = found.fields
-        if number in replies.of_call:
-            fields["response_message"] = replies.of_call[number]
-            found.remarks.append(("reply_of_a_request", "a later request repeats it"))
-        elif found.session in replies.without and fields.pop("prompt_messages", None):
-            text = (
-                "messages without replies, which no later request repeats, are left out, "
-                "so that calls are matched by tokens: --map response_message=PATH names "
-                "the reply"
-            )
-            found.remarks.append(("no_reply", text))
-
-    def _name(self, file: Local, found: Finding, *, noted: bool) -> bool:
+    def _name(self, file: Path, name: str, found: Finding, *, noted: bool) -> bool:
         """Name a session after its file, unless a key may name it.
 
         Returns whether the report has a line about it.
         """
         if found.run_keys:
             listed = ", ".join(
-                f"{key} ({value!r})" for key, value in found.run_keys.items()
+                f"{key} ({one!r})" for key, one in found.run_keys.items()
             )
-            key = next(iter(found.run_keys))
             found.refuse(
                 "no_session_id",
-                f"no session_id, but {listed}: say which names the agent run, as in "
-                f"--map session_id={key} (a+b: both), or --map session_id=@file for one "
-                "run per file",
+                f"no session_id, but {listed}: say which names the agent run, as in --map "
+                f"session_id={next(iter(found.run_keys))} (a+b: both), or --map "
+                "session_id=@file for one run per file",
             )
             return noted
-        stem = stem_of(file.path)
-        if self._stems.setdefault(stem, file.name) != file.name:
-            stem = file.name
-        found.session = stem
+        stem = stem_of(file)
+        found.session = stem if self._stems.setdefault(stem, name) == name else name
         if not noted:
-            self._notes.add(file.name, found, "no_session_id", "", kept=True)
+            self._note(name, found, "no_session_id", "", kept=True)
         return True
 
     def _origin(self, name: str, found: Finding) -> None:
         """Note a session that continues in another file."""
         origin = f"{name}, {found.origin}" if found.origin else name
-        known = self._origins.setdefault(str(found.session), {origin})
+        known = self._origins.setdefault(str(found.session), [origin])
         if origin not in known:
-            first = next(iter(known))
-            known.add(origin)
-            found.remarks.append(
-                (
-                    "session_in_two_files",
-                    f"the session is in {first}, too: if these are two runs, "
-                    "--map session_id=@file+session_id tells them apart",
-                )
+            text = (
+                f"the session is in {known[0]}, too: if these are two runs, "
+                "--map session_id=@file+session_id tells them apart"
             )
+            found.remarks.append(("session_in_two_files", text))
+            known.append(origin)
 
     def _record(self, found: Finding, number: int) -> Record | None:
         """The record for `from_records`; None, with a problem set, if it is left out."""
-        fields = found.fields
-        if found.problem:
-            return None
-        if not has_items(fields.get("prompt_ids")):
+        fields, remarks = found.fields, found.remarks
+        output: Any = fields.get("output_ids")
+        logprobs: Any = fields.get("output_logprobs")
+        if not found.problem and not has_items(fields.get("prompt_ids")):
             found.problem = "no_prompt_ids"
-            return None
-        output, logprobs = fields.get("output_ids"), fields.get("output_logprobs")
-        if not isinstance(output, list | np.ndarray):
+        elif not found.problem and not is_array(output):
             found.problem = "no_output_ids"
+        if found.problem:
             return None
         found.detail = ""
         if not has_items(logprobs):
             fields["output_logprobs"] = None
-            unaligned = "logprobs_unaligned" in dict(found.remarks)
+            unaligned = "logprobs_unaligned" in dict(remarks)
             if len(output) and not unaligned and fields.get("sampled") is not False:
-                found.remarks.append(("no_logprobs", ""))
-        elif len(logprobs) != len(output):  # type: ignore[arg-type]
-            fields["output_logprobs"] = None
-            text = f"{len(logprobs)} logprobs for {len(output)} output ids"  # type: ignore[arg-type]
-            found.remarks.append(("logprobs_unaligned", text))
+                remarks.append(("no_logprobs", ""))
         else:
             if isinstance(logprobs, list) and (n_absent := logprobs.count(None)):
                 text = f"for {n_absent} of {len(output)} output ids"
-                found.remarks.append(("no_logprobs", text))
+                remarks.append(("no_logprobs", text))
             if decimals := rounded(logprobs):
                 text = (
                     f"they have at most {decimals} decimals: ratios to them are inexact"
                 )
-                found.remarks.append(("rounded_logprobs", text))
+                remarks.append(("rounded_logprobs", text))
         if isinstance(found.tools, list):
             try:
                 fields["tools_key"] = tools_key(found.tools)
             except (ArgumentError, InvalidTurnsError) as error:
-                found.remarks.append(("unread", f"its tools: {str(error)[:200]}"))
-        self._check_claims(found)
-        self._check_reward(found)
-        known = {name: value for name, value in fields.items() if value is not None}
-        if "response_message" not in known:
-            known["use_tool"] = None
-        known = {"turn_index": number, **known}
-        self._check_index(found, known["turn_index"])
-        return {"sampled": True, **known, "session_id": found.session}
-
-    def _check_index(self, found: Finding, index: object) -> None:
-        """Refuse turn numbers that a session has twice."""
-        if "turn_index" in found.fields:
-            key = found.session, index
-            if key in self._indices:
-                raise FormatError(
-                    f"{found.place}: session {found.session!r} has turn_index {index!r} "
-                    f"twice, first in {self._indices[key]}: if each agent counts its own "
-                    "steps, leave turn_index out of the map: the order of the records "
-                    "counts"
-                )
-            self._indices[key] = found.place
-
-    def _check_claims(self, found: Finding) -> None:
-        """Compare the numbers of tokens that the source states with its ids."""
+                remarks.append(("unread", f"its tools: {str(error)[:200]}"))
+        # what the source states about numbers of tokens
         for name, target, stated in found.claims:
-            n = len(found.fields[target])  # type: ignore[arg-type]
-            if stated is not None and (isinstance(stated, bool) or stated != n):
+            n = len(fields[target])  # type: ignore[arg-type]
+            if isinstance(stated, bool) or stated not in (None, n):
                 text = f"{name} is {stated!r}, and the record has {n} {target}"
-                found.remarks.append(("usage_contradicts", text))
-        contradicts = "usage_contradicts" in dict(found.remarks)
-        if contradicts and self._options.contradicted == "untrain":
-            found.fields["trainable"] = False
-
-    def _check_reward(self, found: Finding) -> None:
-        reward = found.fields.get("reward")
-        if reward is not None:
+                remarks.append(("usage_contradicts", text))
+        if "usage_contradicts" in dict(remarks) and self._contradicted == "untrain":
+            fields["trainable"] = False
+        if (reward := fields.get("reward")) is not None:
             first = self._rewards.setdefault(str(found.session), reward)
             if first != reward:
                 text = f"{reward}, after {first} in the same session"
-                found.remarks.append(("reward_varies", text))
+                remarks.append(("reward_varies", text))
+        known = {name: value for name, value in fields.items() if value is not None}
+        if "response_message" not in known:
+            known["use_tool"] = None
+        if "turn_index" in known:
+            self._check_index(found, known["turn_index"])
+        return {
+            "turn_index": number,
+            "sampled": True,
+            **known,
+            "session_id": found.session,
+        }
+
+    def _check_index(self, found: Finding, index: object) -> None:
+        """Refuse turn numbers that a session has twice."""
+        key = found.session, index
+        if key in self._indices:
+            raise FormatError(
+                f"{found.place}: session {found.session!r} has turn_index {index!r} "
+                f"twice, first in {self._indices[key]}: if each agent counts its own "
+                "steps, leave turn_index out of the map: the order of the records counts"
+            )
+        self._indices[key] = found.place
+
+    def _table(self, batch: list[tuple[str, Finding, Record]]) -> pa.Table:
+        """The turns of records; records that break a rule are noted instead."""
+        try:
+            table = from_records(
+                (record for _, _, record in batch), nonfinite_logprobs=self._nonfinite
+            )
+        except InvalidTurnsError as error:
+            if len(batch) == 1:
+                ((file, found, _),) = batch
+                self._note(file, found, "invalid", str(error), kept=False)
+                return TURNS_IMPORTED.empty_table()
+            # one by one, each turn would have a copy of its messages
+            good = [one for one in batch if len(self._table([one]))]
+            if len(good) == len(batch):
+                # they break a rule together
+                raise
+            return self._table(good)
+        for one in EXTRAS:
+            if one.name not in table.column_names:
+                table = table.append_column(one, pa.nulls(len(table), one.type))
+        return table.select(TURNS_IMPORTED.names).cast(TURNS_IMPORTED)
+
+    def _recognised(
+        self, source: str, is_folder: bool, files: list[tuple[str, Path]]
+    ) -> Iterator[tuple[Head, Format]]:
+        """The files to read, each with its format."""
+        heads = [head_of(file, name) for name, file in files]
+        own = [self._fitting(head) for head in heads]
+        if not is_folder:
+            (head,), (formats,) = heads, own
+            if self._format != "auto":
+                formats = [FORMATS[self._format]]
+            if not formats:
+                known = bool(head.trouble) or any(head.values)
+                if head.container in ("json", "rows") and not known:
+                    raise InvalidTurnsError(f"{head.name}: no calls, nothing to do")
+                raise FormatError(head.trouble or f"{head.name} {_unknown(head)}")
+            if len(formats) > 1:
+                listed = ", ".join(one.name for one in formats)
+                raise FormatError(
+                    f"{head.name} fits several formats, {listed}: pass one of them as the "
+                    "format"
+                )
+            yield head, formats[0]
+            return
+        names = sorted({one.name for formats in own for one in formats})
+        if not names:
+            known = "a known format"
+            if self._format != "auto":
+                known = f"the format {self._format}"
+            raise FormatError(f"{source} contains no file of {known}")
+        if len(names) > 1:
+            raise FormatError(
+                f"{source} contains files of several formats, {', '.join(names)}: pass "
+                "one of them as the format"
+            )
+        for head, formats in zip(heads, own, strict=True):
+            if formats:
+                yield head, formats[0]
+            else:
+                other = Finding("file")
+                self._note(head.name, other, "other_file", head.trouble, kept=False)
+
+    def _fitting(self, head: Head) -> list[Format]:
+        """The formats by which a file may be read."""
+        own = fitting(head)
+        if self._format != "auto":
+            named = FORMATS[self._format]
+            # an empty capture is known by its name, and a mapping may name any keys
+            return [named] if named in own or (named.generic and head.values) else []
+        if len(own) != 1 and self._map is not None and head.values:
+            # the mapping says all
+            return [FORMATS["records"]]
+        return own
 
 
 def rounded(logprobs: object) -> int:
@@ -429,119 +552,31 @@ def _follow(found: Finding, paths: dict[str, np.ndarray] | None) -> None:
         paths[str(name)] = np.concatenate([prompt, output])
 
 
-def _records(file: Local, head: Head, table: Table) -> Iterator[Finding]:
+def _records(head: Head, table: Table) -> Iterator[Finding]:
     """The records of a file, and its damaged ones."""
-    for text in objects(file.path, head.container, table.shape()):
-        if text.bad is not None:
-            yield text.bad
+    for place, value in objects(head.file, head.container, table.shape()):
+        if isinstance(value, Finding):
+            yield value
         else:
-            yield from table.calls(file.path, text.place, text.value)
-
-
-def _table(batch: list[_Taken], notes: Notes, nonfinite: Nonfinite) -> pa.Table:
-    """The turns of records; records that break a rule are added to the notes instead."""
-    try:
-        table = from_records(
-            (record for _, _, record in batch), nonfinite_logprobs=nonfinite
-        )
-    except InvalidTurnsError as error:
-        if len(batch) == 1:
-            ((file, found, _),) = batch
-            notes.add(file, found, "invalid", str(error), kept=False)
-            return TURNS_IMPORTED.empty_table()
-        # one by one, each turn would have a copy of its messages
-        good = [one for one in batch if len(_table([one], notes, nonfinite))]
-        if len(good) == len(batch):
-            # they break a rule together
-            raise
-        return _table(good, notes, nonfinite)
-    for one in EXTRAS:
-        if one.name not in table.column_names:
-            table = table.append_column(one, pa.nulls(len(table), one.type))
-    return table.select(TURNS_IMPORTED.names).cast(TURNS_IMPORTED)
-
-
-def _files(
-    entries: Iterable[Local | Folder], options: Options, notes: Notes
-) -> Iterator[tuple[Local, Head, Format]]:
-    """The files to read, each with its format."""
-    for entry in entries:
-        if isinstance(entry, Local):
-            head = head_of(entry.path)
-            yield entry, head, _format_of(entry, head, options)
-            continue
-        heads = [(file, head_of(file.path)) for file in entry.files]
-        fitting = [(file, head, _wanted(head, options)) for file, head in heads]
-        names = sorted({one.name for _, _, own in fitting for one in own})
-        if not names:
-            known = f"the format {options.format}"
-            if options.format == "auto":
-                known = "a known format"
-            raise FormatError(f"{entry.name} contains no file of {known}")
-        if len(names) > 1:
-            raise FormatError(
-                f"{entry.name} contains files of several formats, {', '.join(names)}: "
-                "pass one of them as the format"
-            )
-        for file, head, own in fitting:
-            if own:
-                yield file, head, own[0]
-            else:
-                other = Finding("file")
-                notes.add(file.name, other, "other_file", head.trouble, kept=False)
-
-
-def _wanted(head: Head, options: Options) -> list[Format]:
-    """The formats of a file in a directory that may be read."""
-    own = fitting(head)
-    if options.format != "auto":
-        named = FORMATS[options.format]
-        # an empty capture is known by its name, and a mapping may name any keys
-        return [named] if named in own or (named.generic and head.value) else []
-    if not own and options.own is not None and head.value is not None:
-        return [FORMATS["records"]]
-    return own
-
-
-def _format_of(file: Local, head: Head, options: Options) -> Format:
-    """The only format that a file seems to have, or that the caller names."""
-    if options.format != "auto":
-        return FORMATS[options.format]
-    own = fitting(head)
-    if len(own) == 1:
-        return own[0]
-    if head.trouble:
-        raise FormatError(head.trouble)
-    if options.own is not None and head.value is not None:
-        # the mapping says all
-        return FORMATS["records"]
-    if own:
-        names = ", ".join(one.name for one in own)
-        raise FormatError(
-            f"{file.name} fits several formats, {names}: pass one of them as the format"
-        )
-    if head.value is None and head.container in ("json", "rows"):
-        raise InvalidTurnsError(f"{file.name}: no calls, nothing to do")
-    raise FormatError(f"{file.name} {_unknown(head)}")
+            yield from table.calls(head.file, place, value)
 
 
 def fitting(head: Head) -> list[Format]:
     """The formats that a file seems to have; a generic one only if no other fits."""
     values = head.values or (None,)
     for value in values:
-        specific = [
+        if own := [
             one
             for one in FORMATS.values()
             if not one.generic and _fits(one, head, value)
-        ]
-        if specific:
-            return specific
+        ]:
+            return own
     generic = (
         one
         for one in FORMATS.values()
         if one.generic and any(_fits(one, head, value) for value in values)
     )
-    return [] if _is_turn(head.value) else [*islice(generic, 1)]
+    return [] if _is_turn(values[0]) else [*islice(generic, 1)]
 
 
 def _fits(format: Format, head: Head, value: dict[str, object] | None) -> bool:
@@ -553,8 +588,8 @@ def _fits(format: Format, head: Head, value: dict[str, object] | None) -> bool:
         # an empty capture of NeMo Gym
         suffix = format.file_suffix
         return bool(suffix) and not head.trouble and head.file.name.endswith(suffix)
-    keys = [names for names in format.keys if value.keys() >= {*names}]
-    return bool(keys or not format.keys) and format.test(value)
+    has_keys = any(value.keys() >= {*names} for names in format.keys or ((),))
+    return has_keys and format.test(value)
 
 
 def _is_turn(value: dict[str, object] | None) -> bool:
@@ -569,12 +604,9 @@ def _is_turn(value: dict[str, object] | None) -> bool:
 
 def _unknown(head: Head) -> str:
     """What a file of no known format has, and what would be right."""
-    value = head.value
+    value = head.values[0]
     if _is_turn(value):
         return "contains turns of trajkit: use read_turns"
-    if value is None:
-        known = ", ".join(FORMATS)
-        return f"has an unknown format, without a JSON object: expected {known}"
     text = f"has an unknown format: its first record has the keys {', '.join(value)}"
     near = [
         (len(present), -len(names), one, names)

@@ -12,7 +12,7 @@ import numpy as np
 
 from trajkit.analysis.tokenizer import Codec, Ids, Tokenizer
 from trajkit.errors import ArgumentError
-from trajkit.importers.findings import Finding, Refused, object_of
+from trajkit.importers.findings import Finding, Refused, list_of, object_of
 
 _Message: TypeAlias = dict[str, object]
 
@@ -52,23 +52,12 @@ class Encoder:
 
     def replies(self, found: Finding, messages: object) -> Iterator[Finding]:
         """A call for each reply of a conversation."""
-        listed = (
-            [object_of(one) for one in messages] if isinstance(messages, list) else []
-        )
+        listed = [object_of(one) for one in list_of(messages)]
         replies = [k for k, one in enumerate(listed) if one.get("role") == "assistant"]
         if not replies:
             yield found.refuse("no_output_ids", "it has no reply")
         for k in replies:
-            one = Finding(
-                f"{found.place}, message {k}",
-                found.session,
-                dict(found.fields),
-                remarks=list(found.remarks),
-                run_keys=found.run_keys,
-                unread=found.unread if k == replies[0] else {},
-                tools=found.tools,
-                origin=found.origin,
-            )
+            one = found.copy(f", message {k}", first=k == replies[0])
             following = listed[k + 1] if k + 1 < len(listed) else None
             one.fields |= {"prompt_messages": listed[:k], "response_message": listed[k]}
             yield self.encoded(one, following)
@@ -130,8 +119,9 @@ class Encoder:
         following: _Message | None,
     ) -> int | None:
         """The token with which the template ends a reply, or else begins the next role."""
-        short: list[_Message] = [{"role": "user", "content": "x"}]
-        short.append({"role": "assistant", "content": "x"})
+        short: list[_Message] = [
+            {"role": role, "content": "x"} for role in ("user", "assistant")
+        ]
         try:
             shown = self._text(short[:1], tools, asks=True), self._text(short, tools)
         except Refused:
@@ -139,9 +129,8 @@ class Encoder:
         closing = shown[1].removeprefix(shown[0]).partition("x")[2]
         if shown[1].startswith(shown[0]) and closing.strip():
             return self._marker(closing.lstrip())
-        if following is None:
-            calls = bool(reply.get("tool_calls"))
-            following = {"role": "tool" if calls else "user", "content": "x"}
+        role = "tool" if reply.get("tool_calls") else "user"
+        following = following or {"role": role, "content": "x"}
         # what a later message makes of a reply may differ: of its reasoning, above all
         for messages in ([*before, reply], short):
             try:

@@ -22,7 +22,7 @@ from trajkit.analysis.drift import classify_drift, explain_drift
 from trajkit.analysis.row_reasons import why
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.simulation import Simulation, label
-from trajkit.analysis.tokenizer import Tokenizer
+from trajkit.analysis.tokenizer import Codec, Tokenizer, entry_bytes
 from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, MENDS
 from trajkit.packs.packing import pack
 from trajkit.policies import Policy, rule_of
@@ -34,7 +34,6 @@ from trajkit.tables.take import row_lengths
 from trajkit.turns.delta import compact
 from trajkit.turns.session_metadata import session_facts
 from trajkit.view.violations import Violations
-from trajkit.view.vocabulary import Vocabulary
 
 # columns of turns that go into a chunk as they are
 _AS_THEY_ARE = (
@@ -58,6 +57,9 @@ _SHOWN = (
 )
 # an IPC stream must begin at a multiple of this many bytes
 _ALIGNMENT = 8
+_REPLACEMENT = "\ufffd"
+# how SentencePiece writes a space
+_SPACE = "\u2581"
 # examples of each kind of drift in the index
 _N_EXAMPLES = 40
 
@@ -346,7 +348,7 @@ class ViewTables:
             ],
             pa.int32(),
         )
-        return Vocabulary(self._tokenizer).pieces(pc.unique(ids).to_pylist())
+        return token_pieces(self._tokenizer, pc.unique(ids).to_pylist())
 
     def _policy_lines(self, tables: PolicyTables, session_id: str) -> dict[str, Any]:
         (report,) = tables.linearized[1].of(session_id).to_pylist()
@@ -462,6 +464,28 @@ def _rule(policy: Policy) -> str:
             else " No token of a reply that drifted is then trained."
         )
     return "Where a prompt drifts: " + rule[0].lower() + rule[1:]
+
+
+def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> dict[str, Any]:
+    """Columns of the tokens: id, text, bytes in hexadecimal, whether it is special.
+
+    Of text and bytes one is null: bytes are given for a token that is not text on its
+    own, because it begins or ends inside a character.
+    """
+    codec, ids = Codec(tokenizer), sorted(ids)
+    texts: list[str | None] = []
+    hexes: list[str | None] = []
+    for token in ids:
+        text, entry = codec.text([token]), codec.entry(token) or ""
+        raw = entry_bytes(entry) if entry and _REPLACEMENT in text else None
+        # SentencePiece drops the space at the start of a text
+        spaced = entry.replace(_SPACE, " ")
+        if spaced.lstrip(" ") == text.lstrip(" "):
+            text = spaced
+        texts.append(text if raw is None else None)
+        hexes.append(None if raw is None else raw.hex())
+    special = codec.special(np.array(ids, np.int32)).astype(int).tolist()
+    return {"id": ids, "text": texts, "hex": hexes, "special": special}
 
 
 def packed(value: object) -> bytes:

@@ -346,22 +346,7 @@
     const help = document.getElementById("help");
     TK.add(help, [
       h("h2", {}, "Keys"),
-      h(
-        "table",
-        {},
-        KEYS.map(([keys, text]) =>
-          h(
-            "tr",
-            {},
-            h(
-              "th",
-              {},
-              keys.split(" ").map((one) => h("kbd", {}, one)),
-            ),
-            h("td", {}, text),
-          ),
-        ),
-      ),
+      TK.table({ heads: [], name: 0 }, KEYS.map(([keys, text]) => [keys.split(" ").map((one) => h("kbd", {}, one)), text])),
       h("form", { method: "dialog" }, h("button", {}, "Close")),
     ]);
     document.getElementById("keys").addEventListener("click", () => help.showModal());

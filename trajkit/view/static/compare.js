@@ -20,35 +20,9 @@
     });
     const share = (counts) => counts.tokens_trained / Math.max(counts.tokens_sampled, 1);
     const points = (a, b) => `${b >= a ? "+" : "\u2212"}${Math.abs(100 * (b - a)).toFixed(1)}`;
+    const titles = indexes.map((one) => h("bdi", {}, one.title));
     const table = (caption, lines) =>
-      h(
-        "table",
-        { class: "compared" },
-        h("caption", {}, caption),
-        h(
-          "thead",
-          {},
-          h(
-            "tr",
-            {},
-            h("th"),
-            indexes.map((one) => h("th", { scope: "col", class: "n" }, h("bdi", {}, one.title))),
-            h("th", { scope: "col", class: "n" }, "points"),
-          ),
-        ),
-        h(
-          "tbody",
-          {},
-          lines.map(([name, a, b, difference]) =>
-            h(
-              "tr",
-              {},
-              h("th", { scope: "row" }, name),
-              [a, b, difference].map((cell) => h("td", { class: "n" }, cell)),
-            ),
-          ),
-        ),
-      );
+      TK.table({ kind: "compared", caption, shown: true, heads: ["", ...titles, "points"], numbers: [1, 2, 3], name: 0 }, lines);
     return [
       h("h2", {}, "Two runs"),
       h(
@@ -87,54 +61,29 @@
     TK.app.go({ r: run || null, s: known ? state.s : null });
   };
 
-  TK.rules = (counts) =>
-    counts.length
-      ? h(
-          "table",
-          { class: "compared" },
-          TK.head(["rule", "violations"], (k) => k),
-          h(
-            "tbody",
-            {},
-            counts.map(([rule, count]) => h("tr", {}, h("th", { scope: "row" }, TK.words(rule)), h("td", { class: "n" }, n(count)))),
-          ),
-        )
-      : h("p", {}, "No violations.");
+  TK.rules = (counts) => {
+    const lines = counts.map(([rule, count]) => [TK.words(rule), n(count)]);
+    if (!lines.length) return h("p", {}, "No violations.");
+    return TK.table({ kind: "compared", heads: ["rule", "violations"], numbers: [1], name: 0 }, lines);
+  };
 
   // The violations of a session's rows, each with the row's tokens around it.
   TK.violations = (session, view, app) => {
     if (!session.violations.length) return h("p", {}, "The rows of this session break no rule.");
-    return h(
-      "table",
-      { class: "groups" },
-      h("caption", { class: "hidden" }, "Violations"),
-      TK.head(["row", "turn", "rule", "what is wrong", ""]),
+    const tokens = (one) =>
       h(
-        "tbody",
-        {},
-        session.violations.map((one) => {
-          const turn = session.place.get(one.turn_index);
-          return h(
-            "tr",
-            {},
-            h("td", { class: "n" }, one.row_index),
-            h("td", { class: "n" }, one.turn_index),
-            h("th", { scope: "row" }, TK.words(one.rule)),
-            h(
-              "td",
-              {},
-              one.detail,
-              one.ids &&
-                h(
-                  "div",
-                  { class: "tokens" },
-                  one.ids.map((id, k) => TK.token(id, (one.mask[k] ? "masked" : "") + (one.start + k === one.token ? " wrong" : ""))),
-                ),
-            ),
-            h("td", { class: "go" }, turn !== undefined && h("button", { onclick: () => app.go({ t: turn, tab: "tokens" }) }, "tokens")),
-          );
-        }),
-      ),
+        "div",
+        { class: "tokens" },
+        one.ids.map((id, k) => TK.token(id, (one.mask[k] ? "masked" : "") + (one.start + k === one.token ? " wrong" : ""))),
+      );
+    const heads = ["row", "turn", "rule", "what is wrong", ""];
+    return TK.table(
+      { kind: "groups", caption: "Violations", heads, numbers: [0, 1], name: 2 },
+      session.violations.map((one) => {
+        const turn = session.place.get(one.turn_index);
+        const go = turn !== undefined && h("button", { onclick: () => app.go({ t: turn, tab: "tokens" }) }, "tokens");
+        return [one.row_index, one.turn_index, TK.words(one.rule), [one.detail, one.ids && tokens(one)], h("div", { class: "go" }, go)];
+      }),
     );
   };
 })();

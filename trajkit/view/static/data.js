@@ -244,5 +244,4 @@
     const count = names.length ? columns[names[0]].length : 0;
     return Array.from({ length: count }, (_, k) => Object.fromEntries(names.map((name) => [name, columns[name][k]])));
   }
-  TK.lines = lines;
 })();

@@ -37,17 +37,24 @@ const TK = {};
     return element;
   };
 
-  // The head of a table; `isNumber(k)` tells which columns have numbers.
-  TK.head = (names, isNumber = () => false) =>
-    TK.h(
-      "thead",
-      {},
+  // A table of lines, each a list of cells. `numbers` are the columns of numbers, `name` the one
+  // that names a line, and `props(line)` the attributes of a line, which is counted from 0.
+  TK.table = ({ kind, caption, shown, heads, numbers = [], name, props = () => null }, lines) => {
+    const right = (k) => (numbers.includes(k) ? "n" : null);
+    const cell = (content, k) => (k === name ? TK.h("th", { scope: "row" }, content) : TK.h("td", { class: right(k) }, content));
+    const head = (text, k) => TK.h("th", { scope: "col", class: right(k) }, text);
+    return TK.h(
+      "table",
+      { class: kind },
+      caption && TK.h("caption", { class: !shown && "hidden" }, caption),
+      TK.h("thead", {}, TK.h("tr", {}, heads.map(head))),
       TK.h(
-        "tr",
+        "tbody",
         {},
-        names.map((name, k) => TK.h("th", { scope: "col", class: isNumber(k) ? "n" : null }, name)),
+        lines.map((cells, line) => TK.h("tr", props(line), cells.map(cell))),
       ),
     );
+  };
 
   TK.replace = (element, ...children) => {
     element.replaceChildren();

@@ -186,37 +186,24 @@
   TK.driftGroups = (groups, app) => {
     const total = groups.reduce((sum, one) => sum + one.findings, 0);
     if (!total) return h("p", {}, "No prompt of the run drifts.");
-    const byText = !groups[0].region;
-    return h(
-      "table",
-      { class: "groups" },
-      h("caption", { class: "hidden" }, "Drift by cause"),
-      TK.head(["cause", byText ? null : "in", "differences", "turns", "sampled tokens after it", "what it means, and what to change"], (k) => k > 1 && k < 5),
-      h(
-        "tbody",
-        {},
-        groups.map((group) =>
-          h(
-            "tr",
-            {},
-            h("th", { scope: "row" }, TK.words(group.cause)),
-            h("td", {}, group.region && TK.words(group.region)),
-            h("td", { class: "n" }, `${n(group.findings)} of ${n(total)}`),
-            h("td", { class: "n" }, n(group.turns)),
-            h("td", { class: "n" }, n(group.tokens)),
-            h(
-              "td",
-              { class: "examples" },
-              (app.index.causes[group.cause] || []).map((text) => h("div", {}, text.replaceAll("`", ""))),
-              group.examples
-                .slice(0, 6)
-                .map(([session, turn]) =>
-                  h("button", { onclick: () => app.goTurn(session, turn, "drift") }, h("bdi", {}, session), ` turn ${turn}`),
-                ),
-            ),
-          ),
-        ),
-      ),
+    const heads = ["cause", groups[0].region && "in", "differences", "turns", "sampled tokens after it", "what it means, and what to change"];
+    const examples = (group) =>
+      group.examples
+        .slice(0, 6)
+        .map(([session, turn]) => h("button", { onclick: () => app.goTurn(session, turn, "drift") }, h("bdi", {}, session), ` turn ${turn}`));
+    return TK.table(
+      { kind: "groups", caption: "Drift by cause", heads, numbers: [2, 3, 4], name: 0 },
+      groups.map((group) => [
+        TK.words(group.cause),
+        group.region && TK.words(group.region),
+        `${n(group.findings)} of ${n(total)}`,
+        n(group.turns),
+        n(group.tokens),
+        [
+          (app.index.causes[group.cause] || []).map((text) => h("div", {}, text.replaceAll("`", ""))),
+          h("div", { class: "examples" }, examples(group)),
+        ],
+      ]),
     );
   };
 })();

@@ -167,27 +167,16 @@
 
   // Why each row begins where it does (trajkit.analysis.why).
   const rowTable = (session, view, app) =>
-    h(
-      "table",
-      { class: "rows" },
-      h("caption", { class: "hidden" }, `Rows of ${view.label}`),
-      TK.head(["row", "turns", "tokens", "trained", "why it begins there"], (k) => k < 4),
-      h(
-        "tbody",
-        {},
-        view.rows
-          .slice(0, MOST)
-          .map((row) =>
-            h(
-              "tr",
-              {},
-              h("td", { class: "n" }, h("button", { onclick: () => app.go({ t: session.place.get(row.turns.at(-1)) }) }, row.row_index)),
-              h("td", { class: "n" }, row.turns.length),
-              h("td", { class: "n" }, n(row.tokens)),
-              h("td", { class: "n" }, n(row.trained)),
-              h("td", {}, row.sentence.replace(/^row \d+ opens/, "opens")),
-            ),
-          ),
-      ),
+    TK.table(
+      { kind: "rows", caption: `Rows of ${view.label}`, heads: ["row", "turns", "tokens", "trained", "why it begins there"], numbers: [0, 1, 2, 3] },
+      view.rows
+        .slice(0, MOST)
+        .map((row) => [
+          h("button", { onclick: () => app.go({ t: session.place.get(row.turns.at(-1)) }) }, row.row_index),
+          row.turns.length,
+          n(row.tokens),
+          n(row.trained),
+          row.sentence.replace(/^row \d+ opens/, "opens"),
+        ]),
     );
 })();

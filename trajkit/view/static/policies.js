@@ -53,49 +53,32 @@
   // The table at the top: a line per policy, with a strip of the session or bars of the run.
   // `lines` have label, counts, and a cell to draw.
   TK.policyTable = (lines, chosen, choose) => {
-    return h(
-      "table",
-      { class: "policies" },
-      h("caption", { class: "hidden" }, "What each policy trains, loses and costs"),
-      h(
-        "thead",
-        {},
-        h(
-          "tr",
-          {},
-          h("th", { scope: "col" }, "policy"),
-          h("th", { scope: "col", class: "n" }, "keeps"),
-          h("th", { scope: "col", class: "wide" }, lines[0] && lines[0].title),
-          h("th", { scope: "col", class: "n" }, "not trained"),
-          h("th", { scope: "col", class: "n" }, "rows"),
-          h("th", { scope: "col", class: "n", title: "tokens of all rows, which a forward pass computes" }, "forward"),
-          h("th", { scope: "col", class: "n", title: "the same with each shared prefix computed once" }, "as a tree"),
-        ),
-      ),
-      h(
-        "tbody",
-        {},
-        lines.map(({ label, counts, cell }) =>
-          h(
-            "tr",
-            {
-              class: label === chosen ? "chosen" : null,
-              "data-policy": label,
-              "data-trained": counts.tokens_trained,
-              "data-lost": lost(counts),
-              "data-rows": counts.rows,
-              "data-forward": counts.tokens_forward,
-            },
-            h("th", { scope: "row" }, h("button", { "aria-pressed": String(label === chosen), onclick: () => choose(label) }, label)),
-            h("td", { class: "n" }, TK.percent(counts.tokens_trained, counts.tokens_sampled)),
-            h("td", { class: "wide" }, cell),
-            h("td", { class: "n", title: TK.lossText(counts) }, lost(counts) ? n(lost(counts)) : "0"),
-            h("td", { class: "n" }, n(counts.rows)),
-            h("td", { class: "n" }, n(counts.tokens_forward)),
-            h("td", { class: "n" }, n(counts.tokens_forward_shared)),
-          ),
-        ),
-      ),
+    const titled = (text, title) => h("span", { title }, text);
+    const forward = titled("forward", "tokens of all rows, which a forward pass computes");
+    const tree = titled("as a tree", "the same with each shared prefix computed once");
+    const heads = ["policy", "keeps", lines[0] && lines[0].title, "not trained", "rows", forward, tree];
+    const props = (line) => {
+      const { label, counts } = lines[line];
+      return {
+        class: label === chosen && "chosen",
+        "data-policy": label,
+        "data-trained": counts.tokens_trained,
+        "data-lost": lost(counts),
+        "data-rows": counts.rows,
+        "data-forward": counts.tokens_forward,
+      };
+    };
+    return TK.table(
+      { kind: "policies", caption: "What each policy trains, loses and costs", heads, numbers: [1, 3, 4, 5, 6], name: 0, props },
+      lines.map(({ label, counts, cell }) => [
+        h("button", { "aria-pressed": String(label === chosen), onclick: () => choose(label) }, label),
+        TK.percent(counts.tokens_trained, counts.tokens_sampled),
+        cell,
+        titled(n(lost(counts)), TK.lossText(counts)),
+        n(counts.rows),
+        n(counts.tokens_forward),
+        n(counts.tokens_forward_shared),
+      ]),
     );
   };
 
@@ -146,9 +129,8 @@
 
   // Why a loss happened, as a sentence.
   TK.lossReason = (session, view, span) => {
-    if (span.drift === null) return TK.reasonText(span.kind);
-    const drift = view.links.drift.get(span.drift);
-    return drift ? TK.driftSentence(session, view.links, span.drift) : TK.reasonText(span.kind);
+    const drifts = view.links.drift.has(span.drift);
+    return drifts ? TK.driftSentence(session, view.links, span.drift) : TK.reasonText(span.kind);
   };
 
   // The losses of the chosen policy, a line for each range of tokens.
@@ -156,48 +138,30 @@
     const count = view.lost.length;
     if (!count) return h("p", { class: "note" }, TK.policySentence(view.label, view.report));
     const shown = view.lost.slice(0, 500);
+    const swatch = (kind) => h("i", { class: "swatch", style: { background: TK.color(kind) } });
+    const go = (name, change) => h("button", { onclick: () => app.go({ tab: name, ...change }) }, name);
     return [
       h("p", {}, TK.policySentence(view.label, view.report)),
-      h(
-        "table",
-        { class: "losses" },
-        h("caption", { class: "hidden" }, `Tokens that ${view.label} does not train`),
-        TK.head(["turn", "sampled tokens", "", "why", ""]),
-        h(
-          "tbody",
-          {},
-          shown.map((span) =>
-            h(
-              "tr",
-              { class: span.turn === app.state.t ? "chosen" : null },
-              h("td", { class: "n" }, session.turnIndex[span.turn]),
-              h(
-                "td",
-                {},
-                `${n(span.length)} of ${n(session.outputLength[span.turn])}`,
-                h("small", {}, ` [${span.output_start}:${span.output_stop}]`),
-              ),
-              h(
-                "td",
-                {},
-                h("span", { class: "kind" }, h("i", { class: "swatch", style: { background: TK.color(span.kind) } }), TK.words(span.kind)),
-              ),
-              h("td", {}, TK.lossReason(session, view, span)),
-              h(
-                "td",
-                { class: "go" },
-                span.drift !== null &&
-                  view.links.drift.has(span.drift) &&
-                  h("button", { onclick: () => app.go({ tab: "drift", t: span.drift }) }, "drift"),
-                h(
-                  "button",
-                  { onclick: () => app.go({ tab: "tokens", t: span.turn, k: session.promptLength[span.turn] + span.output_start }) },
-                  "tokens",
-                ),
-              ),
-            ),
+      TK.table(
+        {
+          kind: "losses",
+          caption: `Tokens that ${view.label} does not train`,
+          heads: ["turn", "sampled tokens", "", "why", ""],
+          numbers: [0],
+          props: (line) => ({ class: shown[line].turn === app.state.t && "chosen" }),
+        },
+        shown.map((span) => [
+          session.turnIndex[span.turn],
+          [`${n(span.length)} of ${n(session.outputLength[span.turn])}`, h("small", {}, ` [${span.output_start}:${span.output_stop}]`)],
+          h("span", { class: "kind" }, swatch(span.kind), TK.words(span.kind)),
+          TK.lossReason(session, view, span),
+          h(
+            "div",
+            { class: "go" },
+            view.links.drift.has(span.drift) && go("drift", { t: span.drift }),
+            go("tokens", { t: span.turn, k: session.promptLength[span.turn] + span.output_start }),
           ),
-        ),
+        ]),
       ),
       count > shown.length && h("p", { class: "note" }, `${n(count - shown.length)} more ranges are not listed.`),
     ];

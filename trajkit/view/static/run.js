@@ -343,6 +343,7 @@
       const deviation = Math.sqrt(known.reduce((sum, reward) => sum + (reward - mean) ** 2, 0) / known.length);
       return { name, ids, known, mean, deviation };
     });
+    const open = (k) => h("button", { onclick: () => TK.app.go({ s: sessions.id[k] }) }, h("bdi", {}, sessions.id[k]));
     const flat = lines.filter(({ known, deviation }) => known.length > 1 && deviation === 0);
     return [
       h("h2", {}, "Groups"),
@@ -351,34 +352,18 @@
         {},
         `${n(flat.length)} of ${TK.plural(lines.length, "group")} have the same reward in every session, so they give no gradient under a group baseline.`,
       ),
-      h(
-        "table",
-        { class: "groups" },
-        TK.head(["group", "sessions", "mean reward", "standard deviation", ""], (k) => k && k < 4),
-        h(
-          "tbody",
-          {},
-          lines
-            .sort((a, b) => flat.includes(b) - flat.includes(a))
-            .slice(0, 200)
-            .map(({ name, ids, mean, deviation }) =>
-              h(
-                "tr",
-                {},
-                h("th", { scope: "row" }, h("bdi", {}, name)),
-                h("td", { class: "n" }, n(ids.length)),
-                h("td", { class: "n" }, TK.fixed(mean, 3)),
-                h("td", { class: "n" }, TK.fixed(deviation, 3)),
-                h(
-                  "td",
-                  { class: "examples" },
-                  ids
-                    .slice(0, 8)
-                    .map((k) => h("button", { onclick: () => TK.app.go({ s: sessions.id[k] }) }, h("bdi", {}, sessions.id[k]))),
-                ),
-              ),
-            ),
-        ),
+      TK.table(
+        { kind: "groups", heads: ["group", "sessions", "mean reward", "standard deviation", ""], numbers: [1, 2, 3], name: 0 },
+        lines
+          .sort((a, b) => flat.includes(b) - flat.includes(a))
+          .slice(0, 200)
+          .map(({ name, ids, mean, deviation }) => [
+            h("bdi", {}, name),
+            n(ids.length),
+            TK.fixed(mean, 3),
+            TK.fixed(deviation, 3),
+            h("div", { class: "examples" }, ids.slice(0, 8).map(open)),
+          ]),
       ),
     ];
   }

@@ -9,22 +9,26 @@
   const READER = 520;
   // characters of a token that is shown by its id
   const ID = 7;
-  const BODY = 20000;
   const MASK = "what the policy does";
   const VERSION = "weight version";
   const HUES = ["--trained", "--end", "--no_row", "--drift", "--context"];
 
-  // What lies at a token of the path: the turn that sampled it and where, or null.
-  const originOf = (ranges, k) => {
+  // The last element of a sorted list that begins at or before a token.
+  const lineAt = (starts, k) => {
     let low = 0;
-    let high = ranges.length;
-    while (low < high) {
+    let high = starts.length;
+    while (high - low > 1) {
       const middle = (low + high) >> 1;
-      if (ranges[middle].stop <= k) low = middle + 1;
+      if (starts[middle] <= k) low = middle;
       else high = middle;
     }
-    const range = ranges[low];
-    return range && range.start <= k ? { turn: range.turn, offset: k - range.start } : null;
+    return low;
+  };
+
+  // What lies at a token of the path: the turn that sampled it and where, or null.
+  const originOf = (ranges, begins, k) => {
+    const range = ranges[lineAt(begins, k)];
+    return range && range.start <= k && k < range.stop ? { turn: range.turn, offset: k - range.start } : null;
   };
 
   // Where each line begins: after a token that ends a line of text, or at the width.
@@ -46,17 +50,6 @@
       }
     }
     return starts;
-  };
-
-  const lineAt = (starts, k) => {
-    let low = 0;
-    let high = starts.length;
-    while (high - low > 1) {
-      const middle = (low + high) >> 1;
-      if (starts[middle] <= k) low = middle;
-      else high = middle;
-    }
-    return low;
   };
 
   const mix = (color, share) => `color-mix(in srgb, var(${color}) ${Math.round(100 * share)}%, transparent)`;
@@ -102,10 +95,11 @@
     const starts = breakLines(path, width);
     const ranges = view.links.sampledIn(session, turn);
     const paint = painter(session, view, by);
-    const own = { key, session, path, starts, ranges, top: null, opened: false };
+    const begins = ranges.map((one) => one.start);
+    const own = { key, session, path, starts, ranges, begins, top: null, opened: false };
     const { vocabulary } = app;
     const token = (k) => {
-      const origin = originOf(ranges, k);
+      const origin = originOf(ranges, begins, k);
       const text = vocabulary
         ? vocabulary.text(path[k]).replaceAll("\n", "\u21b5").replaceAll("\t", "\u21e5\t")
         : String(path[k]).padEnd(ID);
@@ -172,7 +166,7 @@
       return h("p", { class: "note" }, "Click a token for its id, bytes, logprob, turn and row. Arrow keys move to the next one.");
     const id = own.path[k];
     const { vocabulary } = TK.app;
-    const origin = originOf(own.ranges, k);
+    const origin = originOf(own.ranges, own.begins, k);
     const span = origin && view.span(origin.turn, origin.offset);
     const values = origin
       ? session.values.map((name) => [
@@ -200,42 +194,6 @@
       "dl",
       { class: "facts" },
       facts.filter(Boolean).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, h("bdi", {}, value)))),
-    );
-  };
-
-  // The messages of the request and the reply. They may be long: they enter the page when
-  // they are unfolded, and the rest of a long one when it is asked for.
-  let unfolded = false;
-  const messages = (session, turn) => {
-    const numbers = session.request(turn);
-    if (numbers === null) return null;
-    const reply = session.response[turn];
-    const all = reply === null ? numbers : [...numbers, reply];
-    const list = h("div");
-    const one = (number, k) => {
-      const [role, body] = session.messages[number];
-      const content = h("bdi", {}, body === null ? "(no text)" : body.slice(0, BODY));
-      const more = (event) => {
-        content.append(TK.visible(body.slice(BODY)));
-        event.target.remove();
-      };
-      return h(
-        "section",
-        {},
-        h("h3", {}, `${k} `, h("bdi", {}, role), reply !== null && k === all.length - 1 && " (the reply)"),
-        h("pre", {}, content),
-        body !== null && body.length > BODY && h("button", { onclick: more }, `show ${n(body.length - BODY)} more characters`),
-      );
-    };
-    const toggle = (event) => {
-      unfolded = event.target.open;
-      TK.replace(list, unfolded && all.map(one));
-    };
-    return h(
-      "details",
-      { class: "messages", open: unfolded, ontoggle: toggle },
-      h("summary", {}, `${TK.plural(all.length, "message")} of the request and the reply`),
-      list,
     );
   };
 
@@ -279,7 +237,6 @@
       ),
       h("div", { class: "reader" }, own.list.element, own.map),
       h("div", { class: "inspector", "aria-live": "polite" }, inspector(session, view, own, k)),
-      messages(session, turn),
     ];
   };
 })();
