@@ -24,7 +24,7 @@ from trajkit import cli
 from trajkit.analysis.tokenizer import Codec
 from trajkit.cli import application
 from trajkit.cli.drift import marked
-from trajkit.cli.policy_words import allowed, choices_of, with_choices
+from trajkit.cli.policies import allowed, choices_of, with_choices
 from trajkit.cli.screen import Progress, text_table, working
 from trajkit.cli.tokenizer import load_tokenizer
 from trajkit.files.tables import iter_tables

@@ -16,15 +16,14 @@ from trajkit.cli.options import (
     Json,
     MaxRowTokens,
     NoClobber,
-    PolicyOption,
     Rows,
     SessionsFile,
     Turns,
     facts_of,
-    one_policy,
     print_text,
     read_rows,
 )
+from trajkit.cli.policies import PolicyOption, one_policy
 from trajkit.cli.screen import share, text_table, working
 from trajkit.files.formats import paths_in
 from trajkit.files.run import facts_digest
