@@ -25,11 +25,10 @@ from trajkit.analysis.tokenizer import Codec
 from trajkit.cli import application
 from trajkit.cli.drift import marked
 from trajkit.cli.policies import allowed, choices_of, with_choices
-from trajkit.cli.screen import Progress, text_table, working
+from trajkit.cli.screen import Progress, working
 from trajkit.cli.tokenizer import load_tokenizer
 from trajkit.files.tables import iter_tables
 from trajkit.policies import PRESETS, rule_of
-from trajkit.tables import limits
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,19 +75,17 @@ def run_json(capsys, *argv, code=cli.DONE):
 @pytest.mark.parametrize(
     ("options", "choices"),
     [
-        pytest.param([], {}, id="faithful by default"),
-        pytest.param(
+        ([], {}),
+        (
             ["--policy", "slime", "--fork-threshold", "0"],
             {"policy": tk.policy("slime", fork_threshold=0)},
-            id="fork threshold",
         ),
-        pytest.param(["--policy", "strict"], {"policy": "strict"}, id="strict"),
-        pytest.param(
+        (["--policy", "strict"], {"policy": "strict"}),
+        (
             ["--policy", "per_call", "--max-row-tokens", "6", "--threads", "1"],
             {"policy": "per_call", "max_row_tokens": 6},
-            id="cut rows",
         ),
-        pytest.param(["--reward", "0.25"], {"reward": 0.25}, id="reward"),
+        (["--reward", "0.25"], {"reward": 0.25}),
     ],
 )
 def test_linearize_writes_what_the_function_gives(
@@ -108,6 +105,11 @@ def test_linearize_writes_what_the_function_gives(
     assert printed["tokens_sampled"] == 8
     trained = sum(sum(mask) for mask in expected_rows["loss_mask"].to_pylist())
     assert printed["tokens_trained"] == trained
+
+
+def test_drift_of_a_policy_that_compares_nothing(capsys, turns):
+    summary = run_json(capsys, "drift", turns, "--policy", "per_call")
+    assert (summary["turns_compared"], summary["groups"]) == (0, [])
 
 
 def test_linearize_tells_people_what_was_lost(tmp_path, capsys, turns):
@@ -151,63 +153,29 @@ def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns):
     assert "last_reply  tail_changed" in capsys.readouterr().out
 
 
-def test_drift_of_a_policy_that_compares_nothing(capsys, turns):
-    summary = run_json(capsys, "drift", turns, "--policy", "per_call")
-    assert summary["turns_compared"] == 0
-    assert summary["groups"] == []
-
-
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [
-        pytest.param(
+        (
             ["linearize", "{turns}", "-o", "{dir}/r.parquet", "--policy", "slim"],
             cli.BAD_USAGE,
             "policy 'slim'",
-            id="no such policy",
         ),
-        pytest.param(
+        (
             ["drift", "{turns}", "--policy", "strict", "--fork-threshold", "9"],
             cli.BAD_USAGE,
             "--fork-threshold 9: policy 'strict'",
-            id="a choice without effect",
         ),
-        pytest.param(
-            ["drift", "{dir}/absent.parquet"],
-            cli.BAD_FILE,
-            "absent.parquet",
-            id="no such file",
-        ),
-        pytest.param(
-            ["drift", "{dir}/garbage.parquet"],
-            cli.BAD_FILE,
-            "garbage.parquet",
-            id="not what its suffix says",
-        ),
-        pytest.param(
-            ["linearize", "{turns}", "-o", "{dir}/rows.xlsx"],
-            cli.BAD_FILE,
-            "rows.xlsx",
-            id="a format that is not written",
-        ),
-        pytest.param(
+        (["drift", "{dir}/absent.parquet"], cli.BAD_FILE, "absent.parquet"),
+        (["drift", "{dir}/garbage.parquet"], cli.BAD_FILE, "garbage.parquet"),
+        (["linearize", "{turns}", "-o", "{dir}/rows.xlsx"], cli.BAD_FILE, "rows.xlsx"),
+        (
             ["linearize", "{turns}", "-o", "{dir}/absent/rows.parquet"],
             cli.BAD_FILE,
             "No such file or directory",
-            id="no such folder",
         ),
-        pytest.param(
-            ["drift", "{dir}/strange.parquet"],
-            cli.BAD_DATA,
-            "session_id",
-            id="no turns in it",
-        ),
-        pytest.param(
-            ["drift", "{dir}/twice.parquet"],
-            cli.BAD_DATA,
-            "session 'a', turn 0",
-            id="a turn twice",
-        ),
+        (["drift", "{dir}/strange.parquet"], cli.BAD_DATA, "session_id"),
+        (["drift", "{dir}/twice.parquet"], cli.BAD_DATA, "session 'a', turn 0"),
     ],
 )
 def test_errors_are_one_line_and_a_code(tmp_path, capsys, turns, argv, code, said):
@@ -239,23 +207,15 @@ def test_a_torn_log_is_read_with_a_warning_of_one_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     "argv",
     [
-        pytest.param(["flatten"], id="no such command"),
-        pytest.param(["linearize", "in"], id="no output"),
-        pytest.param(
-            ["linearize", "in", "-o", "out", "--max-row-tokens", "0"], id="no room"
-        ),
-        pytest.param(["linearize", "in", "-o", "out", "--threads", "x"], id="a word"),
+        ["flatten"],
+        ["linearize", "in"],
+        ["linearize", "in", "-o", "out", "--max-row-tokens", "0"],
+        ["linearize", "in", "-o", "out", "--threads", "x"],
     ],
 )
 def test_usage_errors_exit_with_2(capsys, argv):
     assert cli.main(argv) == cli.BAD_USAGE
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("command", [[], ["linearize"], ["drift"]], ids=str)
-def test_help(capsys, command):
-    assert cli.main([*command, "--help"]) == cli.DONE
-    assert "Usage: trajkit" in capsys.readouterr().out
 
 
 def test_interrupted(monkeypatch, capsys, turns):
@@ -332,23 +292,6 @@ def test_progress_shows_on_a_terminal_only(monkeypatch):
         with working("packing"):
             pass
         assert ("packing" in terminal.getvalue()) is shown
-
-
-def test_sessions_go_through_in_pieces(monkeypatch, tmp_path, capsys, turns):
-    monkeypatch.setattr(limits, "READ_TOKENS", 1)
-    rows = tmp_path / "rows.parquet"
-    printed = run_json(capsys, "linearize", turns, "-o", str(rows))
-    assert printed["sessions"] == 2
-    assert tk.read_rows(rows).equals(tk.linearize(tk.from_records(CALLS)))
-
-
-def test_text_table():
-    assert text_table(("name", "n"), [("a", 12345), ("long", 6)]).splitlines() == [
-        "name       n",
-        "----  ------",
-        "a     12,345",
-        "long       6",
-    ]
 
 
 def test_every_entry_point_is_a_command(capsys):
@@ -450,11 +393,6 @@ def test_pack_writes_packs(tmp_path, capsys, turns):
     assert "max_tokens is 1" in capsys.readouterr().err
 
 
-def test_simulate_where_every_policy_loses(capsys, turns):
-    assert cli.main(["simulate", turns, "--policy", "slime"]) == cli.DONE
-    assert "every policy here loses sampled tokens" in capsys.readouterr().out
-
-
 def test_verify_finds_nothing_in_rows_that_are_right(tmp_path, capsys, turns):
     rows = str(tmp_path / "rows.jsonl")
     tk.write_rows(tk.linearize(tk.from_records(CALLS), "slime"), rows)
@@ -547,18 +485,12 @@ def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, spoken, where):
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        pytest.param(
+        (
             ["--tokenizer", "nowhere.json"],
             cli.BAD_FILE,
             "nowhere.json: there is no such file or folder",
-            id="nothing there",
         ),
-        pytest.param(
-            ["--tokenizer", "{turns}"],
-            cli.BAD_FILE,
-            "not a tokenizer",
-            id="no tokenizer",
-        ),
+        (["--tokenizer", "{turns}"], cli.BAD_FILE, "not a tokenizer"),
         pytest.param(
             ["--tokenizer", "{folder}"],
             cli.BAD_FILE,
@@ -568,12 +500,7 @@ def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, spoken, where):
                 find_spec("transformers") is None, reason="needs transformers"
             ),
         ),
-        pytest.param(
-            ["--findings", "x.parquet"],
-            cli.BAD_USAGE,
-            "--findings needs --tokenizer",
-            id="findings alone",
-        ),
+        (["--findings", "x.parquet"], cli.BAD_USAGE, "--findings needs --tokenizer"),
     ],
 )
 def test_tokenizers_that_cannot_be_read(tmp_path, capsys, turns, options, code, said):
@@ -665,15 +592,6 @@ def test_compact_and_expand_change_the_form_of_a_file(tmp_path, capsys, turns, s
     assert tk.read_turns(back) == tk.read_turns(turns)
 
 
-def test_compact_says_what_a_file_takes(tmp_path, capsys, turns):
-    out = str(tmp_path / "small.parquet")
-    assert cli.main(["compact", turns, "-o", out]) == cli.DONE
-    assert capsys.readouterr().out == (
-        f"turns 4, bytes {os.path.getsize(turns):,} before and "
-        f"{os.path.getsize(out):,} after\n\nwritten to {out}\n"
-    )
-
-
 def test_the_delta_form_has_no_json_lines(tmp_path, capsys, turns):
     out = tmp_path / "small.jsonl"
     assert cli.main(["compact", turns, "-o", str(out)]) == cli.BAD_FILE
@@ -696,30 +614,25 @@ def test_linearize_stores_shared_tokens_once(tmp_path, capsys, turns):
 @pytest.mark.parametrize(
     ("options", "policy"),
     [
-        pytest.param(
+        (
             ["slime", "--set", "fork_threshold=0", "--set", "merge_rewrites=false"],
             tk.policy("slime", fork_threshold=0, merge_rewrites=False),
-            id="an integer and a bool",
         ),
-        pytest.param(
+        (
             ["faithful", "--set", "train_in=earliest"],
             tk.policy("faithful", train_in="earliest"),
-            id="one of several words",
         ),
-        pytest.param(
+        (
             ["segments", "--set", "max_rows=2", "--set", "dispatch_tools=Task,spawn"],
             tk.policy("segments", max_rows=2, dispatch_tools=("Task", "spawn")),
-            id="names",
         ),
-        pytest.param(
+        (
             ["segments", "--set", "max_rows=none", "--set", "dispatch_tools="],
             tk.policy("segments", dispatch_tools=()),
-            id="none of either",
         ),
-        pytest.param(
+        (
             ["polar", "--set", "builder=per_request"],
             tk.policy("polar", builder="per_request"),
-            id="an option of one policy",
         ),
     ],
 )
@@ -737,45 +650,26 @@ def test_set_makes_a_choice(tmp_path, capsys, turns, options, policy):
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        pytest.param(
+        (
             ["trains_in=first"],
             "policy 'slime', trains_in=first: no such choice: did you mean 'train_in'?: "
             "expected one",
-            id="no such choice",
         ),
-        pytest.param(["name=x"], "name=x: no such choice", id="the name is none"),
-        pytest.param(
-            ["builder=per_request"], "no such choice", id="another one's option"
-        ),
-        pytest.param(
+        (["name=x"], "name=x: no such choice"),
+        (["builder=per_request"], "no such choice"),
+        (
             ["train_in=last"],
             "policy 'slime', train_in=last: expected first, earliest or every",
-            id="no such word",
         ),
-        pytest.param(
-            ["merge_rewrites=yes"],
-            "merge_rewrites=yes: expected true or false",
-            id="no such bool",
-        ),
-        pytest.param(
-            ["fork_threshold=none"],
-            "fork_threshold=none: expected an integer",
-            id="no integer",
-        ),
-        pytest.param(
-            ["max_rows=x"], "max_rows=x: expected an integer or none", id="nor none"
-        ),
-        pytest.param(
+        (["merge_rewrites=yes"], "merge_rewrites=yes: expected true or false"),
+        (["fork_threshold=none"], "fork_threshold=none: expected an integer"),
+        (["max_rows=x"], "max_rows=x: expected an integer or none"),
+        (
             ["max_rows=0"],
             "policy 'slime': max_rows=0: expected an integer of 1 or more",
-            id="too few",
         ),
-        pytest.param(
-            ["merge_rewrites=true", "merge_rewrites=false"],
-            "the choice is given twice",
-            id="twice",
-        ),
-        pytest.param(
+        (["merge_rewrites=true", "merge_rewrites=false"], "the choice is given twice"),
+        (
             [
                 "parent_by=tokens",
                 "merge_rewrites=false",
@@ -783,12 +677,10 @@ def test_set_makes_a_choice(tmp_path, capsys, turns, options, policy):
                 "train_in=earliest",
             ],
             "policy 'slime': train_in='earliest' does not go with on_drift='absorb_any'",
-            id="choices that exclude each other",
         ),
-        pytest.param(
+        (
             ["on_drift=fork", "merge_rewrites=false", "fork_threshold=9"],
             "--set fork_threshold=9: policy 'slime' ignores fork_threshold",
-            id="without effect",
         ),
     ],
 )
@@ -816,13 +708,10 @@ def test_a_threshold_is_given_once(capsys, turns):
 @pytest.mark.parametrize(
     "argv",
     [
-        pytest.param(["simulate", "in", "--set", "train_in=first"], id="of no policy"),
-        pytest.param(["drift", "in", "--set", "own"], id="no value"),
-        pytest.param(["drift", "in", "--set", "=first"], id="no choice"),
-        pytest.param(
-            ["linearize", "in", "-o", "out", "--reward", "1", "--sessions", "s.jsonl"],
-            id="two rewards",
-        ),
+        ["simulate", "in", "--set", "train_in=first"],
+        ["drift", "in", "--set", "own"],
+        ["drift", "in", "--set", "=first"],
+        ["linearize", "in", "-o", "out", "--reward", "1", "--sessions", "s.jsonl"],
     ],
 )
 def test_what_is_no_choice_at_all(capsys, argv):
