@@ -115,7 +115,7 @@ from the second token on | 1 / R, 1 20 23 24 25 2 / | head_dropped 4 2 3
 a longer run outweighs one | 1 / R, 1 22 23 24 2 22 23 24 25 / | middle_edited 3 5 4
 one token is another | 1 / R, 1 20 9 22 23 24 25 2 / | middle_edited 3 3 4
 text put before the reply | 1 / R, 1 9 8 R 2 / | middle_edited 1 3 6
-edited in the prompt | 1 2 3 4 5 / 20 21 22 23, 1 9 3 4 5 20 21 22 23 / | middle_edited 2 2 7
+edited in a prompt | 1 2 3 4 5 / 20 21 22 23, 1 9 3 4 5 20 21 22 23 / | middle_edited 2 2 7
 the last token but one | 1 / R, 1 20 21 22 23 9 25 2 / | tail_changed 6 6 1
 nowhere in step | 1 / R, 1 20 21 22 23 9 8 / | tail_changed
 as long a run as asked for | 1 / R, 1 9 24 25 23 24 25 / | middle_edited 4 4 3
