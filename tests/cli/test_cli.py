@@ -407,6 +407,25 @@ def test_pack_writes_packs(tmp_path, capsys, turns):
     assert "max_tokens is 1" in capsys.readouterr().err
 
 
+def test_what_commands_for_rows_print_as_json(tmp_path, monkeypatch, capsys, turns):
+    monkeypatch.chdir(tmp_path)
+    rows = tk.linearize(tk.from_records(CALLS))
+    tk.write_rows(rows, "rows.parquet")
+    argv = ["pack", "rows.parquet", "-o", "packs.parquet", "--max-tokens", "12"]
+    packs, n = tk.pack(rows, 12), rows.num_rows
+    found = run_json(capsys, *argv)
+    assert (found["rows"], found["packs"]) == (n, packs.num_rows)
+    assert found["tokens"] == sum(packs["n_tokens"].to_pylist())
+    argv = ["export", "rows.parquet", "--to", "sft", "-o", "out"]
+    assert run_json(capsys, *argv) == {
+        "output": str(Path("out/rows.parquet")),
+        "rows": n,
+        "to": "sft",
+    }
+    expected = tk.analysis.why(tk.from_records(CALLS)).to_pylist()
+    assert run_json(capsys, "why", turns) == {"rows": expected}
+
+
 def test_verify_finds_nothing_in_rows_that_are_right(tmp_path, capsys, turns):
     rows = str(tmp_path / "rows.jsonl")
     tk.write_rows(tk.linearize(tk.from_records(CALLS), "slime"), rows)

@@ -45,7 +45,7 @@ COMMANDS = {
     ),
     "verify": ("check:verify", "Check rows against the turns that they come from."),
     "plot": ("plot:plot", "Draw a run or a session."),
-    "export": ("export:export", "Write rows in a file that a trainer loads."),
+    "export": ("data:export", "Write rows in a file that a trainer loads."),
     "head": ("tables:head", "Print the first lines of a table."),
     "stats": ("tables:stats", "Summarize the columns of a table."),
     "show": ("show:show", "Print rows as text: what is trained, context, or lost."),

@@ -1,6 +1,6 @@
 """``trajkit show``, ``why`` and ``tree``: rows and sessions in the terminal."""
 
-import json
+import json as json_lines
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -13,7 +13,15 @@ import trajkit as tk
 from trajkit.analysis.tokenizer import Codec, Ids
 from trajkit.analysis.words import count
 from trajkit.cli.files import Reads
-from trajkit.cli.options import Count, Reading, Session, TokenizerPath, Turns
+from trajkit.cli.options import (
+    Count,
+    Json,
+    Reading,
+    Session,
+    TokenizerPath,
+    Turns,
+    print_json,
+)
 from trajkit.cli.policies import PolicyOption, one_policy
 from trajkit.cli.screen import Fragment, Screen, lines_of, shortened, visible, working
 from trajkit.cli.tokenizer import chosen_tokenizer
@@ -156,7 +164,7 @@ def _messages(turns: pa.Table) -> dict[int, list[tuple[str, str]]]:
 def _content(body: str) -> str:
     """The text of a message; its JSON if it has more than text."""
     try:
-        message = json.loads(body)
+        message = json_lines.loads(body)
     except ValueError:
         return body
     extra = set(message) - {"role", "content"}
@@ -286,6 +294,7 @@ def why(
     session: Session = None,
     tokenizer: TokenizerPath = None,
     reading: Reading | None = None,
+    json: Json = False,
 ) -> None:
     """Explain why each row begins where it does.
 
@@ -306,6 +315,9 @@ def why(
         table = of_session(turns, session, "turns")
         with working("comparing prompts"):
             reasons = tk.analysis.why(table, one_policy(policy), tokenizer=loaded)
+    if json:
+        print_json({"rows": reasons.to_pylist()})
+        return
     last = None
     for line in reasons.select(["session_id", "sentence"]).to_pylist():
         if line["session_id"] != last:
