@@ -27,8 +27,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 import trajkit as tk
-from benchmarks import peers
 from benchmarks.data import SHAPES, SIZES, Record, as_parsed, rollout
+from tests.oracles import peers_slime as peers
 
 HERE = Path(__file__).parent
 KERNEL_SAMPLE_S = 0.02  # a sample of the kernel runs at least this long

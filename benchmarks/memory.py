@@ -24,11 +24,11 @@ from typing import Any
 import pyarrow as pa
 
 import trajkit as tk
-from benchmarks import peers
 from benchmarks.compare import commit, machine, read_table, write_table
 from benchmarks.data import SIZES, Size, as_parsed, rollout
 from benchmarks.json_in import log_lines
 from benchmarks.stream import MiB, resident
+from tests.oracles import peers_slime as peers
 
 POLICY = "slime"
 

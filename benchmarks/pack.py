@@ -7,7 +7,7 @@ are, and times the ways of two trainers on some of the rollouts once all answers
 
     python -m benchmarks.pack --fuzz 100000
 
-packs random forests and compares them with brute force (`tests.reference_packs`).
+packs random forests and compares them with brute force (`tests.oracles.packs`).
 """
 
 import argparse
@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 
 import trajkit as tk
 from benchmarks.data import mixed, rollout
-from tests.reference_packs import (
+from tests.oracles.packs import (
     check_packed,
     random_choices,
     random_rows,

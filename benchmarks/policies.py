@@ -31,16 +31,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import trajkit as tk
-from benchmarks import (
-    peers,
-    peers_chains,
-    peers_faithful,
-    peers_graph,
-    peers_miles,
-    peers_nemo,
-    peers_polar,
-    peers_segments,
-)
 from benchmarks.compare import (
     Timing,
     commit,
@@ -51,6 +41,16 @@ from benchmarks.compare import (
 )
 from benchmarks.data import SHAPES, SIZES, Record, Size, as_parsed, rollout
 from benchmarks.forks import FORKS, forking
+from tests.oracles import (
+    peers_chains,
+    peers_faithful,
+    peers_graph,
+    peers_miles,
+    peers_nemo,
+    peers_polar,
+    peers_segments,
+)
+from tests.oracles import peers_slime as peers
 
 Twin = Callable[[list[Record]], list[Record]]
 

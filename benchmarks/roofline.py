@@ -24,7 +24,6 @@ import numpy as np
 import pyarrow as pa
 
 import trajkit as tk
-from benchmarks import peers, peers_nemo
 from benchmarks.compare import (
     Timing,
     commit,
@@ -36,6 +35,8 @@ from benchmarks.compare import (
 from benchmarks.data import SIZES, Record, Size, as_parsed, rollout
 from benchmarks.policies import difference
 from benchmarks.scale import fastest, in_succession
+from tests.oracles import peers_nemo
+from tests.oracles import peers_slime as peers
 from trajkit.tables.thread_pool import parallel_map
 
 COPY_BYTES = 1 << 26  # of each thread, when the rate of copying is measured

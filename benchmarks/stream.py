@@ -29,10 +29,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import trajkit as tk
-from benchmarks import peers_chains
 from benchmarks.compare import commit, machine
 from benchmarks.data import mixed, rollout
 from tests.file_stages import expand_file, linearize_file
+from tests.oracles import peers_chains
 from trajkit.files.run import Watch
 
 POLICY = "trl"

@@ -3,8 +3,8 @@
 import pytest
 
 import trajkit as tk
-from benchmarks import peers
 from benchmarks.data import LONG, SHAPES, SMALL, as_parsed, rollout
+from tests.oracles import peers_slime as peers
 
 
 def trained(rows):

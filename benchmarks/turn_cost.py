@@ -34,10 +34,9 @@ from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample
 from trajkit_shim.json_input import Json, parse_object, read_body
-from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.prompting.conversation import RestoredRequest
 from trajkit_shim.prompting.prompts import Prompts
-from trajkit_shim.prompting.render import embedded_renderer
+from trajkit_shim.prompting.render import Ids, embedded_renderer
 from trajkit_shim.protocols import openai_chat
 from trajkit_shim.sessions.turn_log import TurnLog
 

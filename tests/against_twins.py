@@ -2,7 +2,7 @@
 
 import trajkit as tk
 from tests.made_tables import by_session, linearized, turns_table
-from tests.reference_policies import twins_of
+from tests.oracles.policies import twins_of
 
 
 def difference(turns, policy, max_row_tokens=None, reward=1.0):

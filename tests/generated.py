@@ -18,7 +18,7 @@ LOGPROBS = [-k / 8 for k in range(64)]  # exact in float32
 
 
 def generated_runs(n_sessions, seed=0, max_turns=6):
-    """Turns of sessions ``g0``, ``g1``, ...: dicts as `tests.reference` reads them."""
+    """Turns of sessions ``g0``, ``g1``, ...: dicts as `tests.oracles.rows` reads them."""
     draw = Random(seed)
     turns = []
     for k in range(n_sessions):

@@ -3,7 +3,7 @@
 import pyarrow as pa
 
 import trajkit as tk
-from tests import reference
+from tests.oracles import rows as reference
 from trajkit.schema import TURNS_DELTA
 
 

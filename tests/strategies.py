@@ -1,7 +1,7 @@
 """Every hypothesis strategy the suite uses.
 
 Vocabularies are tiny and messages few, so that prefixes collide, siblings are equal and
-one reply opens another. Turns are dicts as `tests.reference` reads them.
+one reply opens another. Turns are dicts as `tests.oracles.rows` reads them.
 """
 
 from collections import OrderedDict
@@ -459,7 +459,7 @@ def chosen_policies(draw):
     return name, choices
 
 
-# Agents that send out sub-agents (tests/reference_segments.py)
+# Agents that send out sub-agents (tests/oracles/segments.py)
 
 DISPATCHING = ("Task", "Agent")
 tool_names = st.sampled_from(["Task", "Task", "Agent", "bash"])

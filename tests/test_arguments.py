@@ -369,7 +369,7 @@ def test_errors_name_the_files_that_the_caller_named(tmp_path, place, scattered)
     log = tmp_path / "turns.jsonl"
     log.write_text("".join(json.dumps(c) + "\n" for c in calls[: 2 + scattered]))
     (tmp_path / "shut").write_text("")
-    with pytest.raises((FormatError, OSError)) as refused:
+    with pytest.raises((ArgumentError, FormatError, OSError)) as refused:
         linearize_file(log, tmp_path / place)
     said = str(refused.value)
     assert str((tmp_path / place).parent) in said

@@ -55,7 +55,7 @@ def test_a_stage_whose_memory_is_looked_at(tmp_path, capsys, stage):
 STAND_IN = """
 from dataclasses import dataclass
 from types import SimpleNamespace
-from benchmarks import peers_chains
+from tests.oracles import peers_chains
 
 @dataclass
 class TurnRecord:

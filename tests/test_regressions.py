@@ -1,10 +1,10 @@
-"""Cases that `benchmarks.fuzz` found and made small: none may differ again."""
+"""Cases that `tests.fuzz` found and made small: none may differ again."""
 
 import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from benchmarks import fuzz
+from tests.fuzz import rows as fuzz
 from trajkit.rows import linearize, payloads
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import trajkit as tk
 from tests.made_tables import linearized
-from trajkit import analysis, observations, training, turns
+from trajkit import analysis, learn, training, turns
 from trajkit.errors import ArgumentError, SchemaError
 
 RECORDS = [
@@ -88,7 +88,7 @@ RIGHT = {
     training.reference_loss: {"rows": ROWS, "logprobs": np.zeros(N_TOKENS)},
     training.spread_rewards: {"rows": ROWS},
     training.step_advantages: {"rewards": pa.table(STEPS), "sessions": group(REPORT)},
-    observations.observation_weights: {"rows": ROWS, "turns": TURNS},
+    learn.observation_weights: {"rows": ROWS, "turns": TURNS},
     tk.learn.observation_report: {"rows": ROWS, "turns": TURNS},
     analysis.call_tree: {"turns": TURNS, "session_id": "a"},
     analysis.check_roundtrip: {"turns": TURNS, "tokenizer": Letters()},
@@ -219,7 +219,7 @@ def test_a_choice_is_checked_before_a_stream_is_read():
 
 def test_every_public_function_is_tried():
     known = {function.__name__ for function in RIGHT}
-    for module in (tk, turns, training, observations, analysis):
+    for module in (tk, turns, training, analysis):
         for name in dir(module):
             function = getattr(module, name)
             if inspect.isfunction(function) and not name.startswith(tuple(ON_FILES)):

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from trajkit import export as export
     from trajkit import importers as importers
     from trajkit import learn as learn
-    from trajkit import observations as observations
     from trajkit import packs as packs
     from trajkit import plot as plot
     from trajkit import policies as policies

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 from trajkit.errors import FormatError
 from trajkit_rollout.agents.sandbox import pack
@@ -33,6 +33,25 @@ class Archive:
         return self.content
 
 
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """Files and folders below a directory, with their permissions and links.
+
+    ``copies``: each path below ``path``, and its path in the archive. Default: everything.
+    """
+
+    path: Path
+    copies: tuple[tuple[str, str], ...] = ((".", "."),)
+
+    def archive(self) -> bytes:
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
+            for source, target in self.copies:
+                # tarfile sorts the entries of a directory
+                tar.add(self.path / source, target, filter=_plain)
+        return buffer.getvalue()
+
+
 def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     """An entry without what differs from machine to machine."""
     if "__pycache__" in Path(entry.name).parts:
@@ -40,20 +59,6 @@ def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     entry.uid = entry.gid = entry.mtime = 0
     entry.uname = entry.gname = ""
     return entry
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """All files below a directory, with their permissions and links."""
-
-    path: Path
-
-    def archive(self) -> bytes:
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w") as tar:
-            # tarfile sorts the entries of a directory
-            tar.add(self.path, ".", filter=_plain)
-        return buffer.getvalue()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,32 +95,6 @@ class Checkout:
         return done.stdout.removesuffix(b"\n")
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """A solution as a patch of the workspace, in one file."""
-
-    text: str
-    name: ClassVar = "solution.patch"
-
-    def archive(self) -> bytes:
-        return pack({self.name: self.text.encode()})
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Files and folders of this machine, each with its path in the archive."""
-
-    root: Path
-    copies: tuple[tuple[str, str], ...]  # path below ``root``, and in the archive
-
-    def archive(self) -> bytes:
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w") as tar:
-            for source, target in self.copies:
-                tar.add(self.root / source, target, filter=_plain)
-        return buffer.getvalue()
-
-
-Files: TypeAlias = Texts | Archive | Folder | Checkout | Patch | Placed
+Files: TypeAlias = Texts | Archive | Folder | Checkout
 """Some files of a task. ``archive`` returns them as a tar archive, always with the same
 bytes; it raises `FormatError` if they cannot be read."""

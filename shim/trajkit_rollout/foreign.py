@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from trajkit_rollout.files import Folder, Patch, Placed
+from trajkit_rollout.files import Folder, Texts
 from trajkit_shim.json_input import as_name, as_number, as_object, as_text, refuse
 
 Foreign: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
@@ -28,6 +28,7 @@ Foreign: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 _number = partial(as_number, minimum=1.0, maximum=1e9)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
 _MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+_PATCH = "solution.patch"
 # instructions that change no file
 _IDLE = ("FROM", "WORKDIR", "LABEL", "MAINTAINER", "EXPOSE", "CMD", "ENTRYPOINT")
 
@@ -52,9 +53,9 @@ def harbor(record: Mapping[str, object], folder: Path) -> Foreign:
     copies = _copies(lines, workdir)
     memory = environment.get("memory_mb", environment.get("memory"))
     limits = {"memory_mb": _mib(memory), "cpus": environment.get("cpus")}
-    files: dict[str, Folder | Placed] = {"tests": Folder(folder / "tests")}
+    files: dict[str, Folder] = {"tests": Folder(folder / "tests")}
     if image is None and copies is not None:
-        files["workspace"] = Placed(build, copies)
+        files["workspace"] = Folder(build, copies)
     return {
         "id": re.sub(r"[^A-Za-z0-9_-]", "-", folder.name),
         "prompt": (folder / "instruction.md").read_text(encoding="utf-8"),
@@ -92,9 +93,9 @@ def swebench(record: Mapping[str, object]) -> Foreign:
         "prompt": record.get("problem_statement"),
         "workdir": "/testbed",
         "image": image,
-        "solve": f"git apply {{solution}}/{Patch.name}",
+        "solve": f"git apply {{solution}}/{_PATCH}",
         "grade": {"kind": "swebench", "instance": {**record, **lists}},
-    }, ({"solution": Patch(patch)} if patch else {})
+    }, ({"solution": Texts({_PATCH: patch})} if patch else {})
 
 
 def _instructions(path: Path) -> list[tuple[str, list[str]]]:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from trajkit.errors import FormatError
 from trajkit_rollout.agents.sandbox import Limits
-from trajkit_rollout.files import Checkout, Files, Folder, Placed, Texts
+from trajkit_rollout.files import Checkout, Files, Folder, Texts
 from trajkit_rollout.foreign import harbor, swebench
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
@@ -134,8 +134,6 @@ class Task:
                 yield source.path.parent
             elif isinstance(source, Checkout):
                 yield source.repository
-            elif isinstance(source, Placed):
-                yield source.root.parent
 
     def digest(self) -> str:
         """Return a hash of everything that the result depends on."""

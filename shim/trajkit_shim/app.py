@@ -4,14 +4,22 @@ A call is rendered, sampled and parsed without side effects, then recorded in on
 then answered. A call that fails, whose client disconnects, or whose session closes
 meanwhile is not recorded. A recorded call that the engine aborted gets an error answer
 and its turn is context only, as is a turn whose answer is lost on its way.
+
+The trainer's routes (sessions, pauses, new weights, shutdown) need the admin token, if
+there is one; a session's key is not enough.
 """
 
 import asyncio
+import hmac
 import ipaddress
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TypeAlias, cast
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -19,28 +27,81 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from trajkit_shim.admin import Admin, bearer
 from trajkit_shim.call import CallContext, Gateway, Options, read_body
-from trajkit_shim.delivery import Delivery, json_response, request_digest, watched
+from trajkit_shim.chat.sampling_params import parse_client_sampling, parse_pins
+from trajkit_shim.delivery import (
+    Delivery,
+    json_response,
+    request_digest,
+    unless_left,
+    watched,
+)
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
+from trajkit_shim.json_input import (
+    Fields,
+    Json,
+    Reader,
+    as_integer,
+    as_name,
+    as_number,
+    as_object,
+    as_text,
+    list_of,
+    parse_object,
+    refuse,
+)
+from trajkit_shim.pauses import MODES, Mode
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.base import Verb, WireProtocol
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
 from trajkit_shim.sessions.client_identity import identify
-from trajkit_shim.sessions.sessions import Session
+from trajkit_shim.sessions.sessions import (
+    FILTERS,
+    LIMITS,
+    EndedBy,
+    Outcome,
+    Session,
+    Terms,
+)
 from trajkit_shim.sessions.turn_log import TurnLog
 
-KEY_HEADER = "x-session-key"
+KEY_HEADER, TOKEN_HEADER = "x-session-key", "x-admin-token"
 # where the clients of the protocols put their API key
 _KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 # no site has such a name
 _PRIVATE = (".localhost", ".local", ".internal")
+
+# the fields of requests' bodies
+_OPEN = "session_id sampling client_sampling chat_template_kwargs ttl_seconds group_id "
+_OPEN += f"reward metadata replay {' '.join(LIMITS)}"
+_END = "reward error metadata wait_seconds"
+# from a directory or from memory
+_UPDATE = "weight_version model_path tensors load_format"
+
+# in Prometheus' format
+_METRICS = """\
+# TYPE trajkit_sessions gauge
+trajkit_sessions{{state="open"}} {open}
+trajkit_sessions{{state="closed"}} {closed}
+# TYPE trajkit_calls_in_flight gauge
+trajkit_calls_in_flight {in_flight}
+# TYPE trajkit_turns_total counter
+trajkit_turns_total {turns}
+# TYPE trajkit_paused gauge
+trajkit_paused {paused}
+"""
+
+# a duration; no request may make the gateway wait for more than a day
+_SECONDS = partial(as_number, minimum=0.0, maximum=24 * 3600.0)
+_POSITIVE = partial(as_integer, minimum=1)
+_ANY_NUMBER = partial(as_number, minimum=-math.inf, maximum=math.inf)
+_LIMIT_DIGITS = 9  # of the number of sessions to list
 
 
 def create_app(
@@ -51,11 +112,10 @@ def create_app(
 ) -> Starlette:
     """Return the gateway's ASGI app, which closes engine and log at shutdown.
 
-    Routes: the trainer's (`admin`); ``GET /v1/models``; ``GET /healthz``; ``GET
-    /prompts``, which reports how prompts are built and what the chat template does; and
-    the paths of every protocol (`trajkit_shim.protocols`). A call names its session by
-    the session's key, in the path prefix ``/s/{key}``, else in the header
-    ``x-session-key``, else as API key.
+    Routes: the trainer's; ``GET /v1/models``; ``GET /healthz``; ``GET /prompts``, which
+    reports how prompts are built and what the chat template does; and the paths of every
+    protocol (`trajkit_shim.protocols`). A call names its session by the session's key, in
+    the path prefix ``/s/{key}``, else in the header ``x-session-key``, else as API key.
 
     Parameters
     ----------
@@ -71,15 +131,43 @@ def create_app(
         ``images`` is an `ImageModel`, and the engine or the log takes no images.
     """
     gateway = Gateway(engine, renderer, log, options or Options())
-    app = _App(gateway)
+    routes = _Trainer(gateway).routes()
+    for prefix in ("", "/s/{session_key}"):
+        routes.append(_route(f"{prefix}/v1/models", _models, gateway))
+        for protocol in PROTOCOLS:
+            for path, verb in protocol.paths.items():
+                endpoint = _Endpoint(gateway, protocol, verb)
+                routes.append(Route(prefix + path, endpoint, methods=["POST"]))
+    for path in ("/", "/healthz"):
+        routes.append(_route(path, _health, gateway))
+    routes.append(_route("/prompts", _describe_prompts, gateway))
     return Starlette(
-        routes=list(app.routes()),
+        routes=routes,
         exception_handlers=dict.fromkeys(
             (ClientDisconnect, Exception, GatewayError, HTTPException), _answer_error
         ),
         middleware=[Middleware(_no_browsers, gateway.options.hosts)],
-        lifespan=app.lifespan,
+        lifespan=partial(_lifespan, gateway),
     )
+
+
+@asynccontextmanager
+async def _lifespan(
+    gateway: Gateway, _: Starlette
+) -> AsyncIterator[Mapping[str, object]]:
+    """Serve; at the end close what the gateway was given."""
+    # more than processors, because those that tokenize long texts wait for others
+    threads = ThreadPoolExecutor(64, "trajkit-call")
+    asyncio.get_running_loop().set_default_executor(threads)
+    # for the server, which ends the calls before it waits for their connections
+    yield {"drain": gateway.sessions.drain}
+    try:
+        await gateway.sessions.drain(0.0)
+    finally:
+        await gateway.pause.close()
+        await gateway.engine.close()
+        await gateway.reply_parser.close()
+        gateway.log.close()
 
 
 def _no_browsers(app: ASGIApp, hosts: Collection[str]) -> ASGIApp:
@@ -126,10 +214,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         # nobody reads it
         return Response(status_code=499)
     if isinstance(error, HTTPException):
-        shown = GatewayError(error.detail, error.status_code)
-    else:
-        # the server logs unexpected exceptions with their traceback
-        shown = as_gateway_error(error)
+        error = GatewayError(error.detail, error.status_code)
+    # the server logs unexpected exceptions with their traceback
+    shown = as_gateway_error(error)
     body = _protocol_of(request.url.path).error(shown)
     return json_response(body, shown.status, retry_header(shown))
 
@@ -145,59 +232,34 @@ def _protocol_of(path: str) -> WireProtocol:
     return next((p for p in PROTOCOLS if any(map(matches, p.paths))), OPENAI_CHAT)
 
 
-@dataclass(frozen=True, slots=True)
-class _App:
-    """The routes of a gateway."""
+def _route(
+    path: str, answer: Callable[[Gateway], Awaitable[Json]], gateway: Gateway
+) -> Route:
+    """A route that tells something about the gateway."""
 
-    gateway: Gateway
+    async def endpoint(_: Request) -> Response:
+        return json_response(await answer(gateway))
 
-    def routes(self) -> Iterator[Route]:
-        """Yield all routes."""
-        for path in ("/", "/healthz"):
-            yield Route(path, self.health)
-        yield Route("/prompts", self.describe_prompts)
-        yield from Admin(self.gateway).routes()
-        for prefix in ("", "/s/{session_key}"):
-            yield Route(f"{prefix}/v1/models", self.models)
-            for protocol in PROTOCOLS:
-                for path, verb in protocol.paths.items():
-                    endpoint = _Endpoint(self.gateway, protocol, verb)
-                    yield Route(prefix + path, endpoint, methods=["POST"])
+    return Route(path, endpoint)
 
-    @asynccontextmanager
-    async def lifespan(self, _: Starlette) -> AsyncIterator[Mapping[str, object]]:
-        """Serve; at the end close what the gateway was given."""
-        # more than processors, because those that tokenize long texts wait for others
-        threads = ThreadPoolExecutor(64, "trajkit-call")
-        asyncio.get_running_loop().set_default_executor(threads)
-        gateway = self.gateway
-        # for the server, which ends the calls before it waits for their connections
-        yield {"drain": gateway.sessions.drain}
-        try:
-            await gateway.sessions.drain(0.0)
-        finally:
-            await gateway.pause.close()
-            await gateway.engine.close()
-            await gateway.reply_parser.close()
-            gateway.log.close()
 
-    async def health(self, _: Request) -> Response:
-        gateway = self.gateway
-        state = "draining" if gateway.sessions.draining else "ok"
-        if gateway.pause.mode is not None:
-            state = "paused"
-        return JSONResponse({"status": state, "sessions": gateway.sessions.counts()})
+async def _health(gateway: Gateway) -> Json:
+    state = "draining" if gateway.sessions.draining else "ok"
+    if gateway.pause.mode is not None:
+        state = "paused"
+    return {"status": state, "sessions": gateway.sessions.counts()}
 
-    async def describe_prompts(self, _: Request) -> Response:
-        described = await asyncio.to_thread(self.gateway.prompts.describe)
-        n_bytes = self.gateway.cache_budget.n_bytes
-        return JSONResponse({**described, "cache_bytes": n_bytes})
 
-    async def models(self, _: Request) -> Response:
-        info = await self.gateway.engine.info()
-        model = {"id": info.model, "max_model_len": info.max_context_tokens}
-        model |= {"object": "model", "created": 0, "owned_by": "trajkit"}
-        return JSONResponse({"object": "list", "data": [model]})
+async def _describe_prompts(gateway: Gateway) -> Json:
+    described = await asyncio.to_thread(gateway.prompts.describe)
+    return {**described, "cache_bytes": gateway.cache_budget.n_bytes}
+
+
+async def _models(gateway: Gateway) -> Json:
+    info = await gateway.engine.info()
+    model = {"id": info.model, "max_model_len": info.max_context_tokens}
+    model |= {"object": "model", "created": 0, "owned_by": "trajkit"}
+    return {"object": "list", "data": [model]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,14 +291,12 @@ class _Endpoint:
             variables=gateway.variables(session, chat),
         )
         if verb == "count":
-            n_tokens = await gateway.count(context)
-            response = json_response(protocol.count(n_tokens))
+            response = json_response(protocol.count(await gateway.count(context)))
             await response(request.scope, request.receive, send)
             return
-        events = protocol.events(chat) if chat.stream else None
-        seconds = gateway.options.ping_seconds
         async with watched(request.receive) as left:
-            delivery = Delivery(left, send, protocol, chat, events, seconds)
+            seconds = gateway.options.ping_seconds
+            delivery = Delivery(left, send, protocol, chat, seconds)
             await delivery.answer(gateway.find_call(context, request.headers))
 
 
@@ -246,6 +306,172 @@ def _session_claims(request: Request) -> list[str]:
     named = request.path_params.get("session_key") or headers.get(KEY_HEADER)
     if named is not None:
         return [named]
-    keys = bearer(headers), *(headers.get(header) for header in _KEY_HEADERS)
+    keys = _bearer(headers), *(headers.get(header) for header in _KEY_HEADERS)
     # older Gemini clients
     return [key for key in (*keys, request.query_params.get("key")) if key]
+
+
+def _bearer(headers: Headers) -> str:
+    """Return the bearer token of a request, or an empty string."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+Answer: TypeAlias = Response | Json
+Handler: TypeAlias = Callable[[Request, Fields], Answer | Awaitable[Answer]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Trainer:
+    """The routes of the trainer. Agents have no access."""
+
+    gateway: Gateway
+
+    def routes(self) -> list[Route]:
+        session, store, pause = (
+            "/sessions/{session_id}",
+            self.gateway.sessions,
+            self._pause,
+        )
+        close, finish = partial(self._end, "close"), partial(self._end, "finish")
+        # with the fields of the body, if there is one
+        table: list[tuple[str, str, Handler, str | None]] = [
+            ("/sessions", "POST", self._open, _OPEN),
+            ("/sessions", "GET", self._list, None),
+            (session, "GET", lambda r, _: store.describe(_name(r)), None),
+            (session, "DELETE", close, _END),
+            (f"{session}/close", "POST", close, _END),
+            (f"{session}/finish", "POST", finish, _END),
+            (f"{session}/drop", "POST", lambda r, _: store.drop(_name(r)), ""),
+            (
+                f"{session}/reopen",
+                "POST",
+                lambda r, _: store.reopen(_name(r)).describe(),
+                "",
+            ),
+            ("/admin/drain", "POST", self._drain, "wait_seconds"),
+            ("/metrics", "GET", self._metrics, None),
+            ("/engine", "GET", lambda *_: self.gateway.pause.describe(), None),
+            ("/engine/pause", "POST", pause, "timeout_s mode wait_seconds"),
+            ("/engine/update", "POST", self._update, _UPDATE),
+            ("/engine/resume", "POST", self._resume, ""),
+        ]
+        return [
+            Route(path, partial(self._answer, handler, fields), methods=[method])
+            for path, method, handler, fields in table
+        ]
+
+    async def _answer(
+        self, handler: Handler, fields: str | None, request: Request
+    ) -> Response:
+        """Check token and body of a request, and answer it."""
+        options, body = self.gateway.options, Fields({})
+        if options.admin_token is not None:
+            given = request.headers.get(TOKEN_HEADER) or _bearer(request.headers)
+            # constant time: the duration does not reveal how much of it is right
+            if not hmac.compare_digest(given.encode(), options.admin_token.encode()):
+                message = "the admin token is missing: send it as bearer token or in "
+                message += TOKEN_HEADER
+                raise GatewayError(message, 401, code="invalid_admin_token")
+        if fields is not None:
+            body = Fields(parse_object(await read_body(request, options) or b"{}"))
+            body.only(fields.split())
+        answer = handler(request, body)
+        if not isinstance(answer, (Response, dict)):
+            answer = await answer
+        return answer if isinstance(answer, Response) else json_response(answer)
+
+    def _open(self, request: Request, body: Fields) -> Json:
+        terms = Terms(
+            pins=parse_pins(body.json.get("sampling")),
+            client_sampling=parse_client_sampling(body.json.get("client_sampling")),
+            limits={name: body.get(name, _POSITIVE) for name in LIMITS},
+            ttl_seconds=body.get("ttl_seconds", _SECONDS),
+            variables=body.section("chat_template_kwargs").json,
+            replay=body.flag("replay"),
+            group_id=body.get("group_id", _logged_text),
+        )
+        session_id = body.get_text("session_id")
+        opened = self.gateway.sessions.open(session_id, terms, _outcome_fields(body))
+        return {
+            "session_id": opened.session_id,
+            "api_key": opened.api_key,
+            # as this client reaches the gateway
+            "base_url": str(request.base_url).rstrip("/"),
+        }
+
+    def _list(self, request: Request, _: Fields) -> Json:
+        # of a query every value is a text
+        asked = Fields({"limit": "100", **request.query_params})
+        asked.only({"limit", *FILTERS})
+        limit = str(asked.json.pop("limit"))
+        wanted = {name: asked.text(name) for name in asked.json}
+        if not limit.isdecimal() or len(limit) > _LIMIT_DIGITS:
+            asked.refuse("limit", f"{limit!r}: not a number of sessions")
+        found = self.gateway.sessions.matching(wanted)
+        return {"sessions": [*islice(found, int(limit))]}
+
+    async def _end(self, how: EndedBy, request: Request, body: Fields) -> Json:
+        name, fields = _name(request), _outcome_fields(body)
+        return await self.gateway.sessions.finish(name, how, _wait(body), fields)
+
+    async def _drain(self, _: Request, body: Fields) -> Json:
+        await self.gateway.sessions.drain(_wait(body, 60.0))
+        return {**self.gateway.sessions.counts()}
+
+    def _metrics(self, _: Request, __: Fields) -> Response:
+        counts = self.gateway.sessions.counts()
+        paused = int(self.gateway.pause.mode is not None)
+        form = "text/plain; version=0.0.4; charset=utf-8"
+        text = _METRICS.format(**counts, paused=paused)
+        return Response(text, headers={"content-type": form})
+
+    async def _pause(self, request: Request, body: Fields) -> Json:
+        seconds, wait = _wait(body, 600.0, "timeout_s"), _wait(body, 60.0)
+        mode = cast("Mode", body.one_of("mode", MODES, "keep"))
+        work = self.gateway.pause.pause(seconds, mode, wait_seconds=wait)
+        await unless_left(request, work)
+        return self.gateway.pause.describe()
+
+    async def _update(self, _: Request, body: Fields) -> Json:
+        source = body.get("tensors", list_of(as_name))
+        unused = "load_format" if source is None else "model_path"
+        body.only(_UPDATE.replace(unused, "").split())
+        await self.gateway.pause.update(
+            body.name("model_path") if source is None else source,
+            body.name("weight_version"),
+            body.get_text("load_format"),
+        )
+        return self.gateway.pause.describe()
+
+    async def _resume(self, _: Request, __: Fields) -> Json:
+        await self.gateway.pause.resume()
+        return self.gateway.pause.describe()
+
+
+def _logged_text(value: object, where: str) -> str:
+    """Return a string of a text column, which is UTF-8."""
+    text = as_text(value, where)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        refuse(where, "half of a surrogate pair is no text")
+    return text
+
+
+def _name(request: Request) -> str:
+    return str(request.path_params["session_id"])
+
+
+def _wait(body: Fields, default: float = 0.0, name: str = "wait_seconds") -> float:
+    seconds = body.get(name, _SECONDS)
+    return default if seconds is None else seconds
+
+
+def _outcome_fields(body: Fields) -> Outcome:
+    readers: dict[str, Reader[object]]
+    readers = {"reward": _ANY_NUMBER, "error": _logged_text, "metadata": as_object}
+    fields = {k: body.get(k, read) for k, read in readers.items() if k in body.json}
+    if fields.get("metadata", {}) is None:
+        del fields["metadata"]
+    return cast("Outcome", fields)

@@ -177,10 +177,10 @@ class Gateway:
         self, protocol: WireProtocol, verb: Verb, body: bytes
     ) -> ChatRequest:
         """Read the body of a request, and its images."""
-        read = partial(protocol.read, images=self.image_policy, count=verb == "count")
+        images, count = self.image_policy, verb == "count"
 
         def parse() -> ChatRequest:
-            return read(parse_object(body))
+            return protocol.read(parse_object(body), images, count=count)
 
         # A long body would delay every other call; a short one takes less time than
         # a thread switch. Images are decoded.
@@ -259,25 +259,20 @@ class Gateway:
         call.work.add_done_callback(lambda _: session.calls.pop(call, None))
         return call
 
-    async def _make_turn(self, context: "CallContext") -> "NewTurn":
-        """Render, sample and parse one call.
+    async def _run(self, context: "CallContext", call: PendingReply) -> Reply:
+        """Sample and record a call.
 
         Raises `GatewayError`: an invalid request, or a session without tokens for it.
         `EngineError`: the prompt is invalid, or the engine failed.
         """
-        info = await self.engine.info()
-        limit = context.session.terms.limits.max_context_tokens
-        limit = limit or info.max_context_tokens
-        info = replace(info, max_context_tokens=min(limit, info.max_context_tokens))
-        made = await asyncio.to_thread(NewTurn, context, info)
-        made.resolve_sampling()
-        await made.run()
-        return made
-
-    async def _run(self, context: "CallContext", call: PendingReply) -> Reply:
-        """Sample and record a call."""
         try:
-            made = await self._make_turn(context)
+            info = await self.engine.info()
+            most = info.max_context_tokens
+            limit = context.session.terms.limits.get("max_context_tokens")
+            info = replace(info, max_context_tokens=min(limit or most, most))
+            made = await asyncio.to_thread(NewTurn, context, info)
+            made.resolve_sampling()
+            await made.run()
             await self.images.write(context.chat.images)
             return self._record(context, call, made)
         except GatewayError as error:
@@ -349,10 +344,7 @@ class CallContext:
 
 
 def build_prompt(
-    context: CallContext,
-    max_tokens: int,
-    *,
-    attributed: bool = False,
+    context: CallContext, max_tokens: int, *, attributed: bool = False
 ) -> tuple[RestoredRequest, Prompt]:
     session, request = context.session, context.chat
     prompts = context.gateway.prompts
@@ -373,19 +365,13 @@ def build_prompt(
 class NewTurn:
     """One reply to a request, from its prompt to what is recorded and answered."""
 
-    # set by `run`
     turn: LoggedTurn
     # None: the engine did not complete it, and its turn is context only
-    reply: Reply | None
-    message: Json  # the reply in canonical form
+    reply: Reply | None = None
     # for the session's conversation; its turn is set when it is recorded
-    node: Node | None
+    node: Node | None = None
 
-    def __init__(
-        self,
-        context: CallContext,
-        info: base.EngineInfo,
-    ) -> None:
+    def __init__(self, context: CallContext, info: base.EngineInfo) -> None:
         """Render the request, or extend the prompt of an earlier turn."""
         self._context, self._info = context, info
         self._gateway, self._request = context.gateway, context.chat
@@ -506,17 +492,16 @@ class NewTurn:
             stop_sequence=stop_sequence,
             tokens=tokens,
         )
-        self.reply = None if aborted else reply
-        self.message = canonical_reply(reply)
-        response = logged_message(self.message)
-        names = self.node = None
+        message = canonical_reply(reply)
+        response, names = logged_message(message), None
         if self._options.attributed:
             names = self.restored.tool_names[prompt.n_known :]
         caller = self._context.caller
         if not aborted:
+            self.reply = reply
             ids, ends = sample.output_ids, self._renderer.end_ids
             self.node = Node(
-                message=self.message,
+                message=message,
                 position=self.restored.position,
                 after=next_position(self.restored.position, response.key),
                 turn=-1,

@@ -137,12 +137,13 @@ class AsyncGatewayClient:
         if the client's process dies. If a gateway fails, none stays paused, but one that
         refuses (409) because it has a pause with another mode keeps that pause.
         """
-        body, paused = {"timeout_s": seconds, "mode": mode}, self.urls
+        body: dict[str, Any] = {"timeout_s": seconds, "mode": mode}
+        paused = self.urls
         try:
             answers = await self._answers("/engine/pause", body)
-            paused = [
-                url for url, answer in answers.items() if not _is_conflict(answer)
-            ]
+            # a gateway that has a pause of another mode keeps it
+            refused = {u for u, a in answers.items() if getattr(a, "status", 0) == 409}
+            paused = [url for url in self.urls if url not in refused]
             _raise_first(answers.values())
         except BaseException:
             if len(paused) == len(self.urls):
@@ -152,7 +153,7 @@ class AsyncGatewayClient:
             raise
         await self._stop_renewing()
         self._lost = None
-        self._renewing = asyncio.create_task(self._renew(seconds, mode))
+        self._renewing = asyncio.create_task(self._renew(body))
 
     async def update_weights(
         self,
@@ -213,14 +214,11 @@ class AsyncGatewayClient:
             self._running.remove(session_id)
             self._open[self._owners[session_id]] -= 1
 
-    async def _lease(self, seconds: float, mode: str) -> None:
-        await self._everywhere("/engine/pause", {"timeout_s": seconds, "mode": mode})
-
-    async def _renew(self, seconds: float, mode: str) -> None:
+    async def _renew(self, lease: dict[str, Any]) -> None:
         while True:
-            await asyncio.sleep(seconds / _RENEWALS)
+            await asyncio.sleep(lease["timeout_s"] / _RENEWALS)
             try:
-                await self._lease(seconds, mode)
+                await self._everywhere("/engine/pause", lease)
             except (GatewayError, ConnectionError) as error:
                 self._lost = error
 
@@ -279,11 +277,6 @@ class AsyncGatewayClient:
             shown = f"{answer.status_code} {answer.text[:400]}"
             raise ConnectionError(f"{where}: it answered {shown}") from error
         raise GatewayError(f"{where}: {message}", answer.status_code, code=code)
-
-
-def _is_conflict(answer: object) -> bool:
-    """Return whether a gateway refused a pause because it has one of another mode."""
-    return isinstance(answer, GatewayError) and answer.status == 409
 
 
 def _raise_first(answers: Iterable[object]) -> None:

@@ -32,14 +32,14 @@ from typing import Any, TypeAlias, TypeVar
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Send
+from starlette.types import Receive, Send
 
 from trajkit_shim.chat.reply import Reply
 from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.errors import GatewayError, as_gateway_error
 from trajkit_shim.json_input import Json
 from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.protocols.stream import Events, encode
+from trajkit_shim.protocols.stream import encode
 
 KEPT = 32
 """Number of a session's latest replies that can be sent again or amended."""
@@ -188,8 +188,8 @@ class Delivery:
     send: Send
     protocol: WireProtocol
     request: ChatRequest
-    events: Events | None  # of a streaming client
     ping_seconds: float
+    _n_pings: int = 0
     _begun: bool = False
 
     async def answer(self, pending: PendingReply) -> None:
@@ -201,16 +201,16 @@ class Delivery:
         async with pending.joined():
             await self._wait(pending)
             if self.left.done():
-                if not self._begun:
-                    raise ClientDisconnect
-                return
+                if self._begun:
+                    return
+                raise ClientDisconnect
             try:
                 reply = pending.result()
             except Exception as error:
                 shown, codes = as_gateway_error(error), self.protocol.streamed_errors
-                if self.events is None or not (self._begun or shown.code in codes):
+                if not self.request.stream or not (self._begun or shown.code in codes):
                     raise
-                await self._write(self.events.error(shown), more=False)
+                await self._write(b"".join(self._events(shown)), more=False)
                 if not isinstance(error, GatewayError):
                     # the server logs it with its traceback
                     raise
@@ -218,39 +218,36 @@ class Delivery:
                 if await self._send_reply(reply):
                     pending.reached()
 
+    def _events(self, answer: Reply | GatewayError) -> list[bytes]:
+        return [*self.protocol.stream(answer, self.request, self._n_pings)]
+
     async def _wait(self, pending: PendingReply) -> None:
         """Return when the work is done or the client left; send pings meanwhile."""
         ends: set[asyncio.Future[Any]] = {pending.work, self.left}
-        seconds = None if self.events is None else self.ping_seconds
-        while True:
-            await asyncio.wait(
-                ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-            )
-            if any(end.done() for end in ends):
-                return
-            assert self.events is not None
-            await self._write(self.events.ping())
+        seconds = self.ping_seconds if self.request.stream else None
+        first = asyncio.FIRST_COMPLETED
+        while not (await asyncio.wait(ends, timeout=seconds, return_when=first))[0]:
+            await self._write(self.protocol.ping(self.request, self._n_pings))
+            self._n_pings += 1
 
     async def _send_reply(self, reply: Reply) -> bool:
         """Send a reply; return whether it arrived."""
-        if self.events is None:
+        if self.request.stream:
+            data = self._events(reply)
+        else:
             data = [encode(self.protocol.write(reply, self.request))]
-        else:
-            data = [*self.events.reply(reply)]
-        if self._begun:
-            *first, last = data
-            await self._write(b"".join(first))
-            await _look()
-        else:
-            last = b"".join(data)
-        return await self._write(last, more=False)
+        if not self._begun:
+            return await self._write(b"".join(data), more=False)
+        await self._write(b"".join(data[:-1]))
+        await _look()
+        return await self._write(data[-1], more=False)
 
     async def _write(self, data: bytes, *, more: bool = True) -> bool:
         """Send data; return whether the client was connected until the last byte."""
         if not self._begun:
             self._begun = True
             headers = {"Content-Type": "application/json"}
-            if self.events is not None:
+            if self.request.stream:
                 headers = _STREAM_HEADERS
             if not more:
                 headers = {**headers, "Content-Length": str(len(data))}
@@ -262,13 +259,10 @@ class Delivery:
         view = memoryview(data)
         while not self.left.done():
             piece, view = view[:_PIECE_BYTES], view[_PIECE_BYTES:]
-            body: Message = {
-                "type": "http.response.body",
-                "body": bytes(piece),
-                "more_body": more or bool(view),
-            }
+            last = not (more or view)
+            body = {"type": "http.response.body", "body": bytes(piece)}
             try:
-                await self.send(body)
+                await self.send({**body, "more_body": not last})
             except OSError:
                 # how some servers report a disconnect
                 return False

@@ -5,7 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
-from typing import NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from trajkit_shim.errors import GatewayError
 
@@ -52,11 +52,19 @@ def parse_object(body: bytes) -> Json:
         raise GatewayError(f"the body is not JSON: {error}") from error
     except RecursionError as error:
         raise GatewayError("the body is nested too deep") from error
-    if isinstance(value, dict):
-        _check_depth(value)
     if not isinstance(value, dict):
         raise GatewayError(f"the body is {_kind(value)}, not a JSON object")
-    return value
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return value
+    raise GatewayError(f"the body is nested deeper than {MAX_DEPTH} levels")
 
 
 def without_halves(value: Json) -> Json:
@@ -71,20 +79,6 @@ def without_halves(value: Json) -> Json:
         cleaned: Json = json.loads(_HALF.sub("\ufffd", text))
         return cleaned
     return value
-
-
-def _check_depth(value: Json) -> None:
-    level: list[dict[str, object] | list[object]] = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for outer in level
-            for item in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(item, (dict, list))
-        ]
-        if not level:
-            return
-    raise GatewayError(f"the body is nested deeper than {MAX_DEPTH} levels")
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -174,7 +168,8 @@ def as_number(value: object, where: str, *, minimum: float, maximum: float) -> f
 class Fields:
     """The fields of a JSON object, and its path in errors (empty for the body).
 
-    ``ignored`` counts what has no effect here; without it, that is refused.
+    ``ignored`` counts what has no effect here; without it, that is refused. `need` reads a
+    required field with one of the functions above, `get` one that may be missing or null.
     """
 
     __slots__ = ("ignored", "json", "path")
@@ -182,9 +177,15 @@ class Fields:
     def __init__(
         self, json: Json, path: str = "", ignored: Counter[str] | None = None
     ) -> None:
-        self.json = json
-        self.path = path
-        self.ignored = ignored
+        self.json, self.path, self.ignored = json, path, ignored
+
+    def at(self, name: str) -> str:
+        """Return the path of a field."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def refuse(self, name: str, rule: str, code: str | None = None) -> NoReturn:
+        """Raise a 400 for a field."""
+        refuse(self.at(name), rule, code=code)
 
     def ignore(self, name: str, value: str = "") -> None:
         """Count a field, or one of its values, that has no effect; refuse it otherwise."""
@@ -197,14 +198,6 @@ class Fields:
         if where in self.ignored or len(self.ignored) < _MOST_IGNORED:
             self.ignored[where[:_LONGEST_IGNORED]] += 1
 
-    def at(self, name: str) -> str:
-        """Return the path of a field."""
-        return f"{self.path}.{name}" if self.path else name
-
-    def refuse(self, name: str, rule: str, code: str | None = None) -> NoReturn:
-        """Raise a 400 for a field."""
-        refuse(self.at(name), rule, code=code)
-
     def only(
         self, known: Collection[str], neutral: Mapping[str, object] | None = None
     ) -> None:
@@ -216,46 +209,32 @@ class Fields:
                 self.ignore(name)
 
     def need(self, name: str, read: Reader[T]) -> T:
-        """Return a required field, read with one of the functions above."""
         return read(self.json.get(name), self.at(name))
 
     def get(self, name: str, read: Reader[T]) -> T | None:
-        """Return a field as `need` does, or None if it is missing or null."""
         return None if self.json.get(name) is None else self.need(name, read)
 
     def text(self, name: str) -> str:
-        """Return a required string."""
         return self.need(name, as_text)
 
     def name(self, name: str) -> str:
         """Return a required non-empty string."""
         return self.need(name, as_name)
 
-    def one_of(
-        self,
-        name: str,
-        known: Collection[str],
-        default: str | None = None,
-        *,
-        code: str | None = None,
-    ) -> str:
+    def one_of(self, name: str, known: Collection[str], default: str = "") -> str:
         """Return a string of ``known``, or the default if it is missing."""
         value = self.json.get(name)
-        value = default if value is None else value
+        value = default or None if value is None else value
         if value is None:
-            self.refuse(name, "missing", code)
+            self.refuse(name, "missing")
         if not isinstance(value, str) or value not in known:
-            self.refuse(
-                name, f"{value!r} is not one of {', '.join(sorted(known))}", code
-            )
+            self.refuse(name, f"{value!r} is not one of {', '.join(sorted(known))}")
         return value
 
     def get_text(self, name: str) -> str | None:
-        """Return a string, if there is one."""
         return self.get(name, as_text)
 
     def get_object(self, name: str) -> Json | None:
-        """Return an object, if there is one."""
         return self.get(name, as_object)
 
     def flag(self, name: str) -> bool:
@@ -263,28 +242,20 @@ class Fields:
         return bool(self.get(name, as_flag))
 
     def object(self, name: str) -> "Fields":
-        """Return the fields of a required object."""
         return Fields(self.need(name, as_object), self.at(name), self.ignored)
 
     def section(self, name: str) -> "Fields":
         """Return the fields of an object, by default an empty one."""
-        return Fields(self.get(name, as_object) or {}, self.at(name), self.ignored)
+        return Fields(self.get_object(name) or {}, self.at(name), self.ignored)
 
     def objects(self, name: str) -> "Iterator[Fields]":
         """Yield the objects of a list, by default an empty one."""
-        value = self.json.get(name)
-        return objects([] if value is None else value, self.at(name), self.ignored)
+        for i, item in enumerate(self.get(name, as_list) or ()):
+            where = f"{self.at(name)}[{i}]"
+            yield Fields(as_object(item, where), where, self.ignored)
 
     def filled(self, name: str) -> "list[Fields]":
         """Return the objects of a required list that is not empty."""
         if not self.need(name, as_list):
             self.refuse(name, "an empty list")
         return list(self.objects(name))
-
-
-def objects(
-    value: object, where: str, ignored: Counter[str] | None = None
-) -> Iterator[Fields]:
-    """Yield the objects of a list."""
-    for i, item in enumerate(as_list(value, where)):
-        yield Fields(as_object(item, f"{where}[{i}]"), f"{where}[{i}]", ignored)

@@ -53,7 +53,17 @@ class Pause:
         (``paused``) if the pause took too long.
         """
         while True:
-            await self._until_open()
+            try:
+                async with asyncio.timeout(self._wait_seconds):
+                    # several pauses may follow each other
+                    while not self._open.is_set():
+                        await self._open.wait()
+            except TimeoutError:
+                message = f"the engine is paused, for more than {self._wait_seconds:g} "
+                message += "seconds"
+                raise EngineError(
+                    message, 503, code="paused", retry_after=_RETRY_AFTER
+                ) from None
             call = asyncio.ensure_future(start())
             self._calls[call] = False
             try:
@@ -87,7 +97,8 @@ class Pause:
                 self.mode = mode
                 await asyncio.shield(self._go_on())
                 raise
-            self._end_lease()
+            if self._lease is not None:
+                self._lease.cancel()
             self.mode = mode
             self._lease = asyncio.create_task(self._expire(seconds))
 
@@ -112,7 +123,7 @@ class Pause:
             elif isinstance(engine, TensorEngine):
                 await engine.update_tensors(source, load_format, version)
             else:
-                raise _not_updatable(engine, "updated from tensors")
+                raise self._refused("updated from tensors")
             self.version = version
 
     async def resume(self) -> None:
@@ -155,38 +166,23 @@ class Pause:
         if running:
             _, running = await asyncio.wait(running, timeout=wait_seconds)
         if running:
-            calls = (
-                f"{len(running)} calls are still running after {wait_seconds:g} seconds"
-            )
-            message = f"{calls}, so nothing is paused"
+            message = f"{len(running)} calls are still running after {wait_seconds:g} "
+            message += "seconds, so nothing is paused"
             raise GatewayError(message, 504, code="pause_timed_out")
-
-    async def _until_open(self) -> None:
-        try:
-            async with asyncio.timeout(self._wait_seconds):
-                # several pauses may follow each other
-                while not self._open.is_set():
-                    await self._open.wait()
-        except TimeoutError:
-            limit = f"{self._wait_seconds:g} seconds"
-            message = f"the engine is paused, for more than {limit}"
-            raise EngineError(
-                message, 503, code="paused", retry_after=_RETRY_AFTER
-            ) from None
 
     def _updatable(self) -> UpdatableEngine:
         if not isinstance(self._engine, UpdatableEngine):
-            raise _not_updatable(self._engine, "paused")
+            raise self._refused("paused")
         return self._engine
 
-    def _end_lease(self) -> None:
-        if self._lease is not None:
-            self._lease.cancel()
-            self._lease = None
+    def _refused(self, what: str) -> GatewayError:
+        message = f"{type(self._engine).__name__} cannot be {what}"
+        return GatewayError(message, 501, code="engine_not_updatable")
 
     def _end(self) -> None:
-        self._end_lease()
-        self.mode = None
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lease = self.mode = None
         self._open.set()
 
     async def _expire(self, seconds: float) -> None:
@@ -203,8 +199,3 @@ class Pause:
                 async with asyncio.timeout(_AT_ONCE_S):
                     await self._engine.resume()
         self._end()
-
-
-def _not_updatable(engine: Engine, what: str) -> GatewayError:
-    message = f"{type(engine).__name__} cannot be {what}"
-    return GatewayError(message, 501, code="engine_not_updatable")

@@ -11,12 +11,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
+from functools import partial
 from types import FrameType
+from typing import Any
 
-import h11
 import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _CLOSING_SECONDS = 15
 
@@ -55,38 +56,45 @@ def serve(
     with listener:
         if on_listening is not None:
             on_listening(url)
-        _Server(app, drain_seconds).run(sockets=[listener])
+        Server(app, drain_seconds).run(sockets=[listener])
 
 
 @contextmanager
-def running(
-    app: ASGIApp,
-    host: str = "127.0.0.1",
-    port: int = 0,
-) -> Iterator[str]:
+def running(app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
     """Run the app on a thread while the ``with`` block runs, and yield its base URL.
 
     At the end of the block the running calls are answered, however long they take. Raises
     `OSError` if the address is not available.
     """
     listener, url = listen(host, port)
-    server = _Server(app)
+    with listener, serving(app, listener):
+        # connections before the loop runs wait in the listener's backlog
+        yield url
+
+
+@contextmanager
+def serving(app: ASGIApp, listener: socket.socket) -> Iterator[None]:
+    """Run the app on a thread and a listener while the ``with`` block runs."""
+    server = Server(app)
     thread = threading.Thread(
         target=server.run, args=([listener],), name="trajkit-gateway", daemon=True
     )
-    with listener:
-        thread.start()
-        try:
-            # connections before the loop runs wait in the listener's backlog
-            yield url
-        finally:
-            server.should_exit = True
-            thread.join()
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
     """Return a socket that listens on an address, and its base URL."""
-    _allow_files()
+    # Raise the soft limit of open files, often 1,024: each connection is one.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    # macOS allows less than it says
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=512)
     # connections inherit it, and send small parts without delay
@@ -99,21 +107,6 @@ def url_of(listener: socket.socket, host: str | None = None) -> str:
     address, port = listener.getsockname()[:2]
     name = host or address
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-
-
-def _allow_files() -> None:
-    """Raise the soft limit of open files, often 1,024: each connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
-    # macOS allows less than it says
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-
-
-def _max_connections() -> int:
-    """How many clients the open files suffice for; a call may need one at the engine."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(16, (soft - _OTHER_FILES) // 2)
 
 
 def is_loopback(host: str) -> bool:
@@ -134,61 +127,98 @@ _PROBES = (
 )
 
 
-class _Protocol(H11Protocol):
-    """Closes a connection whose request does not arrive in time."""
+class _Connection(asyncio.Protocol):
+    """A connection of uvicorn, closed if its request does not arrive in time.
 
-    _late: asyncio.TimerHandle | None = None
-    _received_at = 0.0
-    _half_closed = False
+    It passes everything on to uvicorn's own protocol, and looks at what passes between
+    that and the app.
+    """
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._look()
+    def __init__(
+        self, protocol: Callable[..., Any], config: uvicorn.Config, **given: object
+    ) -> None:
+        # only of this connection
+        config = copy(config)
+        config.loaded_app = partial(self._answer, config.loaded_app)
+        self._inner = protocol(config=config, **given)
+        self._loop = asyncio.get_running_loop()
+        self._late: asyncio.TimerHandle | None = None
+        self._received_at = 0.0
+        # something was received and not answered yet; its answer has begun
+        self._asked = self._arrived = self._half_closed = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._inner.connection_made(transport)
+        self._wait(True)
 
     def data_received(self, data: bytes) -> None:
-        self._received_at = self.loop.time()
-        super().data_received(data)
-        self._look()
+        self._received_at, self._asked = self._loop.time(), True
+        if not self._arrived:
+            self._wait(True)
+        self._inner.data_received(data)
 
-    def eof_received(self) -> bool | None:  # type: ignore[override]
+    def eof_received(self) -> bool | None:
         """Answer a client that ends its sending side with its request.
 
         One that does so later has left. Both look the same, so a client that is killed
         right after its request is noticed by the probes of the connection.
         """
-        asked = self.cycle is not None and not self.cycle.response_complete
-        if not asked or self.loop.time() - self._received_at > _WITH_REQUEST_SECONDS:
+        late = self._loop.time() - self._received_at > _WITH_REQUEST_SECONDS
+        if late or not self._asked:
             return None
         self._half_closed = True
-        connection = self.transport.get_extra_info("socket")
+        connection = self._transport.get_extra_info("socket")
         for level, name, value in _PROBES:
             if connection is not None and hasattr(socket, name):
                 connection.setsockopt(level, getattr(socket, name), value)
         return True
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._half_closed:
-            self.transport.close()
-        self._look()
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._late is not None:
-            self._late.cancel()
-        super().connection_lost(exc)
+        self._wait(False)
+        self._inner.connection_lost(exc)
 
-    def _look(self) -> None:
-        """Start or stop waiting for a request, or for the rest of it."""
-        waits = self.conn.their_state is h11.SEND_BODY
-        if self.conn.their_state is h11.IDLE:
+    async def _answer(
+        self, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        async def received() -> Message:
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body"):
+                self._arrived = True
+                self._wait(False)
+            return message
+
+        async def sent(message: Message) -> None:
+            kind, more = message["type"], message.get("more_body")
+            if kind != "http.response.body" or more:
+                await send(message)
+                return
+            # uvicorn reads no more once it has a part of the next request
+            again = not self._transport.is_reading()
+            self._asked, self._arrived = again, False
+            await send(message)
             # after a request, a client may take its time until the next one begins
-            waits = self.cycle is None or self.conn.trailing_data[0] != b""
+            self._wait(again)
+            if self._half_closed:
+                self._transport.close()
+
+        await app(scope, received, sent)
+
+    def _wait(self, waits: bool) -> None:
+        """Start or stop waiting for a request, or for the rest of it."""
         if self._late is not None and not waits:
             self._late.cancel()
             self._late = None
         elif self._late is None and waits:
-            close = self.transport.close
-            self._late = self.loop.call_later(REQUEST_SECONDS, close)
+            close = self._transport.close
+            self._late = self._loop.call_later(REQUEST_SECONDS, close)
 
 
 # characters that a terminal obeys
@@ -214,30 +244,33 @@ _LOGGING = {
 }
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """Has the app end its calls after a while, rather than cancel their requests."""
 
     def __init__(self, app: ASGIApp, drain_seconds: float | None = None) -> None:
-        closing = None
+        closing, (files, _) = None, resource.getrlimit(resource.RLIMIT_NOFILE)
         if drain_seconds is not None:
             # for connections that outlast their calls
             closing = math.ceil(drain_seconds) + _CLOSING_SECONDS
         config = uvicorn.Config(
             app,
-            http=_Protocol,
+            http="h11",
             log_config=_LOGGING,
             log_level="warning",
             # its lines would contain the key that Gemini clients put in the URL
             access_log=False,
             lifespan="on",
             ws="none",
-            # more get 503 at once
-            limit_concurrency=_max_connections(),
+            # more get 503 at once; a call may need another connection at the engine
+            limit_concurrency=max(16, (files - _OTHER_FILES) // 2),
             # an agent's tools may run for minutes between two calls, and a call that
             # arrives while its connection is being closed is lost
             timeout_keep_alive=600,
             timeout_graceful_shutdown=closing,
         )
+        config.load()
+        protocol: Any = partial(_Connection, config.http_protocol_class)
+        config.http_protocol_class = protocol
         super().__init__(config)
         self._drain_seconds = drain_seconds
         self._n_signals = 0

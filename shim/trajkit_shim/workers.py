@@ -96,7 +96,9 @@ class Worker:
             if request.method == "POST":
                 return await self._open(request, body)
             return await self._everywhere(request, body)
-        if path in _EVERYWHERE and not (path == "/engine/pause" and _keeps(body)):
+        # a pause is the engine's, which the workers share, unless it holds back calls
+        keeps = path == "/engine/pause" and _field(body, "mode", "keep") == "keep"
+        if path in _EVERYWHERE and not keeps:
             return await self._everywhere(request, body)
         name = path.removeprefix("/sessions/").partition("/")[0]
         # another path, or an unknown session, is the first worker's to refuse
@@ -106,7 +108,7 @@ class Worker:
         """Open a session at the worker with the fewest open ones."""
         # one after the other: an id is never opened twice, and counts are exact
         async with self._opening:
-            owner = self._owners.get(_session_id(body))
+            owner = self._owners.get(str(_field(body, "session_id", "")))
             if owner is None:
                 indices = range(len(self.place.urls))
                 loads = await asyncio.gather(*map(self._n_open, indices))
@@ -195,18 +197,11 @@ class Worker:
             raise _lost(index, f"{type(error).__name__}: {error}") from error
 
 
-def _keeps(body: bytes) -> bool:
-    """Whether a pause is the engine's, which the workers share."""
+def _field(body: bytes, name: str, default: str) -> object:
+    """A field of a body, which may be no JSON."""
     with suppress(ValueError, AttributeError):
-        return bool(json.loads(body or b"{}").get("mode", "keep") == "keep")
-    return True
-
-
-def _session_id(body: bytes) -> str:
-    """The id that an opening names, if it does."""
-    with suppress(ValueError, AttributeError):
-        return str(json.loads(body).get("session_id", ""))
-    return ""
+        return json.loads(body).get(name, default)
+    return default
 
 
 def _lost(index: int, why: str) -> GatewayError:

@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import reference
 from tests.made_tables import dicts, link_by, turns_table
+from tests.oracles import rows as reference
 from tests.strategies import sessions, thresholds
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 import trajkit as tk
-from tests import reference
 from tests.made_tables import in_delta_form, link_by, turns_table
+from tests.oracles import rows as reference
 from tests.shim.fakes import byte_tokenizer
 from tests.strategies import runs_apart, sessions
 from trajkit import _core, schema

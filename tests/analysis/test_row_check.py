@@ -175,7 +175,11 @@ FORMS = {
     "sft": sft.labels_table(ROWS),
     "skyrl-sft": sft.mask_table(ROWS),
     "padded labels": {
-        name: np.asarray(value) for name, value in sft.padded_labels(ROWS, 0).items()
+        "input_ids": np.array([[*IDS, 0, 0]]),
+        "labels": np.array(
+            [[*(i if m else -100 for i, m in zip(IDS, MASK, strict=True)), -100, -100]]
+        ),
+        "attention_mask": np.array([[1] * len(IDS) + [0, 0]]),
     },
     "verl": [field for rollout in verl.agent_loop_fields(ROWS) for field in rollout],
     "verl padded": PADDED,

@@ -9,7 +9,7 @@ import trajkit as tk
 from benchmarks.data import SMALL, quoted, rollout
 from tests.generated import generated_runs
 from tests.made_tables import by_session, linearized, link_by, turns_table
-from tests.reference import held
+from tests.oracles.rows import held
 from tests.strategies import row_limits, runs
 from trajkit.analysis.simulation import cheapest_lossless, label
 from trajkit.errors import ArgumentError

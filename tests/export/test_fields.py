@@ -14,7 +14,7 @@ import trajkit as tk
 from tests.export.group_of_rows import TARGETS, one_row_each, plain, sample_rows
 from tests.made_tables import turns_table
 from tests.strategies import runs
-from trajkit.errors import ExportError, NoSignalWarning
+from trajkit.errors import ExportError
 from trajkit.export import (
     areal,
     miles,
@@ -182,12 +182,6 @@ def test_prime_rl_samples_are_those_of_its_wire_format():
     assert found == due
 
 
-def test_prime_rl_gives_every_token_the_temperature_of_its_rollout():
-    """prime-rl divides the logits of a token by the temperature of the one before."""
-    found = prime_rl.sample_fields(sample_rows(), env_name="demo", temperature=0.7)
-    assert found[0]["temperatures"] == [0.7] * 9
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -312,28 +306,6 @@ def test_tinker_provenance_names_the_tokens_of_turns(turns, policy):
             trained and not here
             for trained, here in zip(row["loss_mask"][1:], sampled, strict=True)
         )
-
-
-def test_tinker_provenance_takes_the_sampler_s_names():
-    rows = sample_rows()
-    turns = [
-        (row["session_id"], span["turn_index"])
-        for row in rows.to_pylist()
-        for span in row["spans"]
-    ]
-    names = pa.table(
-        {
-            "session_id": [session for session, _ in turns],
-            "turn_index": [turn for _, turn in turns],
-            "sequence_id": [f"seq-{k}" for k in range(len(turns))],
-        }
-    )
-    (first, *_) = tinker.datum_fields(rows, sequence_ids=names)
-    assert {run["sequence_id"] for run in first["model_input_spans"]} <= {
-        f"seq-{k}" for k in range(len(turns))
-    }
-    with pytest.raises(ExportError, match=r"row \d: turn \d has no sequence_id"):
-        tinker.datum_fields(rows, sequence_ids=names.slice(0, 1))
 
 
 def test_skyrl_fields_are_those_of_its_generator():
@@ -570,8 +542,6 @@ def test_sft_labels_are_those_of_its_trainer():
         [1] * n for n in map(len, sample_rows()["input_ids"].to_pylist())
     ]
     assert set(table.schema.types) == {pa.list_(pa.int32())}
-    padded = sft.padded_labels(sample_rows(), pad_token_id=0)
-    assert plain(padded) == TARGETS["hf_sft"]["padded"]
     masks = sft.mask_table(sample_rows())
     assert masks["loss_mask"].to_pylist() == [row["loss_mask"] for row in TARGETS_ROWS]
 
@@ -660,12 +630,6 @@ def test_a_null_reward_is_refused_where_it_would_become_0(target):
         EVERY[target](changed("reward", [1.0, None]))
 
 
-def test_a_null_reward_stays_none_for_trl():
-    rows = changed("reward", [1.0, None])
-    with pytest.warns(NoSignalWarning, match="no group of these 2 rows"):
-        assert trl.rollout_func_fields(rows)["reward"] == [1.0, None]
-
-
 @pytest.mark.parametrize("target", ["areal", "prime_rl", "tinker", "trl_async"])
 def test_a_null_or_absent_advantage_is_refused(target):
     for rows in (
@@ -683,37 +647,6 @@ def test_rows_of_a_session_in_pieces_are_refused(target):
 
 
 # --- the trainer's loss over exported rows is the reference loss
-
-
-def weighted_rows():
-    return sample_rows(), np.linspace(-2.0, -0.1, 21)
-
-
-def test_weighted_advantages_give_the_reference_loss():
-    rows, now = weighted_rows()
-    due = float(tk.learn.reference_loss(rows, now).total)
-    ends = np.cumsum([0, *map(len, rows["input_ids"].to_pylist())])
-    total = 0.0
-    for k, datum in enumerate(tinker.datum_fields(rows)):
-        ratio = np.exp(now[ends[k] + 1 : ends[k + 1]] - datum["logprobs"])
-        total -= float((datum["advantages"] * ratio).sum())
-    assert total / 2 == pytest.approx(due, rel=1e-6)
-    total = 0
-    for k, sample in enumerate(trl.rollout_sample_fields(rows, weighted=True)):
-        mask = sample["completion_mask"] == 1
-        ratio = np.exp(now[ends[k] : ends[k + 1]] - sample["old_log_probs"])
-        total -= sample["advantage"] * ratio[mask].sum()
-    assert total / 2 == pytest.approx(due, rel=1e-6)
-    total = n = 0
-    for k, sample in enumerate(
-        prime_rl.sample_fields(rows, env_name="e", weighted=tk.export.step_counts(rows))
-    ):
-        mask = np.array(sample["mask"])
-        ratio = np.exp(now[ends[k] : ends[k + 1]] - np.array(sample["logprobs"]))
-        terms = np.array(sample["rl_weights"]) * np.array(sample["advantages"]) * ratio
-        total -= terms[mask].sum()
-        n += mask.sum()
-    assert total / n == pytest.approx(due, rel=1e-6)
 
 
 def rows_with_an_image(folder, **choices):
@@ -757,18 +690,6 @@ def test_verl_opens_no_file_outside_the_folder(tmp_path):
     )
     with pytest.raises(ExportError, match="is not the SHA-256"):
         verl.agent_loop_fields(changed, images=tmp_path / "other")
-
-
-def test_an_empty_list_of_images_is_none(tmp_path):
-    call = {"prompt_ids": [1], "output_ids": [2], "output_logprobs": [-1.0]}
-    turns = tk.from_records([{**call, "session_id": "a"}])
-    rows = tk.linearize(turns, "faithful", reward=1.0)
-    at = rows.column_names.index("mm_items")
-    empty = pa.array([[]], rows.schema.field(at).type)
-    rows_with = rows.set_column(at, rows.schema.field(at), empty)
-    for images in (None, tmp_path):
-        found = verl.agent_loop_fields(rows_with, images=images)
-        assert found == verl.agent_loop_fields(rows, images=images)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import trajkit as tk
-from tests.export.group_of_rows import TARGETS, one_row_each, plain, sample_rows
+from tests.export.group_of_rows import TARGETS, plain, sample_rows
 from trajkit import export
-from trajkit.export import nemo_rl, prime_rl, sft, tinker, trl, verl
+from trajkit.export import prime_rl, sft, tinker, trl, verl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -53,101 +52,12 @@ def test_trl_packs_the_labels_of_exported_rows():
     assert set(packed.column_names) == {*due, "attention_mask"}
 
 
-def test_datasets_take_splits_of_rows():
-    missing("datasets")
-    rows = sample_rows()
-    splits = sft.dataset_dict(train=rows, test=one_row_each(rows))
-    assert {name: len(split) for name, split in splits.items()} == {
-        "train": 3,
-        "test": 2,
-    }
-    assert splits["train"][0]["labels"] == [-100, -100, -100, 21, 22, -100, 23, 24, 25]
-
-
-def test_transformers_flatten_the_labels_of_exported_rows():
-    missing("torch", "transformers")
-    from transformers import DataCollatorWithFlattening
-
-    batch = DataCollatorWithFlattening(return_tensors="pt")(
-        sft.labels_table(sample_rows()).to_pylist()
-    )
-    due = TARGETS["hf_sft"]["flattening"]
-    for name in ("input_ids", "labels", "position_ids"):
-        assert plain(batch[name]) == due[name], name
-
-
 def test_verl_makes_the_same_tensors_of_exported_outputs():
     missing("verl.experimental.agent_loop.agent_loop")
     found = [one for each in verl.agent_loop_outputs(sample_rows()) for one in each]
     for one, due in zip(found, TARGETS["verl"]["as_dict"], strict=True):
         made = one.as_dict()
         assert {name: plain(made[name]) for name in due} == due
-
-
-def test_verl_computes_the_loss_of_rollouts():
-    """Its trainer v1 and its ``agg_loss`` give the reference loss of token means."""
-    missing("torch", "verl", "verl.trainer.ppo.v1.utils")
-    import torch
-    from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
-    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
-
-    rows = sample_rows()
-    data = verl.data_proto(rows, 6, 8, 0)
-    data.batch["token_level_rewards"] = data.batch["rm_scores"]
-    keys = [
-        f"{one['extra_fields']['uid']}_{k}_{index}"
-        for k, rollout in enumerate(verl.agent_loop_fields(rows))
-        for index, one in enumerate(rollout)
-    ]
-    data = compute_advantage_for_multi_trajectories(
-        data, keys, AdvantageEstimator.GRPO, norm_adv_by_std_in_grpo=False
-    )
-    gains = data.batch["advantages"]
-    due = TARGETS["verl"]["advantages_of_compute_advantage_for_multi_trajectories"]
-    np.testing.assert_allclose(plain(gains), due, atol=1e-6)
-    now = np.linspace(-2.0, -0.1, 21)
-    new = torch.zeros(gains.shape, dtype=torch.float64)
-    at = 0
-    for line, row in enumerate(rows.to_pylist()):
-        n = len(row["input_ids"])
-        response = now[at + row["prompt_length"] : at + n]
-        new[line, : len(response)] = torch.from_numpy(response)
-        at += n
-    ratio = torch.exp(new - data.batch["rollout_log_probs"])
-    mask = data.batch["response_mask"]
-    found = agg_loss(-gains * ratio, mask, loss_agg_mode="token-mean")
-    n_trained = sum(map(sum, rows["loss_mask"].to_pylist()))
-    weighed = tk.add_weights(rows, "constant", constant=n_trained / 2)
-    loss = tk.learn.reference_loss(weighed, now, reduce="sum")
-    assert float(found) == pytest.approx(float(loss.total), rel=1e-5)
-
-
-def test_verl_gives_every_row_the_advantage_of_its_rollout():
-    missing("verl", "verl.trainer.ppo.v1.utils")
-    data = verl.data_proto(sample_rows(), 6, 8, 0)
-    data.check_consistency()
-    assert plain(data.batch["responses"]) == TARGETS["verl"]["padded"]["responses"]
-    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
-
-    gains, _ = compute_grpo_outcome_advantage(
-        data.batch["rm_scores"],
-        data.batch["response_mask"],
-        index=data.non_tensor_batch["uid"],
-        norm_adv_by_std_in_grpo=False,
-    )
-    due = TARGETS["verl"]["advantages_by_row_of_compute_grpo_outcome_advantage"]
-    np.testing.assert_allclose(plain(gains), due, atol=1e-6)
-
-
-def test_tinker_takes_exported_data_and_the_cookbook_makes_the_same():
-    missing("tinker")
-    made = tinker.datums(sample_rows(), weighted=False)
-    for one, due in zip(made, TARGETS["tinker"]["data"], strict=True):
-        assert one.model_input.to_ints() == due["model_input"]
-        for name in ("target_tokens", "logprobs", "advantages", "mask"):
-            field = one.loss_fn_inputs[name]
-            assert field.dtype == due[name]["dtype"]
-            assert list(field.data) == due[name]["data"]
 
 
 def test_tinker_accepts_the_provenance_of_rows():
@@ -197,12 +107,6 @@ def test_prime_rl_files_are_what_its_trainer_decodes(tmp_path):
     assert [msgspec.structs.asdict(one) for each in found for one in each] == [
         one for each in due for one in each
     ]
-
-
-def test_nemo_rl_logs_are_tensors_of_one_type():
-    missing("torch")
-    for log in nemo_rl.message_logs(sample_rows()):
-        assert {str(message["token_ids"].dtype) for message in log} == {"torch.int64"}
 
 
 def test_areal_trajectories_are_tensors():

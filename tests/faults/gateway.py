@@ -90,17 +90,17 @@ GATEWAY = (
         ("a cut reply is extended", "if not node.closed:", "if False:"),
         (
             "a reply that stopped at another role keeps its last token",
-            "if skeleton.opens_next and found.end != ended:",
+            "if skeleton.opens_next and between.end != ended:",
             "if False:",
         ),
         (
             "what the template would rewrite is not looked at",
-            "if by_template:",
-            "if False:",
+            "changed = self._rewritten(n_known)",
+            "pass",
         ),
         (
             "reasoning that the template leaves out is not noticed",
-            'return None if thought in shown else "reasoning"',
+            'return None if thought in squeezed(shown) else "reasoning"',
             "return None",
         ),
         (
@@ -110,7 +110,7 @@ GATEWAY = (
         ),
         (
             "a template that cannot extend at a role is extended",
-            "any(skeleton.extends[role] for role in roles)",
+            "any(extends[role] for role in roles)",
             "False",
         ),
     ),
@@ -125,8 +125,8 @@ GATEWAY = (
         ),
         (
             "what moves on with a later message is not noticed",
-            "if role in moved:",
-            "if False:",
+            "role: why if role in moved else self._differs(text, role)",
+            "role: self._differs(text, role)",
         ),
     ),
     place(
@@ -134,7 +134,7 @@ GATEWAY = (
         _PROMPTS,
         (
             "text may forge control tokens",
-            "while isinstance(value, str) and spelled.search(value):",
+            "while spelled.search(value):",
             "while False:",
         ),
         (
@@ -169,7 +169,7 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/prompting/attribution.py",
+        "shim/trajkit_shim/prompting/prompts.py",
         _PROMPTS,
         (
             "the first of several equal texts is the message's",
@@ -273,8 +273,14 @@ GATEWAY = (
         ),
         (
             "a session ends without its amendments",
-            "await self._amended(session)",
-            "pass",
+            """            try:
+                session.write_amendments()
+            except GatewayError:
+                # turns""",
+            """            try:
+                pass
+            except GatewayError:
+                # turns""",
         ),
         (
             "a session's end does not end its calls",
@@ -468,8 +474,8 @@ GATEWAY = (
         ),
         (
             "usage comes whether it was asked for or not",
-            "if self.request.include_usage:",
-            "if True:",
+            "    if request.include_usage:",
+            "    if True:",
         ),
         (
             "reasoning that is sent back is lost",
@@ -568,16 +574,16 @@ GATEWAY = (
         ),
     ),
     place(
-        "shim/trajkit_shim/engines/acceptance.py",
+        "shim/trajkit_shim/engines/checks.py",
         _ENGINES,
         (
             "a reply of another request is recorded",
-            "if answer.request_id not in expected:",
+            "if request_id != request.request_id:",
             "if False:",
         ),
         (
             "a reply whose counts differ is recorded",
-            "if type(given) is not int or given != counted:",
+            "if type(given) is not int or given != number:",
             "if False:",
         ),
         (
@@ -599,7 +605,11 @@ GATEWAY = (
     place(
         "shim/trajkit_shim/engines/checks.py",
         _ENGINES,
-        ("ids may follow the end of a reply", "if end is not None:", "if False:"),
+        (
+            "ids may follow the end of a reply",
+            "if end is not None and not",
+            "if False and not",
+        ),
         ("a mask may lack what was drawn", "if token not in allowed:", "if False:"),
     ),
     place(
@@ -607,7 +617,7 @@ GATEWAY = (
         _ENGINES,
         (
             "logprobs are from before the cut",
-            "logprobs = [(logprob, entry[1]) for logprob, entry in pairs]",
+            "logprobs = [(logprob, token) for logprob, (_, token) in pairs]",
             "pass",
         ),
     ),

@@ -36,11 +36,17 @@ PYTHON = (
     ),
     _place(
         "trajkit/schema/turns.py",
-        "tests/turns/test_validation.py tests/turns/test_delta.py",
+        "tests/turns/test_validation.py tests/turns/test_delta.py "
+        "tests/turns/test_records.py",
         (
             "a span of weights may run backwards",
             "(lows != due) | (highs < lows)",
             "(lows != due)",
+        ),
+        (
+            "an empty span of weights is refused",
+            "(lows != due) | (highs < lows)",
+            "(lows != due) | (highs <= lows)",
         ),
         (
             "spans of weights are checked against turns of other chunks",
@@ -169,13 +175,13 @@ PYTHON = (
         "tests/turns/test_records.py tests/turns/test_messages.py",
         (
             "replies stay in the order of records",
-            "responses = responses[order]",
-            "responses = responses",
+            "responses, numbers = responses[order], numbers[order]",
+            "numbers = numbers[order]",
         ),
         (
             "sessions of messages stay in the order of records",
-            "numbers = numbers[order]",
-            "numbers = numbers",
+            "responses, numbers = responses[order], numbers[order]",
+            "responses = responses[order]",
         ),
         (
             "turn_index may be 2**31",
@@ -188,9 +194,9 @@ PYTHON = (
             'elif name == "use_tool":',
         ),
         (
-            "an empty span of weights is refused",
-            'span["start"] != due or span["stop"] < due',
-            'span["start"] != due or span["stop"] <= due',
+            "a fraction of a token is cut off",
+            "if read[i] != one:",
+            "if False:",
         ),
         (
             "2 is a bool of a mask",
@@ -674,6 +680,7 @@ PYTHON = (
             '(requests["n_keys"] != 0) | (requests["shared"] != 0)',
             '(requests["n_keys"] != 0)',
         ),
+        ("weights may be off by a thousandth", "_ROUNDING = 1e-9", "_ROUNDING = 1e-3"),
         (
             "tokens without a logprob must train",
             'self.policy.missing_logprobs == "untrain"',
@@ -688,7 +695,6 @@ PYTHON = (
             "if case.cap is None or min(n, case.cap) == len(ids):",
             "if case.cap is None:\n        return True\n    if min(n, case.cap) == len(ids):",
         ),
-        ("weights may be off by a thousandth", "_ROUNDING = 1e-9", "_ROUNDING = 1e-3"),
         (
             "turns need not end with last_turn",
             "if last is not None and listed[-1:] != [last]:",
@@ -696,8 +702,8 @@ PYTHON = (
         ),
         (
             "weights of an empty range count",
-            'max(one["start"], spans.out_start[k]) < min(',
-            'max(one["start"], spans.out_start[k]) <= min(',
+            'if start < min(one["stop"], spans.out_stop[k]):',
+            'if start <= min(one["stop"], spans.out_stop[k]):',
         ),
         (
             "use_tool of a row may be true for no turn",
@@ -716,13 +722,13 @@ PYTHON = (
         ),
         (
             "the first output of a spliced row follows any end of its prompt",
-            "            tail = prompt\n",
-            "            pass\n",
+            "due = prompt if before < 0 else prompt[",
+            "due = prompt[",
         ),
         (
             "a spliced row may end before its last turn",
-            'if call >= 0 and (ends or calls.calls["out_len"][call] == 0)',
-            "if call >= 0",
+            'return order[-1:] if ends or not calls.calls["out_len"][order[-1]] else []',
+            "return order[-1:]",
         ),
     ),
     _place(
@@ -730,12 +736,12 @@ PYTHON = (
         "tests/verification/test_verify.py tests/rows/test_splice.py",
         (
             "only tokens are compared with the rows of the policy",
-            "if own and shared == max(len(ids), len(expected)):",
-            "if False:",
+            "if not (own and equal):",
+            "if True:",
         ),
         (
             "spans may come in any order",
-            "if not alone and here != there:",
+            "if not alone and row.spans != due.spans:",
             "if False:",
         ),
     ),
@@ -769,7 +775,7 @@ PYTHON = (
         ),
         (
             "a message is not copied",
-            "comparable(copy, encoded.is_plain)",
+            "comparable(parse_json(encoded.body), encoded.is_plain)",
             "comparable(message, encoded.is_plain)",
         ),
     ),
@@ -777,14 +783,9 @@ PYTHON = (
         "trajkit/recorder/session.py",
         "tests/recorder/test_recorder.py tests/recorder/test_match.py",
         (
-            "rewards of calls are not read",
-            "or any(one.name in OF_TURNS for one in extra):",
-            "or False:",
-        ),
-        (
-            "masks of calls are not read",
-            '*map(type, columns["output_mask"])}',
-            "}",
+            "masks of calls are not checked",
+            "for check in (*checks_of(TURNS, _OF_IDS), mm_items):",
+            "for check in (mm_items,):",
         ),
         (
             "messages match where no id does",
@@ -794,11 +795,11 @@ PYTHON = (
     ),
     _place(
         "trajkit/recorder/session.py",
-        "tests/recorder/test_recorder.py",
+        "tests/recorder/test_sessions_end.py",
         (
             "a time without a zone is taken",
-            "isinstance(value, datetime) and value.tzinfo is not None",
-            "isinstance(value, datetime)",
+            "if not fits or (isinstance(value, datetime) and value.tzinfo is None):",
+            "if not fits:",
         ),
         (
             "metadata overwrites payloads",

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
-from benchmarks import fuzz_files
 from tests.file_stages import linearize_file
+from tests.fuzz import files as fuzz_files
 from tests.made_tables import linearized
 from trajkit.files import jsonl
 from trajkit.importers.containers import objects

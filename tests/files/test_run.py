@@ -29,12 +29,11 @@ from trajkit.errors import (
     InvalidTurnsError,
     SchemaError,
 )
-from trajkit.files import group, outputs
+from trajkit.files import group
 from trajkit.files import run as run_module
 from trajkit.files.formats import paths_in
 from trajkit.files.group import index_sessions
-from trajkit.files.outputs import write_in_thread
-from trajkit.files.run import Watch
+from trajkit.files.run import Watch, write_in_thread
 from trajkit.files.tables import read_any_rows, write_rows, write_table, write_tables
 from trajkit.schema import AMENDMENTS, REPORT, ROWS, SESSIONS, TURNS, TURNS_DELTA
 from trajkit.tables import limits, session_batches
@@ -1113,73 +1112,14 @@ def test_files_whose_columns_differ_are_gathered_into_the_same_buckets(
     assert whole["note"].null_count < len(whole)
 
 
-# --- names that cannot all be given
-
-
-THREE = ("a.arrows", "b.arrows", "c.arrows")
-
-
-def write_three(folder, blocked=None):
-    """Write three files together; the place of one is taken meanwhile."""
-    places = {name: folder / name for name in THREE}
-    with outputs.atomic_writers(places, write_tables) as puts:
-        for put in puts.values():
-            put(pa.record_batch({"x": [1]}))
-        if blocked:
-            (folder / blocked).unlink(missing_ok=True)
-            (folder / blocked).mkdir()
-
-
-@pytest.fixture(params=["hard links", "no hard links"])
-def linked(request, monkeypatch):
-    def refused(old, new, *, follow_symlinks):
-        raise PermissionError(1, "Operation not permitted", str(old))
-
-    if request.param == "no hard links":
-        monkeypatch.setattr(os, "link", refused)
-
-
-@pytest.mark.usefixtures("linked")
-@pytest.mark.parametrize("blocked", THREE)
-@pytest.mark.parametrize("old", THREE)
-def test_files_are_named_all_or_none(tmp_path, old, blocked):
-    (tmp_path / old).write_text("of the run before")
-    with pytest.raises(IsADirectoryError):
-        write_three(tmp_path, blocked)
-    assert sorted(os.listdir(tmp_path)) == sorted({old, blocked})
-    assert list((tmp_path / blocked).iterdir()) == []
-    if blocked != old:
-        assert (tmp_path / old).read_text() == "of the run before"
-
-
-@pytest.mark.usefixtures("linked")
-def test_files_take_the_place_of_those_before(tmp_path):
+def test_a_link_is_replaced_and_not_followed(tmp_path):
     (tmp_path / "a.arrows").write_text("of the run before")
     (tmp_path / "b.arrows").symlink_to("a.arrows")
-    write_three(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [*THREE]
+    with run_module.atomic_writers({"b": tmp_path / "b.arrows"}, write_tables) as puts:
+        puts["b"](pa.record_batch({"x": [1]}))
+    assert sorted(os.listdir(tmp_path)) == ["a.arrows", "b.arrows"]
     assert not (tmp_path / "b.arrows").is_symlink()
-    tables = [pa.ipc.open_stream(tmp_path / name).read_all() for name in THREE]
-    assert [table.num_rows for table in tables] == [1, 1, 1]
-
-
-def test_between_two_names_the_old_file_stands_beside_the_new(tmp_path, monkeypatch):
-    """What stands there then is what a process that dies there leaves."""
-    old, left, kept = tmp_path / "a.arrows", [], []
-    old.write_text("of the run before")
-    replace, hidden = os.replace, f".{os.getpid()}"
-
-    def looked_at(draft, path):
-        if path.name == "b.arrows":
-            left.extend(sorted(os.listdir(tmp_path)))
-            kept.append((tmp_path / f"{hidden}~a.arrows").read_text())
-        replace(draft, path)
-
-    monkeypatch.setattr(os, "replace", looked_at)
-    write_three(tmp_path)
-    drafts = [f"{hidden}-b.arrows", f"{hidden}-c.arrows"]
-    assert left == [*drafts, f"{hidden}~a.arrows", "a.arrows"]
-    assert kept == ["of the run before"]
+    assert (tmp_path / "a.arrows").read_text() == "of the run before"
 
 
 @pytest.mark.parametrize("suffix_", SUFFIXES)
@@ -1190,9 +1130,7 @@ def test_a_log_that_grows_while_it_is_gathered_is_refused(tmp_path, small, suffi
     write_log(whole, log)
     source = group.Log(tmp_path)
     index = source.index()
-    write_log(
-        [{**one, "session_id": "new"} for one in whole[:5]], tmp_path / "b.arrows"
-    )
+    write_log([*whole, *({**one, "session_id": "new"} for one in whole[:5])], log)
     with pytest.raises(FormatError, match=r"'new' was not there .* they changed since"):
         list(source.pieces(index))
 

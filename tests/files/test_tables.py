@@ -17,6 +17,7 @@ from tests.made_tables import link_by
 from tests.strategies import json_messages, runs
 from trajkit import schema
 from trajkit.errors import (
+    ArgumentError,
     FormatError,
     InvalidTurnsError,
     SchemaError,
@@ -386,13 +387,13 @@ def test_a_byte_order_mark_is_passed_over(tmp_path, turns, n_lines, end, suffix)
 @pytest.mark.parametrize("suffix", ["csv", "parquet.gz", "arrow.zst", "txt", ""])
 def test_unknown_suffixes_are_refused(tmp_path, turns, suffix):
     path = tmp_path / f"x.{suffix}"
-    with pytest.raises(FormatError, match=r"unknown suffix.*\.parquet") as found:
+    with pytest.raises(ArgumentError, match=r"unknown suffix.*\.parquet") as found:
         write_turns(turns, path)
     assert ".json," not in str(found.value)  # JSON is written as lines
     with pytest.raises(FileNotFoundError, match=path.name):
         read_turns(path)
     path.touch()
-    with pytest.raises(FormatError, match="unknown suffix"):
+    with pytest.raises(ArgumentError, match="unknown suffix"):
         read_turns(path)
 
 

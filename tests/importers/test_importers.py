@@ -16,7 +16,7 @@ import trajkit as tk
 from tests import foreign
 from tests.strategies import runs
 from trajkit.cli import main
-from trajkit.errors import ArgumentError, FormatError
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.files.run import Watch
 from trajkit.importers import FORMATS
 from trajkit.importers.containers import head_of
@@ -780,7 +780,7 @@ def test_files_of_no_format_or_of_several_are_refused(tmp_path):
     with pytest.raises(FormatError, match="use read_turns"):
         tk.import_turns(tmp_path / "turns.jsonl")
     (tmp_path / "empty.json").write_text("")
-    with pytest.raises(FormatError, match="has an unknown format"):
+    with pytest.raises(InvalidTurnsError, match="no calls, nothing to do"):
         tk.import_turns(tmp_path / "empty.json")
     foreign.write_openai(tmp_path, [RECORD])
     turns, report = tk.import_turns(tmp_path)
@@ -960,7 +960,7 @@ def test_an_import_that_fails_leaves_nothing(tmp_path):
     (tmp_path / "log.jsonl").write_bytes(log_line())
     with pytest.raises(FormatError, match="is a directory"):
         tk.importers.import_file(tmp_path / "log.jsonl", f"{tmp_path}/turns/")
-    with pytest.raises(FormatError, match="suffix"):
+    with pytest.raises(ArgumentError, match="suffix"):
         tk.importers.import_file(tmp_path / "log.jsonl", tmp_path / "turns.csv")
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
 

@@ -9,7 +9,7 @@ import pytest
 import trajkit as tk
 from tests import foreign
 from trajkit.cli import main
-from trajkit.errors import ArgumentError, FormatError
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
 from trajkit.importers.reader import rounded
 from trajkit.turns import tools_key
 
@@ -505,7 +505,7 @@ def test_an_unknown_format_says_what_was_seen_and_what_is_missing(tmp_path):
 def test_a_file_of_nothing_is_an_error_or_a_line(tmp_path, content):
     for name in ("x.json", "x.jsonl"):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(FormatError, match="unknown format"):
+        with pytest.raises(InvalidTurnsError, match=rf"{name}: no calls"):
             tk.import_turns(tmp_path / name)
         turns, report = tk.import_turns(tmp_path / name, "openai")
         assert turns.num_rows == 0

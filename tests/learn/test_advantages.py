@@ -9,14 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.learn.test_row_weights import (
-    KEEPS_ALL,
-    joined,
-    toy_model,
-    with_logprobs,
-)
-from tests.made_tables import by_session, turns_table
-from tests.strategies import runs
 from trajkit.errors import ArgumentError, NoSignalWarning
 
 REWARDS = st.none() | st.sampled_from([0.0, 1.0, 0.5, -2.0, 0.1, 1e6])
@@ -33,7 +25,7 @@ def sessions_table(lines):
     )
 
 
-def expected(lines, baseline, scale, epsilon, clip, drop_constant):
+def expected(lines, baseline, scale, epsilon, drop_constant):
     """Each advantage by the formulas of the docstring, one rollout at a time."""
     gains = []
     for k, (reward, group) in enumerate(lines):
@@ -69,8 +61,6 @@ def expected(lines, baseline, scale, epsilon, clip, drop_constant):
             None if gain is None or std is None else (gain - mean) / std if std else 0.0
             for gain in gains
         ]
-    if clip is not None:
-        gains = [g if g is None else min(max(g, -clip), clip) for g in gains]
     return gains
 
 
@@ -80,45 +70,22 @@ def expected(lines, baseline, scale, epsilon, clip, drop_constant):
 @given(
     st.lists(st.tuples(REWARDS, st.sampled_from(["g", "h", None])), max_size=9),
     st.sampled_from([1e-6, 1e-4, 0.5]),
-    st.none() | st.sampled_from([0.25, 2.0]),
     st.booleans(),
 )
 def test_advantages_are_those_of_the_formulas(
-    baseline, scale, lines, epsilon, clip, drop_constant
+    baseline, scale, lines, epsilon, drop_constant
 ):
     table = tk.learn.advantages(
         sessions_table(lines),
         baseline,
         scale=scale,
         epsilon=epsilon,
-        clip=clip,
         drop_constant=drop_constant,
     )
-    due = expected(lines, baseline, scale, epsilon, clip, drop_constant)
+    due = expected(lines, baseline, scale, epsilon, drop_constant)
     for gain, wanted in zip(table["advantage"].to_pylist(), due, strict=True):
         assert (gain is None) == (wanted is None)
         assert wanted is None or gain == pytest.approx(wanted, rel=1e-9, abs=1e-9)
-
-
-def test_groups_of_equal_rewards_are_constant_and_can_be_dropped():
-    table = sessions_table(
-        [(1.0, "g"), (1.0, "g"), (0.0, "h"), (1.0, "h"), (2.0, None), (None, "g")]
-    )
-    kept = tk.learn.advantages(table, scale="group_std", epsilon=0.0)
-    assert kept["constant"].to_pylist() == [True, True, False, False, False, None]
-    assert kept["advantage"].to_pylist()[:2] == [0.0, 0.0]
-    dropped = tk.learn.advantages(table, drop_constant=True)
-    assert dropped["advantage"].to_pylist() == [None, None, -0.5, 0.5, 0.0, None]
-
-
-@pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
-def test_equal_rewards_that_do_not_add_up_exactly_are_constant():
-    """The mean of three times 0.1 is not 0.1 in floating point."""
-    given = sessions_table([(0.1, "g")] * 3)
-    for options in ({}, {"scale": "group_std", "epsilon": 0.0}):
-        table = tk.learn.advantages(given, **options)
-        assert table["constant"].to_pylist() == [True] * 3
-        assert table["advantage"].to_pylist() == [0.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -127,37 +94,11 @@ def test_equal_rewards_that_do_not_add_up_exactly_are_constant():
         ({"scale": "std"}, "scale='std'"),
         ({"epsilon": -1.0}, "epsilon=-1.0: expected"),
         ({"epsilon": float("nan")}, "epsilon=nan: expected"),
-        ({"clip": 0.0}, "clip=0.0: expected"),
-        ({"clip": float("nan")}, "clip=nan: expected"),
     ],
 )
 def test_options_outside_their_range_are_refused(options, match):
     with pytest.raises(ArgumentError, match=match):
         tk.learn.advantages(sessions_table([(1.0, "g")]), **options)
-
-
-@pytest.mark.parametrize("policy", KEEPS_ALL)
-@given(runs(max_sessions=2, max_turns=4))
-def test_constant_weights_sum_every_token_of_a_rollout(policy, turns):
-    """Dr. GRPO: the sum over the rollout's tokens divided by one constant."""
-    turns = with_logprobs(turns)
-    # Message routing places no turn with an empty list of messages.
-    turns = [{**t, "prompt_messages": t["prompt_messages"] or None} for t in turns]
-    table = turns_table(turns)
-    rewards = {name: 1.0 + k for k, name in enumerate(by_session(turns))}
-    rows = tk.linearize(table, tk.policy(policy, train_aborted=True), reward=rewards)
-    weighed = tk.add_weights(rows, "constant", constant=32)
-    scores = np.linspace(-1, 1, 11 * 64).reshape(11, 64)
-    each = [toy_model(ids, scores) for ids in weighed["input_ids"].to_pylist()]
-    loss = tk.learn.reference_loss(weighed, joined(each, scores), reduce="sum")
-    due = 0.0
-    for name, calls in by_session(turns).items():
-        for call in calls:
-            prompt = call["prompt_ids"]
-            now = toy_model([*prompt, *call["output_ids"]], scores)[len(prompt) :]
-            for new, old in zip(now, call["output_logprobs"], strict=True):
-                due -= rewards[name] * np.e ** (new - old) / 32
-    assert float(loss.rl_sum) == pytest.approx(due)
 
 
 @pytest.mark.parametrize(

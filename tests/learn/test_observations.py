@@ -7,7 +7,7 @@ import pytest
 import trajkit as tk
 from tests.golden_sessions import golden
 from tests.libraries import LIBRARIES, tensor
-from tests.reference import observed_tokens
+from tests.oracles.rows import observed_tokens
 from trajkit.errors import ArgumentError, InvalidTurnsError
 
 ATTRIBUTION = {
@@ -150,12 +150,6 @@ def test_the_content_of_a_tool_s_message_is_weighed_and_the_mask_stays():
     assert tk.learn.observation_weights(out, turns, alpha=0.5).equals(out)
 
 
-@pytest.mark.parametrize("policy", ["faithful", "strict", "per_call", "skyrl", "slime"])
-def test_drift_in_the_first_reply_does_not_silence_the_tool(policy):
-    tokens = [token for _, token, _ in weighed(drifting(), policy)]
-    assert tokens == [40, 41, 42]
-
-
 def test_a_token_is_weighed_once_however_many_rows_repeat_it():
     turns = tk.from_records(drifting())
     rows = tk.linearize(turns, "per_call")
@@ -285,18 +279,6 @@ def test_a_tool_without_a_name_is_weighed_unless_names_are_asked_for():
     assert counted(turns, tool_names=["bash"])["messages_unnamed"] == 1
 
 
-def test_the_nearest_call_of_an_id_names_the_tool():
-    turns = [
-        call(OPENING, ASK),
-        call([*OPENING, ASK, TOLD], calls_tool("read", "c1", 33)),
-        call(
-            [*OPENING, ASK, TOLD, calls_tool("read", "c1", 33), answer("c1", 42)], DONE
-        ),
-    ]
-    assert weighed(turns, tool_names=["read"]) == [(0, 42, 1)]
-    assert weighed(turns, tool_names=["bash"]) == [(0, 40, 1), (0, 41, 1)]
-
-
 def test_a_prompt_of_which_the_tail_alone_was_rendered():
     """Indices and names count from the first new message."""
     names = [None, None, None, "bash"]
@@ -379,44 +361,6 @@ def test_without_messages_a_name_tells_a_tool():
     assert [t for _, t, _ in weighed(without_messages(turns))] == [42]
 
 
-def test_turns_in_delta_form():
-    records = drifting()
-    turns = tk.from_records(records)
-    rows = tk.linearize(turns)
-    full = turns.to_pylist()
-    base = [*full[0]["prompt_ids"], *full[0]["output_ids"]]
-    delta = []
-    for k, turn in enumerate(full):
-        ids, shown = turn.pop("prompt_ids"), turn.pop("messages")
-        n = tk.turns.lcp(base, ids) if k else 0
-        delta.append(
-            {
-                **turn,
-                "base_turn": 0 if k else None,
-                "shared_length": n,
-                "suffix_ids": ids[n:],
-                "shared_messages": 3 if k else 0,
-                "suffix_messages": shown[3:] if k else shown,
-            }
-        )
-    extra = {f.name: f.type for f in turns.schema}
-    schema = pa.schema(
-        [
-            *[(n, extra[n]) for n in delta[0] if n in extra],
-            ("base_turn", pa.int32()),
-            ("shared_length", pa.int32()),
-            ("suffix_ids", extra["prompt_ids"]),
-            ("shared_messages", pa.int32()),
-            ("suffix_messages", extra["messages"]),
-        ]
-    )
-    short = pa.Table.from_pylist(delta, schema)
-    assert tk.linearize(short).equals(rows)
-    assert tk.learn.observation_weights(rows, short).equals(
-        tk.learn.observation_weights(rows, turns)
-    )
-
-
 def test_the_attribution_of_shared_tokens_may_be_left_out_in_delta_form():
     turns = tk.from_records(drifting())
     rows = tk.linearize(turns)
@@ -462,11 +406,6 @@ def test_normalization_counts_before_the_cut(normalization, scale, limit):
     assert found == pytest.approx([0.5 * scale] * (2 if limit is None else 1))
 
 
-def test_normalization_is_of_the_rollout_not_of_the_row():
-    ratio = weighed(drifting(), "per_call", normalization="ratio")
-    assert [weight for *_, weight in ratio] == pytest.approx([7 / 3] * 3)
-
-
 LACKING = [
     pytest.param({"prompt_message_index": None}, "index is null", id="no index"),
     pytest.param(
@@ -484,9 +423,8 @@ def test_a_turn_without_attribution_raises_or_is_counted(columns, match):
     turns = conversation(**columns)
     with pytest.raises(InvalidTurnsError, match=rf"session 's', turn 1: .*{match}"):
         weighed(turns)
-    for missing in ("skip", "whole"):
-        assert weighed(turns, missing=missing) == []
-        assert counted(turns, missing=missing)["turns_skipped"] == 1
+    assert weighed(turns, missing="skip") == []
+    assert counted(turns, missing="skip")["turns_skipped"] == 1
     # the next call attributes the same tokens
     turns.append(call([*OPENING, ASK, TOLD, DONE, answer("c2", 42)], DONE))
     tokens = [token for _, token, _ in weighed(turns, missing="skip")]
@@ -502,21 +440,11 @@ def test_a_turn_without_attribution_raises_or_is_counted(columns, match):
         ),
     ],
 )
-def test_without_flags_whole_messages_can_be_taken(columns, match):
+def test_a_turn_without_flags_is_refused(columns, match):
     turns = conversation(**columns)
     with pytest.raises(InvalidTurnsError, match=match):
         weighed(turns)
     assert weighed(turns, missing="skip") == []
-    tokens = [token for _, token, _ in weighed(turns, missing="whole")]
-    assert tokens == [STARTS["tool"], 40, 41, END]
-    line = counted(turns, missing="whole")
-    assert (line["turns_skipped"], line["turns_whole"]) == (0, 1)
-
-
-def test_turns_without_the_columns_raise():
-    turns = tk.from_records(conversation()).select(range(12))
-    with pytest.raises(InvalidTurnsError, match="prompt_message_index is null"):
-        tk.learn.observation_weights(tk.linearize(turns), turns)
 
 
 @pytest.mark.parametrize(
@@ -643,83 +571,6 @@ def test_the_gradient_is_minus_alpha_on_observed_tokens_and_nothing_leaks(librar
     assert total == pytest.approx(rl + observation / 3, abs=1e-6)
 
 
-def test_each_normalization_is_as_hot_as_its_name_says():
-    for normalization, heat in (
-        ("flat", 2),
-        ("ratio", 5),
-    ):
-        rows = learned(conversation(), normalization=normalization)
-        total = flat(rows, "observation_weight").sum()
-        assert total == pytest.approx(0.25 * heat)
-
-
-def test_attribution_is_the_same_from_a_file_as_from_dicts(tmp_path):
-    turns = tk.from_records(drifting())
-    for name in ("turns.parquet", "turns.arrow"):
-        tk.write_turns(turns, tmp_path / name)
-        read = tk.read_turns(tmp_path / name)
-        rows = tk.linearize(read)
-        assert tk.learn.observation_weights(rows, read).equals(
-            tk.learn.observation_weights(rows, turns)
-        )
-
-
-def test_observed_tokens_do_not_dilute_the_rl_term():
-    rows = learned(drifting())
-    plain = rows.drop_columns("observation_weight")
-    at = some_logprobs(rows)
-    with_them, without = (
-        tk.learn.reference_loss(rows, at),
-        tk.learn.reference_loss(plain, at),
-    )
-    assert with_them.rl_sum == without.rl_sum
-    assert with_them.rl_count == without.rl_count == 1
-    assert rows["loss_mask"].equals(plain["loss_mask"])
-    assert rows["rollout_mask_sum"].equals(plain["rollout_mask_sum"])
-
-
-def test_the_advantage_does_not_scale_alpha():
-    sums = {
-        float(
-            tk.learn.reference_loss(rows, some_logprobs(rows)).observation_sum,
-        )
-        for rows in (learned(drifting(), advantage=a) for a in (-3.0, 0.0, 2.0, None))
-    }
-    assert len(sums) == 1
-
-
-def test_an_observed_token_has_no_ratio():
-    """What the engine said of it, or the 0.0 of a trainer's padding, is not read."""
-    rows = learned(drifting())
-    at = some_logprobs(rows)
-    far = np.where(flat(rows, "observation_weight") > 0, -50.0, at)
-    near, loss = (
-        tk.learn.reference_loss(rows, at),
-        tk.learn.reference_loss(rows, far),
-    )
-    assert loss.rl_sum == near.rl_sum
-    assert loss.observation_sum == pytest.approx(0.25 * 3 * 50)
-
-
-def test_counts_of_the_terms_are_apart():
-    loss = tk.learn.reference_loss(
-        learned(drifting()), some_logprobs(learned(drifting()))
-    )
-    assert (loss.rl_count, loss.observation_count) == (1, 3)
-
-
-def test_rows_without_weights_learn_nothing_from_what_they_show():
-    rows = learned(drifting()).drop_columns("observation_weight")
-    loss = tk.learn.reference_loss(rows, some_logprobs(rows))
-    assert (loss.observation_sum, loss.observation_count) == (0, 0)
-    nothing = tk.learn.observation_weights(
-        learned(drifting()), tk.from_records(drifting()), tool_names=["read"]
-    )
-    loss = tk.learn.reference_loss(nothing, some_logprobs(rows))
-    assert (loss.observation_sum, loss.observation_count) == (0, 0)
-    assert np.isfinite(loss.total)
-
-
 def test_the_longest_of_several_prefixes_goes_on():
     """Two rows that the prompt continues; the tool's answer is the longer one's."""
     short = call(OPENING[:1], DONE, output=[])
@@ -732,20 +583,6 @@ def test_the_longest_of_several_prefixes_goes_on():
     assert weighed(turns, "strict") == [(0, 40, 1), (0, 41, 1)]
 
 
-def test_rows_with_and_without_weights_mix():
-    rows = learned(drifting())
-    plain = learned(conversation()).drop_columns("observation_weight")
-    for parts in ([rows, plain], [plain, rows]):
-        mixed = pa.concat_tables(parts, promote_options="default")
-        loss = tk.learn.reference_loss(mixed, some_logprobs(mixed))
-        at = some_logprobs(mixed)
-        here = at[: len(some_logprobs(rows))]
-        if parts[0] is plain:
-            here = at[len(some_logprobs(plain)) :]
-        alone = tk.learn.reference_loss(rows, here)
-        assert loss.observation_sum == alone.observation_sum
-
-
 def test_a_row_is_refused_weights_of_another_length():
     rows = learned(conversation())
     short = pa.array([[1.0]], pa.large_list(pa.float32()))
@@ -756,17 +593,3 @@ def test_a_row_is_refused_weights_of_another_length():
         tk.learn.reference_loss(
             rows.append_column("observation_weight", short), some_logprobs(rows)
         )
-
-
-def test_a_reply_that_several_rows_share_is_trained_once():
-    turns = [
-        call(OPENING, ASK),
-        call([*OPENING, ASK, TOLD], DONE),
-        call([*OPENING, ASK, answer("c1", 45)], DONE),
-    ]
-    rows = learned(turns)
-    assert rows.num_rows == 2
-    at = some_logprobs(rows)
-    assert flat(rows, "loss_mask").sum() == 3 + 2 + 2
-    assert tk.learn.reference_loss(rows, at).rl_count == 1
-    assert [token for _, token, _ in weighed(turns)] == [40, 41, 45]

@@ -12,7 +12,7 @@ from tests.libraries import LIBRARIES, joined, tensor
 from tests.made_tables import by_session, linearized, turns_table
 from tests.strategies import END, STARTS, runs
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.schema import REPORT, SESSIONS
+from trajkit.schema import REPORT
 
 KEEPS_ALL = ["faithful", "strict", "per_call", "skyrl", "graph"]
 """Policies that train every sampled token once."""
@@ -114,15 +114,6 @@ def test_weights_of_a_rollout_sum_to_one(turns, policy):
         assert tk.validate(weighed).equals(weighed)
 
 
-def test_weights_follow_the_rows_that_are_left():
-    rows = tk.linearize(forks(), "per_call")
-    assert rows["row_weight"].to_pylist() == [0.5, 0.25, 0.25]
-    weighed = tk.add_weights(rows.slice(1))
-    assert weighed["row_weight"].to_pylist() == [0.5, 0.5]
-    assert weighed["rollout_mask_sum"].to_pylist() == [2, 2]
-    assert tk.add_weights(rows.slice(0, 0)).num_rows == 0
-
-
 def forks(**extra):
     """Three calls that have nothing in common, of 2, 1 and 1 sampled tokens."""
     return tk.from_records(
@@ -135,29 +126,9 @@ def rewards_of(mode, rows, **options):
     return tk.learn.spread_rewards(rows, mode, **options)["reward"].to_pylist()
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("copy", [3.0, 3.0, 3.0]),
-        ("uniform", [1.0, 1.0, 1.0]),
-        ("final_only", [0.0, 0.0, 3.0]),
-    ],
-)
-def test_reward_modes(mode, expected):
-    rows = tk.linearize(forks(), reward=3.0)
-    assert rewards_of(mode, rows) == expected
-    unscored = tk.linearize(forks(), reward=None)
-    assert rewards_of(mode, unscored) == [None] * 3
-
-
 def normalize_categories(rows, kinds):
     place = rows.schema.get_field_index("segment_kind")
     return rows.set_column(place, "segment_kind", kinds)
-
-
-def test_the_final_row_has_the_greatest_row_index_wherever_it_is():
-    rows = tk.linearize(forks(), "per_call", reward=3.0)
-    assert rewards_of("final_only", rows.take([2, 0, 1])) == [3.0, 0.0, 0.0]
 
 
 def test_final_only_goes_by_the_kind_of_a_segment_where_rows_have_one():
@@ -218,15 +189,6 @@ def test_a_row_has_the_rewards_of_the_turns_that_it_trains():
 def growing_prompts():
     lists = [[1], [1, 5, 6, 2], [1, 5, 6, 2, 7, 3]]
     return "prompt_ids", pa.array(lists, pa.large_list(pa.int32()))
-
-
-def test_an_unscorable_turn_leaves_its_row_unscored():
-    given = turn_rewards(1.0, None, 4.0)
-    assert rewards_of("per_turn", tk.linearize(forks()), turn_rewards=given) == [
-        1.0,
-        None,
-        4.0,
-    ]
 
 
 def test_a_turn_that_rows_train_in_pieces_is_shared_out():
@@ -301,40 +263,6 @@ def test_turn_rewards_of_other_sessions_and_zeros_are_no_fault():
     assert rewards_of("per_turn", rows, turn_rewards=given) == [1.0, 2.0, 4.0]
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        pytest.param(lambda r: tk.add_weights(r, "turn"), "weigh_by='turn'", id="by"),
-        pytest.param(
-            lambda r: tk.learn.spread_rewards(r, "half"), "mode='half'", id="mode"
-        ),
-        pytest.param(
-            lambda r: tk.learn.spread_rewards(r, "per_turn"),
-            "not given",
-            id="no rewards",
-        ),
-        pytest.param(
-            lambda r: tk.learn.spread_rewards(r, turn_rewards=turn_rewards()),
-            "mode='copy' with turn_rewards given",
-            id="rewards of another mode",
-        ),
-        pytest.param(
-            lambda r: tk.learn.advantages(group(1.0), "median"),
-            "baseline",
-            id="baseline",
-        ),
-        pytest.param(
-            lambda r: tk.learn.reference_loss(r, np.zeros(7), reduce="max"),
-            "reduce",
-            id="reduce",
-        ),
-    ],
-)
-def test_choices_that_do_not_exist(call, match):
-    with pytest.raises(ArgumentError, match=match):
-        call(tk.linearize(forks()))
-
-
 def group(*rewards, groups=None):
     return pa.table(
         {
@@ -343,38 +271,6 @@ def group(*rewards, groups=None):
             "group_id": pa.array(groups or ["g"] * len(rewards), pa.string()),
         }
     )
-
-
-@pytest.mark.parametrize(
-    ("baseline", "bases", "gains"),
-    [
-        ("none", [0.0, 0.0, None, 0.0], [1.0, 2.0, None, 6.0]),
-        ("group_mean", [3.0, 3.0, None, 3.0], [-2.0, -1.0, None, 3.0]),
-        ("leave_one_out", [4.0, 3.5, None, 1.5], [-3.0, -1.5, None, 4.5]),
-    ],
-)
-def test_an_unscorable_rollout_is_in_no_baseline(baseline, bases, gains):
-    table = tk.learn.advantages(group(1.0, 2.0, None, 6.0), baseline)
-    assert table["baseline"].to_pylist() == bases
-    assert table["advantage"].to_pylist() == gains
-    assert table["scored"].to_pylist() == [True, True, False, True]
-    assert table["trained"].to_pylist() == [None] * 4
-
-
-@pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
-def test_groups_are_apart_and_a_null_group_is_its_own():
-    table = tk.learn.advantages(
-        group(1.0, 3.0, 5.0, 7.0, groups=["g", "h", "g", None]), "leave_one_out"
-    )
-    assert table["advantage"].to_pylist() == [-4.0, None, 4.0, None]
-    table = tk.learn.advantages(group(1.0, 3.0, 5.0, 7.0, groups=["g", "h", "g", None]))
-    assert table["advantage"].to_pylist() == [-2.0, 0.0, 2.0, 0.0]
-    table = tk.learn.advantages(
-        group(1.0, 3.0, 5.0, 7.0, groups=["g", None, "g", None])
-    )
-    assert table["advantage"].to_pylist() == [-2.0, 0.0, 2.0, 0.0]
-    table = tk.learn.advantages(group(1.0, 3.0, groups=[None, None]))
-    assert table["advantage"].to_pylist() == [0.0, 0.0]
 
 
 def test_a_rollout_without_a_trained_token_shifts_the_baseline_and_says_so():
@@ -404,10 +300,6 @@ def test_a_rollout_without_a_trained_token_shifts_the_baseline_and_says_so():
     assert set(REPORT.names) <= set(table.column_names)
     added = tk.add_advantages(rows, table)
     assert added["advantage"].to_pylist() == [0.5] * 3
-
-
-def test_advantages_of_nothing():
-    assert tk.learn.advantages(SESSIONS.empty_table()).num_rows == 0
 
 
 @pytest.mark.filterwarnings("ignore::trajkit.errors.NoSignalWarning")
@@ -526,13 +418,6 @@ def of_sessions(**columns):
 def test_advantages_that_are_none_are_refused(sessions, error, match):
     with pytest.raises(error, match=match):
         tk.add_advantages(tk.linearize(forks()), sessions)
-
-
-@pytest.mark.parametrize("advantage", [[1], [None], pa.array([1.0], pa.float32())])
-def test_whole_and_unknown_advantages_are_taken(advantage):
-    added = tk.add_advantages(tk.linearize(forks()), of_sessions(advantage=advantage))
-    assert added.schema.field("advantage").type == pa.float64()
-    assert set(added["advantage"].to_pylist()) <= {1.0, None}
 
 
 @pytest.mark.parametrize(

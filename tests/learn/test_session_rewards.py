@@ -56,15 +56,6 @@ def test_rows_and_report_have_what_the_turns_state(form):
     assert found["rule"].to_pylist() == ["reward", "reward"]
 
 
-def test_integers_and_null_columns_are_taken():
-    turns = turns_with(reward=[1, None, 2], group_id=[7, 7, 8])
-    rows = tk.linearize(turns, "per_call")
-    assert rows["reward"].to_pylist() == [1.0, 1.0, 2.0]
-    assert rows["group_id"].to_pylist() == ["7", "7", "8"]
-    turns = turns_with(reward=pa.nulls(3), group_id=pa.nulls(3))
-    assert tk.linearize(turns, "per_call")["reward"].null_count == 3
-
-
 @pytest.mark.parametrize(
     ("given", "rewards", "groups"),
     [
@@ -145,12 +136,6 @@ def test_contradictions_are_refused(columns, given, error, said):
         given = {"sessions": pa.table(given["sessions"])}
     with pytest.raises(error, match=said):
         tk.linearize(turns_with(**columns), **given)
-
-
-def test_a_session_with_two_lines_is_refused():
-    given = {"session_id": ["a", "b", "a"], "reward": [0.0, 1.0, 2.0]}
-    with pytest.raises(InvalidTurnsError, match="session 'a' has 2 lines in sessions"):
-        tk.linearize(turns_with(), "per_call", sessions=pa.table(given))
 
 
 @pytest.mark.parametrize("argument", ["sessions", "reward"])

@@ -2,7 +2,6 @@
 
 import statistics
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -132,35 +131,6 @@ def test_each_trained_token_has_the_advantage_of_its_turn():
     assert pa.Table.from_batches(batches).equals(found)
 
 
-def test_the_loss_of_advantages_per_turn_is_that_of_each_turn():
-    """The loss is linear in advantages: it is the sum over turns trained alone."""
-    rows = drifting()
-    now = np.linspace(-2.0, -0.1, 13)
-    total = float(tk.learn.reference_loss(tk.add_advantages(rows, GAINS), now).total)
-    alone = 0.0
-    for k, gain in enumerate([1.0, -2.0, 0.25]):
-        one = GAINS.set_column(
-            2, "advantage", pa.array([float(t == k) for t in [2, 0, 1]])
-        )
-        alone += gain * float(
-            tk.learn.reference_loss(tk.add_advantages(rows, one), now).total
-        )
-    assert total == pytest.approx(alone)
-    packs = tk.pack(tk.add_advantages(rows, GAINS), 20, columns=["advantage"])
-    edges = 0.0
-    starts = [0, 8]
-    for pack in packs.to_pylist():
-        for row, at, weight, gain, old in zip(
-            *(
-                pack[f"edge_{name}"]
-                for name in ("row", "position", "weight", "advantage", "logprob")
-            ),
-            strict=True,
-        ):
-            edges -= weight * gain * np.exp(now[starts[row] + at] - old)
-    assert total == pytest.approx(edges)
-
-
 @pytest.mark.parametrize(
     ("table", "said"),
     [
@@ -207,14 +177,6 @@ def test_a_row_has_the_reward_of_its_segment():
     assert found["reward"].to_pylist() == [0.25, None]
 
 
-def test_a_row_has_the_advantage_of_its_segment():
-    table = tk.learn.step_advantages(
-        of_segments(1.0, 0.0), sessions_table({"a": "g"}), scale="none", credit="step"
-    )
-    found = tk.add_advantages(segments(), table)
-    assert found["advantage"].to_pylist() == [0.5, -0.5]
-
-
 @pytest.mark.parametrize(
     ("rows", "rewards", "said"),
     [
@@ -227,21 +189,6 @@ def test_rewards_of_other_segments_are_refused(rows, rewards, said):
     with pytest.raises(InvalidTurnsError, match=said):
         tk.learn.spread_rewards(
             rows(), "per_segment", segment_rewards=of_segments(*rewards)
-        )
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"credit": "all"}, "credit='all'"),
-        ({"scale": "batch_std"}, "scale='batch_std'"),
-        ({"epsilon": -1.0}, "epsilon=-1.0"),
-    ],
-)
-def test_choices_of_steps_that_do_not_exist_are_refused(options, said):
-    with pytest.raises(ArgumentError, match=said):
-        tk.learn.step_advantages(
-            of_segments(1.0), sessions_table({"a": None}), **options
         )
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import reference
+from tests.oracles import rows as reference
 from tests.recorder.test_recorder import call, record, recordable
 from tests.strategies import many_calls, sessions
 from trajkit.errors import ArgumentError, InvalidTurnsError

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 
 import trajkit as tk
-from tests.reference_talk import Numbers
+from tests.oracles.talk import Numbers
 from tests.strategies import NAN, heard_calls
 from trajkit.errors import InvalidTurnsError
 from trajkit.recorder.session import MessageLog

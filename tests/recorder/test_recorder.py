@@ -17,8 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import reference
 from tests.made_tables import by_session, link_by, policy_of, turns_table
+from tests.oracles import rows as reference
 from tests.strategies import (
     further_columns,
     masked,

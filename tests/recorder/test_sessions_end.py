@@ -87,13 +87,13 @@ def test_pop_makes_its_rows_under_the_lock(monkeypatch):
     recorder.record("a", **call([1], [2]))
     session = recorder._known("a")
     seen = []
-    as_calls = session.as_calls
+    turns = session.turns
 
-    def calls_of(self, name):
+    def turns_of(self, name):
         seen.append(session.lock.locked())
-        return as_calls(name)
+        return turns(name)
 
-    monkeypatch.setattr(type(session), "as_calls", calls_of)
+    monkeypatch.setattr(type(session), "turns", turns_of)
     forget = recorder._forget
 
     def forgotten(*arguments):

@@ -203,7 +203,7 @@ def test_an_instance_of_swe_bench_is_read(tmp_path):
     assert task.grade.instance["FAIL_TO_PASS"] == [
         "astropy/modeling/tests/test_separable.py::test_separable"
     ]
-    assert task.solution.text == INSTANCE["patch"]
+    assert task.solution.texts == {"solution.patch": INSTANCE["patch"]}
     path.write_text(json.dumps({**INSTANCE, "problem_statement": None}))
     with pytest.raises(FormatError, match=r"instances\.jsonl:1: prompt"):
         read_tasks(path)

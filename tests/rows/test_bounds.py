@@ -58,7 +58,6 @@ def columns(rows):
 
 def changed(plan, change, shifted):
     """The plan's rows with a change to the first, and columns for them."""
-    plan.rows["stored"] = 0
     for name, value in change.items():
         plan.rows[name][0] = value
     arrays = columns(plan.rows)

@@ -8,10 +8,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import reference, reference_forests
 from tests.against_twins import difference
 from tests.golden_sessions import golden, golden_name
 from tests.made_tables import in_delta_form, linearized, link_by, turns_table
+from tests.oracles import forests as reference_forests
+from tests.oracles import rows as reference
 from tests.strategies import (
     forest_policies,
     masked,

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests import reference
 from tests.golden_sessions import (
     cap,
     comparable,
@@ -13,6 +12,7 @@ from tests.golden_sessions import (
     interleave_sessions,
     slime_sessions,
 )
+from tests.oracles import rows as reference
 
 
 def test_every_session_is_there():

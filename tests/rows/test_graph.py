@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import reference_choices, reference_graph
 from tests.against_twins import difference
 from tests.made_tables import dicts, linearized, link_by, turns_table
+from tests.oracles import choices as reference_choices
+from tests.oracles import graph as reference_graph
 from tests.strategies import row_limits, runs, sessions
 from trajkit.recorder.recorder import Recorder
 from trajkit.turns import tools_key

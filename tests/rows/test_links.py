@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import reference
 from tests.made_tables import by_session, dicts, link_by, turns_table
+from tests.oracles import rows as reference
 from tests.strategies import runs, sessions, thresholds
 from trajkit import _core
 from trajkit.analysis.drift import drift_table

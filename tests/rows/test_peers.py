@@ -3,20 +3,20 @@
 import pytest
 
 import trajkit as tk
-from benchmarks import (
-    peers,
-    peers_chains,
-    peers_miles,
-    peers_nemo,
-    peers_polar,
-    peers_segments,
-)
 from benchmarks.data import SHAPES, SMALL, as_parsed, rollout
 from benchmarks.forks import FORKS, forking
 from benchmarks.policies import TWINS, difference
 from tests.generated import generated_runs
 from tests.golden_sessions import delivered, golden, golden_name, interleave_sessions
 from tests.made_tables import by_session, turns_table
+from tests.oracles import (
+    peers_chains,
+    peers_miles,
+    peers_nemo,
+    peers_polar,
+    peers_segments,
+)
+from tests.oracles import peers_slime as peers
 
 NAMES = ("tokens", "loss_mask", "logprobs")
 

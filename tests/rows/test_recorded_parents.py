@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 
 import trajkit as tk
-from tests import reference, reference_forests
 from tests.against_twins import difference
 from tests.made_tables import link_by, turns_table
+from tests.oracles import forests as reference_forests
+from tests.oracles import rows as reference
 from tests.strategies import recorded_sessions, row_limits
 from trajkit.errors import InvalidTurnsError, SchemaError
 

@@ -14,7 +14,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import reference
 from tests.made_tables import (
     by_session,
     dicts,
@@ -24,6 +23,7 @@ from tests.made_tables import (
     streamed,
     turns_table,
 )
+from tests.oracles import rows as reference
 from tests.strategies import (
     long_runs,
     policies,

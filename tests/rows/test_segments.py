@@ -8,7 +8,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import reference_segments as twin
 from tests.against_twins import difference
 from tests.golden_sessions import (
     SEGMENT_KINDS,
@@ -20,7 +19,8 @@ from tests.golden_sessions import (
     with_call_ids,
 )
 from tests.made_tables import in_delta_form, linearized, link_by, turns_table
-from tests.reference_policies import twins_of
+from tests.oracles import segments as twin
+from tests.oracles.policies import twins_of
 from tests.rows.test_golden_api import as_float32
 from tests.strategies import (
     delegating_sessions,

@@ -10,8 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import reference
-from tests import reference_splice as twin
 from tests.against_twins import difference
 from tests.golden_sessions import delivered, golden, golden_name
 from tests.made_tables import (
@@ -22,6 +20,8 @@ from tests.made_tables import (
     link_by,
     turns_table,
 )
+from tests.oracles import rows as reference
+from tests.oracles import splice as twin
 from tests.strategies import (
     END,
     ends_of_turn,
@@ -648,7 +648,7 @@ def piece_moved(rows):
 
 def absorbed(rows):
     rows[0]["spans"][4]["kind"] = "absorbed"
-    return "span_kind", 0, 5, 14
+    return "not_trained", None, 5, 0
 
 
 def logprob_in_a_row_without(rows):
@@ -723,7 +723,7 @@ def test_a_splice_is_no_promise_of_other_policies():
     turns = turns_table(RICH)
     rows = tk.linearize(turns, "polar")
     rules = set(tk.verify(rows, turns, "strict")["rule"].to_pylist())
-    assert {"span_kind", "context", "not_trained", "row_tokens"} <= rules
+    assert {"context", "not_trained", "row_tokens"} <= rules
 
 
 def test_the_simulation_counts_what_stands_out_of_its_context():

@@ -1,11 +1,9 @@
 """The official clients, wired to an app in this process or to a URL."""
 
 import asyncio
-import json
 import socket
-import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -14,14 +12,12 @@ import openai
 import pyarrow as pa
 from google import genai
 
-from tests.shim.fakes import Held
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.engines.base import Engine
-from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.image_places import ImageModel
 from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.serve import _Server
+from trajkit_shim.serve import serving
 from trajkit_shim.sessions.turn_log import TurnLog
 
 # the rest of what a gateway is given is the app's
@@ -138,11 +134,8 @@ class OnSocket(InProcess):
         self.at_head = None
         super().__init__(*given, **options)
         self.admin = http.AsyncClient(base_url=self.url, trust_env=False)
-        self._server = _Server(self.app)
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._listener],), daemon=True
-        )
-        self._thread.start()
+        self._running = ExitStack()
+        self._running.enter_context(serving(self.app, self._listener))
 
     def _http(self, library):
         async def head(_):
@@ -160,8 +153,7 @@ class OnSocket(InProcess):
         await self.admin.aclose()
         await self.http.aclose()
         await self._anthropic_http.aclose()
-        self._server.should_exit = True
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._running.close)
         self._listener.close()
 
 
@@ -180,52 +172,3 @@ async def on_socket(
 def read_log(path: Path) -> pa.Table:
     with pa.ipc.open_stream(path) as reader:
         return reader.read_all()
-
-
-async def late_stream(gateway: InProcess, path: str, body: Json, held: Held) -> bytes:
-    """What a streaming client reads whose reply comes after two signs of life.
-
-    The gateway's ``ping_seconds`` must be short. ``body`` names the session as the
-    ``session`` that is taken out of it.
-    """
-    session = body.pop("session")
-    inbox = [{"type": "http.request", "body": json.dumps(body).encode()}]
-    read: list[bytes] = []
-    ended = asyncio.Event()
-
-    async def receive():
-        if inbox:
-            return inbox.pop()
-        await ended.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        if message["type"] == "http.response.start":
-            assert message["status"] == 200
-            return
-        read.append(message["body"])
-        if len(read) == 2:
-            held.release.set()
-        if not message.get("more_body", False):
-            ended.set()
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "query_string": b"",
-        "headers": [(b"x-session-key", session.encode())],
-    }
-    await gateway.app(scope, receive, send)
-    return b"".join(read)
-
-
-def replaying(client_class, data: bytes):
-    """An HTTP client of the library under ``client_class`` whose every answer is this."""
-    library = http_of(client_class)
-
-    def answer(_):
-        headers = {"content-type": "text/event-stream"}
-        return library.Response(200, content=data, headers=headers)
-
-    return library.AsyncClient(transport=library.MockTransport(answer))

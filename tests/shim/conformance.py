@@ -12,148 +12,83 @@ from google.genai import errors as google
 from google.genai import types
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-# What an answered call ends with, by case: the client's own word for it.
+
+def _words(table):
+    """The client's own words by protocol, of the lines of a table; - for none."""
+    for line in table.strip().splitlines():
+        *place, words = (cell.strip() for cell in line.split("|"))
+        yield place, tuple(None if word == "-" else word for word in words.split())
+
+
+# What an answered call ends with, by case.
 ENDS = {
-    "text": ("stop", "end_turn", "completed", "STOP"),
-    "reasoning, then text": ("stop", "end_turn", "completed", "STOP"),
-    "text and two calls": ("tool_calls", "tool_use", "completed", "STOP"),
-    "text after a call": ("tool_calls", "tool_use", "completed", "STOP"),
-    "a call that does not parse": ("stop", "end_turn", "completed", "STOP"),
-    "cut by the token limit": ("length", "max_tokens", "incomplete", "MAX_TOKENS"),
-    "a call, then cut": ("length", "max_tokens", "incomplete", "MAX_TOKENS"),
-    "a stop string of the client": ("stop", "stop_sequence", None, "STOP"),
-    "after a tool that failed": ("stop", "end_turn", "completed", "STOP"),
-    "a call that was required": ("tool_calls", "tool_use", "completed", "STOP"),
+    case: words
+    for (case,), words in _words("""
+text                        | stop       end_turn      completed  STOP
+reasoning, then text        | stop       end_turn      completed  STOP
+text and two calls          | tool_calls tool_use      completed  STOP
+text after a call           | tool_calls tool_use      completed  STOP
+a call that does not parse  | stop       end_turn      completed  STOP
+cut by the token limit      | length     max_tokens    incomplete MAX_TOKENS
+a call, then cut            | length     max_tokens    incomplete MAX_TOKENS
+a stop string of the client | stop       stop_sequence -          STOP
+after a tool that failed    | stop       end_turn      completed  STOP
+a call that was required    | tool_calls tool_use      completed  STOP
+""")
 }
+_INVALID = "invalid_request_error"
 # What a call that fails is told, by case: the status, and the word for machines.
 FAILURES = {
-    "an unknown session": (
-        401,
-        (
-            "invalid_api_key",
-            "authentication_error",
-            "invalid_api_key",
-            "UNAUTHENTICATED",
-        ),
-    ),
-    "a closed session": (
-        410,
-        (
-            "session_closed",
-            "invalid_request_error",
-            "session_closed",
-            "FAILED_PRECONDITION",
-        ),
-    ),
-    "no turn left": (
-        403,
-        (
-            "max_turns_exceeded",
-            "permission_error",
-            "max_turns_exceeded",
-            "PERMISSION_DENIED",
-        ),
-    ),
-    "no token left": (
-        403,
-        (
-            "max_output_tokens_exceeded",
-            "permission_error",
-            "max_output_tokens_exceeded",
-            "PERMISSION_DENIED",
-        ),
-    ),
-    "a body that is too long": (
-        413,
-        ("body_too_long", "request_too_large", "body_too_long", "INVALID_ARGUMENT"),
-    ),
-    "a parameter out of range": (
-        400,
-        (None, "invalid_request_error", None, "INVALID_ARGUMENT"),
-    ),
-    "a required tool that is not offered": (
-        400,
-        (None, "invalid_request_error", None, "INVALID_ARGUMENT"),
-    ),
-    "an image": (
-        400,
-        (
-            "unsupported_content",
-            "invalid_request_error",
-            "unsupported_content",
-            "INVALID_ARGUMENT",
-        ),
-    ),
-    "a prompt that is too long": (
-        400,
-        (
-            "context_length_exceeded",
-            "invalid_request_error",
-            "context_length_exceeded",
-            "INVALID_ARGUMENT",
-        ),
-    ),
-    "refused by the engine": (
-        400,
-        ("engine_error", "invalid_request_error", "engine_error", "INVALID_ARGUMENT"),
-    ),
-    "the engine fails": (
-        502,
-        ("engine_error", "api_error", "engine_error", "UNAVAILABLE"),
-    ),
-    "the engine cuts the call short": (
-        503,
-        ("engine_error", "overloaded_error", "engine_error", "UNAVAILABLE"),
-    ),
-    "a pause that does not end": (
-        503,
-        ("paused", "overloaded_error", "paused", "UNAVAILABLE"),
-    ),
-    "a fault of the gateway": (
-        500,
-        ("internal_error", "api_error", "internal_error", "INTERNAL"),
-    ),
+    case: (int(status), words)
+    for (case, status), words in _words(f"""
+an unknown session | 401 | \
+invalid_api_key authentication_error invalid_api_key UNAUTHENTICATED
+a closed session | 410 | session_closed {_INVALID} session_closed FAILED_PRECONDITION
+no turn left | 403 | \
+max_turns_exceeded permission_error max_turns_exceeded PERMISSION_DENIED
+no token left | 403 | max_output_tokens_exceeded permission_error \
+max_output_tokens_exceeded PERMISSION_DENIED
+a body that is too long | 413 | \
+body_too_long request_too_large body_too_long INVALID_ARGUMENT
+a parameter out of range | 400 | - {_INVALID} - INVALID_ARGUMENT
+a required tool that is not offered | 400 | - {_INVALID} - INVALID_ARGUMENT
+an image | 400 | unsupported_content {_INVALID} unsupported_content INVALID_ARGUMENT
+a prompt that is too long | 400 | context_length_exceeded {_INVALID} \
+context_length_exceeded INVALID_ARGUMENT
+refused by the engine | 400 | engine_error {_INVALID} engine_error INVALID_ARGUMENT
+the engine fails | 502 | engine_error api_error engine_error UNAVAILABLE
+the engine cuts the call short | 503 | \
+engine_error overloaded_error engine_error UNAVAILABLE
+a pause that does not end | 503 | paused overloaded_error paused UNAVAILABLE
+a fault of the gateway | 500 | internal_error api_error internal_error INTERNAL
+""")
 }
 # Before anything was sent; after the first keep-alive event of a stream; and while the
 # answer of a turn that is in the log is sent.
 BEFORE, MIDDLE, SENDING = "before its answer", "in mid-stream", "while it is answered"
-_CLOSED = (
-    "session_closed",
-    "invalid_request_error",
-    "session_closed",
-    "FAILED_PRECONDITION",
-)
-# in the middle of a stream
-_CLOSED_LATE = (
-    "session_closed",
-    "invalid_request_error",
-    "invalid_prompt",
-    "FAILED_PRECONDITION",
-)
-_FAILED_LATE = ("engine_error", "api_error", "server_error", "UNAVAILABLE")
-_CUT_LATE = ("engine_error", "overloaded_error", "server_error", "UNAVAILABLE")
+_CLOSED = f"session_closed {_INVALID} session_closed FAILED_PRECONDITION"
+_LATE = f"session_closed {_INVALID} invalid_prompt FAILED_PRECONDITION"
+_AGAIN = "the turn, sampled again | stop end_turn completed STOP"
 # What becomes of a call that is cut off, by what does it and when: what is in the log, and
 # what its client is told. None: there is nobody to tell.
 CUTS = {
-    ("the client leaves", BEFORE): ("nothing", None),
-    ("the client leaves", MIDDLE): ("nothing", None),
-    ("the client leaves", SENDING): ("context only", None),
-    ("its session is finished", BEFORE): ("nothing", _CLOSED),
-    ("its session is finished", MIDDLE): ("nothing", _CLOSED_LATE),
-    ("its session is dropped", BEFORE): ("nothing", _CLOSED),
-    ("its session is dropped", MIDDLE): ("nothing", _CLOSED_LATE),
-    ("the gateway is drained", BEFORE): ("nothing", _CLOSED),
-    ("the gateway is drained", MIDDLE): ("nothing", _CLOSED_LATE),
-    ("a pause that aborts", BEFORE): (
-        "the turn, sampled again",
-        ("stop", "end_turn", "completed", "STOP"),
-    ),
-    ("a pause that aborts", MIDDLE): (
-        "the turn, sampled again",
-        ("stop", "end_turn", "completed", "STOP"),
-    ),
-    ("the engine fails", MIDDLE): ("nothing", _FAILED_LATE),
-    ("the engine cuts the call short", MIDDLE): ("context only", _CUT_LATE),
+    (what, when): (recorded, words or None)
+    for (what, when, recorded), words in _words(f"""
+the client leaves | {BEFORE} | nothing |
+the client leaves | {MIDDLE} | nothing |
+the client leaves | {SENDING} | context only |
+its session is finished | {BEFORE} | nothing | {_CLOSED}
+its session is finished | {MIDDLE} | nothing | {_LATE}
+its session is dropped | {BEFORE} | nothing | {_CLOSED}
+its session is dropped | {MIDDLE} | nothing | {_LATE}
+the gateway is drained | {BEFORE} | nothing | {_CLOSED}
+the gateway is drained | {MIDDLE} | nothing | {_LATE}
+a pause that aborts | {BEFORE} | {_AGAIN}
+a pause that aborts | {MIDDLE} | {_AGAIN}
+the engine fails | {MIDDLE} | nothing | engine_error api_error server_error UNAVAILABLE
+the engine cuts the call short | {MIDDLE} | context only | \
+engine_error overloaded_error server_error UNAVAILABLE
+""")
 }
 NAMES = ("openai_chat", "anthropic", "openai_responses", "gemini")
 TITLES = (
@@ -190,10 +125,6 @@ class Failure(Exception):
     message: str
 
 
-def _unheard():
-    """For a client that is not asked what it is told."""
-
-
 IMAGE = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "number"}}}
 
@@ -210,17 +141,7 @@ class Chat:
     def failed(self, answer, text):
         return [{"role": "tool", "tool_call_id": answer.ids[0], "content": text}]
 
-    async def ask(
-        self,
-        client,
-        said,
-        *,
-        stream,
-        told=_unheard,
-        stop=None,
-        temperature=None,
-        **more,
-    ):
+    async def ask(self, client, said, *, stream, stop=None, temperature=None, **more):
         fields = {"model": "any", "messages": said, "tools": [self._tool()]}
         fields |= {k: v for k, v in [("stop", stop), ("temperature", temperature)] if v}
         fields |= more
@@ -232,8 +153,6 @@ class Chat:
                     stream=True, **asked
                 ):
                     state.handle_chunk(chunk)
-                    if chunk.choices and chunk.choices[0].delta.content:
-                        told()
                 reply = state.current_completion_snapshot
             else:
                 reply = await client.chat.completions.create(**fields)
@@ -284,17 +203,7 @@ class Anthropic:
         result = {"type": "tool_result", "tool_use_id": answer.ids[0], "content": text}
         return [{"role": "user", "content": [{**result, "is_error": True}]}]
 
-    async def ask(
-        self,
-        client,
-        said,
-        *,
-        stream,
-        told=_unheard,
-        stop=None,
-        temperature=None,
-        **more,
-    ):
+    async def ask(self, client, said, *, stream, stop=None, temperature=None, **more):
         fields = {
             "model": "any",
             "max_tokens": 10**6,
@@ -308,8 +217,6 @@ class Anthropic:
         try:
             if stream:
                 async with client.messages.stream(**fields) as events:
-                    async for _ in events.text_stream:
-                        told()
                     reply = await events.get_final_message()
             else:
                 reply = await client.messages.create(**fields)
@@ -362,17 +269,7 @@ class Responses:
         kind = "function_call_output"
         return [{"type": kind, "call_id": answer.ids[0], "output": text}]
 
-    async def ask(
-        self,
-        client,
-        said,
-        *,
-        stream,
-        told=_unheard,
-        stop=None,
-        temperature=None,
-        **more,
-    ):
+    async def ask(self, client, said, *, stream, stop=None, temperature=None, **more):
         tool = {"type": "function", "name": "f", "strict": False}
         fields = {
             "model": "any",
@@ -383,10 +280,8 @@ class Responses:
         fields |= more
         try:
             if stream:
-                async for event in await client.responses.create(stream=True, **fields):
-                    if event.type == "response.output_text.delta":
-                        told()
-                reply = event.response
+                stream = await client.responses.create(stream=True, **fields)
+                reply = [event async for event in stream][-1].response
             else:
                 reply = await client.responses.create(**fields)
         except openai.APIStatusError as error:
@@ -440,17 +335,7 @@ class Gemini:
             types.Content(role="user", parts=[types.Part(function_response=result)])
         ]
 
-    async def ask(
-        self,
-        client,
-        said,
-        *,
-        stream,
-        told=_unheard,
-        stop=None,
-        temperature=None,
-        **more,
-    ):
+    async def ask(self, client, said, *, stream, stop=None, temperature=None, **more):
         declared = types.FunctionDeclaration(
             name="f", parameters_json_schema=PARAMETERS
         )
@@ -469,7 +354,6 @@ class Gemini:
                 events = await client.aio.models.generate_content_stream(**fields)
                 async for reply in events:
                     parts += reply.candidates[0].content.parts
-                    told()
             else:
                 reply = await client.aio.models.generate_content(**fields)
                 parts = reply.candidates[0].content.parts

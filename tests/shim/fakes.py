@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -21,17 +23,15 @@ from trajkit_shim.engines.base import (
 )
 from trajkit_shim.engines.embedded import END, chat_files
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.prompting.conversation import (
     Budget,
     Conversation,
     Node,
     next_position,
 )
-from trajkit_shim.prompting.render import ChatRenderer
-from trajkit_shim.prompting.tokenizer import ModelTokenizer
+from trajkit_shim.prompting.render import ChatRenderer, Ids, ModelTokenizer
 from trajkit_shim.replies.parse import parse
-from trajkit_shim.replies.parsers import HERMES
+from trajkit_shim.replies.parsers import FORMS
 
 TEMPLATE = """\
 {%- if tools -%}
@@ -62,7 +62,7 @@ TOOL = {
 }
 
 
-def parse_reply(text, tools=(), form=HERMES, *, opened=False):
+def parse_reply(text, tools=(), form=FORMS["hermes"], *, opened=False):
     """A reply by the gateway's own parser."""
     return parse(text, form, tools, opened=opened)
 
@@ -227,3 +227,58 @@ class Held:
             self.cancelled = True
             raise
         return self.reply
+
+
+class Threaded:
+    """The same, let go or made to fail by another thread."""
+
+    def __init__(self, reply: "str | Sample | Exception") -> None:
+        self.reply = reply
+        self.entered = threading.Event()
+        self.release = threading.Event()
+        self.cancelled = threading.Event()
+
+    async def __call__(self) -> "str | Sample | Exception":
+        self.entered.set()
+        try:
+            await asyncio.to_thread(self.release.wait)
+        except asyncio.CancelledError:
+            self.release.set()
+            self.cancelled.set()
+            raise
+        return self.reply
+
+
+class Updatable(ScriptedEngine):
+    """Notes what it is told to do. ``fails``: by the name of what fails, or hangs."""
+
+    def __init__(self, *script: Scripted) -> None:
+        super().__init__(*script)
+        self.told: list[tuple[object, ...]] = []
+        self.fails: dict[str, object] = {}
+        self._noted = queue.SimpleQueue()
+
+    async def _note(self, *what: object) -> None:
+        self.told.append(what)
+        self._noted.put(what)
+        failure = self.fails.get(what[0])
+        if failure == "hangs":
+            await asyncio.Event().wait()
+        elif failure is not None:
+            raise failure
+
+    async def pause(self) -> None:
+        await self._note("pause")
+
+    async def update_weights(self, path, version) -> None:
+        await self._note("update", path, version)
+
+    async def update_tensors(self, tensors, load_format, version) -> None:
+        await self._note("tensors", tensors, load_format, version)
+
+    async def resume(self) -> None:
+        await self._note("resume")
+
+    async def next(self) -> tuple[object, ...]:
+        """The next thing that it was told, from another loop."""
+        return await asyncio.to_thread(self._noted.get, timeout=60)

@@ -17,24 +17,17 @@ import pytest
 import trajkit as tk
 from tests.rollout.test_grade import graded, task_of
 from tests.shim.clients import in_process
-from tests.shim.fakes import (
-    RENDERER,
-    Held,
-    ScriptedEngine,
-    sampled,
-)
-from tests.shim.test_weight_updates import Updatable
+from tests.shim.fakes import RENDERER, Held, ScriptedEngine, Updatable
 from trajkit.errors import FormatError
 from trajkit_rollout.agents.sandbox import Spec
 from trajkit_rollout.agents.sandboxes.local import LocalSandbox, remove
 from trajkit_rollout.run import Callback
 from trajkit_rollout.tasks import Folder, Grade, Task, read_tasks
 from trajkit_rollout.workspace import StageError, Workspace
-from trajkit_shim import json_input
 from trajkit_shim.app import create_app
 from trajkit_shim.delivery import is_retry
 from trajkit_shim.engines import http
-from trajkit_shim.errors import EngineError, GatewayError
+from trajkit_shim.errors import EngineError
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.append_log import AppendLog
 from trajkit_shim.sessions.turn_log import TurnLog
@@ -47,38 +40,19 @@ pytestmark = pytest.mark.anyio
 # what clients send
 
 
-def test_a_number_beyond_every_double_is_no_json():
-    with pytest.raises(GatewayError, match="1e400"):
-        json_input.parse_object(b'{"metadata": {"x": [1e400]}}')
-    assert json_input.parse_object(b'{"x": -1.5e3}') == {"x": -1500.0}
-
-
-async def test_a_part_whose_type_is_no_name_is_refused(tmp_path):
-    body = {"input": [{"role": "user", "content": [{"type": {}}]}]}
-    async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
-        key = await gateway.open_key()
-        answer = await gateway.http.post(f"/s/{key}/v1/responses", json=body)
-    assert answer.status_code == 400
-    assert "input[0].content[0].type" in answer.json()["error"]["message"]
-
-
 @pytest.mark.parametrize(
     ("count", "again"),
-    [("0", False), ("00", False), ("2", True), ("9" * 5000, True), ("-1", False)],
+    [
+        ("0", False),
+        ("00", False),
+        ("2", True),
+        ("9" * 5000, True),
+        ("-1", False),
+        ("", False),
+    ],
 )
 def test_a_count_of_retries_of_any_length(count, again):
     assert is_retry({"x-stainless-retry-count": count}) is again
-
-
-async def test_half_a_surrogate_pair_that_a_model_spells_is_recorded(tmp_path):
-    said = '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>'
-    async with in_process(ScriptedEngine(sampled(said)), RENDERER, tmp_path) as gateway:
-        key = await gateway.open_key()
-        answer = await gateway.http.post(
-            f"/s/{key}/v1/chat/completions", json={"messages": [USER]}
-        )
-    assert answer.status_code == 200, answer.text
-    assert len(gateway.turns()) == 1
 
 
 async def test_half_a_surrogate_pair_in_a_name_is_shown_to_the_trainer(tmp_path):

@@ -1,13 +1,12 @@
 """`GatewayClient` against gateways that listen on sockets."""
 
 import asyncio
-import queue
 from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
 
-from tests.shim.fakes import RENDERER, ScriptedEngine
+from tests.shim.fakes import RENDERER, ScriptedEngine, Updatable
 from trajkit import read_sessions
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
@@ -15,37 +14,6 @@ from trajkit_shim.client import AsyncGatewayClient, GatewayClient
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
-
-
-class Updatable(ScriptedEngine):
-    """Notes what it was asked to do; ``fails``: by the name of what fails, its error."""
-
-    def __init__(self, *script):
-        super().__init__(*script)
-        self.asked, self.fails = [], {}
-        self._noted = queue.SimpleQueue()
-
-    async def _note(self, *what):
-        self.asked.append(what)
-        self._noted.put(what)
-        if what[0] in self.fails:
-            raise self.fails[what[0]]
-
-    async def pause(self):
-        await self._note("pause")
-
-    async def update_weights(self, path, version):
-        await self._note("update", path, version)
-
-    async def update_tensors(self, tensors, load_format, version):
-        await self._note("tensors", tensors, load_format, version)
-
-    async def resume(self):
-        await self._note("resume")
-
-    async def next(self):
-        """The next thing that it was asked to do, from another loop."""
-        return await asyncio.to_thread(self._noted.get, timeout=60)
 
 
 @contextmanager
@@ -177,7 +145,7 @@ def test_new_weights_at_all_gateways(tmp_path):
         client.update_weights(["AAAA"], "step-2", "flattened_bucket")
         client.resume()
     for engine in engines:
-        assert engine.asked == [
+        assert engine.told == [
             ("pause",),
             ("update", "/new", "step-1"),
             ("tensors", ["AAAA"], "flattened_bucket", "step-2"),
@@ -209,7 +177,7 @@ async def test_one_gateway_that_cannot_pause_leaves_none_paused(tmp_path):
         async with AsyncGatewayClient(urls) as client:
             with pytest.raises(GatewayError, match="no GPU"):
                 await client.pause()
-            assert engines[0].asked == [("pause",), ("resume",)]
+            assert engines[0].told == [("pause",), ("resume",)]
             del engines[1].fails["pause"]
             await client.pause(0.1)
             engines[1].fails["pause"] = EngineError("lost", 502)
@@ -218,7 +186,7 @@ async def test_one_gateway_that_cannot_pause_leaves_none_paused(tmp_path):
             # tokens may be from either weights now
             with pytest.raises(GatewayError, match="lost"):
                 await client.update_weights("/new", "step-1")
-            assert ("update", "/new", "step-1") not in engines[0].asked
+            assert ("update", "/new", "step-1") not in engines[0].told
 
 
 def test_a_refused_pause_ends_no_other_pause(tmp_path):
@@ -234,16 +202,3 @@ def test_a_refused_pause_ends_no_other_pause(tmp_path):
         modes = [httpx.get(f"{url}/engine", trust_env=False).json() for url in urls]
     assert caught.value.status == 409
     assert [each["mode"] for each in modes] == ["wait", None]
-
-
-def test_a_client_keeps_its_pause_when_another_mode_is_refused(tmp_path):
-    engine = Updatable()
-    with gateways(tmp_path, engine) as urls, GatewayClient(urls) as client:
-        client.pause(0.4)
-        with pytest.raises(GatewayError, match="a pause with mode 'keep'"):
-            client.pause(60, "abort")
-        # it is renewed
-        for _ in range(9):
-            asyncio.run(engine.next())
-        client.update_weights("/new", "step-1")
-    assert ("resume",) not in engine.asked[:9]

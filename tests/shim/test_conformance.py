@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from tests.shim.conformance import (
     requirements,
     table,
 )
-from tests.shim.fakes import RENDERER, ScriptedEngine, sampled
+from tests.shim.fakes import RENDERER, ScriptedEngine, Threaded, sampled
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
@@ -32,7 +31,6 @@ BROKEN = '<tool_call>\n{"name": "f", "arguments": {"n": \n</tool_call>'
 ROOT = Path(__file__).parent.parent.parent
 
 EACH = pytest.mark.parametrize("name", NAMES)
-ALL = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 # what is sampled in a case, and the text, the reasoning and the number of calls it holds
@@ -55,7 +53,7 @@ def arguments(given):
 
 
 @EACH
-@ALL
+@BOTH
 @pytest.mark.parametrize("case", ENDS)
 async def test_a_call_that_is_answered(tmp_path, name, stream, case):
     word = dict(zip(NAMES, ENDS[case], strict=True))[name]
@@ -87,6 +85,8 @@ async def test_a_call_that_is_answered(tmp_path, name, stream, case):
     assert len(set(answer.ids)) == calls
     assert answer.tokens == (len(turn["prompt_ids"]), len(turn["output_ids"]))
     assert turn["protocol"] == name
+    broken = case == "a call that does not parse"
+    assert (turn["use_tool"], turn["ill_formed"]) == (calls > 0, broken)
     if failed:
         assert turn["messages"][-1]["role"] == "tool"
         assert "no such file" in RENDERER.decode(engine.prompts[1], ended=False)
@@ -148,44 +148,12 @@ async def test_a_call_that_fails(tmp_path, name, stream, case):
     word = dict(zip(NAMES, words, strict=True))[name]
     assert (failure.status, failure.word) == (status, word)
     assert failure.message
+    if case == "a prompt that is too long":
+        # the words that make clients compact
+        words = {"anthropic": "prompt is too long: ", "gemini": "exceeds the maximum"}
+        assert words.get(name, "maximum context") in failure.message
     # the one call that the engine began is context only
     assert recorded == ([False] if case == "the engine cuts the call short" else [])
-
-
-class Stalled:
-    """What an engine on another thread waits for."""
-
-    def __init__(self):
-        self.entered = threading.Event()
-        self.cancelled = threading.Event()
-        self._open = True
-        self._error = None
-        self.reply = "hello"
-
-    def close(self):
-        """From now on it waits."""
-        self._open = False
-
-    def open(self, error=None):
-        """It waits no longer, or fails."""
-        self._error = error
-        self._loop.call_soon_threadsafe(self._go.set)
-
-    async def __call__(self):
-        if not self._open:
-            self._loop, self._go = asyncio.get_running_loop(), asyncio.Event()
-            self.entered.set()
-            try:
-                await self._go.wait()
-            except asyncio.CancelledError:
-                self.cancelled.set()
-                raise
-            finally:
-                # what is sampled anew is not held up
-                self._open = True
-        if self._error is not None:
-            raise self._error
-        return self.reply
 
 
 async def until(event):
@@ -200,9 +168,10 @@ async def cut(gateway, session, what, stalled):
     elif what == "the gateway is drained":
         await gateway.admin.post("/admin/drain", json={"wait_seconds": 0})
     elif what == "the engine fails":
-        stalled.open(EngineError("out of memory"))
+        stalled.reply = EngineError("out of memory")
+        stalled.release.set()
     elif what == "the engine cuts the call short":
-        stalled.open()
+        stalled.release.set()
     else:
         how = {"its session is finished": "finish", "its session is dropped": "drop"}
         await gateway.admin.post(f"{gateway.path_of(session)}/{how[what]}")
@@ -220,7 +189,7 @@ async def cut(gateway, session, what, stalled):
 )
 async def test_a_call_that_is_cut_off(tmp_path, name, what, when, stream):
     recorded, words = CUTS[what, when]
-    driver, stalled, heard = DRIVERS[name], Stalled(), asyncio.Event()
+    driver, stalled, heard = DRIVERS[name], Threaded("hello"), asyncio.Event()
     if what == "the engine cuts the call short":
         stalled.reply = sampled("hello", finish_reason="abort")
     if when == SENDING:
@@ -234,7 +203,6 @@ async def test_a_call_that_is_cut_off(tmp_path, name, what, when, stream):
         client = driver.client(gateway, session)
         # a turn that was answered before
         await driver.ask(client, driver.user("hi"), stream=stream)
-        stalled.close()
 
         async def leave():
             asyncio.current_task().cancel()

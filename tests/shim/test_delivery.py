@@ -4,7 +4,6 @@ import asyncio
 import json
 import socket
 import struct
-import threading
 
 import pytest
 from hypothesis import example, given
@@ -17,7 +16,7 @@ from tests.strategies import delivery_steps
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.delivery import PendingReply
-from trajkit_shim.serve import _Server
+from trajkit_shim.serve import serving
 from trajkit_shim.sessions.turn_log import TurnLog
 
 RETRY = (b"x-stainless-retry-count", b"1")
@@ -308,37 +307,30 @@ def test_a_client_that_hangs_up_on_a_socket(tmp_path):
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     host, port = listener.getsockname()
-    server = _Server(app)
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    with listener:
-        thread.start()
-        try:
-            url = f"http://{host}:{port}"
-            key = http.post(f"{url}/sessions").json()["api_key"]
-            body = json.dumps({"messages": MESSAGES}).encode()
-            with socket.socket() as line:
-                line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                line.connect((host, port))
-                line.sendall(
-                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\n"
-                    b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s"
-                    % (key.encode(), len(body), body)
-                )
-                line.settimeout(60)
-                assert line.recv(12) == b"HTTP/1.1 200"
-                # hang up with a reset
-                line.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-                )
-            answer = http.post(
-                f"{url}/v1/chat/completions",
-                headers={"authorization": f"Bearer {key}"},
-                json={"messages": MESSAGES},
+    with listener, serving(app, listener):
+        url = f"http://{host}:{port}"
+        key = http.post(f"{url}/sessions").json()["api_key"]
+        body = json.dumps({"messages": MESSAGES}).encode()
+        with socket.socket() as line:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.connect((host, port))
+            line.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\n"
+                b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s"
+                % (key.encode(), len(body), body)
             )
-            assert answer.status_code == 200
-        finally:
-            server.should_exit = True
-            thread.join()
+            line.settimeout(60)
+            assert line.recv(12) == b"HTTP/1.1 200"
+            # hang up with a reset
+            line.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
+        answer = http.post(
+            f"{url}/v1/chat/completions",
+            headers={"authorization": f"Bearer {key}"},
+            json={"messages": MESSAGES},
+        )
+        assert answer.status_code == 200
     turns = tk.read_turns(tmp_path)
     assert turns["trainable"].to_pylist() == [False, True]
     assert turns["amended"].to_pylist() == ["undelivered", None]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.shim.clients import http_of, in_process
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
-from trajkit_shim.delivery import KEPT, is_retry
+from trajkit_shim.delivery import KEPT
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
@@ -155,18 +155,6 @@ async def test_a_retry_joins_the_latest_of_several_calls(tmp_path):
         assert (await retry).json()["choices"][0]["message"]["content"] == "7"
 
 
-async def test_both_connections_get_the_one_turn(tmp_path):
-    held = Held("a")
-    async with in_process(ScriptedEngine(held), RENDERER, tmp_path) as gateway:
-        session = await opened(gateway, replay=True)
-        calls = [asyncio.create_task(session.ask()) for _ in range(2)]
-        await joined(session)
-        held.release.set()
-        first, second = await asyncio.gather(*calls)
-        assert len(gateway.turns()) == 1
-    assert first.text == second.text
-
-
 @pytest.mark.parametrize(
     ("failed", "turns"),
     [
@@ -207,14 +195,6 @@ async def test_a_call_is_recorded_once_however_that_fails(tmp_path, monkeypatch)
         replies = await asyncio.gather(*calls)
     assert ["the disk is full" in reply.text for reply in replies] == [True, True]
     assert recorded == [1]
-
-
-async def test_a_closed_session_gives_nothing_again(tmp_path):
-    async with in_process(ScriptedEngine("a"), RENDERER, tmp_path) as gateway:
-        session = await opened(gateway)
-        await session.ask()
-        await gateway.http.delete(gateway.path_of(session.session))
-        assert (await session.ask(**RETRY)).status_code == 410
 
 
 async def test_the_last_replies_are_kept(tmp_path):
@@ -271,17 +251,3 @@ async def test_the_official_clients_say_that_they_retry(tmp_path):
         await two.close()
     assert reply.choices[0].message.content == "a"
     assert message.content[0].text == "b"
-
-
-@pytest.mark.parametrize(
-    ("headers", "said"),
-    [
-        ({}, False),
-        ({"x-stainless-retry-count": "0"}, False),
-        ({"x-stainless-retry-count": "2"}, True),
-        ({"x-stainless-retry-count": "-1"}, False),
-        ({"x-stainless-retry-count": ""}, False),
-    ],
-)
-def test_says_retry(headers, said):
-    assert is_retry(headers) is said

@@ -1,12 +1,10 @@
 """The gateway on a socket."""
 
-import asyncio
 import logging
 import os
 import resource
 import socket
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -15,7 +13,7 @@ import pytest
 
 import trajkit as tk
 from tests.shim.clients import http, read_log
-from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine
+from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine, Threaded
 from trajkit_shim import serve
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
@@ -32,26 +30,6 @@ def messages(text="hi"):
 def client_of(url: str, **fields: object) -> openai.OpenAI:
     key = http.post(f"{url}/sessions", json=fields).json()["api_key"]
     return openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0)
-
-
-class Threaded:
-    """A scripted reply that waits until another thread lets it go."""
-
-    def __init__(self, reply: str) -> None:
-        self.reply = reply
-        self.entered = threading.Event()
-        self.release = threading.Event()
-        self.cancelled = threading.Event()
-
-    async def __call__(self) -> str:
-        self.entered.set()
-        try:
-            await asyncio.to_thread(self.release.wait)
-        except asyncio.CancelledError:
-            self.release.set()
-            self.cancelled.set()
-            raise
-        return self.reply
 
 
 def test_replies_over_a_socket(tmp_path):
@@ -220,15 +198,14 @@ def test_a_connection_whose_request_does_not_arrive_is_closed(
 
 def test_small_parts_of_an_answer_are_sent_at_once(tmp_path, monkeypatch):
     """Without TCP_NODELAY the second part waits for the first one's receipt."""
-    found = []
+    found, made = [], serve._Connection.connection_made
 
-    class Watched(serve._Protocol):
-        def connection_made(self, transport):
-            super().connection_made(transport)
-            line = transport.get_extra_info("socket")
-            found.append(line.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+    def watched(self, transport):
+        made(self, transport)
+        line = transport.get_extra_info("socket")
+        found.append(line.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
-    monkeypatch.setattr(serve, "_Protocol", Watched)
+    monkeypatch.setattr(serve._Connection, "connection_made", watched)
     with running(create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))) as url:
         http.get(f"{url}/healthz")
     assert found == [1]

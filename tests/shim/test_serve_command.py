@@ -176,14 +176,6 @@ def test_serve_refuses_options_that_do_not_fit(tmp_path, capsys, options, said):
     assert not (tmp_path / "run").exists()
 
 
-def test_serve_names_the_model_that_cannot_be_read(tmp_path, capsys):
-    absent = str(tmp_path / "absent")
-    argv = ["serve", "--out", str(tmp_path / "run"), "--engine", "sglang"]
-    argv += ["--engine-url", "http://127.0.0.1:1", "--model", absent]
-    assert cli.main(argv) == cli.BAD_FILE
-    assert absent in capsys.readouterr().err
-
-
 def model_directory(folder, template=None, **files):
     """A model directory with the embedded tokenizer."""
     save_tokenizer(folder, template)
@@ -232,25 +224,11 @@ def test_a_model_whose_calls_no_parser_knows(
     assert len(said.strip().splitlines()) == 1
 
 
-def test_a_chat_template_of_its_own(tmp_path, capsys):
-    model = model_directory(tmp_path / "model")
-    template = tmp_path / "own.jinja"
-    template.write_text(OFFERS)
-    assert serving(tmp_path, model, "--chat-template", str(template)) == cli.BAD_FILE
-    assert "no parser knows" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("given", ["{", "[1]"])
 def test_variables_that_are_no_object(tmp_path, capsys, given):
     argv = ["serve", "--out", str(tmp_path / "run"), "--chat-template-kwargs", given]
     assert cli.main(argv) == cli.BAD_USAGE
     assert f"--chat-template-kwargs {given}: not" in capsys.readouterr().err
-
-
-def test_serve_takes_no_directory_that_holds_a_log(tmp_path, capsys):
-    (tmp_path / "turns-00000.arrows").touch()
-    assert cli.main(["serve", "--out", str(tmp_path)]) == cli.BAD_FILE
-    assert "turns-00000.arrows: File exists" in capsys.readouterr().err
 
 
 def test_only_a_model_that_takes_images_needs_the_extra_images(

@@ -5,39 +5,13 @@ import asyncio
 import pytest
 
 from tests.shim.clients import in_process
-from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
+from tests.shim.fakes import RENDERER, Held, ScriptedEngine, Updatable, sampled
 from trajkit_shim import pauses
 from trajkit_shim.engines.base import UpdatableEngine
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.pauses import Pause
 
 pytestmark = pytest.mark.anyio
-
-
-class Updatable(ScriptedEngine):
-    """Notes what it is told; may fail, or never answer."""
-
-    def __init__(self):
-        super().__init__()
-        self.told = []
-        self.fails = {}
-
-    async def _note(self, *what):
-        self.told.append(what)
-        failure = self.fails.get(what[0])
-        if failure == "hangs":
-            await asyncio.Event().wait()
-        elif failure is not None:
-            raise failure
-
-    async def pause(self):
-        await self._note("pause")
-
-    async def update_weights(self, path, version):
-        await self._note("update", path, version)
-
-    async def resume(self):
-        await self._note("resume")
 
 
 async def test_pause_update_resume(tmp_path):

@@ -310,9 +310,3 @@ def test_a_port_that_is_taken(tmp_path):
     assert ended.returncode == cli.BAD_FILE
     assert "in use" in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-def test_a_number_of_workers_below_one(tmp_path):
-    ended = run(tmp_path, "--workers", "0")
-    assert ended.returncode == cli.BAD_USAGE
-    assert "for --workers. Must be >= 1" in ended.stderr

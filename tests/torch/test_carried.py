@@ -1,15 +1,12 @@
 """A tree in several packs trains as its rows, one pack in memory at a time."""
 
-from dataclasses import replace
-
 import pyarrow as pa
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 import trajkit as tk
-from tests.torch.cases import SESSIONS, packs_of, rows_of
-from tests.torch.test_equality import by_packs, by_rows
+from tests.torch.cases import SESSIONS, rows_of
+from tests.torch.test_equality import by_rows
 from tests.torch.tiny_models import (
     CONFIGS,
     float64_throughout,
@@ -18,7 +15,7 @@ from tests.torch.tiny_models import (
     relative,
 )
 from trajkit.errors import InvalidTurnsError, LayoutError, UnsupportedModelError
-from trajkit.torch import carried
+from trajkit.torch import states
 from trajkit.torch.attention import TreeAttention, block_mask
 from trajkit.torch.datasets import PackDataset
 from trajkit.torch.losses import policy_loss
@@ -65,15 +62,6 @@ def test_cut_trees_train_as_their_rows_in_float64(name, case):
             assert relative(found_grad, grad) < 1e-12
 
 
-@pytest.mark.parametrize("case", ["tail_changed", "nemo"])
-def test_cut_trees_train_as_their_rows_in_float32(case):
-    rows = rows_of(case)
-    model = make("qwen3", torch.float32)
-    _, _, expected = by_rows(model, rows)
-    _, _, found = by_parts(model, cut(rows, 20))
-    assert relative(found, expected) < 1e-5
-
-
 # of the passes without gradients
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -99,18 +87,6 @@ def test_recomputed_activations_hand_gradients_back(reentrant, kernel):
     assert relative(found, expected) < 1e-12
 
 
-def test_gradients_that_are_not_handed_back_are_caught(monkeypatch):
-    """Keys and values of other packs as constants give another gradient."""
-    rows = rows_of("tail_changed")
-    model = make("llama")
-    monkeypatch.setattr(carried.CarriedStates, "prefix_gradients", lambda self: {})
-    with float64_throughout():
-        expected, _, grad = by_rows(model, rows)
-        found, _, found_grad = by_parts(model, cut(rows, 20))
-    assert max(abs(float(found[key] - expected[key])) for key in expected) < 1e-13
-    assert relative(found_grad, grad) > 0.05
-
-
 def test_parts_without_an_edge_hand_gradients_back():
     """The prompt of a session fills packs of its own, whose tokens predict nothing."""
     rows = rows_of("siblings")
@@ -123,39 +99,11 @@ def test_parts_without_an_edge_hand_gradients_back():
     assert relative(found, grad) < 1e-12
 
 
-def test_packs_of_complete_trees_run_as_before():
-    rows = rows_of("several_sessions")
-    packs = packs_of(rows, cut=True)
-    model = make("llama")
-    assert PackDataset(packs).parts() == [[line] for line in range(len(packs))]
-    expected, loss, grad = by_packs(model, packs)
-    found, total, found_grad = by_parts(model, packs)
-    assert found == expected
-    assert total == loss
-    assert torch.equal(found_grad, grad)
-
-
-def test_loaders_hand_out_the_parts_of_a_tree_together():
-    packs = cut(rows_of("several_sessions"), 30)
-    dataset = PackDataset(packs)
-    lists = dataset.parts()
-    assert [line for lines in lists for line in lines] == list(range(len(packs)))
-    assert max(map(len, lists)) > 1
-    loader = DataLoader(dataset, batch_sampler=lists, collate_fn=list)
-    for lines, parts in zip(lists, loader, strict=True):
-        assert [len(part.prefix_end) for part in parts] == [
-            len(packs["prefix_end"][line]) for line in lines
-        ]
-        assert [len(part.prefix_end) > 0 for part in parts] == [
-            k > 0 for k in range(len(lines))
-        ]
-
-
 def test_the_block_mask_of_a_part_is_its_dense_mask():
     packs = cut(rows_of("tail_changed"), 64)
     dataset = PackDataset(packs)
     pack = dataset[1]
-    tree = TreeAttention(pack, "cpu", carried=carried.CarriedStates(pack, {}))
+    tree = TreeAttention(pack, "cpu", carried=states.CarriedStates(pack, {}))
     for window in (None, 7):
         dense = tree.mask(window)[0, 0]
         n, n_prefix = len(pack.input_ids), len(pack.prefix_end)
@@ -215,9 +163,3 @@ def test_layers_that_run_twice_are_refused():
     model.model.layers[1] = model.model.layers[0]
     with pytest.raises(UnsupportedModelError, match="LlamaAttention runs twice"):
         carry_backward(model, parts, policy_loss)
-
-
-def test_a_pack_moves_with_its_prefix():
-    part = first_parts()[1].to("meta")
-    assert part.prefix_end.device.type == part.next_source.device.type == "meta"
-    assert replace(part, next_source=part.next_source[:0]).is_part

@@ -2,14 +2,12 @@
 
 import pyarrow as pa
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 import trajkit as tk
 from tests.torch.cases import packs_of, rows_of
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.torch.datasets import PackDataset, RowDataset, pad_rows
-from trajkit.torch.packs import Pack
+from trajkit.torch.datasets import Pack, PackDataset, RowDataset, pad_rows
 from trajkit.turns import content_ids
 
 FIELDS = [
@@ -43,16 +41,6 @@ def test_tokens_stay_in_the_memory_of_the_table():
         assert pack.input_ids.data_ptr() == first + 4 * before
 
 
-def test_a_missing_logprob_is_nan():
-    rows = tk.linearize(
-        tk.from_records(
-            [{"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}],
-        )
-    )
-    pack = PackDataset(tk.pack(rows, 8))[0]
-    assert torch.isnan(pack.edge_logprob).tolist() == [True, True]
-
-
 def test_columns_that_tensors_cannot_hold_are_refused():
     packs = packs_of(rows_of("clean"))
     n = len(packs["edge_source"][0])
@@ -69,25 +57,6 @@ def test_a_column_that_packs_lack_is_named():
     pack = PackDataset(packs_of(rows_of("clean")))[0]
     with pytest.raises(SchemaError, match=r"no column edge_reward: .*\['advantage'\]"):
         pack.column("reward")
-
-
-def test_a_table_of_something_else_is_refused():
-    with pytest.raises(SchemaError):
-        PackDataset(rows_of("clean"))
-
-
-def test_packs_move_with_all_tensors():
-    pack = PackDataset(packs_of(rows_of("clean")))[0].to("meta")
-    tensors = [getattr(pack, name) for name in FIELDS] + [*pack.columns.values()]
-    assert {x.device.type for x in tensors} == {"meta"}
-
-
-def test_loaders_hand_out_packs():
-    packs = packs_of(rows_of("clean"), cut=True)
-    found = [
-        p.input_ids.tolist() for p in DataLoader(PackDataset(packs), batch_size=None)
-    ]
-    assert found == packs["input_ids"].to_pylist()
 
 
 def test_rows_are_padded_on_the_right():
@@ -123,17 +92,6 @@ def test_rows_are_padded_on_the_right():
         )
         seen += n_rows
     assert seen == len(rows)
-
-
-def test_values_per_token_are_padded_with_zeros():
-    rows = rows_of("per_call")
-    lists = [[k] * len(ids) for k, ids in enumerate(rows["input_ids"].to_pylist())]
-    rows = rows.append_column("note", pa.array(lists))
-    batch = pad_rows([*RowDataset(rows, ["note"])])
-    for k, ids in enumerate(rows["input_ids"].to_pylist()):
-        assert batch["note"][k].tolist() == lists[k] + [0] * (
-            batch["note"].shape[1] - len(ids)
-        )
 
 
 def rows_with_images():
@@ -179,8 +137,3 @@ def test_items_come_with_the_ids_of_the_engine():
     assert shared.to("cpu").mm_items == [image]
     assert plain.mm_items == []
     assert not dataset.empty_pack().mm_items
-
-
-def test_a_column_that_rows_lack_is_named():
-    with pytest.raises(SchemaError, match=r"the rows have no columns \['x'\]"):
-        RowDataset(rows_of("clean"), ["x"])

@@ -12,8 +12,12 @@ from tests.torch.cases import SESSIONS, packs_of, rows_of
 from tests.torch.tiny_models import make
 from trajkit.errors import ArgumentError, InvalidTurnsError, LayoutError
 from trajkit.torch.datasets import PackDataset
-from trajkit.torch.logprobs import gather_logprobs
-from trajkit.torch.losses import nll_loss, observation_loss, policy_loss
+from trajkit.torch.losses import (
+    gather_logprobs,
+    nll_loss,
+    observation_loss,
+    policy_loss,
+)
 from trajkit.torch.models import model_inputs
 
 
@@ -77,16 +81,6 @@ def test_clipped_ratios_are_those_of_the_rows(case, ratio, clip):
     assert float(found) == pytest.approx(expected, rel=1e-12)
 
 
-def test_recomputed_logprobs_take_the_place_of_recorded_ones():
-    rows = rows_of("siblings")
-    values, starts = scored(rows)
-    pack = PackDataset(packs_of(rows))[0]
-    logprobs = of_edges(pack, values, starts)
-    same = policy_loss(logprobs, pack, old_logprobs=logprobs.detach())
-    expected = -(pack.edge_weight * pack.column("advantage")).sum()
-    assert float(same) == pytest.approx(float(expected), rel=1e-12)
-
-
 @pytest.mark.parametrize("case", SESSIONS)
 def test_the_likelihood_loss_is_that_of_the_rows(case):
     rows = rows_of(case)
@@ -129,19 +123,6 @@ def test_the_observation_loss_is_that_of_the_rows():
     assert unclipped.item() == pytest.approx(float(expected.rl_sum), rel=1e-12)
     sequence = policy_loss(logprobs, pack, clip=(0.1, 0.4), ratio="sequence")
     assert sequence.item() == pytest.approx(by_hand(rows, (0.1, 0.4), True), rel=1e-12)
-
-
-def test_a_trained_token_without_a_logprob_is_refused():
-    pack = PackDataset(packs_of(rows_of("clean")))[0]
-    recorded = pack.edge_logprob.clone()
-    recorded[3] = float("nan")
-    pack = replace(pack, edge_logprob=recorded)
-    zeros = torch.zeros(len(recorded))
-    where = rf"edge 3 \(row {pack.edge_row[3]}, position {pack.edge_position[3]}\)"
-    with pytest.raises(InvalidTurnsError, match=where):
-        policy_loss(zeros, pack)
-    assert torch.isfinite(policy_loss(zeros, pack, old_logprobs=zeros))
-    assert torch.isfinite(nll_loss(zeros, pack))
 
 
 LOSSES = {
@@ -193,18 +174,6 @@ def test_edges_without_a_weight_may_have_any_value(name, value):
     LOSSES[name](found, with_value(pack, name, unused, value)).backward()
     assert torch.equal(found.grad, expected.grad)
     assert found.grad.any()
-
-
-def test_a_null_reward_is_refused_before_it_trains():
-    calls = rows_of("siblings")
-    rewards = [1.0, None, 0.0, None][: len(calls)]
-    rows = calls.append_column("score", pa.array(rewards, pa.float64()))
-    (pack,) = PackDataset(tk.pack(rows, 1_000, columns=["score"]))
-    zeros = torch.zeros(len(pack.edge_source))
-    with pytest.raises(
-        InvalidTurnsError, match=r"score is null or NaN .* rows \(1, 3\)"
-    ):
-        policy_loss(zeros, pack, advantage="score")
 
 
 def test_wrong_arguments_are_refused():
@@ -269,15 +238,6 @@ def test_logprobs_are_those_of_all_logits(case, chunk_size):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
 
 
-def test_softmax_runs_in_float32_at_least():
-    pack = PackDataset(packs_of(rows_of("clean")))[0]
-    hidden, weight = hidden_states(pack, torch.bfloat16)
-    found = gather_logprobs(hidden, lambda x: x @ weight.T, pack)
-    assert found.dtype == torch.float32
-    logits = (hidden @ weight.T).float().log_softmax(1)
-    torch.testing.assert_close(found, logits[pack.edge_source, pack.edge_target])
-
-
 def test_without_edges_all_weights_get_zero_gradients():
     pack = PackDataset(packs_of(rows_of("clean")))[0]
     nothing = torch.zeros(0, dtype=torch.int64)
@@ -288,14 +248,6 @@ def test_without_edges_all_weights_get_zero_gradients():
     found.sum().backward()
     assert not hidden.grad.any()
     assert not weight.grad.any()
-
-
-def test_hidden_states_of_another_pack_are_refused():
-    pack = PackDataset(packs_of(rows_of("clean")))[0]
-    with pytest.raises(
-        LayoutError, match=r"hidden states of shape \(2, 5\) for a pack"
-    ):
-        gather_logprobs(torch.zeros(2, 5), torch.nn.Identity(), pack)
 
 
 def test_padding_is_not_the_token_without_an_embedding():

@@ -7,8 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-import trajkit as tk
-from tests.torch.cases import rows_of
 from trajkit.errors import LayoutError
 from trajkit.torch.attention import Trunks
 from trajkit.torch.masks import (
@@ -205,20 +203,6 @@ def test_magi_slices_are_the_ancestors(parents):
     assert int(types.sum()) == n_segments
 
 
-def test_cu_seqlens_are_those_of_packed_rows():
-    rows = rows_of("per_call")
-    packs = tk.pack(rows, 6_400, layout="rows", align=64)
-    end = torch.tensor(packs["subtree_end"][0].as_py(), dtype=torch.int32)
-    bounds = cu_seqlens(end)
-    assert bounds.dtype == torch.int32
-    n = packs["n_tokens"][0].as_py()
-    lengths = [len(ids) for ids in rows["input_ids"].to_pylist()]
-    rows_first = bounds[: len(lengths) + 1]
-    assert sorted(rows_first.diff().tolist()) == sorted(lengths)
-    assert rows_first[-1] == n
-    assert bounds[len(lengths) :].tolist() == [*range(n, len(end) + 1)]
-
-
 @given(forests())
 def test_cu_seqlens_refuse_branches(parents):
     end, _, _ = tree(parents)
@@ -229,14 +213,3 @@ def test_cu_seqlens_refuse_branches(parents):
     else:
         roots = [token for token, parent in enumerate(parents) if parent < 0]
         assert cu_seqlens(end).tolist() == [*roots, len(parents)]
-
-
-@pytest.mark.parametrize("form", [dense_mask, flex_block_mask])
-def test_a_window_needs_positions(form):
-    end = torch.tensor([2, 2], dtype=torch.int32)
-    with pytest.raises(
-        LayoutError, match=r"a window needs position_ids of shape \(2,\)"
-    ):
-        form(end, window=3)
-    with pytest.raises(LayoutError, match="a window needs position_ids"):
-        form(end, torch.tensor([0]), window=3)

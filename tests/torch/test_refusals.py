@@ -40,12 +40,6 @@ def test_modules_that_mix_tokens_along_the_pack_are_refused(kind):
     refused(model, rf"model.layers.1.mixer \({kind}\) mixes tokens along the pack")
 
 
-def test_convolutions_are_refused():
-    model = make("llama")
-    model.model.conv = torch.nn.Conv1d(2, 2, 3)
-    refused(model, r"model.conv \(Conv1d\) mixes tokens along the pack")
-
-
 def test_models_that_do_not_hand_down_the_tree_are_refused():
     config = transformers.BloomConfig(
         vocab_size=61, hidden_size=32, n_layer=1, n_head=4
@@ -54,12 +48,6 @@ def test_models_that_do_not_hand_down_the_tree_are_refused():
         model = transformers.BloomForCausalLM(config)
     model.config._attn_implementation = "trajkit"
     refused(model, "does not hand keyword arguments to its attention layers")
-
-
-def test_encoders_are_refused():
-    model = make("llama")
-    model.config.is_encoder_decoder = True
-    refused(model, "has an encoder")
 
 
 @pytest.mark.parametrize("name", ["mtp", "nextn", "mtp_layers"])
@@ -84,16 +72,6 @@ def test_rope_of_the_longest_position_is_refused_where_it_changes(kind, nested):
         model_inputs(model, pack)
 
 
-def test_dropout_is_refused_in_training_only():
-    model = make("llama", attention_dropout=0.1)
-    with pytest.raises(
-        UnsupportedModelError, match=r"attention_dropout=0.1 in training"
-    ):
-        model_inputs(model, pack_of())
-    model.eval()
-    assert model_inputs(model, pack_of())["use_cache"] is False
-
-
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
@@ -109,15 +87,6 @@ def test_what_attention_cannot_do_is_refused(options, pattern, kernel):
     x = torch.zeros(1, 2, len(pack.input_ids), 8)
     with pytest.raises(UnsupportedModelError, match=pattern):
         tree_attention(torch.nn.Identity(), x, x, x, None, tree=tree, **options)
-
-
-def test_attention_in_both_directions_is_refused():
-    pack = pack_of()
-    x = torch.zeros(1, 2, len(pack.input_ids), 8)
-    module = torch.nn.Identity()
-    module.is_causal = False
-    with pytest.raises(UnsupportedModelError, match="attends in both directions"):
-        tree_attention(module, x, x, x, None, tree=TreeAttention(pack, "cpu"))
 
 
 def test_a_tree_fits_one_pack_only():

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import time
 
 import httpx
@@ -24,11 +23,9 @@ from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
 from trajkit_train.agents import Agents
-from trajkit_train.loop import warm_start
 from trajkit_train.model import END, make_model, make_tokenizer
 from trajkit_train.run import run_train
 from trajkit_train.settings import Settings
-from trajkit_train.task import NUMBERS, TOOLS, make_task
 from trajkit_train.torch_engine import TorchEngine
 from trajkit_train.trainer import packs_of, update
 
@@ -92,25 +89,6 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(temperature):
         assert END_ID not in sample.output_ids[:-1]
 
 
-def test_draws_follow_the_distribution():
-    model = small_model()
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[5, 9, 11]])).logits[0, -1]
-    chances = logits.softmax(0)
-    likely = int(chances.argmax())
-
-    async def work(engine):
-        calls = [
-            sampled(engine, [5, 9, 11], max_new_tokens=1, seed=i) for i in range(2000)
-        ]
-        return await asyncio.gather(*calls)
-
-    samples = run(lambda: TorchEngine(model), work)
-    share = np.mean([sample.output_ids[0] == likely for sample in samples])
-    chance = float(chances[likely])
-    assert abs(share - chance) < 4 * math.sqrt(chance * (1 - chance) / 2000)
-
-
 def test_a_seeded_call_does_not_depend_on_its_batch():
     async def alone(engine):
         return await sampled(engine, PROMPTS[0], seed=1)
@@ -122,19 +100,6 @@ def test_a_seeded_call_does_not_depend_on_its_batch():
     one = run(lambda: TorchEngine(small_model()), alone)
     other = run(lambda: TorchEngine(small_model()), together)
     assert one.output_ids.tolist() == other.output_ids.tolist()
-
-
-def test_a_cancelled_call_ends_and_others_go_through():
-    async def work(engine):
-        cancelled = asyncio.ensure_future(sampled(engine, [1], max_new_tokens=400))
-        await asyncio.sleep(0)
-        cancelled.cancel()
-        sample = await sampled(engine, [2], seed=0)
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
-        return sample
-
-    assert len(run(lambda: TorchEngine(small_model()), work).output_ids)
 
 
 @pytest.mark.parametrize(
@@ -318,29 +283,6 @@ def test_only_rows_out_of_context_have_a_mismatch(policy):
     else:
         assert apart.max() < 2e-5
     assert (trained == sampled) == (policy in ("faithful", "polar"))
-
-
-def test_a_chain_leads_to_the_answer():
-    lengths = set()
-    for i in range(20):
-        task = make_task(f"task {i}")
-        found, calls = task.start, 0
-        while found not in NUMBERS:
-            name = json.dumps({"name": found})
-            (found,) = {task.call(t["function"]["name"], name) for t in TOOLS} - {
-                "error"
-            }
-            calls += 1
-        assert found == task.answer
-        lengths.add(calls)
-    assert lengths == {2, 3}
-    assert task.call("ask", "[1]") == task.call("ask", '{"name": "attic"}') == "error"
-
-
-def test_a_seed_gives_the_same_warm_start_each_time(tmp_path):
-    settings = Settings(warm_runs=30, warm_steps=3, width=32)
-    one, other = (warm_start(tmp_path / name, 4, settings) for name in ("a", "b"))
-    assert one["loss"] == other["loss"]
 
 
 def test_the_demo_trains_reports_and_keeps_its_run(tmp_path, capsys):

@@ -22,7 +22,6 @@ from tests.torch.tiny_models import float64_throughout, make
 from trajkit.errors import LayoutError
 from trajkit.torch import (
     PackDataset,
-    cu_seqlens,
     dense_mask,
     edge_logprobs,
     gather_logprobs,
@@ -137,13 +136,6 @@ def test_a_pack_a_line_and_its_list_give_one_layout(case):
     if line["cu_seqlens"] is not None:
         assert line["cu_seqlens"] == layouts[1].cu_seqlens_q.tolist()
         assert line["cu_seqlens"] == layouts[1].cu_seqlens_k.tolist()
-
-
-def test_one_cu_seqlens_names_the_other_way():
-    end = torch.tensor([3, 2, 3], dtype=torch.int32)
-    with pytest.raises(LayoutError, match=r"token 1: .* use trajkit.packs.varlen"):
-        cu_seqlens(end)
-    assert tk.packs.varlen(end).cu_seqlens_q.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

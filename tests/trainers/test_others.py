@@ -235,12 +235,3 @@ def test_openrlhf_takes_the_mean_over_trained_tokens(openrlhf_code, micro_batche
     due = reference(model, token_mean(rows), reduce="sum").total
     assert_close(total.detach(), due.detach())
     assert_close(gradient(model, total), gradient(model, due))
-
-
-def test_openrlhf_cuts_rows_at_its_limit(openrlhf_code):
-    """Without a message; the export refuses such rows."""
-    samples_generator, *_ = openrlhf_code
-    (fields, *_) = openrlhf.execution_fields(rows_of(dict.fromkeys(REWARDS, 1)))
-    generator = object.__new__(samples_generator.SamplesGenerator)
-    one = generator._process_response_into_experience(fields, max_len=3)
-    assert one.action_mask.sum() == 0

@@ -51,30 +51,6 @@ def logged_loss(trainer):
     return next(line["loss"] for line in trainer.state.log_history if "loss" in line)
 
 
-def attention_on_a_cpu(
-    query, key, value, cu_q, cu_k, max_q, max_k, *, softmax_scale, causal, window_size
-):
-    """What flash_attn_varlen_func computes: the last query sees the last key."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
-    assert causal
-    assert window_size == (-1, -1)
-    parts = []
-    for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
-        q, k, v = (
-            part.transpose(0, 1) for part in (query[q0:q1], key[k0:k1], value[k0:k1])
-        )
-        ahead = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(
-            k.shape[1] - q.shape[1]
-        )
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=ahead, scale=softmax_scale, enable_gqa=True
-        )
-        parts.append(out.transpose(0, 1))
-    return torch.cat(parts)
-
-
 @pytest.fixture
 def async_trainer(monkeypatch, tmp_path):
     """Makes an AsyncGRPOTrainer that trains the samples in a step."""
@@ -86,10 +62,12 @@ def async_trainer(monkeypatch, tmp_path):
         packing,
     )
 
+    from tests.torch.test_varlen import flash_attn_varlen_func
+
     monkeypatch.setattr(
         packing,
         "_flash_attn",
-        lambda: SimpleNamespace(flash_attn_varlen_func=attention_on_a_cpu),
+        lambda: SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func),
     )
     # asked of the GPU's name
     monkeypatch.setattr(
@@ -181,14 +159,6 @@ def test_async_grpo_without_weights_counts_tokens_of_a_micro_batch_alike(async_t
     due = reference(model, token_mean(rows), reduce="sum").total
     assert_close(loss, due.detach())
     assert_close(moved, gradient(model, due))
-
-
-def test_async_grpo_weighs_micro_batches_alike_whatever_is_in_them(async_trainer):
-    """Why weights need `by_rollout`."""
-    rows = rows_of(FORKED)
-    loss, _ = trained(async_trainer(trl.rollout_samples(rows), 11))
-    due = reference(tiny_model(), token_mean(rows), reduce="sum").total
-    assert abs(loss - float(due)) > 0.02 * abs(float(due))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

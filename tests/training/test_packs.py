@@ -1,7 +1,5 @@
 """Packs have every trained token once, in the context of its row."""
 
-from random import Random
-
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.libraries import LIBRARIES, tensor
 from tests.made_tables import turns_table
-from tests.reference_packs import (
+from tests.oracles.packs import (
     check_packed,
     check_packs,
     n_distinct,
@@ -21,7 +19,6 @@ from tests.reference_packs import (
 )
 from tests.strategies import runs
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.schema import PACKS, ROWS
 from trajkit.turns import content_ids, engine_ids
 
 POLICIES = ["faithful", "nemo", "per_call", "slime", "trl", "miles"]
@@ -273,14 +270,6 @@ def test_rows_share_tokens_only_where_the_same_columns_agree():
     assert tk.verify_packs(packs, table).num_rows == 0
 
 
-def test_sessions_of_a_group_share_only_where_the_same_columns_agree():
-    table = grouped([[1, 2], [1, 2], [1, 2]], ["g"] * 3)
-    table = table.append_column("image", pa.array([None, "x", None]))
-    packs = tk.pack(table, 99, share="group", same=["image"])
-    assert packs["n_tokens"].to_pylist() == [4 + 3]
-    assert tk.verify_packs(packs, table).num_rows == 0
-
-
 def test_a_tree_that_is_too_large_is_refused_by_choice():
     with pytest.raises(
         InvalidTurnsError,
@@ -291,15 +280,6 @@ def test_a_tree_that_is_too_large_is_refused_by_choice():
     assert tk.pack(fork(), 7, oversize="error").num_rows == 1
 
 
-def test_a_row_that_is_longer_than_a_pack_is_refused():
-    with pytest.raises(
-        InvalidTurnsError, match="session 'a', row 1: 5 tokens, and max_tokens is 4"
-    ):
-        tk.pack(fork(), 4)
-    with pytest.raises(InvalidTurnsError, match="session 'a', row 1: 5 tokens"):
-        tk.pack(fork(), 4, layout="rows")
-
-
 def test_a_token_that_nothing_predicts_is_refused():
     table = tk.linearize(turns_table([{"prompt_ids": [1], "output_ids": [2]}]))
     place = table.column_names.index("loss_mask")
@@ -307,67 +287,6 @@ def test_a_token_that_nothing_predicts_is_refused():
     table = table.set_column(place, table.schema.field(place), mask)
     with pytest.raises(InvalidTurnsError, match="row 0: its first token is trained"):
         tk.pack(table, 9)
-
-
-@given(
-    st.integers(0, 2**32),
-    st.sampled_from([0.0, 0.02, 0.5, 0.98, 1.0]),
-    st.sampled_from([0.0, 0.02, 1.0]),
-    st.integers(0, 9),
-)
-def test_masks_and_nulls_longer_than_a_machine_word_give_the_edges_of_each_token(
-    seed, density, missing, skipped
-):
-    random = Random(seed)
-    lines = []
-    for k in range(skipped + 2):
-        n = random.randint(1, 400)
-        mask = [at > 0 and random.random() < density for at in range(n)]
-        at_parent = random.randint(0, min(n, 300)) if k > skipped else 0
-        ids = [random.randint(1, 9) for _ in range(n)]
-        if at_parent:
-            at_parent = min(at_parent, len(lines[-1]["input_ids"]))
-            ids[:at_parent] = lines[-1]["input_ids"][:at_parent]
-        lines.append(
-            {
-                "session_id": "b" if k >= skipped else f"a{k}",
-                "row_index": k,
-                "input_ids": ids,
-                "prompt_length": 0,
-                "loss_mask": mask,
-                "logprobs": [
-                    -float(at) if here and random.random() >= missing else None
-                    for at, here in enumerate(mask)
-                ],
-                "spans": [],
-                "parent_row": k - 1 if at_parent else None,
-                "shared_length": at_parent,
-                "row_weight": 1.0,
-                "rollout_mask_sum": 1,
-            }
-        )
-    # the bitmaps of a slice begin inside a byte
-    table = pa.Table.from_pylist(lines, ROWS).slice(skipped)
-    packs = tk.pack(table, 800).to_pylist()
-    found = []
-    for pack in packs:
-        ids, ends = pack["input_ids"], pack["subtree_end"]
-        for row, at, source, target, logprob in zip(
-            *(
-                pack[f"edge_{name}"]
-                for name in ("row", "position", "source", "target", "logprob")
-            ),
-            strict=True,
-        ):
-            above = [ids[k] for k in range(source + 1) if source < ends[k]]
-            assert above == lines[skipped + row]["input_ids"][:at]
-            found.append((row, at, target, logprob))
-    assert sorted(found, key=lambda edge: edge[:2]) == [
-        (row, at, line["input_ids"][at], line["logprobs"][at])
-        for row, line in enumerate(lines[skipped:])
-        for at, trained in enumerate(line["loss_mask"])
-        if trained
-    ]
 
 
 @pytest.mark.parametrize(
@@ -422,24 +341,6 @@ def test_a_column_with_another_number_of_values_is_refused():
     table = rows([1, 2], [1, 3], marks=pa.array([[1, 2], [3]]))
     with pytest.raises(InvalidTurnsError, match="row 1: marks has 1 values for 2"):
         tk.pack(table, 8, columns=["marks"])
-
-
-def test_no_rows_give_no_packs():
-    packs = tk.pack(fork().slice(0, 0), 8)
-    assert packs.num_rows == 0
-    assert packs.schema.equals(PACKS, check_metadata=True)
-    assert tk.verify_packs(packs, fork().slice(0, 0)).num_rows == 0
-    assert tk.balance(packs, 2).num_rows == 0
-
-
-def test_parts_go_to_the_fullest_pack_that_has_room():
-    turns = [
-        {"session_id": f"s{k}", "prompt_ids": [1], "output_ids": [2] * (n - 1)}
-        for k, n in enumerate([3, 6, 4, 7, 2, 4, 6])
-    ]
-    packs = tk.pack(tk.linearize(tk.from_records(turns)), 10)
-    # 7 + 3, 6 + 4, 6 + 4, 2
-    assert packs["n_tokens"].to_pylist() == [10, 10, 10, 2]
 
 
 def test_packs_have_each_image_once():

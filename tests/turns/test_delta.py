@@ -11,7 +11,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import reference
 from tests.made_tables import (
     in_delta_form,
     linearized,
@@ -20,6 +19,7 @@ from tests.made_tables import (
     streamed,
     turns_table,
 )
+from tests.oracles import rows as reference
 from tests.strategies import pick, policies, row_limits, runs, thresholds
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.files.dedup import encoded

@@ -10,10 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import reference_segments
 from tests.made_tables import in_delta_form, link_by, turns_table
-from tests.reference_forests import fields_of, strict
-from tests.reference_graph import identity
+from tests.oracles import segments as reference_segments
+from tests.oracles.forests import fields_of, strict
+from tests.oracles.graph import identity
 from tests.strategies import chat_messages, delegating_sessions, sessions
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests import reference
+from tests.oracles import rows as reference
 from tests.strategies import prefix_pairs
 
 

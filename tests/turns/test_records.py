@@ -250,11 +250,11 @@ REFUSED = [
     ({"weight_versions": [{"version": "3"}]}, r"weight_versions\[0\] is {'version'"),
     (
         {"weight_versions": [{"version": 3, "start": 0, "stop": 2}]},
-        r"weight_versions\[0\].version is 3",
+        r"weight_versions\[0\] is {'version': 3",
     ),
     (
-        {"weight_versions": [{"version": "3", "start": 0, "stop": 2.0}]},
-        r"weight_versions\[0\].stop is 2.0",
+        {"weight_versions": [{"version": "3", "start": 0, "stop": 2.5}]},
+        r"weight_versions\[0\] is .*'stop': 2.5",
     ),
     (
         {"weight_versions": [{"version": "3", "start": 0, "stop": 1}]},

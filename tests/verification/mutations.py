@@ -410,7 +410,7 @@ def absorbed_where_nothing_is(rows, pick):
     row, span = pick(spans(rows, "trained"))
     train(row, span, False)
     span.update(kind="absorbed", stop=span["start"])
-    return Planted("span_kind", row, span["start"], span["turn_index"])
+    return not_trained(row, span["output_start"], span["turn_index"])
 
 
 @planted

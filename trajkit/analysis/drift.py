@@ -21,7 +21,7 @@ from trajkit.tables.canonical import TableLike
 from trajkit.tables.ragged import Longs, Records
 from trajkit.tables.stages import Source, apply, stage
 from trajkit.turns.attribution import SessionCalls
-from trajkit.turns.prefix import lcp
+from trajkit.turns.python_lists import lcp
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Forest, Sessions
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
@@ -42,41 +43,17 @@ _COLUMNS = (
 """Columns of rows that an `ExportRow` has under their names."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExportRow:
-    """One checked row; what is not explained here is as in `trajkit.schema.ROWS`."""
+class ExportRow(SimpleNamespace):
+    """One checked row, with the columns above and these attributes.
 
-    session_id: str
-    row_index: int
-    # number of its group and its rollout, from 0 in order of the rows
-    group: int
-    rollout: int
-    group_id: str | None
-    # number of its rollout among the rollouts of its group
-    repetition: int
-    # the last row of its rollout
-    is_last: bool
-    # int32, shape (n_tokens,)
-    input_ids: Array
-    # bool, shape (n_tokens,)
-    loss_mask: Array
-    # float32, shape (n_tokens,); 0.0 where the mask is false
-    logprobs: Array
-    prompt_length: int
-    reward: float | None
-    row_weight: float
-    finish_reason: str | None
-    truncated: bool
-    use_tool: bool
-    ill_formed: bool
-    weight_versions: dict[str, str] | None
-    last_turn: int | None
-    spans: list[dict[str, Any]]
-    mm_items: list[dict[str, Any]] | None
-    # the row's line in the table
-    line: int
-    # of the row, or of each token
-    advantage: float | list[float] | None = None
+    group, rollout : number of its group and its rollout, from 0 in order of the rows.
+    repetition : number of its rollout among the rollouts of its group.
+    is_last : whether it is the last row of its rollout.
+    input_ids, loss_mask, logprobs : int32, bool, float32, shape (n_tokens,); a logprob is
+    0.0 where the mask is false.
+    advantage : of the row, or of each token.
+    line : the row's line in the table.
+    """
 
     @property
     def place(self) -> str:
@@ -88,7 +65,7 @@ class ExportRow:
         """The name of its group. That of a session without one is no ``group_id``."""
         if self.group_id is None:
             return f"session {self.session_id}"
-        return self.group_id
+        return str(self.group_id)
 
     @property
     def prompt(self) -> list[int]:
@@ -239,7 +216,7 @@ def checked_rows(
         group = groups.setdefault(key, len(groups))
         members[group] += line == 0 or session[line - 1] != session[line]
         row = ExportRow(
-            **{**own, **{flag: bool(own[flag]) for flag in FLAGS}},
+            **{"advantage": None} | own | {flag: bool(own[flag]) for flag in FLAGS},
             group=group,
             rollout=int(session[line]),
             repetition=members[group] - 1,
@@ -333,7 +310,6 @@ def rewards_of(rows: list[ExportRow], *, null: bool = False) -> list[float | Non
 
 
 def _warn_without_signal(rows: list[ExportRow], zero: bool) -> None:
-    """Warn if the advantages of several rollouts are all 0."""
     if zero and len({row.rollout for row in rows}) > 1:
         warnings.warn(
             f"all advantages of these {len(rows)} rows are 0, so a training step changes "
@@ -564,10 +540,9 @@ def token_values(
                     f"{row.place}: {len(values)} values of {name} for "
                     f"{len(row.input_ids)} tokens"
                 )
-            array = np.array([np.nan if v is None else v for v in values], np.float64)
-            needed = np.ones(len(values), bool)
-            if null:
-                needed = row.loss_mask | np.array([v is not None for v in values])
+            array = np.array(values, np.float64)  # null: NaN
+            needed = np.array([v is not None or not null for v in values])
+            needed |= row.loss_mask
             for k in np.flatnonzero(needed & ~np.isfinite(array))[:1]:
                 raise ExportError(
                     f"{row.place}: {name} of token {k} is {values[k]}: expected a finite "
@@ -575,4 +550,15 @@ def token_values(
                 )
             values = np.where(needed, array, 0.0).tolist()
         found.append(values)
+    return found
+
+
+def padded(
+    rows: Sequence[Array], width: int, fill: float = 0, dtype: Any = None
+) -> Array:
+    """Arrays as the lines of one, of shape (len(rows), width), padded right."""
+    kind = dtype or (rows[0].dtype if rows else np.int64)
+    found = np.full((len(rows), width), fill, kind)
+    for line, values in zip(found, rows, strict=True):
+        line[: len(values)] = values
     return found

@@ -17,6 +17,7 @@ from trajkit.export._rows import (
     checked_rows,
     objects_of,
     optional_column,
+    padded,
     rewards_of,
     step_scales,
 )
@@ -26,8 +27,6 @@ Reward: TypeAlias = Literal["reward", "advantage"]
 
 CONTEXT_VERSION = -1
 """The version, and the turn, of a token that was not sampled."""
-
-_PADDING = {"turn_ids": CONTEXT_VERSION}
 
 
 def trajectory_fields(
@@ -103,19 +102,13 @@ def trajectory_fields(
         }
         own = {name: array[:n] for name, array in arrays.items()}
         groups.setdefault(row.group, []).append(own | {"rewards": np.float32(gain)})
-    return [
-        {name: _padded([own[name] for own in members], name) for name in members[0]}
-        for members in groups.values()
-    ]
-
-
-def _padded(arrays: list[Any], name: str) -> Any:
-    if not arrays[0].ndim:
-        return np.array(arrays)
-    shape = len(arrays), max(map(len, arrays))
-    found = np.full(shape, _PADDING.get(name, 0), arrays[0].dtype)
-    for line, array in enumerate(arrays):
-        found[line, : len(array)] = array
+    found = []
+    for members in groups.values():
+        width = max(len(own["input_ids"]) for own in members)
+        found.append({"rewards": np.array([own.pop("rewards") for own in members])})
+        for name in members[0]:
+            fill = CONTEXT_VERSION if name == "turn_ids" else 0
+            found[-1][name] = padded([own[name] for own in members], width, fill)
     return found
 
 

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import numpy as np
 
@@ -305,17 +305,20 @@ def _joined_masks(
     }
 
 
+class _Options(TypedDict, total=False):
+    env_name: Required[str]
+    ranks: int
+    temperature: float
+    pad_to_multiple_of: int
+    weighted: bool
+
+
 def write_micro_batches(
     rows: TableLike,
     folder: str | Path,
     step: int,
     seq_len: int,
-    *,
-    env_name: str,
-    ranks: int = 1,
-    temperature: float = 1.0,
-    pad_to_multiple_of: int = 1,
-    weighted: bool = False,
+    **options: Unpack[_Options],
 ) -> list[Path]:
     """Write the files from which prime-rl's trainer reads a step; needs msgspec.
 
@@ -324,7 +327,7 @@ def write_micro_batches(
 
     Parameters
     ----------
-    rows, seq_len, env_name, ranks, temperature, pad_to_multiple_of, weighted
+    rows, seq_len, **options
         As for `micro_batch_fields`.
     folder : path
         The trainer's batch directory: ``rollouts`` in its output folder at 559b44772.
@@ -337,15 +340,7 @@ def write_micro_batches(
     list of Path
         ``step_{step}/rank_{rank}.bin`` for each rank. They appear together.
     """
-    ranked = micro_batch_fields(
-        rows,
-        seq_len,
-        env_name=env_name,
-        ranks=ranks,
-        temperature=temperature,
-        pad_to_multiple_of=pad_to_multiple_of,
-        weighted=weighted,
-    )
+    ranked = micro_batch_fields(rows, seq_len, **options)
     import msgspec
 
     target = Path(folder) / f"step_{chosen_int('step', step, 0)}"
@@ -354,7 +349,7 @@ def write_micro_batches(
             # prime-rl's structs are arrays on the wire
             content = [[*map(_on_wire, batch.values())] for batch in batches]
             (draft / f"rank_{rank}.bin").write_bytes(msgspec.msgpack.encode(content))
-    return [target / f"rank_{rank}.bin" for rank in range(ranks)]
+    return [target / f"rank_{rank}.bin" for rank in range(len(ranked))]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 
 from trajkit._arguments import chosen_int
 from trajkit.errors import ExportError
-from trajkit.export._rows import checked_rows, one_row_per_rollout, rewards_of
+from trajkit.export._rows import checked_rows, one_row_per_rollout, padded, rewards_of
 from trajkit.tables.canonical import TableLike
 
 
@@ -50,30 +50,31 @@ def batch_fields(
     checked = checked_rows(rows, "ROLL")
     one_row_per_rollout(checked, "ROLL")
     rewards = rewards_of(checked)
-    shape = len(checked), size
-    batch = {
-        "input_ids": np.full(shape, pad_token_id, np.int64),
-        "attention_mask": np.zeros(shape, np.int64),
-        "position_ids": np.zeros(shape, np.int64),
-        "response_mask": np.zeros(shape, bool),
-        "prompt_mask": np.zeros(shape, bool),
-        "scores": np.zeros(shape, np.float32),
-    }
-    logprobs = np.zeros(shape, np.float32)
-    for k, (row, reward) in enumerate(zip(checked, rewards, strict=True)):
-        n = len(row.input_ids)
-        if n > size:
+    for row in checked:
+        if len(row.input_ids) > size:
             raise ExportError(
-                f"{row.place}: {n} tokens, but sequence_length is {size}. Raise it, or "
-                "linearize with max_row_tokens"
+                f"{row.place}: {len(row.input_ids)} tokens, but sequence_length is "
+                f"{size}. Raise it, or linearize with max_row_tokens"
             )
-        batch["input_ids"][k, :n] = row.input_ids
-        batch["attention_mask"][k, :n] = 1
-        batch["position_ids"][k, :n] = np.arange(n)
-        batch["response_mask"][k, :n] = row.loss_mask
-        batch["prompt_mask"][k, : np.argmax(row.loss_mask)] = True
-        batch["scores"][k, n - 1] = reward
-        logprobs[k, :n] = row.logprobs
+    lengths = [len(row.input_ids) for row in checked]
+    masks = [row.loss_mask for row in checked]
+    # the reward at the last token
+    scores: list[Any] = [
+        [0.0] * (n - 1) + [reward] for n, reward in zip(lengths, rewards, strict=True)
+    ]
+    batch = {
+        "input_ids": padded(
+            [row.input_ids for row in checked], size, pad_token_id, np.int64
+        ),
+        "attention_mask": padded([np.ones(n) for n in lengths], size, 0, np.int64),
+        "position_ids": padded([np.arange(n) for n in lengths], size, 0, np.int64),
+        "response_mask": padded(masks, size, False, bool),
+        "prompt_mask": padded(
+            [np.ones(np.argmax(mask)) for mask in masks], size, False, bool
+        ),
+        "scores": padded(scores, size, 0, np.float32),
+    }
+    logprobs = padded([row.logprobs for row in checked], size, 0, np.float32)
     facts = {
         "env_ids": [row.rollout for row in checked],
         "group_ids": [row.uid for row in checked],

@@ -109,15 +109,6 @@ def dataset(rows: TableLike, *, max_length: int | None = None) -> Any:
     return datasets.Dataset(labels_table(rows, max_length=max_length))
 
 
-def dataset_dict(*, max_length: int | None = None, **splits: TableLike) -> Any:
-    """A ``datasets.DatasetDict`` of tables of rows, such as ``train=`` and ``test=``."""
-    import datasets
-
-    return datasets.DatasetDict(
-        {name: dataset(rows, max_length=max_length) for name, rows in splits.items()}
-    )
-
-
 def mask_table(rows: TableLike) -> pa.Table:
     """Rows with ``input_ids`` and ``loss_mask``, for SkyRL's ``load_from_pretokenized``.
 
@@ -129,25 +120,3 @@ def mask_table(rows: TableLike) -> pa.Table:
         input_ids=[row.input_ids for row in checked],
         loss_mask=[row.loss_mask.astype(np.int32) for row in checked],
     )
-
-
-def padded_labels(rows: TableLike, pad_token_id: int) -> dict[str, Any]:
-    """``input_ids``, ``attention_mask`` and ``labels`` as int64 arrays, padded right.
-
-    Returns
-    -------
-    dict of str to ndarray of int64, shape (n_rows, longest row)
-    """
-    checked = _checked(rows)
-    shape = len(checked), max((len(row.input_ids) for row in checked), default=0)
-    batch = {
-        "input_ids": np.full(shape, pad_token_id, np.int64),
-        "attention_mask": np.zeros(shape, np.int64),
-        "labels": np.full(shape, IGNORED, np.int64),
-    }
-    for k, row in enumerate(checked):
-        tokens = k, slice(len(row.input_ids))
-        batch["input_ids"][tokens] = row.input_ids
-        batch["attention_mask"][tokens] = 1
-        batch["labels"][tokens] = _labels(row)
-    return batch

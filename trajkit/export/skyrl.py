@@ -67,7 +67,6 @@ def generator_fields(rows: TableLike) -> dict[str, Any]:
 
 
 def _small(experts: Array) -> Array:
-    """The experts in the smallest type that SkyRL takes."""
     return experts.astype(np.min_scalar_type(int(experts.max())))
 
 

@@ -27,7 +27,7 @@ from trajkit.export._rows import (
     token_values,
 )
 from trajkit.files.formats import replacing
-from trajkit.learn._checks import warn_without_signal
+from trajkit.learn.baselines import advantages
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rows.linearize import linearize
@@ -177,7 +177,7 @@ def reward_post_process(
     estimators = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
     if not args.rewards_normalization or args.advantage_estimator not in estimators:
         return raw, raw
-    groups: dict[object, dict[object, float]] = {}
+    rewards: dict[tuple[str, str], float] = {}
     keys = []
     for sample, reward in zip(samples, raw, strict=True):
         rollout = sample.index if sample.rollout_id is None else sample.rollout_id
@@ -187,35 +187,28 @@ def reward_post_process(
                 "share one"
             )
         # a rollout without a group is one of its own
-        named = ("group", sample.group_index)
+        group = f"group {sample.group_index}"
         if sample.group_index is None:
-            named = ("rollout", rollout)
-        keys.append((named, rollout))
-        first = groups.setdefault(named, {}).setdefault(rollout, reward)
+            group = f"rollout {rollout}"
+        keys.append((group, f"{group}, rollout {rollout}"))
+        first = rewards.setdefault(keys[-1], reward)
         if not math.isclose(first, reward, rel_tol=1e-9, abs_tol=1e-9):
             raise ExportError(
                 f"rollout {rollout}: its samples have rewards {first} and {reward}: "
                 "expected one finite reward"
             )
-    scales = args.advantage_estimator != "reinforce_plus_plus_baseline"
-    gains: dict[tuple[object, object], float] = {}
-    for group, members in groups.items():
-        rewards = np.array([*members.values()])
-        own = rewards - rewards.mean()
-        if np.ptp(rewards) <= 1e-9 * max(1.0, np.abs(rewards).max()):
-            own[:] = 0.0  # equal but for rounding
-        if scales and args.grpo_std_normalization:
-            own /= (np.std(rewards, ddof=1) if len(rewards) > 1 else 0.0) + 1e-6
-        for rollout, gain in zip(members, own.tolist(), strict=True):
-            gains[group, rollout] = gain
-    warn_without_signal(
-        np.array([*gains.values()]),
-        np.array(
-            [reward for members in groups.values() for reward in members.values()]
-        ),
-        np.repeat(np.arange(len(groups)), [*map(len, groups.values())]),
+    of_groups = args.advantage_estimator != "reinforce_plus_plus_baseline"
+    found = advantages(
+        {
+            "session_id": [rollout for _, rollout in rewards],
+            "group_id": [group for group, _ in rewards],
+            "reward": [*rewards.values()],
+        },
+        scale="group_std" if of_groups and args.grpo_std_normalization else "none",
     )
-    return raw, [gains[key] for key in keys]
+    # the deviation of one rollout is 0 in slime, and null here
+    gains = found["advantage"].fill_null(0.0).to_pylist()
+    return raw, [dict(zip(rewards, gains, strict=True))[key] for key in keys]
 
 
 class TrajectoryManager:

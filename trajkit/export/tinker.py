@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from trajkit.errors import ExportError
 from trajkit.export._rows import (
     ExportRow,
     Reduce,
@@ -17,8 +16,7 @@ from trajkit.export._rows import (
     token_advantages,
     token_scales,
 )
-from trajkit.tables.canonical import TableLike, as_table
-from trajkit.tables.take import tuples
+from trajkit.tables.canonical import TableLike
 
 
 def datum_fields(
@@ -26,7 +24,6 @@ def datum_fields(
     *,
     weighted: bool = True,
     reduce: Reduce = "mean",
-    sequence_ids: TableLike | None = None,
 ) -> list[dict[str, Any]]:
     """Rows as the fields of a ``Datum``, shifted by one.
 
@@ -41,10 +38,6 @@ def datum_fields(
         advantage, as in the cookbook.
     reduce : {"mean", "sum"}
         How the row weights are meant; see `trajkit.learn.reference_loss`.
-    sequence_ids : table, optional
-        ``session_id``, ``turn_index`` and ``sequence_id``: Tinker's
-        ``SampledSequence.sequence_id`` of each turn. Default:
-        ``{session_id}/{turn_index}``.
 
     Returns
     -------
@@ -56,30 +49,24 @@ def datum_fields(
         ``session_id`` and ``row_index`` name the row. ``model_input_spans`` and
         ``loss_fn_input_spans`` say where each token of ``model_input`` and
         ``target_tokens`` comes from, as lists of dicts with ``kind`` ("sampled" or
-        "prompt"), ``sequence_id``, ``offset`` and ``length``. Sampled tokens are those of
-        trained spans and of the row's last turn. All others are of the prompt of the last
-        turn, with which the row begins under every policy but ``polar``.
+        "prompt"), ``sequence_id`` (``{session_id}/{turn_index}``), ``offset`` and
+        ``length``. Sampled tokens are those of trained spans and of the row's last turn.
+        All others are of the prompt of the last turn, with which the row begins under
+        every policy but ``polar``.
 
     Raises
     ------
     ExportError
-        An advantage is null or absent; with ``weighted``, a row weight is null; or a turn
-        of a row has no ``sequence_id``.
+        An advantage is null or absent; or with ``weighted``, a row weight is null.
     """
     checked = checked_rows(rows, "Tinker")
     gains = token_advantages(checked)
     scales = [1.0] * len(checked)
     if weighted:
         scales = token_scales(checked, reduce)
-    known = None
-    if sequence_ids is not None:
-        columns = tuples(
-            as_table(sequence_ids), "session_id", "turn_index", "sequence_id"
-        )
-        known = {(session, turn): name for session, turn, name in columns}
     found = []
     for row, gain, scale in zip(checked, gains, scales, strict=True):
-        spans = _provenance(row, known)
+        spans = _provenance(row)
         found.append(
             {
                 "session_id": row.session_id,
@@ -96,28 +83,19 @@ def datum_fields(
     return found
 
 
-def _provenance(
-    row: ExportRow, known: dict[tuple[str, int], str] | None
-) -> list[dict[str, Any]]:
+def _provenance(row: ExportRow) -> list[dict[str, Any]]:
     """Where each token of a row comes from, as runs from the first to the last."""
     held = [span for span in row.spans if span["stop"] > span["start"]]
     last = row.last_turn
     if last is None:
         last = max(held, key=lambda span: int(span["stop"]))["turn_index"]
-
-    def name(turn: int) -> str:
-        if known is None:
-            return f"{row.session_id}/{turn}"
-        if not known.get((row.session_id, turn)):
-            raise ExportError(f"{row.place}: turn {turn} has no sequence_id")
-        return known[row.session_id, turn]
-
     runs: list[dict[str, Any]] = []
 
     def add(kind: str, turn: int, offset: int, length: int) -> None:
         if length:
+            name = f"{row.session_id}/{turn}"
             place = {"offset": offset, "length": length}
-            runs.append({"kind": kind, "sequence_id": name(turn), **place})
+            runs.append({"kind": kind, "sequence_id": name, **place})
 
     at = 0
     for span in sorted(held, key=lambda span: int(span["start"])):
@@ -132,7 +110,6 @@ def _provenance(
 
 
 def _cut(runs: list[dict[str, Any]], start: int, stop: int) -> list[dict[str, Any]]:
-    """The runs of tokens start:stop."""
     found, at = [], 0
     for run in runs:
         first, end = max(at, start), min(at + run["length"], stop)

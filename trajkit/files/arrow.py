@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit.errors import FormatError, LayoutError, SchemaError, TornLogWarning
-from trajkit.files.formats import Format, name_of, open_input
+from trajkit.files.formats import Format, is_json, name_of, open_input
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE, Plan, check_buffers, check_columns
@@ -117,6 +117,8 @@ def _read_file(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
 
 def table_kind(file: Path, kind: Format) -> str | None:
     """The table kind in a file's metadata; None if it is missing or unreadable."""
+    if is_json(kind):
+        return None
     try:
         with open_input(file, kind) as source:
             if kind == "parquet":

@@ -3,15 +3,15 @@
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeAlias, get_args
+from typing import Any, BinaryIO, Literal, TypeAlias, get_args
 
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
-from trajkit.errors import FormatError, TrajkitError
+from trajkit.errors import ArgumentError, FormatError, TrajkitError
 
 Format: TypeAlias = Literal[
     "parquet",
@@ -55,7 +55,6 @@ _CODECS = {
     for text in ("jsonl", "json")
     for end, codec in (("gz", "gzip"), ("zst", "zstd"))
 }
-_FORMATS = ", ".join(get_args(Format))
 
 
 def is_json(kind: Format) -> bool:
@@ -85,29 +84,16 @@ def format_of(
         check_choice("format", format, Format)
         return format
     if isinstance(file, Path):
-        kind = kind_of(file)
-        if kind is not None and writing and is_one_value(kind):
-            raise FormatError(
-                f"{file}: JSON is written as lines: give the file the suffix .jsonl"
-            )
-        if kind is not None:
-            return kind
-        if not writing and not file.exists():
+        if not writing and kind_of(file) is None and not file.exists():
             raise _not_found(file)
-        known = [
-            suffix
-            for suffix, kind in _SUFFIXES.items()
-            if not (writing and is_one_value(kind))
-        ]
-        raise FormatError(f"{file}: unknown suffix: expected one of {', '.join(known)}")
-    if writing:
+        kinds = _SUFFIXES.items()
+        # JSON is written as lines
+        known = [end for end, kind in kinds if not (writing and is_one_value(kind))]
+        return _SUFFIXES[check_suffix(file, known)]
+    if writing or not file.seekable():
+        why = "has no suffix" if writing else "cannot be read twice to find its format"
         raise FormatError(
-            f"an open file has no suffix: pass format=, one of {_FORMATS}"
-        )
-    if not file.seekable():
-        raise FormatError(
-            f"{name_of(file)} cannot be read twice to find its format: pass format=, one "
-            f"of {_FORMATS}"
+            f"{name_of(file)} {why}: pass format=, one of {', '.join(get_args(Format))}"
         )
     start = file.tell()
     head = file.read(8)
@@ -118,6 +104,15 @@ def format_of(
     raise FormatError(
         f"{name_of(file)} begins with {head!r}: no known format begins like this"
     )
+
+
+def check_suffix(path: Path, known: Iterable[str]) -> str:
+    """The suffix that a path has of those ``known``; ArgumentError if it has none."""
+    known = list(known)
+    name = path.name.lower()
+    if found := [suffix for suffix in known if name.endswith(suffix)]:
+        return max(found, key=len)
+    raise ArgumentError(f"{path}: unknown suffix: expected one of {', '.join(known)}")
 
 
 def check_text(head: bytes, name: str) -> None:
@@ -132,16 +127,16 @@ def check_text(head: bytes, name: str) -> None:
 
 def kind_of(path: Path) -> Format | None:
     """The format of a path's suffix, or None."""
-    name = path.name.lower()
-    found = [suffix for suffix in _SUFFIXES if name.endswith(suffix)]
-    return _SUFFIXES[max(found, key=len)] if found else None
+    with suppress(ArgumentError):
+        return _SUFFIXES[check_suffix(path, _SUFFIXES)]
+    return None
 
 
 def without_suffix(path: Path) -> Path:
     """The path without the suffix of its format."""
-    name = path.name.lower()
-    ends = [suffix for suffix in _SUFFIXES if name.endswith(suffix)]
-    return path.with_name(path.name[: -len(max(ends, key=len))]) if ends else path
+    with suppress(ArgumentError):
+        return path.with_name(path.name[: -len(check_suffix(path, _SUFFIXES))])
+    return path
 
 
 def is_listed(path: Path) -> bool:
@@ -177,11 +172,10 @@ class _Borrowed:
     """The caller's open file; it stays open when Arrow closes this object."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.closed = False
-        self.read, self.write, self.flush = file.read, file.write, file.flush
-        self.seek, self.tell = file.seek, file.tell
-        self.seekable, self.readable = file.seekable, file.readable
-        self.writable = file.writable
+        self._file, self.closed = file, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
     def close(self) -> None:
         self.closed = True
@@ -208,13 +202,11 @@ def open_input(file: Path | BinaryIO, kind: Format) -> pa.NativeFile:
 @contextmanager
 def atomic(target: Path | BinaryIO, kind: Format) -> Iterator[pa.NativeFile]:
     """A file to write to; a path appears when the block ends without an error."""
-    codec = _CODECS.get(kind)
-    if not isinstance(target, Path):
-        with pa.output_stream(_Borrowed(target), codec) as file:
-            yield file
-        return
-    with replacing(target) as path, pa.output_stream(str(path), codec) as file:
-        yield file
+    with ExitStack() as stack:
+        into: object = _Borrowed(target)  # type: ignore[arg-type]
+        if isinstance(target, Path):
+            into = str(stack.enter_context(replacing(target)))
+        yield stack.enter_context(pa.output_stream(into, _CODECS.get(kind)))
 
 
 def check_folder(folder: Path) -> None:

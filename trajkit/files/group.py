@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, get_args
@@ -36,7 +36,7 @@ from trajkit.files.sources import (
     paths_of,
     placed,
 )
-from trajkit.files.tables import gather, integers, read_turns, turn_files, turn_tables
+from trajkit.files.tables import gather, integers, turn_files, turn_tables
 from trajkit.schema import TURNS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
@@ -44,8 +44,7 @@ from trajkit.tables.canonical import canonical, check_session_id, turns_schema
 from trajkit.tables.ragged import Longs
 from trajkit.tables.session_batches import concat, rechunk, whole_sessions
 from trajkit.tables.stages import batches_in
-from trajkit.tables.take import take_rows
-from trajkit.turns.amendments import Amendments
+from trajkit.tables.take import take_rows, tuples
 from trajkit.turns.records import from_records
 from trajkit.turns.sessions import with_current_keys
 from trajkit.turns.validation import REJECTED, Nonfinite, check_turns, reject_turns
@@ -155,13 +154,10 @@ def index_sessions(
 def _session_of(record: dict[str, object]) -> str | None:
     """The session of a line; None if it is invalid, which reading the turns reports."""
     name = record.get("session_id")
-    if not isinstance(name, str):
-        return None
     try:
-        name.encode()
+        return name if isinstance(name, str) and name.encode() is not None else None
     except UnicodeEncodeError:
         return None
-    return name
 
 
 class Piece(NamedTuple):
@@ -176,7 +172,6 @@ class Piece(NamedTuple):
     rejected: pa.Table
 
 
-@dataclass(frozen=True, slots=True)
 class Log:
     """Files of turns, and how to read them.
 
@@ -185,23 +180,24 @@ class Log:
     parent of the temporary directory.
     """
 
-    source: Paths
-    format: Format | None = None
-    nonfinite_logprobs: Nonfinite = "raise"
-    reject: bool = False
-    gather: bool = True
-    folder: str | os.PathLike[str] | None = None
-    session_prefix: SessionPrefix | None = None
+    def __init__(
+        self,
+        source: Paths,
+        format: Format | None = None,
+        nonfinite_logprobs: Nonfinite = "raise",
+        reject: bool = False,
+        gather: bool = True,
+        folder: str | os.PathLike[str] | None = None,
+        session_prefix: SessionPrefix | None = None,
+    ) -> None:
+        self._format, self._nonfinite = format, nonfinite_logprobs
+        self._reject, self._gather, self._folder = reject, gather, folder
+        self._naming = Naming.of(paths_of(source) or [], session_prefix)
+        self._files, self._amendments = turn_files(source, format, self._naming)
 
     def index(self) -> SessionIndex:
         """The sessions of the files."""
-        return index_sessions(self._files()[0], self.format, naming=self._naming())
-
-    def _files(self) -> tuple[list[Path], Amendments | None]:
-        return turn_files(self.source, self.format, self._naming())
-
-    def _naming(self) -> Naming:
-        return Naming.of(paths_of(self.source) or [], self.session_prefix)
+        return index_sessions(self._files, self._format, naming=self._naming)
 
     def pieces(
         self, index: SessionIndex, skip: int = 0
@@ -212,62 +208,63 @@ class Log:
         must be those of complete pieces. Raises as `read_turns`.
         """
         try:
-            yield from self._pieces(index, skip)
+            for piece in self._pieces(index, skip):
+                if self._amendments is not None:
+                    amended = self._amendments.fold_into(piece.turns)
+                    piece = piece._replace(turns=amended)
+                yield piece
         except InvalidTurnsError as error:
             raise self.placed(error) from None
 
     def placed(self, error: InvalidTurnsError) -> InvalidTurnsError:
         """The error with its file and line, as `trajkit.files.sources.placed` adds them."""
-        return placed(error, self._files()[0], self.format, self._naming())
+        return placed(error, self._files, self._format, self._naming)
 
     def _pieces(self, index: SessionIndex, skip: int) -> Generator[Piece, None, None]:
         if not index.turns:
-            turns = read_turns(self.source, format=self.format)
-            yield Piece(turns, 0, REJECTED.empty_table())
-        if index.scattered is not None and not self.gather:
+            yield self._checked(concat([*self._tables(None)] or [TURNS.empty_table()]))
+            return
+        if index.scattered is None:
+            batches = (
+                batch
+                for table in self._tables(index.batch_rows)
+                for batch in table.combine_chunks().to_batches()
+            )
+            tables = whole_sessions(batches)
+        elif self._gather:
+            tables = self._grouped(index)
+        else:
             raise InvalidTurnsError(
                 f"session {index.scattered!r} comes back after another session began, or "
                 "its turns do not ascend: gather=True groups the turns by session"
             )
-        if index.scattered is not None:
-            tables = self._grouped(index)
-        else:
-            parts = self._tables(index.batch_rows)
-            tables = whole_sessions(
-                batch for part in parts for batch in part.combine_chunks().to_batches()
-            )
-        amendments = self._files()[1]
         with closing(tables):
-            for table in rechunk(_after(skip, tables)):
-                piece = self._checked(table)
-                if amendments is not None:
-                    piece = piece._replace(turns=amendments.fold_into(piece.turns))
-                yield piece
+            yield from map(self._checked, rechunk(_after(skip, tables)))
 
     def _checked(self, table: pa.Table) -> Piece:
         n_turns = table.num_rows
-        if not self.reject:
+        if not self._reject:
             table = canonical(table, turns_schema(table.column_names))
-            turns = check_turns(with_current_keys(table), self.nonfinite_logprobs)
+            turns = check_turns(with_current_keys(table), self._nonfinite)
             return Piece(turns, n_turns, REJECTED.empty_table())
         table, misread = _split_misread(table)
-        good, bad = reject_turns(table, self.nonfinite_logprobs)
+        good, bad = reject_turns(table, self._nonfinite)
         good = with_current_keys(good)
         return Piece(good, n_turns, pa.concat_tables([misread, bad]))
 
     def _tables(self, batch_rows: int | None) -> Iterator[pa.Table]:
         """The turns as stored; JSON lines end with a session."""
-        files = self._files()[0]
-        naming = self._naming()
-        return turn_tables(files, self.format, self._from_records, batch_rows, naming)
+        return turn_tables(
+            *(self._files, self._format, self._from_records, batch_rows, self._naming)
+        )
 
     def _from_records(self, records: Iterable[jsonl.Record]) -> pa.Table:
         """The turns of complete sessions; of a rejected session, ids and the reason."""
         records = list(records)
         try:
-            return from_records(records, nonfinite_logprobs=self.nonfinite_logprobs)
+            return from_records(records, nonfinite_logprobs=self._nonfinite)
         except InvalidTurnsError as error:
-            if not self.reject:
+            if not self._reject:
                 raise
             reason = str(error)
         sessions: dict[str, list[jsonl.Record]] = {}
@@ -287,34 +284,28 @@ class Log:
     def _grouped(self, index: SessionIndex) -> Generator[pa.Table, None, None]:
         """The turns of one bucket after another, sorted."""
         buckets = bucket_numbers(index)
-        if set(buckets.values()) == {0}:  # everything fits in memory
-            yield self._sorted()
+        if not any(buckets.values()):  # everything fits in memory
+            yield gather(concat(self._tables(None)), "turn_index")
             return
-        with closing(spilled(self._spill, buckets, self.folder)) as folders:
+        with closing(spilled(self._spill, buckets, self._folder)) as folders:
             for folder in folders:
                 # their sessions have prefixes, and were checked
-                own = replace(self, source=folder, format=None, session_prefix="no")
-                yield own._sorted()
-
-    def _sorted(self) -> pa.Table:
-        return gather(concat(self._tables(None)), "turn_index")
+                options = None, self._nonfinite, self._reject
+                own = Log(folder, *options, session_prefix="no")
+                yield gather(concat(own._tables(None)), "turn_index")
 
     def _spill(self, spill: "Spill") -> None:
-        naming = self._naming()
-        texts: list[Path] = []
-        for path in self._files()[0]:
-            kind = format_of(path, self.format)
+        lines = {}
+        for path in self._files:
+            kind = format_of(path, self._format)
             if is_json(kind):
-                texts.append(path)
+                lines[path] = jsonl.raw_lines(path, kind)
                 continue
             for batch in read_batches(path, kind, limits.MIN_READ_ROWS, turns_schema):
-                table = naming.table(pa.Table.from_batches([batch]), path)
+                table = self._naming.table(pa.Table.from_batches([batch]), path)
                 for part in table.to_batches():
                     spill.add(part)
-        lines = {
-            path: jsonl.raw_lines(path, format_of(path, self.format)) for path in texts
-        }
-        for line, record in naming.lines(lines.items()):
+        for line, record in self._naming.lines(lines.items()):
             spill.add_line(line, _session_of(record))
 
 
@@ -374,12 +365,8 @@ def scan_turns(
 
     def batches() -> Iterator[pa.RecordBatch]:
         with local_files(source) as local:
-            log = Log(
-                *(local, format, nonfinite_logprobs),
-                gather=gather,
-                folder=folder,
-                session_prefix=session_prefix,
-            )
+            options = format, nonfinite_logprobs, False, gather, folder
+            log = Log(local, *options, session_prefix)
             with closing(log.pieces(log.index())) as found:
                 yield from batches_in(piece.turns for piece in found)
 
@@ -403,12 +390,9 @@ def _split_misread(table: pa.Table) -> tuple[pa.Table, pa.Table]:
     if _REASON not in table.column_names:
         return table, REJECTED.empty_table()
     valid = table.column(_REASON).is_valid()
-    lines = table.select(["session_id", _REASON]).filter(valid).to_pylist()
-    reasons = dict.fromkeys((line["session_id"], line[_REASON]) for line in lines)
-    misread = pa.table(
-        [[name for name, _ in reasons], [reason for _, reason in reasons]],
-        schema=REJECTED,
-    )
+    bad = table.select(["session_id", _REASON]).filter(valid)
+    reasons = dict(tuples(bad, *bad.column_names))
+    misread = pa.table([[*reasons], [*reasons.values()]], schema=REJECTED)
     read = table.filter(pc.invert(valid)).drop_columns([_REASON])
     return (read if read.num_rows else TURNS.empty_table()), misread
 

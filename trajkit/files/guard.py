@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 from unicodedata import normalize
 from weakref import WeakKeyDictionary
 
-from trajkit.errors import ArgumentError, FormatError
+from trajkit.errors import ArgumentError
 from trajkit.files.arrow import table_kind
-from trajkit.files.formats import is_json, is_listed, kind_of, paths_in
+from trajkit.files.formats import format_of, is_json, is_listed, kind_of
 
 AnyPath: TypeAlias = str | os.PathLike[str]
 
@@ -39,23 +39,30 @@ class Input:
     kinds: tuple[str, ...] | None = None
     suffixes: tuple[str, ...] = ()
 
-    def takes(self, file: Path) -> bool:
-        """Whether the reader takes a file of this name in the directory."""
+    def takes(self, file: Path, kind: str | None) -> bool:
+        """Whether the reader of the directory takes a file with a table of this kind.
+
+        ``file`` is relative to the directory.
+        """
+        if any(word.startswith((".", "_")) for word in file.parts):
+            return False
         if self.suffixes:
             return file.name.lower().endswith(self.suffixes)
-        return is_listed(file)
+        # lines have no metadata
+        skipped = self.kinds is not None and (kind or "") not in self.kinds
+        return is_listed(file) and not (skipped and not is_json(format_of(file)))
 
-    def files(self) -> Iterator[Path]:
-        """The files that are read."""
+    def reads(self, own: tuple[int, int]) -> Path | None:
+        """The file with this identity, if it is read."""
         if not self.path.is_dir():
-            yield self.path
-            return
-        for file in self.path.rglob("*") if self.suffixes else _paths_in(self.path):
-            stored, kind = kind_of(file), None
-            if self.kinds is not None and stored is not None and not is_json(stored):
-                kind = table_kind(file, stored)
-            if self.takes(file) and (self.kinds is None or (kind or "") in self.kinds):
-                yield file
+            return self.path if identity(self.path) == own else None
+        for file in self.path.rglob("*"):
+            if identity(file) == own and file.is_file():
+                stored = kind_of(file)
+                kind = None if stored is None else table_kind(file, stored)
+                if self.takes(file.relative_to(self.path), kind):
+                    return file
+        return None
 
 
 def turns_inputs(sources: Iterable[AnyPath]) -> list[Input]:
@@ -89,15 +96,25 @@ def check_outputs(
     that ends with a separator is a directory of parts. Without ``clobber`` no output may
     exist, except as a directory.
     """
-    inputs = list(inputs)
+    inputs = [one for one in inputs if one.path.exists()]
     for name, (path, kind) in outputs.items():
         for one in inputs:
-            if one.path.exists():
-                _check_input(name, Path(path), kind, one, is_parts(path))
-    _check_distinct(
-        {name: (Path(path), is_parts(path)) for name, (path, _) in outputs.items()}
-    )
+            _check_input(f"{name} {Path(path)}", path, kind, one)
+    named: dict[object, str] = {}
     for name, (path, _) in outputs.items():
+        text = f"{name} {Path(path)}"
+        for key in filter(None, (_spelling(path), identity(path))):
+            other = named.setdefault(key, text)
+            if other != text:
+                raise ArgumentError(
+                    f"{other} and {text} are one path: each needs its own"
+                )
+        for other, (inner, _) in outputs.items():
+            if is_parts(path) and _spelling(path) in map(_spelling, _above(inner)):
+                raise ArgumentError(
+                    f"{other} {inner} is in the directory of parts {text}: choose a path "
+                    "outside of it"
+                )
         if not clobber and os.path.lexists(path) and not os.path.isdir(path):
             raise ArgumentError(f"{name} {path} exists, and --no-clobber is given")
 
@@ -108,64 +125,31 @@ def is_parts(output: AnyPath) -> bool:
     return text.endswith(os.sep) or os.path.isdir(text)
 
 
-def _check_input(name: str, path: Path, kind: str, one: Input, parts: bool) -> None:
+def _check_input(name: str, output: AnyPath, kind: str, one: Input) -> None:
     """Raise ArgumentError if an output would replace an input, or be read as one."""
-    own = identity(path)
-    source = f"{one.path}"
-    if own is not None and own == identity(one.path):
-        raise ArgumentError(
-            f"{name} {path} is the input {source}, which it would replace: choose another "
-            "path"
-        )
-    if own is not None and not path.is_dir():
-        for file in one.files():
-            if identity(file) == own:
-                raise ArgumentError(
-                    f"{name} {path} is the input {file}, which it would replace: choose "
-                    "another path"
-                )
-    if parts and any(identity(up) == own for up in _above(one.path) if own):
-        raise ArgumentError(
-            f"{name} {path} is a directory that contains the input {source}: choose "
-            "another directory"
-        )
+    path, own = Path(output), identity(output)
+    if own is not None:
+        same = own == identity(one.path)
+        read = one.path if same else None if path.is_dir() else one.reads(own)
+        if read is not None:
+            raise ArgumentError(
+                f"{name} is the input {read}, which it would replace: choose another path"
+            )
+        if is_parts(output) and own in map(identity, _above(one.path)):
+            raise ArgumentError(
+                f"{name} is a directory that contains the input {one.path}: choose "
+                "another directory"
+            )
     if not one.path.is_dir():
         return
     folder = identity(one.path)
     inside = next((up for up in _above(path) if identity(up) == folder), None)
-    if inside is None:
-        return
-    part = path / "part-00000.parquet" if parts else path
-    relative = part.absolute().relative_to(inside).parts
-    hidden = any(word.startswith((".", "_")) for word in relative)
-    stored = kind_of(part)
-    named = stored is not None and not is_json(stored)
-    skipped = one.kinds is not None and named and kind not in one.kinds
-    if one.takes(part) and not hidden and not skipped:
+    part = path / "part-00000.parquet" if is_parts(output) else path
+    if inside is not None and one.takes(part.absolute().relative_to(inside), kind):
         raise ArgumentError(
-            f"{name} {path} is in the directory {source}, which is read: the next run "
-            "would take it for an input. Choose a path outside of it"
+            f"{name} is in the directory {one.path}, which is read: the next run would "
+            "take it for an input. Choose a path outside of it"
         )
-
-
-def _check_distinct(outputs: Mapping[str, tuple[Path, bool]]) -> None:
-    """Raise ArgumentError if two outputs are one file, or one is inside another."""
-    names: dict[object, tuple[str, Path]] = {}
-    for name, (path, _) in outputs.items():
-        keys = [_spelling(path), identity(path)]
-        for key in filter(None, keys):
-            other, first = names.setdefault(key, (name, path))
-            if other != name:
-                raise ArgumentError(
-                    f"{other} {first} and {name} {path} are one path: each needs its own"
-                )
-    for name, (path, parts) in outputs.items():
-        for other, (inner, _) in outputs.items():
-            if parts and _spelling(path) in map(_spelling, _above(inner)):
-                raise ArgumentError(
-                    f"{other} {inner} is in the directory of parts {name} {path}: choose "
-                    "a path outside of it"
-                )
 
 
 def identity(path: AnyPath) -> tuple[int, int] | None:
@@ -177,21 +161,14 @@ def identity(path: AnyPath) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _spelling(path: Path) -> str:
+def _spelling(path: AnyPath) -> str:
     """A path as file systems compare it that ignore case and forms of Unicode."""
     return normalize("NFC", os.path.realpath(path)).casefold()
 
 
-def _above(path: Path) -> list[Path]:
+def _above(path: AnyPath) -> list[Path]:
     """The directories that contain a path, as spelled and as links resolve."""
-    return [*path.absolute().parents, *Path(os.path.realpath(path)).parents]
-
-
-def _paths_in(folder: Path) -> list[Path]:
-    try:
-        return paths_in(folder)
-    except FormatError:  # no file of a known format
-        return []
+    return [*Path(path).absolute().parents, *Path(os.path.realpath(path)).parents]
 
 
 def reading(scan: Iterator[Any], paths: list[Path]) -> None:
@@ -202,13 +179,11 @@ def reading(scan: Iterator[Any], paths: list[Path]) -> None:
 def check_not_read(target: Path) -> None:
     """Raise ArgumentError if an unfinished scan reads the file that will be replaced."""
     own = identity(target)
-    if own is None:
-        return
     for scan, paths in list(_scans.items()):
-        if getattr(scan, "gi_frame", None) is None:
-            continue  # it has ended
-        files = (file for path in paths for file in Input(path).files())
-        if any(identity(file) == own for file in files):
+        # a scan without a frame has ended
+        if own is None or getattr(scan, "gi_frame", None) is None:
+            continue
+        if any(Input(path).reads(own) for path in paths):
             raise ArgumentError(
                 f"{target} is read by a scan that has not ended, and would be replaced: "
                 "write to another path"

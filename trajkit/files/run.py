@@ -5,27 +5,30 @@ stage, the next is read and the previous one is written. An output is one file, 
 directory of parts; with ``resume``, an interrupted run continues after the last part.
 """
 
+import errno
 import hashlib
 import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from queue import SimpleQueue
+from threading import Semaphore
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice, check_flag
-from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.files.formats import Format, check_folder, kind_of
+from trajkit.errors import ArgumentError, FormatError, InvalidTurnsError
+from trajkit.files.formats import Format, check_folder, kind_of, naming
 from trajkit.files.group import Log, Piece, SessionIndex
 from trajkit.files.guard import Input, check_outputs, is_parts, turns_inputs
-from trajkit.files.outputs import Manifest, atomic_writers, fingerprint
 from trajkit.files.sources import Paths, SessionPrefix, is_address, paths_of
 from trajkit.files.tables import log_files, write_any
 from trajkit.tables import lazy_compute as pc
@@ -46,6 +49,15 @@ Stage: TypeAlias = Callable[[pa.Table], Made | Mapping[str, Made]]
 
 It raises before it makes the first batch, or not at all. Results are read in their order.
 """
+
+Write: TypeAlias = Callable[[Iterator[pa.RecordBatch], Path], None]
+Put: TypeAlias = Callable[[pa.RecordBatch], None]
+"""Queues a batch for a file."""
+
+MANIFEST = "_manifest.json"
+"""The manifest's file name; readers of directories skip names with an underscore."""
+
+_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +97,8 @@ def run(
     """Apply a stage to the turns of files, and write what it makes.
 
     In memory are a few tables of about 8 million tokens of prompts and outputs (4 million
-    in delta form) with their results, or a larger session. All files appear together when
-    they are complete, or none does.
+    in delta form) with their results, or a larger session. Files get their names when all
+    are complete.
 
     Parameters
     ----------
@@ -141,18 +153,8 @@ def run(
     --------
     ``run("log", lambda turns: tk.linearize_batches(turns, "slime"), "rows.parquet")``
     """
-    if any(map(is_address, source if isinstance(source, list | tuple) else [source])):
-        raise ArgumentError(
-            f"source={source!r} has an address, and run reads local files in several "
-            "passes: copy it, or write what a stage makes of scan_turns"
-        )
+    paths = _local(source)
     watch = watch or Watch()
-    paths = paths_of(source)
-    if paths is None:
-        raise ArgumentError(
-            f"a source of type {type(source).__name__} is no log: expected a path or a "
-            "list of paths"
-        )
     targets = _checked(stage, outputs, resume, rejected)
     check_flag("gather", gather)
     check_flag("dedup", dedup)
@@ -167,43 +169,58 @@ def run(
     )
     index = log.index()
     files = {name: Path(path) for name, path in targets.items()}
-    if not parts:
-        watch.begins(index, 0)
-        with ExitStack() as stack:
-            pieces = prefetch(log.pieces(index), stack)
-            return dict(_write_part(pieces, stage, files, watch, None, dedup)[0])
-    job = {
-        **(resume or {}),
-        "rejected": log.reject,
-        "nonfinite_logprobs": nonfinite_logprobs,
-        "session_prefix": session_prefix,
-        "dedup": dedup,
-        "outputs": sorted(targets),
-        "source": fingerprint(paths, itertools.chain(*log_files(paths, format))),
-        "limits": [limits.FILE_TURNS, limits.READ_TOKENS],
-    }
-    folder, *others = files.values()
-    manifest = Manifest.open(folder, job, others)
-    watch.begins(index, manifest.done)
+    manifest = None
+    if parts:
+        job = {
+            **(resume or {}),
+            "rejected": rejected is not None,
+            "nonfinite_logprobs": nonfinite_logprobs,
+            "session_prefix": session_prefix,
+            "dedup": dedup,
+            "outputs": sorted(targets),
+            "source": fingerprint(paths, itertools.chain(*log_files(paths, format))),
+            "limits": [limits.FILE_TURNS, limits.READ_TOKENS],
+        }
+        manifest = Manifest.open([*files.values()], job)
+    done = 0 if manifest is None else manifest.done
+    watch.begins(index, done)
     with ExitStack() as stack:
-        pieces = prefetch(log.pieces(index, manifest.done), stack)
-        if manifest.ends and manifest.done >= index.n_turns:
-            manifest.finish()
-        while not manifest.finished:
+        pieces = prefetch(log.pieces(index, done), stack)
+        if manifest is None:
+            return dict(_write_part(pieces, stage, files, watch, None, dedup)[0])
+        finished = manifest.finished or (done > 0 and done >= index.n_turns)
+        while not finished:
             for path in files.values():
                 path.mkdir(exist_ok=True)
-            part = {name: path / manifest.part() for name, path in files.items()}
+            part = {name: path / manifest.part for name, path in files.items()}
             totals, n = _write_part(
                 pieces, stage, part, watch, limits.FILE_TURNS, dedup
             )
             manifest.add(n, totals)
-            if manifest.done >= index.n_turns or not n:
-                manifest.finish()
+            finished = manifest.done >= index.n_turns or not n
+    manifest.finish()
     return dict(manifest.totals)
+
+
+def _local(source: Paths) -> list[Path]:
+    """The paths of a source that can be read in several passes."""
+    if any(map(is_address, source if isinstance(source, list | tuple) else [source])):
+        raise ArgumentError(
+            f"source={source!r} has an address, and run reads local files in several "
+            "passes: copy it, or write what a stage makes of scan_turns"
+        )
+    paths = paths_of(source)
+    if paths is None:
+        raise ArgumentError(
+            f"a source of type {type(source).__name__} is no log: expected a path or a "
+            "list of paths"
+        )
+    return paths
 
 
 _ONLY = ""
 """The name of the only result."""
+_Result: TypeAlias = tuple[str, pa.RecordBatch]
 
 
 def _checked(
@@ -255,20 +272,18 @@ def _check_paths(
     """Raise ArgumentError if a target is an input or another target, or files mix with
     directories.
     """
-    check_outputs(
-        {name or "output": (path, name) for name, path in targets.items()}, inputs
-    )
-    for name, path in targets.items():
+    named = {name or "output": (path, name) for name, path in targets.items()}
+    check_outputs(named, inputs)
+    for name, (path, _) in named.items():
         if not parts and os.fspath(path).endswith(os.sep):
             raise ArgumentError(
-                f"{name or 'output'} {path} is a directory: parts need resume={{}} and a "
-                "directory as the first output"
+                f"{name} {path} is a directory: parts need resume={{}} and a directory as "
+                "the first output"
             )
         if parts and kind_of(Path(path)):
-            main = Path(next(iter(targets.values())))
             raise ArgumentError(
-                f"{name} goes to the file {path}, and {main} is a directory of parts: "
-                "give a directory"
+                f"{name} goes to the file {path}, and the first output is a directory of "
+                "parts: give a directory"
             )
 
 
@@ -292,7 +307,9 @@ def _write_part(
                 if name == "report":
                     report.update(_sums(batch))
                 else:
-                    counts[name or _kind(batch)] += batch.num_rows
+                    metadata = batch.schema.metadata or {}
+                    kind = metadata.get(b"trajkit.table", b"output").decode()
+                    counts[name or kind] += batch.num_rows
                 made.add(name)
                 if name in puts:
                     puts[name](batch)
@@ -302,24 +319,13 @@ def _write_part(
             watch.advances(piece.n_turns)
             if max_turns is not None and n_turns >= max_turns:
                 break
-        _check_made(files, made)
-    return totals, n_turns
-
-
-def _check_made(files: Mapping[str, Path], made: Collection[str]) -> None:
-    """Raise ArgumentError if the stage made nothing for a file."""
-    for name, path in files.items():
-        if name not in made:
+        for name in files.keys() - made:
             others = ", ".join(repr(one or "its only result") for one in sorted(made))
             raise ArgumentError(
                 f"the stage made no batch for {f'outputs[{name!r}]' if name else 'outputs'}"
-                f" ({path}), only for {others or 'no name'}: an empty table is one"
+                f" ({files[name]}), only for {others or 'no name'}: an empty table is one"
             )
-
-
-class _Result(NamedTuple):
-    name: str
-    batch: pa.RecordBatch
+    return totals, n_turns
 
 
 def _results(stage: Stage, piece: Piece, *, reject: bool) -> Iterator[_Result]:
@@ -334,7 +340,7 @@ def _results(stage: Stage, piece: Piece, *, reject: bool) -> Iterator[_Result]:
     if not made:  # an empty output has columns, too
         yield from _made(stage, piece.turns.slice(0, 0))
     for batch in whole(pa.concat_tables(rejected)):
-        yield _Result("rejected", batch)
+        yield "rejected", batch
 
 
 def _of_accepted(
@@ -371,7 +377,7 @@ def _made(stage: Stage, turns: pa.Table) -> Iterator[_Result]:
                 "a dict of these by name"
             )
         for batch in _recut(batches):
-            yield _Result(name, batch)
+            yield name, batch
             del batch
 
 
@@ -407,14 +413,180 @@ def _recut(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from whole(kept)
 
 
-def _kind(batch: pa.RecordBatch) -> str:
-    """The kind of the batch's table."""
-    kind = (batch.schema.metadata or {}).get(b"trajkit.table", b"output")
-    return str(kind.decode())
-
-
 def _sums(report: pa.RecordBatch) -> dict[str, int]:
     """The sessions, and the sums of the integer columns."""
     counts = [one.name for one in report.schema if pa.types.is_integer(one.type)]
     sums = {count: pc.sum(report[count]).as_py() or 0 for count in counts}
     return {"sessions": report.num_rows, **sums}
+
+
+class _Abandoned(Exception):
+    """The output is not needed, because the job failed."""
+
+
+@contextmanager
+def write_in_thread(path: Path, write: Write, target: Path) -> Iterator[Put]:
+    """Queue batches for a thread that writes a file, completely or not at all.
+
+    The function waits while another batch is queued, and raises the error of an earlier
+    batch. ``write`` must leave no file if its iterator raises, as `trajkit.write_rows`
+    does. Errors call the file ``target``.
+    """
+    queue = SimpleQueue[pa.RecordBatch | _Abandoned | None]()
+    room = Semaphore()
+    failed: list[BaseException] = []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        while (batch := queue.get()) is not None:
+            if isinstance(batch, _Abandoned):
+                raise batch
+            room.release()
+            yield batch
+            del batch
+
+    def work() -> None:
+        try:
+            with naming(path, target):
+                write(batches(), path)
+        except BaseException as error:  # raised again in the thread that calls `put`
+            failed.append(error)
+            room.release()
+
+    def put(batch: pa.RecordBatch) -> None:
+        room.acquire()
+        if failed:
+            raise failed[0]
+        queue.put(batch)
+
+    with ThreadPoolExecutor(1, f"trajkit writes {target.name}") as pool:
+        pool.submit(work)
+        try:
+            yield put
+        except BaseException:
+            queue.put(_Abandoned())
+            raise
+        queue.put(None)
+    if failed:
+        raise failed[0]
+
+
+@contextmanager
+def atomic_writers(
+    targets: Mapping[str, Path], write: Write
+) -> Iterator[dict[str, Put]]:
+    """`write_in_thread` per target; files get their names when all are complete.
+
+    If a write fails, none is created and existing files are left untouched.
+    """
+    for path in targets.values():
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    # readers of directories skip hidden files; the suffix determines the format
+    drafts = {
+        name: path.with_name(f".{os.getpid()}-{path.name}")
+        for name, path in targets.items()
+    }
+    try:
+        with ExitStack() as stack:
+            yield {
+                name: stack.enter_context(write_in_thread(drafts[name], write, path))
+                for name, path in targets.items()
+            }
+        for name, path in targets.items():
+            os.replace(drafts[name], path)
+    finally:
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)
+
+
+@dataclass
+class Manifest:
+    """The parts that a run has written to a directory.
+
+    ``job`` is everything that the parts depend on, in JSON's types. ``ends`` has, for
+    each part, the turns of the source that it and the earlier parts took. ``totals`` are
+    sums over all parts. The last part of a ``finished`` job reaches the source's end.
+    """
+
+    folder: Path
+    version: int
+    job: dict[str, Any]
+    ends: list[int] = field(default_factory=list)
+    totals: Counter[str] = field(default_factory=Counter)
+    finished: bool = False
+
+    @classmethod
+    def open(cls, folders: Sequence[Path], job: dict[str, Any]) -> "Manifest":
+        """The manifest of a job, in the first of the directories of its outputs.
+
+        It and its directory are created if needed. A FormatError says that the directory
+        has parts of another job, or that there are files that no job wrote.
+        """
+        folder = folders[0]
+        folder.mkdir(exist_ok=True)
+        path = folder / MANIFEST
+        job = json.loads(json.dumps(job))  # tuples become lists, as in the file
+        if path.exists():
+            try:
+                saved = cls(folder, **json.loads(path.read_text("utf-8")))
+                saved.totals = Counter(saved.totals)
+            except (ValueError, TypeError) as error:
+                raise FormatError(f"{path} is not a manifest: {error!r}") from None
+            if (saved.version, saved.job) == (_VERSION, job):
+                return saved
+            if saved.ends or os.listdir(folder) != [MANIFEST]:
+                raise FormatError(
+                    f"{folder} contains parts of another job (other files, or other "
+                    "options): pass an empty directory"
+                )
+            path.unlink()  # another job stopped before its first part
+        for one in folders:
+            if one.is_dir() and any(n[0] != "." for n in os.listdir(one)):
+                raise FormatError(
+                    f"{one} contains files, but no {MANIFEST} that names their job: pass "
+                    "an empty directory"
+                )
+        fresh = cls(folder, _VERSION, job)
+        # saved first, so that a part without an entry is known to be the job's own
+        fresh._save()
+        return fresh
+
+    @property
+    def done(self) -> int:
+        """Turns of the source that the parts took."""
+        return self.ends[-1] if self.ends else 0
+
+    @property
+    def part(self) -> str:
+        """The name of the next part's files."""
+        return f"part-{len(self.ends):05d}.parquet"
+
+    def add(self, n_turns: int, totals: Counter[str]) -> None:
+        """Record a part whose files are written."""
+        self.ends.append(self.done + n_turns)
+        self.totals.update(totals)
+        self._save()
+
+    def finish(self) -> None:
+        """Record that there are no more parts."""
+        self.finished = True
+        self._save()
+
+    def _save(self) -> None:
+        text = json.dumps(
+            {k: v for k, v in vars(self).items() if k != "folder"}, indent=1
+        )
+        draft = self.folder / f".{MANIFEST}.tmp"
+        draft.write_text(text + "\n", "utf-8")
+        os.replace(draft, self.folder / MANIFEST)
+
+
+def fingerprint(paths: Sequence[Path], files: Iterable[Path]) -> list[list[object]]:
+    """Path, size and modification time of each file; the path is relative to a directory
+    if that is the only one of ``paths``.
+    """
+    root = paths[0] if len(paths) == 1 else Path()
+    return [
+        [str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns]
+        for path in files
+    ]

@@ -520,6 +520,8 @@ def _format_of(file: Local, head: Head, options: Options) -> Format:
         raise FormatError(
             f"{file.name} fits several formats, {names}: pass one of them as the format"
         )
+    if head.value is None and head.container in ("json", "rows"):
+        raise InvalidTurnsError(f"{file.name}: no calls, nothing to do")
     raise FormatError(f"{file.name} {_unknown(head)}")
 
 

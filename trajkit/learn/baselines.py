@@ -8,6 +8,7 @@ import pyarrow as pa
 from trajkit._arguments import check_choice, check_flag
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.learn._checks import (
+    Bools,
     Floats,
     Longs,
     check_finite,
@@ -52,7 +53,6 @@ def advantages(
     *,
     scale: Scale = "none",
     epsilon: float = 1e-6,
-    clip: float | None = None,
     drop_constant: bool = False,
 ) -> pa.Table:
     """The baseline and the advantage of each rollout.
@@ -90,8 +90,6 @@ def advantages(
         See the second table.
     epsilon : float
         Added to the standard deviation; 0 or more.
-    clip : float, optional
-        Limit advantages to ``-clip`` and ``clip``; above 0.
     drop_constant : bool
         Make the advantages of constant groups null, so that they are in no loss.
 
@@ -114,7 +112,7 @@ def advantages(
     Raises
     ------
     ArgumentError
-        ``baseline``, ``scale``, ``epsilon`` or ``clip`` is not allowed.
+        ``baseline``, ``scale`` or ``epsilon`` is not allowed.
     InvalidTurnsError
         A session has two lines, or a reward that is not finite.
 
@@ -136,19 +134,13 @@ def advantages(
     check_choice("scale", scale, Scale)
     check_flag("drop_constant", drop_constant)
     check_number("epsilon", epsilon, 0)
-    if clip is not None:
-        check_number("clip", clip, 0, above=True)
     source = as_table(sessions)
     # a report is a table of sessions with more columns
     table = canonical(source.replace_schema_metadata(None), SESSIONS)
     check_once(table, ["session_id"])
-    check_finite(table)
-    scored = np.asarray(table.column("reward").is_valid())
-    rewards = table.column("reward").fill_null(0.0).to_numpy()
-    group = _group_codes(table)
-    n = np.bincount(group, scored)[group]
-    mean = np.bincount(group, rewards)[group] / np.maximum(n, 1)
-    constant = constant_groups(source, group, rewards, scored)
+    scored, rewards, group, n, mean, constant = _in_groups(
+        table, _groups(table), source
+    )
     base, known = np.zeros(len(rewards)), scored
     if baseline == "group_mean":
         base = np.where(constant, rewards, mean)
@@ -158,17 +150,15 @@ def advantages(
     gain = rewards - base
     valid = known & ~constant if drop_constant else known
     if scale == "group_std":
-        squares = np.where(scored, (rewards - mean) ** 2, 0.0)
-        variance = np.bincount(group, squares)[group] / np.maximum(n - 1, 1)
-        gain = _scaled(gain, np.where(constant, 0.0, np.sqrt(variance)), epsilon)
+        gain = _by_deviation(
+            gain, rewards - mean, scored & ~constant, group, n, epsilon
+        )
         valid = valid & (n > 1)
     elif scale == "batch_std":
         if np.count_nonzero(valid) < 2:
             valid = np.zeros_like(valid)
         else:
             gain = _scaled(gain - gain[valid].mean(), gain[valid].std(ddof=1), epsilon)
-    if clip is not None:
-        gain = np.clip(gain, -clip, clip)
     warn_without_signal(gain[valid], rewards[valid], group[valid])
     trained = pa.nulls(len(rewards), pa.bool_())
     if "tokens_trained" in table.column_names:
@@ -266,7 +256,7 @@ def _of_tokens(table: pa.Table, facts: pa.Table) -> pa.LargeListArray:
     return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
-def _group_codes(table: pa.Table) -> Longs:
+def _groups(table: pa.Table) -> Longs:
     """The number of each session's group; a null group_id is a group of its own."""
     ids = table.column("group_id")
     names = pc.unique(ids.drop_null())
@@ -274,6 +264,33 @@ def _group_codes(table: pa.Table) -> Longs:
     alone = np.asarray(ids.is_null())
     codes[alone] = len(names) + np.arange(np.count_nonzero(alone))
     return codes
+
+
+def _in_groups(
+    table: pa.Table, group: Longs, source: pa.Table
+) -> tuple[Bools, Floats, Longs, Longs, Floats, Bools]:
+    """Of each reward: whether it is known, itself, its group, how many known rewards that
+    has, their mean, and whether they are all equal but for rounding.
+    """
+    check_finite(table)
+    known = np.asarray(table.column("reward").is_valid())
+    reward = table.column("reward").fill_null(0.0).to_numpy()
+    n = np.bincount(group, known)[group]
+    mean = np.bincount(group, reward)[group] / np.maximum(n, 1)
+    return known, reward, group, n, mean, constant_groups(source, group, reward, known)
+
+
+def _by_deviation(
+    gain: Floats,
+    centred: Floats,
+    counted: Bools,
+    group: Longs,
+    n: Longs,
+    epsilon: float,
+) -> Floats:
+    """Gains divided by the sample deviation of their group."""
+    squares = np.bincount(group, np.where(counted, centred**2, 0.0))[group]
+    return _scaled(gain, np.sqrt(squares / np.maximum(n - 1, 1)), epsilon)
 
 
 def _scaled(gain: Floats, deviation: Floats | np.float64, epsilon: float) -> Floats:
@@ -369,7 +386,6 @@ def step_advantages(
     by_turn = "turn_index" in given.column_names
     table = canonical(given, TURN_REWARDS if by_turn else SEGMENT_REWARDS)
     check_once(table, table.column_names[:2])
-    check_finite(table)
     facts = canonical(as_table(sessions).replace_schema_metadata(None), SESSIONS)
     check_once(facts, ["session_id"])
     at = pc.index_in(table.column("session_id"), facts.column("session_id"))
@@ -379,18 +395,14 @@ def step_advantages(
             f"session {name.as_py()!r} has rewards, but no line in sessions"
         )
     session = np.asarray(at, np.int64)
-    group = _group_codes(facts)[session]
-    known = np.asarray(table.column("reward").is_valid())
-    reward = table.column("reward").fill_null(0.0).to_numpy()
-    n = np.bincount(group, known)[group]
-    mean = np.bincount(group, reward)[group] / np.maximum(n, 1)
-    constant = constant_groups(given, group, reward, known)
+    known, reward, group, n, mean, constant = _in_groups(
+        table, _groups(facts)[session], given
+    )
     centred = np.where(known & ~constant, reward - mean, 0.0)
     gain = centred if baseline == "group_mean" else reward
     valid = known
     if scale == "group_std":
-        variance = np.bincount(group, centred**2)[group] / np.maximum(n - 1, 1)
-        gain = _scaled(gain, np.sqrt(variance), epsilon)
+        gain = _by_deviation(gain, centred, known, group, n, epsilon)
         valid = known & (n > 1)
     if credit == "to_go":
         gain = _to_go(table, session, gain, discount, links)
@@ -424,24 +436,23 @@ def _to_go(
 
 def _parents(table: pa.Table, index: Longs, links: pa.Table) -> Longs:
     """The line of the turn that each turn continues, or -1."""
-    lines = tuples(links, "session_id", "turn_index", "parent")
-    parents = {(name, turn): parent for name, turn, parent in lines}
-    names = table.column("session_id").to_pylist()
-    own = {
-        key: line for line, key in enumerate(zip(names, index.tolist(), strict=True))
+    parents = {
+        (name, turn): parent
+        for name, turn, parent in tuples(links, "session_id", "turn_index", "parent")
     }
+    keys = zip(table.column("session_id").to_pylist(), index.tolist(), strict=True)
+    own = {key: line for line, key in enumerate(keys)}
     found = np.full(len(index), -1)
     for (name, turn), line in own.items():
+        where = f"session {name!r}, turn {turn}"
         if (name, turn) not in parents:
-            raise InvalidTurnsError(
-                f"session {name!r}, turn {turn}: has a reward, but no line in links"
-            )
+            raise InvalidTurnsError(f"{where}: has a reward, but no line in links")
         parent = parents[name, turn]
+        if parent is not None and (name, parent) not in own:
+            raise InvalidTurnsError(
+                f"{where}: continues turn {parent}, which has no line in rewards: give it "
+                "0 or null"
+            )
         if parent is not None:
-            if (name, parent) not in own:
-                raise InvalidTurnsError(
-                    f"session {name!r}, turn {turn}: continues turn {parent}, which has no "
-                    "line in rewards: give it 0 or null"
-                )
             found[line] = own[name, parent]
     return found

@@ -151,7 +151,6 @@ def reference_loss(
 
 
 def _floats(logprobs: Any) -> Tensor:
-    """The logprobs as an array or a tensor of floats."""
     if hasattr(logprobs, "new_tensor"):
         floats = logprobs.is_floating_point()
     else:
@@ -170,7 +169,6 @@ def _floats(logprobs: Any) -> Tensor:
 def _advantages(
     table: pa.Table, name: str, n_ids: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """The advantage of every token; 0 in rows without one."""
     column = table.column(name)
     if not is_list(column.type):
         return np.repeat(np.asarray(column.fill_null(0.0), np.float64), n_ids)
@@ -187,7 +185,6 @@ def _constant(values: npt.NDArray[np.float64], like: Tensor) -> Tensor:
 def _per_token(
     table: pa.Table, name: str, n_ids: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """The value of every token; 0 in rows without a list."""
     column = table.column(name)
     given = np.asarray(column.is_valid())
     n = pc.list_value_length(column).fill_null(0).to_numpy()

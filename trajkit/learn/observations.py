@@ -8,9 +8,9 @@ from __future__ import annotations  # a signature shows the words below
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal, TypeAlias, TypedDict, Unpack
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from trajkit.learn._checks import check_number
 from trajkit.schema import OBSERVATIONS, ROWS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical, place
+from trajkit.tables.ragged import Longs, offsets_of
+from trajkit.tables.reshape import with_column
 from trajkit.tables.session_batches import whole_sessions
 from trajkit.tables.stages import (
     Batches,
@@ -31,130 +33,75 @@ from trajkit.tables.stages import (
     in_step,
     unknown,
 )
-from trajkit.turns.attribution import (
-    Ints,
-    Messages,
-    Rendered,
-    SessionCalls,
-    ToolCalls,
-)
+from trajkit.turns.attribution import Ints, Messages, Rendered, SessionCalls, ToolCalls
 from trajkit.turns.records import as_turns
-from trajkit.turns.session_metadata import SessionFacts, errored, session_facts
+from trajkit.turns.session_metadata import errored, session_facts
 from trajkit.turns.sessions import Sessions
 
 Names: TypeAlias = Collection[str] | Mapping[str, float]
 """Names with a common alpha, or a mapping with an alpha for each."""
 
-Missing: TypeAlias = Literal["raise", "skip", "whole"]
+Missing: TypeAlias = Literal["raise", "skip"]
 Normalization: TypeAlias = Literal["flat", "ratio"]
-Longs: TypeAlias = npt.NDArray[np.int64]
 Weights: TypeAlias = npt.NDArray[np.float32]
 
 _ALL = np.iinfo(np.int64).max
-# tokens at the end of a prefix that are compared first
-_PROBE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The messages that get a weight, and their weights."""
-
-    # alpha of each role that is selected
-    roles: dict[str, float]
-    # alpha of each tool that is selected; None: every tool, at its role's alpha
-    tools: dict[str, float] | None
+class _Options(TypedDict, total=False):
+    roles: Names | None
+    tool_names: Names | None
+    alpha: float
     normalization: Normalization
     missing: Missing
+    sessions: TableLike | None
 
 
-@dataclass(slots=True)
-class Observed:
-    """The counts of one session, as in `trajkit.schema.OBSERVATIONS`."""
-
-    tokens_observed: int = 0
-    tokens_repeated: int = 0
-    messages_unnamed: int = 0
-    turns_skipped: int = 0
-    turns_whole: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One row of a session."""
-
-    # its number in the table
-    number: int
-    ids: Ints
-    # start, stop, turn_index, output_start and output_stop of its spans
-    spans: tuple[Ints, Ints, Ints, Ints, Ints]
-    # tokens that the row trains, or would train if it were not cut
-    trained: int
-    where: str
-
-    def last_call(self, calls: SessionCalls) -> int:
-        """The call whose path is the row, or begins with it."""
-        turns = self.spans[2]
-        first = int(np.searchsorted(calls.turn_index, turns.max(initial=-1)))
-        for call in range(first, len(calls)):
-            if self._begins(calls, call):
-                return call
-        raise InvalidTurnsError(
-            f"{self.where}: no call of the session has its {len(self.ids)} tokens, so what "
-            "they render is unknown"
+class _Selection:
+    def __init__(
+        self,
+        roles: Names | None = None,
+        tool_names: Names | None = None,
+        alpha: float = 1.0,
+        normalization: Normalization = "flat",
+        missing: Missing = "raise",
+        sessions: TableLike | None = None,
+    ) -> None:
+        check_choice("normalization", normalization, Normalization)
+        check_choice("missing", missing, Missing)
+        check_number("alpha", alpha, 0)
+        # alpha of each role and tool that is selected; None: every tool, at its role's
+        self.roles = (
+            {"tool": alpha} if roles is None else _alphas("roles", roles, alpha)
         )
+        self.tools: dict[str, float] | None = None
+        if tool_names is not None:
+            if "tool" not in self.roles:
+                raise ArgumentError(
+                    f"tool_names={tool_names!r}: roles {sorted(self.roles)} select no tool"
+                )
+            self.tools = _alphas("tool_names", tool_names, self.roles["tool"])
+        self.by_ratio, self.skips = normalization == "ratio", missing == "skip"
+        self.facts = session_facts(None, sessions)
 
-    def _begins(self, calls: SessionCalls, call: int) -> bool:
-        n = len(self.ids)
-        if n > calls.path_len[call]:
-            return False
-        prompt = calls.prompt(call)
-        k = min(n, len(prompt))
-        return begins(prompt, self.ids[:k]) and np.array_equal(
-            calls.output(call)[: n - k], self.ids[k:]
-        )
-
-
-def begins(ids: Ints, prefix: Ints) -> bool:
-    """Whether the ids begin with the prefix."""
-    n = len(prefix)
-    probe = max(n - _PROBE, 0)
-    return (
-        n <= len(ids)
-        and np.array_equal(ids[probe:n], prefix[probe:])
-        and np.array_equal(ids[:probe], prefix[:probe])
-    )
+    def of_tool(self, name: str | None) -> float | None:
+        """The alpha of a tool; None: it is not selected."""
+        if self.tools is None:
+            return self.roles.get("tool")
+        return None if name is None else self.tools.get(name)
 
 
-def _observed_rows(
-    table: pa.Table, session_ids: pa.Array
-) -> tuple[dict[int, list[_Row]], Longs]:
-    """The rows of each session, by its number, and the offsets of the rows' tokens."""
-    found = pc.index_in(table.column("session_id"), session_ids)
-    if found.null_count:
-        row = int(np.flatnonzero(np.asarray(found.is_null()))[0])
-        raise InvalidTurnsError(f"{place(table, row)}: the session has no turns")
-    by_session: dict[int, list[_Row]] = {}
-    sizes = [0]
-    for number, session in enumerate(np.asarray(found)):
-        ids = table.column("input_ids")[number].values.to_numpy()
-        spans = table.column("spans")[number].values
-        start, stop, turn, out_start, out_stop = (
-            np.asarray(pc.struct_field(spans, name))
-            for name in ("start", "stop", "turn_index", "output_start", "output_stop")
-        )
-        kinds = pc.struct_field(spans, "kind").cast(pa.string())
-        trained = np.asarray(pc.is_in(kinds, pa.array(["trained", "cut"])))
-        by_session.setdefault(int(session), []).append(
-            _Row(
-                number,
-                ids,
-                (start, stop, turn, out_start, out_stop),
-                int((out_stop - out_start)[trained].sum()),
-                place(table, number),
-            )
-        )
-        sizes.append(len(ids))
-    return by_session, np.cumsum(sizes)
+def _alphas(what: str, names: Names, alpha: float) -> dict[str, float]:
+    several = isinstance(names, Iterable) and not isinstance(names, str)
+    if not several or not all(isinstance(name, str) for name in names):
+        raise ArgumentError(f"{what}={names!r}: expected several names, or a mapping")
+    if not names:
+        raise ArgumentError(f"{what} is empty: it would select nothing")
+    if not isinstance(names, Mapping):
+        return dict.fromkeys(names, alpha)
+    for name, value in names.items():
+        check_number(f"{what}[{name!r}]", value, 0)
+    return dict(names)
 
 
 def observation_weights(
@@ -201,11 +148,9 @@ def observation_weights(
     normalization : {"flat", "ratio"}
         "ratio" multiplies alpha by ``R / S``: S is the number of observed tokens of the
         rollout and R that of its trained tokens, before ``max_row_tokens`` cut the rows.
-    missing : {"raise", "skip", "whole"}
+    missing : {"raise", "skip"}
         How to treat turns whose attribution columns are missing or incomplete. "skip":
         the turn attributes nothing and is counted; other turns may attribute its prefix.
-        "whole": if only the content flags are missing, a message's template scaffold gets
-        a weight as well; otherwise as "skip".
     sessions : table, optional
         `trajkit.schema.SESSIONS`: a rollout with an error gets no weights.
 
@@ -224,19 +169,8 @@ def observation_weights(
         ``missing="raise"`` and a turn lacks attribution; or a row does not belong to
         these turns.
     """
-    selection, facts = _selection(
-        roles, tool_names, alpha, normalization, missing, sessions
-    )
-    return _observed(as_turns(turns), as_table(rows), selection, facts)[0]
-
-
-class _Options(TypedDict, total=False):
-    roles: Names | None
-    tool_names: Names | None
-    alpha: float
-    normalization: Normalization
-    missing: Missing
-    sessions: TableLike | None
+    selection = _Selection(roles, tool_names, alpha, normalization, missing, sessions)
+    return _observed(as_turns(turns), as_table(rows), selection)[0]
 
 
 def observation_report(
@@ -254,8 +188,7 @@ def observation_report(
     Table
         `trajkit.schema.OBSERVATIONS`, one row per session of ``turns``.
     """
-    selection, facts = _selection(**options)
-    return _observed(as_turns(turns), as_table(rows), selection, facts)[1]
+    return _observed(as_turns(turns), as_table(rows), _Selection(**options))[1]
 
 
 def observation_weights_batches(
@@ -270,14 +203,14 @@ def observation_weights_batches(
     Both have their sessions in one order. The batches of `observation_report` are
     appended to ``report`` while the rows are read.
     """
-    selection, facts = _selection(**options)
+    selection = _Selection(**options)
 
     def made() -> Iterator[pa.Table]:
         lead = whole_sessions(batches_of(turns))
         for own, theirs in in_step(lead, batches_of(rows), "turns", "rows"):
             if own is None:
                 raise unknown(theirs, "rows", "turns")
-            table, counts = _observed(own, theirs, selection, facts)
+            table, counts = _observed(own, theirs, selection)
             if report is not None:
                 report.extend(counts.to_batches())
             yield table
@@ -286,150 +219,136 @@ def observation_weights_batches(
 
 
 def _observed(
-    turns: pa.Table,
-    rows: pa.Table,
-    selection: Selection,
-    facts: SessionFacts,
+    turns: pa.Table, rows: pa.Table, selection: _Selection
 ) -> tuple[pa.Table, pa.Table]:
-    """The rows with their weights, and the report."""
-    calls = Sessions.of(turns)
-    failed = errored(facts.of(calls.ids))
-    table = canonical(rows, ROWS)
-    by_session, offsets = _observed_rows(table, calls.ids)
-    weights = np.zeros(int(offsets[-1]), np.float32)
-    counts = []
-    for s in range(len(calls)):
-        session_rows = by_session.get(s, [])
-        if not session_rows or failed[s]:
-            counts.append(Observed())
-            continue
-        session = SessionCalls(calls.part(s, s + 1))
-        where = f"session {calls.ids[s].as_py()!r}"
-        each, count = _echo(session, session_rows, selection, where)
-        counts.append(count)
-        for row, values in zip(session_rows, each, strict=True):
-            weights[offsets[row.number] : offsets[row.number] + len(values)] = values
-    column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(weights))
-    if "observation_weight" in table.column_names:
-        table = table.drop_columns("observation_weight")
-    table = table.append_column("observation_weight", column)
-    lines = [
-        calls.ids,
-        *(
-            pa.array([getattr(count, name) for count in counts], type_)
-            for name, type_ in zip(
-                OBSERVATIONS.names[1:], OBSERVATIONS.types[1:], strict=True
-            )
-        ),
+    calls, table = Sessions.of(turns), canonical(rows, ROWS)
+    failed = errored(selection.facts.of(calls.ids))
+    by_session = _rows_of(table, calls.ids)
+    weights: list[Weights] = [
+        np.zeros(len(ids), np.float32) for ids in table["input_ids"]
     ]
-    return table, pa.Table.from_arrays(lines, schema=OBSERVATIONS)
+    lines = []
+    for s, name in enumerate(calls.ids.to_pylist()):
+        count = dict.fromkeys(OBSERVATIONS.names, 0) | {"session_id": name}
+        lines.append(count)
+        if s in by_session and not failed[s]:
+            session = SessionCalls(calls.part(s, s + 1))
+            _echo(session, by_session[s], selection, name, count, weights)
+    column = pa.LargeListArray.from_arrays(
+        pa.array(offsets_of([*map(len, weights)])),
+        pa.array(np.concatenate([*weights, np.zeros(0, np.float32)])),
+    )
+    table = with_column(table, "observation_weight", column)
+    return table, pa.Table.from_pylist(lines, OBSERVATIONS)
 
 
-def _selection(
-    roles: Names | None = None,
-    tool_names: Names | None = None,
-    alpha: float = 1.0,
-    normalization: Normalization = "flat",
-    missing: Missing = "raise",
-    sessions: TableLike | None = None,
-) -> tuple[Selection, SessionFacts]:
-    """The checked options, and the facts of the sessions."""
-    check_choice("normalization", normalization, Normalization)
-    check_choice("missing", missing, Missing)
-    check_number("alpha", alpha, 0)
-    by_role = {"tool": alpha} if roles is None else _alphas("roles", roles, alpha)
-    by_tool = None
-    if tool_names is not None:
-        if "tool" not in by_role:
-            raise ArgumentError(
-                f"tool_names={tool_names!r}: roles {sorted(by_role)} select no tool"
+@dataclass(frozen=True, slots=True)
+class _Row:
+    # its number in the table
+    number: int
+    ids: Ints
+    # of its spans
+    start: Ints
+    stop: Ints
+    last_turn: int
+    # tokens that the row trains, or would train if it were not cut
+    trained: int
+    where: str
+
+    def last_call(self, calls: SessionCalls) -> int:
+        """The call whose path is the row, or begins with it."""
+        for call in range(
+            np.searchsorted(calls.turn_index, self.last_turn), len(calls)
+        ):
+            if begins(calls.path(call), self.ids):
+                return call
+        raise InvalidTurnsError(
+            f"{self.where}: no call of the session has its {len(self.ids)} tokens, so what "
+            "they render is unknown"
+        )
+
+
+def _rows_of(table: pa.Table, session_ids: pa.Array) -> dict[int, list[_Row]]:
+    found = pc.index_in(table.column("session_id"), session_ids)
+    if found.null_count:
+        row = int(np.flatnonzero(np.asarray(found.is_null()))[0])
+        raise InvalidTurnsError(f"{place(table, row)}: the session has no turns")
+    by_session: dict[int, list[_Row]] = {}
+    for number, session in enumerate(found.to_pylist()):
+        spans = table.column("spans")[number].values
+        start, stop, turn, out_start, out_stop = (
+            np.asarray(pc.struct_field(spans, name))
+            for name in ("start", "stop", "turn_index", "output_start", "output_stop")
+        )
+        kinds = pc.struct_field(spans, "kind").cast(pa.string())
+        trained = np.asarray(pc.is_in(kinds, pa.array(["trained", "cut"])))
+        by_session.setdefault(session, []).append(
+            _Row(
+                number=number,
+                ids=table.column("input_ids")[number].values.to_numpy(),
+                start=start,
+                stop=stop,
+                last_turn=int(turn.max(initial=-1)),
+                trained=int((out_stop - out_start)[trained].sum()),
+                where=place(table, number),
             )
-        by_tool = _alphas("tool_names", tool_names, by_role["tool"])
-    selection = Selection(by_role, by_tool, normalization, missing)
-    return selection, session_facts(None, sessions)
+        )
+    return by_session
 
 
-def _alphas(what: str, names: Names, alpha: float) -> dict[str, float]:
-    several = isinstance(names, Iterable) and not isinstance(names, str)
-    if not several or not all(isinstance(name, str) for name in names):
-        raise ArgumentError(f"{what}={names!r}: expected several names, or a mapping")
-    if not names:
-        raise ArgumentError(f"{what} is empty: it would select nothing")
-    if not isinstance(names, Mapping):
-        return dict.fromkeys(names, alpha)
-    for name, value in names.items():
-        check_number(f"{what}[{name!r}]", value, 0)
-    return dict(names)
+def begins(ids: Ints, prefix: Ints) -> bool:
+    """Whether the ids begin with the prefix."""
+    return np.array_equal(ids[: len(prefix)], prefix)
 
 
 def _echo(
-    calls: SessionCalls, rows: list[_Row], selection: Selection, place: str
-) -> tuple[list[Weights], Observed]:
-    """The weights of each row of a session.
-
-    Raises InvalidTurnsError if a turn lacks attribution and ``missing`` is ``"raise"``,
-    or if a row does not belong to these calls.
-    """
-    labels = _Labels(calls, selection, place)
-    weights = []
+    calls: SessionCalls,
+    rows: list[_Row],
+    selection: _Selection,
+    name: str,
+    count: dict[str, Any],
+    weights: list[Weights],
+) -> None:
+    labels = _Labels(calls, selection, f"session {name!r}")
+    count["turns_skipped"] = labels.skipped
     # by label: its number of tokens in the first row that has it, and how many leading
     # tokens of them an earlier row contains
-    sizes, covered = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    count = labels.count
+    sizes, covered = np.zeros((2, 0), np.int64)
     for row in rows:
-        last = row.last_call(calls)
-        n = len(row.ids)
-        full = labels.of(last).copy()
-        for start, stop in zip(row.spans[0], row.spans[1], strict=True):
+        full = labels.of(row.last_call(calls)).copy()
+        n, n_labels = len(row.ids), len(labels.alphas)
+        for start, stop in zip(row.start, row.stop, strict=True):
             full[start:stop] = -1
         tokens = np.flatnonzero(full >= 0)
-        label = full[tokens]
-        n_labels = len(labels.alphas)
-        sizes = _grown(sizes, n_labels)
-        covered = _grown(covered, n_labels)
+        label, inside = full[tokens], tokens < n
+        sizes, covered = (
+            np.pad(each, (0, n_labels - len(each))) for each in (sizes, covered)
+        )
         in_path = np.bincount(label, minlength=n_labels)
-        seen = np.bincount(label[tokens < n], minlength=n_labels)
+        seen = np.bincount(label[inside], minlength=n_labels)
         sizes = np.where(sizes == 0, in_path, sizes)
-        fresh = _ranks(label, in_path) >= covered[label]
-        inside = tokens < n
-        values = np.zeros(n, np.float32)
-        taken = fresh & inside
-        values[tokens[taken]] = np.array(labels.alphas, np.float32)[label[taken]]
-        weights.append(values)
-        count.tokens_observed += int(taken.sum())
-        count.tokens_repeated += int((inside & ~fresh).sum())
+        again = _ranks(label, in_path) < covered[label]
+        taken = inside & ~again
+        weights[row.number][tokens[taken]] = np.array(labels.alphas)[label[taken]]
+        count["tokens_observed"] += int(taken.sum())
+        count["tokens_repeated"] += int((inside & again).sum())
         complete = (in_path > 0) & (seen == in_path)
         covered = np.where(complete, _ALL, np.maximum(covered, seen))
-    observed = int(sizes.sum())
-    if selection.normalization == "flat" or not observed:
-        return weights, count
-    scale = np.float32(sum(row.trained for row in rows) / observed)
-    return [values * scale for values in weights], count
-
-
-def _grown(values: Longs, n: int) -> Longs:
-    return np.concatenate([values, np.zeros(n - len(values), np.int64)])
+    count["messages_unnamed"] = len(labels.unnamed)
+    if selection.by_ratio and sizes.any():
+        scale = np.float32(sum(row.trained for row in rows) / sizes.sum())
+        for row in rows:
+            weights[row.number] *= scale
 
 
 def _ranks(label: Ints, sizes: Longs) -> Longs:
     """Number of earlier tokens with the same label, by token."""
     order = np.argsort(label, kind="stable")
     ranks = np.empty(len(label), np.int64)
-    starts = np.cumsum(sizes) - sizes
-    ranks[order] = np.arange(len(label)) - starts[label[order]]
+    ranks[order] = np.arange(len(label)) - (np.cumsum(sizes) - sizes)[label[order]]
     return ranks
 
 
-@dataclass(slots=True)
-class _Labelled:
-    """The label of each prompt token of a call; -1: no weight."""
-
-    labels: Ints
-    # occurrences of each text, if there are no messages
-    texts: Counter[bytes]
-
-
-@dataclass
 class _Labels:
     """The observations of one session, numbered in order of first use.
 
@@ -438,168 +357,113 @@ class _Labels:
     whose prompts are a prefix of its prompt.
     """
 
-    calls: SessionCalls
-    selection: Selection
-    place: str
-    # by label
-    alphas: list[float] = field(default_factory=list)
-    count: Observed = field(default_factory=Observed)
-
-    def __post_init__(self) -> None:
-        self._tools = ToolCalls(self.calls)
-        self._by_call: dict[int, _Labelled] = {}
+    def __init__(self, calls: SessionCalls, selection: _Selection, where: str) -> None:
+        self.calls, self.selection = calls, selection
+        # by label
+        self.alphas: list[float] = []
+        self.unnamed: set[tuple[bytes, int]] = set()
+        self.skipped = 0
+        self._tools = ToolCalls(calls)
+        # the label of each prompt token, -1: no weight; and, without messages, how often
+        # each text occurs
+        self._by_call: dict[int, tuple[Ints, Counter[bytes]]] = {}
         self._numbers: dict[tuple[bytes, int, bytes], int] = {}
         self._first: dict[tuple[bytes, int], int] = {}
-        self._unnamed: set[tuple[bytes, int]] = set()
-        self._rendered = [self._usable(call) for call in range(len(self.calls))]
+        self._rendered: list[Rendered | None] = []
+        for call in range(len(calls)):
+            fault, flags = calls.gaps(call)
+            if (fault or flags) and not selection.skips:
+                turn = calls.turn_index[call]
+                raise InvalidTurnsError(f"{where}, turn {turn}: {fault or flags}")
+            self.skipped += bool(fault or flags)
+            self._rendered.append(None if fault or flags else calls.rendered(call))
 
     def of(self, call: int) -> Ints:
         """The label of each prompt token of a call, shape (n_prompt,)."""
         chain: list[tuple[int, int | None]] = []
         here: int | None = call
         while here is not None and here not in self._by_call:
-            before = self._longest_before(here, self._gap(here))
+            before = self._longest_before(here)
             chain.append((here, before))
             here = before
         for here, before in reversed(chain):
             self._by_call[here] = self._label(here, before)
-        self.count.messages_unnamed = len(self._unnamed)
-        return self._by_call[call].labels
+        return self._by_call[call][0]
 
-    def _usable(self, call: int) -> Rendered | None:
-        """A call's attribution, after applying ``missing`` to what it lacks."""
-        fault, flags = self.calls.gaps(call)
-        if fault is None and flags is None:
-            return self.calls.rendered(call)
-        missing = self.selection.missing
-        if missing == "raise":
-            turn = self.calls.turn_index[call]
-            raise InvalidTurnsError(f"{self.place}, turn {turn}: {fault or flags}")
-        rendered = self.calls.rendered(call)
-        if fault is not None or missing == "skip" or rendered is None:
-            self.count.turns_skipped += 1
-            return None
-        self.count.turns_whole += 1
-        is_content = rendered.message >= 0
-        return Rendered(rendered.message, is_content, rendered.first, rendered.names)
-
-    def _gap(self, call: int) -> int:
-        """The first token that the call's attribution assigns to a message."""
-        rendered = self._rendered[call]
-        if rendered is None or not (rendered.message >= 0).any():
-            return int(self.calls.n_prompt[call])
-        return int(np.argmax(rendered.message >= 0))
-
-    def _longest_before(self, call: int, most: int) -> int | None:
-        """The earlier call with the longest prefix of at most ``most`` tokens as prompt."""
-        if most == 0:
-            return None
+    def _longest_before(self, call: int) -> int | None:
+        """The earlier call with the longest prompt before the call's own attribution."""
+        rendered, prompt = self._rendered[call], self.calls.prompt(call)
+        most = len(prompt)
+        if rendered is not None and (rendered.message >= 0).any():
+            most = int(np.argmax(rendered.message >= 0))
         sizes = self.calls.n_prompt[:call]
         fitting = np.flatnonzero((sizes <= most) & (sizes > 0))
-        prompt = self.calls.prompt(call)
         for earlier in fitting[np.argsort(-sizes[fitting], kind="stable")]:
             if begins(prompt, self.calls.prompt(int(earlier))):
                 return int(earlier)
         return None
 
-    def _label(self, call: int, before: int | None) -> _Labelled:
-        n = int(self.calls.n_prompt[call])
-        labels = np.full(n, -1, np.int32)
+    def _label(self, call: int, before: int | None) -> tuple[Ints, Counter[bytes]]:
+        labels = np.full(int(self.calls.n_prompt[call]), -1, np.int32)
         texts: Counter[bytes] = Counter()
         if before is not None:
-            inherited = self._by_call[before]
-            labels[: len(inherited.labels)] = inherited.labels
-            texts = inherited.texts.copy()
+            inherited, known = self._by_call[before]
+            labels[: len(inherited)] = inherited
+            texts = known.copy()
         rendered = self._rendered[call]
         if rendered is None:
-            return _Labelled(labels, texts)
+            return labels, texts
         tokens = np.flatnonzero((rendered.message >= 0) & rendered.is_content)
         message = rendered.message[tokens]
-        shown = np.flatnonzero(np.bincount(message))
-        if len(shown) == 0:
-            return _Labelled(labels, texts)
+        shown = np.flatnonzero(np.bincount(message)).tolist()
+        of_message = np.full(max(shown, default=-1) + 1, -1, np.int32)
         messages = self.calls.messages(call)
-        of_message = np.full(int(shown[-1]) + 1, -1, np.int32)
         if messages is not None:
             after = self._model_turn(call, messages)
             counts = Counter[bytes]()
-            wanted = set((shown + rendered.first).tolist())
             for i in range(len(messages)):
-                key = messages.key(i)
-                if i in wanted and i > after:
-                    at = i - rendered.first
-                    of_message[at] = self._message(
-                        messages, i, counts[key], rendered.names, at
-                    )
+                key, at = messages.key(i), i - rendered.first
+                if at in shown and i > after:
+                    name = rendered.names[at] if rendered.names is not None else None
+                    of_message[at] = self._message(messages, i, counts[key], name)
                 counts[key] += 1
         else:
-            ids = self.calls.prompt(call)[tokens]
-            order = np.argsort(message, kind="stable")
-            stops = np.searchsorted(message[order], shown, side="right")
-            for at, run in zip(
-                shown.tolist(), np.split(order, stops[:-1]), strict=True
-            ):
-                name = (rendered.names or [])[at]
-                text = name_digest(name, ids[run])
-                of_message[at] = self._text(text, texts[text], name)
+            ids, names = self.calls.prompt(call)[tokens], rendered.names or []
+            for at in shown:
+                name, text = names[at], name_digest(names[at], ids[message == at])
+                alpha = None if name is None else self.selection.of_tool(name)
+                if alpha is not None:
+                    of_message[at] = self._number((text, texts[text], b""), alpha)
                 texts[text] += 1
         labels[tokens] = of_message[message]
-        if messages is None:
+        if messages is None and shown:
             labels[: self._first_prompt(call)] = -1
-        return _Labelled(labels, texts)
+        return labels, texts
 
     def _message(
-        self,
-        messages: Messages,
-        i: int,
-        number: int,
-        names: list[str | None] | None,
-        at: int,
+        self, messages: Messages, i: int, number: int, name: str | None
     ) -> int:
         """The label of message i of a request, -1 if it is not selected."""
         key, role = messages.key(i), messages.roles[i]
-        if role not in self.selection.roles:
-            return -1
-        call_id, alpha = None, self.selection.roles[role]
-        if role == "tool":
+        alpha, call_id = self.selection.roles.get(role), None
+        if role == "tool" and alpha is not None:
             answered = self._tools.answered(messages, i)
-            call_id = answered.call_id
-            name = (names[at] if names is not None else None) or answered.name
-            chosen = self._tool_alpha(name)
-            if chosen is None:
-                if name is None:
-                    self._unnamed.add((key, number))
-                return -1
-            alpha = chosen
+            call_id, name = answered.call_id, name or answered.name
+            alpha = self.selection.of_tool(name)
+            if alpha is None and name is None:
+                self.unnamed.add((key, number))
+        if alpha is None:
+            return -1
         if call_id is not None:
             return self._number((key, number, b""), alpha)
-        reply = next(
-            (
-                messages.key(k)
-                for k in range(i - 1, -1, -1)
-                if messages.roles[k] == "assistant"
-            ),
-            b"",
-        )
+        replies = (k for k in range(i - 1, -1, -1) if messages.roles[k] == "assistant")
+        reply = next(map(messages.key, replies), b"")
         if reply not in self.calls.replies and (key, number) in self._first:
             # the reply before it was rewritten, so this is the earlier observation
             return self._first[key, number]
         label = self._number((key, number, reply), alpha)
         self._first.setdefault((key, number), label)
         return label
-
-    def _text(self, text: bytes, number: int, name: str | None) -> int:
-        """The label of a text that only its ids identify."""
-        if name is None or "tool" not in self.selection.roles:
-            return -1
-        alpha = self._tool_alpha(name)
-        return -1 if alpha is None else self._number((text, number, b""), alpha)
-
-    def _tool_alpha(self, name: str | None) -> float | None:
-        tools = self.selection.tools
-        if tools is None:
-            return self.selection.roles["tool"]
-        return None if name is None else tools.get(name)
 
     def _number(self, identity: tuple[bytes, int, bytes], alpha: float) -> int:
         label = self._numbers.setdefault(identity, len(self.alphas))

@@ -201,7 +201,6 @@ def _lines(names: pa.ChunkedArray, index: Ints, given: pa.Table) -> Longs:
 
 
 def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
-    """The sum of each row's turn rewards."""
     names = pc.unique(table.column("session_id"))
     ours = given.filter(pc.is_in(given.column("session_id"), names))
     row, start, stop, line = trained_turns(table, ours, "turn_rewards")
@@ -221,7 +220,6 @@ def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
 
 
 def _last_turn(table: pa.Table, given: pa.Table) -> pa.Array:
-    """The reward of each row's last turn."""
     last = table.column("last_turn")
     if last.null_count:
         row = int(np.flatnonzero(np.asarray(last.is_null()))[0])
@@ -238,7 +236,6 @@ def _last_turn(table: pa.Table, given: pa.Table) -> pa.Array:
 
 
 def _per_segment(table: pa.Table, given: pa.Table) -> pa.Array:
-    """The reward of each row's segment."""
     line = segment_lines(table, given, "segment_rewards")
     return given.column("reward").combine_chunks().take(pa.array(line))
 
@@ -274,7 +271,6 @@ def segment_lines(table: pa.Table, given: pa.Table, what: str) -> Longs:
 
 
 def _ranks(session: Longs, turn: Longs) -> Longs:
-    """One number per turn of a session."""
     return session.astype(np.int64) << 32 | turn.astype(np.int64)
 
 

@@ -120,7 +120,6 @@ def balance(
 
 
 def _check_sessions(tables: list[pa.Table]) -> None:
-    """Raise InvalidTurnsError where two steps have rows of one session."""
     seen: dict[str, int] = {}
     for step, table in enumerate(tables):
         for name in list_values(table.column("sessions")).unique().to_pylist():

@@ -1,16 +1,221 @@
 """Rows as a forest: what they share, their order, where trees are cut."""
 
 import itertools
+from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit.errors import SchemaError
-from trajkit.packs.row_buffers import Records, column_of, per_token
-from trajkit.tables.ragged import Longs, offsets_of
-from trajkit.tables.take import list_values, without_views
+from trajkit._arguments import did_you_mean
+from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.schema.engine import lookup, nulls
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import is_list, place
+from trajkit.tables.ragged import Bools, Ints, Longs, Records, offsets_of, positions
+from trajkit.tables.take import list_values, take_values, without_views
+from trajkit.turns.images import (
+    FIRST_CONTENT_ID,
+    Item,
+    has_items,
+    item_ids,
+    same_image,
+)
+from trajkit.turns.structs import PACK_ROW
+
+
+def pack_items(
+    rows: pa.Table, ids: Ints, offsets: Longs
+) -> Sequence[list[Item] | None]:
+    """The column ``mm_items`` of packs, whose ids are ``ids``, pack after pack.
+
+    Raises `InvalidTurnsError` if a pack has a part of an image.
+    """
+    found: list[list[Item] | None] = [None] * (len(offsets) - 1)
+    if not has_items(rows):
+        return found
+    items = pc.list_flatten(rows.column("mm_items")).to_pylist()
+    known: dict[int, list[Item]] = {}
+    for item in items:
+        alike = known.setdefault(int(item_ids(item)[0]), [])
+        if all(same_image(item) != same_image(other) for other in alike):
+            alike.append(item)
+    token = 0
+    for here in np.flatnonzero(ids >= FIRST_CONTENT_ID).tolist():
+        if here < token:
+            continue
+        pack = int(np.searchsorted(offsets, here, side="right")) - 1
+        first, end = int(offsets[pack]), int(offsets[pack + 1])
+        for item in known.get(int(ids[here]), ()):
+            due = item_ids(item)
+            token = here + len(due)
+            if token <= end and np.array_equal(ids[here:token], due):
+                break
+        else:
+            raise InvalidTurnsError(
+                f"token {here - first} of pack {pack} is of an image of which the pack "
+                "has a part: make rows without max_row_tokens or with another one, or "
+                "pack with oversize='repeat'"
+            )
+        at = {"start": here - first, "stop": token - first}
+        found[pack] = [*(found[pack] or ()), {**item, **at}]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """Parts in packs. A part larger than a pack continues in the packs after it."""
+
+    # shape (n_parts,): the pack in which each part begins ...
+    first: Longs
+    # ... and ends
+    last: Longs
+    n_packs: int
+
+
+def fill_bins(sizes: Longs, max_tokens: int) -> Bins:
+    """Best-fit decreasing: each part goes to the fullest pack that has room for it.
+
+    A part of more than ``max_tokens`` fills whole packs; its rest begins another.
+    """
+    first, last = np.empty((2, len(sizes)), np.int64)
+    # room and number of each pack that is not full, by room
+    rooms: list[tuple[int, int]] = []
+    n_packs = 0
+    for part in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[part])
+        k = bisect_left(rooms, (size, -1))
+        if size > max_tokens or k == len(rooms):
+            first[part] = n_packs
+            n_packs += -(-size // max_tokens)
+            last[part] = n_packs - 1
+            room = -size % max_tokens
+        else:
+            room, pack = rooms.pop(k)
+            first[part] = last[part] = pack
+            room -= size
+        if room:
+            insort(rooms, (room, int(last[part])))
+    return Bins(first, last, n_packs)
+
+
+OBSERVED = "observation_weight"
+
+
+def row_records(table: pa.Table) -> tuple[Records, list[Any]]:
+    """Rows, which passed `check_layout`, as PACK_ROW records, and what these point into.
+
+    ``parent`` and ``line`` are lines of the table. Raises `InvalidTurnsError`
+    if the parent of a row is not in the table.
+    """
+    records = np.zeros(table.num_rows, PACK_ROW)
+    records["line"] = np.arange(table.num_rows)
+    data, _, first, records["length"] = _lists(table.column("input_ids"))
+    records["ids"] = data + 4 * first
+    mask = table.column("loss_mask")
+    records["mask"], _, records["mask_bit"], _ = _lists(mask)
+    logprobs = table.column("logprobs")
+    data, valid, first, _ = _lists(logprobs)
+    records["logprobs"] = data + 4 * first
+    records["valid"], records["valid_bit"] = valid, first
+
+    parent, found = lookup(table, "row_index", table.column("parent_row"))
+    shared = table.column("shared_length").to_numpy()
+    lost = np.flatnonzero(~found & ~nulls(table.column("parent_row")) & (shared > 0))
+    if len(lost):
+        row = int(lost[0])
+        raise InvalidTurnsError(
+            f"{place(table, row)}: its parent_row {table.column('parent_row')[row]} is "
+            "not in the table. Pass all rows of a session; to leave some out of the "
+            "loss, clear their loss_mask"
+        )
+    shares = found & (shared > 0)
+    records["parent"] = np.where(shares, parent, -1)
+    records["shared"] = np.where(shares, shared, 0)
+    return records, [table, mask, logprobs]
+
+
+def _lists(column: pa.ChunkedArray) -> tuple[Longs, Longs, Longs, Longs]:
+    """Of each list: addresses of values and of their validity, first value, length."""
+    parts = [np.empty((4, 0), np.int64)]
+    for chunk in column.chunks:
+        ends = chunk.offsets.to_numpy()
+        valid, data = chunk.values.buffers()
+        part = np.empty((4, len(chunk)), np.int64)
+        part[0] = 0 if data is None else data.address
+        part[1] = 0 if valid is None else valid.address
+        part[2] = chunk.values.offset + ends[:-1]
+        part[3] = np.diff(ends)
+        parts.append(part)
+    data, valid, first, n = np.concatenate(parts, axis=1)
+    return data, valid, first, n
+
+
+def column_of(table: pa.Table, name: str, argument: str) -> pa.ChunkedArray:
+    """A column of rows that an argument names; `SchemaError` if rows lack it."""
+    if name not in table.column_names:
+        hint = did_you_mean(name, table.column_names)
+        raise SchemaError(f"{argument} has {name!r}: rows have no such column{hint}")
+    return table.column(name)
+
+
+def per_token(table: pa.Table, name: str, n_tokens: Longs) -> bool:
+    """Whether a column is a list that has, in each row, a value per token.
+
+    Raises `InvalidTurnsError` if that is so in some rows only.
+    """
+    column = table.column(name)
+    if not is_list(column.type):
+        return False
+    n = np.asarray(pc.list_value_length(column).fill_null(-1), np.int64)
+    wrong = np.flatnonzero((n >= 0) & (n != n_tokens))
+    if len(wrong) and (n == n_tokens).any():
+        row = int(wrong[0])
+        raise InvalidTurnsError(
+            f"{place(table, row)}: {name} has {n[row]} values for {n_tokens[row]} "
+            "tokens: expected one per token, as in other rows"
+        )
+    return not len(wrong)
+
+
+def edge_values(
+    table: pa.Table, name: str, n_tokens: Longs, line: Longs, position: Ints | Longs
+) -> pa.Array:
+    column = column_of(table, name, "columns")
+    if not per_token(table, name, n_tokens):
+        values, at = column.combine_chunks(), line
+        valid = None
+    else:
+        values = list_values(column)
+        n = np.asarray(pc.list_value_length(column).fill_null(0), np.int64)
+        at = offsets_of(n)[line] + position
+        valid = np.asarray(column.is_valid())[line]
+    wanted = pa.array(at, mask=None if valid is None else ~valid)
+    if isinstance(values, pa.ChunkedArray):
+        values = pa.concat_arrays(values.chunks)
+    return take_values(values, wanted, name)
+
+
+def add_observed(table: pa.Table, records: Records) -> tuple[Bools, list[Any]]:
+    """Give the records of rows an edge for each observed token, too.
+
+    Return the loss masks of the rows, end to end, and what the records point into.
+    Raises `SchemaError` if the column of weights is absent or has no weight per token.
+    """
+    offsets = offsets_of(records["length"])
+    column = column_of(table, OBSERVED, "columns")
+    if not per_token(table, OBSERVED, records["length"]):
+        raise SchemaError(f"{OBSERVED} is {column.type}: expected a weight per token")
+    trained = np.asarray(list_values(table.column("loss_mask")))
+    observed = np.zeros(len(trained), np.bool_)
+    at = positions(offsets[:-1], pc.list_value_length(column).fill_null(0).to_numpy())
+    observed[at] = np.asarray(list_values(column).fill_null(0)) != 0
+    bits = np.packbits(trained | observed, bitorder="little")
+    records["mask"], records["mask_bit"] = bits.ctypes.data, offsets[:-1]
+    return trained, [bits]
 
 
 def share_nothing(records: Records) -> None:
@@ -34,28 +239,28 @@ def limit_shared(table: pa.Table, records: Records, names: Sequence[str]) -> Non
         if per_token(table, name, n_tokens):
             agree = _agree(column, name, n_tokens, row, other)
         else:
-            codes = _codes(column, name)
-            agree = np.where(codes[row] == codes[other], records["length"][child], 0)
+            values = value_codes(column, name)
+            agree = np.where(values[row] == values[other], records["length"][child], 0)
         records["shared"][child] = np.minimum(records["shared"][child], agree)
     records["parent"][records["shared"] == 0] = -1
 
 
-def _codes(column: pa.ChunkedArray, name: str) -> Longs:
+def value_codes(column: pa.ChunkedArray, name: str) -> Longs:
     """Equal numbers for equal values; nulls are equal."""
     try:
         if pa.types.is_nested(column.type):
             values = pa.array([repr(value) for value in column.to_pylist()])
-            codes = values.dictionary_encode().indices
+            found = values.dictionary_encode().indices
         else:
             plain = column.cast(without_views(column.type)).combine_chunks()
             if pa.types.is_dictionary(plain.type):
                 plain = plain.dictionary_decode()
-            codes = plain.dictionary_encode("encode").indices
+            found = plain.dictionary_encode("encode").indices
     except pa.ArrowNotImplementedError:
         raise SchemaError(
-            f"same has {name!r}, whose type {column.type} cannot be compared"
+            f"{name!r} has the type {column.type}, whose values cannot be compared"
         ) from None
-    return np.asarray(codes, np.int64)
+    return np.asarray(found, np.int64)
 
 
 def _agree(
@@ -72,7 +277,7 @@ def _agree(
             f"same has {name!r}, a column of {column.type}: expected numbers, text, or "
             "lists of one size of these, per token, and none of these lists null"
         )
-    numbers = _codes(pa.chunked_array([values]), name)
+    numbers = value_codes(pa.chunked_array([values]), name)
     starts = width * offsets_of(n_tokens)[:-1]
     agree = np.minimum(n_tokens[rows], n_tokens[others])
     for k, (row, other) in enumerate(zip(rows, others, strict=True)):
@@ -92,7 +297,7 @@ def join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Recor
     """
     root = np.flatnonzero(records["parent"] < 0)
     kinds = [
-        _codes(column_of(table, name, "same"), name)[root].tolist()
+        value_codes(column_of(table, name, "same"), name)[root].tolist()
         for name in same
         if not per_token(table, name, records["length"])
     ]

@@ -13,25 +13,31 @@ from trajkit._arguments import check_choice, chosen_int, chosen_names
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.learn.loss import Reduce
 from trajkit.packs import forest
-from trajkit.packs.bins import Bins, fill_bins
-from trajkit.packs.items import pack_items
-from trajkit.packs.row_buffers import (
+from trajkit.packs.forest import (
     OBSERVED,
-    Bools,
-    Records,
+    Bins,
     add_observed,
-    column_of,
-    per_token,
+    edge_values,
+    fill_bins,
+    pack_items,
     row_records,
 )
 from trajkit.schema import PACKS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical_rows, place
 from trajkit.tables.export import pooled
-from trajkit.tables.ragged import Ints, Longs, Ragged, offsets_of, positions
+from trajkit.tables.ragged import (
+    Bools,
+    Ints,
+    Longs,
+    Ragged,
+    Records,
+    offsets_of,
+    positions,
+)
 from trajkit.tables.session_batches import concat, whole_sessions
 from trajkit.tables.stages import Batches, Source, batches_in, batches_of
-from trajkit.tables.take import list_values, row_lengths, take_values
+from trajkit.tables.take import row_lengths
 from trajkit.turns.validation import check_layout
 
 Layout: TypeAlias = Literal["tree", "rows"]
@@ -54,8 +60,6 @@ class _Choices(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The arguments of `pack`, checked."""
-
     max_tokens: int
     layout: Layout = "tree"
     share: Share = "session"
@@ -259,7 +263,6 @@ class _Groups:
 def _packed(
     rows: pa.Table, options: _Options, first_row: int = 0, first_pack: int = 0
 ) -> pa.Table:
-    """The packs of rows whose lines count from ``first_row`` on."""
     table = canonical_rows(rows)
     check_layout(table, read_ids=False)
     records, keep = row_records(table)
@@ -375,7 +378,6 @@ class _Packs:
         self._edge_offsets = np.zeros(bins.n_packs + 1, np.int64)
 
     def fill(self) -> None:
-        """Write the tokens."""
         padding = self._padded - self._n_tokens
         at = positions(self._offsets[:-1] + self._n_tokens, padding)
         self._ids[at] = self._positions[at] = 0
@@ -387,7 +389,6 @@ class _Packs:
             self._cut(int(part))
 
     def _cut(self, part: int) -> None:
-        """Cut the tokens of a part that several packs have."""
         limit, size = self._options.max_tokens, int(self._sizes[part])
         begin = int(self._start[part])
         ends = self._ends[begin : begin + size].astype(np.int64)
@@ -453,7 +454,7 @@ class _Packs:
             ),
         }
         for name in options.columns:
-            self._edges[f"edge_{name}"] = _of_edges(
+            self._edges[f"edge_{name}"] = edge_values(
                 table, name, row_lengths(table), line, position
             )
 
@@ -483,7 +484,6 @@ class _Packs:
         return weights
 
     def table(self) -> pa.Table:
-        """`trajkit.schema.PACKS`, with the columns that were asked for."""
         offsets, n_packs = self._offsets, self._bins.n_packs
         columns: dict[str, pa.Array] = {
             "input_ids": _lists(offsets, pa.array(self._ids)),
@@ -593,22 +593,3 @@ class _Packs:
 
 def _lists(offsets: Longs, values: pa.Array) -> pa.LargeListArray:
     return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values)
-
-
-def _of_edges(
-    table: pa.Table, name: str, n_tokens: Longs, line: Longs, position: Ints
-) -> pa.Array:
-    """The value of a column of rows for each edge."""
-    column = column_of(table, name, "columns")
-    if not per_token(table, name, n_tokens):
-        values, at = column.combine_chunks(), line
-        valid = None
-    else:
-        values = list_values(column)
-        n = np.asarray(pc.list_value_length(column).fill_null(0), np.int64)
-        at = offsets_of(n)[line] + position
-        valid = np.asarray(column.is_valid())[line]
-    wanted = pa.array(at, mask=None if valid is None else ~valid)
-    if isinstance(values, pa.ChunkedArray):
-        values = pa.concat_arrays(values.chunks)
-    return take_values(values, wanted, name)

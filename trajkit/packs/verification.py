@@ -15,6 +15,7 @@ import pyarrow as pa
 from trajkit._arguments import check_choice, chosen_int
 from trajkit.errors import SchemaError
 from trajkit.learn.loss import Reduce
+from trajkit.packs.forest import OBSERVED, edge_values, per_token, value_codes
 from trajkit.schema import PACK_VIOLATIONS, PACKS
 from trajkit.schema.engine import Violation, as_lines
 from trajkit.tables import lazy_compute as pc
@@ -38,7 +39,6 @@ _ANY_PACKS = pa.schema(
     [one if one.name in _NEEDED else one.with_nullable(True) for one in PACKS],
     metadata=PACKS.metadata,
 )
-_OBSERVED = "observation_weight"
 _NOTHING = np.empty(0, np.int64)
 
 
@@ -110,8 +110,6 @@ def verify_packs(
 
 
 class _FaultError(Exception):
-    """A pack whose tokens are no trees: rule, detail, token."""
-
     def __init__(self, rule: str, detail: str, token: int | None = None) -> None:
         super().__init__(rule, detail, token)
         self.fault = rule, detail, token
@@ -183,8 +181,6 @@ class _Edges(NamedTuple):
 
 
 class _Check:
-    """Packs, their rows, and what was found."""
-
     def __init__(
         self, table: pa.Table, rows: FlatRows, images: set[Image] | None
     ) -> None:
@@ -210,7 +206,6 @@ class _Check:
         row: int | None = None,
         row_token: int | None = None,
     ) -> None:
-        """Add a violation; ``row`` counts lines of the rows."""
         session = row_index = None
         if row is not None:
             session = self.rows.text("session_id", row)
@@ -228,7 +223,6 @@ class _Check:
         )
 
     def list(self, name: str, line: int) -> Array | None:
-        """A list of a pack, or None if it is null."""
         if name not in self.lists or not self.table.column(name)[line].is_valid:
             return None
         values: npt.NDArray[Any] = self.lists[name][line]
@@ -239,7 +233,6 @@ class _Check:
         return absent if value is None else int(value)
 
     def pack(self, line: int, max_tokens: int | None) -> None:
-        """Check the tokens of a pack; its edges are checked if these make trees."""
         n_padded = len(self.lists["input_ids"][line])
         if max_tokens is not None and n_padded > max_tokens:
             detail = f"{n_padded} tokens: expected at most {max_tokens}"
@@ -265,7 +258,6 @@ class _Check:
                 self.report("mm_items", detail, line, token)
 
     def _compare(self, line: int, rule: str, name: str, expected: Array | None) -> None:
-        """Report where a list of a pack differs from what it should be."""
         given = self.list(name, line)
         if name not in self.lists or (given is None and name != "cu_seqlens"):
             return
@@ -284,7 +276,6 @@ class _Check:
             self.report(rule, f"{detail}{_more(bad)}", line)
 
     def _trees(self, line: int) -> _Trees:
-        """The trees of a pack."""
         own = self.lists["input_ids"][line]
         ends = self.lists["subtree_end"][line].astype(np.int64)
         n = self.number("n_tokens", line, len(own))
@@ -365,7 +356,6 @@ class _Check:
         return trees.ids[source], reach
 
     def edges(self, reduce: Reduce) -> None:
-        """Check the edges of all packs."""
         edges = self._edges()
         self._trained(edges)
         self._contexts(edges)
@@ -412,7 +402,6 @@ class _Check:
         return _Edges(pack, within, source, row, position, ids.offsets[row] + position)
 
     def _of(self, pack: Longs, within: Longs, name: str) -> Array:
-        """What a column has of edges."""
         runs = self.lists[name]
         values: Array = runs.values[runs.offsets[pack] + within]
         return values
@@ -431,14 +420,15 @@ class _Check:
             self.report(rule, detail, *(int(column[k]) for column in where))
 
     def _trained(self, edges: _Edges) -> None:
-        """Edges are the tokens that rows train, each once."""
         offsets = self.rows.ids.offsets
         wanted = may = self.rows.mask
-        if _OBSERVED in self.rows.table.column_names:
-            weights = _per_token(self.rows, _OBSERVED)
-            if weights is not None:
+        if OBSERVED in self.rows.table.column_names:
+            ids, table = self.rows.ids, self.rows.table
+            if per_token(table, OBSERVED, ids.lengths):
+                within = np.arange(len(wanted)) - ids.offsets[ids.owner]
+                weights = edge_values(table, OBSERVED, ids.lengths, ids.owner, within)
                 may = wanted | (np.asarray(weights.fill_null(0)) != 0)
-            if f"edge_{_OBSERVED}" in self.table.column_names:
+            if f"edge_{OBSERVED}" in self.table.column_names:
                 wanted = may
         self._each("not_trained", edges, ~may[edges.at], "the row does not train it")
         counts = np.bincount(edges.at, minlength=len(wanted))
@@ -480,7 +470,6 @@ class _Check:
         self._each("context", edges, wrong >= 0, words, wrong)
 
     def _values(self, edges: _Edges, reduce: Reduce) -> None:
-        """What edges say of their row is what the row has."""
         rows, table, at = self.rows, self.rows.table, edges.at
         n_trained = np.bincount(rows.ids.owner, rows.mask, len(rows.ids))
         weight = table.column("row_weight").fill_null(0.0).to_numpy()
@@ -508,33 +497,23 @@ class _Check:
                     raise SchemaError(
                         f"packs have {name!r}, and rows no column {own!r}"
                     )
-                values, which = _per_token(rows, own), at
-                if values is None:
-                    values, which = table.column(own), edges.row
-                due = take_values(values, pa.array(which), own)
+                where = rows.ids.lengths, edges.row, edges.position
+                due = edge_values(table, own, *where)
                 self._column(edges, "column", name, due)
 
     def _column(self, edges: _Edges, rule: str, name: str, due: Any) -> None:
-        """A column of edges has these values."""
         which = self.lists[name].offsets[edges.pack] + edges.within
         values = list_values(self.table.column(name))
         given = take_values(values, pa.array(which), name)
         words = f"{name} is {{}}: the row has {{}}"
-        if pa.types.is_floating(given.type) and pa.types.is_floating(due.type):
-            # NaN is equal to itself
-            a, b = (np.asarray(part.fill_null(-1)) for part in (given, due))
-            bad = (a != b) & ~(np.isnan(a) & np.isnan(b))
-            bad |= np.asarray(given.is_null()) != np.asarray(due.is_null())
-        else:
-            pairs = zip(given.to_pylist(), due.to_pylist(), strict=True)
-            bad = np.array([repr(a) != repr(b) for a, b in pairs], np.bool_)
+        both = value_codes(pa.chunked_array([given, due.cast(given.type)]), name)
+        bad = both[: len(given)] != both[len(given) :]
         shown = [[None] * len(bad)] * 2
         if bad.any():
             shown = [given.to_pylist(), due.to_pylist()]
         self._each(rule, edges, bad, words, *shown)
 
     def _sessions(self, edges: _Edges) -> None:
-        """The sessions that packs and trees name are those of their rows."""
         names = self.rows.table.column("session_id").to_pylist()
         keys = np.unique(np.stack([edges.pack, edges.row], axis=1), axis=0)
         for line, row in keys.tolist():
@@ -564,20 +543,6 @@ def _runs(column: pa.ChunkedArray) -> Ragged | None:
     if pa.types.is_integer(values.type) or pa.types.is_floating(values.type):
         values = values.fill_null(-1)
     return Ragged(values.to_numpy(zero_copy_only=False), offsets_of(n))
-
-
-def _per_token(rows: FlatRows, name: str) -> pa.Array | None:
-    """The values of a list column with one per token; None: it has one per row."""
-    column = rows.table.column(name)
-    if not is_list(column.type):
-        return None
-    n = np.asarray(pc.list_value_length(column).fill_null(-1), np.int64)
-    if ((n >= 0) & (n != rows.ids.lengths)).any():
-        return None
-    values = list_values(column)
-    at = np.full(int(rows.ids.offsets[-1]), -1)
-    at[np.repeat(n >= 0, rows.ids.lengths)] = np.arange(len(values))
-    return take_values(values, pa.array(at, mask=at < 0), name)
 
 
 def _more(bad: Longs) -> str:

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from datetime import datetime
 from threading import Lock
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -23,11 +23,10 @@ from trajkit.recorder.session import (
     Types,
     with_metadata,
 )
-from trajkit.rows.linearize import linearize, reads_turns, rows_and_report
+from trajkit.rows.linearize import linearize, rows_and_report
 from trajkit.tables.canonical import TableLike
 from trajkit.turns.messages import check_text
 from trajkit.turns.session_metadata import Reward, one_session
-from trajkit.turns.sessions import Sessions
 
 OnInvalid: TypeAlias = Literal["raise", "reject"]
 
@@ -131,16 +130,7 @@ class SessionRows(NamedTuple):
     report: pa.Table
 
 
-class LinearizeOptions(TypedDict, total=False):
-    """Keyword arguments of `Recorder.rows` that `trajkit.linearize` describes."""
-
-    reward: Reward
-    sessions: TableLike | None
-    max_row_tokens: int | None
-    payloads: Sequence[str]
-
-
-class RowOptions(LinearizeOptions, total=False):
+class RowOptions(TypedDict, total=False):
     """Keyword arguments of `Recorder.rows`.
 
     Attributes
@@ -153,6 +143,10 @@ class RowOptions(LinearizeOptions, total=False):
         Why the rollout failed. Not with ``sessions``.
     """
 
+    reward: Reward
+    sessions: TableLike | None
+    max_row_tokens: int | None
+    payloads: Sequence[str]
     group_id: str | None
     error: str | None
 
@@ -494,20 +488,18 @@ class Recorder:
         policy: str | Policy,
         *,
         forget: bool = False,
-        **options: Unpack[RowOptions],
+        **options: Any,
     ) -> Any:
         """What `make` makes of a session, which is then forgotten if asked."""
-        arguments = _options(session_id, **options)
+        group_id, error = options.pop("group_id", None), options.pop("error", None)
+        if group_id is not None or error is not None:
+            facts = options.pop("reward", None), options.pop("sessions", None)
+            options["sessions"] = one_session(session_id, *facts, group_id, error)
         chosen = named_policy(policy)
         session = self._known(session_id)
         with session.lock:
             _check_known(session, session_id)
-            source: Any = None
-            if not (reads_turns(chosen) or arguments.get("payloads")):
-                source = session.as_calls(session_id)
-            if source is None:
-                source = Sessions.of(session.turns(session_id))
-            result = make(source, chosen, **arguments)
+            result = make(session.turns(session_id), chosen, **options)
             if forget:
                 self._forget(session, session_id)
         return result
@@ -517,16 +509,6 @@ class Recorder:
         session.dropped = True
         with self._lock:
             del self._sessions[session_id]
-
-
-def _options(session_id: str, **options: Unpack[RowOptions]) -> LinearizeOptions:
-    """The arguments of `trajkit.linearize` that the options stand for."""
-    group_id, error = options.pop("group_id", None), options.pop("error", None)
-    result = cast(LinearizeOptions, options)
-    if group_id is not None or error is not None:
-        reward, sessions = result.pop("reward", None), result.pop("sessions", None)
-        result["sessions"] = one_session(session_id, reward, sessions, group_id, error)
-    return result
 
 
 def _check_known(session: Recording, session_id: str) -> None:
@@ -550,50 +532,31 @@ def _copied(value: object) -> object:
 
 def _rejected_table(calls: Sequence[RejectedCall]) -> pa.Table:
     """The calls in the schema `REJECTED_CALLS`."""
-    return pa.Table.from_pylist(
-        [
-            {
-                "session_id": _valid_text(one.session_id),
-                "turn_index": one.turn_index,
-                "reason": one.reason,
-                "call": _call_json({"session_id": one.session_id, **one.call}),
-            }
-            for one in calls
-        ],
-        REJECTED_CALLS,
-    )
+    lines = []
+    for one in calls:
+        given = {"session_id": one.session_id, **one.call}
+        texts = (f"{json.dumps(name)}: {_json(value)}" for name, value in given.items())
+        line = one._asdict() | {"call": f"{{{', '.join(texts)}}}"}
+        try:
+            check_text(one.session_id, "")  # type: ignore[arg-type]
+        except (AttributeError, InvalidTurnsError):  # no text
+            line["session_id"] = None
+        lines.append(line)
+    return pa.Table.from_pylist(lines, REJECTED_CALLS)
 
 
-def _valid_text(name: object) -> str | None:
+def _json(value: object) -> str:
     try:
-        return name if isinstance(name, str) and name.encode() else None
-    except UnicodeEncodeError:
-        return None
-
-
-def _call_json(call: dict[str, object]) -> str:
-    pairs = (
-        f"{json.dumps(name)}: {_value_json(value)}" for name, value in call.items()
-    )
-    return "{" + ", ".join(pairs) + "}"
-
-
-def _value_json(value: object) -> str:
-    try:
-        return json.dumps(value, default=_plain)
+        return json.dumps(value, default=_described)
     except (TypeError, ValueError, RecursionError):  # keys that are no names, or cycles
         return json.dumps(_described(value))
 
 
-def _plain(value: object) -> object:
+def _described(value: object) -> object:
     """What JSON can express of an object that it does not know."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
-    return value.hex() if isinstance(value, bytes) else _described(value)
-
-
-def _described(value: object) -> str:
     try:
-        return repr(value)
+        return value.hex() if isinstance(value, bytes) else repr(value)
     except RecursionError:
         return reprlib.repr(value)

@@ -8,63 +8,67 @@ from threading import Lock
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError
-from trajkit.schema import KEY_BYTES, TURNS_DELTA
-from trajkit.schema.engine import MAX_LOGPROB, NO_LOGPROB, Bools
-from trajkit.tables.export import Column, record_batch
-from trajkit.tables.ragged import Ints, Longs, Records, offsets_of
+from trajkit.schema import KEY_BYTES, TURNS, TURNS_DELTA
+from trajkit.schema.columns import checks_of
+from trajkit.schema.engine import MAX_LOGPROB, NO_LOGPROB
+from trajkit.tables.ragged import Ints, Records
+from trajkit.turns.content_rules import mm_items
 from trajkit.turns.messages import (
     Encoded,
     MessageBook,
     check_text,
     comparable,
     encode,
+    parse_json,
     unequal_places,
 )
-from trajkit.turns.python_lists import ID_RULE, checked_ids, read_ids, read_logprobs
+from trajkit.turns.python_lists import (
+    ID_RULE,
+    Valid,
+    checked_ids,
+    lists_of,
+    read_ids,
+    read_logprobs,
+)
 from trajkit.turns.records import (
     METADATA,
-    cast_values,
     check_depth,
     check_extra,
     common_type,
+    concat_values,
     message_columns,
     metadata_columns,
     one_value,
     read_metadata,
-    value_column,
 )
-from trajkit.turns.session_metadata import OF_TURNS
-from trajkit.turns.sessions import Sessions
-from trajkit.turns.structs import REQUEST, STOPS
+from trajkit.turns.structs import STOPS
 
 ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
 """A message as a dict, or as its key (`trajkit.turns.message_key`) and its role."""
 
-# the columns of turns that `Recording.as_calls` has
-_READ = pa.schema(
-    map(TURNS_DELTA.field, ("finish_reason", "weight_versions", "mm_items"))
-)
 _LOWEST, _HIGHEST = float(NO_LOGPROB), float(MAX_LOGPROB)
 # If calls add at most this many tokens each, a contiguous copy of the path costs less
 # memory than the records of the calls, and saves comparing them one by one.
 _SHORT = 16
+# those of `METADATA` whose rules need the call's ids
+_OF_IDS = METADATA[4:]
 
-_TIME = pa.timestamp("us", tz="UTC")
-CALL_METADATA = {
-    "request_id": pa.string(),
-    "model": pa.string(),
-    "agent_id": pa.string(),
-    "call_kind": pa.string(),
+_TEXT = (pa.string(), (str,), "a string")
+_TIME = (pa.timestamp("us", tz="UTC"), (datetime,), "a datetime with a time zone")
+CALL_METADATA: dict[str, tuple[pa.DataType, tuple[type, ...], str]] = {
+    "request_id": _TEXT,
+    "model": _TEXT,
+    "agent_id": _TEXT,
+    "call_kind": _TEXT,
     "started_at": _TIME,
     "ended_at": _TIME,
-    "step": pa.int64(),
+    "step": (pa.int64(), (int, np.integer), "an integer of 64 bits"),
 }
-"""Columns that `Recorder.record` has an argument for, with their types."""
+"""Columns that `Recorder.record` has an argument for: their types, and what they take."""
 
 
 def with_metadata(payloads: object, values: tuple[object, ...]) -> object:
@@ -79,45 +83,30 @@ def with_metadata(payloads: object, values: tuple[object, ...]) -> object:
     if payloads is not None and not isinstance(payloads, Mapping):
         return payloads  # refused as such
     result = dict(payloads or {})
-    for (name, type_), value in zip(CALL_METADATA.items(), values, strict=True):
+    for name, value in zip(CALL_METADATA, values, strict=True):
         if value is None:
             continue
         if name in result:
             raise InvalidTurnsError(f"{name} is also a key of payloads: give it once")
-        result[name] = _scalar(name, value, type_)
-    return result
-
-
-def _scalar(name: str, value: object, type_: pa.DataType) -> pa.Scalar:
-    if type_ == _TIME:
-        expected = "a datetime with a time zone"
-        fits = isinstance(value, datetime) and value.tzinfo is not None
-    elif type_ == pa.string():
-        expected, fits = "a string", isinstance(value, str)
-    else:
-        expected = "an integer of 64 bits"
-        fits = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if fits:
+        type_, kinds, expected = CALL_METADATA[name]
+        fits = isinstance(value, kinds) and not isinstance(value, bool)
         try:
-            return pa.scalar(value, type_)
-        except (pa.ArrowException, OverflowError, UnicodeEncodeError):
-            pass
-    raise InvalidTurnsError(f"{name} is {value!r}: expected {expected}")
+            if not fits or (isinstance(value, datetime) and value.tzinfo is None):
+                raise TypeError
+            result[name] = pa.scalar(value, type_)
+        except (pa.ArrowException, OverflowError, UnicodeEncodeError, TypeError):
+            raise InvalidTurnsError(
+                f"{name} is {value!r}: expected {expected}"
+            ) from None
+    return result
 
 
 @dataclass(slots=True)
 class Types:
-    """The type of each column in all sessions of a recorder."""
+    """The type of each extra column in all sessions of a recorder."""
 
     known: dict[str, pa.DataType] = field(default_factory=dict)
     lock: Lock = field(default_factory=Lock)
-
-    def add(self, name: str, type_: pa.DataType) -> None:
-        """Widen a column's type so that it can store values of this type."""
-        if self.known.get(name) != type_:
-            with self.lock:
-                known = self.known.get(name, type_)
-                self.known[name] = common_type((known, type_))
 
 
 @dataclass(slots=True)
@@ -159,8 +148,7 @@ class ExtraColumns:
             if stored.type != known:
                 type_ = common_type((known, stored.type))
                 earlier = self.calls if type_ != known else []
-                for one in [*(c[name] for c in earlier if name in c), stored]:
-                    cast_values(one, type_)
+                concat_values([*(c[name] for c in earlier if name in c), stored], type_)
             return stored
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise _unfit(name, error) from None
@@ -171,28 +159,24 @@ class ExtraColumns:
         They take the place of those of a call that was interrupted. Raises
         InvalidTurnsError if another session has given a column another type meanwhile.
         """
+        known = self.types.known
         for name, value in read.items():
-            try:
-                self.types.add(name, value.type)
-            except (pa.ArrowException, TypeError) as error:
-                raise _unfit(name, error) from None
+            if known.get(name) == value.type:
+                continue
+            with self.types.lock:
+                try:
+                    known[name] = common_type((known.get(name, value.type), value.type))
+                except (pa.ArrowException, TypeError) as error:
+                    raise _unfit(name, error) from None
         self.calls[call:] = [read]
 
-    def fields(self) -> list[pa.Field]:
-        """The fields of the columns, in the order in which the recorder received them."""
-        return [
-            pa.field(name, type_) for name, type_ in self.types.known.copy().items()
-        ]
-
-    def arrays(self, fields: Sequence[pa.Field], n_calls: int) -> list[pa.Array]:
-        """The columns of all calls, null if a call gave no value."""
-        result = []
-        for one in fields:
-            none = pa.nulls(1, one.type)
-            values = [call.get(one.name, none) for call in self.calls[:n_calls]]
-            result.append(
-                pa.concat_arrays([cast_values(value, one.type) for value in values])
-            )
+    def columns(self, n_calls: int) -> dict[str, pa.Array]:
+        """The columns of all calls, null if a call gave no value, in order of arrival."""
+        result = {}
+        for name, type_ in self.types.known.copy().items():
+            none = pa.nulls(1, type_)
+            values = [call.get(name, none) for call in self.calls[:n_calls]]
+            result[name] = concat_values(values, type_)
         return result
 
 
@@ -239,11 +223,6 @@ class CallMessages(NamedTuple):
         return numbers
 
 
-# a call without messages
-_NOTHING_READ = ReadCall(-1, None, {}, None)
-_NOTHING = CallMessages(-1, 0, -1, -1, b"")
-
-
 @dataclass(slots=True)
 class MessageLog:
     """The messages of a session's calls.
@@ -284,8 +263,6 @@ class MessageLog:
         Nothing changes until they are added. Raises `InvalidTurnsError` if one is no
         message.
         """
-        if messages is None and response is None:
-            return _NOTHING_READ
         numbers, others = None, {}
         if messages is not None:
             listed, numbers, places = self._compared(messages, base, n_calls)
@@ -312,13 +289,16 @@ class MessageLog:
         return listed, numbers, places
 
     def add(self, read: ReadCall, call: int) -> None:
-        """Add the messages of a call; those of earlier calls were added before."""
-        if read is _NOTHING_READ:
-            self.calls[call:] = [_NOTHING]
+        """Add the messages of a call, in the place of one that was interrupted.
+
+        Those of earlier calls were added before.
+        """
+        base, numbers, others, response = read
+        if numbers is None and response is None:
+            self.calls[call:] = [CallMessages(base, 0, -1, -1, b"")]
             # the path may be that of an interrupted call
             self._last = -1, array("i")
             return
-        base, numbers, others, response = read
         for place, other in others.items():
             numbers[place] = self._number(other)  # type: ignore[index]
         reply = -1 if response is None else self._number(response)
@@ -327,7 +307,6 @@ class MessageLog:
             shared = self._n_current(numbers, _core.lcp(numbers, path), call)
             n_own, own = len(numbers) - shared, numbers[shared:].tobytes()
         added = CallMessages(base, shared, n_own, reply, own)
-        # in the place of a call that was interrupted
         self.calls[call:] = [added]
         self._last = call, path
         del path[shared:]
@@ -364,38 +343,8 @@ class MessageLog:
         does not, end to end.
         """
         calls = self.calls[:n_calls]
-        if calls.count(_NOTHING) == n_calls:
-            # of token ids alone, where the general way would take longest
-            return np.full((n_calls, 3), _NOTHING[1:4], np.int32), np.empty(0, np.int32)
         counts = np.array([one[1:4] for one in calls], np.int32).reshape(-1, 3)
         return counts, np.frombuffer(b"".join([one.own for one in calls]), np.int32)
-
-    def requests(self, n_calls: int) -> tuple[Records, Longs, tuple[object, ...]]:
-        """The requests of all calls, their keys, and the buffers of their roles."""
-        counts, numbers = self.suffixes(n_calls)
-        shared, lengths, replies = counts.T
-        has_reply = replies >= 0
-        messages = self.book.messages
-        own = [messages[number] for number in numbers.tolist()]
-        replied = [messages[number] for number in replies[has_reply].tolist()]
-        words = b"".join([message.key for message in (*own, *replied)])
-        keys = np.frombuffer(words, np.int64)
-        roles = [message.role.encode() for message in own]
-        ends = offsets_of(np.array([len(role) for role in roles])).astype(np.int32)
-        text = np.frombuffer(b"".join(roles) + b" ", np.uint8)
-        sizes = np.maximum(lengths, 0)
-        first = np.cumsum(sizes) - sizes
-        requests = np.zeros(n_calls, REQUEST)
-        requests["shared"], requests["n_keys"] = shared, lengths
-        requests["keys"] = keys.ctypes.data + first * KEY_BYTES
-        requests["role_offsets"] = ends.ctypes.data + first * ends.itemsize
-        requests["role_bytes"] = text.ctypes.data
-        after = len(own) + np.arange(len(replied))
-        requests["reply_key"][has_reply] = keys.ctypes.data + after * KEY_BYTES
-        requests["reply_is_assistant"][has_reply] = [
-            message.role == "assistant" for message in replied
-        ]
-        return requests, keys, (ends, text)
 
     def _n_current(self, numbers: "array[int]", n: int, call: int) -> int:
         """How many of the first n messages of a call have the body that is current.
@@ -426,24 +375,12 @@ class MessageLog:
         return number
 
 
-def _copied(value: object) -> object:
-    """A copy of a JSON value that shares its texts."""
-    if isinstance(value, dict):
-        return {name: _copied(one) for name, one in value.items()}
-    return [_copied(one) for one in value] if isinstance(value, list) else value
-
-
 def _read(message: object, where: str) -> Read:
     if not isinstance(message, tuple):
-        # the copy is read, so that key, body and copy agree whatever the caller's code does
-        try:
-            copy = _copied(message)
-        except RecursionError:
-            raise InvalidTurnsError(
-                f"{where} is nested too deep, or holds itself"
-            ) from None
-        encoded = encode(copy, where)
-        return encoded, comparable(copy, encoded.is_plain)
+        encoded = encode(message, where)
+        assert encoded.body is not None
+        # so that key, body and copy agree, whatever the caller's code does
+        return encoded, comparable(parse_json(encoded.body), encoded.is_plain)
     if len(message) == 2:
         key, role = message
         if isinstance(key, bytes) and len(key) == KEY_BYTES and isinstance(role, str):
@@ -465,14 +402,12 @@ class Recording:
         # block of four-byte values whose address never changes
         self.new_values: list[bytes] = []
         # by call: 0 where a logprob is null, or None
-        self.valid: list[npt.NDArray[np.uint8] | None] = []
+        self.valid: list[Valid] = []
         # by call: its values of the columns `METADATA`
         self.metadata: list[tuple[object, ...]] = []
         # the forest of paths (turns.sessions.Forest), grown call by call
         self.paths = _core.Growth(_SHORT)
         self.message_log = MessageLog()
-        # the session's id as an array
-        self.id: pa.Array | None = None
         self.extra = ExtraColumns(types)
 
     @property
@@ -493,7 +428,9 @@ class Recording:
         taken = self.paths.take(prompt, output, logprobs, _LOWEST, _HIGHEST)
         if self.paths.fault is not None:
             raise _refusal(taken, *self.paths.fault)
-        metadata = read_metadata(call, prompt, len(output), "")
+        metadata = read_metadata(call, "")
+        if any(one is not None for one in metadata[4:]):
+            _check(prompt, output, metadata[4:])
         columns = self.extra.read(payloads)
         messages = self.message_log.read(
             call["prompt_messages"], call["response_message"], self.paths.base, index
@@ -527,33 +464,6 @@ class Recording:
                 n_messages = 0
         return turn, n_tokens, n_messages
 
-    def as_calls(self, name: str) -> Sessions | None:
-        """The calls as a policy reads them that compares messages by their values.
-
-        It costs a fraction of making `turns` and reading them. Returns None if that is
-        needed: for output masks, null logprobs, and columns ``reward`` and ``group_id``.
-        No call may be recorded while the result is in use.
-        """
-        extra, n_calls = self.extra.fields(), self.n_calls
-        values = zip(*self.metadata[:n_calls], strict=True)
-        columns = dict(zip(METADATA, values, strict=True))
-        masked = {*map(type, self.valid[:n_calls]), *map(type, columns["output_mask"])}
-        if masked != {type(None)} or any(one.name in OF_TURNS for one in extra):
-            return None
-        if self.id is None:
-            self.id = pa.array([name])
-        calls: Records = self.paths.calls
-        schema, arrays = _READ, [value_column(columns[one.name], one) for one in _READ]
-        if extra:
-            schema = pa.schema([*_READ, *extra])
-            arrays += self.extra.arrays(extra, n_calls)
-        table = pa.Table.from_arrays(arrays, schema=schema)
-        requests, keys, roles = self.message_log.requests(n_calls)
-        turn_index, offsets = np.arange(n_calls, dtype=np.int32), np.array([0, n_calls])
-        return Sessions(
-            table, self.id, offsets, turn_index, calls, requests, keys, roles
-        )
-
     def turns(self, name: str) -> pa.Table:
         """The calls so far: `trajkit.schema.TURNS_DELTA`, then the extra columns.
 
@@ -561,63 +471,61 @@ class Recording:
         """
         n_calls = self.n_calls
         calls: Records = self.paths.calls
+        base = calls["base"]
         counts, numbers = self.message_log.suffixes(n_calls)
         shared, lengths, replies = counts.T
         sessions = np.zeros(n_calls, np.int32)
         messages, response = message_columns(
             self.message_log.book, numbers, lengths, replies, sessions
         )
+        extra = self.extra.columns(n_calls)
         columns = {
             "session_id": pa.repeat(name, n_calls),
-            "turn_index": Column(n_calls, (None, np.arange(n_calls, dtype=np.int32))),
-            "base_turn": _nullable(calls["base"], calls["base"] >= 0),
-            "shared_length": Column(
-                n_calls, (None, calls["own_start"].astype(np.int32))
-            ),
+            "turn_index": pa.array(np.arange(n_calls, dtype=np.int32)),
+            "base_turn": pa.array(base, pa.int32(), mask=base < 0),
+            "shared_length": pa.array(calls["own_start"].astype(np.int32)),
             **self._token_columns(calls),
-            "shared_messages": _nullable(shared, lengths >= 0),
+            "shared_messages": pa.array(shared, pa.int32(), mask=lengths < 0),
             "suffix_messages": messages,
             "response": response,
             **metadata_columns(self.metadata[:n_calls]),
+            **extra,
         }
-        batch = record_batch(
-            TURNS_DELTA, n_calls, [columns[name] for name in TURNS_DELTA.names]
-        )
-        extra = self.extra.fields()
-        if not extra:
-            return pa.Table.from_batches([batch])
-        return pa.Table.from_arrays(
-            [*batch.columns, *self.extra.arrays(extra, n_calls)],
-            schema=pa.schema([*TURNS_DELTA, *extra], metadata=TURNS_DELTA.metadata),
-        )
+        fields = [pa.field(name, column.type) for name, column in extra.items()]
+        schema = pa.schema([*TURNS_DELTA, *fields], metadata=TURNS_DELTA.metadata)
+        arrays = [columns[one] for one in schema.names]
+        return pa.Table.from_arrays(arrays, schema=schema)
 
-    def _token_columns(self, calls: Records) -> dict[str, Column]:
+    def _token_columns(self, calls: Records) -> dict[str, pa.Array]:
         """The columns with one value per token."""
-        n_calls, n_out = len(calls), calls["out_len"]
-        own_ends = calls["prompt_len"] - calls["own_start"]
-        ends = own_ends + n_out
-        new_values = [np.frombuffer(one, np.int32) for one in self.new_values[:n_calls]]
-        sizes = np.array([len(one) for one in new_values])
-        given = sizes > ends
-
-        def values_of(starts: Longs, stops: Longs) -> Ints:
-            bounds = zip(new_values, starts.tolist(), stops.tolist(), strict=True)
-            return np.concatenate([one[start:stop] for one, start, stop in bounds])
-
-        valid = None
-        given_valid = self.valid[:n_calls]
-        if any(one is not None for one in given_valid):
-            parts = zip(given_valid, (sizes - ends).tolist(), strict=True)
-            valid = np.concatenate(
-                [np.ones(n, np.bool_) if one is None else one != 0 for one, n in parts]
-            )
+        n_own = calls["prompt_len"] - calls["own_start"]
+        middles, stops = 4 * n_own, 4 * (n_own + calls["out_len"])
+        blocks = [memoryview(one) for one in self.new_values[: len(calls)]]
+        parts = [
+            (one[:middle], one[middle:stop], one[stop:] or None)
+            for one, middle, stop in zip(blocks, middles, stops, strict=True)
+        ]
         return {
-            "suffix_ids": _lists(own_ends, values_of(np.zeros_like(ends), own_ends)),
-            "output_ids": _lists(n_out, values_of(own_ends, ends)),
-            "output_logprobs": _lists(
-                sizes - ends, values_of(ends, sizes), valid, given
-            ),
+            name: lists_of(of_calls, TURNS_DELTA.field(name).type, valid)
+            for name, of_calls, valid in zip(
+                ("suffix_ids", "output_ids", "output_logprobs"),
+                zip(*parts, strict=True),
+                ((), (), self.valid[: len(calls)]),
+                strict=True,
+            )
         }
+
+
+def _check(prompt: Ints, output: Ints, values: tuple[object, ...]) -> None:
+    """Raise InvalidTurnsError if columns of a call break a rule of the schema."""
+    columns: dict[str, object] = {"prompt_ids": prompt, "output_ids": output}
+    columns |= dict(zip(_OF_IDS, values, strict=True))
+    arrays = [pa.array([one], TURNS.field(name).type) for name, one in columns.items()]
+    table = pa.table(arrays, [*columns])
+    for check in (*checks_of(TURNS, _OF_IDS), mm_items):
+        for rows, explain in check(table):
+            if len(rows):
+                raise InvalidTurnsError(explain(0))
 
 
 def _refusal(values: bytes, which: int, at: int, place: int) -> InvalidTurnsError:
@@ -631,21 +539,3 @@ def _refusal(values: bytes, which: int, at: int, place: int) -> InvalidTurnsErro
     name = ("prompt_ids", "output_ids")[which]
     value = np.frombuffer(values, np.int32)[place]
     return InvalidTurnsError(f"{name}[{at}] is {value}: {ID_RULE}")
-
-
-def _nullable(values: Ints, valid: Bools) -> Column:
-    """A column of integers, null where it is not valid."""
-    return Column(len(values), (_bits(valid), np.ascontiguousarray(values)), -1)
-
-
-def _lists(
-    lengths: Longs, values: Ints, valid: Bools | None = None, given: Bools | None = None
-) -> Column:
-    """A column of lists; ``given`` marks the lists that are not null."""
-    child = Column(len(values), (_bits(valid), values), -1)
-    buffers = (_bits(given), offsets_of(lengths))
-    return Column(len(lengths), buffers, -1, children=(child,))
-
-
-def _bits(valid: Bools | None) -> npt.NDArray[np.uint8] | None:
-    return None if valid is None else np.packbits(valid, bitorder="little")

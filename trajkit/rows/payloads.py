@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Self
 
 import numpy as np
@@ -11,7 +10,7 @@ import pyarrow as pa
 from trajkit._arguments import chosen_names
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.rows.weight_versions import token_versions
-from trajkit.schema import ROWS, TURNS
+from trajkit.schema import ROWS, TURNS, TURNS_DELTA
 from trajkit.tables.canonical import is_list
 from trajkit.tables.ragged import Longs, Ragged, Records, offsets_of, positions
 from trajkit.tables.take import take_values
@@ -72,13 +71,12 @@ def _element(turns: pa.Schema, name: str) -> pa.DataType:
     if at < 0 and name == WEIGHT_VERSION:
         return pa.string()
     if at < 0:
-        others = [other for other in turns.names if other not in TURNS.names]
-        close = get_close_matches(name, others, 1)
-        if close:
-            raise SchemaError(
-                f"payload {name!r} is not a column of turns: did you mean {close[0]!r}?"
-            )
-        return pa.null()
+        known = {*TURNS.names, *TURNS_DELTA.names}
+        others = [repr(other) for other in turns.names if other not in known]
+        raise ArgumentError(
+            f"payloads={name!r}: the turns have no such column, only "
+            f"{', '.join(others) or 'those of every log'}"
+        )
     type_ = turns.field(at).type
     if isinstance(type_, pa.FixedShapeTensorType):
         if type_.permutation not in (None, list(range(len(type_.shape)))):

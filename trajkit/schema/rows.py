@@ -286,8 +286,8 @@ length
 null
     Ids, mask and spans have no null.
 span_turn, span_kind, span_place, span_range
-    A span names a turn of the session and a kind that the policy produces, follows the
-    previous span without overlap, and is as long as its range of the turn's output.
+    A span names a turn of the session and a known kind, follows the previous span without
+    overlap, and is as long as its range of the turn's output.
 span_tokens
     A span has the tokens of its output range.
 untrainable
@@ -305,8 +305,6 @@ trained_twice
     trains a token in several.
 not_trained
     Every token that the policy promises to train is trained.
-not_located
-    In rows without spans: some row contains the end of the turn's prompt and its output.
 row_tokens
     A row is the path of a turn (of ``last_turn``, if given), truncated at
     ``max_row_tokens``; in a spliced row, each output follows the end of its prompt.

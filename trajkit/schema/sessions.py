@@ -147,10 +147,8 @@ OBSERVATIONS = table(
     required("messages_unnamed", pa.int32()),
     # turns without usable attribution
     required("turns_skipped", pa.int32()),
-    # turns whose messages were taken in full
-    required("turns_whole", pa.int32()),
 )
-"""Counts of `observations.observation_weights`, one row per session."""
+"""Counts of `trajkit.learn.observation_weights`, one row per session."""
 
 SIMULATION = table(
     "simulation",

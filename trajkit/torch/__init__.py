@@ -10,10 +10,11 @@ from trajkit._lazy import lazy_names
 
 if TYPE_CHECKING:
     from trajkit.torch.attention import TreeAttention as TreeAttention
+    from trajkit.torch.datasets import Pack as Pack
     from trajkit.torch.datasets import PackDataset as PackDataset
     from trajkit.torch.datasets import RowDataset as RowDataset
     from trajkit.torch.datasets import pad_rows as pad_rows
-    from trajkit.torch.logprobs import gather_logprobs as gather_logprobs
+    from trajkit.torch.losses import gather_logprobs as gather_logprobs
     from trajkit.torch.losses import nll_loss as nll_loss
     from trajkit.torch.losses import observation_loss as observation_loss
     from trajkit.torch.losses import policy_loss as policy_loss
@@ -22,12 +23,11 @@ if TYPE_CHECKING:
     from trajkit.torch.masks import flashmask_columns as flashmask_columns
     from trajkit.torch.masks import flex_block_mask as flex_block_mask
     from trajkit.torch.masks import magi_slices as magi_slices
+    from trajkit.torch.models import PackedModel as PackedModel
     from trajkit.torch.models import carry_backward as carry_backward
     from trajkit.torch.models import carry_logprobs as carry_logprobs
     from trajkit.torch.models import check_model as check_model
     from trajkit.torch.models import edge_logprobs as edge_logprobs
     from trajkit.torch.models import model_inputs as model_inputs
-    from trajkit.torch.packs import Pack as Pack
-    from trajkit.torch.parallel import PackedModel as PackedModel
 else:
     __getattr__, __dir__ = lazy_names(__name__)

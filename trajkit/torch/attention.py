@@ -34,7 +34,7 @@ from transformers.masking_utils import causal_mask_function
 
 from trajkit._arguments import check_choice
 from trajkit.errors import LayoutError, UnsupportedModelError
-from trajkit.torch.carried import CarriedStates
+from trajkit.torch.datasets import Pack
 from trajkit.torch.masks import (
     Ints,
     MaskMod,
@@ -45,8 +45,7 @@ from trajkit.torch.masks import (
     pair_mask,
     token_ranges,
 )
-from trajkit.torch.packs import Pack
-from trajkit.torch.states import Segments
+from trajkit.torch.states import CarriedStates, Segments
 
 ATTENTION = "trajkit"
 """The name to pass as ``attn_implementation``."""
@@ -102,7 +101,6 @@ def tensor_masks(tree: TreeAttention) -> Iterator[None]:
 def _window(
     mask_function: MaskMod, local_size: int | None, device: torch.device | str
 ) -> Window:
-    """What a mask of transformers says of a row."""
     if mask_function is causal_mask_function:
         return None
     zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -270,7 +268,6 @@ class Trunks:
 
 
 def _roots(end: Ints) -> list[int]:
-    """The first token of each tree."""
     roots, start = [], 0
     while start < len(end):
         roots.append(start)
@@ -392,7 +389,6 @@ def _masked(
     scaling: float | None,
     kernel_options: dict[str, Any] | None,
 ) -> Tensor:
-    """Attention under a mask, by the kernel that takes it."""
     shared = query.shape[1] != key.shape[1]
     if isinstance(mask, BlockMask):
         output: Tensor = compile_friendly_flex_attention(
@@ -468,7 +464,6 @@ def _trunk_attention(
     scaling: float | None,
     tree: TreeAttention,
 ) -> Tensor:
-    """Trunks by causal attention, the other tokens by FlexAttention."""
     q, k, v = (_reorder(x, trunks.order, trunks.inverse) for x in (query, key, value))
     parts = [
         F.scaled_dot_product_attention(

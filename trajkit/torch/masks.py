@@ -221,7 +221,6 @@ def block_mask(
 def _blocks(
     query: TokenRanges, key: TokenRanges, window: Window, block_size: int
 ) -> tuple[Bools, Bools]:
-    """Blocks with a pair that may attend, and blocks in which every pair does."""
     first, last = (f(query.enter, block_size)[:, None] for f in (_least, _greatest))
     low, high = (f(key.enter, block_size)[None, :] for f in (_least, _greatest))
     visited = (low <= last) & (first < _greatest(key.end, block_size)[None, :])

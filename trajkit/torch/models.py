@@ -3,16 +3,16 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from trajkit.errors import LayoutError, UnsupportedModelError
 from trajkit.torch.attention import Kernel, TreeAttention, tensor_masks
-from trajkit.torch.carried import CarriedStates, States
 from trajkit.torch.checks import (
     Check,
     check_known,
@@ -20,22 +20,30 @@ from trajkit.torch.checks import (
     chooses_tokens,
     layers_of,
     try_model,
+    unwrapped,
 )
-from trajkit.torch.logprobs import gather_logprobs
-from trajkit.torch.packs import Pack
-from trajkit.torch.states import follows
+from trajkit.torch.datasets import Pack
+from trajkit.torch.losses import gather_logprobs
+from trajkit.torch.states import CarriedStates, States, follows
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The arguments of `edge_logprobs` and of those who call it for several packs."""
-
     kernel: Kernel = "masked"
     kernel_options: dict[str, Any] | None = None
     temperature: float = 1.0
     chunk_size: int = 2048
     check: Check = "once"
     local: bool = False
+
+
+class _Given(TypedDict, total=False):
+    kernel: Kernel
+    kernel_options: dict[str, Any] | None
+    temperature: float
+    chunk_size: int
+    check: Check
+    local: bool
 
 
 def check_model(model: torch.nn.Module, *, check: Check = "once") -> None:
@@ -51,9 +59,8 @@ def check_model(model: torch.nn.Module, *, check: Check = "once") -> None:
     model : PreTrainedModel
         A causal language model of transformers, or one compiled or with adapters (PEFT).
     check : {"always", "once", "never"}
-        When to make the trial. "once": unless a model of the same classes, code and
-        configuration has passed it in this process. A model on the meta device is not
-        tried.
+        When to make the trial. "once": unless the model passed it and has the layers,
+        hooks and configuration of then. A model on the meta device is not tried.
 
     Raises
     ------
@@ -117,7 +124,7 @@ def model_inputs(
         is not in a wrapper.
     """
     options = _Options(kernel, kernel_options, check=check, local=local)
-    return _inputs(_ready(model, options), pack, None, options)
+    return _inputs(_ready(model, options), pack, options)
 
 
 def _ready(model: torch.nn.Module, options: _Options) -> PreTrainedModel:
@@ -128,7 +135,7 @@ def _ready(model: torch.nn.Module, options: _Options) -> PreTrainedModel:
     tried = replace(
         options, temperature=1.0, chunk_size=2048, check="never", local=True
     )
-    _inside(causal, lambda: try_model(model, options.check, _tried, tried))
+    _inside(causal, lambda: try_model(model, options.check, _logprobs, tried))
     return causal
 
 
@@ -137,8 +144,7 @@ def check_single_rank() -> None:
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return
-    n = distributed.get_world_size()
-    if n > 1:
+    if (n := distributed.get_world_size()) > 1:
         raise LayoutError(
             f"{n} ranks run, and nothing would average their gradients: wrap "
             "trajkit.torch.PackedModel(model) in DistributedDataParallel, fully_shard or "
@@ -152,20 +158,16 @@ def _inside(model: PreTrainedModel, function: Callable[[], Any]) -> Any:
     if not isinstance(model, FSDPModule):
         return function()
     if "trajkit_forward" not in vars(model):
-        model.trajkit_forward = _call
+        model.trajkit_forward = lambda function: function()
         register_fsdp_forward_method(model, "trajkit_forward")
     return model.trajkit_forward(function)
-
-
-def _call(function: Callable[[], Any]) -> Any:
-    return function()
 
 
 def _inputs(
     model: PreTrainedModel,
     pack: Pack,
-    carried: CarriedStates | None,
     options: _Options,
+    carried: CarriedStates | None = None,
 ) -> dict[str, Any]:
     check_lengths(model, 1 + int(pack.position_ids.max()))
     embeddings = model.get_input_embeddings()
@@ -223,23 +225,17 @@ def edge_logprobs(
     """
     options = _Options(kernel, kernel_options, temperature, chunk_size, check, local)
     causal = _ready(model, options)
-    found: Tensor = _inside(causal, lambda: _logprobs(causal, pack, None, options))
+    found: Tensor = _inside(causal, lambda: _logprobs(causal, pack, options))
     return found
-
-
-def _tried(model: PreTrainedModel, pack: Pack, options: _Options) -> Tensor:
-    """As `edge_logprobs`, for a trial."""
-    return _logprobs(model, pack, None, options)
 
 
 def _outputs(
     model: PreTrainedModel,
     pack: Pack,
-    carried: CarriedStates | None,
     options: _Options,
+    carried: CarriedStates | None = None,
 ) -> Any:
-    """What the layers of a model give for a pack."""
-    inputs = _inputs(model, pack, carried, options)
+    inputs = _inputs(model, pack, options, carried)
     chooses = chooses_tokens(model)
     with tensor_masks(inputs["tree"]) if chooses else contextlib.nullcontext():
         return layers_of(model)(**inputs)
@@ -248,11 +244,10 @@ def _outputs(
 def _logprobs(
     model: PreTrainedModel,
     pack: Pack,
-    carried: CarriedStates | None,
     options: _Options,
+    carried: CarriedStates | None = None,
 ) -> Tensor:
-    """As `edge_logprobs`."""
-    outputs = _outputs(model, pack, carried, options)
+    outputs = _outputs(model, pack, options, carried)
     kind = type(outputs)
 
     def head(states: Tensor) -> Tensor:
@@ -282,13 +277,7 @@ def _logprobs(
 def carry_logprobs(
     model: torch.nn.Module,
     parts: Sequence[Pack],
-    *,
-    temperature: float = 1.0,
-    chunk_size: int = 2048,
-    kernel: Kernel = "masked",
-    kernel_options: dict[str, Any] | None = None,
-    check: Check = "once",
-    local: bool = False,
+    **options: Unpack[_Given],
 ) -> list[Tensor]:
     """As `edge_logprobs`, without gradients, for the packs of a tree in several packs.
 
@@ -297,7 +286,7 @@ def carry_logprobs(
 
     Parameters
     ----------
-    model, temperature, chunk_size, kernel, kernel_options, check, local
+    model, **options
         As for `edge_logprobs`.
     parts : sequence of Pack
         The packs of one list of `PackDataset.parts`, in order.
@@ -314,15 +303,15 @@ def carry_logprobs(
     LayoutError
         The packs are not all parts of one tree, in order.
     """
-    options = _Options(kernel, kernel_options, temperature, chunk_size, check, local)
-    causal = _ready(model, options)
+    chosen = _Options(**options)
+    causal = _ready(model, chosen)
     _check_parts(causal, parts)
     found = []
     states: States = {}
     with torch.no_grad():
         for pack in parts:
             carried = CarriedStates(pack, states)
-            found.append(_logprobs(causal, pack, carried, options))
+            found.append(_logprobs(causal, pack, chosen, carried))
             states = carried.handed
     return found
 
@@ -331,13 +320,7 @@ def carry_backward(
     model: torch.nn.Module,
     parts: Sequence[Pack],
     loss: Callable[[Tensor, Pack], Tensor],
-    *,
-    temperature: float = 1.0,
-    chunk_size: int = 2048,
-    kernel: Kernel = "masked",
-    kernel_options: dict[str, Any] | None = None,
-    check: Check = "once",
-    local: bool = False,
+    **options: Unpack[_Given],
 ) -> Tensor:
     """Forward and backward of a tree in several packs, with one pack in memory at a time.
 
@@ -349,7 +332,7 @@ def carry_backward(
 
     Parameters
     ----------
-    model, temperature, chunk_size, kernel, kernel_options, check, local
+    model, **options
         As for `edge_logprobs`. Gradients are added to ``grad`` of its parameters.
     parts : sequence of Pack
         The packs of one list of `PackDataset.parts`, in order.
@@ -373,20 +356,20 @@ def carry_backward(
     each cut. This is the schedule of "redundancy-free tree partitioning" (Tree Training,
     arXiv:2511.00413) and of DTA (arXiv:2602.00482), over the cuts of `trajkit.pack`.
     """
-    options = _Options(kernel, kernel_options, temperature, chunk_size, check, local)
-    causal = _ready(model, options)
+    chosen = _Options(**options)
+    causal = _ready(model, chosen)
     _check_parts(causal, parts)
     prefixes: list[States] = [{}]
     with torch.no_grad():
         for pack in parts[:-1]:
             carried = CarriedStates(pack, prefixes[-1])
-            _outputs(causal, pack, carried, options)
+            _outputs(causal, pack, chosen, carried)
             prefixes.append(carried.handed)
     values = []
     gradients: States = {}
     for pack in reversed(parts):
         carried = CarriedStates(pack, prefixes.pop(), gradients)
-        value = loss(_logprobs(causal, pack, carried, options), pack)
+        value = loss(_logprobs(causal, pack, chosen, carried), pack)
         value.backward()
         values.append(value.detach())
         gradients = carried.prefix_gradients()
@@ -410,3 +393,57 @@ def _check_parts(model: PreTrainedModel, parts: Sequence[Pack]) -> None:
             f"{type(model).__name__} has layers with a state, or that choose tokens, and "
             "these are not carried from pack to pack: pack with oversize='repeat'"
         )
+
+
+class PackedModel(torch.nn.Module):  # type: ignore[misc]
+    """A module whose forward takes a pack and gives the logprobs of its edges.
+
+    Wrappers for several devices work in their own forward and so must wrap a module that
+    takes the pack: ``DistributedDataParallel(PackedModel(model))``, ``fully_shard`` of the
+    layers and then of ``PackedModel(model)``, ``accelerator.prepare`` or a Trainer.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        As for `edge_logprobs`; also with adapters (PEFT).
+    **options
+        As for `edge_logprobs`. ``local``: several ranks may call the module without a
+        wrapper that this class knows (`DistributedDataParallel`, FSDP2).
+
+    Raises
+    ------
+    UnsupportedModelError
+        ``model`` is itself in a wrapper, or is no model of transformers.
+
+    Notes
+    -----
+    Attributes that the module lacks are those of ``model``, such as ``config``.
+    """
+
+    def __init__(self, model: torch.nn.Module, **options: Unpack[_Given]) -> None:
+        super().__init__()
+        unwrapped(model)
+        self.model = model
+        self.local = options.pop("local", False)
+        self._options = options
+        _Options(**options)  # raises TypeError for another name
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+    def forward(self, pack: Pack) -> Tensor:
+        """The logprob of each edge: `edge_logprobs` of the model."""
+        wrapped = (
+            isinstance(self, FSDPModule)
+            or isinstance(unwrapped(self.model), FSDPModule)
+            or DistributedDataParallel._active_ddp_module is not None
+        )
+        if not (wrapped or self.local):
+            check_single_rank()
+        # Masks are built on the host. Layers that are compiled themselves stay so.
+        run = torch.compiler.disable(edge_logprobs)
+        found: Tensor = run(self.model, pack, local=True, **self._options)
+        return found

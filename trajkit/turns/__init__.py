@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from trajkit.turns.messages import message_key as message_key
     from trajkit.turns.messages import message_record as message_record
     from trajkit.turns.messages import tools_key as tools_key
-    from trajkit.turns.prefix import lcp as lcp
+    from trajkit.turns.python_lists import lcp as lcp
     from trajkit.turns.stale_tokens import untrain_stale as untrain_stale
     from trajkit.turns.validation import reject_sessions as reject_sessions
     from trajkit.turns.validation import (

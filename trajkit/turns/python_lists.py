@@ -1,6 +1,6 @@
 """Token ids and logprobs of Python lists and arrays as flat buffers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -10,55 +10,33 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arguments import plain_array
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import ArgumentError, InvalidTurnsError
+from trajkit.tables.ragged import Ints, Ragged, offsets_of
 
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 ID_RULE = "token ids are integers in [0, 2**31)"
 
+Valid = npt.NDArray[np.uint8] | None
+"""0 where a number is null; None: nowhere."""
 
-class ListBuilder:
-    """A column of lists of numbers, list by list."""
 
-    def __init__(self, type_: pa.DataType) -> None:
-        self._type = type_
-        self._values = bytearray()
-        self._offsets = [0]
-        self._null_lists: list[int] = []
-        self._null_values: list[npt.NDArray[np.int64]] = []
-
-    def append(
-        self,
-        values: npt.NDArray[np.generic] | None,
-        valid: npt.NDArray[np.uint8] | None = None,
-    ) -> None:
-        """Append a list (None: a null), whose values are null where ``valid`` is 0."""
-        start = stop = self._offsets[-1]
-        if values is None:
-            self._null_lists.append(len(self._offsets) - 1)
-        else:
-            self._values += values.data
-            stop += len(values)
-        if valid is not None:
-            self._null_values.append(start + np.flatnonzero(valid == 0))
-        self._offsets.append(stop)
-
-    def lists(self) -> pa.LargeListArray:
-        """The column; values are not copied."""
-        nulls, mask = None, None
-        if self._null_values:
-            nulls = np.zeros(self._offsets[-1], np.bool_)
-            nulls[np.concatenate(self._null_values)] = True
-        if self._null_lists:
-            mask = np.zeros(len(self._offsets) - 1, np.bool_)
-            mask[self._null_lists] = True
-            mask = pa.array(mask)
-        values = np.frombuffer(self._values, self._type.value_type.to_pandas_dtype())
-        return pa.LargeListArray.from_arrays(
-            pa.array(self._offsets, pa.int64()),
-            pa.array(values, mask=nulls),
-            type=self._type,
-            mask=mask,
-        )
+def lists_of(
+    parts: Sequence[bytes | memoryview | None],
+    type_: pa.DataType,
+    valid: Sequence[Valid] = (),
+) -> pa.LargeListArray:
+    """A column of lists of four-byte numbers, given their bytes; None is null."""
+    null = np.array([part is None for part in parts], np.bool_)
+    sizes = [0 if part is None else len(part) // 4 for part in parts]
+    dtype = type_.value_type.to_pandas_dtype()
+    values, mask = np.frombuffer(b"".join(filter(None, parts)), dtype), None
+    if any(one is not None for one in valid):
+        mask = np.zeros(len(values), np.bool_)
+        for one, stop, n in zip(valid, np.cumsum(sizes), sizes, strict=True):
+            if one is not None:
+                mask[stop - n : stop] = one == 0
+    lists = Ragged(pa.array(values, mask=mask), offsets_of(sizes))
+    return lists.to_arrow(null, type_)
 
 
 def _is_flat(values: object, dtype: np.dtype[Any]) -> bool:
@@ -71,7 +49,7 @@ def _is_flat(values: object, dtype: np.dtype[Any]) -> bool:
     )
 
 
-def read_ids(values: object, what: str) -> npt.NDArray[np.int32]:
+def read_ids(values: object, what: str) -> Ints:
     """Token ids as a contiguous array. An int32 array is returned unchecked.
 
     ``what`` is their name in errors: ``session 'a', turn 7: prompt_ids``. Raises
@@ -81,14 +59,14 @@ def read_ids(values: object, what: str) -> npt.NDArray[np.int32]:
         return values  # type: ignore[return-value]  # the usual case, tested first
     array = _as_array(values, what, "integers")
     if not isinstance(array, list):
-        if array.dtype.kind not in "iu":
+        if array.dtype.kind not in "iu" and len(array):
             raise InvalidTurnsError(f"{what} is of {array.dtype}: {ID_RULE}")
         numbers: npt.NDArray[np.integer] = array  # type: ignore[assignment]
         bad = (numbers < 0) | (numbers > 0x7FFFFFFF)
         if bad.any():
             at = int(bad.argmax())
             raise InvalidTurnsError(f"{what}[{at}] is {numbers[at]}: {ID_RULE}")
-        return numbers.astype(np.int32)
+        return np.ascontiguousarray(numbers, np.int32)
     ids = np.empty(len(array), np.int32)
     # the kernel stops at a value that is not an int; numpy integers are read here
     for k in range(_core.unbox_ids(array, ids), len(array)):
@@ -103,7 +81,7 @@ def read_ids(values: object, what: str) -> npt.NDArray[np.int32]:
     return ids
 
 
-def checked_ids(values: object, what: str) -> npt.NDArray[np.int32]:
+def checked_ids(values: object, what: str) -> Ints:
     """As `read_ids`, with every value checked."""
     ids = read_ids(values, what)
     if ids.min(initial=0) < 0:
@@ -112,10 +90,35 @@ def checked_ids(values: object, what: str) -> npt.NDArray[np.int32]:
     return ids
 
 
+def lcp(a: object, b: object) -> int:
+    """Length of the longest common prefix of two arrays of token ids.
+
+    Parameters
+    ----------
+    a, b : int32 array, shape (n_tokens,)
+        Contiguous int32 arrays are read in place; do not write to them during the call.
+        Other lists, arrays and buffers are converted.
+
+    Returns
+    -------
+    int
+        0 if either is empty.
+
+    Raises
+    ------
+    ArgumentError
+        A value is no token id, or an array has more than one dimension.
+    """
+    try:
+        return _core.lcp(read_ids(a, "a"), read_ids(b, "b"))
+    except InvalidTurnsError as error:
+        raise ArgumentError(str(error)) from None
+
+
 def read_logprobs(
     values: object, n_outputs: int, where: str
-) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.uint8] | None]:
-    """The logprobs of a call, and which are not null (None: all).
+) -> tuple[npt.NDArray[np.float32] | None, Valid]:
+    """The logprobs of a call, and which are not null.
 
     None for None and for an empty list. Raises InvalidTurnsError if they are not
     numbers, or not one per output id.
@@ -138,9 +141,8 @@ def read_logprobs(
             numbers[k], valid[k] = _logprob(array[k], f"{where}output_logprobs[{k}]")
         return numbers, None if valid.all() else valid
     if array.dtype.kind not in "fiu":
-        raise InvalidTurnsError(
-            f"{where}output_logprobs is of {array.dtype}: logprobs are numbers"
-        )
+        words = f"{where}output_logprobs is of {array.dtype}: logprobs are numbers"
+        raise InvalidTurnsError(words)
     with np.errstate(over="ignore"):  # becomes infinite, which is refused later
         return np.ascontiguousarray(array, np.float32), None
 
@@ -164,7 +166,6 @@ def _logprob(value: object, what: str) -> tuple[float, bool]:
 
 def _unpack(value: object) -> str:
     """A hint how to extract numbers from an engine's own format of logprobs."""
-    how = None
     if isinstance(value, Mapping) and "content" in value:
         how = "OpenAI's shape: [one['logprob'] for one in logprobs['content']]"
     elif isinstance(value, Mapping) and "logprob" in value:
@@ -173,16 +174,14 @@ def _unpack(value: object) -> str:
         how = "vLLM's shape: [one[i].logprob for one, i in zip(logprobs, output_ids)]"
     elif isinstance(value, list | tuple):
         how = "SGLang's shape: [one[0] for one in output_token_logprobs]"
-    return "" if how is None else f". This may be {how}"
+    else:
+        return ""
+    return f". This may be {how}"
 
 
 def _as_array(
     values: object, what: str, expected: str
 ) -> list[object] | npt.NDArray[np.generic]:
-    if isinstance(values, list):
-        return values
-    if type(values) is np.ndarray and values.ndim == 1:  # not a subclass
-        return values
     if isinstance(values, (tuple, range)):
         return list(values)
     if isinstance(values, pa.Array | pa.ChunkedArray):
@@ -195,14 +194,9 @@ def _as_array(
         ) from None
     if isinstance(values, list):
         return values
-    if isinstance(values, (str, bytes, bytearray)):
-        array = None
-    elif isinstance(values, np.ma.MaskedArray):
+    if isinstance(values, np.ma.MaskedArray):
         return list(values.tolist())  # None where masked
-    elif isinstance(values, np.ndarray):
-        array = values
-    else:
-        array = _from_buffer(values)
+    array = values if isinstance(values, np.ndarray) else _from_buffer(values)
     if array is None:
         raise InvalidTurnsError(
             f"{what} is of type {type(values).__name__}: expected a list or an "
@@ -216,10 +210,12 @@ def _as_array(
 
 
 def _from_buffer(values: object) -> npt.NDArray[np.generic] | None:
+    """The numbers of a buffer or tensor; None for text, and for bytes.
+
+    Bytes may be wider integers that lost their type.
+    """
     try:
         view = memoryview(values)  # type: ignore[arg-type]
     except TypeError:
-        # tensors and other objects that numpy can convert
         return np.asarray(values) if hasattr(values, "__array__") else None
-    # bytes may be wider integers that lost their type
     return None if view.itemsize == 1 else np.asarray(view)

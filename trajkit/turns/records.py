@@ -1,21 +1,19 @@
 """Recorded calls as Python dicts to a table of turns."""
 
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import check_choice, near_miss, whole_number
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.schema import MM_ITEM, TURNS, WEIGHT_VERSION
+from trajkit.schema import TURNS
 from trajkit.tables.canonical import TableLike, as_table
-from trajkit.tables.ragged import Longs, offsets_of
-from trajkit.turns.images import Ints, image_faults
+from trajkit.tables.ragged import Bools, Ints, Longs, Ragged, offsets_of
 from trajkit.turns.mapping import MapLike, read_map
 from trajkit.turns.messages import (
     NO_IDS,
@@ -26,7 +24,7 @@ from trajkit.turns.messages import (
     encode,
     unequal_places,
 )
-from trajkit.turns.python_lists import ListBuilder, checked_ids, read_logprobs
+from trajkit.turns.python_lists import Valid, checked_ids, lists_of, read_logprobs
 from trajkit.turns.validation import Nonfinite, check_turns
 
 Record: TypeAlias = Mapping[str, object]
@@ -37,10 +35,9 @@ METADATA = (
 )
 """Columns of one value per call, in the order of `read_metadata`."""
 
-FIELDS = (
-    *("session_id", "turn_index", "prompt_ids", "output_ids", "output_logprobs"),
-    *("prompt_messages", "response_message", *METADATA),
-)
+_TOKENS = ("prompt_ids", "output_ids", "output_logprobs")
+_MESSAGES = ("prompt_messages", "response_message")
+FIELDS = ("session_id", "turn_index", *_TOKENS, *_MESSAGES, *METADATA)
 _SPELLED = {name.replace("_", ""): name for name in FIELDS}
 # as an extra column it would silently leave the turns without logprobs
 _SPELLED["logprobs"] = "output_logprobs"
@@ -147,13 +144,11 @@ def as_turns(turns: TableLike | list[Record], unread: Collection[str] = ()) -> p
 @dataclass(slots=True)
 class _Session:
     number: int
+    name: str
     # of the previous call: its messages as `comparable`, and their ids
     turn_index: int = -1
     messages: list[object] = field(default_factory=list)
     message_ids: Ids = field(default_factory=lambda: NO_IDS)
-
-
-_TOKENS = ("prompt_ids", "output_ids", "output_logprobs")
 
 
 @dataclass(slots=True)
@@ -164,9 +159,11 @@ class _Batch:
     book: MessageBook = field(default_factory=MessageBook)
     session_numbers: list[int] = field(default_factory=list)
     turn_indices: list[int] = field(default_factory=list)
-    tokens: dict[str, ListBuilder] = field(
-        default_factory=lambda: {n: ListBuilder(TURNS.field(n).type) for n in _TOKENS}
+    # the bytes of each list, None where it is null
+    tokens: dict[str, list[bytes | None]] = field(
+        default_factory=lambda: {name: [] for name in _TOKENS}
     )
+    valid: list[Valid] = field(default_factory=list)
     messages: list[Ids | None] = field(default_factory=list)
     # -1: no response
     responses: list[int] = field(default_factory=list)
@@ -182,33 +179,18 @@ class _Batch:
         for name in record:
             if name not in FIELDS:
                 check_extra(name, f"record {number} has the key", record)
-        session_id = record.get("session_id")
-        if isinstance(session_id, int | np.integer) and not isinstance(
-            session_id, bool
-        ):
-            session_id = str(session_id)
-        if not isinstance(session_id, str):
-            found = f"session_id is {session_id!r}"
-            if "session_id" not in record:
-                found = f"no session_id, only {', '.join(map(str, record))}"
-            raise InvalidTurnsError(
-                f"record {number}: {found}: expected a string or an integer"
-            )
-        session = self.sessions.get(session_id)
-        if session is None:
-            check_text(session_id, f"record {number}: session_id")
-            session = self.sessions[session_id] = _Session(len(self.sessions))
-        turn_index = _turn_index(record, session, f"session {session_id!r}")
-        where = f"session {session_id!r}, turn {turn_index}: "
-
+        session = self._session(record, number)
+        turn_index = _turn_index(record, session)
+        where = f"session {session.name!r}, turn {turn_index}: "
         prompt, output = (_required_ids(record, name, where) for name in _TOKENS[:2])
-        self.tokens["prompt_ids"].append(prompt)
-        self.tokens["output_ids"].append(output)
-        self.tokens["output_logprobs"].append(
-            *read_logprobs(record.get("output_logprobs"), len(output), where)
+        logprobs, valid = read_logprobs(
+            record.get("output_logprobs"), len(output), where
         )
+        for name, values in zip(_TOKENS, (prompt, output, logprobs), strict=True):
+            self.tokens[name].append(None if values is None else values.tobytes())
+        self.valid.append(valid)
         self._add_messages(record, session, where)
-        self.metadata.append(read_metadata(record, prompt, len(output), where))
+        self.metadata.append(read_metadata(record, where))
         for name, value in record.items():
             if name not in FIELDS:
                 check_depth(name, value, where)
@@ -218,6 +200,22 @@ class _Batch:
         self.session_numbers.append(session.number)
         self.turn_indices.append(turn_index)
         session.turn_index = turn_index
+
+    def _session(self, record: Record, number: int) -> _Session:
+        name = record.get("session_id")
+        if isinstance(name, int | np.integer) and not isinstance(name, bool):
+            name = str(name)
+        if not isinstance(name, str):
+            found = f"session_id is {name!r}"
+            if "session_id" not in record:
+                found = f"no session_id, only {', '.join(map(str, record))}"
+            raise InvalidTurnsError(
+                f"record {number}: {found}: expected a string or an integer"
+            )
+        if name not in self.sessions:
+            check_text(name, f"record {number}: session_id")
+            self.sessions[name] = _Session(len(self.sessions), name)
+        return self.sessions[name]
 
     def _add_messages(self, record: Record, session: _Session, where: str) -> None:
         messages, ids = record.get("prompt_messages"), None
@@ -246,22 +244,31 @@ class _Batch:
 
     def table(self) -> pa.Table:
         numbers = np.array(self.session_numbers, np.int32)
+        turn_index = np.array(self.turn_indices, np.int32)
         names = pa.array(list(self.sessions), pa.string())
-        columns = {
-            "session_id": names.take(pa.array(numbers)),
-            "turn_index": pa.array(self.turn_indices, pa.int32()),
-            **{name: lists.lists() for name, lists in self.tokens.items()},
-            **metadata_columns(self.metadata),
-            **{name: self._extra(name) for name in self.extras},
+        lists = {
+            name: lists_of(
+                self.tokens[name],
+                TURNS.field(name).type,
+                self.valid if name == "output_logprobs" else (),
+            )
+            for name in _TOKENS
         }
-        order = np.lexsort((np.array(self.turn_indices, np.int64), numbers))
-        table = pa.table(columns)
+        table = pa.table(
+            {
+                "session_id": names.take(pa.array(numbers)),
+                "turn_index": turn_index,
+                **lists,
+                **metadata_columns(self.metadata),
+                **{name: self._extra(name) for name in self.extras},
+            }
+        )
         messages, responses = self.messages, np.array(self.responses, np.int32)
+        order = np.lexsort((turn_index, numbers))
         if (np.diff(order) < 0).any():
             table = table.take(pa.array(order))
             messages = [messages[k] for k in order]
-            responses = responses[order]
-            numbers = numbers[order]
+            responses, numbers = responses[order], numbers[order]
         columns = dict(zip(table.column_names, table.columns, strict=True))
         columns["messages"], columns["response"] = message_columns(
             self.book,
@@ -283,8 +290,7 @@ class _Batch:
             if not any(map(_is_nested, values)):
                 return pa.array(values)
             arrays = [one_value(value) for value in values]
-            type_ = common_type(array.type for array in arrays)
-            return pa.concat_arrays([cast_values(array, type_) for array in arrays])
+            return concat_values(arrays, common_type(array.type for array in arrays))
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise InvalidTurnsError(
                 f"Arrow cannot store the values of {name!r} in one column: {error}"
@@ -315,13 +321,8 @@ def message_columns(
     structs = book.array(
         np.concatenate([ids, responses]), np.concatenate([first[at], first[stops]])
     )
-    prompt = pa.LargeListArray.from_arrays(
-        pa.array(offsets),
-        structs[:n],
-        type=TURNS.field("messages").type,
-        mask=pa.array(null) if null.any() else None,
-    )
-    return prompt, structs[n:]
+    lists = Ragged(structs[:n], offsets)
+    return lists.to_arrow(null, TURNS.field("messages").type), structs[n:]
 
 
 def _is_nested(value: object) -> bool:
@@ -349,10 +350,12 @@ def common_type(types: Iterable[pa.DataType]) -> pa.DataType:
     return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
 
 
-def cast_values(array: pa.Array, type_: pa.DataType) -> pa.Array:
-    """The values in another type."""
+def concat_values(arrays: Sequence[pa.Array], type_: pa.DataType) -> pa.Array:
+    """The values of all arrays in one type."""
     # Arrow's cast of a list of nulls to its own type gives an invalid array
-    return array if array.type == type_ else array.cast(type_)
+    return pa.concat_arrays(
+        [one if one.type == type_ else one.cast(type_) for one in arrays]
+    )
 
 
 def check_extra(name: object, what: str, record: Record | None = None) -> None:
@@ -365,10 +368,8 @@ def check_extra(name: object, what: str, record: Record | None = None) -> None:
         raise InvalidTurnsError(f"{what} {name!r}: expected a name")
     if name in TURNS.names:
         made = name in ("messages", "response")
-        raise InvalidTurnsError(
-            f"{what} {name!r}, which is a column"
-            f"{' made from prompt_messages and response_message' if made else ' of turns'}"
-        )
+        of = "made from prompt_messages and response_message" if made else "of turns"
+        raise InvalidTurnsError(f"{what} {name!r}, which is a column {of}")
     meant = _SPELLED.get(name.replace("_", "").lower())
     if meant is not None:
         raise InvalidTurnsError(f"{what} {name!r}: spell it {meant!r}")
@@ -417,7 +418,7 @@ def check_depth(name: str, value: object, where: str) -> None:
         )
 
 
-def _turn_index(record: Record, session: _Session, where: str) -> int:
+def _turn_index(record: Record, session: _Session) -> int:
     given = whole_number(record.get("turn_index"))
     if given is None:
         return session.turn_index + 1
@@ -427,7 +428,8 @@ def _turn_index(record: Record, session: _Session, where: str) -> int:
         turn_index = -1
     if not 0 <= turn_index < 2**31:
         raise InvalidTurnsError(
-            f"{where}: turn_index is {given!r}: expected an integer in [0, 2**31)"
+            f"session {session.name!r}: turn_index is {given!r}: expected an integer in "
+            "[0, 2**31)"
         )
     return turn_index
 
@@ -442,15 +444,17 @@ def _required_ids(record: Record, name: str, where: str) -> Ints:
     raise InvalidTurnsError(f"{where}{found}: expected {name}, a list of token ids")
 
 
-def read_metadata(
-    record: Record, prompt: Ints, n_outputs: int, where: str
-) -> tuple[object, ...]:
-    """The values of `METADATA` of a call; raises `InvalidTurnsError`."""
+def read_metadata(record: Record, where: str) -> tuple[object, ...]:
+    """The values of `METADATA` of a call, in the types of their columns.
+
+    The rules of columns are checked where the table is made, or by the recorder. Raises
+    InvalidTurnsError for a value of another type.
+    """
     values: list[object] = []
-    for name, read in _READERS.items():
+    for name in METADATA:
         value = record.get(name)
         if value is not None:
-            value = read(value, f"{where}{name}", prompt, n_outputs)
+            value = _read_value(value, f"{where}{name}", TURNS.field(name).type)
         elif name == "use_tool" and name not in record:
             response = record.get("response_message")
             value = isinstance(response, dict) and bool(response.get("tool_calls"))
@@ -458,118 +462,53 @@ def read_metadata(
     return tuple(values)
 
 
-def metadata_columns(metadata: list[tuple[object, ...]]) -> dict[str, pa.Array]:
-    """The columns `METADATA` of calls."""
-    columns = zip(*metadata, strict=True) if metadata else [()] * len(METADATA)
-    return {
-        name: value_column(values, TURNS.field(name))
-        for name, values in zip(METADATA, columns, strict=True)
-    }
+def _read_value(value: object, what: str, type_: pa.DataType) -> object:
+    """A copy of a value in the type of a column."""
+    if pa.types.is_string(type_) and isinstance(value, str):
+        check_text(value, what)
+        return value
+    if pa.types.is_boolean(type_) and isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if not pa.types.is_large_list(type_):
+        expected = "a string" if pa.types.is_string(type_) else "a bool"
+        raise InvalidTurnsError(f"{what} is {value!r}: expected {expected}")
+    if pa.types.is_boolean(type_.value_type):
+        return _mask(value, what)
+    if not isinstance(value, (list, tuple)):
+        raise InvalidTurnsError(f"{what} is {value!r}: expected a list of dicts")
+    read, names = [], type_.value_type.names
+    for i, one in enumerate(value):
+        if not isinstance(one, Mapping) or {*one} != {*names}:
+            raise InvalidTurnsError(
+                f"{what}[{i}] is {one!r}: expected a dict of {', '.join(names)}"
+            )
+        try:
+            read.append(pa.scalar(one, type_.value_type).as_py())
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise InvalidTurnsError(f"{what}[{i}] is {one!r}: {error}") from None
+        if read[i] != one:  # Arrow cuts a fraction off
+            raise InvalidTurnsError(f"{what}[{i}] is {one!r}: expected integers")
+    return read
 
 
-def value_column(values: Sequence[object], field: pa.Field) -> pa.Array:
-    """A column of these values."""
-    if {*map(type, values)} <= {type(None)}:  # much faster for lists of structs
-        return pa.nulls(len(values), field.type)
-    return pa.array(values, field.type)
-
-
-def _string(value: object, what: str, *_: object) -> str:
-    if not isinstance(value, str):
-        raise InvalidTurnsError(f"{what} is {value!r}: expected a string")
-    check_text(value, what)
-    return value
-
-
-def _flag(value: object, what: str, *_: object) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise InvalidTurnsError(f"{what} is {value!r}: expected a bool")
-    return bool(value)
-
-
-def _output_mask(
-    value: object, what: str, prompt: Ints, n_outputs: int
-) -> npt.NDArray[np.bool_]:
-    """Whether each output token of a call may be trained."""
+def _mask(value: object, what: str) -> Bools:
     mask = np.asarray(value)
     if mask.ndim != 1 or (mask.dtype.kind not in "biu" and len(mask)):
         raise InvalidTurnsError(f"{what} is {value!r}: expected a list of bools")
     odd = np.flatnonzero((mask != 0) & (mask != 1))
     if len(odd):
         at = int(odd[0])
-        raise InvalidTurnsError(
-            f"{what}[{at}] is {mask[at]}: expected a bool, or 0 or 1"
-        )
-    if len(mask) != n_outputs:
-        where = what.removesuffix("output_mask")
-        raise InvalidTurnsError(
-            f"{where}{len(mask)} elements of output_mask for {n_outputs} output_ids"
-        )
+        rule = "expected a bool, or 0 or 1"
+        raise InvalidTurnsError(f"{what}[{at}] is {mask[at]}: {rule}")
     return mask.astype(np.bool_)
 
 
-def _dicts(value: object, what: str, type_: pa.StructType) -> list[dict[str, Any]]:
-    """Copies of dicts that have exactly the fields of a struct."""
-    if not isinstance(value, (list, tuple)):
-        raise InvalidTurnsError(f"{what} is {value!r}: expected a list of dicts")
-    for i, one in enumerate(value):
-        if not isinstance(one, Mapping) or set(one) != set(type_.names):
-            raise InvalidTurnsError(
-                f"{what}[{i}] is {one!r}: expected a dict of {', '.join(type_.names)}"
-            )
-    return [dict(one) for one in value]
-
-
-def _weight_versions(
-    value: object, what: str, prompt: Ints, n_outputs: int
-) -> list[dict[str, Any]]:
-    """Spans that tile the output, in order."""
-    spans, due = _dicts(value, what, WEIGHT_VERSION), 0
-    for i, span in enumerate(spans):
-        if span["version"] is None:
-            raise InvalidTurnsError(
-                f"{what}[{i}] has a null: version, start and stop are needed"
-            )
-        _string(span["version"], f"{what}[{i}].version")
-        for name in ("start", "stop"):
-            if type(span[name]) is not int or not 0 <= span[name] < 2**31:
-                raise InvalidTurnsError(
-                    f"{what}[{i}].{name} is {span[name]!r}: expected an integer in "
-                    "[0, 2**31)"
-                )
-        if span["start"] != due or span["stop"] < due:
-            raise InvalidTurnsError(
-                f"{what}[{i}] is {span['start']}:{span['stop']}, expected a start of "
-                f"{due}: the spans tile the output"
-            )
-        due = span["stop"]
-    if due != n_outputs:
-        raise InvalidTurnsError(
-            f"{what} end at {due} of {n_outputs} output ids: the spans tile the output"
-        )
-    return spans
-
-
-def _mm_items(value: object, what: str, prompt: Ints, _: int) -> list[dict[str, Any]]:
-    """The images of the prompt."""
-    items: list[dict[str, Any]] = []
-    for i, item in enumerate(_dicts(value, what, MM_ITEM)):
-        try:
-            # with the types of the column
-            items.append(pa.scalar(item, MM_ITEM).as_py())
-        except (pa.ArrowException, OverflowError) as error:
-            raise InvalidTurnsError(f"{what}[{i}] is {item!r}: {error}") from None
-    for _token, fault in image_faults(items, prompt):
-        raise InvalidTurnsError(f"{what.removesuffix('mm_items')}{fault}")
-    return items
-
-
-_READERS: dict[str, Callable[[object, str, Ints, int], object]] = dict(
-    zip(
-        METADATA,
-        (_string, _flag, _flag, _flag, _output_mask, _weight_versions, _mm_items),
-        strict=True,
-    )
-)
-"""For each of `METADATA`, the function that checks a value, given the value, its name in
-errors, the prompt, and the number of output ids."""
+def metadata_columns(metadata: list[tuple[object, ...]]) -> dict[str, pa.Array]:
+    """The columns `METADATA` of calls."""
+    columns = zip(*metadata, strict=True) if metadata else [()] * len(METADATA)
+    return {
+        name: pa.nulls(len(values), TURNS.field(name).type)
+        if {*map(type, values)} <= {type(None)}  # much faster for lists of structs
+        else pa.array(values, TURNS.field(name).type)
+        for name, values in zip(METADATA, columns, strict=True)
+    }

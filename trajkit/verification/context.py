@@ -1,6 +1,7 @@
 """Rows together with the turns they came from, and the violations found in them."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ from trajkit.tables.ragged import Index, Longs
 from trajkit.turns.flat_buffers import FlatRows, TurnTokens
 from trajkit.turns.session_metadata import errored
 from trajkit.turns.trainability import aborted_calls
+
+_ROUNDING = 1e-9  # a weight is one division away from the counts
 
 
 def violations_table(
@@ -80,35 +83,41 @@ class Case:
             if session is None:
                 at = np.searchsorted(calls.offsets, call, side="right") - 1
                 session = str(calls.ids[int(at)].as_py())
-        at_token = None if token is None else int(token)
-        self.found.append(
-            Violation(rule, detail, session, row_index, turn_index, at_token)
-        )
+        place = session, row_index, turn_index, None if token is None else int(token)
+        self.found.append(Violation(rule, detail, *place))
 
-    def report_where(
+    def report_tokens(
+        self, rule: str, at: Longs, words: Callable[[int, int], str], *groups: Longs
+    ) -> None:
+        """Add a violation for each run of tokens of one row and one of each group.
+
+        ``at`` are positions in the concatenated rows, and the first group their calls.
+        ``words`` are of the index of the run's first token in ``at``, and its length.
+        """
+        offsets = self.rows.ids.offsets
+        row = np.searchsorted(offsets, at, side="right") - 1
+        for k, n in consecutive(at, row, *groups):
+            token = at[k] - offsets[row[k]]
+            self.report(rule, words(k, n), row[k], groups[0][k], token)
+
+    def expect(
         self,
-        rule: str,
-        bad: Bools,
-        template: str,
-        *values: Any,
-        row: Longs | None = None,
-        call: Longs | None = None,
+        name: str,
+        due: Iterable[object],
+        words: str,
+        *more: Sequence[Any] | Longs,
         token: Longs | None = None,
     ) -> None:
-        """Add a violation for each element of ``bad`` that is true.
+        """Add a violation for each row whose value of a column is not the one of ``due``.
 
-        Its element of each of ``values`` fills the template. Without ``row``, the
-        elements are those of the rows.
+        The row's value, that of ``due`` and of ``more`` fill the template ``words``.
         """
-        for k in np.flatnonzero(bad):
-            own = [shown(value[k]) for value in values]
-            self.report(
-                rule,
-                template.format(*own),
-                k if row is None else row[k],
-                None if call is None else call[k],
-                None if token is None else token[k],
-            )
+        given = self.rows.table.column(name).to_pylist()
+        for k, (own, one) in enumerate(zip(given, due, strict=True)):
+            if not same(own, one):
+                rest = [shown(values[k]) for values in more]
+                detail = f"{name} is {shown(own)}, {words.format(shown(one), *rest)}"
+                self.report(name, detail, k, None, None if token is None else token[k])
 
     def calls_of(self, row: Index) -> range:
         """The calls of a row's session."""
@@ -141,11 +150,6 @@ class Case:
         return tokens
 
     @property
-    def per_row(self) -> bool:
-        """Whether a token may train in several rows."""
-        return self.policy is None or self.policy.train_in == "every"
-
-    @property
     def may_splice(self) -> bool:
         """Whether rows may join raw outputs by text of later prompts."""
         return self.policy is None or self.policy.on_drift == "splice"
@@ -154,8 +158,7 @@ class Case:
     def accounts(self) -> tuple[str, ...]:
         """The kinds of spans that must name every token of `due`.
 
-        None if the policy may lose tokens in silence: it absorbs, rewrites, quarantines
-        or omits rows.
+        Empty if the policy may lose tokens in silence.
         """
         policy = self.policy
         if policy is None:
@@ -208,10 +211,17 @@ def consecutive(at: Rows, *groups: npt.NDArray[Any]) -> Iterator[tuple[int, int]
     """
     breaks = np.diff(at) != 1
     for group in groups:
-        breaks |= np.diff(group) != 0
+        breaks |= group[1:] != group[:-1]
     first = np.flatnonzero(np.concatenate([[len(at) > 0], breaks]))
     lengths = np.diff(np.append(first, len(at)))
     return zip(first.tolist(), lengths.tolist(), strict=True)
+
+
+def same(given: object, due: object) -> bool:
+    """Whether two values are equal, floats up to rounding."""
+    if isinstance(given, float) and isinstance(due, float):
+        return math.isclose(given, due, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
+    return given == due
 
 
 def count(n: int) -> str:

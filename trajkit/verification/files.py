@@ -27,8 +27,15 @@ from trajkit.files.group import (
     spilled,
 )
 from trajkit.files.guard import Input, check_outputs, is_parts, turns_inputs
-from trajkit.files.outputs import fingerprint
-from trajkit.files.run import Made, Watch, facts_digest, folder_of, run, whole
+from trajkit.files.run import (
+    Made,
+    Watch,
+    facts_digest,
+    fingerprint,
+    folder_of,
+    run,
+    whole,
+)
 from trajkit.files.sources import Paths, paths_of
 from trajkit.files.tables import (
     iter_tables,
@@ -117,6 +124,10 @@ def verify_file(
     path = Path(rows)
     inputs = [Input(path)]
     index = index_sessions(paths_in(path), None, None)
+    if not index.turns and judge.policy is None:
+        raise InvalidTurnsError(
+            f"{path}: no rows, nothing to do. With a policy, its rows are missing there"
+        )
     if None in index.turns:
         if len(index.turns) > 1:
             raise SchemaError(

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Literal, NoReturn, TypeAlias, TypeVar
 
 from trajkit_shim.chat.image_store import Image, ImageLimits, open_image
-from trajkit_shim.json_input import Fields, Json, as_text, objects
+from trajkit_shim.json_input import Fields, Json, as_list, as_text
 
 NoImages: TypeAlias = Literal["refuse", "omit"]
 """What to do with images if a model takes none: reject them with 400, or replace each by
@@ -59,7 +59,8 @@ def read_parts(fields: Fields, name: str, readers: Readers[T]) -> list[T]:
         text = Fields({"text": value}, fields.at(name), fields.ignored)
         return [readers["text"](text)]
     found = []
-    for part in objects(value, fields.at(name), fields.ignored):
+    fields.need(name, as_list)
+    for part in fields.objects(name):
         kind = part.name("type")
         if kind in readers:
             found.append(readers[kind](part))

@@ -14,6 +14,8 @@ recorded one.
 - Fields without meaning to the model (cache hints, annotations, ...) are dropped.
 """
 
+import time
+import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,20 +72,23 @@ class Thinking:
         """Return the variables for a template that has those; count what it lacks."""
         found: Json = {}
         # as the names that templates use
-        effort = self.effort and self.effort.lower()
-        on = False if effort in _NO_EFFORT and self.on is None else self.on
-        switches = [name for name in _SWITCHES if name in known]
+        effort: str | None = self.effort and self.effort.lower()
+        on = self.on
+        if effort in _NO_EFFORT:
+            on = False if on is None else on
+            # no effort and no thinking are one wish
+            effort = effort if "reasoning_effort" in known else None
         wanted: list[tuple[str, object, list[str]]] = [
-            ("thinking", on, switches),
+            ("thinking", on, ["enable_thinking", "thinking"]),
             ("thinking budget", self.budget, ["thinking_budget"]),
+            ("reasoning effort", effort, ["reasoning_effort"]),
         ]
-        if effort not in _NO_EFFORT or "reasoning_effort" in known:
-            wanted.append(("reasoning effort", effort, ["reasoning_effort"]))
         for what, value, names in wanted:
             fitting = [name for name in names if name in known]
-            found |= dict.fromkeys(fitting, value) if value is not None else {}
             if value is not None and not fitting:
                 ignored[what] += 1
+            elif value is not None:
+                found |= dict.fromkeys(fitting, value)
         for name, value in self.variables.items():
             if name in known:
                 found[name] = value
@@ -93,7 +98,8 @@ class Thinking:
 
 
 _NO_EFFORT = ("none", "off")
-_SWITCHES = ("enable_thinking", "thinking")
+SWITCH = {"enabled": True, "disabled": False}
+"""The types of Anthropic's field ``thinking`` that decide whether the model thinks."""
 
 
 ANY_OBJECT: Json = {"type": "object"}
@@ -109,7 +115,7 @@ class ChatRequest:
     sampling: SamplingParams
     stream: bool
     required: Required = Required()
-    thinking: "Thinking" = field(default_factory=lambda: Thinking())
+    thinking: Thinking = field(default_factory=Thinking)
     logprobs: bool = False  # the reply has the logprobs of its tokens
     # end a stream with token counts (OpenAI Chat Completions)
     include_usage: bool = False
@@ -118,11 +124,12 @@ class ChatRequest:
     # the client's (namespace, name) of each tool whose name for the model combines both
     # (OpenAI Responses)
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    # number of leading messages from other fields than the conversation's
-    n_front: int = 0
     images: Sequence[Image] = ()  # of the messages that were parsed
     # fields and values that have no effect, and how often they were given
     ignored: Counter[str] = field(default_factory=Counter)
+    # of a stream whose events name it before there is a reply
+    stream_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
 
 
 @dataclass(slots=True)

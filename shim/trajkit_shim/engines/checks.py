@@ -1,8 +1,16 @@
-"""Validates the prompts sent to an engine, its samples, and the engine at startup."""
+"""What a prompt, an engine's reply and an engine must satisfy.
+
+`check_prompt` is for prompts on their way to an engine, `accept` for what a server wrote
+as JSON, `check_sample` for every sample before it is a turn, `check_engine` for an engine
+before anyone is served. A reply that contradicts itself, or the request, is refused whole:
+part of it may belong to another call, or be lost.
+"""
 
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -11,29 +19,6 @@ import numpy.typing as npt
 from trajkit.schema.engine import MAX_LOGPROB, not_logprobs
 from trajkit_shim.engines import base
 from trajkit_shim.errors import EngineError
-
-
-def check_ids(
-    ids: Sequence[int] | npt.NDArray[np.int32],
-    info: base.EngineInfo,
-    name: str = "the engine's output_ids",
-    n_checked: int = 0,
-    **error: Any,
-) -> None:
-    """Raise `EngineError` for an id outside the vocabulary; ``n_checked`` are skipped."""
-    new = np.asarray(ids[n_checked:])
-    wrong = _first((new < 0) | (new >= info.vocab_size))
-    if wrong is not None:
-        raise EngineError(
-            f"{name}[{n_checked + wrong}] = {new[wrong]} is outside the vocabulary of "
-            f"{info.model!r}, [0, {info.vocab_size})",
-            **error,
-        )
-
-
-def _first(wrong: npt.NDArray[np.bool_]) -> int | None:
-    """The index of the first true value."""
-    return int(np.argmax(wrong)) if wrong.any() else None
 
 
 def check_prompt(
@@ -49,9 +34,20 @@ def check_prompt(
         message = f"the prompt has no tokens: its shape is {prompt_ids.shape}"
         raise EngineError(message, 400, code="empty_prompt")
     error = {"status": 400, "code": "token_out_of_vocabulary"}
-    check_ids(prompt_ids, info, "prompt_ids", n_checked, **error)
+    _check_ids(prompt_ids, info, "prompt_ids", n_checked, **error)
     if n_prompt >= info.max_context_tokens:
         raise too_long(n_prompt, info.max_context_tokens)
+
+
+def too_long(n_prompt: int, max_tokens: int, least: str = "") -> EngineError:
+    """Return the error of a prompt that leaves no room for a reply."""
+    return EngineError(
+        f"this model's maximum context length is {max_tokens} tokens; the messages and "
+        f"tools are {least}{n_prompt} tokens and leave no room for a reply",
+        400,
+        code="context_length_exceeded",
+        overflow=(n_prompt, max_tokens),
+    )
 
 
 def check_sampling(
@@ -72,15 +68,117 @@ def check_sampling(
         raise EngineError(f"the {engine} engine has no parameter {name!r}", 400)
 
 
-def too_long(n_prompt: int, max_tokens: int, least: str = "") -> EngineError:
-    """Return the error of a prompt that leaves no room for a reply."""
-    return EngineError(
-        f"this model's maximum context length is {max_tokens} tokens; the messages and "
-        f"tools are {least}{n_prompt} tokens and leave no room for a reply",
-        400,
-        code="context_length_exceeded",
-        overflow=(n_prompt, max_tokens),
+def accept(
+    request: base.EngineRequest,
+    server: str,
+    *,
+    request_id: object,
+    output_ids: object,
+    logprobs: Sequence[tuple[object, object]],
+    finish_reason: object,
+    counts: Mapping[str, object],
+    weight_versions: Iterable[Mapping[str, object]] | None,
+    prompt_ids: object = None,
+    sampling_mask: object = None,
+    routed_experts: npt.NDArray[np.int16] | None = None,
+) -> base.Sample:
+    """Return the sample of a server's answer, or raise `EngineError`.
+
+    ``logprobs``: each with the id that it is of. ``counts``: numbers of tokens, of
+    which ``total_tokens`` may be missing.
+
+    - It has the id of the request.
+    - Ids are integers; each has a logprob, a finite number, under its own id.
+    - The counts of tokens are those of the prompt that was sent and of the ids that came.
+    - A weight version is a text; the versions are unknown if one is null.
+    - A finish reason is a text or null. Whether its reply trains: `Sample.complete`.
+    - A count of cached tokens that is impossible is unknown.
+    """
+
+    def refuse(what: str, value: object, rule: str) -> EngineError:
+        shown = repr(value)
+        shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+        return EngineError(f"the {server} server's {what} is {shown}: {rule}")
+
+    def as_ids(values: object, what: str) -> npt.NDArray[np.int32]:
+        if isinstance(values, list) and _all_of(values, int):
+            with suppress(OverflowError):
+                return np.array(values, np.int32)
+        raise refuse(what, values, "expected a list of integers")
+
+    if request_id != request.request_id:
+        rule = f"the request's is {request.request_id!r}"
+        raise refuse("request id", request_id, rule)
+    if not (
+        finish_reason is None or (isinstance(finish_reason, str) and finish_reason)
+    ):
+        raise refuse("finish_reason", finish_reason, "expected a text or null")
+    ids = as_ids(output_ids, "output ids")
+    n_prompt, n_output = len(request.prompt_ids), len(ids)
+    counted = {"prompt_tokens": n_prompt, "completion_tokens": n_output}
+    if counts.get("total_tokens") is not None:
+        counted["total_tokens"] = n_prompt + n_output
+    for name, number in counted.items():
+        given = counts.get(name)
+        if type(given) is not int or given != number:
+            raise refuse(name, given, f"{number} were counted")
+    spans, known = list[base.WeightSpan](), True
+    for span in weight_versions or ():
+        version, start, stop = span["version"], span["start"], span["end"]
+        if not (version is None or isinstance(version, str)):
+            raise refuse("weight version", version, "expected a text or null")
+        if not (type(start) is int and type(stop) is int):
+            raise refuse("weight version's range", (start, stop), "expected integers")
+        known &= version is not None
+        spans.append(base.WeightSpan(version or "", start, stop))
+    cached = counts.get("cached_tokens")
+    if not (type(cached) is int and 0 <= cached <= n_prompt):
+        cached = None
+    mask: Any = sampling_mask
+    if mask is not None:
+        if not isinstance(mask, list):
+            raise refuse("sampling mask", mask, "expected a list of lists of integers")
+        for allowed in mask:
+            as_ids(allowed, "sampling mask")
+    return base.Sample(
+        output_ids=ids,
+        output_logprobs=_logprobs(logprobs, ids.tolist(), f"the {server} server"),
+        finish_reason=finish_reason,
+        weight_versions=tuple(spans) if known else (),
+        cached_tokens=cached,
+        prompt_tokens=n_prompt,
+        prompt_ids=None if prompt_ids is None else as_ids(prompt_ids, "prompt ids"),
+        routed_experts=routed_experts,
+        sampling_mask=mask,
     )
+
+
+def _logprobs(
+    scored: Sequence[tuple[object, object]], ids: list[int], server: str
+) -> npt.NDArray[np.float32]:
+    if len(scored) != len(ids):
+        message = f"{server} gave {len(scored)} logprobs for {len(ids)} output ids"
+        raise EngineError(message)
+    given = [logprob for logprob, _ in scored]
+    labels = [label for _, label in scored]
+    if not _all_of(labels, int) or labels != ids:
+        pairs = zip(labels, ids, strict=True)
+        i = next(i for i, (a, b) in enumerate(pairs) if type(a) is not int or a != b)
+        wrong = f"logprob {i} is of token {labels[i]!r}, not {ids[i]}"
+        raise EngineError(f"{server}'s {wrong}")
+    for i, logprob in enumerate(given):
+        where = f"{server}'s logprob {i}, of token {ids[i]}, is {logprob!r}"
+        # JSON has null for a number that is not finite
+        if logprob is None or (isinstance(logprob, float) and not isfinite(logprob)):
+            raise EngineError(f"{where}: the engine's logits were not finite")
+        if type(logprob) not in (int, float):
+            raise EngineError(f"{where}: expected a number")
+    return np.array(given, np.float32)
+
+
+def _all_of(values: Iterable[object], kind: type) -> bool:
+    """Whether all values are of this very type: True is no integer."""
+    return {*map(type, values)} <= {kind}
 
 
 def check_sample(
@@ -91,29 +189,42 @@ def check_sample(
 ) -> None:
     """Raise `EngineError` for a sample that cannot be of this prompt and parameters.
 
-    A logprob is wrong if it is above 0 by more than rounding, or the -9999 that some
-    engines write for one that is missing or not finite. Weight versions must cover each
-    id once, and a sampling mask must contain it.
+    No id follows one that had to end the reply. A logprob is wrong if it is above 0 by
+    more than rounding, or the -9999 that some engines write for one that is missing or
+    not finite. Weight versions must cover each id once, and a sampling mask must contain
+    it.
     """
-    _check_consumed(prompt_ids, sample)
-    ids, logprobs = sample.output_ids, sample.output_logprobs
+    for fault in _faults(sample, prompt_ids, sampling, info):
+        raise EngineError(f"the engine {fault}")
+
+
+def _faults(
+    sample: base.Sample,
+    prompt_ids: npt.NDArray[np.int32],
+    sampling: base.Sampling,
+    info: base.EngineInfo,
+) -> Iterator[str]:
+    ids, consumed, mask = sample.output_ids, sample.prompt_ids, sample.sampling_mask
+    n_consumed = sample.prompt_tokens if consumed is None else len(consumed)
+    if n_consumed not in (None, len(prompt_ids)):
+        yield f"consumed {n_consumed} prompt tokens but was given {len(prompt_ids)}"
+    if consumed is not None and (i := _first(consumed != prompt_ids)) is not None:
+        yield f"consumed {consumed[i]} as token {i} but was given {prompt_ids[i]}"
     if len(ids) > sampling.max_new_tokens:
-        asked = f"{sampling.max_new_tokens} were asked for"
-        raise EngineError(f"the engine gave {len(ids)} output ids, but {asked}")
-    check_ids(ids, info)
-    if not sampling.extra.get("ignore_eos"):
-        end = _first(np.isin(ids[:-1], sampling.stop_token_ids))
-        if end is not None:
-            more = f"{len(ids) - end - 1} ids after {ids[end]}, which ends a reply"
-            raise EngineError(f"the engine's output_ids have {more}")
+        yield f"gave {len(ids)} output ids, but {sampling.max_new_tokens} were asked for"
+    _check_ids(ids, info, "the engine's output_ids")
+    end = _first(np.isin(ids[:-1], sampling.stop_token_ids))
+    if end is not None and not sampling.extra.get("ignore_eos"):
+        yield f"gave {len(ids) - end - 1} ids after {ids[end]}, which ends a reply"
+    logprobs = sample.output_logprobs
+    for name, values in (("logprobs", logprobs), ("sampling masks", mask)):
+        if values is not None and len(values) != len(ids):
+            yield f"gave {len(values)} {name} for {len(ids)} output ids"
     if logprobs is not None:
-        if len(logprobs) != len(ids):
-            counts = f"{len(logprobs)} logprobs for {len(ids)} output ids"
-            raise EngineError(f"the engine gave {counts}")
-        wrong = _first(not_logprobs(logprobs) | (logprobs > MAX_LOGPROB))
-        if wrong is not None:
-            raise EngineError(
-                f"the engine's output_logprobs[{wrong}] = {logprobs[wrong]} is not a "
+        i = _first(not_logprobs(logprobs) | (logprobs > MAX_LOGPROB))
+        if i is not None:
+            yield (
+                f"gave output_logprobs[{i}] = {logprobs[i]}, which is not a "
                 "log-probability: it is above 0, or what an engine writes for one that is "
                 "missing or not finite"
             )
@@ -121,34 +232,36 @@ def check_sample(
     ends = [0, *sorted(stop for _, stop in spans)]
     if spans and (spans != [*pairwise(ends)] or ends[-1] != len(ids)):
         shown = ", ".join(f"{start}:{stop}" for start, stop in spans)
-        raise EngineError(
-            f"the engine's weight versions cover {shown} of {len(ids)} output ids: "
-            "they must cover each id once"
-        )
-    mask = sample.sampling_mask
+        rule = "they must cover each id once"
+        yield f"gave weight versions that cover {shown} of {len(ids)} output ids: {rule}"
     if mask is not None:
-        if len(mask) != len(ids):
-            counts = f"{len(mask)} sampling masks for {len(ids)} output ids"
-            raise EngineError(f"the engine gave {counts}")
         for place, (token, allowed) in enumerate(zip(ids.tolist(), mask, strict=True)):
-            check_ids(allowed, info, f"the engine's sampling_mask[{place}]")
+            _check_ids(allowed, info, f"the engine's sampling_mask[{place}]")
             if token not in allowed:
-                wrong_mask = f"sampling_mask[{place}] lacks {token}, which was drawn"
-                raise EngineError(f"the engine's {wrong_mask}")
+                yield f"gave sampling_mask[{place}], which lacks {token}, which was drawn"
 
 
-def _check_consumed(prompt_ids: npt.NDArray[np.int32], sample: base.Sample) -> None:
-    """Raise `EngineError` if the engine reports a prompt other than the one sent."""
-    ids = sample.prompt_ids
-    n_consumed = sample.prompt_tokens if ids is None else len(ids)
-    if n_consumed not in (None, len(prompt_ids)):
-        counts = f"{n_consumed} prompt tokens but was given {len(prompt_ids)}"
-        raise EngineError(f"the engine consumed {counts}")
-    wrong = None if ids is None else _first(ids != prompt_ids)
-    if ids is not None and wrong is not None:
-        consumed = f"{ids[wrong]} as token {wrong} of the prompt"
-        given = f"was given {prompt_ids[wrong]}"
-        raise EngineError(f"the engine consumed {consumed} but {given}")
+def _check_ids(
+    ids: Sequence[int] | npt.NDArray[np.int32],
+    info: base.EngineInfo,
+    name: str,
+    n_checked: int = 0,
+    **error: Any,
+) -> None:
+    """Raise `EngineError` for an id outside the vocabulary; ``n_checked`` are skipped."""
+    new = np.asarray(ids[n_checked:])
+    wrong = _first((new < 0) | (new >= info.vocab_size))
+    if wrong is not None:
+        raise EngineError(
+            f"{name}[{n_checked + wrong}] = {new[wrong]} is outside the vocabulary of "
+            f"{info.model!r}, [0, {info.vocab_size})",
+            **error,
+        )
+
+
+def _first(wrong: npt.NDArray[np.bool_]) -> int | None:
+    """The index of the first true value."""
+    return int(np.argmax(wrong)) if wrong.any() else None
 
 
 async def check_engine(engine: base.Engine) -> base.EngineInfo:
@@ -159,16 +272,14 @@ async def check_engine(engine: base.Engine) -> base.EngineInfo:
     # for a sampling mask a vLLM server asks for a limit
     top_k = 20 if getattr(engine, "sampling_masks", False) else None
     sampling = base.Sampling(max_new_tokens=2, temperature=1.0, top_k=top_k)
+    prompt, request_id = np.zeros(1, np.int32), uuid.uuid4().hex
     request = base.EngineRequest(
-        prompt_ids=np.zeros(1, np.int32),
-        sampling=sampling,
-        request_id=uuid.uuid4().hex,
-        session_id="probe",
+        prompt_ids=prompt, sampling=sampling, request_id=request_id, session_id="probe"
     )
     try:
         info = await engine.info()
         sample = await engine.generate(request)
-        check_sample(sample, request.prompt_ids, sampling, info)
+        check_sample(sample, prompt, sampling, info)
         if isinstance(engine, base.CheckedEngine):
             await engine.check(request)
     except EngineError as error:

@@ -8,12 +8,14 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import aiohttp
 
-from trajkit_shim.engines.acceptance import Answer, accept
 from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample, Sampling
+from trajkit_shim.engines.checks import accept
+from trajkit_shim.engines.payloads import read_experts
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 
@@ -78,46 +80,35 @@ class Connections:
 class EngineServer:
     """One server or router; ``name`` is its name in error messages.
 
-    All methods raise `EngineError`: 400 if the server rejects the request, 5xx if it
-    fails, cannot be reached, or does not return what is expected.
+    ``hints`` say what a server needs that answers 404 at a path. `get` and `post` raise
+    `EngineError`: 400 if the server rejects the request, 5xx if it fails, cannot be
+    reached, or does not return what is expected.
     """
 
-    def __init__(self, name: str, base_url: str, connections: Connections) -> None:
-        self.name = name
-        self.base_url = base_url.rstrip("/")
-        self._connections = connections
+    def __init__(
+        self,
+        name: str,
+        base_url: str,
+        connections: Connections,
+        hints: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.name, self.base_url = name, base_url.rstrip("/")
+        self._connections, self._hints = connections, hints
 
     async def get(self, path: str) -> Json:
         """Return the JSON object at a path."""
-        return await self._ask("GET", path)
+        return await self.post(path, None)
 
     async def post(
-        self, path: str, body: Json, headers: Mapping[str, str] | None = None
+        self, path: str, body: Json | None, headers: Mapping[str, str] | None = None
     ) -> Json:
         """Send a request and return the JSON object of its answer."""
-        return await self._ask("POST", path, body, headers)
-
-    async def notify(self, path: str, body: Json) -> None:
-        """Send a request whose answer does not matter; ignore failures."""
-        with contextlib.suppress(EngineError, TimeoutError):
-            async with asyncio.timeout(5.0):
-                await self._ask("POST", path, body)
-
-    async def _ask(
-        self,
-        method: str,
-        path: str,
-        body: Json | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Json:
-        data = None if body is None else json.dumps(body).encode()
-        sent = {"Content-Type": "application/json", **(headers or {})}
         try:
             async with self._connections.session().request(
-                method,
+                "GET" if body is None else "POST",
                 self.base_url + path,
-                data=data,
-                headers=sent,
+                data=None if body is None else json.dumps(body).encode(),
+                headers={"Content-Type": "application/json", **(headers or {})},
                 allow_redirects=False,
             ) as answer:
                 text = await answer.read()
@@ -129,7 +120,7 @@ class EngineServer:
                 raise EngineError(message, 503, retry_after=_RETRY_AFTER) from error
             raise EngineError(message) from error
         if answer.status >= 300:
-            raise self._error(answer.status, text)
+            raise self._error(answer.status, text, path)
         where = f"{path} of the {self.name} server"
         if answer.content_type == "text/event-stream":
             text = _only_event(text, where)
@@ -142,7 +133,13 @@ class EngineServer:
             raise EngineError(f"{where} gave no object: {value!r}", answered=200)
         return value
 
-    def _error(self, status: int, body: bytes) -> EngineError:
+    async def notify(self, path: str, body: Json) -> None:
+        """Send a request whose answer does not matter; ignore failures."""
+        with contextlib.suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(5.0):
+                await self.post(path, body)
+
+    def _error(self, status: int, body: bytes, path: str) -> EngineError:
         """The error of an answer: its message, or else the beginning of its text."""
         text, message = body.decode("utf-8", "replace"), None
         with contextlib.suppress(ValueError, LookupError, TypeError):
@@ -150,6 +147,8 @@ class EngineServer:
             message = error["message"] if isinstance(error, dict) else error
         if not isinstance(message, str):
             message = text[:400]
+        if status == 404 and path in self._hints:
+            message += f" for {path}: {self._hints[path]}"
         # only a bad request is the client's fault
         shown = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503}.get(status, 502)
         reason = f"the {self.name} server answered {status}: {message}"
@@ -190,6 +189,7 @@ class HttpEngine(ABC):
 
     server_name: ClassVar[str]
     generate_path: ClassVar[str]
+    hints: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -223,17 +223,17 @@ class HttpEngine(ABC):
 
     async def generate(self, request: EngineRequest) -> Sample:
         """See `Engine.generate`."""
-        info = await self.info()
         # its prefix cache has the session's earlier calls
         place = zlib.crc32(request.session_id.encode()) % len(self._servers)
-        server, path = self._servers[place], self.generate_path
+        server = self._servers[place]
+        await self.info()
         if request.images:
             # megabytes to encode
             body, headers = await asyncio.to_thread(self._body, request)
         else:
             body, headers = self._body(request)
         try:
-            reply = await server.post(path, body, headers)
+            reply = await server.post(self.generate_path, body, headers)
         except (asyncio.CancelledError, EngineError) as error:
             # a server behind a proxy would continue to sample
             if getattr(error, "answered", None) is None:
@@ -241,15 +241,19 @@ class HttpEngine(ABC):
             raise
         if self._experts_per_token is not None:
             # about ten million numbers for a long call
-            return await asyncio.to_thread(self._read, reply, request, info)
-        return self._read(reply, request, info)
+            return await asyncio.to_thread(self._read, reply, request)
+        return self._read(reply, request)
 
-    def _read(
-        self, reply: Mapping[str, Any], request: EngineRequest, info: EngineInfo
-    ) -> Sample:
+    def _read(self, reply: Mapping[str, Any], request: EngineRequest) -> Sample:
         with reading(self.server_name, f"reply to {self.generate_path}"):
-            answer, more_ids = self._answer(reply, request)
-            return accept(answer, request, info, self.server_name, more_ids)
+            said = self._answer(reply, request)
+            if self._check_prompts and said["prompt_ids"] is None:
+                raise ValueError("no prompt_token_ids, which were asked for")
+            experts, packed = None, said.pop("routed_experts")
+            if (per_token := self._experts_per_token) is not None:
+                n_tokens = len(request.prompt_ids) + len(said["output_ids"])
+                experts = read_experts(self.server_name, packed, n_tokens, per_token)
+            return accept(request, self.server_name, **said, routed_experts=experts)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -267,8 +271,8 @@ class HttpEngine(ABC):
     @abstractmethod
     def _answer(
         self, reply: Mapping[str, Any], request: EngineRequest
-    ) -> tuple[Answer, Sequence[str]]:
-        """What a reply says, and other forms of the request's id."""
+    ) -> dict[str, Any]:
+        """What a reply says, as arguments of `accept`; experts as the server packs them."""
 
     @abstractmethod
     def _abort(self, request_id: str) -> tuple[str, Json]:
@@ -299,7 +303,7 @@ class HttpEngine(ABC):
         await asyncio.shield(task)
 
     def _server(self, url: str) -> EngineServer:
-        return EngineServer(self.server_name, url, self._connections)
+        return EngineServer(self.server_name, url, self._connections, self.hints)
 
     async def _order(self, path: str, body: Json) -> list[Json]:
         """Send a request to all servers; return once each has answered or failed."""

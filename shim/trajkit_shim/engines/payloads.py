@@ -27,57 +27,37 @@ MASK = pa.field("sampling_mask", pa.large_list(pa.list_(pa.int32())))
 null for a turn: every id could. A payload for `trajkit.linearize`."""
 
 
-def read_flat_experts(packed: object, n_tokens: int, per_token: int) -> Experts:
-    """Decode SGLang's ``meta_info.routed_experts`` (0.5.23).
+def read_experts(server: str, packed: object, n_tokens: int, per_token: int) -> Experts:
+    """Decode the ``routed_experts`` of SGLang (0.5.23) or vLLM (0.32).
 
-    It is base64 of little-endian int32, of shape (n_tokens - 1, n_layers, per_token) for
-    ``n_tokens`` of prompt and output. The result has that shape, as int16.
+    SGLang's are base64 of little-endian int32, vLLM's of an ``.npy`` file. The result is
+    int16 of shape (n_tokens - 1, n_layers, per_token), for ``n_tokens`` of prompt and
+    output. Raises `EngineError` or `ValueError`.
     """
-    flat = np.frombuffer(_decoded("SGLang", packed), "<i4")
-    rows = n_tokens - 1
-    if rows * per_token < 1 or not len(flat) or len(flat) % (rows * per_token):
-        raise EngineError(
-            f"the SGLang server gave {len(flat)} routed experts for {rows} tokens with "
-            f"{per_token} a layer"
-        )
-    return _as_experts("SGLang", flat.reshape(rows, -1, per_token))
-
-
-def read_npy_experts(packed: object, n_tokens: int, per_token: int) -> Experts:
-    """Decode vLLM's ``routed_experts`` (0.32): base64 of an ``.npy`` file of integers.
-
-    Shape and result are those of `read_flat_experts`.
-    """
-    data = io.BytesIO(_decoded("vLLM", packed))
-    found = np.load(data, allow_pickle=False)
-    wanted = (n_tokens - 1, per_token)
-    if found.ndim != 3 or (found.shape[0], found.shape[2]) != wanted:
-        raise EngineError(
-            f"the vLLM server gave routed experts of shape {found.shape} for "
-            f"{n_tokens - 1} tokens with {per_token} a layer"
-        )
-    if found.dtype.kind not in "iu":
-        raise EngineError(f"the vLLM server's routed experts are {found.dtype}")
-    return _as_experts("vLLM", found)
-
-
-def _decoded(server: str, packed: object) -> bytes:
     if not isinstance(packed, str):
         raise EngineError(
             f"the {server} server gave no routed_experts: it needs a mixture-of-experts "
             "model and --enable-return-routed-experts"
         )
-    return base64.b64decode(packed, validate=True)
-
-
-def _as_experts(server: str, experts: npt.NDArray[np.integer]) -> Experts:
-    maximum = np.iinfo(np.int16).max
-    if experts.size and (experts.min() < 0 or experts.max() > maximum):
+    data, rows = base64.b64decode(packed, validate=True), n_tokens - 1
+    if server == "vLLM":
+        found = np.load(io.BytesIO(data), allow_pickle=False)
+    else:
+        flat = np.frombuffer(data, "<i4")
+        fits = rows * per_token and not len(flat) % (rows * per_token)
+        found = flat.reshape(rows, -1, per_token) if fits else flat
+    if found.ndim != 3 or not found.size or found.shape[::2] != (rows, per_token):
         raise EngineError(
-            f"the {server} server's routed_experts are in "
-            f"[{experts.min()}, {experts.max()}]: expected numbers in [0, {maximum}]"
+            f"the {server} server gave routed experts of shape {found.shape} for {rows} "
+            f"tokens with {per_token} a layer"
         )
-    return experts.astype(np.int16)
+    maximum = np.iinfo(np.int16).max
+    if found.dtype.kind not in "iu" or found.min() < 0 or found.max() > maximum:
+        raise EngineError(
+            f"the {server} server's routed_experts are {found.dtype} in [{found.min()}, "
+            f"{found.max()}]: expected integers in [0, {maximum}]"
+        )
+    return np.asarray(found, np.int16)
 
 
 def experts_cell(experts: Experts | None) -> pa.Array:

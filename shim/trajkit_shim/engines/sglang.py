@@ -12,8 +12,6 @@ from typing import Any, cast
 import numpy as np
 
 from trajkit_shim.engines import base, http
-from trajkit_shim.engines.acceptance import Answer
-from trajkit_shim.engines.payloads import read_flat_experts
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 
@@ -134,49 +132,44 @@ class SGLangEngine(http.HttpEngine):
             **{name: True for name, want in wanted.items() if want},
         }
         if images:
-            body["image_data"] = _data_urls(images)
+            body["image_data"] = [
+                f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
+                for image in images
+            ]
         # lets a router keep a session on one prefix cache
         return body, {"X-SMG-Routing-Key": request.session_id}
 
     def _answer(
         self, reply: Mapping[str, Any], request: base.EngineRequest
-    ) -> tuple[Answer, Sequence[str]]:
-        meta, output_ids = reply["meta_info"], reply["output_ids"]
-        scored, experts, mask = meta["output_token_logprobs"], None, None
-        logprobs = [(entry[0], entry[1]) for entry in scored]
-        if self._cuts(self._params(request.sampling)):
-            after_cut = meta["output_token_sampling_logprobs"]
-            if len(after_cut) != len(scored):
-                counts = f"{len(after_cut)} of {len(scored)} logprobs after the cut"
-                raise ValueError(counts)
-            pairs = zip(after_cut, scored, strict=True)
-            logprobs = [(logprob, entry[1]) for logprob, entry in pairs]
-            if self.sampling_masks:
-                mask = meta["output_token_sampling_mask"]
-        if self._experts_per_token is not None:
-            n_tokens = len(request.prompt_ids) + len(output_ids)
-            packed = meta.get("routed_experts")
-            experts = read_flat_experts(packed, n_tokens, self._experts_per_token)
-        consumed, finish = reply.get("prompt_token_ids"), meta["finish_reason"]
-        if consumed is None and (request.images or self._check_prompts):
-            raise ValueError("no prompt_token_ids, which were asked for")
-        answer = Answer(
-            request_id=meta.get("id"),
-            output_ids=output_ids,
-            logprobs=logprobs,
-            finish_reason=None if finish is None else finish["type"],
-            prompt_tokens=meta.get("prompt_tokens"),
-            completion_tokens=meta.get("completion_tokens"),
-            cached_tokens=meta.get("cached_tokens"),
-            weight_versions=[
-                (span["version"], span["start"], span["end"])
-                for span in meta.get("weight_versions") or ()
-            ],
-            prompt_ids=consumed,
-            sampling_mask=mask,
-            routed_experts=experts,
+    ) -> dict[str, Any]:
+        meta, mask, finish = (
+            reply["meta_info"],
+            None,
+            reply["meta_info"]["finish_reason"],
         )
-        return answer, ()
+        logprobs = [(entry[0], entry[1]) for entry in meta["output_token_logprobs"]]
+        if self._cuts(self._params(request.sampling)):
+            cut = meta["output_token_sampling_logprobs"]
+            if len(cut) != len(logprobs):
+                counts = f"{len(cut)} of {len(logprobs)} logprobs after the cut"
+                raise ValueError(counts)
+            pairs = zip(cut, logprobs, strict=True)
+            logprobs = [(logprob, token) for logprob, (_, token) in pairs]
+            mask = meta["output_token_sampling_mask"] if self.sampling_masks else None
+        consumed = reply.get("prompt_token_ids")
+        if consumed is None and request.images:
+            raise ValueError("no prompt_token_ids, which were asked for")
+        return {
+            "request_id": meta.get("id"),
+            "output_ids": reply["output_ids"],
+            "logprobs": logprobs,
+            "finish_reason": None if finish is None else finish["type"],
+            "counts": meta,
+            "weight_versions": meta.get("weight_versions"),
+            "prompt_ids": consumed,
+            "sampling_mask": mask,
+            "routed_experts": meta.get("routed_experts"),
+        }
 
     def _abort(self, request_id: str) -> tuple[str, Json]:
         return "/abort_request", {"rid": request_id}
@@ -208,10 +201,3 @@ def _server_url(worker: str) -> str:
             "weight updates need"
         )
     return url
-
-
-def _data_urls(images: Sequence[base.PromptImage]) -> list[str]:
-    return [
-        f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
-        for image in images
-    ]

@@ -7,14 +7,13 @@ sampled from; `VLLMEngine.check` refuses such a server. Field names and behaviou
 vLLM 0.32.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from trajkit_shim.engines import http
-from trajkit_shim.engines.acceptance import Answer
-from trajkit_shim.engines.base import EngineRequest, Sample, Sampling
-from trajkit_shim.engines.payloads import read_npy_experts
+from trajkit_shim.engines.base import EngineRequest, Sampling
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 
@@ -30,6 +29,10 @@ _AS_SAMPLED: Json = {
 }
 # explicit, so that none of these comes from the model's generation config
 _UNSHAPED: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+_GENERATE = "/inference/v1/generate"
+_PAUSE, _RESUME, _LOAD = "/pause?mode=keep", "/resume", "/collective_rpc"
+_RESET, _RENAME = "/reset_prefix_cache", "/update_weight_version"
+_DEVELOPING = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 
 
 class VLLMEngine(http.HttpEngine):
@@ -41,7 +44,11 @@ class VLLMEngine(http.HttpEngine):
     """
 
     server_name = "vLLM"
-    generate_path = "/inference/v1/generate"
+    generate_path = _GENERATE
+    hints = MappingProxyType(
+        {_GENERATE: "start it with --enable-scale-out"}
+        | dict.fromkeys((_PAUSE, _RESUME, _LOAD, _RESET, _RENAME), _DEVELOPING)
+    )
 
     async def check(self, request: EngineRequest) -> None:
         """Where one id is allowed, its logprob is 0."""
@@ -54,42 +61,31 @@ class VLLMEngine(http.HttpEngine):
                 "so on: start it with --logprobs-mode processed_logprobs"
             )
 
-    async def generate(self, request: EngineRequest) -> Sample:
-        try:
-            return await super().generate(request)
-        except EngineError as error:
-            if error.answered == 404:
-                rule = "start it with --enable-scale-out"
-                error.message += f" for {self.generate_path}: {rule}"
-            raise
-
     async def pause(self) -> None:
         """Stop sampling. Running calls keep their cache and continue after `resume`."""
-        await self._develop("/pause?mode=keep", {})
+        await self._order(_PAUSE, {})
 
     async def resume(self) -> None:
         """Continue sampling."""
-        await self._develop("/resume", {})
+        await self._order(_RESUME, {})
 
     async def update_weights(self, path: str, version: str) -> None:
         """Load weights from a directory that the servers can read."""
         load: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        await self._develop("/collective_rpc", load)
-        await self._develop("/reset_prefix_cache", {})
-        await self._develop("/update_weight_version", {"new_version": version})
-
-    async def _develop(self, path: str, body: Json) -> None:
-        """Send a request of vLLM's developer mode to all servers."""
-        try:
-            await self._order(path, body)
-        except EngineError as error:
-            if error.answered == 404:
-                rule = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
-                error.message += f" for {path}: {rule}"
-            raise
+        await self._order(_LOAD, load)
+        await self._order(_RESET, {})
+        await self._order(_RENAME, {"new_version": version})
 
     def _body(self, request: EngineRequest) -> tuple[Json, dict[str, str]]:
-        params = _sampling_params(request.sampling)
+        named = http.sampling_fields(request.sampling, {"max_new_tokens": "max_tokens"})
+        if "structural_tag" in named:
+            named["structured_outputs"] = {
+                "structural_tag": named.pop("structural_tag")
+            }
+        own: dict[str, Any] = {**_UNSHAPED, **request.sampling.extra}
+        params = {**own, **named, **_AS_SAMPLED}
+        if params["temperature"] == 0:
+            params |= {"temperature": 1.0, "top_p": 1.0, "top_k": 1}
         if self.sampling_masks and params["top_k"] <= 0:
             raise EngineError(
                 "vLLM returns sampling masks only for calls with top_k: set top_k in the "
@@ -111,46 +107,29 @@ class VLLMEngine(http.HttpEngine):
 
     def _answer(
         self, reply: Mapping[str, Any], request: EngineRequest
-    ) -> tuple[Answer, Sequence[str]]:
-        choices = reply["choices"]
+    ) -> dict[str, Any]:
+        choices, usage = reply["choices"], reply["usage"]
         if [choice["index"] for choice in choices] != [0]:
             n_choices = f"{len(choices)} choices"
             raise ValueError(f"{n_choices}, but the one with index 0 was asked for")
-        (choice,), usage = choices, reply["usage"]
-        details = usage.get("prompt_tokens_details") or {}
-        output_ids, experts = choice["token_ids"], None
-        if self._experts_per_token is not None:
-            n_tokens = len(request.prompt_ids) + len(output_ids)
-            experts = read_npy_experts(
-                choice.get("routed_experts"), n_tokens, self._experts_per_token
-            )
-        consumed = reply.get("prompt_token_ids")
-        if consumed is None and self._check_prompts:
-            raise ValueError("no prompt_token_ids, which were asked for")
-        mask = choice.get("sampling_mask") if self.sampling_masks else None
-        if mask is None and self.sampling_masks:
+        (choice,), mask = choices, None
+        if self.sampling_masks and (mask := choice.get("sampling_mask")) is None:
             raise ValueError("gave no sampling mask: it needs --return-sampling-mask")
-        answer = Answer(
-            request_id=reply.get("request_id"),
-            output_ids=output_ids,
-            logprobs=[
-                (entry["logprob"], _token_of(entry))
-                for entry in choice["logprobs"]["content"]
-            ],
-            finish_reason=choice["finish_reason"],
-            prompt_tokens=usage.get("prompt_tokens"),
-            completion_tokens=usage.get("completion_tokens"),
-            total_tokens=usage.get("total_tokens"),
-            cached_tokens=details.get("cached_tokens"),
-            weight_versions=[
-                (span["version"], span["start"], span["end"])
-                for span in choice.get("weight_versions") or ()
-            ],
-            prompt_ids=consumed,
-            sampling_mask=mask,
-            routed_experts=experts,
-        )
-        return answer, [_PREFIX + request.request_id]
+        details = usage.get("prompt_tokens_details") or {}
+        request_id, scored = reply.get("request_id"), choice["logprobs"]["content"]
+        if request_id == _PREFIX + request.request_id:
+            request_id = request.request_id
+        return {
+            "request_id": request_id,
+            "output_ids": choice["token_ids"],
+            "logprobs": [(entry["logprob"], _token_of(entry)) for entry in scored],
+            "finish_reason": choice["finish_reason"],
+            "counts": {**usage, "cached_tokens": details.get("cached_tokens")},
+            "weight_versions": choice.get("weight_versions"),
+            "prompt_ids": reply.get("prompt_token_ids"),
+            "sampling_mask": mask,
+            "routed_experts": choice.get("routed_experts"),
+        }
 
     def _abort(self, request_id: str) -> tuple[str, Json]:
         path = "/inference/v1/abort_requests"
@@ -163,13 +142,3 @@ def _token_of(entry: Mapping[str, Any]) -> object:
         return entry["token_id"]
     prefix, _, number = entry["token"].partition(":")
     return int(number) if prefix == "token_id" and number.isdecimal() else number
-
-
-def _sampling_params(sampling: Sampling) -> dict[str, Any]:
-    named = http.sampling_fields(sampling, {"max_new_tokens": "max_tokens"})
-    if "structural_tag" in named:
-        named["structured_outputs"] = {"structural_tag": named.pop("structural_tag")}
-    params = {**_UNSHAPED, **sampling.extra, **named, **_AS_SAMPLED}
-    if params["temperature"] == 0:
-        params |= {"temperature": 1.0, "top_p": 1.0, "top_k": 1}
-    return params

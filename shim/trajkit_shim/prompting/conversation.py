@@ -30,7 +30,7 @@ from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import texts_of
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Json, without_halves
-from trajkit_shim.prompting.attribution import Ids
+from trajkit_shim.prompting.render import Ids
 
 Known: TypeAlias = Literal["as_sent", "restored", "new"]
 """What an assistant message of a request is: an exact reply (``as_sent``), a reply in

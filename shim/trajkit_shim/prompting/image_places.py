@@ -19,10 +19,10 @@ from trajkit.turns.images import FIRST_CONTENT_ID
 from trajkit_shim.chat.image_store import ImageStore
 from trajkit_shim.chat.images import hashes_of
 from trajkit_shim.engines.base import PromptImage
-from trajkit_shim.engines.model_config import image_token_id
+from trajkit_shim.engines.model_config import config_number
 from trajkit_shim.errors import GatewayError, TemplateError
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.attribution import Encoded, Ids
+from trajkit_shim.prompting.render import Encoded, Ids
 
 KIND = "image"
 
@@ -126,8 +126,11 @@ def load_image_model(path: str | Path) -> ImageModel | None:
     """
     directory = Path(path)
     names = ("preprocessor_config.json", "processor_config.json")
-    token_id = image_token_id(directory)
-    if token_id is None or not any((directory / name).exists() for name in names):
+    if not any((directory / name).exists() for name in names):
+        return None
+    try:
+        token_id = config_number(directory, "image_token_id", "image_token_index")
+    except ValueError:
         return None
     import transformers
 
@@ -137,10 +140,7 @@ def load_image_model(path: str | Path) -> ImageModel | None:
 
     with suppress(ImportError, AttributeError):
         sizes = load("AutoProcessor")._get_num_multimodal_tokens
-        return ImageModel(
-            token_id,
-            lambda height, width: sizes([(height, width)]).num_image_tokens[0],
-        )
+        return ImageModel(token_id, lambda *size: sizes([size]).num_image_tokens[0])
     try:
         pixels = load("AutoImageProcessor")
         patches, merged = pixels.get_number_of_image_patches, pixels.merge_size**2

@@ -1,20 +1,29 @@
 """Prompts: rendered, or built by appending to token ids consumed and sampled before.
 
-``append`` keeps prompt and output ids of an earlier turn, and adds what the template
-writes after that reply. It is used if the request's messages up to a reply are those of
-an earlier turn, with the same tools and variables, the reply ended by itself, and the
-template's text between the replies is what it was (`prompting.skeleton`). Other requests
-are rendered, for a reason that is counted; of a changed history, the ids of the last turn
-before the change are kept.
+How a prompt is built:
 
-Many templates leave out the reasoning of earlier replies. After tool results it stays as
-it was sampled. At a user's message the template decides: if its text of the earlier turn
-is no longer the start of its new text, the request is rendered. ``past`` changes both.
+1. The session's conversation restores the request's replies (`prompting.conversation`).
+2. The base is the last reply that was sampled at this very position, with the same tools
+   and variables, if it ended by itself and its ids are in memory.
+3. The template has to be one that may be extended for the roles of what follows the base
+   (`prompting.skeleton` tries it out).
+4. The messages are rendered, with a stand-in for each reply up to the base.
+5. The text between the replies before the base has to be what it was, by its digest.
+6. At a user's message the template decides: if its own text of the base's turn is no longer
+   the start of its new text, as where it leaves out reasoning, nothing is extended. After
+   tool results replies stay as they were sampled. ``past`` changes both.
+7. The prompt is the ids of the base's turn, and those of the text after the base.
+8. Without a base, or where one of this does not hold, all messages are rendered, for a
+   reason that is counted. Of a changed history the last turn before the change is the base.
+9. The digest of the text between all replies goes with the prompt, for the next one.
+10. Each new token gets the message that it shows, if that can be told exactly.
 """
 
 import json
+import re
+import secrets
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -26,18 +35,10 @@ import numpy as np
 from trajkit_shim.chat.request import squeezed
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting import attribution
-from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.prompting.conversation import Node, RestoredRequest
 from trajkit_shim.prompting.image_places import ImagePlaces
-from trajkit_shim.prompting.render import NO_LIMIT, ChatRenderer
-from trajkit_shim.prompting.skeleton import (
-    Between,
-    Departure,
-    Skeleton,
-    probe_template,
-    role_of,
-)
+from trajkit_shim.prompting.render import NO_LIMIT, ChatRenderer, Encoded, Ids
+from trajkit_shim.prompting.skeleton import Between, Departure, Skeleton, role_of
 
 Mode: TypeAlias = Literal["append", "render"]
 """How prompts are built where possible."""
@@ -53,6 +54,7 @@ Reason: TypeAlias = (
 )
 """Why a prompt does not extend the last reply (docs/engines.md has a table)."""
 
+_CHOSEN: Reason | None = "chosen"
 # sets of variables whose probe is kept; clients choose them
 _KEPT = 64
 
@@ -85,14 +87,8 @@ class Prompt:
         return blake2b(ids, digest_size=16).digest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Offer:
-    """What a template is given besides messages."""
-
-    tools: list[Json] | None
-    variables: Mapping[str, object]
-    digest: bytes
-    skeleton: Skeleton
+Spans: TypeAlias = list[tuple[int, int, int]]
+"""(message, start, stop) of each content in a text."""
 
 
 class Prompts:
@@ -121,7 +117,7 @@ class Prompts:
         key = json.dumps([tools, given], sort_keys=True)
         with self._lock:
             if key not in self._probes:
-                self._probes[key] = probe_template(self.renderer, given, tools=tools)
+                self._probes[key] = Skeleton(self.renderer, given, tools=tools)
             self._probes.move_to_end(key)
             while len(self._probes) > _KEPT:
                 self._probes.popitem(last=False)
@@ -178,192 +174,115 @@ class Prompts:
         Raises as `ChatRenderer.text`, and `EngineError` if there are surely more than
         ``max_tokens``.
         """
-        given = dict(variables or {})
+        given, messages = dict(variables or {}), restored.messages
         # not sorted, because a template may render the fields in order
         digest = blake2b(json.dumps([tools, given]).encode(), digest_size=16).digest()
         skeleton = self.skeleton(given, tools=tools is not None)
-        offer = _Offer(tools=tools, variables=given, digest=digest, skeleton=skeleton)
-        if self.mode == "render":
-            return self._render(restored, offer, "chosen", attributed, max_tokens)
-        n_known, base, reason = _find_base(restored, offer.digest)
+        call = _Call(restored, tools, skeleton, self.past)
+        found: tuple[str, Between] | Reason | None = None
+        n_known, base, reason = 0, None, _CHOSEN
+        if self.mode == "append":
+            n_known, base, reason = _find_base(restored, digest)
         if base is not None:
-            found = self._appended(restored, offer, n_known, base)
-            if isinstance(found, Between):
-                return self._append(
-                    *(restored, offer, n_known, base, reason),
-                    *(found, attributed, max_tokens),
-                )
-            reason = reason or found
-        return self._render(
-            restored, offer, reason or "template", attributed, max_tokens
+            found = call.extension(base, n_known)
+            reason = reason or (None if isinstance(found, tuple) else found)
+        if base is not None and isinstance(found, tuple):
+            opaque, (text, between) = call.opaque(n_known), found
+            assert base.ids is not None
+            ids, start = base.ids, between.start
+            ended = self.renderer.text_of_id.get(int(ids[-1]))
+            if skeleton.opens_next and between.end != ended:
+                # the reply stopped at the start of a message of another role
+                ids, start, base = ids[:-1], between.end_at, None
+                reason = reason or "end_token"
+        else:
+            ids, text, start, opaque = np.empty(0, np.int32), call.text(messages), 0, []
+            n_known, base = 0, None
+        encoded = self.renderer.encode(text[start:], max_tokens)
+        if self.places is not None:
+            encoded = self.places.expand(encoded, messages[n_known:])
+        index = None
+        if attributed:
+            index = _attribute(
+                *(self.renderer.without_mark, messages, n_known, text, start, encoded),
+                lambda marked: call.text(marked, opaque),
+            )
+        last = None
+        if self.mode == "append":
+            # replies that were recognized at another position are written out here
+            same = isinstance(found, tuple) and opaque == restored.sampled
+            last = between.digest if same else call.digest()
+        return Prompt(
+            ids=np.concatenate([ids, encoded.ids]),
+            reason=reason,
+            base=base,
+            n_base=len(ids),
+            n_known=n_known,
+            message_index=index,
+            between=last,
+            offered=digest,
         )
 
-    def _appended(
-        self, restored: RestoredRequest, offer: _Offer, n_known: int, base: Node
-    ) -> "Between | Reason":
-        """What the template writes after the reply of a turn, or why it may not be used."""
-        messages, new = restored.messages, restored.messages[n_known:]
-        skeleton = offer.skeleton
-        roles = {role_of(message) for message in new} or {"user"}
-        if base.between is None or any(skeleton.extends[role] for role in roles):
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One request on its way to a prompt."""
+
+    restored: RestoredRequest
+    tools: list[Json] | None
+    skeleton: Skeleton
+    past: Past
+
+    def text(self, messages: Sequence[Json], opaque: Collection[int] = ()) -> str:
+        """The template's text, with stand-ins for the replies at some indices."""
+        return self.skeleton.text(messages, self.tools, opaque, self.restored.sampled)
+
+    def opaque(self, n_known: int) -> list[int]:
+        """The replies among the first messages."""
+        return [i for i in self.restored.sampled if i < n_known]
+
+    def digest(self) -> bytes | None:
+        """The digest of the text between all replies, if they can be told apart."""
+        messages, replies = self.restored.messages, self.restored.sampled
+        with suppress(TemplateError):
+            text = self.text(messages, replies)
+            found = self.skeleton.between(text, messages, replies)
+            return found.digest if isinstance(found, Between) else None
+        return None
+
+    def extension(self, base: Node, n_known: int) -> tuple[str, Between] | Reason:
+        """The text with stand-ins up to a base, or why it may not be extended."""
+        messages, extends = self.restored.messages, self.skeleton.extends
+        roles = {role_of(message) for message in messages[n_known:]} or {"user"}
+        if base.between is None or any(extends[role] for role in roles):
             return "template"
-        sampled = restored.sampled
-        opaque = [i for i in sampled if i < n_known]
-        found = skeleton.between(
-            *(messages, offer.tools, offer.variables, opaque, sampled)
-        )
+        opaque = self.opaque(n_known)
+        text = self.text(messages, opaque)
+        found = self.skeleton.between(text, messages, opaque)
         if isinstance(found, str):
             return found
         if found.before != base.between:
             return "rewritten"
-        by_template = self.past == "template" or (
-            self.past == "auto" and "user" in roles
-        )
-        if by_template:
-            changed = self._rewritten(restored, offer, n_known)
-            if changed is not None:
-                return changed
-        return found
+        changed = None
+        if self.past == "template" or (self.past == "auto" and "user" in roles):
+            changed = self._rewritten(n_known)
+        return changed or (text, found)
 
-    def _rewritten(
-        self, restored: RestoredRequest, offer: _Offer, n_known: int
-    ) -> "Departure | None":
-        """How the template's own text of an earlier turn changed, if it did."""
-        messages, sampled = restored.messages, restored.sampled
-        reply = messages[n_known - 1]
-        thoughts = [str(m.get("reasoning_content") or "") for m in messages[:n_known]]
+    def _rewritten(self, n_known: int) -> Departure | None:
+        """How the template's own text of a base's turn changed, if it did."""
+        messages = self.restored.messages
+        thoughts = [m.get("reasoning_content") or "" for m in messages[:n_known]]
         changed: Departure = "reasoning" if any(thoughts) else "rewritten"
-        text = self.renderer.text
-        before = text(
-            messages[: n_known - 1], offer.tools, offer.variables, sampled=sampled
-        )
-        after = text(messages, offer.tools, offer.variables, sampled=sampled)
-        thought = squeezed(reply.get("reasoning_content") or "")
+        before, after = self.text(messages[: n_known - 1]), self.text(messages)
+        thought = squeezed(thoughts[-1])
         if thought:
             # the reply shows what the generation prompt opened, in other words maybe
-            leaves = offer.skeleton.leaves_after(messages[n_known - 2])
+            leaves = self.skeleton.leaves_after(messages[n_known - 2])
             before = before.removesuffix(leaves)
         if not after.startswith(before):
             return changed
-        shown = squeezed(self.renderer.without_mark(after[len(before) :]))
-        return None if thought in shown else "reasoning"
-
-    def _append(
-        self,
-        restored: RestoredRequest,
-        offer: _Offer,
-        n_known: int,
-        base: Node,
-        reason: Reason | None,
-        found: Between,
-        attributed: bool,
-        max_tokens: int,
-    ) -> Prompt:
-        messages, skeleton = restored.messages, offer.skeleton
-        start, ids = found.start, base.ids
-        kept: Node | None = base
-        assert ids is not None
-        ended = self.renderer.token_of(int(ids[-1]))
-        if skeleton.opens_next and found.end != ended:
-            # the reply stopped at the start of a message of another role
-            start, ids, kept = found.end_at, ids[:-1], None
-            reason = reason or "end_token"
-        encoded = self.renderer.encode(found.text[start:], max_tokens)
-        if self.places is not None:
-            encoded = self.places.expand(encoded, messages[n_known:])
-        # replies that were recognized at another position are written out here
-        between: bytes | None = found.digest
-        if any(i >= n_known for i in restored.sampled):
-            between = self._between(restored, offer)
-        index = None
-        if attributed:
-            opaque = [i for i in restored.sampled if i < n_known]
-
-            def marked(changed: list[Json]) -> str:
-                found = skeleton.between(
-                    *(changed, offer.tools, offer.variables, opaque, restored.sampled)
-                )
-                return found if isinstance(found, str) else found.text
-
-            index = self._attribute(
-                messages, n_known, found.text, start, encoded, marked
-            )
-        return Prompt(
-            ids=np.concatenate([ids, encoded.ids]),
-            reason=reason,
-            base=kept,
-            n_base=len(ids),
-            n_known=n_known,
-            message_index=index,
-            between=between,
-            offered=offer.digest,
-        )
-
-    def _render(
-        self,
-        restored: RestoredRequest,
-        offer: _Offer,
-        reason: Reason,
-        attributed: bool,
-        max_tokens: int,
-    ) -> Prompt:
-        messages, sampled = restored.messages, restored.sampled
-
-        def text_of(changed: list[Json]) -> str:
-            return self.renderer.text(
-                changed, offer.tools, offer.variables, sampled=sampled
-            )
-
-        text = text_of(messages)
-        encoded = self.renderer.encode(text, max_tokens)
-        if self.places is not None:
-            encoded = self.places.expand(encoded, messages)
-        index = None
-        if attributed:
-            index = self._attribute(messages, 0, text, 0, encoded, text_of)
-        return Prompt(
-            ids=encoded.ids,
-            reason=reason,
-            base=None,
-            n_base=0,
-            n_known=0,
-            message_index=index,
-            between=None if self.mode == "render" else self._between(restored, offer),
-            offered=offer.digest,
-        )
-
-    def _between(self, restored: RestoredRequest, offer: _Offer) -> bytes | None:
-        """The digest of the text between all replies, if they can be told apart."""
-        replies = restored.sampled
-        with suppress(TemplateError):
-            found = offer.skeleton.between(
-                *(restored.messages, offer.tools, offer.variables, replies, replies)
-            )
-            return found.digest if isinstance(found, Between) else None
-        return None
-
-    def _attribute(
-        self,
-        messages: list[Json],
-        first: int,
-        text: str,
-        start: int,
-        encoded: attribution.Encoded,
-        text_of: attribution.TextOf,
-    ) -> Ids | None:
-        """The new message that each token of a text after ``start`` renders."""
-        plain = self.renderer.without_mark
-        whole, tail = plain(text), plain(text[start:])
-        # spares a rendering where there are few messages
-        spans = attribution.find_verbatim(messages[first:], tail) if first else None
-        if spans is None:
-            # the template may reject the marks
-            with suppress(TemplateError):
-                spans = attribution.locate_contents(
-                    *(messages, first, whole, len(whole) - len(tail)),
-                    lambda marked: plain(text_of(marked)),
-                )
-        return None if spans is None else attribution.message_index(encoded, spans)
+        shown = self.skeleton.renderer.without_mark(after[len(before) :])
+        return None if thought in squeezed(shown) else "reasoning"
 
 
 def _find_base(
@@ -388,3 +307,99 @@ def _find_base(
     if node.offered != offered:
         return 0, None, reason or "tools"
     return last + 1, node, reason
+
+
+def _attribute(
+    plain: Callable[[str], str],
+    messages: list[Json],
+    first: int,
+    text: str,
+    start: int,
+    encoded: Encoded,
+    text_of: Callable[[list[Json]], str],
+) -> Ids | None:
+    """The message, from ``first`` on, that each token of a text after ``start`` shows.
+
+    The messages are rendered again with a mark before and after each content. If removing
+    the marks yields the same text, they give the position of each content, and the
+    tokenizer's offsets its tokens. -1: a token of no message. None: it cannot be told.
+    """
+    whole, tail = plain(text), plain(text[start:])
+    # spares a rendering where there are few messages
+    spans = _find_verbatim(messages[first:], tail) if first else None
+    for inside_space in (False, True) if spans is None else ():
+        name = f"x{secrets.token_hex(12)}"
+        marked = [
+            _marked(message, f"{name}{i};", inside_space)
+            for i, message in enumerate(messages[first:])
+        ]
+        # the template may reject the marks
+        with suppress(TemplateError):
+            shown = plain(text_of([*messages[:first], *marked]))
+            clean, found = _without_marks(shown, name)
+            if clean == whole and found is not None:
+                n = len(whole) - len(tail)
+                spans = [(i, begin - n, end - n) for i, begin, end in found]
+                break
+    if spans is None:
+        return None
+    index = np.full(len(encoded.ids), -1, np.int32)
+    owners, starts, stops = np.array(spans, np.int64).reshape(-1, 3).T
+    # offsets ascend, but the tokens of one character have equal offsets
+    firsts = np.searchsorted(encoded.offsets[:, 0], starts)
+    lasts = np.searchsorted(encoded.offsets[:, 1], stops, side="right")
+    for i, begin, end in zip(owners, firsts, lasts, strict=True):
+        index[begin:end] = i
+    return index
+
+
+def _has_text(message: Json) -> bool:
+    content = message.get("content")
+    return isinstance(content, str) and bool(content.strip())
+
+
+def _marked(message: Json, mark: str, inside_space: bool) -> Json:
+    """The message with a mark on both sides of its content, or within white space there."""
+    if not _has_text(message):
+        return message
+    content = str(message["content"])
+    before = after = ""
+    if inside_space:
+        core = content.strip()
+        before, _, after = content.partition(core)
+        content = core
+    return {**message, "content": f"{before}{mark}{content}{mark}{after}"}
+
+
+def _find_verbatim(messages: list[Json], text: str) -> Spans | None:
+    """Return the span of each content in a text that has each once, in order, or None.
+
+    A template may change outer white space, so contents with it are not looked for.
+    """
+    spans, offset = [], 0
+    for i, message in enumerate(messages):
+        if not _has_text(message):
+            continue
+        content = str(message["content"])
+        start = text.find(content)
+        unsure = content != content.strip() or text.find(content, start + 1) >= 0
+        if start < offset or unsure:
+            return None
+        offset = start + len(content)
+        spans.append((i, start, offset))
+    return spans
+
+
+def _without_marks(text: str, name: str) -> tuple[str, Spans | None]:
+    """Return the text and the span of each content; None: broken marks."""
+    clean, *rest = re.split(name + r"(\d+);", text)
+    spans: Spans = []
+    if len(rest) % 4:
+        return text, None
+    fields = (rest[i::4] for i in range(4))
+    for opened, content, closed, after in zip(*fields, strict=True):
+        if opened != closed:
+            return text, None
+        spans.append((int(opened), len(clean), len(clean) + len(content)))
+        clean += content + after
+    return clean, None if name in clean else spans

@@ -11,16 +11,18 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import chain, takewhile
 from pathlib import Path
 from threading import BoundedSemaphore
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import AddedToken, Tokenizer
 
 from trajkit_shim.chat.request import (
     assistant_message,
@@ -31,18 +33,11 @@ from trajkit_shim.chat.request import (
 from trajkit_shim.engines.checks import too_long
 from trajkit_shim.errors import GatewayError, TemplateError
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.attribution import Encoded, Ids
-from trajkit_shim.prompting.tokenizer import (
-    ChatTokenizer,
-    ModelTokenizer,
-    load_tokenizer,
-)
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 NO_LIMIT = 2**31 - 1
 """More tokens than any text has."""
+
+Ids: TypeAlias = npt.NDArray[np.int32]
 
 LateSystem: TypeAlias = Literal["user", "refuse"]
 """What to do with a system message after other messages, if the template refuses it:
@@ -54,15 +49,39 @@ _PROBE_ARGUMENTS = '{"probe":  1}'
 _PROBE_PIECES = ("", " a\n", "a", "\n", "\u00e9 ", "  a", ".a")
 # spelling of a token for one byte
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 # what every template is given; a client cannot set it
 _GIVEN = frozenset("messages tools documents add_generation_prompt".split())
+# the special tokens that have a name, which templates use
+_NAMED = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 # the keys under which templates look for the reasoning of a reply
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _SHORT = 1 << 12  # characters of a text that takes about a millisecond
 _LONG = 1 << 17  # characters of a text that takes tens of milliseconds
 # short texts do not wait for the processors that long ones use
 _long_texts = BoundedSemaphore(max(1, (os.cpu_count() or 1) // 2))
-_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(slots=True)
+class ModelTokenizer:
+    """A fast tokenizer, its templates, and the texts of its named special tokens."""
+
+    backend_tokenizer: Tokenizer
+    chat_template: "str | dict[str, str] | None"
+    special_tokens_map: dict[str, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return int(self.backend_tokenizer.get_vocab_size())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """A text's ids, and the characters each of them covers."""
+
+    ids: Ids
+    # int32, shape (n_ids, 2): characters offsets[i, 0]:offsets[i, 1]
+    offsets: npt.NDArray[np.int32]
 
 
 def _template(source: str) -> tuple[Any, frozenset[str]]:
@@ -104,7 +123,8 @@ def _template(source: str) -> tuple[Any, frozenset[str]]:
 class ChatRenderer:
     """One fast tokenizer, the tokens that end a reply, and a chat template.
 
-    ``chat_template`` replaces the tokenizer's own, ``end_ids`` are tokens besides its
+    ``tokenizer``: a `ModelTokenizer`, or one of transformers. ``chat_template`` replaces
+    the tokenizer's own, ``end_ids`` are tokens besides its
     ``eos_token`` that end a reply, and ``late_system`` is used where the template refuses
     a late system message. Raises `ValueError`: there is no template, or no token ends a
     reply.
@@ -112,7 +132,7 @@ class ChatRenderer:
 
     def __init__(
         self,
-        tokenizer: ChatTokenizer,
+        tokenizer: Any,
         chat_template: str | None = None,
         *,
         end_ids: Iterable[int] = (),
@@ -124,8 +144,14 @@ class ChatRenderer:
             template = template.get("tool_use") or template.get("default")
         if not isinstance(template, str):
             raise ValueError("the tokenizer has no chat template: give --chat-template")
-        own = tokenizer.eos_token_id
-        ends = dict.fromkeys([*([] if own is None else [int(own)]), *end_ids])
+        self._backend: Tokenizer = tokenizer.backend_tokenizer
+        self._names = {
+            name: value
+            for name, value in tokenizer.special_tokens_map.items()
+            if isinstance(value, str)
+        }
+        own = self._backend.token_to_id(self._names.get("eos_token", ""))
+        ends = dict.fromkeys([*([] if own is None else [own]), *end_ids])
         if not ends:
             raise ValueError(
                 "no token ends a reply: neither the tokenizer, generation_config.json "
@@ -136,34 +162,28 @@ class ChatRenderer:
         self.end_ids = tuple(ends)
         self.late_system = late_system
         self._compiled, variables = _template(template)
-        self._names = {
-            name: value
-            for name, value in tokenizer.special_tokens_map.items()
-            if isinstance(value, str)
-        }
         # those that a request or session may set
         self.variables = variables - _GIVEN - {*self._names}
-        self._backend = tokenizer.backend_tokenizer
-        added = tokenizer.added_tokens_decoder.items()
-        self._added = {token.content: i for i, token in added}
-        # white space that has a token of its own is text
-        control = [t for t in self._added if t.strip(" \t\n\r\u2581")]
-        special = {token.content for _, token in added if token.special}
-        special |= {text for text, token in self._added.items() if token in ends}
-        self._special = _any_of(special)
-        self._control, self._pieces = _any_of(control), _any_of(self._added)
+        added = self._backend.get_added_tokens_decoder().items()
+        self.text_of_id = {i: token.content for i, token in added}
+        self._added = {text: i for i, text in self.text_of_id.items()}
+        special = {t.content for i, t in added if t.special or i in ends}
+        # patterns of control tokens; white space that has a token of its own is text
+        self.special, self._pieces = _any_of(special), _any_of(self._added)
+        self.control = _any_of([t for t in self._added if t.strip(" \t\n\r\u2581")])
+        self._begins = {t[:2] for t in self._added if t.strip()}
         # the control tokens that end a reply
         self.end_tokens = frozenset(t for t, i in self._added.items() if i in ends)
         parts = json.loads(self._backend.to_str())
-        self._plain = _without_added(parts)
+        # for text: without the added vocabulary
+        plain = {**parts, "added_tokens": [], "post_processor": None}
+        self._plain = Tokenizer.from_str(json.dumps(plain))
         # breaks up control tokens within text; unpredictable for clients
         self._mark = f"x{secrets.token_hex(12)}x"
         self._longest = _longest_token(self._backend, parts)
         # texts are tokenized piece by piece
         self.keeps_apart = True
         self.keeps_apart = self._split_agrees()
-        if not self.keeps_apart:
-            self._plain = self._backend
         self._probe_template()
         self._end_of_reasoning = self._backend.token_to_id("</think>")
         # Ids for single bytes. A run of them can only be decoded at its end, because one
@@ -192,7 +212,7 @@ class ChatRenderer:
         from jinja2.exceptions import TemplateError as JinjaError
 
         shaped = [
-            self._break(self._for_template(m), self._special if i in sampled else None)
+            self._break(self._for_template(m), self.special if i in sampled else None)
             for i, m in enumerate(messages)
         ]
         if not self._takes_late_system:
@@ -216,29 +236,14 @@ class ChatRenderer:
             message = f"the chat template rejects the messages: {error}"
             raise TemplateError(message, code="chat_template") from error
         # of arguments as a model can spell them; no tokenizer has half a character
+        with suppress(UnicodeEncodeError):
+            text.encode()
+            return str(text)
         return _SURROGATE.sub("\ufffd", text)
 
     def without_mark(self, text: str) -> str:
         """Return a part of `text` with the marks removed."""
         return text.replace(self._mark, "")
-
-    def controls(
-        self, text: str, start: int = 0, stop: int | None = None
-    ) -> "Iterator[re.Match[str]]":
-        """Yield the control tokens in a part of `text`, in order."""
-        return self._control.finditer(text, start, len(text) if stop is None else stop)
-
-    def is_special(self, token: str) -> bool:
-        """Return whether a control token is special, rather than markup."""
-        return self._special.fullmatch(token) is not None
-
-    def is_end(self, token: str) -> bool:
-        """Return whether a control token ends a reply."""
-        return token in self.end_tokens
-
-    def token_of(self, token_id: int) -> str | None:
-        """Return the control token with an id."""
-        return next((t for t, known in self._added.items() if known == token_id), None)
 
     def decode(self, output_ids: Ids, *, ended: bool) -> str:
         """Return the text of sampled ids, without a final end if the model ``ended`` it."""
@@ -254,9 +259,9 @@ class ChatRenderer:
         ends = np.flatnonzero(output_ids == self._end_of_reasoning)
         return int(ends[0]) + 1 if len(ends) else None
 
-    def _break(self, value: Any, spelled: "re.Pattern[str] | None" = None) -> Any:
+    def _break(self, value: Any, spelled: re.Pattern[str] | None = None) -> Any:
         """A JSON value with the mark inside each control token that it spells out."""
-        spelled = spelled or self._control
+        spelled = spelled or self.control
         if isinstance(value, dict):
             return {
                 self._break(key, spelled): self._break(item, spelled)
@@ -264,7 +269,12 @@ class ChatRenderer:
             }
         if isinstance(value, list):
             return [self._break(item, spelled) for item in value]
-        while isinstance(value, str) and spelled.search(value):
+        # most texts have not even the first two characters of one
+        if not (
+            isinstance(value, str) and any(begin in value for begin in self._begins)
+        ):
+            return value
+        while spelled.search(value):
             if not self.keeps_apart:
                 raise GatewayError(
                     "a message or tool spells out a special token, which this model's "
@@ -285,18 +295,19 @@ class ChatRenderer:
     def encode(self, text: str, max_tokens: int = NO_LIMIT) -> Encoded:
         """Tokenize a `text`, with the characters of each id after `without_mark`."""
         self.check_length(self.without_mark(text), max_tokens)
-        ids, offsets, length = list[Ids](), list[npt.NDArray[np.int32]](), 0
-        parts = self._pieces.split(text) if self.keeps_apart else [text]
-        for part in parts:
-            plain = self.without_mark(part)
-            token = self._added.get(part) if self.keeps_apart else None
+        if not self.keeps_apart:
+            return encode(self._backend, text, max_tokens)
+        found, length = list[Encoded](), 0
+        for part in self._pieces.split(text):
+            token, plain = self._added.get(part), self.without_mark(part)
             if token is None:
                 piece = encode(self._plain, plain, max_tokens)
             else:
-                piece = _one_token(token, len(part))
-            ids.append(piece.ids)
-            offsets.append(piece.offsets + length)
+                whole = np.array([[0, len(part)]], np.int32)
+                piece = Encoded(np.array([token], np.int32), whole)
+            found.append(Encoded(piece.ids, piece.offsets + length))
             length += len(plain)
+        ids, offsets = ([getattr(e, n) for e in found] for n in ("ids", "offsets"))
         return Encoded(np.concatenate(ids), np.concatenate(offsets))
 
     def _split_agrees(self) -> bool:
@@ -428,14 +439,14 @@ class ChatRenderer:
         return adapted
 
 
-def _any_of(tokens: Collection[str]) -> "re.Pattern[str]":
+def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
     """A pattern of any of some texts, in a group; the longest one matches."""
     longest_first = sorted(filter(None, tokens), key=len, reverse=True)
     # the empty alternation would match everywhere
     return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
-def encode(tokenizer: "Tokenizer", text: str, max_tokens: int = NO_LIMIT) -> Encoded:
+def encode(tokenizer: Tokenizer, text: str, max_tokens: int = NO_LIMIT) -> Encoded:
     """Tokenize a text without special tokens; other threads run meanwhile."""
     if len(text) <= _SHORT:
         # another thread would take longer to wake up than this takes
@@ -460,19 +471,7 @@ def encode(tokenizer: "Tokenizer", text: str, max_tokens: int = NO_LIMIT) -> Enc
     return Encoded(np.array(encoded.ids, np.int32), offsets)
 
 
-def _one_token(token_id: int, length: int) -> Encoded:
-    return Encoded(np.array([token_id], np.int32), np.array([[0, length]], np.int32))
-
-
-def _without_added(parts: dict[str, Any]) -> "Tokenizer":
-    """The tokenizer of a parsed tokenizer.json without its added vocabulary, for text."""
-    from tokenizers import Tokenizer
-
-    changed = {**parts, "added_tokens": [], "post_processor": None}
-    return Tokenizer.from_str(json.dumps(changed))
-
-
-def _longest_token(tokenizer: "Tokenizer", parts: dict[str, Any]) -> int:
+def _longest_token(tokenizer: Tokenizer, parts: dict[str, Any]) -> int:
     """The most characters that one token covers, if the tokenizer bounds it."""
     model, normalizer = parts["model"], parts["normalizer"]
     swallows = any(
@@ -517,7 +516,7 @@ def load_renderer(
     folder = Path(path)
     if not folder.is_dir():
         raise FileNotFoundError(f"no model directory {str(path)!r}")
-    tokenizer: ChatTokenizer
+    tokenizer: Any
     if (folder / "tokenizer.json").exists() and not trust_remote_code:
         tokenizer = load_tokenizer(folder)
     else:
@@ -531,7 +530,50 @@ def load_renderer(
     return ChatRenderer(tokenizer, chat_template, end_ids=ends, late_system=late_system)
 
 
-def _from_transformers(folder: Path, trust_remote_code: bool) -> ChatTokenizer:
+def load_tokenizer(folder: Path) -> ModelTokenizer:
+    """Read the tokenizer of a model directory, which has a ``tokenizer.json``.
+
+    Raises `ValueError`: a file cannot be read.
+    """
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            config |= json.loads((folder / name).read_text("utf-8"))
+    try:
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # tokenizers has no errors of its own
+    except Exception as error:
+        raise ValueError(f"tokenizer.json: {error}") from error
+    named = {name: _text(config.get(name)) for name in _NAMED}
+    texts = {name: text for name, text in named.items() if text is not None}
+    missing = [t for t in texts.values() if backend.token_to_id(t) is None]
+    backend.add_special_tokens([AddedToken(text, special=True) for text in missing])
+    return ModelTokenizer(backend, _template_of(folder, config), texts)
+
+
+def _text(token: object) -> str | None:
+    """The text of a token, which a configuration may have as an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _template_of(
+    folder: Path, config: Mapping[str, Any]
+) -> str | dict[str, str] | None:
+    """The chat template; several, if they have names."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text("utf-8")
+    template = config.get("chat_template")
+    if (folder / "chat_template.json").exists():
+        text = (folder / "chat_template.json").read_text("utf-8")
+        template = json.loads(text).get("chat_template")
+    if isinstance(template, Iterable) and not isinstance(template, str):
+        return {each["name"]: each["template"] for each in template}
+    return template
+
+
+def _from_transformers(folder: Path, trust_remote_code: bool) -> Any:
     """The tokenizer of a directory whose files only transformers can read."""
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast

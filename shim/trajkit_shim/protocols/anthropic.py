@@ -18,7 +18,7 @@ from trajkit_shim.json_input import Fields, Json, as_object
 from trajkit_shim.protocols import stream
 from trajkit_shim.protocols.base import WireProtocol, words_for
 from trajkit_shim.protocols.openai_chat import known_role
-from trajkit_shim.protocols.stream import Block, Step, Thought, event
+from trajkit_shim.protocols.stream import Block, Thought, event
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ _KNOWN = frozenset(
 )
 # fields of a block or tool that mean nothing to the model
 _SILENT = frozenset({"type", "cache_control"})
-_TOOL = frozenset(
+_TOOL = _SILENT.union(
     "allowed_callers description eager_input_streaming input_examples input_schema "
     "name strict".split()
 )
@@ -44,8 +44,9 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     config = fields.section("output_config")
     config.only({"effort", "format", "task_budget"})
     given = None if fields.json.get("system") is None else _system(fields, "system")
-    front = chat.system_message(given)
-    messages = front + [m for given in fields.filled("messages") for m in _read(given)]
+    messages = chat.system_message(given)
+    for message in fields.filled("messages"):
+        messages += _read(message)
     tools = chat.Tools()
     for tool in fields.objects("tools"):
         kind = tool.get_text("type") or "custom"
@@ -53,15 +54,16 @@ def _parse(fields: Fields) -> chat.ChatRequest:
             # only the provider can run it
             tools.left_out.append(kind)
             continue
-        tool.only(_TOOL | _SILENT)
+        tool.only(_TOOL)
         tools.add(tool, tool.need("input_schema", as_object))
     choice = fields.section("tool_choice")
     choice.only({"type", "name", "disable_parallel_tool_use"})
-    modes = ("any", "auto", "none", "tool")
-    chosen = choice.one_of("type", modes, "auto")
+    chosen = choice.one_of("type", ("any", "auto", "none", "tool"), "auto")
     schema = chat.text_schema(config, "format")
     # the format had a field of its own before
     older = chat.text_schema(fields, "output_format")
+    thinking = fields.section("thinking").json
+    budget = thinking.get("budget_tokens")
     return chat.ChatRequest(
         messages=messages,
         tools=(tools.functions or None) if chosen != "none" else None,
@@ -73,21 +75,14 @@ def _parse(fields: Fields) -> chat.ChatRequest:
             schema=older if schema is None else schema,
         ),
         sampling=parse_sampling(fields, {"stop": "stop_sequences", "seed": None}),
-        thinking=_thinking(fields, config),
+        thinking=chat.Thinking(
+            variables=fields.section("chat_template_kwargs").json,
+            effort=config.get_text("effort"),
+            on=chat.SWITCH.get(str(thinking.get("type"))),
+            budget=budget if isinstance(budget, int) else None,
+        ),
         stream=fields.flag("stream"),
         left_out=tuple(tools.left_out),
-        n_front=len(front),
-    )
-
-
-def _thinking(fields: Fields, config: Fields) -> chat.Thinking:
-    given = fields.section("thinking")
-    kind, budget = given.json.get("type"), given.json.get("budget_tokens")
-    return chat.Thinking(
-        variables=fields.section("chat_template_kwargs").json,
-        effort=config.get_text("effort"),
-        on={"enabled": True, "disabled": False}.get(str(kind)),
-        budget=budget if isinstance(budget, int) else None,
     )
 
 
@@ -186,7 +181,7 @@ def _write(reply: Reply, _: chat.ChatRequest) -> dict[str, Any]:
 _REASONS = {"cut": "max_tokens", "calls": "tool_use", "end": "end_turn"}
 
 
-def _block(block: Block, reply: Reply) -> Json:
+def _block(block: Block, reply: Reply) -> dict[str, Any]:
     if isinstance(block, str):
         return {"type": "text", "text": block}
     if isinstance(block, Call):
@@ -196,57 +191,35 @@ def _block(block: Block, reply: Reply) -> Json:
     return {"type": "thinking", "thinking": block.text, "signature": signed}
 
 
-class _Events(stream.Events):
-    """The events of a streamed reply.
-
-    ``message_start``; for each block its start, its deltas (for reasoning also one with
-    the signature) and its stop; ``message_delta`` with the stop reason and the usage;
-    ``message_stop``.
-    """
-
-    def ping(self) -> bytes:
-        return event({"type": "ping"})
-
-    def error(self, error: GatewayError) -> bytes:
-        return event(_error(error))
-
-    def write(self, step: Step) -> Iterator[bytes]:
-        reply = step.reply
-        place: Json = {"index": step.index}
-        match step.what:
-            case "begin":
-                if step.index == 0:
-                    message = stream.begun(_write(reply, self.request))
-                    message["usage"]["output_tokens"] = 0
-                    yield event({"type": "message_start", "message": message})
-                place["content_block"] = stream.begun(_block(step.block, reply))
-                yield event({"type": "content_block_start", **place})
-            case "text":
-                kind, field = _DELTAS[type(step.block)]
-                place["delta"] = {"type": kind, field: step.text}
-                yield event({"type": "content_block_delta", **place})
-            case "end":
-                if isinstance(step.block, Thought):
-                    signed = stream.signature(reply)
-                    delta = {"type": "signature_delta", "signature": signed}
-                    yield event(
-                        {"type": "content_block_delta", **place, "delta": delta}
-                    )
-                yield event({"type": "content_block_stop", **place})
-            case "done":
-                message = _write(reply, self.request)
-                ending = {n: message[n] for n in ("stop_reason", "stop_sequence")}
-                last = {"delta": ending, "usage": message["usage"]}
-                yield event({"type": "message_delta", **last})
-                yield event({"type": "message_stop"})
+def _events(reply: Reply, request: chat.ChatRequest, _: int) -> Iterator[Json]:
+    message = _write(reply, request)
+    usage = {**message["usage"], "output_tokens": 0}
+    yield {
+        "type": "message_start",
+        "message": {**stream.begun(message), "usage": usage},
+    }
+    for index, block in enumerate(stream.blocks(reply)):
+        place, whole = {"index": index}, _block(block, reply)
+        begun = stream.begun(whole)
+        yield {"type": "content_block_start", **place, "content_block": begun}
+        match block:
+            case Thought(text=text):
+                deltas = [("thinking_delta", "thinking", text)]
+                deltas.append(("signature_delta", "signature", whole["signature"]))
+            case Call(arguments=text):
+                deltas = [("input_json_delta", "partial_json", text)]
+            case text:
+                deltas = [("text_delta", "text", text)]
+        for kind, name, text in deltas:
+            if text:
+                delta = {"type": kind, name: text}
+                yield {"type": "content_block_delta", **place, "delta": delta}
+        yield {"type": "content_block_stop", **place}
+    ending = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+    yield {"type": "message_delta", "delta": ending, "usage": message["usage"]}
+    yield {"type": "message_stop"}
 
 
-# type and field of the deltas of each kind of block
-_DELTAS = {
-    str: ("text_delta", "text"),
-    Call: ("input_json_delta", "partial_json"),
-    Thought: ("thinking_delta", "thinking"),
-}
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -269,13 +242,13 @@ def _error(error: GatewayError) -> Json:
 
 ANTHROPIC = WireProtocol(
     name="anthropic",
-    history="messages",
     paths={"/v1/messages": "reply", "/v1/messages/count_tokens": "count"},
     call_prefix="toolu_",
     known=_KNOWN,
     required=("max_tokens",),
     parse=_parse,
     write=_write,
-    events=_Events,
+    events=_events,
+    ping=lambda *_: event({"type": "ping"}),
     error=_error,
 )

@@ -1,7 +1,7 @@
 """What the gateway needs from a protocol: requests in, replies, events and errors out."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -10,7 +10,7 @@ from trajkit_shim.chat.reply import Reply
 from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Fields, Json
-from trajkit_shim.protocols.stream import Events
+from trajkit_shim.protocols.stream import event
 
 Verb: TypeAlias = Literal["reply", "stream", "count"]
 """What a path returns: a reply (streamed if the body asks for it), a streamed reply, or
@@ -22,7 +22,6 @@ class WireProtocol:
     """One protocol: fields, and functions between its JSON and the gateway's records."""
 
     name: str
-    history: str  # the field of a request with the conversation, a list
     paths: Mapping[str, Verb]  # paths below the gateway's URL, and what each returns
     call_prefix: str = "call_"  # prefix of the ids of tool calls
     known: frozenset[str]  # the fields of a request
@@ -32,8 +31,14 @@ class WireProtocol:
     # raises `GatewayError` for missing, invalid or unsupported fields
     parse: Callable[[Fields], ChatRequest]
     write: Callable[[Reply, ChatRequest], Json]
-    events: Callable[[ChatRequest], Events]
+    # the events of a streamed reply, after a number of keep-alive events
+    events: Callable[[Reply, ChatRequest, int], Iterable[Json]]
+    # a keep-alive event, after a number of others; clients accept any number of them
+    ping: Callable[[ChatRequest, int], bytes]
     error: Callable[[GatewayError], Json]
+    # the end of a stream that failed, if it is not `error`
+    failed: Callable[[GatewayError, ChatRequest, int], Iterable[Json]] | None = None
+    stream_end: bytes = b""
     # the field of a request for a count that may contain the request for a reply
     count_of: str | None = None
     # the body of its answer
@@ -47,20 +52,33 @@ class WireProtocol:
         """Read the body of a request for a reply or a count; raises `GatewayError`."""
         ignored: Counter[str] = Counter()
         fields = Fields(body, ignored=ignored)
-        if count:
-            inner = self.count_of and fields.get_object(self.count_of)
-            fields = Fields(inner or body, ignored=ignored)
+        if count and self.count_of:
+            fields = Fields(fields.get_object(self.count_of) or body, ignored=ignored)
         for name in () if count else self.required:
             if body.get(name) is None:
                 fields.refuse(name, "missing")
         fields.only(self.known, self.neutral)
         fields.get_text("model")
-        request = self.parse(fields)
+        request = replace(self.parse(fields), ignored=ignored)
         if request.messages[-1]["role"] == "assistant":
             # it is shown as complete, and the model answers with another message
             ignored["continuation of the last message"] += 1
         read_images(request.messages, images)
-        return replace(request, ignored=ignored)
+        return request
+
+    def stream(
+        self, answer: Reply | GatewayError, request: ChatRequest, n_pings: int
+    ) -> Iterator[bytes]:
+        """Yield the encoded events of a reply or an error, to the end of the stream."""
+        if isinstance(answer, Reply):
+            events = self.events(answer, request, n_pings)
+        elif self.failed is None:
+            events = [self.error(answer)]
+        else:
+            events = self.failed(answer, request, n_pings)
+        yield from map(event, events)
+        if self.stream_end:
+            yield self.stream_end
 
 
 def words_for(

@@ -19,7 +19,7 @@ from trajkit_shim.json_input import Fields, Json, as_list, refuse
 from trajkit_shim.protocols import stream
 from trajkit_shim.protocols.base import Verb, WireProtocol, words_for
 from trajkit_shim.protocols.openai_chat import known_role
-from trajkit_shim.protocols.stream import Block, Step, Thought, event
+from trajkit_shim.protocols.stream import Block, Thought
 
 _KNOWN = (
     "chat_template_kwargs contents generationConfig labels model safetySettings "
@@ -51,8 +51,8 @@ _TYPES = frozenset("ARRAY BOOLEAN INTEGER NULL NUMBER OBJECT STRING".split())
 
 def _parse(fields: Fields) -> chat.ChatRequest:
     system = map(_text, list(fields.section("systemInstruction").objects("parts")))
-    front = chat.system_message("\n".join(filter(None, system)))
-    messages = _messages(fields.filled("contents"))
+    messages = chat.system_message("\n".join(filter(None, system)))
+    messages += _messages(fields.filled("contents"))
     tools = _tools(fields)
     calling = fields.section("toolConfig").section("functionCallingConfig")
     calling.only({"allowedFunctionNames", "mode"})
@@ -63,7 +63,7 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     config.only(_CONFIG, _NEUTRAL)
     config.get("candidateCount", chat.as_one_reply)
     return chat.ChatRequest(
-        messages=front + messages,
+        messages=messages,
         tools=(tools.functions or None) if mode != "NONE" else None,
         required=chat.Required(
             call=mode == "ANY",
@@ -77,7 +77,6 @@ def _parse(fields: Fields) -> chat.ChatRequest:
         logprobs=config.flag("responseLogprobs"),
         stream=False,
         left_out=tuple(tools.left_out),
-        n_front=len(front),
     )
 
 
@@ -273,34 +272,12 @@ def _body(reply: Reply, candidates: list[Json]) -> Json:
     }
 
 
-class _Chunks(stream.Events):
-    """The chunks of a streamed reply, each with a part or a piece of one."""
-
-    def ping(self) -> bytes:
-        # the official client parses comments as JSON
-        return b"\n"
-
-    def error(self, error: GatewayError) -> bytes:
-        return event(_error(error))
-
-    def reply(self, reply: Reply) -> Iterator[bytes]:
-        steps = [step for step in self.steps(reply) if step.what == "text"]
-        # the last chunk has the finish reason, and always a part
-        *parts, last = [_new_part(step) for step in steps] or [{"text": ""}]
-        chunks = [_candidate(reply, [part], last=False) for part in parts]
-        for chunk in (*chunks, _candidate(reply, [last])):
-            yield event(_body(reply, [chunk]))
-
-    def write(self, step: Step) -> Iterator[bytes]:
-        if step.what == "text":
-            part = _new_part(step)
-            candidate = _candidate(step.reply, [part], last=False)
-            yield event(_body(step.reply, [candidate]))
-
-
-def _new_part(step: Step) -> Json:
-    part = _part(step.block, step.reply)
-    return {**part, "text": step.text} if "text" in part else part
+def _chunks(reply: Reply, _: chat.ChatRequest, __: int) -> Iterator[Json]:
+    # each has a part; the last one has the finish reason too
+    parts = [_part(block, reply) for block in stream.blocks(reply)]
+    filled = [part for part in parts if part.get("text") != ""] or [{"text": ""}]
+    for n_left, part in enumerate(filled, 1 - len(filled)):
+        yield _body(reply, [_candidate(reply, [part], last=n_left == 0)])
 
 
 _STATUSES = {
@@ -333,7 +310,6 @@ _VERBS: Mapping[str, Verb] = {
 
 GEMINI = WireProtocol(
     name="gemini",
-    history="contents",
     paths={
         f"/{version}/models/{{model:path}}:{method}": verb
         for version in ("v1", "v1beta")
@@ -342,7 +318,9 @@ GEMINI = WireProtocol(
     known=frozenset(_KNOWN.split()),
     parse=_parse,
     write=_write,
-    events=_Chunks,
+    events=_chunks,
+    # the official client parses comments as JSON
+    ping=lambda *_: b"\n",
     error=_error,
     count_of="generateContentRequest",
     count=lambda tokens: {"totalTokens": tokens},

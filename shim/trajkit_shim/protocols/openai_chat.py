@@ -10,12 +10,11 @@ from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import GivenImage, Part, Readers, joined, read_parts
 from trajkit_shim.chat.reply import Call, Reply, Token, Usage
 from trajkit_shim.chat.sampling_params import PARAM_NAMES, parse_sampling
-from trajkit_shim.errors import GatewayError, error_body
+from trajkit_shim.errors import error_body
 from trajkit_shim.json_input import Fields, Json, as_flag
 from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.protocols.stream import Block, Events, Step, Thought, blocks, event
+from trajkit_shim.protocols.stream import Thought, blocks
 
-DONE = b"data: [DONE]\n\n"
 _CHUNK = "chat.completion.chunk"
 
 _KNOWN = (
@@ -76,7 +75,7 @@ def thinking(fields: Fields) -> chat.Thinking:
     return chat.Thinking(
         variables=fields.section("chat_template_kwargs").json,
         effort=fields.get_text("reasoning_effort") or reasoning.get_text("effort"),
-        on={"enabled": True, "disabled": False}.get(str(switch)),
+        on=chat.SWITCH.get(str(switch)),
     )
 
 
@@ -219,49 +218,30 @@ def _call(call: Call) -> Json:
     return chat.tool_call(call.call_id, call.name, call.arguments)
 
 
-class _Chunks(Events):
-    """The chunks of a streamed reply, including ``[DONE]``.
+def _chunks(reply: Reply, request: chat.ChatRequest, _: int) -> Iterator[Json]:
+    # with include_usage every chunk but the last has a null usage
+    usage: Json = {"usage": None} if request.include_usage else {}
 
-    Role; reasoning, content and tool calls in sampled order; the finish reason with all
-    logprobs; then the usage, if the client asked for it.
-    """
-
-    def ping(self) -> bytes:
-        return b": waiting for the engine\n\n"
-
-    def error(self, error: GatewayError) -> bytes:
-        return event(error_body(error)) + DONE
-
-    def blocks(self, reply: Reply) -> list[Block]:
-        # here white space alone is content too
-        return blocks(reply, spaces=True)
-
-    def write(self, step: Step) -> Iterator[bytes]:
-        reply = step.reply
-        match step.what, step.block:
-            case "begin", _ if step.index == 0:
-                yield self._chunk(reply, {"role": "assistant", "content": ""})
-            case "text", Call() as call:
-                delta = {"index": reply.calls.index(call), **_call(call)}
-                yield self._chunk(reply, {"tool_calls": [delta]})
-            case "text", Thought():
-                yield self._chunk(reply, {"reasoning_content": step.text})
-            case "text", _:
-                yield self._chunk(reply, {"content": step.text})
-            case "close", _:
-                yield self._chunk(reply, {}, _ending(reply))
-            case "done", _:
-                if self.request.include_usage:
-                    last = _body(reply, _CHUNK, [])
-                    yield event({**last, "usage": _usage(reply.usage)})
-                yield DONE
-
-    def _chunk(self, reply: Reply, delta: Json, ending: Json | None = None) -> bytes:
+    def chunk(delta: Json, ending: Json | None = None) -> Json:
         ending = ending or {"logprobs": None, "finish_reason": None}
         choice = {"index": 0, "delta": delta, **ending}
-        # with include_usage every chunk but the last has a null usage
-        usage: Json = {"usage": None} if self.request.include_usage else {}
-        return event({**_body(reply, _CHUNK, [choice]), **usage})
+        return {**_body(reply, _CHUNK, [choice]), **usage}
+
+    yield chunk({"role": "assistant", "content": ""})
+    n_calls = 0
+    # here white space alone is content too
+    for block in blocks(reply, spaces=True):
+        if isinstance(block, Call):
+            yield chunk({"tool_calls": [{"index": n_calls, **_call(block)}]})
+            n_calls += 1
+        elif isinstance(block, Thought):
+            if block.text:
+                yield chunk({"reasoning_content": block.text})
+        elif block:
+            yield chunk({"content": block})
+    yield chunk({}, _ending(reply))
+    if request.include_usage:
+        yield {**_body(reply, _CHUNK, []), "usage": _usage(reply.usage)}
 
 
 def _usage(usage: Usage) -> Json:
@@ -280,7 +260,6 @@ def _usage(usage: Usage) -> Json:
 
 OPENAI_CHAT = WireProtocol(
     name="openai_chat",
-    history="messages",
     paths={"/v1/chat/completions": "reply"},
     known=frozenset({*PARAM_NAMES, *_KNOWN.split()}),
     neutral={
@@ -292,6 +271,8 @@ OPENAI_CHAT = WireProtocol(
     },
     parse=_parse,
     write=write,
-    events=_Chunks,
+    events=_chunks,
+    ping=lambda *_: b": waiting for the engine\n\n",
     error=error_body,
+    stream_end=b"data: [DONE]\n\n",
 )

@@ -12,9 +12,7 @@ their calls.
 
 import base64
 import re
-import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -32,7 +30,7 @@ from trajkit_shim.protocols.openai_chat import (
     thinking,
     token_logprobs,
 )
-from trajkit_shim.protocols.stream import Block, Step, Thought, event
+from trajkit_shim.protocols.stream import Thought, event
 
 _KNOWN = (
     "chat_template_kwargs client_metadata include input instructions "
@@ -61,7 +59,7 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     if fields.json.get("previous_response_id") is not None:
         rule = "nothing is stored here: send the entire conversation as input"
         fields.refuse("previous_response_id", rule, "unsupported_parameter")
-    front = chat.system_message(fields.get_text("instructions"))
+    messages = chat.system_message(fields.get_text("instructions"))
     tools = chat.Tools()
     _add_tools(tools, fields)
     format = fields.section("text")
@@ -69,7 +67,7 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     schema = chat.text_schema(format, "format")
     offered, required = read_required(fields, tools, schema)
     return chat.ChatRequest(
-        messages=front + _messages(fields),
+        messages=messages + _messages(fields),
         tools=offered,
         required=required,
         sampling=parse_sampling(fields, _NAMES),
@@ -78,7 +76,6 @@ def _parse(fields: Fields) -> chat.ChatRequest:
         stream=fields.flag("stream"),
         left_out=tuple(tools.left_out),
         namespaces=tools.namespaces,
-        n_front=len(front),
     )
 
 
@@ -188,10 +185,10 @@ def _reasoning(item: Fields) -> str:
 
 def _write(reply: Reply, request: chat.ChatRequest) -> Json:
     response = _response(f"resp_{reply.reply_id}", reply.created)
-    return response | _outcome(reply, _items(reply, request, _blocks(reply)))
+    return response | _outcome(reply, _items(reply, request))
 
 
-def _response(response_id: str, created: int) -> Json:
+def _response(response_id: str, created: int) -> dict[str, Any]:
     """A response without a reply."""
     return {
         "id": response_id,
@@ -235,21 +232,14 @@ def _outcome(reply: Reply, items: list[Json]) -> Json:
     }
 
 
-def _blocks(reply: Reply) -> list[Block]:
-    """The blocks that become items; a complete reply has a text or a call."""
-    found = stream.blocks(reply)
-    if isinstance(found[-1], Thought):
-        found.append(reply.text)
-    return found
-
-
-def _items(
-    reply: Reply, request: chat.ChatRequest, found: list[Block]
-) -> list[dict[str, Any]]:
-    """The output items of the blocks, in order."""
+def _items(reply: Reply, request: chat.ChatRequest) -> list[dict[str, Any]]:
+    """The output items of a complete reply, which has a text or a call."""
+    blocks = stream.blocks(reply)
+    if isinstance(blocks[-1], Thought):
+        blocks.append(reply.text)
     items: list[dict[str, Any]] = []
     tokens = reply.tokens
-    for number, block in enumerate(found, -(reply.reasoning is not None)):
+    for number, block in enumerate(blocks, -(reply.reasoning is not None)):
         if isinstance(block, Thought):
             encoded = base64.urlsafe_b64encode(block.text.encode()).decode()
             item = {
@@ -286,92 +276,82 @@ def _items(
     return items
 
 
-class _Events(stream.Events):
-    """The events of a streamed reply, numbered.
+def _streamed(request: chat.ChatRequest, changes: Json | None = None) -> Json:
+    """The response that the events of a stream are about."""
+    return _response(f"resp_{request.stream_id}", request.created) | (changes or {})
 
-    ``response.created`` and ``response.in_progress``; for each item the events that add
-    it, fill it (part added, deltas, done) and finish it; ``response.completed``, or
-    ``response.incomplete`` if a token limit truncated the reply.
-    """
 
-    def __init__(self, request: chat.ChatRequest) -> None:
-        super().__init__(request)
-        self._number = 0
-        self._items: list[dict[str, Any]] = []
-        self._response = _response(f"resp_{uuid.uuid4().hex}", int(time.time()))
-        # sent before the first event
-        self._opening = b""
-        self._opening = self._status("created") + self._status("in_progress")
+def _numbered(
+    request: chat.ChatRequest, n_pings: int, events: Iterable[tuple[str, Json]]
+) -> Iterator[Json]:
+    """The events that follow some keep-alive events; if none, the opening too."""
+    begun: Json = {"response": _streamed(request)}
+    opening = [] if n_pings else [("created", begun), ("in_progress", begun)]
+    first = n_pings + 2 if n_pings else 0
+    for number, (kind, fields) in enumerate((*opening, *events), first):
+        yield {"type": f"response.{kind}", "sequence_number": number, **fields}
 
-    def ping(self) -> bytes:
-        return self._status("in_progress")
 
-    def error(self, error: GatewayError) -> bytes:
-        code = "invalid_prompt" if error.status < 500 else "server_error"
-        # Codex does not retry after these and invalid_prompt
-        if error.code in _STREAMED_ERRORS:
-            code = error.code
-        self._response["status"] = "failed"
-        self._response["error"] = {"code": code, "message": error.message}
-        return self._status("failed")
+def _ping(request: chat.ChatRequest, n_pings: int) -> bytes:
+    alive: Json = {"response": _streamed(request)}
+    return b"".join(map(event, _numbered(request, n_pings, [("in_progress", alive)])))
 
-    def blocks(self, reply: Reply) -> list[Block]:
-        found = _blocks(reply)
-        self._items = _items(reply, self.request, found)
-        return found
 
-    def write(self, step: Step) -> Iterator[bytes]:
-        item = self._items[step.index]
-        output: Json = {"output_index": step.index, "item": item}
-        place: Json = {"item_id": item["id"], "output_index": step.index}
-        parts = item.get("content", [])
-        if parts:
-            kind, done = parts[0]["type"], {"text": parts[0]["text"]}
-            place["content_index"] = 0
-        else:
-            kind, done = "function_call_arguments", {"arguments": item["arguments"]}
-            done["name"] = item["name"]
-        # clients expect logprobs only of a message's text; all come at its end
-        none: Json = {"logprobs": []} if kind == "output_text" else {}
-        match step.what:
-            case "begin":
-                item = stream.begun(item)
-                yield self._event("output_item.added", {**output, "item": item})
-                for part in parts:
-                    part = stream.begun(part)
-                    yield self._event("content_part.added", {**place, "part": part})
-            case "text":
-                delta = {**place, "delta": step.text, **none}
-                yield self._event(f"{kind}.delta", delta)
-            case "end":
-                logprobs = {name: parts[0].get(name, []) for name in none}
-                yield self._event(f"{kind}.done", {**place, **done, **logprobs})
-                for part in parts:
-                    yield self._event("content_part.done", {**place, "part": part})
-                yield self._event("output_item.done", output)
-            case "done":
-                self._response |= _outcome(step.reply, self._items)
-                yield self._status(str(self._response["status"]))
+def _failed(
+    error: GatewayError, request: chat.ChatRequest, n_pings: int
+) -> Iterator[Json]:
+    code = "invalid_prompt" if error.status < 500 else "server_error"
+    # Codex does not retry after these and invalid_prompt
+    if error.code in _STREAMED_ERRORS:
+        code = error.code
+    told = {"code": code, "message": error.message}
+    failed: Json = {"response": _streamed(request, {"status": "failed", "error": told})}
+    return _numbered(request, n_pings, [("failed", failed)])
 
-    def _status(self, kind: str) -> bytes:
-        return self._event(kind, {"response": self._response})
 
-    def _event(self, kind: str, fields: Json) -> bytes:
-        head = {"type": f"response.{kind}", "sequence_number": self._number}
-        self._number += 1
-        opening, self._opening = self._opening, b""
-        return opening + event({**head, **fields})
+def _events(reply: Reply, request: chat.ChatRequest, n_pings: int) -> Iterator[Json]:
+    items = _items(reply, request)
+    response = _streamed(request, _outcome(reply, items))
+    events = [each for k, item in enumerate(items) for each in _events_of(item, k)]
+    events.append((str(response["status"]), {"response": response}))
+    return _numbered(request, n_pings, events)
+
+
+def _events_of(item: dict[str, Any], index: int) -> Iterator[tuple[str, Json]]:
+    """The events that add an item, fill it and finish it."""
+    output: Json = {"output_index": index, "item": item}
+    place: Json = {"item_id": item["id"], "output_index": index}
+    parts = item.get("content", [])
+    if parts:
+        kind, text, place["content_index"] = parts[0]["type"], parts[0]["text"], 0
+        done: Json = {"text": text}
+    else:
+        kind, text = "function_call_arguments", item["arguments"]
+        done = {"arguments": text, "name": item["name"]}
+    # clients expect logprobs only of a message's text; all come at its end
+    none: Json = {"logprobs": []} if kind == "output_text" else {}
+    yield "output_item.added", {**output, "item": stream.begun(item)}
+    for part in parts:
+        yield "content_part.added", {**place, "part": stream.begun(part)}
+    if text:
+        yield f"{kind}.delta", {**place, "delta": text, **none}
+    logprobs = {name: parts[0].get(name, []) for name in none}
+    yield f"{kind}.done", {**place, **done, **logprobs}
+    for part in parts:
+        yield "content_part.done", {**place, "part": part}
+    yield "output_item.done", output
 
 
 OPENAI_RESPONSES = WireProtocol(
     name="openai_responses",
-    history="input",
     paths={"/v1/responses": "reply", "/v1/responses/input_tokens": "count"},
     known=frozenset(_KNOWN.split()),
     neutral={"background": False, "top_logprobs": 0, "truncation": "disabled"},
     parse=_parse,
     write=_write,
-    events=_Events,
+    events=_events,
+    ping=_ping,
+    failed=_failed,
     error=error_body,
     count=lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
     streamed_errors=_STREAMED_ERRORS,

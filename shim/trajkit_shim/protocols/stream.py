@@ -1,16 +1,14 @@
-"""The blocks of a reply, and the events that stream them."""
+"""The blocks of a reply, and how JSON and events are encoded."""
 
 import base64
 import json
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from trajkit_shim.chat.reply import Call, Reply
-from trajkit_shim.chat.request import ChatRequest, assistant_message
-from trajkit_shim.errors import GatewayError
+from trajkit_shim.chat.request import assistant_message
 from trajkit_shim.json_input import Json
 
 
@@ -29,13 +27,9 @@ def blocks(reply: Reply, *, spaces: bool = False) -> list[Block]:
 
     White space alone is a block only with ``spaces``, because clients reject it.
     """
-    found: list[Block] = []
-    if reply.reasoning is not None:
-        found.append(Thought(reply.reasoning))
-    for part in reply.parts:
-        if spaces or isinstance(part, Call) or part.strip():
-            found.append(part)
-    return found or [reply.text]
+    thought = [] if reply.reasoning is None else [Thought(reply.reasoning)]
+    parts = (p for p in reply.parts if spaces or isinstance(p, Call) or p.strip())
+    return [*thought, *parts] or [reply.text]
 
 
 def assistant(parts: Iterable[Thought | str | Json]) -> Json:
@@ -51,65 +45,6 @@ def assistant(parts: Iterable[Thought | str | Json]) -> Json:
 def signature(reply: Reply) -> str:
     """Return what protocols with signed reasoning get as signature."""
     return base64.b64encode(f"trajkit:{reply.reply_id}".encode()).decode()
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What is new in a stream.
-
-    A block begins, gets its text or arguments (never empty), and ends. The reply closes
-    after its blocks, and is done.
-    """
-
-    what: Literal["begin", "text", "end", "close", "done"]
-    reply: Reply
-    index: int = 0
-    block: Block = ""
-    text: str = ""
-
-
-class Events(ABC):
-    """The events of one streamed reply, in order. A protocol writes each `Step`."""
-
-    def __init__(self, request: ChatRequest) -> None:
-        self.request = request
-
-    @abstractmethod
-    def ping(self) -> bytes:
-        """Return a keep-alive event. Clients accept any number between other events."""
-
-    def reply(self, reply: Reply) -> Iterator[bytes]:
-        """Yield the reply, to the end of the stream."""
-        for step in self.steps(reply):
-            yield from self.write(step)
-        yield from self.write(Step("done", reply))
-
-    @abstractmethod
-    def error(self, error: GatewayError) -> bytes:
-        """Return the end of a stream that failed."""
-
-    def steps(self, reply: Reply) -> Iterator[Step]:
-        """Yield the blocks of a reply."""
-        for index, block in enumerate(self.blocks(reply)):
-            yield Step("begin", reply, index, block)
-            if text := _text(block):
-                yield Step("text", reply, index, block, text)
-            yield Step("end", reply, index, block)
-        yield Step("close", reply)
-
-    def blocks(self, reply: Reply) -> list[Block]:
-        """Return the blocks that are streamed."""
-        return blocks(reply)
-
-    @abstractmethod
-    def write(self, step: Step) -> Iterator[bytes]:
-        """Yield the events of a step."""
-
-
-def _text(block: Block) -> str:
-    if isinstance(block, str):
-        return block
-    return block.text if isinstance(block, Thought) else block.arguments
 
 
 # the fields of messages, blocks and items that a stream fills

@@ -7,15 +7,14 @@ reply contains JSON with the same value, that text is used.
 
 import asyncio
 import json
-from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from trajkit_shim.chat.reply import Call, Parsed
 from trajkit_shim.engines.http import Connections, EngineServer, reading
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.attribution import Ids
+from trajkit_shim.prompting.render import Ids
 from trajkit_shim.replies.parse import THINK, ReplyParser, Tools
 from trajkit_shim.replies.parsers import DECODER
 
@@ -47,61 +46,49 @@ class SGLangParser(ReplyParser):
     async def parse(
         self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
     ) -> Parsed:
-        calls_parser, reasoning_parser = await self.names()
-        reasoning, rest, calls = None, text, []
+        parser, thoughts = await self.names()
+        found: list[Any] = []
+        reasoning: Any
+        rest: Any
+        reasoning, rest = None, text
+        unread = Parsed(parts=(text,) if text else (), sampled=text, ill_formed=True)
+        answer: dict[str, Any]
         try:
-            if reasoning_parser:
-                opening = f"{THINK}{text}" if opened else text
-                reasoning, rest = await self._separate(reasoning_parser, opening)
-            if calls_parser and tools:
-                rest, found = await self._find_calls(calls_parser, rest or "", tools)
-                with reading("SGLang", "tool calls"):
-                    calls = [(str(c["name"]), c["parameters"]) for c in found or ()]
+            if thoughts:
+                body: Json = {"text": f"{THINK}{text}" if opened else text}
+                body["reasoning_parser"] = thoughts
+                answer = await self._server.post("/separate_reasoning", body)
+                reasoning, rest = answer.get("reasoning_text"), answer.get("text")
+            if parser and tools:
+                body = {"text": rest or "", "tools": list(tools)}
+                body["tool_call_parser"] = parser
+                answer = await self._server.post("/parse_function_call", body)
+                rest = answer.get("normal_text")
+                found = [*cast(Any, answer.get("calls") or ())]
         except EngineError as error:
             if error.status != 400:
                 raise
-            return _unread(text)
-        return await asyncio.to_thread(_parsed, text, reasoning, rest, calls)
+            return unread
+        parts: list[str | Call] = [str(rest)] if rest else []
+        offset = 0
+        for call in found:
+            with reading("SGLang", "tool calls"):
+                name, arguments = str(call["name"]), call["parameters"]
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            try:
+                # a long text takes a while
+                given = arguments, text, offset
+                sampled, offset = await asyncio.to_thread(as_sampled, *given)
+            except (ValueError, RecursionError):
+                # no protocol can send such a call
+                return unread
+            parts.append(Call(name, sampled))
+        thought = str(reasoning) if reasoning else None
+        return Parsed(parts=tuple(parts), sampled=text, reasoning=thought)
 
     async def close(self) -> None:
         await self._connections.close()
-
-    async def _separate(self, parser: str, text: str) -> tuple[Any, Any]:
-        """The reasoning of a reply and the rest of its text; None: none."""
-        body: Json = {"text": text, "reasoning_parser": parser}
-        answer = await self._server.post("/separate_reasoning", body)
-        return answer.get("reasoning_text"), answer.get("text")
-
-    async def _find_calls(
-        self, parser: str, text: str, tools: Tools
-    ) -> tuple[Any, Any]:
-        """A text without its calls, and their names and parameters; None: none."""
-        body: Json = {"text": text, "tools": list(tools), "tool_call_parser": parser}
-        answer = await self._server.post("/parse_function_call", body)
-        return answer.get("normal_text"), answer.get("calls")
-
-
-def _unread(text: str) -> Parsed:
-    return Parsed(parts=(text,) if text else (), sampled=text, ill_formed=True)
-
-
-def _parsed(
-    text: str, reasoning: object, rest: object, calls: Iterable[tuple[str, object]]
-) -> Parsed:
-    """A parser's result, with arguments as they were sampled; they are JSON or values."""
-    parts: list[str | Call] = [str(rest)] if rest else []
-    offset = 0
-    for name, arguments in calls:
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        try:
-            sampled, offset = as_sampled(arguments, text, offset)
-        except (ValueError, RecursionError):
-            # no protocol can send such a call
-            return _unread(text)
-        parts.append(Call(name, sampled))
-    thought = str(reasoning) if reasoning else None
-    return Parsed(parts=tuple(parts), sampled=text, reasoning=thought)
 
 
 def as_sampled(arguments: str, text: str, start: int) -> tuple[str, int]:

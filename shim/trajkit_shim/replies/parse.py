@@ -16,8 +16,7 @@ import numpy as np
 
 from trajkit_shim.chat.reply import Call, Parsed
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.attribution import Ids
-from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.render import ChatRenderer, Ids
 
 Tools: TypeAlias = Sequence[Json]
 """The offered tools, in OpenAI's format."""

@@ -29,8 +29,8 @@ else a string. ``pythonic`` calls are a list of Python expressions.
 import ast
 import json
 import re
-from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 from trajkit_shim.chat.reply import Call
 from trajkit_shim.chat.request import function_of
@@ -96,7 +96,9 @@ def _fields_at(text: str, offset: int) -> tuple[dict[str, str], int]:
 _ARGUMENTS = ("arguments", "parameters")
 
 
-def _json_reader(opening: str, closing: str, *, needs_arguments: bool) -> ReadCalls:
+def _json_reader(
+    opening: str, closing: str, *, needs_arguments: bool = True
+) -> ReadCalls:
     """Read a JSON object, or a list of some, between two `_pattern`."""
 
     def read(text: str, offset: int, _: Tools) -> tuple[list[Call], int] | None:
@@ -280,183 +282,170 @@ def _json_text(written: str, kinds: frozenset[str]) -> str:
     return text if kind != "string" and kind in kinds else _dumps(written)
 
 
-_OPEN_DS, _CLOSE_DS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _TO = r"<\|channel\|>commentary to="
-_JSON_NAME = r'(?:<\|python_tag\|>\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"'
 
-HERMES = ToolForm(
-    name="hermes",
-    starts=re.compile(_OPEN),
-    read=_json_reader(f"{_OPEN} ", f" {_CLOSE}", needs_arguments=False),
-    known_by=(_OPEN,),
-    grammar=CallForm(
-        opens=_OPEN,
-        begin=lambda name: f'{_OPEN}\n{{"name": {json.dumps(name)}, "arguments": ',
-        end=f"}}\n{_CLOSE}",
-    ),
-)
-PLAIN_JSON = ToolForm(
-    name="plain-json",
-    starts=re.compile(_JSON_NAME),
-    read=_json_reader(r"(?:<\|python_tag\|> )?", "", needs_arguments=True),
-    known_by=('{"name"', '"parameters"'),
-    grammar=CallForm(
-        opens='{"name"',
-        begin=lambda name: f'{{"name": {json.dumps(name)}, "parameters": ',
-        end="}",
-    ),
-)
-QWEN3_CODER = ToolForm(
-    name="qwen3-coder",
-    # the model leaves out the first tag at times
-    starts=re.compile(f"{_OPEN}|<function="),
-    read=_tag_reader(
-        f"(?:{_OPEN} )?",
-        "<function=([^<\n>]+)> ",
-        "<parameter=(?P<key>[^<\n>]+)>\n?(?P<value>.*?)\n?</parameter> "
-        "(?=<parameter=|</function>)",
-        "</function> ",
-        _CLOSE,
-    ),
-    known_by=("<function=", "<parameter="),
-    grammar=CallForm(
-        opens=_OPEN,
-        begin=lambda name: f"{_OPEN}\n<function={name}>\n",
-        end=f"\n</function>\n{_CLOSE}",
-        style="qwen_xml",
-    ),
-)
-SEED_OSS = ToolForm(
-    name="seed-oss",
-    starts=re.compile("<seed:tool_call>"),
-    read=_tag_reader(
-        "<seed:tool_call> ",
-        "<function=([^<\n>]+)> ",
-        "<parameter=(?P<key>[^<\n>]+)>(?P<value>.*?)</parameter> "
-        "(?=<parameter=|</function>)",
-        "</function> ",
-        "</seed:tool_call>",
-    ),
-    known_by=("<seed:tool_call>",),
-)
-GLM = ToolForm(
-    name="glm",
-    starts=re.compile(_OPEN),
-    read=_tag_reader(
-        "",
-        rf"{_OPEN}\s*+([^<\n]*[^<\s])\s*+(?=<)",
-        "<arg_key>(?>(?P<key>.+?)</arg_key> <arg_value>)(?P<value>.*?)</arg_value> "
-        f"(?=<arg_key>|{_CLOSE})",
-        f"{_CLOSE} ",
-        "",
-    ),
-    known_by=("<arg_key>", "<arg_value>"),
-    grammar=CallForm(
-        opens=_OPEN,
-        begin=lambda name: f"{_OPEN}{name}\n",
-        end=f"\n{_CLOSE}",
-        style="glm_xml",
-    ),
-)
-DSML = ToolForm(
-    name="dsml",
-    starts=re.compile("<｜DSML｜(?:function|tool)_calls>"),
-    read=_tag_reader(
-        "<｜DSML｜(?:function|tool)_calls> ",
-        '<｜DSML｜invoke name="([^"]+)"> ',
-        '<｜DSML｜parameter name="(?P<key>[^"]+)" string="(?P<text>true|false)">'
-        "(?P<value>.*?)</｜DSML｜parameter> (?=<｜DSML｜parameter|</｜DSML｜invoke>)",
-        "</｜DSML｜invoke> ",
-        "</｜DSML｜(?:function|tool)_calls>",
-    ),
-    known_by=("DSML", "invoke"),
-)
-MINIMAX = ToolForm(
-    name="minimax",
-    starts=re.compile("<minimax:tool_call>"),
-    read=_tag_reader(
-        "<minimax:tool_call> ",
-        '<invoke name="([^"]+)"> ',
-        '<parameter name="(?P<key>[^"]+)">\n?(?P<value>.*?)\n?</parameter> '
-        "(?=<parameter name=|</invoke>)",
-        "</invoke> ",
-        "</minimax:tool_call>",
-    ),
-    known_by=("<minimax:tool_call>",),
-)
-KIMI = ToolForm(
-    name="kimi",
-    starts=re.compile(r"<\|tool_calls_section_begin\|>"),
-    read=_named_reader(
-        r"<\|tool_calls_section_begin\|> ",
-        r"<\|tool_call_begin\|> (?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+) "
-        r"<\|tool_call_argument_begin\|> ",
-        r" <\|tool_call_end\|> ",
-        r"<\|tool_calls_section_end\|>",
-    ),
-    known_by=("<|tool_calls_section_begin|>",),
-)
-DEEPSEEK = ToolForm(
-    name="deepseek",
-    starts=re.compile(_OPEN_DS),
-    read=_named_reader(
-        f"{_OPEN_DS} ",
-        "<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\n"
-        "|(?P<name2>[^\n<]+)<｜tool▁sep｜>) ",
-        "(?: ```)? <｜tool▁call▁end｜> ",
-        _CLOSE_DS,
-    ),
-    known_by=("tool▁calls▁begin",),
-)
-MISTRAL_ARGS = ToolForm(
-    name="mistral-args",
-    starts=re.compile(r"\[TOOL_CALLS\]"),
-    read=_named_reader(
-        "",
-        r"\[TOOL_CALLS\] (?P<name>[\w.-]+) (?:\[CALL_ID\](?P<id>\w+))?\[ARGS\] ",
-        " ",
-        "",
-    ),
-    known_by=("[TOOL_CALLS]", "[ARGS]"),
-)
-MISTRAL = ToolForm(
-    name="mistral",
-    starts=re.compile(r"\[TOOL_CALLS\]"),
-    read=_json_reader(r"\[TOOL_CALLS\] ", "", needs_arguments=True),
-    known_by=("[TOOL_CALLS]",),
-)
-TOOLCALL = ToolForm(
-    name="toolcall",
-    starts=re.compile(r"<TOOLCALL>|<\|tool_call\|>"),
-    read=_json_reader(
-        r"(?:<TOOLCALL>|<\|tool_call\|>) ",
-        r" (?:</TOOLCALL>|<\|/tool_call\|>)\n?",
-        needs_arguments=True,
-    ),
-    known_by=("<TOOLCALL>",),
-)
-PHI = replace(TOOLCALL, name="phi", known_by=("<|tool_call|>", "<|/tool_call|>"))
-GPT_OSS = ToolForm(
-    name="gpt-oss",
-    starts=re.compile(_TO),
-    read=_named_reader(
-        "", rf"{_TO}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|> ", r" <\|call\|>", ""
-    ),
-    split=_split_channels,
-    known_by=("<|channel|>", "<|message|>"),
-)
-PYTHONIC = ToolForm(
-    name="pythonic",
-    starts=re.compile(r"\A\s*\[[\w.]+\("),
-    read=_read_pythonic,
-    known_by=("(key=value)",),
-)
-# in order of precedence, if a template matches several
+
+def _form(
+    name: str, known_by: str, read: ReadCalls, starts: str = "", **more: Any
+) -> ToolForm:
+    """A format; its calls start with its first mark, or with a pattern."""
+    marks = tuple(known_by.split())
+    pattern = re.compile(starts or re.escape(marks[0]))
+    return ToolForm(name=name, known_by=marks, read=read, starts=pattern, **more)
+
+
 FORMS = {
     form.name: form
+    # in order of precedence, if a template matches several
     for form in (
-        *(GPT_OSS, KIMI, DSML, DEEPSEEK, MINIMAX, SEED_OSS, QWEN3_CODER, GLM),
-        *(MISTRAL_ARGS, MISTRAL, TOOLCALL, PHI, HERMES, PYTHONIC, PLAIN_JSON),
+        _form(
+            "gpt-oss",
+            "<|channel|> <|message|>",
+            _named_reader(
+                *("", rf"{_TO}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|> "),
+                *(r" <\|call\|>", ""),
+            ),
+            starts=_TO,
+            split=_split_channels,
+        ),
+        _form(
+            "kimi",
+            "<|tool_calls_section_begin|>",
+            _named_reader(
+                r"<\|tool_calls_section_begin\|> ",
+                r"<\|tool_call_begin\|> (?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+) "
+                r"<\|tool_call_argument_begin\|> ",
+                r" <\|tool_call_end\|> ",
+                r"<\|tool_calls_section_end\|>",
+            ),
+        ),
+        _form(
+            "dsml",
+            "DSML invoke",
+            _tag_reader(
+                "<｜DSML｜(?:function|tool)_calls> ",
+                '<｜DSML｜invoke name="([^"]+)"> ',
+                '<｜DSML｜parameter name="(?P<key>[^"]+)" string="(?P<text>true|false)">'
+                "(?P<value>.*?)</｜DSML｜parameter> "
+                "(?=<｜DSML｜parameter|</｜DSML｜invoke>)",
+                "</｜DSML｜invoke> ",
+                "</｜DSML｜(?:function|tool)_calls>",
+            ),
+            starts="<｜DSML｜(?:function|tool)_calls>",
+        ),
+        _form(
+            "deepseek",
+            "tool▁calls▁begin",
+            _named_reader(
+                "<｜tool▁calls▁begin｜> ",
+                "<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\n"
+                "|(?P<name2>[^\n<]+)<｜tool▁sep｜>) ",
+                "(?: ```)? <｜tool▁call▁end｜> ",
+                "<｜tool▁calls▁end｜>",
+            ),
+            starts="<｜tool▁calls▁begin｜>",
+        ),
+        _form(
+            "minimax",
+            "<minimax:tool_call>",
+            _tag_reader(
+                "<minimax:tool_call> ",
+                '<invoke name="([^"]+)"> ',
+                '<parameter name="(?P<key>[^"]+)">\n?(?P<value>.*?)\n?</parameter> '
+                "(?=<parameter name=|</invoke>)",
+                "</invoke> ",
+                "</minimax:tool_call>",
+            ),
+        ),
+        _form(
+            "seed-oss",
+            "<seed:tool_call>",
+            _tag_reader(
+                "<seed:tool_call> ",
+                "<function=([^<\n>]+)> ",
+                "<parameter=(?P<key>[^<\n>]+)>(?P<value>.*?)</parameter> "
+                "(?=<parameter=|</function>)",
+                "</function> ",
+                "</seed:tool_call>",
+            ),
+        ),
+        _form(
+            "qwen3-coder",
+            "<function= <parameter=",
+            _tag_reader(
+                f"(?:{_OPEN} )?",
+                "<function=([^<\n>]+)> ",
+                "<parameter=(?P<key>[^<\n>]+)>\n?(?P<value>.*?)\n?</parameter> "
+                "(?=<parameter=|</function>)",
+                "</function> ",
+                _CLOSE,
+            ),
+            # the model leaves out the first tag at times
+            starts=f"{_OPEN}|<function=",
+            grammar=CallForm(
+                opens=_OPEN,
+                begin=lambda name: f"{_OPEN}\n<function={name}>\n",
+                end=f"\n</function>\n{_CLOSE}",
+                style="qwen_xml",
+            ),
+        ),
+        _form(
+            "glm",
+            "<arg_key> <arg_value>",
+            _tag_reader(
+                "",
+                rf"{_OPEN}\s*+([^<\n]*[^<\s])\s*+(?=<)",
+                "<arg_key>(?>(?P<key>.+?)</arg_key> <arg_value>)(?P<value>.*?)</arg_value> "
+                f"(?=<arg_key>|{_CLOSE})",
+                f"{_CLOSE} ",
+                "",
+            ),
+            starts=_OPEN,
+            grammar=CallForm(
+                opens=_OPEN,
+                begin=lambda name: f"{_OPEN}{name}\n",
+                end=f"\n{_CLOSE}",
+                style="glm_xml",
+            ),
+        ),
+        _form(
+            "mistral-args",
+            "[TOOL_CALLS] [ARGS]",
+            _named_reader(
+                "",
+                r"\[TOOL_CALLS\] (?P<name>[\w.-]+) (?:\[CALL_ID\](?P<id>\w+))?\[ARGS\] ",
+                *(" ", ""),
+            ),
+        ),
+        _form("mistral", "[TOOL_CALLS]", _json_reader(r"\[TOOL_CALLS\] ", "")),
+        _form("toolcall", "<TOOLCALL>", _json_reader("<TOOLCALL> ", " </TOOLCALL>\n?")),
+        _form(
+            "phi",
+            "<|tool_call|> <|/tool_call|>",
+            _json_reader(r"<\|tool_call\|> ", r" <\|/tool_call\|>\n?"),
+        ),
+        _form(
+            "hermes",
+            _OPEN,
+            _json_reader(f"{_OPEN} ", f" {_CLOSE}", needs_arguments=False),
+            grammar=CallForm(
+                opens=_OPEN,
+                begin=lambda name: f'{_OPEN}\n{{"name": {_dumps(name)}, "arguments": ',
+                end=f"}}\n{_CLOSE}",
+            ),
+        ),
+        _form("pythonic", "(key=value)", _read_pythonic, starts=r"\A\s*\[[\w.]+\("),
+        _form(
+            "plain-json",
+            '{"name" "parameters"',
+            _json_reader(r"(?:<\|python_tag\|> )?", ""),
+            starts=r'(?:<\|python_tag\|>\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"',
+            grammar=CallForm(
+                opens='{"name"',
+                begin=lambda name: f'{{"name": {_dumps(name)}, "parameters": ',
+                end="}",
+            ),
+        ),
     )
 }
 

@@ -11,7 +11,7 @@ import secrets
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
@@ -53,14 +53,9 @@ FILTERS = ("status", "ended_by", "group_id")
 EndedBy: TypeAlias = Literal["finish", "close", "drop", "idle", "shutdown"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of one session. ``None``: unlimited."""
-
-    max_turns: int | None = None  # answered calls
-    max_prompt_tokens: int | None = None  # prompt tokens, summed over all turns
-    max_output_tokens: int | None = None  # sampled tokens, summed over all turns
-    max_context_tokens: int | None = None  # prompt and output of one call
+LIMITS = ("max_turns", "max_prompt_tokens", "max_output_tokens", "max_context_tokens")
+"""Limits of a session: answered calls, tokens of all its prompts and of all its outputs,
+and those of prompt and output of one call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +65,7 @@ class Terms:
     pins: SamplingParams = field(default_factory=SamplingParams)
     # what the client may set (`chat.sampling_params.CLIENT`)
     client_sampling: frozenset[str] = frozenset()
-    limits: Limits = field(default_factory=Limits)
+    limits: Mapping[str, int | None] = field(default_factory=dict)  # by `LIMITS`
     ttl_seconds: float | None = None  # idle time after which it is closed; None: never
     variables: Mapping[str, object] = field(default_factory=dict)  # of the template
     replay: bool = False  # treat a request equal to an earlier one as a retry
@@ -148,7 +143,7 @@ class Record:
             "ended_by": self.ended_by,
             **vars(self.counts),
             "in_flight": 0,
-            **asdict(self.terms.limits),
+            **{name: self.terms.limits.get(name) for name in LIMITS},
             "ttl_seconds": self.terms.ttl_seconds,
             "group_id": self.terms.group_id,
             **self.outcome,
@@ -173,10 +168,9 @@ class Session:
     def __init__(
         self, record: Record, clock: asyncio.AbstractEventLoop, log: TurnLog
     ) -> None:
-        self.record = record
+        self.record, self.clock, self.log = record, clock, log
         self.session_id, self.terms = record.session_id, record.terms
         self.api_key, self.counts = record.api_key, record.counts
-        self.clock, self.log = clock, log
         self.closing = False  # accepts no new calls
         self.closed = False  # records no more turns
         # that run, the latest last; a set has no order
@@ -206,16 +200,16 @@ class Session:
         is left than needed.
         """
         unit = "turns" if name == "answered" else name
-        limit: int | None = getattr(self.terms.limits, f"max_{unit}")
+        limit = self.terms.limits.get(f"max_{unit}")
         if limit is None:
             return None
-        used = getattr(self.counts, name)
+        used: int = getattr(self.counts, name)
         if used + needed > limit:
             what = unit.replace("_", " ")
             rule = f"{used} of the session's {limit} {what} are used"
             message = f"{needed} more {what} are needed, but {rule}"
             raise GatewayError(message, 403, code=f"max_{unit}_exceeded")
-        return int(limit - used)
+        return limit - used
 
     def admit(self) -> None:
         """Raise if no more call can begin."""
@@ -445,17 +439,6 @@ class SessionStore:
             self._forgotten.add(hash(name))
         self._write(record)
 
-    async def _amended(self, session: Session) -> None:
-        """Write what became known of the turns; the session stays open if it cannot be.
-
-        Otherwise turns would be trained whose answer no client has received.
-        """
-        try:
-            session.write_amendments()
-        except GatewayError:
-            session.closing = False
-            raise
-
     async def _stop(self, session: Session, how: EndedBy) -> None:
         """End a session; wait until its requests are answered, some seconds each."""
         try:
@@ -485,7 +468,12 @@ class SessionStore:
         if session is not None:
             session.closing = True
             await _over(session.requests, wait_seconds)
-            await self._amended(session)
+            try:
+                session.write_amendments()
+            except GatewayError:
+                # turns would be trained whose answer no client has received
+                session.closing = False
+                raise
         record.outcome = _updated(record.outcome, fields)
         record.written &= not fields
         if session is not None:

@@ -170,21 +170,20 @@ class TurnLog:
         self._form = form
         columns = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
         # columns that the log does not have, and the option that left them out
-        payloads = {EXPERTS: routed_experts, MASK: sampling_masks}
-        self._left_out = {
-            field.name: f"{option}=False"
-            for (field, kept), option in zip(
-                payloads.items(), ("routed_experts", "sampling_masks"), strict=True
-            )
-            if not kept
-        }
-        self._left_out |= {} if images else {"mm_items": "images=False"}
+        self._left_out = {} if images else {"mm_items": "images=False"}
         if not attributed:
             self._left_out |= dict.fromkeys(_SHOWN, "attributed=False")
         kept = [field for field in columns if field.name not in self._left_out]
         self._columns = pa.struct(kept)
-        added = [field for field, kept in payloads.items() if kept]
-        self._schema = pa.schema([*kept, *added], columns.metadata)
+        for payload, option, logged in (
+            (EXPERTS, "routed_experts", routed_experts),
+            (MASK, "sampling_masks", sampling_masks),
+        ):
+            if logged:
+                kept.append(payload)
+            else:
+                self._left_out[payload.name] = f"{option}=False"
+        self._schema = pa.schema(kept, columns.metadata)
         new_log = partial(
             AppendLog, self.directory, fsync=fsync, max_file_bytes=max_file_bytes
         )

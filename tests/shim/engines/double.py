@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from tests.shim.fakes import engine_request
+from trajkit_shim.engines.checks import check_sample
 from trajkit_shim.engines.sglang import SGLangEngine
 from trajkit_shim.engines.vllm import VLLMEngine
 
@@ -118,6 +119,8 @@ class Double:
 
 
 async def sample(engine, prompt=PROMPT, **changes):
-    """One call of an engine."""
-    changes = {"max_new_tokens": 40, **changes}
-    return await engine.generate(engine_request(prompt, **changes))
+    """One call of an engine, checked as the gateway does."""
+    request = engine_request(prompt, **{"max_new_tokens": 40, **changes})
+    found = await engine.generate(request)
+    check_sample(found, request.prompt_ids, request.sampling, await engine.info())
+    return found

@@ -29,7 +29,7 @@ from trajkit_shim.engines.embedded import (
     load_tokenizer,
     tool_call,
 )
-from trajkit_shim.engines.embedded.distribution import lattice, shaped, start
+from trajkit_shim.engines.embedded.engine import lattice, shaped, start
 from trajkit_shim.engines.embedded.vocabulary import END, shipped
 from trajkit_shim.errors import EngineError
 
@@ -75,7 +75,7 @@ def score(engine, prompt_ids, output_ids, sampling=None):
     -inf from the first id on that cannot be drawn. ``sampling``: its temperature,
     ``top_k`` and ``top_p`` apply.
     """
-    state = engine._start(prompt_ids)
+    state = engine._start(prompt_ids.tolist())
     logprobs = np.full(len(output_ids), -np.inf, np.float32)
     for i, token in enumerate(output_ids.tolist()):
         chances = shaped(state.next(), sampling or Sampling(max_new_tokens=1))

@@ -293,10 +293,10 @@ async def test_the_experts_that_tokens_were_routed_to():
 @pytest.mark.parametrize(
     ("packed", "match"),
     [
-        pytest.param(EXPERTS[:-1], "84 routed experts for 15 tokens", id="one short"),
-        pytest.param(EXPERTS[:0], "0 routed experts", id="none"),
+        pytest.param(EXPERTS[:-1], r"shape \(84,\) for 15 tokens", id="one short"),
+        pytest.param(EXPERTS[:0], r"shape \(15, 0, 3\)", id="none"),
         pytest.param(EXPERTS - 1, r"\[-1, 88\]", id="no expert"),
-        pytest.param(EXPERTS + 2**15, "expected numbers in", id="too large"),
+        pytest.param(EXPERTS + 2**15, "expected integers in", id="too large"),
     ],
 )
 async def test_experts_that_cannot_be(packed, match):

@@ -2,25 +2,22 @@
 
 import json
 
+import numpy as np
 import pytest
 
 import trajkit as tk
 from tests.shim.clients import in_process
 from tests.shim.fakes import (
+    AS_JSON,
     AS_STRING,
     RENDERER,
     ScriptedEngine,
     byte_renderer,
-    parse_reply,
 )
-from tests.shim.protocols.test_required import BODIES, PATHS
-from trajkit_shim.chat.reply import Usage, make_reply
-from trajkit_shim.protocols import PROTOCOLS
+from tests.shim.protocols.test_required import BODIES, BY_NAME, NAMES, PATHS
 
 pytestmark = pytest.mark.anyio
 
-NAMES = tuple(PATHS)
-BY_NAME = {protocol.name: protocol for protocol in PROTOCOLS}
 EACH = pytest.mark.parametrize("name", NAMES)
 # the template shows each of its variables
 VARIABLES = ("enable_thinking", "reasoning_effort", "thinking_budget")
@@ -30,6 +27,14 @@ TEMPLATE = (
     )
     + AS_STRING
 )
+
+
+async def post(gateway, name, key, status=200, **fields):
+    answer = await gateway.http.post(
+        PATHS[name], headers={"x-session-key": key}, json={**BODIES[name], **fields}
+    )
+    assert answer.status_code == status, answer.text
+    return answer
 
 
 def config(**thinking):
@@ -85,13 +90,8 @@ async def test_a_setting_reaches_the_template(tmp_path, name, what):
         engine, renderer = ScriptedEngine("a"), byte_renderer(template)
         async with in_process(engine, renderer, tmp_path / str(len(text))) as gateway:
             key = await gateway.open_key(session_id="s")
-            answer = await gateway.http.post(
-                PATHS[name],
-                headers={"x-session-key": key},
-                json={**BODIES[name], **given},
-            )
+            await post(gateway, name, key, **given)
             session = (await gateway.http.get("/sessions/s")).json()
-        assert answer.status_code == 200, answer.text
         prompt = renderer.decode(engine.prompts[0], ended=False)
         assert prompt.startswith(f"{text}<|im_start|>")
         # without such a variable it is counted
@@ -107,11 +107,7 @@ async def test_variables_of_server_session_and_request(tmp_path):
         fixed = {"thinking_budget": 5}
         key = await gateway.open_key(session_id="s", chat_template_kwargs=fixed)
         asked = {"reasoning_effort": "request", "thinking_budget": 6, "messages": 1}
-        await gateway.http.post(
-            PATHS["openai_chat"],
-            headers={"x-session-key": key},
-            json={**BODIES["openai_chat"], "chat_template_kwargs": asked},
-        )
+        await post(gateway, "openai_chat", key, chat_template_kwargs=asked)
         session = (await gateway.http.get("/sessions/s")).json()
     prompt = renderer.decode(engine.prompts[0], ended=False)
     shown = "enable_thinking=1;reasoning_effort=request;thinking_budget=5;"
@@ -125,12 +121,7 @@ async def test_unknown_fields_are_counted_in_the_session(tmp_path, name):
     async with in_process(ScriptedEngine("a", "b"), RENDERER, tmp_path) as gateway:
         key = await gateway.open_key(session_id="s")
         for _ in range(2):
-            answer = await gateway.http.post(
-                PATHS[name],
-                headers={"x-session-key": key},
-                json={**BODIES[name], "surprise": {"a": 1}, "nothing": None},
-            )
-            assert answer.status_code == 200
+            await post(gateway, name, key, surprise={"a": 1}, nothing=None)
         session = (await gateway.http.get("/sessions/s")).json()
         assert session["ignored"] == {"surprise": 2}
         await gateway.http.post("/sessions/s/finish")
@@ -158,13 +149,8 @@ async def test_a_conversation_that_ends_with_the_assistant(tmp_path, name):
     engine = ScriptedEngine("a")
     async with in_process(engine, RENDERER, tmp_path) as gateway:
         key = await gateway.open_key(session_id="s")
-        answer = await gateway.http.post(
-            PATHS[name],
-            headers={"x-session-key": key},
-            json={**BODIES[name], **LAST[name]},
-        )
+        await post(gateway, name, key, **LAST[name])
         session = (await gateway.http.get("/sessions/s")).json()
-    assert answer.status_code == 200, answer.text
     prompt = RENDERER.decode(engine.prompts[0], ended=False)
     end = "assistant\nThe answer is<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.endswith(end)
@@ -184,35 +170,10 @@ async def test_a_hosted_tool_is_left_out_and_counted(tmp_path, name):
     engine = ScriptedEngine("a")
     async with in_process(engine, RENDERER, tmp_path) as gateway:
         key = await gateway.open_key(session_id="s")
-        answer = await gateway.http.post(
-            PATHS[name],
-            headers={"x-session-key": key},
-            json={**BODIES[name], **HOSTED[name]},
-        )
+        await post(gateway, name, key, **HOSTED[name])
         session = (await gateway.http.get("/sessions/s")).json()
-    assert answer.status_code == 200, answer.text
     assert sum(session["tools_left_out"].values()) == 1
     assert "search" not in RENDERER.decode(engine.prompts[0], ended=False)
-
-
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        pytest.param("openai_chat", {"n": 2}, id="n"),
-        pytest.param(
-            "gemini", {"generationConfig": {"candidateCount": 2}}, id="candidateCount"
-        ),
-    ],
-)
-async def test_several_replies_are_refused(tmp_path, name, given):
-    async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
-        answer = await gateway.http.post(
-            PATHS[name],
-            headers={"x-session-key": await gateway.open_key()},
-            json={**BODIES[name], **given},
-        )
-    assert answer.status_code == 400
-    assert "open a session for each" in answer.text
 
 
 @EACH
@@ -278,21 +239,21 @@ async def test_a_count_obeys_the_session_s_limits(tmp_path):
     assert session["token_counts"] == 2
 
 
-@EACH
-def test_tokens_of_reasoning_are_counted(name):
-    usage = Usage(
-        prompt_tokens=5, output_tokens=9, cached_tokens=None, reasoning_tokens=4
+async def test_a_template_that_takes_one_system_message(tmp_path):
+    loop = "{%- for message in messages -%}"
+    refuses = loop + (
+        "{%- if message.role == 'system' and not loop.first %}"
+        "{{ raise_exception('late') }}{% endif -%}"
     )
-    reply = make_reply(parse_reply("Yes."), "stop", model="m", usage=usage)
-    protocol = BY_NAME[name]
-    body = protocol.write(reply, protocol.read(BODIES[name]))
-    counts = body.get("usage") or body["usageMetadata"]
-    # Gemini does not count them as the answer's
-    sampled = {
-        "openai_chat": "completion_tokens",
-        "anthropic": "output_tokens",
-        "openai_responses": "output_tokens",
-        "gemini": "candidatesTokenCount",
-    }
-    assert counts[sampled[name]] == (5 if name == "gemini" else 9)
-    assert name != "gemini" or counts["thoughtsTokenCount"] == 4
+    renderer = byte_renderer(AS_JSON.replace(loop, refuses))
+    user = {"role": "user", "content": "hi"}
+    late = [user, {"role": "system", "content": "late"}]
+    async with in_process(ScriptedEngine("a"), renderer, tmp_path) as gateway:
+        key = await gateway.open_key()
+        await post(gateway, "anthropic", key, messages=late, system="be", tools=[])
+        (turn,) = gateway.turns()
+    assert renderer.decode(np.array(turn["prompt_ids"]), ended=False) == (
+        "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>user\n<system-reminder>\nlate\n</system-reminder><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )

@@ -7,7 +7,7 @@ from trajkit_shim.chat.request import ChatRequest, Required
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.replies.grammar import grammar
-from trajkit_shim.replies.parsers import FORMS, HERMES
+from trajkit_shim.replies.parsers import FORMS
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "number"}}}
 ANY = {"type": "object"}
@@ -18,7 +18,6 @@ TOOLS = [
 TEXT = {"type": "json_schema", "json_schema": SCHEMA}
 GAP = {"type": "regex", "pattern": "\\n{0,2}"}
 ANYTHING = {"type": "any_text"}
-FORM = HERMES.grammar
 
 
 def tag(name, schema=ANY):
@@ -33,7 +32,7 @@ def tag(name, schema=ANY):
 def made(
     *,
     tools=TOOLS,
-    form=HERMES.grammar,
+    form=FORMS["hermes"].grammar,
     opened=False,
     reasons=False,
     pins=(),

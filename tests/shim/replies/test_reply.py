@@ -11,7 +11,6 @@ from tests.strategies import reply_texts
 from trajkit_shim.chat.reply import Usage, canonical_reply, make_reply
 from trajkit_shim.json_input import Fields
 from trajkit_shim.protocols.openai_chat import (
-    DONE,
     OPENAI_CHAT,
     canonical_message,
     write,
@@ -29,8 +28,8 @@ def chunks(reply, *, usage=False):
     asked = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
     asked["stream_options"] = {"include_usage": usage}
     request = OPENAI_CHAT.read(asked)
-    *events, done = OPENAI_CHAT.events(request).reply(reply)
-    assert done == DONE
+    *events, done = OPENAI_CHAT.stream(reply, request, 0)
+    assert done == b"data: [DONE]\n\n"
     for event in events:
         assert event.startswith(b"data: ")
         assert event.endswith(b"\n\n")

@@ -95,129 +95,48 @@ OPENCODE = {"user-agent": "opencode/1.18.33 ai-sdk", "x-session-id": "s1"}
 CODEX = {"originator": "codex_exec", "thread-id": "t1"}
 
 
+CODEX_PARENT = {**CODEX, "x-codex-parent-thread-id": "t0"}
+CLAUDE_AGENT = {"x-claude-code-agent-id": "a1", "x-claude-code-parent-agent-id": "a0"}
+GEMINI = {"user-agent": "GeminiCLI-tui/0.61.0/m (linux; x64; terminal)"}
+QWEN = {"user-agent": "QwenCode/0.15.10 (linux; x64)"}
+TITLE = "x\nGenerate a concise, sentence-case title (3-7"
+SUMMARY = "Your task is to create a detailed summary of the"
+CHECKPOINT = "You are performing a CONTEXT CHECKPOINT COMPACTION."
+DISTILL = "distilling chat history into a structured XML"
+SO_FAR = "Here is the conversation so far:\n\n<conversation>"
+MEMORIES = "acting as the managed memory extraction subagent"
+INTERNAL = "the component that summarizes internal chat history into a given"
+
+
 @pytest.mark.parametrize(
-    ("headers", "request_", "caller"),
+    ("headers", "request_", "harness", "agent", "parent", "kind"),
     [
-        pytest.param({}, asked("quota", max_tokens=1), Caller(), id="nobody knows"),
-        pytest.param(
-            {"originator": "another", "thread-id": "t"},
+        ({}, asked("quota", max_tokens=1), None, None, None, None),
+        ({"originator": "another", "thread-id": "t"}, asked("hi"), *[None] * 4),
+        (CLAUDE, asked("hi"), "claude-code", None, None, "agent"),
+        (CLAUDE | CLAUDE_AGENT, asked("hi"), "claude-code", "a1", "a0", "agent"),
+        (CLAUDE, asked("quota", max_tokens=1), "claude-code", None, None, "probe"),
+        (CLAUDE, asked("what is my quota?"), "claude-code", None, None, "agent"),
+        (CLAUDE, asked("fix", system=TITLE), "claude-code", None, None, "title"),
+        (CLAUDE, asked("hi", SUMMARY), "claude-code", None, None, "compaction"),
+        (CLAUDE, asked(SUMMARY, "and now?"), "claude-code", None, None, "agent"),
+        (CODEX_PARENT, asked("hi"), "codex", "t1", "t0", "agent"),
+        (CODEX, asked(CHECKPOINT), "codex", "t1", None, "compaction"),
+        (GEMINI, asked("hi", system=DISTILL), "gemini-cli", None, None, "compaction"),
+        (
+            OPENCODE | {"x-parent-session-id": "s0"},
             asked("hi"),
-            Caller(),
-            id="another originator",
+            *("opencode", "s1", "s0", "agent"),
         ),
-        pytest.param(
-            CLAUDE,
-            asked("hi"),
-            Caller(harness="claude-code", call_kind="agent"),
-            id="the main agent",
-        ),
-        pytest.param(
-            {
-                **CLAUDE,
-                "x-claude-code-agent-id": "a1",
-                "x-claude-code-parent-agent-id": "a0",
-            },
-            asked("hi"),
-            Caller(
-                harness="claude-code",
-                agent_id="a1",
-                parent_agent_id="a0",
-                call_kind="agent",
-            ),
-            id="an agent of an agent",
-        ),
-        pytest.param(
-            CLAUDE,
-            asked("quota", max_tokens=1),
-            Caller(harness="claude-code", call_kind="probe"),
-            id="the quota probe",
-        ),
-        pytest.param(
-            CLAUDE,
-            asked("what is my quota?"),
-            Caller(harness="claude-code", call_kind="agent"),
-            id="a question of that name",
-        ),
-        pytest.param(
-            CLAUDE,
-            asked("fix it", system="x\nGenerate a concise, sentence-case title (3-7"),
-            Caller(harness="claude-code", call_kind="title"),
-            id="a title",
-        ),
-        pytest.param(
-            CLAUDE,
-            asked("hi", "Your task is to create a detailed summary of the"),
-            Caller(harness="claude-code", call_kind="compaction"),
-            id="a compaction",
-        ),
-        pytest.param(
-            CLAUDE,
-            asked("Your task is to create a detailed summary of the", "and now?"),
-            Caller(harness="claude-code", call_kind="agent"),
-            id="after a compaction",
-        ),
-        pytest.param(
-            {**CODEX, "x-codex-parent-thread-id": "t0"},
-            asked("hi"),
-            Caller(
-                harness="codex", agent_id="t1", parent_agent_id="t0", call_kind="agent"
-            ),
-            id="a thread of a thread",
-        ),
-        pytest.param(
-            CODEX,
-            asked("You are performing a CONTEXT CHECKPOINT COMPACTION."),
-            Caller(harness="codex", agent_id="t1", call_kind="compaction"),
-            id="a compaction of Codex",
-        ),
-        pytest.param(
-            {"user-agent": "GeminiCLI-tui/0.61.0/m (linux; x64; terminal)"},
-            asked(
-                "hi",
-                system="distilling chat history into a structured XML",
-            ),
-            Caller(harness="gemini-cli", call_kind="compaction"),
-            id="a compaction of Gemini CLI",
-        ),
-        pytest.param(
-            {**OPENCODE, "x-parent-session-id": "s0"},
-            asked("hi"),
-            Caller(
-                harness="opencode",
-                agent_id="s1",
-                parent_agent_id="s0",
-                call_kind="agent",
-            ),
-            id="a session of a session",
-        ),
-        pytest.param(
-            OPENCODE,
-            asked("Here is the conversation so far:\n\n<conversation>"),
-            Caller(harness="opencode", agent_id="s1", call_kind="compaction"),
-            id="a compaction of OpenCode",
-        ),
-        pytest.param(
-            {"user-agent": "QwenCode/0.15.10 (linux; x64)"},
-            asked(
-                "hi",
-                system="acting as the managed memory extraction subagent",
-            ),
-            Caller(harness="qwen-code", call_kind="memory"),
-            id="memories of Qwen Code",
-        ),
-        pytest.param(
-            {"user-agent": "QwenCode/0.15.10 (linux; x64)"},
-            asked(
-                "hi",
-                system="the component that summarizes internal chat history into a given",
-            ),
-            Caller(harness="qwen-code", call_kind="compaction"),
-            id="a compaction of Qwen Code",
-        ),
+        (OPENCODE, asked(SO_FAR), "opencode", "s1", None, "compaction"),
+        (QWEN, asked("hi", system=MEMORIES), "qwen-code", None, None, "memory"),
+        (QWEN, asked("hi", system=INTERNAL), "qwen-code", None, None, "compaction"),
     ],
 )
-def test_identify(headers, request_, caller):
-    assert identify(headers, request_) == caller
+def test_identify(headers, request_, harness, agent, parent, kind):
+    assert identify(headers, request_) == Caller(
+        harness=harness, agent_id=agent, parent_agent_id=parent, call_kind=kind
+    )
 
 
 async def test_the_caller_is_written_beside_the_turn(tmp_path):

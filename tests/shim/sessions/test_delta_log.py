@@ -16,7 +16,6 @@ from tests.shim.prompting.test_prompts import EMBEDDED, work
 from tests.shim.sessions.test_turn_log import turn
 from trajkit import cli
 from trajkit_shim.chat.request import logged_message
-from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.embedded import EmbeddedEngine
 from trajkit_shim.prompting.conversation import Budget, Conversation
 from trajkit_shim.sessions.turn_log import DELTA_LOG_SCHEMA, TurnLog
@@ -137,44 +136,3 @@ def test_a_delta_log_is_within_half_of_the_compact_form(tmp_path):
     tk.write_turns(tk.compact(full), tmp_path / "compact.arrow")
     size = (tmp_path / "delta" / "turns-00000.arrows").stat().st_size
     assert size < 3 / 2 * (tmp_path / "compact.arrow").stat().st_size
-
-
-def test_the_log_takes_little_more_than_the_table_that_it_is(tmp_path):
-    """Turn by turn, with all that is known of each; compacted, Arrow's batch is one."""
-    log = TurnLog(tmp_path, form="delta", attributed=False)
-    rng, book, base = np.random.default_rng(0), set(), None
-    held, talk = np.empty(0, np.int32), []
-    for index in range(8):
-        said = {"role": "user", "content": str(index)}
-        talk = [*talk, logged_message(said)]
-        new, output = (rng.integers(0, 150_000, n, np.int32) for n in (724, 300))
-        prompt = np.append(held, new)
-        call = turn(
-            session_id="5f0c6c1e-3e53-4c4b-9a54-3a4b2f0e7a10",
-            request_id=f"{index:032x}",
-            model="org/some-model-8b",
-            prompt_ids=prompt,
-            output_ids=output,
-            output_logprobs=-rng.random(300, np.float32),
-            messages=talk,
-            response=logged_message({"role": "assistant", "content": str(index)}),
-            weight_versions=(WeightSpan("default", 0, 300),),
-            sampling='{"max_new_tokens":4096,"temperature":1.0,"top_p":1.0}',
-            cached_tokens=len(held),
-            prompt_built="append",
-            prompt_digest=rng.bytes(16),
-            protocol="anthropic",
-            harness="claude-code",
-            agent_id="main",
-            call_kind="agent",
-            delta=(base, len(held), len(talk) - 1),
-        )
-        log.append(call, index, book)
-        base = index
-        held, talk = np.append(prompt, output), [*talk, call.response]
-    log.close()
-    turns = tk.read_turns(tmp_path)
-    assert tk.compact(turns).equals(turns)
-    [whole] = turns.combine_chunks().to_batches()
-    written = log.path.stat().st_size - turns.schema.serialize().size
-    assert written < 3 / 2 * whole.serialize().size

@@ -7,7 +7,6 @@ import logging
 import sys
 from dataclasses import replace
 
-import anthropic
 import openai
 import pytest
 
@@ -83,32 +82,6 @@ def trained(gateway):
 
 
 # What a session may use
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize(
-    ("limits", "code"),
-    [
-        pytest.param({"max_output_tokens": 6}, "max_output_tokens_exceeded", id="out"),
-        pytest.param({"max_prompt_tokens": 30}, "max_prompt_tokens_exceeded", id="in"),
-        pytest.param({"max_turns": 1}, "max_turns_exceeded", id="turns"),
-    ],
-)
-async def test_a_session_that_used_its_limits(tmp_path, limits, code):
-    engine = ScriptedEngine("hello", "world")
-    async with in_process(engine, RENDERER, tmp_path) as gateway:
-        client = await gateway.open(**limits)
-        await ask(client)
-        with pytest.raises(openai.PermissionDeniedError) as caught:
-            await ask(client)
-        shown = await gateway.session(client)
-        spoken = gateway.anthropic(client.api_key)
-        with pytest.raises(anthropic.PermissionDeniedError):
-            await spoken.messages.create(model="x", max_tokens=9, messages=[USER])
-    assert caught.value.code == code
-    assert caught.value.response.headers["x-should-retry"] == "false"
-    assert (shown["turns"], shown["output_tokens"]) == (1, 6)
-    assert shown["prompt_tokens"] == len(engine.prompts[0])
 
 
 @pytest.mark.anyio
@@ -215,21 +188,6 @@ async def test_finishing_waits_for_calls_and_takes_no_more(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_finishing_cancels_calls_that_take_longer(tmp_path):
-    held = Held("late")
-    async with in_process(ScriptedEngine(held), RENDERER, tmp_path) as gateway:
-        client = await gateway.open()
-        call = asyncio.create_task(ask(client))
-        await held.entered.wait()
-        path = f"{gateway.path_of(client)}/finish"
-        summary = (await post(gateway, path, wait_seconds=0.001)).json()
-        with pytest.raises(openai.APIStatusError, match="is closed"):
-            await call
-        assert (summary["turns"], summary["in_flight"]) == (0, 0)
-    assert held.cancelled
-
-
-@pytest.mark.anyio
 async def test_a_dropped_session_trains_nothing(tmp_path):
     async with in_process(ScriptedEngine(*"abc"), RENDERER, tmp_path) as gateway:
         client, other = await gateway.open(), await gateway.open()
@@ -299,16 +257,6 @@ async def test_an_idle_session_closes_by_itself(tmp_path):
     assert caught.value.status_code == 410
     assert (line["ended_by"], line["reward"], line["turns"]) == ("idle", None, 2)
     assert clock.arranged == []
-
-
-@pytest.mark.anyio
-async def test_a_session_that_is_finished_has_no_timer():
-    lines = Lines()
-    session = lines.store.open("a", Terms(ttl_seconds=5.0))
-    lines.clock.advance(3)
-    lines.store.end(session, "finish")
-    lines.clock.advance(100)
-    assert [line["ended_by"] for line in lines.sessions] == [None, "finish"]
 
 
 @pytest.mark.anyio
@@ -467,23 +415,6 @@ async def test_a_pause_lets_calls_end_and_holds_new_ones(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_calls_that_a_pause_cuts_off_are_sampled_anew(tmp_path):
-    held = Held("old weights")
-    engine = ScriptedEngine(held, "new weights")
-    async with in_process(engine, RENDERER, tmp_path) as gateway:
-        client = await gateway.open()
-        call = asyncio.create_task(ask(client))
-        await held.entered.wait()
-        reply = await post(gateway, "/engine/pause", mode="abort")
-        assert reply.json()["paused"]
-        assert held.cancelled
-        assert len(engine.prompts) == 1
-        await post(gateway, "/engine/resume")
-        assert (await call).choices[0].message.content == "new weights"
-        assert len(gateway.turns()) == 1
-
-
-@pytest.mark.anyio
 async def test_a_client_that_leaves_while_its_call_was_cut_off(tmp_path):
     held = Held("old weights")
     engine = ScriptedEngine(held, "b")
@@ -514,16 +445,6 @@ async def test_a_pause_that_times_out_leaves_nothing_paused(tmp_path):
         await ask(client)
         held.release.set()
         await call
-
-
-@pytest.mark.anyio
-async def test_a_pause_ends_by_itself(tmp_path):
-    async with in_process(
-        ScriptedEngine("a"), RENDERER, tmp_path, pause_wait_seconds=20
-    ) as gateway:
-        client = await gateway.open()
-        await post(gateway, "/engine/pause", mode="wait", timeout_s=0)
-        assert (await ask(client)).choices[0].message.content == "a"
 
 
 @pytest.mark.anyio

@@ -1,6 +1,6 @@
 """An inference engine without a model: a scripted policy with exact probabilities.
 
-It samples from a known distribution (`engines.embedded.distribution`), so every logprob
+It samples from a known distribution (`engines.embedded.engine`), so every logprob
 can be checked. Its ids are drawn from all spellings of the reply, so they drift as a real
 model's do. It needs numpy and tokenizers, but no torch and no download.
 """

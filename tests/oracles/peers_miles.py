@@ -2,7 +2,7 @@
 
 A request goes behind the deepest reply whose messages it repeats; what its tokens do not
 repeat is refused (miles 1.2). Each reply is trained in the earliest kept chain that holds
-it. Rows as in `benchmarks.peers_chains`.
+it. Rows as in `tests.oracles.peers_chains`.
 """
 
 from dataclasses import dataclass, field

@@ -2,22 +2,16 @@
 
 from itertools import pairwise
 
-from tests import (
-    reference,
-    reference_choices,
-    reference_forests,
-    reference_graph,
-    reference_segments,
-    reference_splice,
-)
-from tests.reference import Link
+from tests.oracles import choices, forests, graph, segments, splice
+from tests.oracles import rows as reference
+from tests.oracles.rows import Link
 
 IDENTITIES = {
     "values": lambda message: message,
-    "text": reference_segments.text,
-    "content": reference_graph.identity,
-    "strict": reference_forests.strict,
-    "role_content_only": lambda message: reference_forests.fields_of(
+    "text": segments.text,
+    "content": graph.identity,
+    "strict": forests.strict,
+    "role_content_only": lambda message: forests.fields_of(
         message, "role_content_only"
     ),
 }
@@ -27,7 +21,7 @@ IDENTITIES = {
 def twins_of(turns, policy, max_row_tokens=None, reward=1.0):
     """Links, rows and the line of the report of one session, as lists of dicts."""
     links = links_of(turns, policy)
-    rows, report = reference_choices.linearize(turns, links, policy, max_row_tokens)
+    rows, report = choices.linearize(turns, links, policy, max_row_tokens)
     for k, row in enumerate(rows):
         is_final = row["segment_kind"] == "final"
         if all(one["segment_kind"] is None for one in rows):
@@ -53,11 +47,11 @@ def links_of(turns, policy):
     elif route == "agents":
         links = agent_links(turns, policy)
     elif route == "prompts":
-        links = reference_splice.prompt_links(turns)
+        links = splice.prompt_links(turns)
     elif route == "prefix":
-        links = reference_forests.recorded_links(turns)
+        links = forests.recorded_links(turns)
     elif route == "generations":
-        links = reference_forests.generation_links(
+        links = forests.generation_links(
             turns, IDENTITIES[policy.message_equality], policy.fork_threshold
         )
     elif route == "tokens":
@@ -68,7 +62,7 @@ def links_of(turns, policy):
     else:
         ranked = list(range(len(turns)))
         if policy.row_order == "prompt":
-            ranked = reference_forests.by_prompt(turns)
+            ranked = forests.by_prompt(turns)
         links = [Link(order=ranked.index(i)) for i in range(len(turns))]
     if policy.chain_order == "recorded":
         for rank, one in enumerate(one for one in links if one.order is not None):
@@ -110,7 +104,7 @@ def told_by(turns, equality):
 
 def agent_links(turns, policy):
     """One `Link` per turn: the turns of a segment, one after another."""
-    routed = reference_segments.segments_of(
+    routed = segments.segments_of(
         turns, policy.dispatch_tools, IDENTITIES[policy.message_equality]
     )
     links = [Link(why="unrouted") for _ in turns]

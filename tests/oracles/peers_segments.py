@@ -3,13 +3,13 @@
 Two conversations at most are followed: a main agent's, and that of a sub-agent which a
 tool call sends out. A request that does not repeat what its agent sent before closes a
 segment, and each segment is merged into one row (segments 2 to 7). Rows as in
-`benchmarks.peers_chains`.
+`tests.oracles.peers_chains`.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.peers import common_prefix
+from tests.oracles.peers_slime import common_prefix
 
 Turn = dict[str, Any]
 Row = dict[str, Any]

@@ -2,7 +2,7 @@
 
 Prompts are compared with prompts, replies are kept as they were sampled, and what stands
 between two of them is cut out of the later prompt (Polar 2.3). Rows as in
-`benchmarks.peers_chains`.
+`tests.oracles.peers_chains`.
 """
 
 from itertools import pairwise

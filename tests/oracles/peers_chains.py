@@ -8,7 +8,7 @@ nothing of trajkit; ``tests/golden`` holds what the systems' own code gives.
 
 from typing import Any
 
-from benchmarks.peers import common_prefix
+from tests.oracles.peers_slime import common_prefix
 
 Turn = dict[str, Any]
 Row = dict[str, Any]

@@ -2,13 +2,13 @@
 
 Messages say which reply a request goes on from, tokens decide among equal replies; a
 reply that comes back changed opens a row; each reply is trained in the first chain that
-holds it. Rows as in `benchmarks.peers_chains`.
+holds it. Rows as in `tests.oracles.peers_chains`.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.peers import MessageNode, common_prefix
+from tests.oracles.peers_slime import MessageNode, common_prefix
 
 Turn = dict[str, Any]
 Row = dict[str, Any]

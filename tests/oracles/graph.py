@@ -1,15 +1,15 @@
 """The slow, obvious twin of prime-rl's message graph (policy ``graph``).
 
-Turns are as in `tests.reference`. A node of the graph is a message below a node; it is kept
-for a later request while that shows an equal message there and repeats its tokens. Without
-attribution the tokens of one message are not known, those of a request and its reply
-together are: so what a turn sampled is kept where a later request shows all of its messages
-and its reply first, and repeats all of its tokens.
+Turns are as in `tests.oracles.rows`. A node of the graph is a message below a node; it is
+kept for a later request while that shows an equal message there and repeats its tokens.
+Without attribution the tokens of one message are not known, those of a request and its
+reply together are: so what a turn sampled is kept where a later request shows all of its
+messages and its reply first, and repeats all of its tokens.
 """
 
 import json
 
-from tests.reference import Link, held, most_repeated, turn_indices
+from tests.oracles.rows import Link, held, most_repeated, turn_indices
 
 
 def identity(message):

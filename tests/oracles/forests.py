@@ -1,9 +1,9 @@
 """Slow, obvious twins of the rules that make a forest of whole calls: NeMo Gym, miles.
 
-Turns are as in `tests.reference`; ``request_id`` and ``started_at`` may be there.
+Turns are as in `tests.oracles.rows`; ``request_id`` and ``started_at`` may be there.
 """
 
-from tests.reference import (
+from tests.oracles.rows import (
     Link,
     held,
     lcp,

@@ -1,6 +1,6 @@
 """Random sessions under random policies: every way to rows gives the same rows.
 
-``python -m benchmarks.fuzz MODE`` draws sessions of 1 to 300 calls and a policy, a preset
+``python -m tests.fuzz MODE`` draws sessions of 1 to 300 calls and a policy, a preset
 or any valid choices, compares, and goes on with others. MODE is
 
 twins
@@ -12,12 +12,11 @@ forms
 A case that fails is made smaller (sessions and calls left out, ids and messages cut), and
 stored in ``tests/regressions``, which ``tests/test_regressions.py`` runs again. The exit
 code is 1 where a case failed. One seed is one case: a process that dies is run again from
-the seed that it printed. `benchmarks.fuzz_files` does the same for damaged files.
+the seed that it printed. `tests.fuzz.files` does the same for damaged files.
 """
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,15 +30,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import trajkit as tk
-from benchmarks.fuzz_payloads import (
+from tests import against_twins
+from tests.fuzz.payloads import (
     COLUMNS,
     PAYLOADS,
     columns,
     payload_difference,
     with_payloads,
 )
-from benchmarks.fuzz_sessions import Turn, n_calls, random_policy, session
-from tests import against_twins
+from tests.fuzz.sessions import Turn, n_calls, random_policy, session
 from tests.made_tables import (
     by_session,
     in_delta_form,
@@ -50,7 +49,7 @@ from tests.made_tables import (
 from trajkit.files.dedup import decoded, encoded
 from trajkit.tables import limits
 
-REGRESSIONS = Path(__file__).parents[1] / "tests" / "regressions"
+REGRESSIONS = Path(__file__).parents[1] / "regressions"
 _AT_ONCE = {"twins": 40, "forms": 400}
 _LONGEST = {"twins": 300, "forms": 300}
 _FORMS_AT_ONCE = 3
@@ -476,7 +475,3 @@ def main() -> int:
     given = parser.parse_args()
     seed = SystemRandom().randrange(1 << 30) if given.seed is None else given.seed
     return 1 if run(given.mode, seed, given.sessions, given.seconds) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Slow, obvious twin of how a session numbers its messages and shares their lists."""
 
-from tests import reference
+from tests.oracles import rows as reference
 from trajkit.turns.messages import message_body
 
 

@@ -1,6 +1,6 @@
 """The slow, obvious twin of every choice of a policy at once, token by token.
 
-Turns are as in `tests.reference`, links as the rows of ``schema.LINKS`` without
+Turns are as in `tests.oracles.rows`, links as the rows of ``schema.LINKS`` without
 session_id; ``policy`` is any object with the choices of `trajkit.Policy`.
 """
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from math import inf
 
-from tests import reference_splice
-from tests.reference import (
+from tests.oracles import splice as reference_splice
+from tests.oracles.rows import (
     Link,
     flags,
     held,
@@ -275,7 +275,7 @@ def owned_runs(turns, links, policy):
 
 
 def linearize(turns, links, policy, max_row_tokens=None):
-    """The rows of one session and its line of the report (see `tests.reference`)."""
+    """The rows of one session and its line of the report (see `tests.oracles.rows`)."""
     limit = inf if max_row_tokens is None else max_row_tokens
     rows = []
     report = {"rows_untrained": 0, "rows_cut": 0, "rows_over_max_rows": 0}

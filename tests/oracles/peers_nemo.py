@@ -2,7 +2,7 @@
 
 Calls make a forest in whatever order they came: the parent is the call whose prompt and
 output are the longest prefix of the prompt. What tokens cannot tell apart is set aside
-(NeMo Gym 5). Rows as in `benchmarks.peers_chains`.
+(NeMo Gym 5). Rows as in `tests.oracles.peers_chains`.
 """
 
 from dataclasses import dataclass, field

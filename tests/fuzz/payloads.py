@@ -1,4 +1,4 @@
-"""Payload columns for `benchmarks.fuzz`, and what rows must have of them.
+"""Payload columns for `tests.fuzz`, and what rows must have of them.
 
 A turn's payloads depend on its own ids and the seed alone, so that a case keeps them
 while it is reduced. ``prefix`` has an element for each id from some position on, which
@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 import trajkit as tk
-from benchmarks.fuzz_sessions import Turn
+from tests.fuzz.sessions import Turn
 
 PAYLOADS = ("prefix", "sample")
 COLUMNS = ("prefix", "prefix_start", "sample")

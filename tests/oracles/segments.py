@@ -1,13 +1,13 @@
 """slime's segments as a slow, obvious twin: chains, then rows token by token.
 
-Turns are dicts as in `tests.reference`. Messages carry the ids of tool calls:
+Turns are dicts as in `tests.oracles.rows`. Messages carry the ids of tool calls:
 ``tool_calls[i].id`` and ``tool_call_id``, or blocks ``tool_use`` and ``tool_result``.
 """
 
 import json
 from dataclasses import dataclass, field
 
-from tests.reference import (
+from tests.oracles.rows import (
     held,
 )
 

@@ -1,9 +1,9 @@
-"""The slow, obvious twin of rows that are spliced (see `tests.reference` for turns).
+"""The slow, obvious twin of rows that are spliced (see `tests.oracles.rows` for turns).
 
 Polar's rule: chains by prompts alone, rows of raw outputs with canonical text between.
 """
 
-from tests.reference import (
+from tests.oracles.rows import (
     Link,
 )
 

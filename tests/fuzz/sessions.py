@@ -1,7 +1,7 @@
-"""Random sessions and policies for `benchmarks.fuzz`, from a seed.
+"""Random sessions and policies for `tests.fuzz`, from a seed.
 
 Vocabularies are tiny and messages few, so that prefixes collide, replies are equal and
-one reply opens another. Turns are dicts as `tests.reference` reads them.
+one reply opens another. Turns are dicts as `tests.oracles.rows` reads them.
 """
 
 from random import Random

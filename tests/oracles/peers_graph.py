@@ -4,7 +4,7 @@ A message below the same messages is one node, whatever turn shows it. What a tu
 is kept by a later request that shows all of its messages and its reply first and repeats
 all of its tokens (prime-rl 2.2); any other opens a branch. A request without messages goes
 on from the longest call that its prompt repeats. A reply that several branches hold trains
-in the first. Rows as in `benchmarks.peers_chains`.
+in the first. Rows as in `tests.oracles.peers_chains`.
 """
 
 from dataclasses import dataclass, field

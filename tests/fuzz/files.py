@@ -1,6 +1,6 @@
 """Damaged files of turns: no crash, no hang, no table that the bytes do not hold.
 
-``python -m benchmarks.fuzz_files`` damages files of every format at random (flips,
+``python -m tests.fuzz files`` damages files of every format at random (flips,
 truncations, numbers overwritten), reads them, and prints the counts of what came out and
 each case that failed, with its seed. ``--format arrow --seed 17 --cases 1`` runs one case
 again. Cases run in child processes, so that a crash is seen and belongs to a seed.
@@ -329,7 +329,7 @@ def run(
         n = min(_BATCH, stop - seed)
         told = [name, str(seed), str(n), str(seconds)]
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.fuzz_files", "--child", *told],
+            [sys.executable, "-m", "tests.fuzz.files", "--child", *told],
             capture_output=True,
             text=True,
             errors="replace",
@@ -352,7 +352,7 @@ def run(
     return counts, failed
 
 
-def main() -> int:
+def main(words: list[str]) -> int:
     """Run the cases of every format; the exit code is 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=1000, help="of each format")
@@ -363,7 +363,7 @@ def main() -> int:
         "--no-memory-limit", action="store_true", help="for the sanitizer build"
     )
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     if given.child:
         name, seed, cases, seconds = given.child
         _child(name, int(seed), int(cases), float(seconds))
@@ -385,4 +385,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

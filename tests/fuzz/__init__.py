@@ -1,0 +1,1 @@
+"""Random sessions under random policies, and damaged files: `python -m tests.fuzz`."""

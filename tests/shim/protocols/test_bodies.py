@@ -1,0 +1,453 @@
+"""Bodies of requests in each protocol: as which chat they are read, and what is refused."""
+
+import json
+import re
+
+import pytest
+
+from tests.shim.protocols.test_required import BODIES, BY_NAME, NAMES
+from trajkit_shim import json_input
+from trajkit_shim.chat.sampling_params import SamplingParams
+from trajkit_shim.errors import GatewayError
+
+USER = {"role": "user", "content": "hi"}
+OBJECT = {"type": "object"}
+TOOL = {"type": "function", "function": {"name": "bash", "parameters": OBJECT}}
+CALL = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "f", "arguments": '{"é": 1}'},
+}
+A, B = "a" * 32, "b" * 32
+
+
+def read(name, body, *given):
+    plain = {k: v for k, v in BODIES[name].items() if k != "tools"}
+    return BY_NAME[name].read({**plain, **body}, *given)
+
+
+def messages(*given):
+    return {"messages": [*given]}
+
+
+def part(**fields):
+    return messages({"role": "user", "content": [fields]})
+
+
+def thought(**fields):
+    return messages({"role": "assistant", "content": [fields]}, USER)
+
+
+def contents(*given):
+    return {"contents": [*given]}
+
+
+def turn(*parts, role="user"):
+    shown = [{"text": one} if isinstance(one, str) else one for one in parts]
+    return {"role": role, "parts": shown}
+
+
+def text(said, kind="input_text"):
+    return [{"type": kind, "text": said}]
+
+
+def items(*given):
+    return {"input": [*given]}
+
+
+def item(what="x", **fields):
+    return {"role": "assistant", "content": text(what, "output_text"), **fields}
+
+
+def call(**fields):
+    given = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}
+    return {**given, **fields}
+
+
+def reasoning(**fields):
+    return {"type": "reasoning", "id": "rs_1", "summary": [], **fields}
+
+
+def result(name, **fields):
+    return {"type": "tool_result", "tool_use_id": name, **fields}
+
+
+def function_call(name, **fields):
+    return {"functionCall": {"name": name, **fields}}
+
+
+def response(name, given):
+    return {"functionResponse": {"name": name, "response": given}}
+
+
+def said(content, **fields):
+    return {"role": "assistant", "content": content, **fields}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def tool(call_id, content, **fields):
+    return {"role": "tool", "content": content, "tool_call_id": call_id, **fields}
+
+
+def called(call_id, name, arguments="{}"):
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+MARKED = {"cache_control": {"type": "ephemeral"}}
+BILLING = "x-anthropic-billing-header: cc_version=2.1; x=y;"
+F = "{"
+# protocol, body, and the messages that it is read as
+READ = [
+    ("openai_chat", messages({"role": "developer", "content": "be"}), [
+        {"role": "system", "content": "be"}]),
+    ("openai_chat", messages(
+        {"role": "user", "content": [*text("a", "text"), *text("b", "text")],
+         "name": "ann"}), [{**user("a\nb"), "name": "ann"}]),
+    ("openai_chat", messages({**user("a"), **MARKED}), [user("a")]),
+    ("openai_chat", messages(tool("1", "")), [tool("1", "")]),
+    ("openai_chat", messages(
+        said(None, refusal=None, annotations=[], audio=None, function_call=None,
+             provider_specific_fields={"a": 1}, tool_calls=[{**CALL, "index": 0}])),
+     [said("", tool_calls=[CALL])]),
+    ("openai_chat", messages({"role": "assistant", "tool_calls": []}), [said("")]),
+    ("openai_chat", messages(
+        said("", reasoning_content="hm",
+             tool_calls=[{"id": "", "function": {"name": "f"}}])),
+     [said("", reasoning_content="hm", tool_calls=[called("", "f", "")])]),
+    ("openai_chat", messages(said("a", reasoning="hm")),
+     [said("a", reasoning_content="hm")]),
+    # as Claude Code asks
+    ("anthropic", {
+        "model": "claude-opus-4-8",
+        "system": [{"type": "text", "text": BILLING},
+                   {"type": "text", "text": "be", **MARKED}, *text("brief", "text")],
+        "messages": [
+            user([*text("context", "text"), {"type": "text", "text": "do", **MARKED}]),
+            {"role": "system", "content": text("late", "text")}],
+        "metadata": {"user_id": "{}"}, "thinking": {"type": "adaptive"},
+        "context_management": {"edits": []}, "output_config": {"effort": "high"},
+        "stream": True},
+     [{"role": "system", "content": "be\nbrief"}, user("context\ndo"),
+      {"role": "system", "content": "late"}]),
+    ("anthropic", messages(
+        said([
+            {"type": "thinking", "thinking": "hm", "signature": "s"},
+            {"type": "thinking", "thinking": ", so", "signature": "s"},
+            *text("", "text"), *text("a", "text"),
+            {"type": "tool_use", "id": "1", "name": "f", "input": {"é": 1}},
+            *text("b", "text")]),
+        user([result("1", content="x", is_error=True),
+              result("2", content=text("and", "text") * 2, is_error=False),
+              result("3"), *text("and", "text")])),
+     [said("ab", reasoning_content="hm, so", tool_calls=[CALL]),
+      tool("1", "x", is_error=True), tool("2", "and\nand"), tool("3", ""),
+      user("and")]),
+    # as Codex asks
+    ("openai_responses", {
+        **items(
+            {"type": "message", "id": "msg_ad35246c-f054-5fad-a2f7-f71f3bb6f90b",
+             "role": "developer", "content": [*text("a"), *text("b")]},
+            {"type": "message", "role": "user", "content": text("do")}),
+        "model": "m", "stream": True, "tool_choice": "auto", "store": False,
+        "parallel_tool_calls": True, "reasoning": {"summary": "auto"},
+        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k",
+        "client_metadata": {"thread_id": "t"}},
+     [{"role": "system", "content": "a\nb"}, user("do")]),
+    ("openai_responses", items(item(), call(), call()),
+     [said("x", tool_calls=[called("c", "f", F)] * 2)]),
+    ("openai_responses", items(item(id=f"msg_{A}_0"), item("y", id=f"msg_{B}_0")),
+     [said("x"), said("y")]),
+    ("openai_responses", items(call(id=f"fc_{A}_0"), item("y", id=f"msg_{A}_1")),
+     [said("y", tool_calls=[called("c", "f", F)])]),
+    ("openai_responses", items(item(), reasoning(), item("y")), [said("x"), said("y")]),
+    ("openai_responses", items(item(), user("u"), item("y")),
+     [said("x"), user("u"), said("y")]),
+    *(("openai_responses", items(reasoning(**fields), call()),
+       [said("", reasoning_content="hm", tool_calls=[called("c", "f", F)])])
+      for fields in (
+        {"content": text("hm", "reasoning_text")},
+        {"encrypted_content": "trajkit1.aG0=", "content": None},
+        {"summary": text("hm", "summary_text")})),
+    ("openai_responses", items(call(namespace="n")),
+     [said("", tool_calls=[called("c", "n__f", F)])]),
+    # calls without ids keep their results
+    ("gemini", contents(
+        turn("hi"),
+        turn(function_call("f", args={}), function_call("g"), function_call("f"),
+             role="model"),
+        turn(response("g", {"output": "1"}), response("f", {"result": "2"}),
+             response("f", {"error": "3"}), "and"),
+        turn(function_call("f"), role="model"),
+        turn(response("f", {"a": 1, "é": []}))),
+     [user("hi"),
+      said("", tool_calls=[called("f-1", "f"), called("g-2", "g"), called("f-3", "f")]),
+      tool("g-2", "1"), tool("f-1", "2"), tool("f-3", "3", is_error=True), user("and"),
+      said("", tool_calls=[called("f-1", "f")]), tool("f-1", '{"a": 1, "é": []}')]),
+    ("gemini", {"systemInstruction": {"parts": [{"text": "be"}]}, **contents(turn("a"))},
+     [{"role": "system", "content": "be"}, user("a")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "body", "expected"), READ)
+def test_the_messages_of_a_body(name, body, expected):
+    assert read(name, body).messages == expected
+    # canonical messages stay as they are
+    if name == "openai_chat":
+        assert read(name, {"messages": expected}).messages == expected
+
+
+def test_a_request_in_full_and_in_short():
+    request = read(
+        "openai_chat",
+        {
+            "model": "any",
+            "tools": [TOOL],
+            "tool_choice": "auto",
+            "max_completion_tokens": 7,
+            "max_tokens": 7,
+            "temperature": 0.5,
+            "top_p": 1,
+            "top_k": 20,
+            "stop": "\n",
+            "seed": -3,
+            "n": 1,
+            "frequency_penalty": 0.0,
+            "response_format": {"type": "text"},
+            "logit_bias": None,
+            "user": "someone",
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    )
+    assert (request.tools, request.ignored) == ([TOOL], {})
+    assert request.sampling == SamplingParams(
+        max_tokens=7, temperature=0.5, top_p=1.0, top_k=20, stop=("\n",), seed=-3
+    )
+    assert (request.stream, request.include_usage) == (True, True)
+    for body in ({"tools": []}, {"tools": [TOOL], "tool_choice": "none"}):
+        request = read("openai_chat", body)
+        assert (request.tools, request.stream, request.include_usage) == (
+            None,
+            False,
+            False,
+        )
+        assert request.sampling == SamplingParams()
+
+
+def test_a_schema_in_google_s_words():
+    schema = {
+        "type": "OBJECT",
+        "properties": {"type": {"type": "STRING"}},
+        "enum": ["STRING"],
+    }
+    declared = {"functionDeclarations": [{"name": "f", "parameters": schema}]}
+    request = read("gemini", {"tools": [declared, {"googleSearch": {}}]})
+    assert request.tools[0]["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"type": {"type": "string"}},
+        "enum": ["STRING"],
+    }
+    assert request.left_out == ("googleSearch",)
+
+
+def test_counts_need_less_or_have_the_request_inside():
+    assert BY_NAME["anthropic"].read(messages(USER), count=True).messages == [USER]
+    whole = {"model": "m", "contents": [turn("hi")]}
+    request = BY_NAME["gemini"].read({"generateContentRequest": whole}, count=True)
+    assert request.messages == [USER]
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "data": "x"}}
+IMAGES = {
+    "openai_chat": part(type="image_url", image_url={}),
+    "anthropic": messages(user([result("1", content=[IMAGE]), IMAGE])),
+    "openai_responses": items(user([{"type": "input_image"}])),
+    "gemini": contents(turn({"inlineData": {"mimeType": "image/png"}})),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_images_by_policy(name):
+    with pytest.raises(GatewayError, match=r"'\w*/?\w*' is not supported"):
+        read(name, IMAGES[name])
+    read_as = read(name, IMAGES[name], "omit").messages
+    assert {message["content"] for message in read_as} == {"[image omitted]"}
+
+
+BASH = {"name": "bash", "input_schema": OBJECT}
+CHOICE = "tool_choice"
+CONFIG = "generationConfig"
+CALLING = "toolConfig.functionCallingConfig"
+# by protocol: a body, and the parameter that the error names
+REFUSED = {
+    "openai_chat": [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        (messages(user(3)), "messages[0].content"),
+        (part(type="image_url"), "messages[0].content[0].type"),
+        (messages({"role": "tool", "content": ""}), "messages[0].tool_call_id"),
+        (messages(said("", tool_calls=[called("1", "f", {})])),
+         "messages[0].tool_calls[0].function.arguments"),
+        (messages(said("", tool_calls=[{"id": "x"}])),
+         "messages[0].tool_calls[0].function"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({CHOICE: {"type": "function"}}, "tool_choice.name"),
+        ({"n": 0}, "n"), ({"n": 2}, "n"), ({"n": True}, "n"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"model": 3}, "model"), ({"stream": "yes"}, "stream"),
+        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 1.0}, "max_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"temperature": -0.1}, "temperature"), ({"temperature": True}, "temperature"),
+        ({"temperature": 2.1}, "temperature"), ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"), ({"top_k": 0}, "top_k"), ({"top_k": -2}, "top_k"),
+        ({"stop": ""}, "stop"), ({"stop": ["a", ""]}, "stop[1]"), ({"stop": 3}, "stop"),
+        ({"seed": 2**63}, "seed"),
+    ],
+    "anthropic": [
+        ({"max_tokens": None}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"), ({"messages": [3]}, "messages[0]"),
+        (part(type="image"), "messages[0].content[0].type"),
+        (part(type="document", source={"type": "base64"}),
+         "messages[0].content[0].source.type"),
+        (thought(type="tool_use", id="1", name="f", input="{}"),
+         "messages[0].content[0].input"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{**BASH, "strict": 1}]}, "tools[0].strict"),
+        ({CHOICE: {"type": "tool"}}, "tool_choice.name"),
+        ({CHOICE: {"type": "required"}}, "tool_choice.type"),
+        ({"stop_sequences": [""]}, "stop_sequences[0]"), ({"top_p": 2}, "top_p"),
+        ({"output_config": {"format": {}}}, "output_config.format.type"),
+    ],
+    "openai_responses": [
+        ({"input": []}, "input"), ({"input": None}, "input"), ({"input": 3}, "input"),
+        ({"previous_response_id": "r"}, "previous_response_id"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"include": "logprobs"}, "include"),
+        ({"tools": [{**TOOL, "name": "f", "strict": 1}]}, "tools[0].strict"),
+        (items(user([{"type": "input_file"}])), "input[0].content[0].type"),
+        (items(user([{"type": {}}])), "input[0].content[0].type"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+    ],
+    "gemini": [
+        ({"contents": []}, "contents"),
+        (contents(turn(response("f", {}))), "contents[0].parts[0].functionResponse"),
+        ({CONFIG: {"candidateCount": 0}}, "generationConfig.candidateCount"),
+        ({CONFIG: {"candidateCount": 2}}, "generationConfig.candidateCount"),
+        ({CONFIG: {"responseMimeType": "text/x.enum"}},
+         "generationConfig.responseMimeType"),
+        ({CONFIG: {"responseSchema": OBJECT}}, "generationConfig.responseMimeType"),
+        ({CONFIG: {"topP": 2}}, "generationConfig.topP"),
+        ({CONFIG: {"topK": 1.5}}, "generationConfig.topK"),
+        ({"toolConfig": {"functionCallingConfig": {"mode": "SOME"}}},
+         f"{CALLING}.mode"),
+    ],
+}  # fmt: skip
+# the same, of what has no effect, and is counted
+IGNORED = {
+    "openai_chat": [
+        (messages({"role": "function", "content": ""}), "messages[0].role"),
+        (part(type="refusal"), "messages[0].content[0].type"),
+        (messages(USER, {**USER, "tool_calls": [CALL]}), "messages[1].tool_calls"),
+        (messages({**USER, "thinking": "x"}), "messages[0].thinking"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+        ({CHOICE: "any"}, CHOICE), ({CHOICE: {"type": "custom"}}, CHOICE),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"logprobs": True, "top_logprobs": 1}, "top_logprobs"),
+        ({"presence_penalty": 0.1}, "presence_penalty"), ({"best_of": 2}, "best_of"),
+        ({"stream_options": {"x": 1}}, "stream_options.x"),
+    ],
+    "anthropic": [
+        (messages({"role": "ctx", "content": "a"}), "messages[0].role"),
+        (part(type="tool_use"), "messages[0].content[0].type"),
+        (part(type="text", text="a", mark=1), "messages[0].content[0].mark"),
+        (thought(type="redacted_thinking", data="x"), "messages[0].content[0].type"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+         "tools[0].type"),
+        ({"n": 2}, "n"),
+    ],
+    "openai_responses": [
+        ({"conversation": "c"}, "conversation"), ({"background": True}, "background"),
+        ({"top_logprobs": 1}, "top_logprobs"), ({CHOICE: {"type": "web_search"}}, CHOICE),
+        ({"tools": [{"type": "custom", "name": "apply_patch"}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [
+            {"type": "namespace", "name": "m"}]}]}, "tools[0].type"),
+        (items({"type": "custom_tool_call"}, USER), "input[0].type"),
+        (items({"type": "item_reference", "id": "x"}, USER), "input[0].type"),
+        (items({"role": "tool", "content": ""}), "input[0].role"),
+        (items(reasoning(encrypted_content="gAAA"), USER), "input[0].encrypted_content"),
+        (items({**USER, "mood": 1}), "input[0].mood"),
+        (items(user([{**text("a")[0], "mood": 1}])), "input[0].content[0].mood"),
+    ],
+    "gemini": [
+        (contents(turn("a", role="system")), "contents[0].role"),
+        (contents(turn({"executableCode": {}})), "contents[0].parts[0].executableCode"),
+        ({"tools": [{"computerUse": {}}]}, "tools[0].computerUse"),
+        ({"cachedContent": "c"}, "cachedContent"),
+        ({CONFIG: {"responseLogprobs": True, "logprobs": 1}},
+         "generationConfig.logprobs"),
+    ],
+}  # fmt: skip
+
+
+def rows(table):
+    given = [(name, *row) for name, each in table.items() for row in each]
+    return pytest.mark.parametrize(("name", "body", "param"), given)
+
+
+@rows(REFUSED)
+def test_what_is_refused(name, body, param):
+    with pytest.raises(GatewayError) as caught:
+        read(name, body)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert param in caught.value.message
+
+
+@rows(IGNORED)
+def test_what_is_ignored_and_counted(name, body, param):
+    request = read(name, body)
+    counted = {*request.ignored, *(f"tools[].type={one}" for one in request.left_out)}
+    where = re.sub(r"\[\d+\]", "[]", param)
+    assert any(name.partition("=")[0] == where for name in counted), counted
+
+
+@pytest.mark.parametrize(
+    ("body", "match"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": -Infinity}', "Infinity"),
+        (b'{"metadata": {"x": [1e400]}}', "1e400"),
+        (b"[]", "a list, not a JSON object"),
+        (b"null", "null, not a JSON object"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "deeper than 100"),
+        (b'{"a": ' + b"[" * 100_000, "too deep"),
+    ],
+    ids=range(11),
+)
+def test_bodies_that_are_refused(body, match):
+    with pytest.raises(GatewayError, match=match) as caught:
+        json_input.parse_object(body)
+    assert caught.value.status == 400
+
+
+def test_bodies_that_are_taken():
+    deep: list[object] = []
+    for _ in range(98):
+        deep = [deep]
+    value = {"a": "\U0001f600", "b": deep, "c": -1500.0}
+    assert json_input.parse_object(json.dumps(value).encode()) == value
