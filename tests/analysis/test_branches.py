@@ -82,73 +82,36 @@ NEXT = [*TALK, said("user", "n")]
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        pytest.param(
-            [call([said("system", "x"), said("user", "y")], "b")],
-            [(3, "sub_agent", 2)],
-            id="sub-agent by its first message",
-        ),
-        pytest.param([AGAIN], [(3, "retry", 2)], id="retry"),
-        pytest.param(
-            [AGAIN, call(TALK, "c")], [(3, "retry", 2)], id="retry, the first goes on"
-        ),
-        pytest.param(
+        ([call([said("system", "x"), said("user", "y")], "b")], [(3, "sub_agent", 2)]),
+        ([AGAIN], [(3, "retry", 2)]),
+        ([AGAIN, call(TALK, "c")], [(3, "retry", 2)]),
+        (
             [AGAIN, call([*TALK[:6], said("assistant", "b"), said("tool", "t")], "c")],
             [(3, "retry", 2)],
-            id="retry, the second goes on",
         ),
-        pytest.param([AGAIN, AGAIN], [(3, "retry", 2), (4, "retry", 3)], id="thrice"),
-        pytest.param(
+        ([AGAIN, AGAIN], [(3, "retry", 2), (4, "retry", 3)]),
+        (
             [
                 AGAIN,
                 call(TALK, "c"),
                 call([*TALK[:6], said("assistant", "b"), said("tool", "t")], "c"),
             ],
             [(3, "sibling", 2)],
-            id="siblings are both continued",
         ),
-        pytest.param([call(TALK[:4], "b")], [(3, "rollback", 1)], id="rollback: asked"),
-        pytest.param(
-            [call(TALK[:5], "b")], [(3, "rollback", 2)], id="rollback: to a reply"
-        ),
-        pytest.param(
-            [call(TALK[:1], "b")], [(3, "rollback", 2)], id="rollback: to the start"
-        ),
-        pytest.param(
-            [call([*TALK[:3], said("user", "v")], "b")],
-            [(3, "rollback", 2)],
-            id="rollback: and something else is said",
-        ),
-        pytest.param(
-            [call([SYSTEM, said("user", "summary")], "b")],
-            [(3, "compaction", 2)],
-            id="compaction",
-        ),
-        pytest.param(
-            [call([*TALK[:2], said("user", "summary")], "b")],
-            [(3, "compaction", 2)],
-            id="compaction that keeps the task",
-        ),
-        pytest.param(
-            [call([SYSTEM, said("user", "w"), *NEXT[2:]], "b")],
-            [(3, "rewrite", 2)],
-            id="rewrite of the task",
-        ),
-        pytest.param(
-            [call([*TALK[:3], said("tool", "x"), *TALK[4:]], "b")],
-            [(3, "rewrite", 2)],
-            id="rewrite of a tool's answer",
-        ),
-        pytest.param(
-            [call([*TALK[:3], said("tool", "x"), TALK[4]], "b")],
-            [(3, "rewrite", 2)],
-            id="rewrite, and shorter",
-        ),
-        pytest.param(
+        ([call(TALK[:4], "b")], [(3, "rollback", 1)]),
+        ([call(TALK[:5], "b")], [(3, "rollback", 2)]),
+        ([call(TALK[:1], "b")], [(3, "rollback", 2)]),
+        ([call([*TALK[:3], said("user", "v")], "b")], [(3, "rollback", 2)]),
+        ([call([SYSTEM, said("user", "summary")], "b")], [(3, "compaction", 2)]),
+        ([call([*TALK[:2], said("user", "summary")], "b")], [(3, "compaction", 2)]),
+        ([call([SYSTEM, said("user", "w"), *NEXT[2:]], "b")], [(3, "rewrite", 2)]),
+        ([call([*TALK[:3], said("tool", "x"), *TALK[4:]], "b")], [(3, "rewrite", 2)]),
+        ([call([*TALK[:3], said("tool", "x"), TALK[4]], "b")], [(3, "rewrite", 2)]),
+        (
             [call([*TALK[:6], said("assistant", "z"), TALK[7]], "b")],
             [(3, "rewrite", 2)],
-            id="rewrite of the last reply",
         ),
-        pytest.param([call(NEXT, "b")], [], id="two messages at once"),
+        ([call(NEXT, "b")], []),
     ],
 )
 def test_labels_by_hand(more, expected):
@@ -161,24 +124,12 @@ PLAIN, _ = line_of(3, known=False)
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        pytest.param(
-            call([said("system", "x" * 40)], "b"), "sub_agent", id="sub-agent"
-        ),
-        pytest.param(call(TALK[:6], "b"), "retry", id="retry"),
-        pytest.param(call(TALK[:4], "b"), "rollback", id="rollback: asked"),
-        pytest.param(
-            call([*TALK[:3], said("user", "v")], "b"),
-            "rollback",
-            id="rollback: to a reply",
-        ),
-        pytest.param(
-            call([SYSTEM, said("user", "sum")], "b"), "compaction", id="compaction"
-        ),
-        pytest.param(
-            call([*TALK[:3], said("tool", "x"), *TALK[4:]], "b"),
-            "rewrite",
-            id="rewrite",
-        ),
+        (call([said("system", "x" * 40)], "b"), "sub_agent"),
+        (call(TALK[:6], "b"), "retry"),
+        (call(TALK[:4], "b"), "rollback"),
+        (call([*TALK[:3], said("user", "v")], "b"), "rollback"),
+        (call([SYSTEM, said("user", "sum")], "b"), "compaction"),
+        (call([*TALK[:3], said("tool", "x"), *TALK[4:]], "b"), "rewrite"),
     ],
 )
 def test_labels_by_tokens(more, expected):

@@ -65,266 +65,77 @@ def test_a_long_stretch_is_back_in_step():
     assert [line[n] for n in names] == [1501, 1502, 2500, "middle_edited"]
 
 
+def parsed(text):
+    """A line: name, turns as ``prompt / output, ...`` (R: a reply), what is expected."""
+    name, turns, expected = (part.strip() for part in text.split("|"))
+    calls = []
+    for call in turns.split(","):
+        prompt, output = call.replace("R", "20 21 22 23 24 25").split("/")
+        calls.append(([*map(int, prompt.split())], [*map(int, output.split())]))
+    return pytest.param(chain(*calls), expected, id=name)
+
+
+def table(text):
+    return [parsed(line) for line in text.strip().splitlines()]
+
+
 @pytest.mark.parametrize(
     ("turns", "expected"),
-    [
-        pytest.param(
-            chain(([1, 2], [5, 6]), ([1, 2, 5, 6, 3], [7])),
-            (4, 0, "none", 0),
-            id="clean",
-        ),
-        pytest.param(
-            chain(([1, 2], [5, 6]), ([1, 2, 5, 6], [7])),
-            (4, 0, "none", 0),
-            id="clean: nothing between",
-        ),
-        pytest.param(
-            chain(([1, 2], [5, 6]), ([1, 2, 5, 9, 3], [7])),
-            (3, 1, "last_reply", 1),
-            id="second token of the last reply",
-        ),
-        pytest.param(
-            chain(([1, 2], [5, 6]), ([1, 2, 6], [7])),
-            (2, 2, "last_reply", 2),
-            id="first token of the last reply",
-        ),
-        pytest.param(
-            chain(([1, 2], [5, 6]), ([1, 2], [7])),
-            (2, 2, "last_reply", 2),
-            id="the same prompt again",
-        ),
-        pytest.param(
-            chain(([1, 2], [5, 6]), ([1], [7])),
-            (1, 3, "prompt", 2),
-            id="a prompt that stops before the reply",
-        ),
-        pytest.param(
-            chain(([1, 2], []), ([1, 3], [7])),
-            (1, 1, "prompt", 0),
-            id="after an empty reply",
-        ),
-        pytest.param(
-            chain(([], [5, 6]), ([5, 7], [])),
-            (1, 1, "last_reply", 1),
-            id="an empty prompt",
-        ),
-        pytest.param(
-            chain(([1], [5, 6]), ([1, 5, 6, 2], [7]), ([1, 5, 9, 2, 7], [8])),
-            (2, 3, "earlier_reply", 2),
-            id="in the reply before the last",
-        ),
-        pytest.param(
-            chain(([1], [5, 6]), ([1, 5, 6, 2], [7]), ([1, 5, 6, 3], [8])),
-            (3, 2, "prompt", 1),
-            id="between two replies",
-        ),
-        pytest.param(
-            chain(([1], [5, 6]), ([1, 9, 6, 2], [7]), ([1, 9, 4], [8])),
-            (2, 3, "prompt", 1),
-            id="where a reply stood until it drifted",
-        ),
-        pytest.param(
-            chain(([1], [5, 6, 4]), ([1, 5, 9, 2], [7]), ([1, 8], [8])),
-            (1, 4, "earlier_reply", 2),
-            id="in what an earlier drift left of a reply",
-        ),
-    ],
+    table("""
+clean | 1 2 / 5 6, 1 2 5 6 3 / 7 | 4 0 none 0
+nothing between | 1 2 / 5 6, 1 2 5 6 / 7 | 4 0 none 0
+second token of the reply | 1 2 / 5 6, 1 2 5 9 3 / 7 | 3 1 last_reply 1
+first token of the reply | 1 2 / 5 6, 1 2 6 / 7 | 2 2 last_reply 2
+the same prompt again | 1 2 / 5 6, 1 2 / 7 | 2 2 last_reply 2
+stops before the reply | 1 2 / 5 6, 1 / 7 | 1 3 prompt 2
+after an empty reply | 1 2 / , 1 3 / 7 | 1 1 prompt 0
+an empty prompt | / 5 6, 5 7 / | 1 1 last_reply 1
+in the reply before | 1 / 5 6, 1 5 6 2 / 7, 1 5 9 2 7 / 8 | 2 3 earlier_reply 2
+between two replies | 1 / 5 6, 1 5 6 2 / 7, 1 5 6 3 / 8 | 3 2 prompt 1
+where a reply drifted | 1 / 5 6, 1 9 6 2 / 7, 1 9 4 / 8 | 2 3 prompt 1
+in what drift left of one | 1 / 5 6 4, 1 5 9 2 / 7, 1 8 / 8 | 1 4 earlier_reply 2
+"""),
 )
 def test_drift_by_hand(turns, expected):
     table = turns_table(turns)
     line = tk.classify_drift(table, link_by(table, "previous")).to_pylist()[-1]
-    assert (
-        tuple(line[n] for n in ("lcp", "size", "region", "tokens_after_drift"))
-        == expected
-    )
     twin = reference.classify_drift(turns, reference.link(turns, "previous"))[-1]
-    assert (
-        tuple(twin[n] for n in ("lcp", "size", "region", "tokens_after_drift"))
-        == expected
-    )
-
-
-HELD = [1, 2, *range(100, 130)]  # a prompt of two tokens and a reply of thirty
+    for found in (line, twin):
+        names = ("lcp", "size", "region", "tokens_after_drift")
+        assert " ".join(str(found[n]) for n in names) == expected
 
 
 @pytest.mark.parametrize(
-    ("prompt", "cause", "resync"),
-    [
-        pytest.param([*HELD, 3], "clean", None, id="clean"),
-        pytest.param(HELD[:20], "truncated", None, id="truncated"),
-        pytest.param(
-            [1, 2, *range(110, 130), 3],
-            "head_dropped",
-            (12, 2, 20),
-            id="the first third of the reply dropped",
-        ),
-        pytest.param(
-            [1, 2, *range(100, 110), 99, 98, *range(111, 130), 3],
-            "middle_edited",
-            (13, 14, 19),
-            id="one token become two",
-        ),
-        pytest.param(
-            [*HELD[:-2], 99, 129, 3],
-            "tail_changed",
-            (31, 31, 1),
-            id="the last token but one, and the last as it was",
-        ),
-        pytest.param([*HELD[:-2], 99, 98, 3], "tail_changed", None, id="the last two"),
-        pytest.param([1, 9, 9, 9], "diverged", None, id="another conversation"),
-    ],
+    ("turns", "expected"),
+    table("""
+truncated in the reply | 1 / R, 1 20 21 / | truncated
+truncated in the prompt | 1 2 / R, 1 / | truncated
+the end follows at once | 1 / R, 1 22 23 24 25 2 / | head_dropped 3 1 4
+from the second token on | 1 / R, 1 20 23 24 25 2 / | head_dropped 4 2 3
+a longer run outweighs one | 1 / R, 1 22 23 24 2 22 23 24 25 / | middle_edited 3 5 4
+one token is another | 1 / R, 1 20 9 22 23 24 25 2 / | middle_edited 3 3 4
+text put before the reply | 1 / R, 1 9 8 R 2 / | middle_edited 1 3 6
+edited in a prompt | 1 2 3 4 5 / 20 21 22 23, 1 9 3 4 5 20 21 22 23 / | middle_edited 2 2 7
+the last token but one | 1 / R, 1 20 21 22 23 9 25 2 / | tail_changed 6 6 1
+nowhere in step | 1 / R, 1 20 21 22 23 9 8 / | tail_changed
+as long a run as asked for | 1 / R, 1 9 24 25 23 24 25 / | middle_edited 4 4 3
+short run at the end | 1 / R, 1 9 24 25 8 24 25 / | tail_changed 5 2 2
+a shorter run before its end | 1 / R, 1 9 20 21 8 / | tail_changed
+the prompt ends before | 1 2 3 / R, 1 9 3 8 8 / | diverged 2 2 1
+another conversation | 1 2 3 / R, 4 5 6 / | diverged
+in the reply before the last | 1 / 20 21, 1 20 21 2 / R, 1 20 9 2 8 / | diverged
+ends within held | 1 / 20 30 31, 1 20 30 31 2 / 22 23, 1 20 9 31 8 7 / | diverged 3 3 1
+a drifted end | 1 / 20 30 31, 1 20 9 31 2 / 22 23, 1 20 9 8 31 2 7 / | diverged 3 4 2
+nor is the end of a prompt | 1 2 3 4 / 5, 1 2 9 9 9 9 8 / 7, 1 6 9 8 5 / | diverged 5 2 2
+"""),
 )
-def test_causes_by_hand(prompt, cause, resync):
-    turns = chain((HELD[:2], HELD[2:]), (prompt, [7]))
+def test_back_in_step_by_hand(turns, expected):
     table = turns_table(turns)
-    (line,) = tk.classify_drift(table, link_by(table, "previous")).to_pylist()
-    found = tuple(line[f"resync_{name}"] for name in ("path", "prompt", "length"))
-    assert line["cause"] == cause
-    assert found == (resync or (None, None, None))
-
-
-REPLY = [20, 21, 22, 23, 24, 25]
-
-
-@pytest.mark.parametrize(
-    ("turns", "cause", "resync"),
-    [
-        pytest.param(
-            chain(([1], REPLY), ([1, 20, 21], [])),
-            "truncated",
-            None,
-            id="truncated in the reply",
-        ),
-        pytest.param(
-            chain(([1, 2], REPLY), ([1], [])),
-            "truncated",
-            None,
-            id="truncated in the prompt",
-        ),
-        pytest.param(
-            chain(([1], REPLY), ([1, 22, 23, 24, 25, 2], [])),
-            "head_dropped",
-            (3, 1, 4),
-            id="head dropped: the end of the reply follows at once",
-        ),
-        pytest.param(
-            chain(([1], REPLY), ([1, 20, 23, 24, 25, 2], [])),
-            "head_dropped",
-            (4, 2, 3),
-            id="head dropped: from the second token on",
-        ),
-        pytest.param(
-            chain(([1], REPLY), ([1, 22, 23, 24, 2, 22, 23, 24, 25], [])),
-            "middle_edited",
-            (3, 5, 4),
-            id="a longer run further on outweighs one at once",
-        ),
-        pytest.param(
-            chain(([1], REPLY), ([1, 20, 9, 22, 23, 24, 25, 2], [])),
-            "middle_edited",
-            (3, 3, 4),
-            id="middle edited: one token is another",
-        ),
-        pytest.param(
-            chain(([1], REPLY), ([1, 9, 8, *REPLY, 2], [])),
-            "middle_edited",
-            (1, 3, 6),
-            id="middle edited: text put before the reply",
-        ),
-        pytest.param(
-            chain(([1, 2, 3, 4, 5], REPLY), ([1, 9, 3, 4, 5, *REPLY], [])),
-            "middle_edited",
-            (2, 2, 9),
-            id="middle edited: in the prompt",
-        ),
-        pytest.param(
-            chain(([1], REPLY), ([1, 20, 21, 22, 23, 9, 25, 2], [])),
-            "tail_changed",
-            (6, 6, 1),
-            id="tail changed: the last token but one",
-        ),
-        pytest.param(
-            chain(([1], REPLY), ([1, 20, 21, 22, 23, 9, 8], [])),
-            "tail_changed",
-            None,
-            id="tail changed: nowhere in step",
-        ),
-        pytest.param(
-            chain(([1], REPLY), ([1, 9, 24, 25, 23, 24, 25], [])),
-            "middle_edited",
-            (4, 4, 3),
-            id="as long a run as is asked for",
-        ),
-        pytest.param(
-            chain(([1], REPLY), ([1, 9, 24, 25, 8, 24, 25], [])),
-            "tail_changed",
-            (5, 2, 2),
-            id="a shorter run ends the message; the first in the prompt",
-        ),
-        pytest.param(
-            chain(([1], REPLY), ([1, 9, 20, 21, 8], [])),
-            "tail_changed",
-            None,
-            id="a shorter run that does not end the message is none",
-        ),
-        pytest.param(
-            chain(([1, 2, 3], REPLY), ([1, 9, 3, 8, 8], [])),
-            "diverged",
-            (2, 2, 1),
-            id="diverged: in the prompt, which ends before the reply",
-        ),
-        pytest.param(
-            chain(([1, 2, 3], REPLY), ([4, 5, 6], [])),
-            "diverged",
-            None,
-            id="diverged: another conversation",
-        ),
-        pytest.param(
-            chain(([1], [20, 21]), ([1, 20, 21, 2], REPLY), ([1, 20, 9, 2, 8], [])),
-            "diverged",
-            None,
-            id="diverged: in the reply before the last, which ends where it does",
-        ),
-        pytest.param(
-            chain(
-                ([1], [20, 30, 31]),
-                ([1, 20, 30, 31, 2], REPLY),
-                ([1, 20, 9, 31, 8, 7], []),
-            ),
-            "diverged",
-            (3, 3, 1),
-            id="the message that drifted ends within held",
-        ),
-        pytest.param(
-            chain(
-                ([1], [20, 30, 31]),
-                ([1, 20, 9, 31, 2], REPLY),
-                ([1, 20, 9, 8, 31, 2, 7], []),
-            ),
-            "diverged",
-            (3, 4, 2),
-            id="an end that drifted away before is no end",
-        ),
-        pytest.param(
-            chain(
-                ([1, 2, 3, 4], [5]),
-                ([1, 2, 9, 9, 9, 9, 8], [7]),
-                ([1, 6, 9, 8, 5], []),
-            ),
-            "diverged",
-            (5, 2, 2),
-            id="nor is the end of a prompt",
-        ),
-    ],
-)
-def test_back_in_step_by_hand(turns, cause, resync):
-    table = turns_table(turns)
-    line = tk.classify_drift(table, link_by(table, "previous"), min_run=3).to_pylist()[
-        -1
-    ]
-    found = tuple(line[f"resync_{name}"] for name in ("path", "prompt", "length"))
-    assert line["cause"] == cause
-    assert found == (resync or (None, None, None))
+    links = link_by(table, "previous")
+    line = tk.classify_drift(table, links, min_run=3).to_pylist()[-1]
+    names = ("cause", "resync_path", "resync_prompt", "resync_length")
+    found = [str(line[n]) for n in names if line[n] is not None]
+    assert " ".join(found) == expected
     twin = reference.classify_drift(turns, reference.link(turns, "previous"), 3)[-1]
     assert dicts(pa.Table.from_pylist([line]), [twin]) == [twin]
 

@@ -78,23 +78,19 @@ THOUGHT = "<think>\nThe fault is in the second line, so I mend that.\n</think>\n
 @pytest.mark.parametrize(
     ("said", "shown", "expected"),
     [
-        pytest.param("Hello there.", "Hello there.", [], id="clean"),
-        pytest.param(
+        ("Hello there.", "Hello there.", []),
+        (
             pieces("Let me re", "turn to it."),
             "Let me return to it.",
             [("same_text", " re" + "turn", " return")],
-            id="the same text in other tokens",
         ),
-        pytest.param(
-            "It holds. \n", "It holds.", [("white_space", " \n", "")], id="white space"
-        ),
-        pytest.param(
+        ("It holds. \n", "It holds.", [("white_space", " \n", "")]),
+        (
             THOUGHT + "I mend that line.",
             "I mend that line.",
             [("reasoning_dropped", THOUGHT, "")],
-            id="reasoning dropped",
         ),
-        pytest.param(
+        (
             THOUGHT + "I mend that line.",
             "<think>\n\n</think>\n\nI mend that line.",
             [
@@ -104,21 +100,18 @@ THOUGHT = "<think>\nThe fault is in the second line, so I mend that.\n</think>\n
                     "\n\n",
                 )
             ],
-            id="reasoning dropped, its frame kept",
         ),
-        pytest.param(
+        (
             "<think>\nIt is the second line.\n</think>\n\nI mend that.",
             "<think>\nA fault.\n</think>\n\nI mend that.",
             [("other_text", "It is the second line", "A fault")],
-            id="other reasoning",
         ),
-        pytest.param(
+        (
             "I mend that line.",
             "<think>\n\n</think>\n\nI mend that line.",
             [("template", "", "<think>\n\n</think>\n\n")],
-            id="an empty frame for reasoning",
         ),
-        pytest.param(
+        (
             CALL('{"b": 1.50, "a":  "caf\\u00e9 x"}'),
             CALL('{"a": "café x", "b": 1.5}'),
             [
@@ -128,55 +121,38 @@ THOUGHT = "<think>\nThe fault is in the second line, so I mend that.\n</think>\n
                     'a": "café x", "b": 1.5',
                 )
             ],
-            id="arguments written otherwise",
         ),
-        pytest.param(
-            CALL('{"a":  1}'),
-            CALL('{"a": 1}'),
-            [("tool_arguments", " ", "")],
-            id="white space within arguments",
-        ),
-        pytest.param(
+        (CALL('{"a":  1}'), CALL('{"a": 1}'), [("tool_arguments", " ", "")]),
+        (
             CALL('"{\\"a\\": 1}"'),
             CALL('{"a": 1}'),
             [("tool_arguments", ' "{\\"a\\": 1}"', ' {"a": 1}')],
-            id="arguments as a string",
         ),
-        pytest.param(
+        (
             CALL('{"a": True, "b": None}'),
             CALL('{"a": true, "b": null}'),
             [("boolean", ' True, "b": None', ' true, "b": null')],
-            id="booleans in arguments",
         ),
-        pytest.param(
+        (
             "<parameter=all>\nFalse\n</parameter>",
             "<parameter=all>\nfalse\n</parameter>",
             [("boolean", "False", "false")],
-            id="booleans anywhere",
         ),
-        pytest.param(
-            CALL('{"a": 2}'),
-            CALL('{"a": 3}'),
-            [("other_text", " 2", " 3")],
-            id="other arguments",
-        ),
-        pytest.param(
+        (CALL('{"a": 2}'), CALL('{"a": 3}'), [("other_text", " 2", " 3")]),
+        (
             "I look at the code now and then at the test.",
             "I look at the code",
             [("truncated", " now and then at the test.", "")],
-            id="a message cut short",
         ),
-        pytest.param(
+        (
             pieces("a<", "|im_end|", ">b", "\nThen I go on to say this."),
             "a<|im_end|>b\nThen I go on to say this.",
             [("special_tokens", "<|im_end|>b\nThen I go on to say this.", "")],
-            id="a special token that was spelled out",
         ),
-        pytest.param(
+        (
             "Let me look at it now.",
             "No response requested.",
             [("other_text", "Let me look at it now", "No response requested")],
-            id="other text",
         ),
     ],
 )
@@ -219,11 +195,11 @@ NEXT = {"role": "user", "content": "v"}
 @pytest.mark.parametrize(
     ("reply", "messages", "cause"),
     [
-        pytest.param(REPLY, [*KNOWN, REPLY, NEXT], "template", id="as it was shown"),
-        pytest.param(REPLY, [*KNOWN, OTHER, NEXT], "rewritten", id="another reply"),
-        pytest.param(REPLY, [NEXT], "rewritten", id="another history"),
-        pytest.param(None, [*KNOWN, OTHER, NEXT], "other_text", id="reply unknown"),
-        pytest.param(REPLY, None, "other_text", id="messages unknown"),
+        (REPLY, [*KNOWN, REPLY, NEXT], "template"),
+        (REPLY, [*KNOWN, OTHER, NEXT], "rewritten"),
+        (REPLY, [NEXT], "rewritten"),
+        (None, [*KNOWN, OTHER, NEXT], "other_text"),
+        (REPLY, None, "other_text"),
     ],
 )
 def test_messages_tell_who_changed_the_text(reply, messages, cause):
@@ -428,9 +404,9 @@ def test_differences_are_the_twins(pair, run, special):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        pytest.param({"run": 0}, "run is 0", id="no run"),
-        pytest.param({"out": np.empty((1, 4), np.int64)}, "out has 1", id="out"),
-        pytest.param({"borders_b": np.zeros(1, np.int32)}, "borders_b", id="borders"),
+        ({"run": 0}, "run is 0"),
+        ({"out": np.empty((1, 4), np.int64)}, "out has 1"),
+        ({"borders_b": np.zeros(1, np.int32)}, "borders_b"),
     ],
 )
 def test_layouts_that_are_refused(change, match):
@@ -463,13 +439,11 @@ def test_paths_are_prompt_and_output_in_either_form(turns, data):
 @pytest.mark.parametrize(
     ("call", "start", "size", "match"),
     [
-        pytest.param(2, 0, 1, "call is 2", id="no such call"),
-        pytest.param(-1, 0, 1, "call is -1", id="before the first"),
-        pytest.param(0, -1, 1, "1 tokens from -1 on", id="before the path"),
-        pytest.param(
-            0, 2, 2, "2 tokens from 2 on: the path has 3", id="beyond its end"
-        ),
-        pytest.param(0, 2**63 - 1, 1, "the path has 3", id="beyond int64"),
+        (2, 0, 1, "call is 2"),
+        (-1, 0, 1, "call is -1"),
+        (0, -1, 1, "1 tokens from -1 on"),
+        (0, 2, 2, "2 tokens from 2 on: the path has 3"),
+        (0, 2**63 - 1, 1, "the path has 3"),
     ],
 )
 def test_paths_that_are_refused(call, start, size, match):

@@ -71,34 +71,17 @@ def test_a_right_mask_says_which_turn_trains_what():
 @pytest.mark.parametrize(
     ("mask", "expected"),
     [
-        pytest.param([*MASK[1:], 0], [(0, None, 1, "mask_shifted", 4)], id="left"),
-        pytest.param(
+        ([*MASK[1:], 0], [(0, None, 1, "mask_shifted", 4)]),
+        (
             [0, *MASK[:-1]],
             [(0, None, 3, "mask_shifted", 4), (0, 1, 8, "masked_out", 1)],
-            id="right, and the last token is lost",
         ),
-        pytest.param(
-            [0, 0, 1, 1, 1, 1, 1, 1, 1],
-            [(0, None, 5, "not_sampled", 2)],
-            id="a tool's output",
-        ),
-        pytest.param(
-            [0, 1, 1, 1, 1, 0, 0, 1, 1],
-            [(0, None, 1, "not_sampled", 1)],
-            id="a token of the template",
-        ),
-        pytest.param(
-            [0, 0, 1, 1, 0, 0, 0, 1, 1], [(0, 0, 4, "masked_out", 1)], id="an end token"
-        ),
-        pytest.param(
-            [0, 0, 1, 1, 1, 0, 0, 0, 0], [(0, 1, 7, "masked_out", 2)], id="a turn"
-        ),
-        pytest.param(
-            [0] * 9,
-            [(0, 0, 2, "masked_out", 3), (0, 1, 7, "masked_out", 2)],
-            id="nothing",
-        ),
-        pytest.param([1] * 9, [(0, None, 0, "not_sampled", 2)], id="all"),
+        ([0, 0, 1, 1, 1, 1, 1, 1, 1], [(0, None, 5, "not_sampled", 2)]),
+        ([0, 1, 1, 1, 1, 0, 0, 1, 1], [(0, None, 1, "not_sampled", 1)]),
+        ([0, 0, 1, 1, 0, 0, 0, 1, 1], [(0, 0, 4, "masked_out", 1)]),
+        ([0, 0, 1, 1, 1, 0, 0, 0, 0], [(0, 1, 7, "masked_out", 2)]),
+        ([0] * 9, [(0, 0, 2, "masked_out", 3), (0, 1, 7, "masked_out", 2)]),
+        ([1] * 9, [(0, None, 0, "not_sampled", 2)]),
     ],
 )
 def test_a_wrong_mask_is_named(mask, expected):

@@ -1,5 +1,6 @@
 """`metrics` counts what the other tables count."""
 
+import sys
 from collections import Counter
 
 import pyarrow as pa
@@ -156,3 +157,12 @@ def test_the_report_is_of_the_turns():
         metrics(turns.slice(1), report)
     with pytest.raises(tk.errors.SchemaError, match="no column 'error'"):
         metrics(turns, turns)
+
+
+@pytest.mark.parametrize("ask", [metrics, tk.analysis.why, tk.analysis.output_spans])
+def test_without_polars_an_error_names_the_extra(monkeypatch, ask):
+    turns, report = reported([call("a")])
+    monkeypatch.setitem(sys.modules, "polars", None)
+    more = [report] if ask is metrics else []
+    with pytest.raises(tk.errors.ArgumentError, match=r"install 'trajkit\[look\]'"):
+        ask(turns, *more)

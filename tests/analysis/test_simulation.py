@@ -151,12 +151,12 @@ def test_errored_sessions_train_nothing():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        pytest.param({"pack_tokens": 0}, "pack_tokens=0", id="packs of no token"),
-        pytest.param({"pad_to": 0}, "pad_to=0", id="rows of no token"),
-        pytest.param({"pad_to": 2**70}, "pad_to=", id="rows too long"),
-        pytest.param({"pad_to": "x"}, "pad_to='x'", id="rows of no number"),
-        pytest.param({"policies": ["slim"]}, "'slim'", id="no such policy"),
-        pytest.param({"max_row_tokens": 0}, "max_row_tokens=0", id="no token kept"),
+        ({"pack_tokens": 0}, "pack_tokens=0"),
+        ({"pad_to": 0}, "pad_to=0"),
+        ({"pad_to": 2**70}, "pad_to="),
+        ({"pad_to": "x"}, "pad_to='x'"),
+        ({"policies": ["slim"]}, "'slim'"),
+        ({"max_row_tokens": 0}, "max_row_tokens=0"),
     ],
 )
 def test_what_is_refused(options, said):
@@ -176,8 +176,8 @@ def test_one_policy_needs_no_list():
     ("shape", "kept_by_trl", "shared"),
     [
         # of each reply but the last, its last two tokens are lost
-        pytest.param("tail_changed", 38_146, 1.01, id="tail changed"),
-        pytest.param("head_dropped", 300, 1.4, id="head dropped"),
+        ("tail_changed", 38_146, 1.01),
+        ("head_dropped", 300, 1.4),
     ],
 )
 def test_two_rollouts_whose_replies_come_back_changed(shape, kept_by_trl, shared):

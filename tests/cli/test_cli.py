@@ -10,7 +10,6 @@ import tomllib
 from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import EntryPoint, version
-from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,12 +23,11 @@ from trajkit import cli
 from trajkit.analysis.tokenizer import Codec
 from trajkit.cli import application
 from trajkit.cli.drift import marked
-from trajkit.cli.policy_words import allowed, choices_of, with_choices
-from trajkit.cli.screen import Progress, text_table, working
+from trajkit.cli.policies import allowed, choices_of, with_choices
+from trajkit.cli.screen import Progress, working
 from trajkit.cli.tokenizer import load_tokenizer
 from trajkit.files.tables import iter_tables
 from trajkit.policies import PRESETS, rule_of
-from trajkit.tables import limits
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,19 +74,17 @@ def run_json(capsys, *argv, code=cli.DONE):
 @pytest.mark.parametrize(
     ("options", "choices"),
     [
-        pytest.param([], {}, id="faithful by default"),
-        pytest.param(
+        ([], {}),
+        (
             ["--policy", "slime", "--fork-threshold", "0"],
             {"policy": tk.policy("slime", fork_threshold=0)},
-            id="fork threshold",
         ),
-        pytest.param(["--policy", "strict"], {"policy": "strict"}, id="strict"),
-        pytest.param(
+        (["--policy", "strict"], {"policy": "strict"}),
+        (
             ["--policy", "per_call", "--max-row-tokens", "6", "--threads", "1"],
             {"policy": "per_call", "max_row_tokens": 6},
-            id="cut rows",
         ),
-        pytest.param(["--reward", "0.25"], {"reward": 0.25}, id="reward"),
+        (["--reward", "0.25"], {"reward": 0.25}),
     ],
 )
 def test_linearize_writes_what_the_function_gives(
@@ -108,6 +104,11 @@ def test_linearize_writes_what_the_function_gives(
     assert printed["tokens_sampled"] == 8
     trained = sum(sum(mask) for mask in expected_rows["loss_mask"].to_pylist())
     assert printed["tokens_trained"] == trained
+
+
+def test_drift_of_a_policy_that_compares_nothing(capsys, turns):
+    summary = run_json(capsys, "drift", turns, "--policy", "per_call")
+    assert (summary["turns_compared"], summary["groups"]) == (0, [])
 
 
 def test_linearize_tells_people_what_was_lost(tmp_path, capsys, turns):
@@ -151,77 +152,72 @@ def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns):
     assert "last_reply  tail_changed" in capsys.readouterr().out
 
 
-def test_drift_of_a_policy_that_compares_nothing(capsys, turns):
-    summary = run_json(capsys, "drift", turns, "--policy", "per_call")
-    assert summary["turns_compared"] == 0
-    assert summary["groups"] == []
+# code | command, with {turns} and the files of `refusing` | a part of the line on stderr
+REFUSALS = r"""
+2 | linearize {turns} -o r.parquet --policy slim | policy 'slim'
+2 | policies slim | policy 'slim' does not exist
+2 | drift {turns} --policy strict --fork-threshold 9 | --fork-threshold 9: policy 'strict'
+2 | flatten | Unknown command "flatten"
+2 | linearize in | requires an argument
+2 | linearize in -o out --max-row-tokens 0 | Must be >= 1
+2 | linearize in -o out --threads x | unable to convert "x" into int
+2 | linearize x -o y --polcy slime | Did you mean --policy?
+2 | linearize x -o y --weigh-by rows | Did you mean "row"?
+2 | import x -o y --from opena | Did you mean "openai
+2 | linearize x -o y z | unrecognized arguments: z
+2 | simulat x | Did you mean "simulate"?
+2 | linearize in -o out --reward 1 --sessions s.jsonl | --reward: not allowed
+2 | drift {turns} --findings x.parquet | --findings needs --tokenizer
+3 | drift absent.parquet | absent.parquet
+3 | drift garbage.parquet | garbage.parquet
+3 | linearize {turns} -o rows.xlsx | rows.xlsx
+3 | linearize {turns} -o absent/rows.parquet | No such file or directory
+3 | compact {turns} -o small.jsonl | JSON lines cannot store turns in delta form
+3 | drift {turns} --tokenizer nowhere.json | nowhere.json: there is no such file or folder
+3 | drift {turns} --tokenizer bad.json | not a tokenizer
+1 | drift strange.parquet | session_id
+1 | drift twice.parquet | session 'a', turn 0
+2 | simulate in --set train_in=first | --set needs a --policy before it
+2 | drift in --set own | --set 'own': expected CHOICE=VALUE
+2 | drift in --set =first | expected CHOICE=VALUE
+2 | verify {turns} {turns} --set train_in=first | --set and --fork-threshold need --policy
+2 | drift in --policy trl --fork-threshold 3 --set fork_threshold=2 | is given twice
+2 | drift in SET trains_in=first | no such choice: did you mean 'train_in'?: expected one
+2 | verify in in SET name=x | name=x: no such choice
+2 | simulate in SET builder=per_request | no such choice
+2 | linearize in -o r SET train_in=last | train_in=last: expected first, earliest or every
+2 | drift in SET merge_rewrites=yes | merge_rewrites=yes: expected true or false
+2 | verify in in SET fork_threshold=none | fork_threshold=none: expected an integer
+2 | drift in SET max_rows=x | max_rows=x: expected an integer or none
+2 | simulate in SET max_rows=0 | policy 'slime': max_rows=0: expected an integer of 1
+2 | drift in SET merge_rewrites=true --set merge_rewrites=false | the choice is given twice
+2 | drift in SET on_drift=absorb_any --set train_in=earliest | does not go with on_drift=
+2 | drift in SET on_drift=fork --set merge_rewrites=false --set fork_threshold=9 | ignores
+"""
 
 
-@pytest.mark.parametrize(
-    ("argv", "code", "said"),
-    [
-        pytest.param(
-            ["linearize", "{turns}", "-o", "{dir}/r.parquet", "--policy", "slim"],
-            cli.BAD_USAGE,
-            "policy 'slim'",
-            id="no such policy",
-        ),
-        pytest.param(
-            ["drift", "{turns}", "--policy", "strict", "--fork-threshold", "9"],
-            cli.BAD_USAGE,
-            "--fork-threshold 9: policy 'strict'",
-            id="a choice without effect",
-        ),
-        pytest.param(
-            ["drift", "{dir}/absent.parquet"],
-            cli.BAD_FILE,
-            "absent.parquet",
-            id="no such file",
-        ),
-        pytest.param(
-            ["drift", "{dir}/garbage.parquet"],
-            cli.BAD_FILE,
-            "garbage.parquet",
-            id="not what its suffix says",
-        ),
-        pytest.param(
-            ["linearize", "{turns}", "-o", "{dir}/rows.xlsx"],
-            cli.BAD_FILE,
-            "rows.xlsx",
-            id="a format that is not written",
-        ),
-        pytest.param(
-            ["linearize", "{turns}", "-o", "{dir}/absent/rows.parquet"],
-            cli.BAD_FILE,
-            "No such file or directory",
-            id="no such folder",
-        ),
-        pytest.param(
-            ["drift", "{dir}/strange.parquet"],
-            cli.BAD_DATA,
-            "session_id",
-            id="no turns in it",
-        ),
-        pytest.param(
-            ["drift", "{dir}/twice.parquet"],
-            cli.BAD_DATA,
-            "session 'a', turn 0",
-            id="a turn twice",
-        ),
-    ],
-)
-def test_errors_are_one_line_and_a_code(tmp_path, capsys, turns, argv, code, said):
+@pytest.fixture
+def refusing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "garbage.parquet").write_bytes(b"garbage")
+    (tmp_path / "bad.json").write_text("{}")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "strange.parquet")
     table = tk.from_records(CALLS[:1])
     pq.write_table(pa.concat_tables([table, table]), tmp_path / "twice.parquet")
-    filled = [part.format(turns=turns, dir=tmp_path) for part in argv]
-    assert cli.main(filled) == code
+
+
+@pytest.mark.parametrize("line", REFUSALS.strip().splitlines())
+def test_what_is_wrong_is_one_line_and_a_code(refusing, capsys, turns, line):
+    code, command, said = line.split(" | ")
+    command = command.replace("SET", "--policy slime --set").format(turns=turns)
+    before = sorted(os.listdir())
+    assert cli.main(command.split()) == int(code)
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("trajkit: ")
     assert err.count("\n") == 1
     assert said in err
+    assert sorted(os.listdir()) == before
 
 
 def test_a_torn_log_is_read_with_a_warning_of_one_line(tmp_path, capsys):
@@ -234,28 +230,6 @@ def test_a_torn_log_is_read_with_a_warning_of_one_line(tmp_path, capsys):
     assert err.startswith("trajkit: warning: ")
     assert err.count("\n") == 1
     assert "turns.jsonl" in err
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        pytest.param(["flatten"], id="no such command"),
-        pytest.param(["linearize", "in"], id="no output"),
-        pytest.param(
-            ["linearize", "in", "-o", "out", "--max-row-tokens", "0"], id="no room"
-        ),
-        pytest.param(["linearize", "in", "-o", "out", "--threads", "x"], id="a word"),
-    ],
-)
-def test_usage_errors_exit_with_2(capsys, argv):
-    assert cli.main(argv) == cli.BAD_USAGE
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("command", [[], ["linearize"], ["drift"]], ids=str)
-def test_help(capsys, command):
-    assert cli.main([*command, "--help"]) == cli.DONE
-    assert "Usage: trajkit" in capsys.readouterr().out
 
 
 def test_interrupted(monkeypatch, capsys, turns):
@@ -332,23 +306,6 @@ def test_progress_shows_on_a_terminal_only(monkeypatch):
         with working("packing"):
             pass
         assert ("packing" in terminal.getvalue()) is shown
-
-
-def test_sessions_go_through_in_pieces(monkeypatch, tmp_path, capsys, turns):
-    monkeypatch.setattr(limits, "READ_TOKENS", 1)
-    rows = tmp_path / "rows.parquet"
-    printed = run_json(capsys, "linearize", turns, "-o", str(rows))
-    assert printed["sessions"] == 2
-    assert tk.read_rows(rows).equals(tk.linearize(tk.from_records(CALLS)))
-
-
-def test_text_table():
-    assert text_table(("name", "n"), [("a", 12345), ("long", 6)]).splitlines() == [
-        "name       n",
-        "----  ------",
-        "a     12,345",
-        "long       6",
-    ]
 
 
 def test_every_entry_point_is_a_command(capsys):
@@ -450,9 +407,23 @@ def test_pack_writes_packs(tmp_path, capsys, turns):
     assert "max_tokens is 1" in capsys.readouterr().err
 
 
-def test_simulate_where_every_policy_loses(capsys, turns):
-    assert cli.main(["simulate", turns, "--policy", "slime"]) == cli.DONE
-    assert "every policy here loses sampled tokens" in capsys.readouterr().out
+def test_what_commands_for_rows_print_as_json(tmp_path, monkeypatch, capsys, turns):
+    monkeypatch.chdir(tmp_path)
+    rows = tk.linearize(tk.from_records(CALLS))
+    tk.write_rows(rows, "rows.parquet")
+    argv = ["pack", "rows.parquet", "-o", "packs.parquet", "--max-tokens", "12"]
+    packs, n = tk.pack(rows, 12), rows.num_rows
+    found = run_json(capsys, *argv)
+    assert (found["rows"], found["packs"]) == (n, packs.num_rows)
+    assert found["tokens"] == sum(packs["n_tokens"].to_pylist())
+    argv = ["export", "rows.parquet", "--to", "sft", "-o", "out"]
+    assert run_json(capsys, *argv) == {
+        "output": str(Path("out/rows.parquet")),
+        "rows": n,
+        "to": "sft",
+    }
+    expected = tk.analysis.why(tk.from_records(CALLS)).to_pylist()
+    assert run_json(capsys, "why", turns) == {"rows": expected}
 
 
 def test_verify_finds_nothing_in_rows_that_are_right(tmp_path, capsys, turns):
@@ -545,51 +516,6 @@ def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, spoken, where):
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "said"),
-    [
-        pytest.param(
-            ["--tokenizer", "nowhere.json"],
-            cli.BAD_FILE,
-            "nowhere.json: there is no such file or folder",
-            id="nothing there",
-        ),
-        pytest.param(
-            ["--tokenizer", "{turns}"],
-            cli.BAD_FILE,
-            "not a tokenizer",
-            id="no tokenizer",
-        ),
-        pytest.param(
-            ["--tokenizer", "{folder}"],
-            cli.BAD_FILE,
-            "not a tokenizer",
-            id="no model",
-            marks=pytest.mark.skipif(
-                find_spec("transformers") is None, reason="needs transformers"
-            ),
-        ),
-        pytest.param(
-            ["--findings", "x.parquet"],
-            cli.BAD_USAGE,
-            "--findings needs --tokenizer",
-            id="findings alone",
-        ),
-    ],
-)
-def test_tokenizers_that_cannot_be_read(tmp_path, capsys, turns, options, code, said):
-    bad = tmp_path / "bad.json"
-    bad.write_text("{}")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    options = [o.format(turns=bad, folder=empty) for o in options]
-    assert cli.main(["drift", turns, *options]) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("trajkit: ")
-    assert said in err
-
-
-@pytest.mark.parametrize(
     ("path", "library"),
     [(TOKENIZER, "tokenizers"), (ROOT / "tests", "transformers")],
 )
@@ -665,23 +591,6 @@ def test_compact_and_expand_change_the_form_of_a_file(tmp_path, capsys, turns, s
     assert tk.read_turns(back) == tk.read_turns(turns)
 
 
-def test_compact_says_what_a_file_takes(tmp_path, capsys, turns):
-    out = str(tmp_path / "small.parquet")
-    assert cli.main(["compact", turns, "-o", out]) == cli.DONE
-    assert capsys.readouterr().out == (
-        f"turns 4, bytes {os.path.getsize(turns):,} before and "
-        f"{os.path.getsize(out):,} after\n\nwritten to {out}\n"
-    )
-
-
-def test_the_delta_form_has_no_json_lines(tmp_path, capsys, turns):
-    out = tmp_path / "small.jsonl"
-    assert cli.main(["compact", turns, "-o", str(out)]) == cli.BAD_FILE
-    said = "trajkit: JSON lines cannot store turns in delta form: use trajkit.expand\n"
-    assert capsys.readouterr().err == said
-    assert not out.exists()
-
-
 def test_linearize_stores_shared_tokens_once(tmp_path, capsys, turns):
     out = str(tmp_path / "rows.parquet")
     run_json(capsys, "linearize", turns, "-o", out, "--dedup")
@@ -696,30 +605,25 @@ def test_linearize_stores_shared_tokens_once(tmp_path, capsys, turns):
 @pytest.mark.parametrize(
     ("options", "policy"),
     [
-        pytest.param(
+        (
             ["slime", "--set", "fork_threshold=0", "--set", "merge_rewrites=false"],
             tk.policy("slime", fork_threshold=0, merge_rewrites=False),
-            id="an integer and a bool",
         ),
-        pytest.param(
+        (
             ["faithful", "--set", "train_in=earliest"],
             tk.policy("faithful", train_in="earliest"),
-            id="one of several words",
         ),
-        pytest.param(
+        (
             ["segments", "--set", "max_rows=2", "--set", "dispatch_tools=Task,spawn"],
             tk.policy("segments", max_rows=2, dispatch_tools=("Task", "spawn")),
-            id="names",
         ),
-        pytest.param(
+        (
             ["segments", "--set", "max_rows=none", "--set", "dispatch_tools="],
             tk.policy("segments", dispatch_tools=()),
-            id="none of either",
         ),
-        pytest.param(
+        (
             ["polar", "--set", "builder=per_request"],
             tk.policy("polar", builder="per_request"),
-            id="an option of one policy",
         ),
     ],
 )
@@ -732,109 +636,6 @@ def test_set_makes_a_choice(tmp_path, capsys, turns, options, policy):
     checked = run_json(capsys, "verify", rows, turns, "--policy", *options)
     assert checked == {"violations": []}
     assert run_json(capsys, "drift", turns, "--policy", *options)["policy"] == said
-
-
-@pytest.mark.parametrize(
-    ("sets", "said"),
-    [
-        pytest.param(
-            ["trains_in=first"],
-            "policy 'slime', trains_in=first: no such choice: did you mean 'train_in'?: "
-            "expected one",
-            id="no such choice",
-        ),
-        pytest.param(["name=x"], "name=x: no such choice", id="the name is none"),
-        pytest.param(
-            ["builder=per_request"], "no such choice", id="another one's option"
-        ),
-        pytest.param(
-            ["train_in=last"],
-            "policy 'slime', train_in=last: expected first, earliest or every",
-            id="no such word",
-        ),
-        pytest.param(
-            ["merge_rewrites=yes"],
-            "merge_rewrites=yes: expected true or false",
-            id="no such bool",
-        ),
-        pytest.param(
-            ["fork_threshold=none"],
-            "fork_threshold=none: expected an integer",
-            id="no integer",
-        ),
-        pytest.param(
-            ["max_rows=x"], "max_rows=x: expected an integer or none", id="nor none"
-        ),
-        pytest.param(
-            ["max_rows=0"],
-            "policy 'slime': max_rows=0: expected an integer of 1 or more",
-            id="too few",
-        ),
-        pytest.param(
-            ["merge_rewrites=true", "merge_rewrites=false"],
-            "the choice is given twice",
-            id="twice",
-        ),
-        pytest.param(
-            [
-                "parent_by=tokens",
-                "merge_rewrites=false",
-                "on_drift=absorb_any",
-                "train_in=earliest",
-            ],
-            "policy 'slime': train_in='earliest' does not go with on_drift='absorb_any'",
-            id="choices that exclude each other",
-        ),
-        pytest.param(
-            ["on_drift=fork", "merge_rewrites=false", "fork_threshold=9"],
-            "--set fork_threshold=9: policy 'slime' ignores fork_threshold",
-            id="without effect",
-        ),
-    ],
-)
-def test_a_choice_that_there_is_not(tmp_path, capsys, turns, sets, said):
-    options = [word for one in sets for word in ("--set", one)]
-    rows = str(tmp_path / "rows.parquet")
-    for argv in (
-        ["linearize", turns, "-o", rows, "--policy", "slime", *options],
-        ["drift", turns, "--policy", "slime", *options],
-        ["simulate", turns, "--policy", "slime", *options],
-        ["verify", turns, turns, "--policy", "slime", *options],
-    ):
-        assert cli.main(argv) == cli.BAD_USAGE
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert said in err
-
-
-def test_a_threshold_is_given_once(capsys, turns):
-    argv = ["--policy", "trl", "--fork-threshold", "3", "--set", "fork_threshold=2"]
-    assert cli.main(["drift", turns, *argv]) == cli.BAD_USAGE
-    assert "fork_threshold=2: the choice is given twice" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        pytest.param(["simulate", "in", "--set", "train_in=first"], id="of no policy"),
-        pytest.param(["drift", "in", "--set", "own"], id="no value"),
-        pytest.param(["drift", "in", "--set", "=first"], id="no choice"),
-        pytest.param(
-            ["linearize", "in", "-o", "out", "--reward", "1", "--sessions", "s.jsonl"],
-            id="two rewards",
-        ),
-    ],
-)
-def test_what_is_no_choice_at_all(capsys, argv):
-    assert cli.main(argv) == cli.BAD_USAGE
-    assert "--s" in capsys.readouterr().err
-
-
-def test_verify_makes_no_choice_of_no_policy(capsys, turns):
-    assert (
-        cli.main(["verify", turns, turns, "--set", "train_in=first"]) == cli.BAD_USAGE
-    )
-    assert "--set and --fork-threshold need --policy" in capsys.readouterr().err
 
 
 def test_simulate_compares_a_policy_with_itself(capsys, turns):
@@ -924,11 +725,6 @@ def test_what_a_policy_lists_is_what_set_takes(capsys, turns, name):
         assert words == allowed(tk.policy(name))[choice]
 
 
-def test_a_policy_that_there_is_not(capsys):
-    assert cli.main(["policies", "slim"]) == cli.BAD_USAGE
-    assert "policy 'slim' does not exist" in capsys.readouterr().err
-
-
 # --- what a stranger types
 
 
@@ -943,21 +739,6 @@ def test_the_command_alone_prints_help(capsys):
 def test_the_version_is_that_of_the_package(capsys):
     assert cli.main(["--version"]) == cli.DONE
     assert capsys.readouterr().out == f"trajkit {version('trajkit')}\n"
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["simulat", "x"], 'Did you mean "simulate"?'),
-        (["linearize", "x", "-o", "y", "--polcy", "slime"], "Did you mean --policy?"),
-        (["linearize", "x", "-o", "y", "--weigh-by", "tokn"], 'Did you mean "token"?'),
-        (["import", "x", "-o", "y", "--from", "opena"], 'Did you mean "openai'),
-        (["linearize", "x", "-o", "y", "z"], "unrecognized arguments: z\n"),
-    ],
-)
-def test_what_is_misspelled_is_named(capsys, argv, said):
-    assert cli.main(argv) == cli.BAD_USAGE
-    assert said in capsys.readouterr().err
 
 
 class Bytes:

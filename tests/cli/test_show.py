@@ -235,8 +235,8 @@ def test_bytes_of_other_tokenizers():
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        pytest.param(["--session", "b"], BAD_DATA, "no session 'b'", id="session"),
-        pytest.param(["--row", "7"], BAD_USAGE, "--row 7: expected an index", id="row"),
+        (["--session", "b"], BAD_DATA, "no session 'b'"),
+        (["--row", "7"], BAD_USAGE, "--row 7: expected an index"),
     ],
 )
 def test_what_is_not_there_is_refused(capsys, turns, options, code, said):

@@ -18,7 +18,7 @@ from tests.view.test_page import counts, simulated
 from trajkit import cli
 from trajkit.cli import view
 from trajkit.cli.options import Reading
-from trajkit.cli.policy_words import policy_of
+from trajkit.cli.policies import policy_of
 from trajkit.errors import ArgumentError
 from trajkit.view.selection import Selection
 from trajkit.view.server import LiveRun, Options, ViewServer

@@ -1,12 +1,11 @@
 """`metrics`: a run as named numbers, as experiment trackers take them."""
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 
+from trajkit.analysis import lazy_polars as pl
 from trajkit.analysis.drift import classify_drift
 from trajkit.errors import SchemaError
 from trajkit.policies import Policy
@@ -77,7 +76,7 @@ def metrics(
     table, counts = as_turns(as_table(turns)), as_table(report)
     _check_report(table, counts)
     drift = classify_drift(table, link(table, policy))
-    sums = _frame(counts, _SUMMED).sum().row(0, named=True)
+    sums = pl.frame(counts, _SUMMED).sum().row(0, named=True)
     found: dict[str, float | None] = {
         "run/sessions": counts.num_rows,
         "run/turns": sums["turns"],
@@ -92,7 +91,7 @@ def metrics(
     found |= {f"tokens/lost_{reason}": sums[f"lost_{reason}"] for reason in LOSSES}
     found["rows/count"] = sums["rows"]
     found["rows/per_session"] = _ratio(sums["rows"], counts.num_rows)
-    drifted = _frame(drift, ["size", "cause", "tokens_after_drift"]).filter(
+    drifted = pl.frame(drift, ["size", "cause", "tokens_after_drift"]).filter(
         pl.col("size") > 0
     )
     found["drift/turns"] = drifted.height
@@ -126,7 +125,7 @@ def metrics_by_step(
     table, counts = as_turns(as_table(turns)), as_table(report)
     if "step" not in table.column_names:
         return {}
-    steps = _frame(table, ["session_id", "step"]).group_by("session_id").last()
+    steps = pl.frame(table, ["session_id", "step"]).group_by("session_id").last()
     found = {}
     for (step,), sessions in (
         steps.drop_nulls().sort("step").group_by("step", maintain_order=True)
@@ -144,11 +143,6 @@ _SUMMED = [
     for name in REPORT.names
     if name in ("turns", "rows") or name.startswith(("tokens_", "lost_"))
 ]
-
-
-def _frame(table: pa.Table, names: Sequence[str]) -> pl.DataFrame:
-    """Some columns of a table, without a copy."""
-    return cast("pl.DataFrame", pl.from_arrow(table.select(names)))
 
 
 def _check_report(turns: pa.Table, report: pa.Table) -> None:
@@ -172,7 +166,7 @@ def _ratio(part: int, total: int) -> float | None:
 
 def _rewards(report: pa.Table) -> dict[str, float | None]:
     rewards = report["reward"].drop_null().to_numpy()
-    groups = _frame(report, ["group_id", "reward"]).drop_nulls().group_by("group_id")
+    groups = pl.frame(report, ["group_id", "reward"]).drop_nulls().group_by("group_id")
     counted = groups.agg(n=pl.len(), distinct=pl.col("reward").n_unique())
     compared = counted.filter(pl.col("n") > 1)
     found: dict[str, float | None] = {
@@ -209,7 +203,9 @@ def _prompt_lengths(turns: pa.Table) -> np.ndarray[Any, Any]:
 
 
 def _versions(turns: pa.Table) -> dict[str, float | None]:
-    pieces = _frame(turns, ["session_id", "weight_versions"]).explode("weight_versions")
+    pieces = pl.frame(turns, ["session_id", "weight_versions"]).explode(
+        "weight_versions"
+    )
     known = pieces.drop_nulls("weight_versions").unnest("weight_versions")
     versions = known.group_by("session_id").agg(n=pl.col("version").n_unique())
     lengths = known["stop"] - known["start"]

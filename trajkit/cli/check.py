@@ -1,10 +1,15 @@
-"""``trajkit check``: what a trainer's rows train, compared with what was sampled."""
+"""``trajkit check`` and ``trajkit verify``: rows compared with the turns they come from."""
 
-from collections import defaultdict
+import json as json_lines
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 
 import trajkit as tk
@@ -14,20 +19,26 @@ from trajkit.cli.files import Writes
 from trajkit.cli.options import (
     OUT,
     Count,
+    Job,
     Json,
+    MaxRowTokens,
     NoClobber,
-    PolicyOption,
     Reading,
     Rows,
+    SessionsFile,
     TokenizerPath,
     Turns,
-    maybe_policy,
+    facts_of,
     nothing,
     print_json,
+    print_text,
 )
-from trajkit.cli.screen import Screen, text_table, visible, working
+from trajkit.cli.policies import PolicyOption, maybe_policy
+from trajkit.cli.screen import Progress, Screen, text_table, visible, working
 from trajkit.cli.tokenizer import chosen_tokenizer
-from trajkit.files.tables import read_any_rows, write_table
+from trajkit.files.tables import iter_tables, read_any_rows, write_table
+from trajkit.learn.weights import By
+from trajkit.verification.files import verify_file
 from trajkit.verification.row_forms import plain_rows
 
 WRONG = 1
@@ -35,6 +46,11 @@ RIGHT = ("trains", "session_without_rows")
 """Lines that are no finding."""
 
 _MOST_LINES = 3
+SHOWN = 20
+_NO_POLICY = (
+    "without --policy, only what is true under every policy is checked: trained tokens "
+    "were sampled, and have the engine's logprobs. --policy compares with the policy's rows"
+)
 
 
 def check(
@@ -125,38 +141,30 @@ def describe(
         row: [one for one in own if one["kind"] not in RIGHT]
         for row, own in by_row.items()
     }
-    wrong = [row for row, own in bad.items() if own and row is not None]
-    shown = wrong[:most] or [row for row in by_row if row is not None][:most]
-    for row in shown:
+    known = [row for row in by_row if row is not None]
+    for row in ([row for row in known if bad[row]] or known)[:most]:
         text.append(_row(row, by_row[row]))
-        first = bad[row][:_MOST_LINES]
-        text += [f"  {_finding(one, rows, codec)}" for one in first]
+        text += [f"  {_finding(one, rows, codec)}" for one in bad[row][:_MOST_LINES]]
         if len(bad[row]) > _MOST_LINES:
-            text.append(
-                f"  and {len(bad[row]) - _MOST_LINES} more, in the table of --out"
-            )
+            more = len(bad[row]) - _MOST_LINES
+            text.append(f"  and {more} more, in the table of --out")
     for one in by_row[None][:_MOST_LINES]:
         session = one["session_id"]
         where = "no row" if session is None else f"session {session}"
         text.append(f"{where}: {one['detail']}")
-    kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for own in bad.values():
-        for one in own:
-            kinds[one["kind"]].append(one)
-    if not kinds:
-        return "\n".join(
-            [*text, "right: every trained token was sampled, and trains once"]
-        )
-    head = ("wrong", "rows", "tokens")
-    counts = [
-        (
-            kind.replace("_", " "),
-            len({one["row"] for one in own} - {None}),
-            sum(one["tokens"] for one in own),
-        )
-        for kind, own in kinds.items()
-    ]
-    return "\n".join([*text, "", text_table(head, counts)])
+    wrong = [one for own in bad.values() for one in own]
+    if not wrong:
+        text.append("right: every trained token was sampled, and trains once")
+        return "\n".join(text)
+    counts = (
+        pl.DataFrame(wrong, infer_schema_length=None)
+        .group_by("kind", maintain_order=True)
+        .agg(pl.col("row").drop_nulls().n_unique(), pl.col("tokens").sum())
+        .with_columns(pl.col("kind").str.replace_all("_", " "))
+    )
+    return "\n".join(
+        [*text, "", text_table(("wrong", "rows", "tokens"), counts.rows())]
+    )
 
 
 def _row(row: int, lines: list[dict[str, Any]]) -> str:
@@ -183,3 +191,94 @@ def _finding(line: dict[str, Any], rows: pa.Table, codec: Codec | None) -> str:
     ids = np.asarray(rows["input_ids"][k].values)
     start = line["token"] - rows["padding"][k].as_py()
     return f"{text}  {marked(codec, ids, start, start + min(line['tokens'], 8))}"
+
+
+def verify(
+    rows: Rows,
+    turns: Turns,
+    /,
+    *,
+    out: Annotated[str | None, OUT, Writes("violations")] = None,
+    policy: PolicyOption = None,
+    sessions: SessionsFile = None,
+    reward: float | None = None,
+    weigh_by: By = "token",
+    max_row_tokens: MaxRowTokens = None,
+    job: Job | None = None,
+    json: Json = False,
+    no_clobber: NoClobber = False,
+) -> int:
+    """Check rows against the turns that they come from.
+
+    Print the violations; the exit code is 1 if there are any. Rows of other systems need
+    input_ids and loss_mask. With --policy, the rows are compared with those of the policy;
+    without it, what is true under every policy is checked.
+
+    Parameters
+    ----------
+    rows
+        Rows, in a file or a directory; - is standard input.
+    turns
+        Their turns, in files or directories.
+    out
+        Write the table of violations; DIRECTORY/ gets parts, where an interrupted run
+        continues.
+    reward
+        The reward of every session, instead of --sessions.
+    weigh_by
+        What row_weight is, as for linearize.
+    """
+    job = job or Job()
+    with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
+        output = out or str(Path(folder, "violations.arrows"))
+        chosen = maybe_policy(policy)
+        with Progress("verify", "turns") as bar:
+            totals = verify_file(
+                rows,
+                turns,
+                output,
+                chosen,
+                **facts_of(sessions, reward),
+                max_row_tokens=max_row_tokens,
+                weigh_by=weigh_by,
+                **job.options(turns, bar),
+            )
+        if json:
+            _print_json(iter_tables(output), totals)
+        else:
+            text = describe_violations(iter_tables(output))
+            note = "" if chosen is not None else f"\n{_NO_POLICY}"
+            rejected = job.rejected_note(totals).rstrip("\n")
+            print_text(f"{text}{note}" + (f"\n{rejected}" if rejected else ""))
+    return WRONG if totals["violations"] else 0
+
+
+def _print_json(found: Iterable[pa.Table], totals: dict[str, int]) -> None:
+    """One object, written piece by piece: there may be many violations."""
+    sys.stdout.write('{"violations": [')
+    between = ""
+    for table in found:
+        for one in table.to_pylist():
+            sys.stdout.write(between + json_lines.dumps(one))
+            between = ", "
+    rejected = totals.get("rejected")
+    rest = "" if rejected is None else f', "rejected": {rejected}'
+    sys.stdout.write(f"]{rest}}}\n")
+
+
+def describe_violations(found: Iterable[pa.Table]) -> str:
+    """The first violations, and the number of violations of each rule."""
+    counts: Counter[str] = Counter()
+    first: list[dict[str, Any]] = []
+    for table in found:
+        counts.update(table["rule"].cast(pa.string()).to_pylist())
+        first += table.slice(0, SHOWN - len(first)).to_pylist()
+    if not counts:
+        return "no violations"
+    head = ["session", "row", "turn", "token", "rule", "detail"]
+    names = ["session_id", "row_index", "turn_index", "token", "rule", "detail"]
+    lines = [["" if one[n] is None else str(one[n]) for n in names] for one in first]
+    left = counts.total() - len(lines)
+    more = f"and {left:,} more\n" if left else ""
+    rules = text_table(["rule", "violations"], [*counts.items()])
+    return f"{text_table(head, lines)}\n{more}\n{rules}"

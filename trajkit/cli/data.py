@@ -1,5 +1,6 @@
-"""``trajkit linearize``, ``compact``, ``expand``, ``pack``: tables from file to file."""
+"""``trajkit linearize``, ``compact``, ``expand``, ``pack``, ``export``: file to file."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,22 +17,46 @@ from trajkit.cli.options import (
     Json,
     MaxRowTokens,
     NoClobber,
-    PolicyOption,
     Rows,
     SessionsFile,
     Turns,
     facts_of,
-    one_policy,
+    known_sessions,
+    print_json,
     print_text,
     read_rows,
 )
+from trajkit.cli.policies import PolicyOption, one_policy
 from trajkit.cli.screen import share, text_table, working
+from trajkit.errors import ArgumentError, ExportError, NoSignalWarning
+from trajkit.export import FILE_FORMATS
 from trajkit.files.formats import paths_in
+from trajkit.files.guard import check_outputs, inputs_of, turns_inputs
 from trajkit.files.run import facts_digest
 from trajkit.files.tables import log_files, write_table
 from trajkit.learn.weights import By
 from trajkit.schema import LOSSES
 from trajkit.turns.session_metadata import session_facts
+
+_ADVANTAGES: dict[str, dict[str, Any]] = {
+    "group_mean": {"baseline": "group_mean"},
+    "group_std": {"baseline": "group_mean", "scale": "group_std"},
+    "leave_one_out": {"baseline": "leave_one_out"},
+    "none": {"baseline": "none"},
+}
+
+_OPTIONS: dict[str, dict[str, str | None]] = {
+    "max_length": {
+        "sft": "max_length",
+        "llama-factory": "max_length",
+        "prime-rl": "seq_len",
+    },
+    "ranks": {"prime-rl": "ranks"},
+    "temperature": {"prime-rl": "temperature"},
+    "advantage": {"prime-rl": None, "tinker": None},
+    "sessions": {"prime-rl": None, "tinker": None},
+}
+"""The targets of each option, and its name as an argument there."""
 
 
 def linearize(
@@ -214,6 +239,7 @@ def pack(
     oversize: Literal["repeat", "carry", "error"] = "repeat",
     align: Count = 1,
     column: list[str] | None = None,
+    json: Json = False,
     no_clobber: NoClobber = False,
 ) -> None:
     """Pack rows into micro-batches that hold every shared prefix once.
@@ -252,10 +278,104 @@ def pack(
             columns=column or [],
         )
         write_table(packs, out)
-    n_tokens = int(packs["n_tokens"].to_numpy().sum())
-    n_edges = sum(map(len, packs["edge_source"].to_pylist()))
-    room = max(packs.num_rows * max_tokens, 1)
+    counts = {
+        "rows": table.num_rows,
+        "packs": packs.num_rows,
+        "tokens": int(packs["n_tokens"].to_numpy().sum()),
+        "edges": sum(map(len, packs["edge_source"].to_pylist())),
+    }
+    if json:
+        print_json({"output": out, **counts})
+        return
+    full = counts["tokens"] / max(packs.num_rows * max_tokens, 1)
     print_text(
-        f"{table.num_rows:,} rows in {packs.num_rows:,} packs: {n_tokens:,} tokens, "
-        f"{n_tokens / room:.1%} full, {n_edges:,} edges"
+        f"{counts['rows']:,} rows in {counts['packs']:,} packs: {counts['tokens']:,} "
+        f"tokens, {full:.1%} full, {counts['edges']:,} edges"
     )
+
+
+def export(
+    rows: Rows,
+    /,
+    *,
+    to: Literal[tuple(FILE_FORMATS)],  # type: ignore[valid-type]
+    out: Annotated[str, OUT, Writes("export")],
+    advantage: Literal["group_mean", "group_std", "leave_one_out", "none"]
+    | None = None,
+    sessions: SessionsFile = None,
+    max_length: Count | None = None,
+    ranks: Count | None = None,
+    temperature: float | None = None,
+    json: Json = False,
+    no_clobber: NoClobber = False,
+) -> None:
+    """Write rows in a file that a trainer loads.
+
+    Rows are checked, and written as slime's debug rollout data, Parquet for supervised
+    training in TRL and Axolotl (sft) or SkyRL (skyrl-sft), a folder for LLaMA-Factory, the
+    micro-batches of a step for prime-rl, or the arguments of Tinker's Datum as JSON Lines.
+    docs/trainers.md has the lines of Python for other trainers.
+
+    Parameters
+    ----------
+    to
+        The trainer.
+    out
+        A directory for the file; it is made if it does not exist.
+    advantage
+        prime-rl, tinker: add advantages from rewards and groups (default: group_mean with
+        --sessions, else those of the rows).
+    max_length
+        The trainer's limit for a row: SFTConfig.max_length, prime-rl's seq_len (default:
+        2048). Longer rows are refused.
+    ranks
+        prime-rl: data-parallel ranks of the trainer (default: 1).
+    temperature
+        prime-rl: the temperature that sampled the rows (default: 1).
+    """
+    from trajkit.export.files import path_of, write_export
+
+    values = {
+        "max_length": max_length,
+        "ranks": ranks,
+        "temperature": temperature,
+        "advantage": advantage,
+        "sessions": sessions,
+    }
+    options: dict[str, object] = {"seq_len": 2048} if to == "prime-rl" else {}
+    for name, targets in _OPTIONS.items():
+        if values[name] is None:
+            continue
+        if to not in targets:
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} does nothing with --to {to}: it is for "
+                f"{' and '.join(targets)}"
+            )
+        argument = targets[to]
+        if argument is not None:
+            options[argument] = values[name]
+    folder = Path(out)
+    check_outputs(
+        {"the file": (path_of(to, folder), "export")},
+        [*inputs_of([rows]), *turns_inputs([sessions] if sessions else [])],
+        clobber=not no_clobber,
+    )
+    table = read_rows(rows)
+    with warnings.catch_warnings():
+        # A file of such rows would be of no use.
+        warnings.simplefilter("error", NoSignalWarning)
+        try:
+            if advantage or sessions:
+                facts = known_sessions(sessions)
+                if facts is None:
+                    facts = tk.export.sessions_of(table)
+                chosen = _ADVANTAGES[advantage or "group_mean"]
+                table = tk.add_advantages(table, tk.learn.advantages(facts, **chosen))
+            with working("writing"):
+                path = write_export(table, to, folder, **options)
+        except NoSignalWarning as warning:
+            raise ExportError(str(warning)) from None
+    if json:
+        print_json({"output": str(path), "rows": table.num_rows, "to": to})
+    else:
+        print_text(f"{path}: {table.num_rows} rows for {to}")

@@ -1,17 +1,19 @@
 """``trajkit drift``: where prompts differ from the paths that they continue."""
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from operator import itemgetter
 from typing import Annotated, Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 
 import trajkit as tk
 from trajkit.analysis.drift import other_text_cause
 from trajkit.analysis.tokenizer import Codec, Ids
+from trajkit.analysis.words import TEXT_PHRASES
 from trajkit.cli.files import Writes
 from trajkit.cli.options import (
     OUT,
@@ -19,15 +21,13 @@ from trajkit.cli.options import (
     Job,
     Json,
     NoClobber,
-    PolicyOption,
     TokenizerPath,
     Turns,
-    one_policy,
 )
+from trajkit.cli.policies import PolicyOption, one_policy
 from trajkit.cli.screen import text_table, visible
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.take import tuples
 from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.sessions import Sessions
 
@@ -98,19 +98,7 @@ def drift(
 
 _EXAMPLE = ("session_id", "turn_index", "path_start", "path_text", "prompt_text")
 
-# What happened to the text, by cause, and who did it, by what messages show.
-_HAPPENED = {
-    "truncated": "text cut off",
-    "same_text": "same text in other tokens",
-    "special_tokens": "special tokens changed",
-    "boolean": "booleans written differently",
-    "tool_arguments": "tool arguments written differently",
-    "white_space": "white space changed",
-    "reasoning_dropped": "reasoning dropped",
-    "template": "text changed",
-    "rewritten": "text changed",
-    "other_text": "text changed",
-}
+# who changed a text, by what messages show
 _BY = {"template": " by the template", "rewritten": " by the client", "other_text": ""}
 
 
@@ -189,7 +177,7 @@ def describe_causes(groups: list[CauseGroup]) -> str:
     happened = Counter[str]()
     for group in groups:
         for origin, n in group.origins.items():
-            happened[_HAPPENED[group.cause] + _BY[origin]] += n
+            happened[TEXT_PHRASES[group.cause] + _BY[origin]] += n
     text += [f"{n:,} of {total:,}: {words}" for words, n in happened.most_common()]
     for group in groups:
         for example in group.examples:
@@ -214,7 +202,7 @@ class DriftSummary:
     tokens_sampled: int = 0
     # by region and cause: turns, path tokens from the start of the drift, and how many of
     # these were sampled
-    groups: dict[tuple[str, str], tuple[int, int, int]] = field(default_factory=dict)
+    parts: list[pl.DataFrame] = field(default_factory=list)
 
     def add(self, turns: pa.Table, links: pa.Table, drift: pa.Table) -> None:
         """Add the drift of more sessions."""
@@ -225,29 +213,24 @@ class DriftSummary:
         self.turns_compared += drift.num_rows
         self.turns_by_tokens += pc.sum(by_tokens).as_py() or 0
         self.tokens_sampled += pc.sum(n_output).as_py() or 0
-        columns = {
-            "region": drift["region"].cast(pa.string()),
-            "cause": drift["cause"].cast(pa.string()),
-            "beyond": drift["size"],
-            "after": drift["tokens_after_drift"],
-        }
-        sums = [([], "count_all"), ("beyond", "sum"), ("after", "sum")]
-        counted = pa.table(columns).group_by(["region", "cause"]).aggregate(sums)
-        names = ("region", "cause", "count_all", "beyond_sum", "after_sum")
-        for *key, n, beyond, after in tuples(counted, *names):
-            known = self.groups.get((*key,), (0, 0, 0))
-            self.groups[*key,] = known[0] + n, known[1] + beyond, known[2] + after
+        counted = pl.DataFrame(drift).group_by(
+            pl.col("region", "cause").cast(pl.String), maintain_order=True
+        )
+        sums = {"tokens_beyond": "size", "tokens_after_drift": "tokens_after_drift"}
+        sizes = {name: pl.col(of).sum().cast(pl.Int64) for name, of in sums.items()}
+        self.parts.append(counted.agg(turns=pl.len(), **sizes))
 
-    def lines(self) -> list[tuple[str, str, int, int, int]]:
-        """Region, cause and counts; the groups with the most sampled tokens first."""
-        lines = [(*key, *counts) for key, counts in self.groups.items()]
-        return sorted(lines, key=lambda line: (-line[4], -line[2]))
+    def groups(self) -> pl.DataFrame:
+        """The sums by region and cause; those with the most sampled tokens first."""
+        counts = pl.concat(self.parts).group_by("region", "cause", maintain_order=True)
+        most = ("tokens_after_drift", "turns")
+        return counts.sum().sort(most, descending=True, maintain_order=True)
 
     def to_json(self) -> dict[str, object]:
         """The attributes, with groups as a list of objects."""
-        names = ("region", "cause", "turns", "tokens_beyond", "tokens_after_drift")
-        groups = [dict(zip(names, line, strict=True)) for line in self.lines()]
-        return {**asdict(self), "groups": groups}
+        names = (one.name for one in fields(self) if one.name != "parts")
+        facts = {name: getattr(self, name) for name in names}
+        return {**facts, "groups": self.groups().to_dicts()}
 
     def describe(self) -> str:
         """The summary as a table for people."""
@@ -256,5 +239,5 @@ class DriftSummary:
             f"sessions {self.sessions:,}; {self.turns_compared:,} of {self.turns:,} turns "
             f"continue an earlier one ({self.turns_by_tokens:,} found by tokens alone); "
             f"tokens sampled {self.tokens_sampled:,}\n\n"
-            f"{text_table(head, self.lines())}"
+            f"{text_table(head, self.groups().rows())}"
         )

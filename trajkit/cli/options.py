@@ -8,25 +8,23 @@ annotated type or as a dataclass whose attributes are options.
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import pyarrow as pa
-from cyclopts import Parameter, Token
+from cyclopts import Parameter
 from cyclopts.validators import Number
 
 import trajkit as tk
 from trajkit.cli.files import Reads, Writes
-from trajkit.cli.policy_words import PolicyWords
 from trajkit.cli.screen import Progress
 from trajkit.errors import ArgumentError, InvalidTurnsError, LeftOutWarning
 from trajkit.files.group import Log, SessionIndex, bucket_numbers
 from trajkit.files.run import Stage, Watch, run
 from trajkit.files.sources import Paths, SessionPrefix
 from trajkit.files.tables import sessions_below
-from trajkit.policies import ALIASES, PRESETS
 from trajkit.turns.validation import reject_turns
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
@@ -85,54 +83,6 @@ NoClobber = Annotated[bool, Parameter(help="replace no existing file")]
 
 OUT = Parameter(name=("--out", "-o"), allow_leading_hyphen=True)
 """How every command spells its output."""
-
-_POLICY = (
-    f"one of {', '.join([*PRESETS, *ALIASES])}; --set CHOICE=VALUE changes a choice of it "
-    "(`trajkit policies NAME` lists them), and --fork-threshold K is short for --set "
-    "fork_threshold=K: a drifted reply (slime), drift (trl) of fewer than K tokens starts "
-    "no row, drift of K or more is refused (miles)"
-)
-
-
-def _words(_: object, tokens: Sequence[Token]) -> list[str]:
-    """The options of `policy_words.PolicyWords`, in their order."""
-    return [f"{token.keyword} {token.value}" for token in tokens]
-
-
-_NAMES = Parameter(
-    name=("--policy", "--set", "--fork-threshold"),
-    converter=_words,
-    negative=(),
-    allow_leading_hyphen=False,
-)
-
-PolicyOption = Annotated[
-    list[str] | None, _NAMES, Parameter(help=f"{_POLICY} (default: faithful)")
-]
-
-PoliciesOption = Annotated[
-    list[str] | None,
-    _NAMES,
-    Parameter(
-        help=f"{_POLICY}. May be repeated; --set and --fork-threshold belong to the "
-        "--policy before them (default: all policies)"
-    ),
-]
-
-
-def one_policy(words: list[str] | None) -> tk.Policy:
-    """The policy of the option."""
-    return PolicyWords(words or []).one()
-
-
-def maybe_policy(words: list[str] | None) -> tk.Policy | None:
-    """The policy of the option; None without it."""
-    return None if words is None else PolicyWords(words).required()
-
-
-def many_policies(words: list[str] | None) -> list[tk.Policy] | None:
-    """The policies of the option; None for every preset as it is."""
-    return None if words is None else PolicyWords(words).many()
 
 
 @Parameter(name="*")

@@ -8,14 +8,13 @@ from trajkit.cli.files import Writes
 from trajkit.cli.options import (
     OUT,
     NoClobber,
-    PolicyOption,
     Reading,
     Session,
     SessionsFile,
     Turns,
     known_sessions,
-    one_policy,
 )
+from trajkit.cli.policies import PolicyOption, one_policy
 from trajkit.cli.screen import working
 from trajkit.errors import ArgumentError
 from trajkit.files.formats import replacing

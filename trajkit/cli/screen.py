@@ -72,11 +72,6 @@ def share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else ""
 
 
-def count(n: int, unit: str = "token") -> str:
-    """``n`` with its unit, which gets an s if ``n`` is not 1."""
-    return f"{n:,} {unit}" if n == 1 else f"{n:,} {unit}s"
-
-
 def text_table(head: Sequence[str], lines: Sequence[Sequence[str | int]]) -> str:
     """Lines under a head; numbers are right-aligned, text is left-aligned."""
     cells = [[f"{c:,}" if isinstance(c, int) else c for c in line] for line in lines]

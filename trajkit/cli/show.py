@@ -1,6 +1,6 @@
-"""``trajkit show``: the tokens of rows as text, coloured by what the rows do with them."""
+"""``trajkit show``, ``why`` and ``tree``: rows and sessions in the terminal."""
 
-import json
+import json as json_lines
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -11,16 +11,19 @@ from cyclopts import Parameter
 
 import trajkit as tk
 from trajkit.analysis.tokenizer import Codec, Ids
+from trajkit.analysis.words import count
 from trajkit.cli.files import Reads
 from trajkit.cli.options import (
     Count,
-    PolicyOption,
+    Json,
     Reading,
     Session,
     TokenizerPath,
-    one_policy,
+    Turns,
+    print_json,
 )
-from trajkit.cli.screen import Fragment, Screen, count, lines_of, shortened, visible
+from trajkit.cli.policies import PolicyOption, one_policy
+from trajkit.cli.screen import Fragment, Screen, lines_of, shortened, visible, working
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.files.arrow import table_kind
@@ -161,7 +164,7 @@ def _messages(turns: pa.Table) -> dict[int, list[tuple[str, str]]]:
 def _content(body: str) -> str:
     """The text of a message; its JSON if it has more than text."""
     try:
-        message = json.loads(body)
+        message = json_lines.loads(body)
     except ValueError:
         return body
     extra = set(message) - {"role", "content"}
@@ -281,3 +284,65 @@ def _parts(
         at = span["stop"]
     if at < n_tokens:
         yield "context", at, n_tokens, {}
+
+
+def why(
+    source: TurnsOrRows,
+    /,
+    *,
+    policy: PolicyOption = None,
+    session: Session = None,
+    tokenizer: TokenizerPath = None,
+    reading: Reading | None = None,
+    json: Json = False,
+) -> None:
+    """Explain why each row begins where it does.
+
+    Print a sentence for each row that a policy makes: the turn that opens it, where and why
+    that turn leaves the path of its parent, and the tokens that the row trains and loses.
+    With a tokenizer, causes of drift are named by text. Of rows, without their turns: where
+    each leaves an earlier row.
+    """
+    screen = Screen()
+    if is_rows(source):
+        table = read_any_rows(source)
+        if "spans" in table.column_names:
+            table = tk.read_rows(source)
+        reasons = tk.analysis.why(of_session(table, session, "rows"))
+    else:
+        loaded = chosen_tokenizer(tokenizer, source)
+        turns = (reading or Reading()).turns(source)
+        table = of_session(turns, session, "turns")
+        with working("comparing prompts"):
+            reasons = tk.analysis.why(table, one_policy(policy), tokenizer=loaded)
+    if json:
+        print_json({"rows": reasons.to_pylist()})
+        return
+    last = None
+    for line in reasons.select(["session_id", "sentence"]).to_pylist():
+        if line["session_id"] != last:
+            last = line["session_id"]
+            screen.print(f"session {visible(last)}", "head")
+        screen.print(f"  {line['sentence']}")
+
+
+def tree(
+    source: Turns,
+    /,
+    *,
+    policy: PolicyOption = None,
+    session: Session = None,
+    reading: Reading | None = None,
+) -> None:
+    """Draw the calls of each session as a tree.
+
+    Shown are which call each continues under a policy, its label if it opens a branch, and
+    where its prompt drifts.
+    """
+    screen, chosen = Screen(), one_policy(policy)
+    turns = of_session((reading or Reading()).turns(source), session, "turns")
+    for table in each_session(turns):
+        name = table["session_id"][0].as_py()
+        screen.print(f"session {visible(name)}", "head")
+        for line in tk.analysis.call_tree(table, name, chosen):
+            screen.print(f"  {line}")

@@ -7,19 +7,18 @@ from typing import Any
 import pyarrow as pa
 
 from trajkit.analysis.simulation import ASKED, Simulation, cheapest_lossless, label
-from trajkit.analysis.words import LOSS_WORDS
+from trajkit.analysis.words import LOSS_WORDS, count
 from trajkit.cli.options import (
     Count,
     Job,
     Json,
     MaxRowTokens,
-    PoliciesOption,
     SessionsFile,
     Turns,
     known_sessions,
-    many_policies,
 )
-from trajkit.cli.screen import count, share, text_table
+from trajkit.cli.policies import PoliciesOption, many_policies
+from trajkit.cli.screen import share, text_table
 from trajkit.policies import ALIASES
 
 WIDTH = 100
@@ -81,7 +80,11 @@ def describe(table: pa.Table, cheapest: str | None, *, wide: bool = False) -> st
     result = "every policy here loses sampled tokens"
     if cheapest is not None:
         result = f"keeps everything at the lowest cost: {cheapest}"
-    shown = _wide(table) if wide else _narrow(table)
+    columns = _columns(policies, wide)
+    shown = _table(policies, columns)
+    while not wide and len(columns) > 1 and max(map(len, shown.splitlines())) > WIDTH:
+        columns.popitem()
+        shown = _table(policies, columns)
     losses = "\n".join(_losses(policies))
     return (
         f"turns {first['turns']:,}, tokens sampled {first['tokens_sampled']:,}\n\n"
@@ -89,23 +92,27 @@ def describe(table: pa.Table, cheapest: str | None, *, wide: bool = False) -> st
     )
 
 
-def _narrow(table: pa.Table) -> str:
-    """The most important counts, in as many columns as fit."""
-    policies = table.to_pylist()
-    columns = {"tokens_lost": "lost"}
-    if any(line["tokens_out_of_context"] for line in policies):
-        columns["tokens_out_of_context"] = "out of context"
-    columns["tokens_forward"] = "forward"
-    if any(line["tokens_padding"] is not None for line in policies):
-        columns["tokens_padding"] = "padding"
-    if any(line["packs"] is not None for line in policies):
-        columns |= {"packs": "packs", "tokens_packed": "packed"}
-    columns |= {"tokens_forward_shared": "shared once", "longest_row": "longest row"}
-    while True:
-        text = _table(policies, columns)
-        if len(columns) == 1 or max(map(len, text.splitlines())) <= WIDTH:
-            return text
-        columns.popitem()
+def _columns(policies: list[dict[str, Any]], wide: bool) -> dict[str, str]:
+    """The counts to show, and their heads; the least important are last."""
+    some = {name for line in policies for name, n in line.items() if n}
+    counted = {name for line in policies for name, n in line.items() if n is not None}
+    reasons = {f"lost_{one}": one for one in LOSS_WORDS if f"lost_{one}" in some}
+    duplicated = {"tokens_duplicated": "duplicated"}
+    apart = {"tokens_out_of_context": "out of context"}
+    apart = apart if "tokens_out_of_context" in some else {}
+    forward, once = (
+        {"tokens_forward": "forward"},
+        {"tokens_forward_shared": "shared once"},
+    )
+    padding = {"tokens_padding": "padding"} if "tokens_padding" in counted else {}
+    packs = {"packs": "packs", "tokens_packed": "packed"} if "packs" in counted else {}
+    longest = {"longest_row": "longest row"}
+    if not wide:
+        lost = {"tokens_lost": "lost"}
+        return {**lost, **apart, **forward, **padding, **packs, **once, **longest}
+    pairs = {"pairs_packed": "attended pairs"} if packs else {}
+    rest = {**padding, **longest, **packs, **pairs}
+    return {**reasons, **duplicated, **apart, **forward, **once, **rest}
 
 
 def _losses(policies: list[dict[str, Any]]) -> Iterator[str]:
@@ -150,31 +157,6 @@ def _same_rules(policies: list[dict[str, Any]]) -> Iterator[str]:
         ]
         if names:
             yield f"{' and '.join(names)} as {line['policy']}"
-
-
-def _wide(table: pa.Table) -> str:
-    """All counts."""
-    policies = table.to_pylist()
-    # only reasons that occur
-    reasons = {
-        name: name.removeprefix("lost_")
-        for name in table.column_names
-        if name.startswith("lost_") and any(line[name] for line in policies)
-    }
-    extra = {**reasons, "tokens_duplicated": "duplicated"}
-    if any(line["tokens_out_of_context"] for line in policies):
-        extra["tokens_out_of_context"] = "out of context"
-    extra |= {"tokens_forward": "forward", "tokens_forward_shared": "shared once"}
-    if any(line["tokens_padding"] is not None for line in policies):
-        extra["tokens_padding"] = "padding"
-    extra["longest_row"] = "longest row"
-    if any(line["packs"] is not None for line in policies):
-        extra |= {
-            "packs": "packs",
-            "tokens_packed": "packed",
-            "pairs_packed": "attended pairs",
-        }
-    return _table(policies, extra)
 
 
 def _table(policies: list[dict[str, Any]], columns: dict[str, str]) -> str:

@@ -1,12 +1,11 @@
 """``trajkit head`` and ``trajkit stats``: what is in a file of any table."""
 
 import itertools
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
+import polars as pl
 import pyarrow as pa
 from cyclopts import Parameter
 from rich.cells import cell_len
@@ -16,7 +15,6 @@ from trajkit.cli.options import Count, Json, nothing, print_json
 from trajkit.cli.screen import Screen, share, shortened, text_table, visible
 from trajkit.files.sources import Paths
 from trajkit.files.tables import iter_tables, log_files
-from trajkit.tables import lazy_compute as pc
 
 Tables = Annotated[
     list[str],
@@ -27,9 +25,7 @@ Tables = Annotated[
     Reads("turns"),
 ]
 
-_MAX_CELL = 32
-_SHOWN_ITEMS = 3
-
+_MAX_CELL, _SHOWN_ITEMS = 32, 3
 _HEAD = ("column", "type", "nulls", "min", "mean", "max", "of")
 _MOST_NAMES = 4
 # Texts up to this length may be names.
@@ -106,22 +102,61 @@ def stats(source: Tables, /, *, json: Json = False) -> None:
     largest value: of lists and texts the length, of flags the share that is true, of names
     the counts. Then sessions and tokens.
     """
-    summary = Summary()
-    for table in stored_tables(source):
-        summary.add(table)
+    facts = summary(stored_tables(source))
     if json:
-        print_json(summary.to_json())
+        print_json(facts)
         return
-    screen = Screen()
-    screen.print(f"{summary.lines:,} lines\n")
-    columns = [one.texts(name) for name, one in summary.columns.items()]
-    screen.print(f"{text_table(_HEAD, columns)}\n")
-    for name, n in summary.totals.items():
-        part = ""
-        base = next((one for one in _BASES if one in summary.totals), None)
-        if name == "tokens trained" and base is not None:
-            part = f", {share(n, summary.totals[base])} of {base}"
+    screen, totals = Screen(), facts["totals"]
+    screen.print(f"{facts['lines']:,} lines\n")
+    lines = [_texts(name, one) for name, one in facts["columns"].items()]
+    screen.print(f"{text_table(_HEAD, lines)}\n")
+    base = next((one for one in _BASES if one in totals), None)
+    for name, n in totals.items():
+        of_base = name == "tokens trained" and base is not None
+        part = f", {share(n, totals[base])} of {base}" if of_base else ""
         screen.print(f"{name}: {n:,}{part}")
+
+
+def summary(tables: Iterable[pa.Table]) -> dict[str, Any]:
+    """The number of lines, the columns and the totals of a table in parts."""
+    columns: dict[str, dict[str, Any]] = {}
+    sums: dict[str, tuple[int, Any]] = {}
+    sessions: set[str] = set()
+    totals: Counter[str] = Counter()
+    n_lines = 0
+    for table in tables:
+        n_lines += table.num_rows
+        for field, values in zip(table.schema, pl.DataFrame(table), strict=True):
+            name, of = field.name, _measured(field.type)
+            one = columns.setdefault(
+                name,
+                {"type": _type_name(field.type), "of": of, "nulls": 0}
+                | dict.fromkeys(("min", "mean", "max"))
+                | {"names": Counter()},
+            )
+            one["nulls"] += values.null_count()
+            numbers: Any = _numbers(values, of).drop_nulls()
+            if len(numbers):
+                n, total = sums.get(name, (0, 0))
+                sums[name] = n + len(numbers), total + numbers.sum()
+                one["mean"] = sums[name][1] / sums[name][0]
+                for end, bound in (("min", min), ("max", max)):
+                    known = [one[end]] if one[end] is not None else []
+                    one[end] = bound([*known, getattr(numbers, end)()])
+            short = of == "characters" and (one["max"] or 0) <= _LONGEST_NAME
+            if pa.types.is_dictionary(field.type) or short:
+                counts = values.drop_nulls().cast(pl.String).value_counts(sort=True)
+                one["names"].update(dict(counts.iter_rows()))
+            if name == "session_id":
+                sessions |= {*values.unique()}
+                totals["sessions"] = len(sessions)
+            if of == "length" and name in _LENGTHS:
+                totals[_LENGTHS[name]] += numbers.sum()
+            elif of == "length" and name in _SUMS:
+                totals[_SUMS[name]] += int(values.explode().sum() or 0)
+    for one in columns.values():
+        one["names"] = dict(one["names"].most_common())
+    return {"lines": n_lines, "columns": columns, "totals": dict(totals)}
 
 
 def cell(value: object) -> str:
@@ -151,101 +186,23 @@ def _item(value: object) -> str:
     return "null" if value is None else str(value)
 
 
-@dataclass(slots=True)
-class Column:
-    """The sums of a column."""
-
-    type: pa.DataType
-    nulls: int = 0
-    known: int = 0
-    total: float = 0
-    least: float = math.inf
-    largest: float = -math.inf
-    names: Counter[str] = field(default_factory=Counter)
-
-    def add(self, values: pa.ChunkedArray) -> None:
-        """Add values."""
-        self.nulls += values.null_count
-        of, measure = _measure(values.type)
-        if pa.types.is_dictionary(values.type):
-            self._count(values)
-        if measure is None:
-            return
-        numbers = measure(values).drop_null()
-        if not len(numbers):
-            return
-        ends = pc.min_max(numbers).as_py()
-        self.least = min(ends["min"], self.least)
-        self.largest = max(ends["max"], self.largest)
-        self.known += len(numbers)
-        self.total += pc.sum(numbers).as_py()
-        if of == "characters" and self.largest <= _LONGEST_NAME:
-            self._count(values)
-
-    def _count(self, names: pa.ChunkedArray) -> None:
-        for one in pc.value_counts(names.drop_null()).to_pylist():
-            self.names[str(one["values"])] += one["counts"]
-
-    def to_json(self) -> dict[str, Any]:
-        """The sums as one object."""
-        return {
-            "type": _type_name(self.type),
-            "of": _measure(self.type)[0],
-            "nulls": self.nulls,
-            "min": self.least if self.known else None,
-            "mean": self.total / self.known if self.known else None,
-            "max": self.largest if self.known else None,
-            "names": dict(self.names.most_common()),
-        }
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        """The cells of the column's line."""
-        sums = self.to_json()
-        of = sums["of"] if self.known else ""
-        if self.names:
-            most = self.names.most_common(_MOST_NAMES)
-            of = ", ".join(f"{visible(value)} {n:,}" for value, n in most)
-        if len(self.names) > _MOST_NAMES:
-            of = f"{len(self.names):,} names"
-        return (
-            shortened(name, 40),
-            shortened(sums["type"], 24),
-            f"{self.nulls:,}" if self.nulls else "",
-            *(_number(sums[name]) for name in ("min", "mean", "max")),
-            of,
-        )
-
-
-@dataclass(slots=True)
-class Summary:
-    """The sums of a table."""
-
-    lines: int = 0
-    columns: dict[str, Column] = field(default_factory=dict)
-    sessions: set[str] = field(default_factory=set)
-    totals: Counter[str] = field(default_factory=Counter)
-
-    def add(self, table: pa.Table) -> None:
-        """Add more lines."""
-        self.lines += table.num_rows
-        for name, values in zip(table.column_names, table.columns, strict=True):
-            self.columns.setdefault(name, Column(values.type)).add(values)
-            if name == "session_id":
-                self.sessions.update(pc.unique(values).to_pylist())
-                self.totals["sessions"] = len(self.sessions)
-            if not isinstance(values.type, _LISTS):
-                continue
-            if name in _LENGTHS:
-                n = pc.sum(pc.list_value_length(values)).as_py() or 0
-                self.totals[_LENGTHS[name]] += n
-            elif name in _SUMS:
-                n = pc.sum(pc.list_flatten(values)).as_py() or 0
-                self.totals[_SUMS[name]] += n
-
-    def to_json(self) -> dict[str, object]:
-        """The sums as one object."""
-        found = {name: one.to_json() for name, one in self.columns.items()}
-        return {"lines": self.lines, "columns": found, "totals": dict(self.totals)}
+def _texts(name: str, column: dict[str, Any]) -> tuple[str, ...]:
+    """The cells of a column's line."""
+    names = column["names"]
+    of = column["of"] if column["min"] is not None else ""
+    if names:
+        of = ", ".join(f"{visible(value)} {n:,}" for value, n in names.items())
+    if len(names) > _MOST_NAMES:
+        of = f"{len(names):,} names"
+    numbers = [column[end] for end in ("min", "mean", "max")]
+    texts = [f"{n:,}" if isinstance(n, int) else f"{n or 0:,.4g}" for n in numbers]
+    return (
+        shortened(name, 40),
+        shortened(column["type"], 24),
+        f"{column['nulls']:,}" if column["nulls"] else "",
+        *("" if n is None else text for n, text in zip(numbers, texts, strict=True)),
+        of,
+    )
 
 
 def _type_name(type_: pa.DataType) -> str:
@@ -256,22 +213,23 @@ def _type_name(type_: pa.DataType) -> str:
     return "names" if pa.types.is_dictionary(type_) else str(type_)
 
 
-def _measure(
-    type_: pa.DataType,
-) -> tuple[str, Callable[[pa.ChunkedArray], pa.ChunkedArray] | None]:
-    """What is measured of values, and how; None: nothing is."""
+def _measured(type_: pa.DataType) -> str:
+    """What is measured of values."""
     if isinstance(type_, _LISTS):
-        return "length", pc.list_value_length
+        return "length"
     if pa.types.is_boolean(type_):
-        return "share of true", lambda values: values.cast(pa.int8())
-    if pa.types.is_string(type_) or pa.types.is_large_string(type_):
-        return "characters", pc.utf8_length
-    if pa.types.is_integer(type_) or pa.types.is_floating(type_):
-        return "value", lambda values: values
-    return "value", None
+        return "share of true"
+    texts = pa.types.is_string(type_) or pa.types.is_large_string(type_)
+    return "characters" if texts else "value"
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+def _numbers(values: pl.Series, of: str) -> pl.Series:
+    """The measures of values; none of those that have none."""
+    if of == "length":
+        lists = values if values.dtype == pl.List else values.arr.to_list()
+        return lists.list.len()
+    if of == "characters":
+        return values.str.len_chars()
+    if of == "share of true":
+        return values.cast(pl.Int8)
+    return values if values.dtype.is_numeric() else values.clear()

@@ -13,17 +13,15 @@ from trajkit.cli.options import (
     OUT,
     Count,
     NoClobber,
-    PoliciesOption,
     Port,
     Reading,
     SessionsFile,
     TokenizerPath,
     Turns,
     known_sessions,
-    many_policies,
     print_text,
 )
-from trajkit.cli.policy_words import policy_of, text_of
+from trajkit.cli.policies import PoliciesOption, many_policies, policy_of, text_of
 from trajkit.cli.screen import working
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError

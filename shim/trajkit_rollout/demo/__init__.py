@@ -97,12 +97,13 @@ def run_demo(
     """
     if sessions < 1:
         raise ValueError(f"sessions = {sessions}: at least 1 is needed")
-    out = Path(out)
-    log = TurnLog(out)
     tasks = _tasks(-(-sessions // _GROUP))
     engine = EmbeddedEngine(write_code(tasks), seed=seed)
+    renderer = embedded_renderer()  # before the folder, for a package may be missing
+    out = Path(out)
+    log = TurnLog(out)
     # rendered prompts drift, which the demo is to show
-    gateway = create_app(engine, embedded_renderer(), log, Options(prompts="render"))
+    gateway = create_app(engine, renderer, log, Options(prompts="render"))
     settings = Settings(
         harness=MINI_SWE_AGENT,
         argument=_OPTIONS,
