@@ -64,7 +64,6 @@ Amend: TypeAlias = Callable[[Sequence[int], str, bool | None], None]
 def json_response(
     body: Json, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """Return a response with a JSON object."""
     return Response(encode(body), status, headers, "application/json")
 
 
@@ -75,7 +74,6 @@ def is_retry(headers: Mapping[str, str]) -> bool:
 
 
 def request_digest(endpoint: str, body: bytes) -> bytes:
-    """Return a 16-byte digest of a request."""
     return blake2b(endpoint.encode() + b"\0" + body, digest_size=16).digest()
 
 

@@ -72,7 +72,6 @@ def read_parts(fields: Fields, name: str, readers: Readers[T]) -> list[T]:
 
 
 def read_text(part: Fields) -> str:
-    """Return the text of a part."""
     return part.text("text")
 
 

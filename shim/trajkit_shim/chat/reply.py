@@ -21,7 +21,6 @@ class Usage:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of prompt and output."""
         return self.prompt_tokens + self.output_tokens
 
 
@@ -50,7 +49,6 @@ class Parsed:
 
     @property
     def calls(self) -> list[Call]:
-        """The tool calls, in order."""
         return [part for part in self.parts if isinstance(part, Call)]
 
 

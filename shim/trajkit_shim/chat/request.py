@@ -150,7 +150,6 @@ class Tools:
 
 
 def as_one_reply(value: object, where: str) -> int:
-    """Return 1, the only number of replies to a request."""
     if as_integer(value, where, minimum=1) != 1:
         rule = f"{value}: a request has one reply here; open a session for each"
         refuse(where, rule, code="unsupported_value")
@@ -178,14 +177,12 @@ def text_schema(fields: Fields, name: str) -> Json | None:
 
 
 def function_of(tool: Json) -> Json:
-    """Return the function of a tool or a call in OpenAI's format."""
     function = tool["function"]
     assert isinstance(function, dict)
     return function
 
 
 def squeezed(text: object) -> str:
-    """Return a text without white space."""
     return "".join(str(text).split())
 
 

@@ -266,11 +266,6 @@ class Session:
             self.active_at = self.clock.time()
             answered.set_result(None)
 
-    def describe(self) -> dict[str, object]:
-        """Return the session for ``GET /sessions/{id}``."""
-        shown = {**self.record.describe(), "in_flight": len(self.calls)}
-        return {**shown, "status": "closing"} if self.closing else shown
-
 
 class SessionStore:
     """All sessions of one gateway, by id.
@@ -324,17 +319,17 @@ class SessionStore:
             )
         )
 
-    def reopen(self, session_id: str) -> Session:
+    def reopen(self, session_id: str) -> dict[str, object]:
         """Open an ended session again; its turns continue, its replies are forgotten."""
         self._check_draining()
         record = self.record(session_id)
         if session_id in self._open:
             message = f"session {session_id!r} is open"
             raise GatewayError(message, 409, code="session_open")
-        session = self._begin(replace(record, ended_by=None, written=False))
+        self._begin(replace(record, ended_by=None, written=False))
         del self._ended[session_id]
         self._past_turns -= record.counts.turns
-        return session
+        return self.describe(session_id)
 
     def _begin(self, record: Record) -> Session:
         self._write(record)
@@ -385,7 +380,11 @@ class SessionStore:
 
     def describe(self, session_id: str) -> dict[str, object]:
         """Return the session for ``GET /sessions/{id}``."""
-        return (self._open.get(session_id) or self.record(session_id)).describe()
+        shown, session = self.record(session_id).describe(), self._open.get(session_id)
+        if session is not None:
+            shown["in_flight"] = len(session.calls)
+            shown["status"] = "closing" if session.closing else "open"
+        return shown
 
     def matching(self, wanted: Mapping[str, str]) -> Iterator[dict[str, object]]:
         """Yield the sessions with the given values of `FILTERS`, open ones first."""
