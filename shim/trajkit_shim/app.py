@@ -270,7 +270,6 @@ class _Endpoint:
     verb: Verb
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         request = Request(scope, receive, send)
         session = self.gateway.sessions.authorise(_session_claims(request))
         with session.request(), self.gateway.working(request.headers):

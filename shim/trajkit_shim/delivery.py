@@ -68,7 +68,6 @@ def json_response(
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
-    """Return whether the headers mark a request as a retry."""
     count = headers.get(_RETRY_HEADER, "0")
     return count.isdecimal() and count.strip("0") != ""
 
@@ -229,7 +228,6 @@ class Delivery:
             self._n_pings += 1
 
     async def _send_reply(self, reply: Reply) -> bool:
-        """Send a reply; return whether it arrived."""
         if self.request.stream:
             data = self._events(reply)
         else:

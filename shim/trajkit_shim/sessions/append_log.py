@@ -127,7 +127,6 @@ class AppendLog:
         self._sizes.append(size)
 
     def close(self) -> None:
-        """End the stream and close the file."""
         self._closed = True
         self._finish()
 

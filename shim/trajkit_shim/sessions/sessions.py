@@ -188,7 +188,6 @@ class Session:
         self.active_at = clock.time()
 
     def check_open(self) -> None:
-        """Raise if the session accepts no calls."""
         if self.closing or self.closed:
             raise closed_error(self.session_id)
 
@@ -212,7 +211,6 @@ class Session:
         return limit - used
 
     def admit(self) -> None:
-        """Raise if no more call can begin."""
         self.check_open()
         if len(self.calls) >= MAX_CALLS:
             message = f"{MAX_CALLS} calls of the session are running"
@@ -230,7 +228,6 @@ class Session:
         return next((call for call in calls if call.digest == digest), None)
 
     def remember(self, call: PendingReply) -> None:
-        """Keep a call that was recorded."""
         self.calls.pop(call, None)
         self.request_ids.setdefault(call.digest, call.request_id)
         self.answers.append(call)
@@ -518,14 +515,12 @@ class SessionStore:
 
 
 async def _over(waiting: Iterable[asyncio.Future[None]], seconds: float) -> None:
-    """Return when all are done, or after ``seconds``."""
     waiting = list(waiting)
     if waiting and seconds > 0:
         await asyncio.wait(waiting, timeout=seconds)
 
 
 def closed_error(session_id: str) -> GatewayError:
-    """Return the error of a call to a session that has ended."""
     return GatewayError(f"session {session_id!r} is closed", 410, code="session_closed")
 
 
