@@ -235,7 +235,6 @@ def _protocol_of(path: str) -> WireProtocol:
 def _route(
     path: str, answer: Callable[[Gateway], Awaitable[Json]], gateway: Gateway
 ) -> Route:
-    """A route that tells something about the gateway."""
 
     async def endpoint(_: Request) -> Response:
         return json_response(await answer(gateway))
@@ -271,7 +270,6 @@ class _Endpoint:
     verb: Verb
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         request = Request(scope, receive, send)
         session = self.gateway.sessions.authorise(_session_claims(request))
         with session.request(), self.gateway.working(request.headers):
@@ -301,7 +299,6 @@ class _Endpoint:
 
 
 def _session_claims(request: Request) -> list[str]:
-    """Return what may be the key of a call's session, in order of precedence."""
     headers = request.headers
     named = request.path_params.get("session_key") or headers.get(KEY_HEADER)
     if named is not None:
@@ -312,7 +309,6 @@ def _session_claims(request: Request) -> list[str]:
 
 
 def _bearer(headers: Headers) -> str:
-    """Return the bearer token of a request, or an empty string."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
@@ -343,12 +339,7 @@ class _Trainer:
             (f"{session}/close", "POST", close, _END),
             (f"{session}/finish", "POST", finish, _END),
             (f"{session}/drop", "POST", lambda r, _: store.drop(_name(r)), ""),
-            (
-                f"{session}/reopen",
-                "POST",
-                lambda r, _: store.reopen(_name(r)).describe(),
-                "",
-            ),
+            (f"{session}/reopen", "POST", lambda r, _: store.reopen(_name(r)), ""),
             ("/admin/drain", "POST", self._drain, "wait_seconds"),
             ("/metrics", "GET", self._metrics, None),
             ("/engine", "GET", lambda *_: self.gateway.pause.describe(), None),

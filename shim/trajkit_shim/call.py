@@ -176,7 +176,6 @@ class Gateway:
     async def read(
         self, protocol: WireProtocol, verb: Verb, body: bytes
     ) -> ChatRequest:
-        """Read the body of a request, and its images."""
         images, count = self.image_policy, verb == "count"
 
         def parse() -> ChatRequest:
@@ -395,7 +394,6 @@ class NewTurn:
         self._opened = opens_reasoning(self._renderer, prompt.ids)
 
     def resolve_sampling(self) -> None:
-        """Decide the parameters, within the limits of the session."""
         session = self._context.session
         n_prompt, limit = len(self._prompt.ids), self._options.max_new_tokens
         session.check_limit("prompt_tokens", n_prompt)
@@ -426,7 +424,6 @@ class NewTurn:
         self.overruled += ignored_params(self._request.sampling, self.sampling)
 
     async def run(self) -> None:
-        """Sample and parse, again if a pause cut the call off."""
         self._request_id = uuid.uuid4().hex
         self._identity = Identity(
             self._context.protocol.call_prefix, short=self._renderer.short_call_ids

@@ -64,18 +64,15 @@ Amend: TypeAlias = Callable[[Sequence[int], str, bool | None], None]
 def json_response(
     body: Json, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """Return a response with a JSON object."""
     return Response(encode(body), status, headers, "application/json")
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
-    """Return whether the headers mark a request as a retry."""
     count = headers.get(_RETRY_HEADER, "0")
     return count.isdecimal() and count.strip("0") != ""
 
 
 def request_digest(endpoint: str, body: bytes) -> bytes:
-    """Return a 16-byte digest of a request."""
     return blake2b(endpoint.encode() + b"\0" + body, digest_size=16).digest()
 
 
@@ -231,7 +228,6 @@ class Delivery:
             self._n_pings += 1
 
     async def _send_reply(self, reply: Reply) -> bool:
-        """Send a reply; return whether it arrived."""
         if self.request.stream:
             data = self._events(reply)
         else:

@@ -273,17 +273,15 @@ def _renderer(arguments: SimpleNamespace) -> "ChatRenderer":
     """The tokenizer and chat template of the model."""
     from trajkit_shim.prompting.render import load_renderer
 
-    model, template = arguments.model or arguments.launch, arguments.chat_template
-    try:
+    template = arguments.chat_template
+    with _reading(arguments):
         return load_renderer(
-            model,
+            arguments.model or arguments.launch,
             None if template is None else Path(template).read_text("utf-8"),
             stop_tokens=arguments.stop_token or (),
             trust_remote_code=arguments.trust_remote_code,
             late_system=arguments.late_system,
         )
-    except ValueError as error:
-        raise FormatError(f"{model}: {error}") from error
 
 
 def _served(arguments: SimpleNamespace, stack: ExitStack) -> "Engine":
@@ -294,15 +292,11 @@ def _served(arguments: SimpleNamespace, stack: ExitStack) -> "Engine":
     from trajkit_shim.engines.vllm import VLLMEngine
 
     launch_server(arguments, stack)
-    model = arguments.model
-    try:
+    model, per_token = arguments.model, None
+    with _reading(arguments):
         n_vocab = vocab_size(model)
-        per_token = None
         if arguments.routed_experts:
             per_token = config_number(model, "num_experts_per_tok")
-    except ValueError as error:
-        raise FormatError(f"{model}: {error}") from error
-
     engine: Callable[..., Engine] = partial(
         SGLangEngine if arguments.engine == "sglang" else VLLMEngine,
         vocab_size=n_vocab,
@@ -342,11 +336,8 @@ def _own_parser(
     name = arguments.parser
     if name == _ENGINE:
         return None
-    try:
+    with _reading(arguments):
         form = form_of(renderer) if name is None else FORMS.get(name)
-    except ValueError as error:
-        model = arguments.model or arguments.launch
-        raise FormatError(f"{model}: {error}") from error
     return FormParser(form, tags_of(renderer.chat_template))
 
 
@@ -369,6 +360,16 @@ def _engine_parser(arguments: SimpleNamespace) -> "ReplyParser":
     # connections belong to the event loop that opened them
     asyncio.run(ask())
     return SGLangParser(url)
+
+
+@contextmanager
+def _reading(arguments: SimpleNamespace) -> Iterator[None]:
+    """Read files of the model; raises `FormatError` if they cannot be used."""
+    try:
+        yield
+    except ValueError as error:
+        model = arguments.model or arguments.launch
+        raise FormatError(f"{model}: {error}") from error
 
 
 @contextmanager

@@ -108,7 +108,6 @@ Reader: TypeAlias = Callable[[object, str], T]
 
 
 def _typed(kind: type[T], name: str) -> Reader[T]:
-    """A reader of values of one type."""
 
     def read(value: object, where: str) -> T:
         if not isinstance(value, kind):
@@ -125,7 +124,6 @@ as_flag: Reader[bool] = _typed(bool, "a boolean")
 
 
 def list_of(read: Reader[T]) -> Reader[list[T]]:
-    """Return a reader of lists, whose items ``read`` returns."""
     return lambda value, where: [
         read(item, f"{where}[{i}]") for i, item in enumerate(as_list(value, where))
     ]
@@ -180,7 +178,6 @@ class Fields:
         self.json, self.path, self.ignored = json, path, ignored
 
     def at(self, name: str) -> str:
-        """Return the path of a field."""
         return f"{self.path}.{name}" if self.path else name
 
     def refuse(self, name: str, rule: str, code: str | None = None) -> NoReturn:
@@ -238,7 +235,6 @@ class Fields:
         return self.get(name, as_object)
 
     def flag(self, name: str) -> bool:
-        """Return a boolean, by default false."""
         return bool(self.get(name, as_flag))
 
     def object(self, name: str) -> "Fields":

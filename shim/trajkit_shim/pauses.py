@@ -139,7 +139,6 @@ class Pause:
             await self._go_on()
 
     def describe(self) -> dict[str, object]:
-        """Return the state for ``GET /engine``."""
         return {
             "paused": self.mode is not None,
             "mode": self.mode,

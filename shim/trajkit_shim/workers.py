@@ -63,7 +63,6 @@ class Worker:
     _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or pass it on."""
         if scope["type"] == "lifespan":
 
             async def closing(message: Message) -> None:

@@ -77,19 +77,6 @@ async def test_a_reply_of_text(tmp_path):
     assert sampling.stop_token_ids == RENDERER.end_ids
 
 
-async def test_a_stream_on_the_wire(tmp_path):
-    async with in_process(ScriptedEngine("h\u00e9"), RENDERER, tmp_path) as gateway:
-        client = await gateway.open()
-        reply = await gateway.http.post(
-            "/v1/chat/completions",
-            headers={"Authorization": f"Bearer {client.api_key}"},
-            json={"messages": [USER], "stream": True},
-        )
-    assert reply.headers["content-type"].startswith("text/event-stream")
-    assert reply.text.endswith("data: [DONE]\n\n")
-    assert '"content": "h\u00e9"' in reply.text
-
-
 async def test_what_looks_like_a_call_is_text_where_no_tool_was_offered(tmp_path):
     async with in_process(ScriptedEngine(CALL), RENDERER, tmp_path) as gateway:
         reply = await ask(await gateway.open())
@@ -136,22 +123,6 @@ async def test_pins_win_over_wishes(tmp_path):
     assert (second.max_new_tokens, second.extra) == (20, {"regex": "a|b"})
     overruled = {"temperature": 1, "top_p": 1, "seed": 1, "max_tokens": 1}
     assert shown["sampling_overruled"] == overruled
-
-
-async def test_a_client_sets_what_its_session_lets_it_set(tmp_path):
-    engine = ScriptedEngine("a", "b")
-    async with in_process(engine, RENDERER, tmp_path) as gateway:
-        client = await gateway.open(
-            sampling={"temperature": 1.0, "top_p": 0.9},
-            client_sampling=["temperature"],
-        )
-        await ask(client, temperature=0.0, top_p=0.5)
-        await ask(client)
-        shown = await gateway.session(client)
-    first, second = engine.samplings
-    assert (first.temperature, first.top_p) == (0.0, 0.9)
-    assert (second.temperature, second.top_p) == (1.0, 0.9)
-    assert shown["sampling_overruled"] == {"top_p": 1}
 
 
 async def test_the_context_bounds_the_reply(tmp_path):

@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor
 
 import trajkit as tk
-from tests.shim.clients import InProcess, in_process, read_log
+from tests.shim.clients import in_process, read_log
 from tests.shim.sglang_cpu.make_vision_model import write_processor
 from trajkit.turns import engine_ids
 from trajkit_shim.chat.image_store import ImageLimits, ImageStore, open_image
@@ -400,24 +400,6 @@ async def test_a_template_that_leaves_an_image_out(opened):
     assert "0 places for 1 images" in answer.json()["error"]["message"]
 
 
-def test_an_engine_without_images_is_refused(model, tmp_path):
-    engine = SeeingEngine()
-    engine.takes_images = False
-    with pytest.raises(ValueError, match="takes no images"):
-        in_process_now(engine, model, tmp_path)
-
-
-def in_process_now(engine, model, directory):
-    return InProcess(
-        engine, load_renderer(model), directory, images=load_image_model(model)
-    )
-
-
-def test_a_model_of_text_takes_no_images(tmp_path):
-    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
-    assert load_image_model(tmp_path) is None
-
-
 def test_a_processor_whose_libraries_are_missing(model, monkeypatch):
     def absent(*_, **__):
         raise ImportError("\nIt requires the PIL library.\nInstall it.\n")
@@ -435,8 +417,11 @@ def stored_in(gateway):
     return [each.name for each in directory.iterdir()] if directory.exists() else []
 
 
-async def test_a_count_stores_no_image(opened):
+async def test_a_count_and_a_call_that_fails_store_no_image(opened):
     gateway = await opened()
+    # the script is empty
+    assert (await gateway.post("/v1/messages", anthropic(PNG))).status_code == 500
+    assert stored_in(gateway) == []
     counted = await gateway.post("/v1/messages/count_tokens", anthropic(PNG))
     gateway.engine.script = [gateway.reply("red")]
     answer = await gateway.post("/v1/messages", anthropic(JPEG))
@@ -454,19 +439,6 @@ async def test_the_images_of_a_run_have_a_limit_together(opened):
     asked.append(await gateway.post("/v1/messages", anthropic(JPEG)))
     assert [answer.status_code for answer in asked] == [200, 200, 507]
     assert f"the limit is {limit}" in asked[2].text
-    assert stored_in(gateway) == [sha256(PNG).hexdigest()]
-
-
-async def test_a_call_that_fails_stores_no_image(opened):
-    gateway = await opened()
-    # the script is empty
-    answer = await gateway.post("/v1/messages", anthropic(PNG))
-    assert answer.status_code == 500
-    assert stored_in(gateway) == []
-    # another call with the image
-    gateway.engine.script = [gateway.reply("red")]
-    answer = await gateway.post("/v1/messages", anthropic(PNG))
-    assert answer.status_code == 200
     assert stored_in(gateway) == [sha256(PNG).hexdigest()]
 
 
@@ -501,40 +473,6 @@ async def test_requests_with_the_same_new_image(tmp_path):
     store = ImageStore(tmp_path / "images", limits)
     image = open_image(PNG, "here", limits)
     await asyncio.gather(*(store.write([image, image]) for _ in range(2)))
-    assert [file.name for file in store.directory.iterdir()] == [image.name]
-    assert store.data(image.name) == PNG
-
-
-async def test_an_image_that_is_written_after_the_client_has_left(
-    tmp_path, monkeypatch
-):
-    store = ImageStore(tmp_path / "images")
-    image = open_image(PNG, "here", store.limits)
-    begun, again, lock = threading.Event(), threading.Event(), store._writing
-
-    def wait():
-        assert not begun.is_set()
-        begun.set()
-        assert again.wait(60)
-
-    class Watched:
-        def __enter__(self):
-            if begun.is_set():
-                again.set()
-            lock.acquire()
-
-        def __exit__(self, *_):
-            lock.release()
-
-    store._writing = Watched()
-    watch_files(monkeypatch, wait)
-    work = asyncio.create_task(store.write([image]))
-    assert await asyncio.to_thread(begun.wait, 60)
-    work.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await work
-    # the next request waits for the file, and does not write another one
-    await store.write([image])
     assert [file.name for file in store.directory.iterdir()] == [image.name]
     assert store.data(image.name) == PNG
 

@@ -138,7 +138,6 @@ class ImageStore:
         return self._requested.get(name) or self._stored[name]
 
     def data(self, name: str) -> bytes:
-        """Return the bytes of an image."""
         return self[name].data or (self.directory / name).read_bytes()
 
     def _new(self, images: Collection[Image]) -> dict[str, Image]:

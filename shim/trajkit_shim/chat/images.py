@@ -72,7 +72,6 @@ def read_parts(fields: Fields, name: str, readers: Readers[T]) -> list[T]:
 
 
 def read_text(part: Fields) -> str:
-    """Return the text of a part."""
     return part.text("text")
 
 
@@ -142,14 +141,12 @@ def refuse_content(part: Fields, name: str, kind: object) -> NoReturn:
 
 
 def texts_of(content: object) -> list[str]:
-    """Return the texts of a message's content."""
     if not isinstance(content, list):
         return [str(content)]
     return [str(part["text"]) for part in content if part["type"] == "text"]
 
 
 def hashes_of(messages: Iterable[Json]) -> list[str]:
-    """Return the images of messages, in order."""
     return [
         part["sha256"]
         for message in messages

@@ -21,7 +21,6 @@ class Usage:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of prompt and output."""
         return self.prompt_tokens + self.output_tokens
 
 
@@ -45,12 +44,10 @@ class Parsed:
 
     @property
     def text(self) -> str:
-        """All text, without reasoning and calls."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
     def calls(self) -> list[Call]:
-        """The tool calls, in order."""
         return [part for part in self.parts if isinstance(part, Call)]
 
 
@@ -97,7 +94,6 @@ class Identity:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def call_id(self, number: int) -> str:
-        """Return the id of the call that is part ``number``."""
         if self.short:
             return blake2b(f"{self.reply_id}{number}".encode()).hexdigest()[:9]
         return f"{self.call_prefix}{self.reply_id[:20]}{number:04}"

@@ -38,7 +38,6 @@ class LoggedMessage:
 
 
 def logged_message(message: Json) -> LoggedMessage:
-    """Return a canonical message with its key and body."""
     key, body = message_record(message)
     return LoggedMessage(key, str(message["role"]), body)
 
@@ -141,6 +140,10 @@ class Tools:
     left_out: list[str] = field(default_factory=list)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
+    def offered(self, none: bool) -> list[Json] | None:
+        """Return the tools that may be called: all, or none."""
+        return None if none else self.functions or None
+
     def add(self, tool: Fields, schema: object, prefix: str = "") -> str:
         """Add a function; return its name for the model, which begins with ``prefix``."""
         name = prefix + tool.name("name")
@@ -150,7 +153,6 @@ class Tools:
 
 
 def as_one_reply(value: object, where: str) -> int:
-    """Return 1, the only number of replies to a request."""
     if as_integer(value, where, minimum=1) != 1:
         rule = f"{value}: a request has one reply here; open a session for each"
         refuse(where, rule, code="unsupported_value")
@@ -178,21 +180,18 @@ def text_schema(fields: Fields, name: str) -> Json | None:
 
 
 def function_of(tool: Json) -> Json:
-    """Return the function of a tool or a call in OpenAI's format."""
     function = tool["function"]
     assert isinstance(function, dict)
     return function
 
 
 def squeezed(text: object) -> str:
-    """Return a text without white space."""
     return "".join(str(text).split())
 
 
 def assistant_message(
     content: str, reasoning: str = "", calls: Sequence[Json] = ()
 ) -> Json:
-    """Return a canonical assistant message."""
     message: Json = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -202,7 +201,6 @@ def assistant_message(
 
 
 def tool_message(call_id: str, parts: Iterable[Part], *, failed: bool = False) -> Json:
-    """Return a canonical tool message."""
     content = joined(parts)
     message: Json = {"role": "tool", "content": content, "tool_call_id": call_id}
     return {**message, "is_error": True} if failed else message
@@ -222,13 +220,11 @@ def user_messages(parts: Iterable[Part | Json]) -> list[Json]:
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> Json:
-    """Return a tool call in OpenAI's format; ``arguments`` are JSON text."""
     function: Json = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 
 
 def function_tool(name: str, description: str | None, parameters: object) -> Json:
-    """Return a tool definition in OpenAI's format."""
     fields = {"name": name, "description": description, "parameters": parameters}
     function = {key: value for key, value in fields.items() if value is not None}
     return {"type": "function", "function": function}

@@ -66,7 +66,7 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     budget = thinking.get("budget_tokens")
     return chat.ChatRequest(
         messages=messages,
-        tools=(tools.functions or None) if chosen != "none" else None,
+        tools=tools.offered(none=chosen == "none"),
         required=chat.Required(
             call=chosen in ("any", "tool"),
             names=(choice.name("name"),) if chosen == "tool" else (),

@@ -64,7 +64,7 @@ def _parse(fields: Fields) -> chat.ChatRequest:
     config.get("candidateCount", chat.as_one_reply)
     return chat.ChatRequest(
         messages=messages,
-        tools=(tools.functions or None) if mode != "NONE" else None,
+        tools=tools.offered(none=mode == "NONE"),
         required=chat.Required(
             call=mode == "ANY",
             names=tuple(map(str, calling.get("allowedFunctionNames", as_list) or ())),

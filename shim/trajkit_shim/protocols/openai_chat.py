@@ -96,8 +96,7 @@ def read_required(
             names = tuple(map(_named, allowed.filled("tools")))
     if given not in ("auto", "none", "required"):
         fields.ignore("tool_choice", str(given))
-    offered = tools.functions if given != "none" else None
-    return offered or None, chat.Required(
+    return tools.offered(none=given == "none"), chat.Required(
         call=given == "required",
         names=names,
         parallel=fields.get("parallel_tool_calls", as_flag) is not False,
@@ -171,7 +170,6 @@ def _tool_call(call: Fields) -> Json:
 
 
 def write(reply: Reply, _: chat.ChatRequest) -> Json:
-    """Return the body of a reply that is not streamed."""
     message: Json = {"role": "assistant", "content": reply.text, "refusal": None}
     if reply.reasoning is not None:
         message["reasoning_content"] = reply.reasoning
@@ -193,7 +191,6 @@ def _body(reply: Reply, kind: str, choices: list[Json]) -> Json:
 
 
 def _ending(reply: Reply) -> Json:
-    """The finish reason and the logprobs."""
     reasons = {"cut": "length", "calls": "tool_calls"}
     logprobs = None
     if reply.tokens is not None:

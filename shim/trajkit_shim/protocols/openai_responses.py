@@ -139,7 +139,6 @@ def _messages(fields: Fields) -> list[Json]:
 
 
 def _item_parts(kind: str, item: Fields) -> Sequence[_Part]:
-    """What an item adds to an assistant's message."""
     if kind == "message":
         return images.read_parts(item, "content", _TEXTS)
     if kind == "reasoning":

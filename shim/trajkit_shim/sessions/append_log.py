@@ -55,12 +55,10 @@ class AppendLog:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(first))
 
     def path_of(self, number: int) -> Path:
-        """Return the path of the file with that number."""
         return self._directory / f"{self._stem}-{number:05d}.arrows"
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files."""
         return sum(self._sizes)
 
     def append(self, batch: pa.Buffer) -> None:
@@ -71,14 +69,12 @@ class AppendLog:
         """
         if self._closed:
             raise OSError(errno.EBADF, f"the {self._stem} are closed")
-        total = self.total_bytes + batch.size
-        starts = self._file is None or (
-            self._sizes[-1] > self._head.size
-            and self._sizes[-1] + batch.size > self._max_file_bytes
-        )
-        if starts:
-            total += self._head.size
-            total += 0 if self._file is None else len(END_OF_STREAM)
+        total, head = self.total_bytes + batch.size, self._head.size
+        starts = self._file is None
+        if self._file is not None and self._sizes[-1] > head:
+            starts = self._sizes[-1] + batch.size > self._max_file_bytes
+            total += len(END_OF_STREAM) if starts else 0
+        total += head if starts else 0
         if total > self.max_total_bytes:
             limit = f"the limit is {self.max_total_bytes}"
             message = f"the {self._stem} would take {total} bytes; {limit}"
@@ -131,7 +127,6 @@ class AppendLog:
         self._sizes.append(size)
 
     def close(self) -> None:
-        """End the stream and close the file."""
         self._closed = True
         self._finish()
 

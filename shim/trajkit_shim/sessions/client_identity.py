@@ -27,7 +27,6 @@ class SideCall(NamedTuple):
     max_tokens: int | None = None  # token limit of the reply
 
     def describes(self, request: ChatRequest) -> bool:
-        """Return whether the request has all marks."""
         first, last = request.messages[0], request.messages[-1]
         system = str(first["content"]) if first["role"] == "system" else ""
         return (

@@ -188,7 +188,6 @@ class Session:
         self.active_at = clock.time()
 
     def check_open(self) -> None:
-        """Raise if the session accepts no calls."""
         if self.closing or self.closed:
             raise closed_error(self.session_id)
 
@@ -212,7 +211,6 @@ class Session:
         return limit - used
 
     def admit(self) -> None:
-        """Raise if no more call can begin."""
         self.check_open()
         if len(self.calls) >= MAX_CALLS:
             message = f"{MAX_CALLS} calls of the session are running"
@@ -230,7 +228,6 @@ class Session:
         return next((call for call in calls if call.digest == digest), None)
 
     def remember(self, call: PendingReply) -> None:
-        """Keep a call that was recorded."""
         self.calls.pop(call, None)
         self.request_ids.setdefault(call.digest, call.request_id)
         self.answers.append(call)
@@ -265,11 +262,6 @@ class Session:
             del self.requests[answered]
             self.active_at = self.clock.time()
             answered.set_result(None)
-
-    def describe(self) -> dict[str, object]:
-        """Return the session for ``GET /sessions/{id}``."""
-        shown = {**self.record.describe(), "in_flight": len(self.calls)}
-        return {**shown, "status": "closing"} if self.closing else shown
 
 
 class SessionStore:
@@ -324,17 +316,17 @@ class SessionStore:
             )
         )
 
-    def reopen(self, session_id: str) -> Session:
+    def reopen(self, session_id: str) -> dict[str, object]:
         """Open an ended session again; its turns continue, its replies are forgotten."""
         self._check_draining()
         record = self.record(session_id)
         if session_id in self._open:
             message = f"session {session_id!r} is open"
             raise GatewayError(message, 409, code="session_open")
-        session = self._begin(replace(record, ended_by=None, written=False))
+        self._begin(replace(record, ended_by=None, written=False))
         del self._ended[session_id]
         self._past_turns -= record.counts.turns
-        return session
+        return self.describe(session_id)
 
     def _begin(self, record: Record) -> Session:
         self._write(record)
@@ -385,7 +377,11 @@ class SessionStore:
 
     def describe(self, session_id: str) -> dict[str, object]:
         """Return the session for ``GET /sessions/{id}``."""
-        return (self._open.get(session_id) or self.record(session_id)).describe()
+        shown, session = self.record(session_id).describe(), self._open.get(session_id)
+        if session is not None:
+            shown["in_flight"] = len(session.calls)
+            shown["status"] = "closing" if session.closing else "open"
+        return shown
 
     def matching(self, wanted: Mapping[str, str]) -> Iterator[dict[str, object]]:
         """Yield the sessions with the given values of `FILTERS`, open ones first."""
@@ -519,14 +515,12 @@ class SessionStore:
 
 
 async def _over(waiting: Iterable[asyncio.Future[None]], seconds: float) -> None:
-    """Return when all are done, or after ``seconds``."""
     waiting = list(waiting)
     if waiting and seconds > 0:
         await asyncio.wait(waiting, timeout=seconds)
 
 
 def closed_error(session_id: str) -> GatewayError:
-    """Return the error of a call to a session that has ended."""
     return GatewayError(f"session {session_id!r} is closed", 410, code="session_closed")
 
 

@@ -258,12 +258,10 @@ class TurnLog:
         self._amendments.append(batch.serialize())
 
     def write_session(self, line: Mapping[str, object]) -> None:
-        """Write the state of a session, the columns of `SESSION_LINES`."""
         batch = pa.RecordBatch.from_pylist([line], SESSION_LINES)
         self._sessions.append(batch.serialize())
 
     def close(self) -> None:
-        """End the streams and close the files."""
         for log in (self._turns, self._amendments, self._sessions):
             log.close()
 

@@ -432,22 +432,6 @@ async def test_a_client_that_leaves_while_its_call_was_cut_off(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_a_pause_that_times_out_leaves_nothing_paused(tmp_path):
-    held = Held("a")
-    async with in_process(ScriptedEngine(held, "b"), RENDERER, tmp_path) as gateway:
-        client = await gateway.open()
-        call = asyncio.create_task(ask(client))
-        await held.entered.wait()
-        reply = await post(gateway, "/engine/pause", mode="wait", wait_seconds=0.001)
-        assert reply.status_code == 504
-        assert reply.json()["error"]["code"] == "pause_timed_out"
-        assert (await gateway.http.get("/healthz")).json()["status"] == "ok"
-        await ask(client)
-        held.release.set()
-        await call
-
-
-@pytest.mark.anyio
 async def test_a_call_does_not_wait_for_ever(tmp_path):
     async with in_process(
         ScriptedEngine("a"), RENDERER, tmp_path, pause_wait_seconds=0.0
