@@ -455,7 +455,7 @@ def _refuse_result(index: int, result: Json, rule: str) -> NoReturn:
 def _keys(message: Json) -> list[bytes | str]:
     """What finds a reply whose position is unknown."""
     calls = [str(call["id"]) for call in _calls(message)]
-    text = chat.squeezed(message["content"]).encode()
+    text = chat.squeezed(message["content"]).encode(errors="surrogatepass")
     return [*calls] or [blake2b(text, digest_size=16).digest()]
 
 
