@@ -134,7 +134,7 @@ GATEWAY = (
         _PROMPTS,
         (
             "text may forge control tokens",
-            "while spelled.search(value):",
+            "while isinstance(value, str) and spelled.search(value):",
             "while False:",
         ),
         (

@@ -126,15 +126,6 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class CheckedEngine(Engine, Protocol):
-    """An engine whose server may have been started with unsuitable settings."""
-
-    async def check(self, request: EngineRequest) -> None:
-        """Raise `EngineError` if samples cannot be trained; sends the request's prompt."""
-        ...
-
-
-@runtime_checkable
 class UpdatableEngine(Engine, Protocol):
     """An engine whose weights can be changed while calls are running.
 

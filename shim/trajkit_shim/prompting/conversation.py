@@ -175,17 +175,15 @@ class Conversation:
 
     def add(self, node: Node, budget: "Budget") -> None:
         """Store a reply that was recorded."""
-        alike = self._nodes.setdefault(node.position, [])
-        for i, other in enumerate(alike):
-            if other.after == node.after:
-                # the same reply to the same messages: the latest turn counts
-                self._replace(other, node)
-                alike[i] = node
-                break
-        else:
-            alike.append(node)
-            for key in _keys(node.message):
-                self._nodes.setdefault(key, []).append(node)
+        for key in (node.position, *_keys(node.message)):
+            alike = self._nodes.setdefault(key, [])
+            places = (node.position, node.after)
+            same = [i for i, n in enumerate(alike) if (n.position, n.after) == places]
+            # the same reply to the same messages: the latest turn counts
+            if same:
+                alike[same[0]] = node
+            else:
+                alike.append(node)
         self._in_order.append(node)
         if node.base is not None:
             node.base.extended = True
@@ -196,12 +194,6 @@ class Conversation:
             earlier = earlier.base
         self._budget = budget
         budget.count(self)
-
-    def _replace(self, old: Node, new: Node) -> None:
-        for key in _keys(old.message):
-            self._nodes[key] = [
-                new if each is old else each for each in self._nodes[key]
-            ]
 
     def count(self, restored: RestoredRequest) -> None:
         """Count the assistant messages of a request, each position once."""
@@ -463,7 +455,7 @@ def _refuse_result(index: int, result: Json, rule: str) -> NoReturn:
 def _keys(message: Json) -> list[bytes | str]:
     """What finds a reply whose position is unknown."""
     calls = [str(call["id"]) for call in _calls(message)]
-    text = chat.squeezed(message["content"]).encode()
+    text = chat.squeezed(message["content"]).encode(errors="surrogatepass")
     return [*calls] or [blake2b(text, digest_size=16).digest()]
 
 

@@ -171,7 +171,6 @@ class ChatRenderer:
         # patterns of control tokens; white space that has a token of its own is text
         self.special, self._pieces = _any_of(special), _any_of(self._added)
         self.control = _any_of([t for t in self._added if t.strip(" \t\n\r\u2581")])
-        self._begins = {t[:2] for t in self._added if t.strip()}
         # the control tokens that end a reply
         self.end_tokens = frozenset(t for t, i in self._added.items() if i in ends)
         parts = json.loads(self._backend.to_str())
@@ -269,12 +268,7 @@ class ChatRenderer:
             }
         if isinstance(value, list):
             return [self._break(item, spelled) for item in value]
-        # most texts have not even the first two characters of one
-        if not (
-            isinstance(value, str) and any(begin in value for begin in self._begins)
-        ):
-            return value
-        while spelled.search(value):
+        while isinstance(value, str) and spelled.search(value):
             if not self.keeps_apart:
                 raise GatewayError(
                     "a message or tool spells out a special token, which this model's "

@@ -285,169 +285,167 @@ def _json_text(written: str, kinds: frozenset[str]) -> str:
 _TO = r"<\|channel\|>commentary to="
 
 
+FORMS: dict[str, ToolForm] = {}
+"""In order of precedence, if a template matches several."""
+
+
 def _form(
     name: str, known_by: str, read: ReadCalls, starts: str = "", **more: Any
-) -> ToolForm:
-    """A format; its calls start with its first mark, or with a pattern."""
+) -> None:
+    """Add a format; its calls start with its first mark, or with a pattern."""
     marks = tuple(known_by.split())
     pattern = re.compile(starts or re.escape(marks[0]))
-    return ToolForm(name=name, known_by=marks, read=read, starts=pattern, **more)
+    FORMS[name] = ToolForm(name=name, known_by=marks, read=read, starts=pattern, **more)
 
 
-FORMS = {
-    form.name: form
-    # in order of precedence, if a template matches several
-    for form in (
-        _form(
-            "gpt-oss",
-            "<|channel|> <|message|>",
-            _named_reader(
-                *("", rf"{_TO}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|> "),
-                *(r" <\|call\|>", ""),
-            ),
-            starts=_TO,
-            split=_split_channels,
-        ),
-        _form(
-            "kimi",
-            "<|tool_calls_section_begin|>",
-            _named_reader(
-                r"<\|tool_calls_section_begin\|> ",
-                r"<\|tool_call_begin\|> (?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+) "
-                r"<\|tool_call_argument_begin\|> ",
-                r" <\|tool_call_end\|> ",
-                r"<\|tool_calls_section_end\|>",
-            ),
-        ),
-        _form(
-            "dsml",
-            "DSML invoke",
-            _tag_reader(
-                "<｜DSML｜(?:function|tool)_calls> ",
-                '<｜DSML｜invoke name="([^"]+)"> ',
-                '<｜DSML｜parameter name="(?P<key>[^"]+)" string="(?P<text>true|false)">'
-                "(?P<value>.*?)</｜DSML｜parameter> "
-                "(?=<｜DSML｜parameter|</｜DSML｜invoke>)",
-                "</｜DSML｜invoke> ",
-                "</｜DSML｜(?:function|tool)_calls>",
-            ),
-            starts="<｜DSML｜(?:function|tool)_calls>",
-        ),
-        _form(
-            "deepseek",
-            "tool▁calls▁begin",
-            _named_reader(
-                "<｜tool▁calls▁begin｜> ",
-                "<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\n"
-                "|(?P<name2>[^\n<]+)<｜tool▁sep｜>) ",
-                "(?: ```)? <｜tool▁call▁end｜> ",
-                "<｜tool▁calls▁end｜>",
-            ),
-            starts="<｜tool▁calls▁begin｜>",
-        ),
-        _form(
-            "minimax",
-            "<minimax:tool_call>",
-            _tag_reader(
-                "<minimax:tool_call> ",
-                '<invoke name="([^"]+)"> ',
-                '<parameter name="(?P<key>[^"]+)">\n?(?P<value>.*?)\n?</parameter> '
-                "(?=<parameter name=|</invoke>)",
-                "</invoke> ",
-                "</minimax:tool_call>",
-            ),
-        ),
-        _form(
-            "seed-oss",
-            "<seed:tool_call>",
-            _tag_reader(
-                "<seed:tool_call> ",
-                "<function=([^<\n>]+)> ",
-                "<parameter=(?P<key>[^<\n>]+)>(?P<value>.*?)</parameter> "
-                "(?=<parameter=|</function>)",
-                "</function> ",
-                "</seed:tool_call>",
-            ),
-        ),
-        _form(
-            "qwen3-coder",
-            "<function= <parameter=",
-            _tag_reader(
-                f"(?:{_OPEN} )?",
-                "<function=([^<\n>]+)> ",
-                "<parameter=(?P<key>[^<\n>]+)>\n?(?P<value>.*?)\n?</parameter> "
-                "(?=<parameter=|</function>)",
-                "</function> ",
-                _CLOSE,
-            ),
-            # the model leaves out the first tag at times
-            starts=f"{_OPEN}|<function=",
-            grammar=CallForm(
-                opens=_OPEN,
-                begin=lambda name: f"{_OPEN}\n<function={name}>\n",
-                end=f"\n</function>\n{_CLOSE}",
-                style="qwen_xml",
-            ),
-        ),
-        _form(
-            "glm",
-            "<arg_key> <arg_value>",
-            _tag_reader(
-                "",
-                rf"{_OPEN}\s*+([^<\n]*[^<\s])\s*+(?=<)",
-                "<arg_key>(?>(?P<key>.+?)</arg_key> <arg_value>)(?P<value>.*?)</arg_value> "
-                f"(?=<arg_key>|{_CLOSE})",
-                f"{_CLOSE} ",
-                "",
-            ),
-            starts=_OPEN,
-            grammar=CallForm(
-                opens=_OPEN,
-                begin=lambda name: f"{_OPEN}{name}\n",
-                end=f"\n{_CLOSE}",
-                style="glm_xml",
-            ),
-        ),
-        _form(
-            "mistral-args",
-            "[TOOL_CALLS] [ARGS]",
-            _named_reader(
-                "",
-                r"\[TOOL_CALLS\] (?P<name>[\w.-]+) (?:\[CALL_ID\](?P<id>\w+))?\[ARGS\] ",
-                *(" ", ""),
-            ),
-        ),
-        _form("mistral", "[TOOL_CALLS]", _json_reader(r"\[TOOL_CALLS\] ", "")),
-        _form("toolcall", "<TOOLCALL>", _json_reader("<TOOLCALL> ", " </TOOLCALL>\n?")),
-        _form(
-            "phi",
-            "<|tool_call|> <|/tool_call|>",
-            _json_reader(r"<\|tool_call\|> ", r" <\|/tool_call\|>\n?"),
-        ),
-        _form(
-            "hermes",
-            _OPEN,
-            _json_reader(f"{_OPEN} ", f" {_CLOSE}", needs_arguments=False),
-            grammar=CallForm(
-                opens=_OPEN,
-                begin=lambda name: f'{_OPEN}\n{{"name": {_dumps(name)}, "arguments": ',
-                end=f"}}\n{_CLOSE}",
-            ),
-        ),
-        _form("pythonic", "(key=value)", _read_pythonic, starts=r"\A\s*\[[\w.]+\("),
-        _form(
-            "plain-json",
-            '{"name" "parameters"',
-            _json_reader(r"(?:<\|python_tag\|> )?", ""),
-            starts=r'(?:<\|python_tag\|>\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"',
-            grammar=CallForm(
-                opens='{"name"',
-                begin=lambda name: f'{{"name": {_dumps(name)}, "parameters": ',
-                end="}",
-            ),
-        ),
-    )
-}
+_form(
+    "gpt-oss",
+    "<|channel|> <|message|>",
+    _named_reader(
+        *("", rf"{_TO}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|> "),
+        *(r" <\|call\|>", ""),
+    ),
+    starts=_TO,
+    split=_split_channels,
+)
+_form(
+    "kimi",
+    "<|tool_calls_section_begin|>",
+    _named_reader(
+        r"<\|tool_calls_section_begin\|> ",
+        r"<\|tool_call_begin\|> (?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+) "
+        r"<\|tool_call_argument_begin\|> ",
+        r" <\|tool_call_end\|> ",
+        r"<\|tool_calls_section_end\|>",
+    ),
+)
+_form(
+    "dsml",
+    "DSML invoke",
+    _tag_reader(
+        "<｜DSML｜(?:function|tool)_calls> ",
+        '<｜DSML｜invoke name="([^"]+)"> ',
+        '<｜DSML｜parameter name="(?P<key>[^"]+)" string="(?P<text>true|false)">'
+        "(?P<value>.*?)</｜DSML｜parameter> "
+        "(?=<｜DSML｜parameter|</｜DSML｜invoke>)",
+        "</｜DSML｜invoke> ",
+        "</｜DSML｜(?:function|tool)_calls>",
+    ),
+    starts="<｜DSML｜(?:function|tool)_calls>",
+)
+_form(
+    "deepseek",
+    "tool▁calls▁begin",
+    _named_reader(
+        "<｜tool▁calls▁begin｜> ",
+        "<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\n"
+        "|(?P<name2>[^\n<]+)<｜tool▁sep｜>) ",
+        "(?: ```)? <｜tool▁call▁end｜> ",
+        "<｜tool▁calls▁end｜>",
+    ),
+    starts="<｜tool▁calls▁begin｜>",
+)
+_form(
+    "minimax",
+    "<minimax:tool_call>",
+    _tag_reader(
+        "<minimax:tool_call> ",
+        '<invoke name="([^"]+)"> ',
+        '<parameter name="(?P<key>[^"]+)">\n?(?P<value>.*?)\n?</parameter> '
+        "(?=<parameter name=|</invoke>)",
+        "</invoke> ",
+        "</minimax:tool_call>",
+    ),
+)
+_form(
+    "seed-oss",
+    "<seed:tool_call>",
+    _tag_reader(
+        "<seed:tool_call> ",
+        "<function=([^<\n>]+)> ",
+        "<parameter=(?P<key>[^<\n>]+)>(?P<value>.*?)</parameter> "
+        "(?=<parameter=|</function>)",
+        "</function> ",
+        "</seed:tool_call>",
+    ),
+)
+_form(
+    "qwen3-coder",
+    "<function= <parameter=",
+    _tag_reader(
+        f"(?:{_OPEN} )?",
+        "<function=([^<\n>]+)> ",
+        "<parameter=(?P<key>[^<\n>]+)>\n?(?P<value>.*?)\n?</parameter> "
+        "(?=<parameter=|</function>)",
+        "</function> ",
+        _CLOSE,
+    ),
+    # the model leaves out the first tag at times
+    starts=f"{_OPEN}|<function=",
+    grammar=CallForm(
+        opens=_OPEN,
+        begin=lambda name: f"{_OPEN}\n<function={name}>\n",
+        end=f"\n</function>\n{_CLOSE}",
+        style="qwen_xml",
+    ),
+)
+_form(
+    "glm",
+    "<arg_key> <arg_value>",
+    _tag_reader(
+        "",
+        rf"{_OPEN}\s*+([^<\n]*[^<\s])\s*+(?=<)",
+        "<arg_key>(?>(?P<key>.+?)</arg_key> <arg_value>)(?P<value>.*?)</arg_value> "
+        f"(?=<arg_key>|{_CLOSE})",
+        f"{_CLOSE} ",
+        "",
+    ),
+    starts=_OPEN,
+    grammar=CallForm(
+        opens=_OPEN,
+        begin=lambda name: f"{_OPEN}{name}\n",
+        end=f"\n{_CLOSE}",
+        style="glm_xml",
+    ),
+)
+_form(
+    "mistral-args",
+    "[TOOL_CALLS] [ARGS]",
+    _named_reader(
+        "",
+        r"\[TOOL_CALLS\] (?P<name>[\w.-]+) (?:\[CALL_ID\](?P<id>\w+))?\[ARGS\] ",
+        *(" ", ""),
+    ),
+)
+_form("mistral", "[TOOL_CALLS]", _json_reader(r"\[TOOL_CALLS\] ", ""))
+_form("toolcall", "<TOOLCALL>", _json_reader("<TOOLCALL> ", " </TOOLCALL>\n?"))
+_form(
+    "phi",
+    "<|tool_call|> <|/tool_call|>",
+    _json_reader(r"<\|tool_call\|> ", r" <\|/tool_call\|>\n?"),
+)
+_form(
+    "hermes",
+    _OPEN,
+    _json_reader(f"{_OPEN} ", f" {_CLOSE}", needs_arguments=False),
+    grammar=CallForm(
+        opens=_OPEN,
+        begin=lambda name: f'{_OPEN}\n{{"name": {_dumps(name)}, "arguments": ',
+        end=f"}}\n{_CLOSE}",
+    ),
+)
+_form("pythonic", "(key=value)", _read_pythonic, starts=r"\A\s*\[[\w.]+\(")
+_form(
+    "plain-json",
+    '{"name" "parameters"',
+    _json_reader(r"(?:<\|python_tag\|> )?", ""),
+    starts=r'(?:<\|python_tag\|>\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"',
+    grammar=CallForm(
+        opens='{"name"',
+        begin=lambda name: f'{{"name": {_dumps(name)}, "parameters": ',
+        end="}",
+    ),
+)
 
 
 class UnknownFormError(ValueError):

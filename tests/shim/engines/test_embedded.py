@@ -13,7 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.shim.fakes import engine_request
-from tests.shim.faulty_engine import Fault, FaultyEngine
 from tests.shim.train_tokenizer import (
     CONTROL,
     MARKUP,
@@ -29,7 +28,7 @@ from trajkit_shim.engines.embedded import (
     load_tokenizer,
     tool_call,
 )
-from trajkit_shim.engines.embedded.engine import lattice, shaped, start
+from trajkit_shim.engines.embedded.engine import shaped
 from trajkit_shim.engines.embedded.vocabulary import END, shipped
 from trajkit_shim.errors import EngineError
 
@@ -152,21 +151,6 @@ def test_score_is_the_probability_counted_over_all_spellings(said, drift):
         assert math.isclose(math.exp(logprobs.sum()), probability, rel_tol=1e-4)
 
 
-@given(replies, st.sampled_from([0.05, 0.5, 1.0]))
-def test_next_token_probabilities_add_up_to_one_wherever_one_can_get(said, drift):
-    states = [start([(r.weight, lattice(VOCAB, r.parts, drift)) for r in said])]
-    for _ in range(40):
-        if not states:
-            break
-        state = states.pop()
-        chances = state.next()
-        if VOCAB.added[END] in chances:
-            ended = state.after(VOCAB.added[END])
-            assert ended.next() == {}
-        assert math.isclose(sum(chances.values()), 1)
-        states += [state.after(t) for t in chances if t != VOCAB.added[END]]
-
-
 @pytest.mark.parametrize(
     "choices",
     [
@@ -286,17 +270,6 @@ def test_what_spells_a_special_token_is_ordinary_bytes():
         assert encoded(VOCAB.decode(ids)) != ids
 
 
-def test_what_cannot_be_drawn_scores_minus_infinity():
-    engine = EmbeddedEngine(lambda prompt: TALK, seed=1)
-    ids = sampled(engine).output_ids
-    wrong = np.concatenate([ids[:3], [0], ids[4:]])
-    scored = score(engine, PROMPT, wrong)
-    assert np.isfinite(scored[:3]).all()
-    assert (scored[3:] == -np.inf).all()
-    past_the_end = score(engine, PROMPT, np.append(ids, ids[-1]))
-    assert past_the_end[-1] == -np.inf
-
-
 def test_a_parameter_that_the_engine_lacks_is_refused():
     engine = EmbeddedEngine()
     with pytest.raises(EngineError, match="no parameter 'regex'") as caught:
@@ -338,36 +311,6 @@ def test_a_call_lets_others_run_and_ends_when_it_is_cancelled():
     asyncio.run(run())
 
 
-def test_a_slow_call_that_is_cancelled_is_counted():
-    async def run():
-        engine = FaultyEngine(EmbeddedEngine(seed=1), [Fault(delay_s=60)])
-        request = engine_request(PROMPT, max_new_tokens=10)
-        task = asyncio.create_task(engine.generate(request))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return engine.calls, engine.cancelled
-
-    assert asyncio.run(run()) == (1, 1)
-
-
-def test_faults_come_one_per_call_in_order():
-    engine = FaultyEngine(
-        EmbeddedEngine(lambda prompt: TALK, seed=1),
-        [Fault(error=EngineError("overloaded", 503)), None, Fault(abort_after=3)],
-    )
-    with pytest.raises(EngineError, match="overloaded"):
-        sampled(engine)
-    assert sampled(engine).finish_reason == "stop"
-    aborted = sampled(engine)
-    assert aborted.finish_reason == "abort"
-    assert len(aborted.output_ids) == len(aborted.output_logprobs) == 3
-    assert [(s.start, s.stop) for s in aborted.weight_versions] == [(0, 3)]
-    assert sampled(engine).finish_reason == "stop"
-    assert engine.calls == 4
-
-
 @given(st.dictionaries(st.integers(0, 5), st.floats(0.01, 1), min_size=1))
 def test_top_k_and_top_p_keep_the_likeliest(weights):
     total = sum(weights.values())
@@ -402,13 +345,6 @@ def test_the_shipped_tokenizer_is_what_the_recipe_describes():
     source = [f"def f{i}(x):\n    return x + {i}\n" for i in range(50)]
     first, second = (train(iter(source)).to_str() for _ in range(2))
     assert first == second
-
-
-@given(st.text(max_size=30))
-def test_spellings_put_together_are_the_text(text):
-    ids = VOCAB.encode_plain(text)
-    assert b"".join(VOCAB.spelling[t] for t in ids).decode() == text
-    assert VOCAB.decode(ids) == text
 
 
 def test_importing_the_engine_loads_neither_transformers_nor_torch():

@@ -1,5 +1,8 @@
 """Routed experts and sampling masks, from an engine's reply to rows."""
 
+import base64
+import io
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +13,8 @@ from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, ScriptedEngine
 from tests.shim.sessions.test_turn_log import turn
 from trajkit_shim.engines.model_config import config_number
-from trajkit_shim.engines.payloads import experts_cell
+from trajkit_shim.engines.payloads import read_experts
+from trajkit_shim.errors import EngineError
 from trajkit_shim.sessions.turn_log import TurnLog
 
 
@@ -71,13 +75,6 @@ async def test_payloads_go_into_the_log_and_into_rows(tmp_path, form):
     ]
 
 
-def test_a_turn_without_experts_has_none():
-    assert experts_cell(None).to_pylist() == [None]
-    assert experts_cell(experts_of(2, 7)).to_pylist() == [
-        [[[7, 8, 9], [10, 11, 12]], None]
-    ]
-
-
 @pytest.mark.parametrize(
     ("payload", "option"),
     [
@@ -92,12 +89,60 @@ def test_payloads_are_not_lost_on_the_way(tmp_path, payload, option):
     log.close()
 
 
-def test_how_many_experts_a_model_has(tmp_path):
-    config = tmp_path / "config.json"
-    config.write_text('{"num_experts_per_tok": 8}')
-    assert config_number(tmp_path, "num_experts_per_tok") == 8
-    config.write_text('{"text_config": {"num_experts_per_tok": 4}}')
-    assert config_number(tmp_path, "num_experts_per_tok") == 4
-    config.write_text('{"num_experts_per_tok": null}')
-    with pytest.raises(ValueError, match="has no num_experts_per_tok"):
-        config_number(tmp_path, "num_experts_per_tok")
+@pytest.mark.parametrize(
+    ("config", "number"),
+    [({"n": 8}, 8), ({"text_config": {"n": 4}}, 4), ({"n": None}, None), ({}, None)],
+)
+def test_numbers_of_a_model(tmp_path, config, number):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if number is None:
+        with pytest.raises(ValueError, match="has no m or n"):
+            config_number(tmp_path, "m", "n")
+    else:
+        assert config_number(tmp_path, "m", "n") == number
+
+
+def packed(server, experts):
+    """Experts as a server packs them."""
+    file = io.BytesIO()
+    np.save(file, experts)
+    flat = experts.astype("<i4").tobytes() if server == "SGLang" else file.getvalue()
+    return base64.b64encode(flat).decode()
+
+
+@pytest.mark.parametrize("server", ["SGLang", "vLLM"])
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda experts: experts, None),
+        (lambda experts: experts[:-1], r"for 15 tokens with 3 a layer"),
+        (lambda experts: experts[:, :0], "of shape"),
+        (lambda experts: experts - 1, r"in \[-1, 88\]: expected integers"),
+        (lambda experts: experts + 2**15, "expected integers in"),
+    ],
+)
+def test_experts_as_servers_pack_them(server, change, match):
+    experts = np.arange(15 * 2 * 3, dtype=np.int32).reshape(15, 2, 3)
+    text = packed(server, change(experts))
+    if match is None:
+        found = read_experts(server, text, 16, 3)
+        assert (found.dtype, found.tolist()) == (np.int16, experts.tolist())
+    else:
+        with pytest.raises(EngineError, match=match):
+            read_experts(server, text, 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (packed("vLLM", np.zeros((15, 6), np.uint8)), r"shape \(15, 6\)"),
+        (packed("vLLM", np.zeros((15, 2, 3))), "experts are float64"),
+        (packed("vLLM", np.array([[[{}]]], object)), "allow_pickle"),
+        ("====", "[Pp]adding|data"),
+        ("AAAA", "EOF|pickle|empty"),
+        (7, "gave no routed_experts"),
+    ],
+)
+def test_experts_that_cannot_be(text, match):
+    with pytest.raises((EngineError, ValueError), match=match):
+        read_experts("vLLM", text, 16, 3)

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import json
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from trajkit_shim.engines.base import (
     UpdatableEngine,
     WeightSpan,
 )
-from trajkit_shim.engines.model_config import vocab_size
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
@@ -290,22 +288,6 @@ async def test_the_experts_that_tokens_were_routed_to():
     assert told.routed_experts.tolist() == EXPERTS.tolist()
 
 
-@pytest.mark.parametrize(
-    ("packed", "match"),
-    [
-        pytest.param(EXPERTS[:-1], r"shape \(84,\) for 15 tokens", id="one short"),
-        pytest.param(EXPERTS[:0], r"shape \(15, 0, 3\)", id="none"),
-        pytest.param(EXPERTS - 1, r"\[-1, 88\]", id="no expert"),
-        pytest.param(EXPERTS + 2**15, "expected integers in", id="too large"),
-    ],
-)
-async def test_experts_that_cannot_be(packed, match):
-    double = Double("sglang", with_experts("basic", packed))
-    async with double.engine(experts_per_token=3) as engine:
-        with pytest.raises(EngineError, match=match):
-            await sample(engine)
-
-
 async def test_images_are_sent_with_one_id_each_and_the_prompt_is_returned():
     """The real server expands the ids, as `engines.test_sglang_images` tests."""
     images = [
@@ -330,24 +312,6 @@ async def test_images_are_sent_with_one_id_each_and_the_prompt_is_returned():
 
 
 # The model's size
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param({"vocab_size": 4032}, id="a language model"),
-        pytest.param({"text_config": {"vocab_size": 4032}}, id="several modalities"),
-    ],
-)
-def test_model_vocab_size(tmp_path, config):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert vocab_size(tmp_path) == 4032
-
-
-def test_a_model_without_a_vocab_size(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="has no vocab_size"):
-        vocab_size(tmp_path)
 
 
 async def test_a_session_stays_on_one_of_several_servers():

@@ -1,8 +1,5 @@
 """The vLLM client against what a real server answered; `test_vllm_real` asks one."""
 
-import base64
-import io
-
 import numpy as np
 import pytest
 from aiohttp import web
@@ -15,7 +12,7 @@ from tests.shim.engines.double import (
     sample,
     with_id,
 )
-from trajkit_shim.engines.base import TensorEngine, UpdatableEngine, WeightSpan
+from trajkit_shim.engines.base import TensorEngine, UpdatableEngine
 from trajkit_shim.engines.checks import check_engine
 from trajkit_shim.errors import EngineError
 
@@ -73,19 +70,6 @@ async def test_a_greedy_call_has_the_logprobs_of_its_only_token():
         await sample(engine, temperature=0.0, top_p=0.5)
     (sent, _), named = double.calls[0], ("temperature", "top_p", "top_k")
     assert [sent["sampling_params"][name] for name in named] == [1.0, 1.0, 1]
-
-
-@pytest.mark.parametrize("name", ["basic", "cut_tail", "greedy", "prompt", "stop_id"])
-async def test_recorded_replies(name):
-    reply = RECORDED["vllm"][name]["reply"]
-    (choice,) = reply["choices"]
-    async with Double("vllm", name).engine() as engine:
-        sampled = await sample(engine)
-    assert sampled.output_ids.tolist() == choice["token_ids"]
-    given = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    assert sampled.output_logprobs.tolist() == np.float32(given).tolist()
-    assert sampled.finish_reason == choice["finish_reason"]
-    assert sampled.weight_versions == (WeightSpan("step-1", 0, len(given)),)
 
 
 async def test_a_reply_while_the_weights_changed_and_one_that_was_aborted():
@@ -194,34 +178,6 @@ async def test_the_experts_that_tokens_were_routed_to():
     assert sampled.routed_experts.dtype == np.int16
     # as the recording has it in clear
     assert sampled.routed_experts[:2].tolist() == [[[5, 4], [2, 1]], [[6, 3], [2, 0]]]
-
-
-@pytest.mark.parametrize(
-    ("experts", "match"),
-    [
-        (np.zeros((14, 2, 3), np.uint8), r"of shape \(14, 2, 3\) for 15 tokens"),
-        (np.zeros((15, 2, 2), np.uint8), "for 15 tokens with 3 a layer"),
-        (np.zeros((15, 6), np.uint8), r"shape \(15, 6\)"),
-        (np.full((15, 2, 3), 40_000, np.uint16), "expected integers in"),
-        (np.full((15, 2, 3), -1, np.int32), r"in \[-1, -1\]"),
-        (np.zeros((15, 2, 3)), "experts are float64 in"),
-        (np.array([[[{}]]], object), "cannot be read"),
-        ("====", "cannot be read"),
-        ("AAAA", "cannot be read"),
-        (7, "gave no routed_experts"),
-    ],
-)
-async def test_experts_that_cannot_be(experts, match):
-    if isinstance(experts, np.ndarray):
-        file = io.BytesIO()
-        np.save(file, experts)
-        experts = base64.b64encode(file.getvalue()).decode()
-    reply = with_id("vllm", recorded("vllm"), "r1")
-    reply["choices"][0]["routed_experts"] = experts
-    double = Double("vllm", web.json_response(reply))
-    async with double.engine(experts_per_token=3) as engine:
-        with pytest.raises(EngineError, match=match):
-            await sample(engine)
 
 
 async def test_sampling_masks():

@@ -400,3 +400,12 @@ def test_a_call_of_another_tool_is_another_reply():
     assert restored(book, USER, other)[1] == ["restored"]
     other["tool_calls"][0]["function"]["name"] = "g"
     assert restored(book, USER, other)[1] == ["new"]
+
+
+def test_half_a_character_of_a_client_is_replaced():
+    """No tokenizer and no log has one."""
+    got = Conversation().restore(
+        [{"role": "user", "content": "a\ud83d"}, said("\ude00")]
+    )
+    assert [message["content"] for message in got.messages] == ["a\ufffd", "\ufffd"]
+    assert "\\ud" not in "".join(record.body for record in got.logged)

@@ -5,7 +5,7 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
@@ -158,13 +158,6 @@ def test_the_line_names_what_happens_to_late_system_messages():
     assert "are refused (--late-system)" in Prompts(renderer).summary()
 
 
-def test_a_tokenizer_that_cannot_keep_control_tokens_apart():
-    tokenizer = byte_tokenizer()
-    special = AddedToken("probe", special=True), AddedToken("<|eat|>", rstrip=True)
-    tokenizer.add_special_tokens({"additional_special_tokens": [*special]})
-    assert not ChatRenderer(tokenizer, AS_STRING).keeps_apart
-
-
 class Conversation:
     """A session, and what a gateway does with each call."""
 
@@ -203,7 +196,8 @@ class Conversation:
 def canonical(renderer, text):
     """A reply in the tokenizer's own spelling, special tokens in it as text."""
     end = np.array(renderer.end_ids, np.int32)
-    return np.concatenate([encode(renderer._plain, text).ids, end])
+    text = renderer._break(text, renderer.special)
+    return np.concatenate([renderer.encode(text).ids, end])
 
 
 def letters(renderer, text):
@@ -234,6 +228,7 @@ def results(reply, text="done"):
 
 
 @given(turns, st.booleans())
+@example([(CALL, [("user", "")]), ("b", [("user", "c")])], True)
 def test_where_nothing_drifts_append_is_render_to_the_token(turns, tools):
     tools = [TOOL] if tools else None
     appending, rendering = Conversation(RENDERER), Conversation(RENDERER, "render")
@@ -242,7 +237,9 @@ def test_where_nothing_drifts_append_is_render_to_the_token(turns, tools):
         prompt = appending.ask(messages, tools)
         assert prompt.ids.tolist() == rendering.ask(messages, tools).ids.tolist()
         assert prompt.built == ("append" if len(messages) > 2 else "render")
-        reply = appending.reply(canonical(RENDERER, text))
+        ids = canonical(RENDERER, text)
+        # both know it, so its markup is markup
+        reply, _ = appending.reply(ids), rendering.reply(ids)
         messages = [*messages, reply, *results(reply)]
         messages += [said(role, text) for role, text in new]
 
@@ -611,20 +608,6 @@ def test_a_fork_goes_on_from_its_own_path():
     assert reason(conversation, [*other, NEXT]) is None
 
 
-def test_a_prompt_keeps_its_ids_when_another_extends_the_same_turn():
-    conversation = Conversation(EMBEDDED)
-    messages = start(conversation, "a trunk")
-    # the first of them is never answered
-    prompts = [
-        conversation.ask([*messages, said("user", text)])
-        for text in ("the left way", "the right way")
-    ]
-    texts = [EMBEDDED.decode(prompt.ids, ended=False) for prompt in prompts]
-    assert "the left way" in texts[0]
-    assert "the right way" in texts[1]
-    assert all(prompt.built == "append" for prompt in prompts)
-
-
 def test_of_equal_replies_the_last_one_is_gone_on_from():
     conversation = Conversation(EMBEDDED)
     opening = [said("user", "u")]
@@ -652,18 +635,6 @@ def test_a_session_that_grows_needs_memory_for_its_longest_path():
     assert 4 * 50 * 300 < session.n_bytes < 4 * 50 * 300 + 300 * 1100
     session.close()
     assert budget.n_bytes == 0
-
-
-def test_a_fork_keeps_the_ids_of_both_ways():
-    session, reply = Session(), said("assistant", "")
-    trunk = remember(session, START, reply, ids=np.arange(5, dtype=np.int32))
-    ways = [
-        remember(session, b"%d" % new, reply, ids=ids, base=trunk)
-        for new in (10, 20, 30)
-        for ids in [np.append(trunk.ids, np.full(2000, new, np.int32))]
-    ]
-    assert [way.ids[4:7].tolist() for way in ways] == [[4, n, n] for n in (10, 20, 30)]
-    assert trunk.ids.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_the_session_that_was_idle_longest_is_released():
@@ -806,24 +777,6 @@ async def test_calls_that_fail_leave_nothing_to_go_on_from(tmp_path):
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(
-    "consumed",
-    [
-        pytest.param({"prompt_tokens": 5}, id="their number"),
-        pytest.param({"prompt_ids": np.zeros(19, np.int32)}, id="the ids"),
-    ],
-)
-async def test_a_sample_for_another_prompt_is_no_turn(tmp_path, consumed):
-    engine = ScriptedEngine(sampled("Yes.", **consumed))
-    async with in_process(engine, RENDERER, tmp_path) as gateway:
-        client = await gateway.open(session_id="a")
-        with pytest.raises(Exception, match="the engine consumed"):
-            await client.chat.completions.create(model="m", messages=[said("user", "")])
-        assert gateway.turns() == []
-    assert len(engine.prompts[0]) == 19
-
-
-@pytest.mark.anyio
 async def test_a_count_is_that_of_the_prompt_to_come(tmp_path):
     engine = EmbeddedEngine(drift=0.9, seed=2)
     async with in_process(engine, EMBEDDED, tmp_path) as gateway:
@@ -838,18 +791,6 @@ async def test_a_count_is_that_of_the_prompt_to_come(tmp_path):
             messages = [*messages, said("assistant", reply.content[0].text), NEXT]
         session = (await gateway.http.get(gateway.path_of(key))).json()
     assert session["prompts"] == {"opening": 1, "append": 2}
-
-
-@pytest.mark.anyio
-async def test_the_gateway_shows_what_the_template_does(tmp_path):
-    async with in_process(ScriptedEngine(), EMBEDDED, tmp_path) as gateway:
-        shown = (await gateway.http.get("/prompts")).json()
-    assert shown["mode"] == "append"
-    assert shown["end_tokens"] == ["<|im_end|>"]
-    assert (
-        shown["template"]["with_tools"]
-        == Prompts(EMBEDDED).skeleton(tools=True).describe()
-    )
 
 
 @pytest.mark.anyio

@@ -88,38 +88,6 @@ def test_parse_reply(text, expected):
     assert taken(text) == expected
 
 
-@pytest.mark.parametrize(
-    "inside",
-    [
-        pytest.param("", id="nothing"),
-        pytest.param("bash ls", id="no JSON"),
-        pytest.param('["name"]', id="no object"),
-        pytest.param("{}", id="no fields"),
-        pytest.param('{"arguments": {}}', id="no name"),
-        pytest.param('{"name": "", "arguments": {}}', id="an empty name"),
-        pytest.param('{"name": 3, "arguments": {}}', id="a name that is no string"),
-        pytest.param('{"name": "f", "arguments": "{}"}', id="arguments as a string"),
-        pytest.param('{"name": "f", "arguments": [1]}', id="arguments as a list"),
-        pytest.param('{"name": "f", "arguments": {"a": 1}', id="an open brace"),
-        pytest.param('{"name": "f", "arguments": {"a": }}', id="a missing value"),
-        pytest.param('{"name": "f", "name": "g"}', id="two names"),
-        pytest.param('{"name": "f"} {"name": "g"}', id="two objects"),
-        pytest.param('{"name": "f",}', id="a trailing comma"),
-        pytest.param('{"name": "f", "arguments": {"a": NaN}}', id="NaN"),
-        pytest.param('{"name" "f"}', id="no colon"),
-        pytest.param('{"name": "f", "arguments": ' + "[" * 100_000, id="too deep"),
-    ],
-)
-def test_what_does_not_read_as_a_call_stays_as_it_is(inside):
-    text = f"so: <tool_call>{inside}</tool_call> \n"
-    assert taken(text) == (text, (), True)
-
-
-def test_a_call_cut_off_by_the_token_limit_stays_as_it_is():
-    text = '<tool_call>\n{"name": "bash", "arguments": {}}\n'
-    assert taken(text) == (text, (), True)
-
-
 @given(st.lists(st.tuples(plain_texts, good_calls)), plain_texts)
 def test_every_call_is_found_and_all_other_text_is_kept(pairs, last):
     text = "".join(said + call for said, call in pairs) + last

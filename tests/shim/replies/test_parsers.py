@@ -156,6 +156,27 @@ def test_types_that_a_schema_says_in_other_words(schema, value):
 
 
 BROKEN = {
+    "hermes": [
+        '<tool_call>\n{"name": "bash", "arguments": {}}\n',
+        *(
+            f"<tool_call>{inside}</tool_call>"
+            for inside in (
+                *("", "bash ls", '["name"]', "{}", '{"arguments": {}}'),
+                '{"name": "", "arguments": {}}',
+                '{"name": 3, "arguments": {}}',
+                '{"name": "f", "arguments": "{}"}',
+                '{"name": "f", "arguments": [1]}',
+                '{"name": "f", "arguments": {"a": 1}',
+                '{"name": "f", "arguments": {"a": }}',
+                '{"name": "f", "name": "g"}',
+                '{"name": "f"} {"name": "g"}',
+                '{"name": "f",}',
+                '{"name": "f", "arguments": {"a": NaN}}',
+                '{"name" "f"}',
+                '{"name": "f", "arguments": ' + "[" * 100_000,
+            )
+        ),
+    ],
     "qwen3-coder": [
         "<tool_call>",
         "<tool_call>{}</tool_call>",
@@ -190,7 +211,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(
-    ("form", "text"), [(form, text) for form in BROKEN for text in BROKEN[form]]
+    ("form", "text"),
+    [
+        pytest.param(form, text, id=f"{form} {i}")
+        for form in BROKEN
+        for i, text in enumerate(BROKEN[form])
+    ],
 )
 def test_what_does_not_read_as_a_call_stays_as_it_is(form, text):
     parsed = parse_reply(f"so: {text} \n", (), FORMS[form])

@@ -90,32 +90,3 @@ def test_the_echo_equals_the_record(text):
 def test_finish_reason(text, finish, expected):
     body = write(reply_to(text, finish), None)
     assert body["choices"][0]["finish_reason"] == expected
-
-
-def test_the_events_of_a_reply_come_in_order():
-    reply = reply_to(f"Look.\n{CALL}\n{CALL}")
-    first, text, one, two, last = chunks(reply)
-    assert first.choices[0].delta.role == "assistant"
-    assert text.choices[0].delta.content == "Look.\n"
-    assert [c.choices[0].delta.tool_calls[0].index for c in (one, two)] == [0, 1]
-    assert [c.choices[0].finish_reason for c in (first, text, one, two)] == [None] * 4
-    assert last.choices[0].finish_reason == "tool_calls"
-    assert last.choices[0].delta.model_dump(exclude_none=True) == {}
-    assert len({c.id for c in (first, text, one, two, last)}) == 1
-
-
-def test_usage_comes_last_and_only_when_asked_for():
-    reply = reply_to("hi")
-    assert all(chunk.usage is None for chunk in chunks(reply))
-    *before, last = chunks(reply, usage=True)
-    assert all(chunk.usage is None for chunk in before)
-    assert last.choices == []
-    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (5, 3)
-    assert last.usage.total_tokens == 8
-
-
-def test_cached_tokens_are_told_where_the_engine_tells():
-    usage = Usage(prompt_tokens=5, output_tokens=3, cached_tokens=4)
-    reply = make_reply(parse_reply("hi"), "stop", model="m", usage=usage)
-    parsed = ChatCompletion.model_validate(write(reply, None))
-    assert parsed.usage.prompt_tokens_details.cached_tokens == 4
