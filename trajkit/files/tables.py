@@ -120,9 +120,11 @@ def read_turns(
 
     Raises
     ------
+    ArgumentError
+        The suffix of a path is unknown.
     FormatError
-        The suffix or content is of an unknown format, or damaged; a line of JSON is
-        longer than 256 MB, or than the environment variable ``TRAJKIT_MAX_LINE_BYTES``.
+        The content is of an unknown format, or damaged; a line of JSON is longer than
+        256 MB, or than the environment variable ``TRAJKIT_MAX_LINE_BYTES``.
     SchemaError
         A column is missing or has another type.
     InvalidTurnsError
@@ -193,8 +195,10 @@ def write_turns(
 
     Raises
     ------
+    ArgumentError
+        The suffix is unknown.
     FormatError
-        The suffix is unknown, or JSON cannot represent a value of the column named.
+        JSON cannot represent a value of the column named.
     SchemaError, InvalidTurnsError
         The table is not of turns, or lacks a message body that JSON lines need.
     """
