@@ -284,6 +284,8 @@ def test_slime_rollouts_without_a_group_are_groups_of_their_own():
         for k, (g, r) in enumerate([(None, 1.0), (None, 0.0), (1, 1.0), (1, 0.0)])
     ]
     assert slime.reward_post_process(args, samples)[1] == [0.0, 0.0, 0.5, -0.5]
+    args.grpo_std_normalization = True
+    assert slime.reward_post_process(args, samples)[1][:2] == [0.0, 0.0]
     for sample, reward in zip(samples, (0.1 + 0.2, 0.3), strict=False):
         sample.group_index, sample.get_reward_value = 1, lambda args, r=reward: r
     with pytest.warns(NoSignalWarning, match="all 2 advantages are 0"):
