@@ -463,8 +463,8 @@ class _Import:
             if self._format != "auto":
                 formats = [FORMATS[self._format]]
             if not formats:
-                known = bool(head.trouble) or any(head.values)
-                if head.container in ("json", "rows") and not known:
+                has_some = bool(head.trouble) or any(head.values)
+                if head.container in ("json", "rows") and not has_some:
                     raise InvalidTurnsError(f"{head.name}: no calls, nothing to do")
                 raise FormatError(head.trouble or f"{head.name} {_unknown(head)}")
             if len(formats) > 1:
