@@ -170,7 +170,7 @@ REFUSALS = r"""
 2 | drift {turns} --findings x.parquet | --findings needs --tokenizer
 3 | drift absent.parquet | absent.parquet
 3 | drift garbage.parquet | garbage.parquet
-3 | linearize {turns} -o rows.xlsx | rows.xlsx
+2 | linearize {turns} -o rows.xlsx | rows.xlsx
 3 | linearize {turns} -o absent/rows.parquet | No such file or directory
 3 | compact {turns} -o small.jsonl | JSON lines cannot store turns in delta form
 3 | drift {turns} --tokenizer nowhere.json | nowhere.json: there is no such file or folder
