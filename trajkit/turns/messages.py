@@ -169,8 +169,9 @@ def message_texts(message: dict[str, object]) -> Texts:
         body = text.decode()
         return Texts(body, body, int not in types)
     try:
-        identity = _written(_simplest(message, ()))
-        return Texts(identity, _written(message), False)
+        # read once, so that both texts agree whatever the caller's own classes do
+        copy = _copied(message)
+        return Texts(_written(_simplest(copy, ())), _written(copy), False)
     except RecursionError:
         raise InvalidTurnsError("is nested too deep, or holds itself") from None
 
@@ -198,6 +199,13 @@ def _types_in(message: dict[str, object]) -> set[type]:
                 if kind is dict or kind is list:
                     within.append(value)  # type: ignore[arg-type]
     return types
+
+
+def _copied(value: object) -> object:
+    """A value whose objects and lists are a dict and a list."""
+    if isinstance(value, dict):
+        return {name: _copied(one) for name, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value
 
 
 def _simplest(value: object, path: tuple[object, ...]) -> object:
