@@ -52,6 +52,11 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # what every template is given; a client cannot set it
 _GIVEN = frozenset("messages tools documents add_generation_prompt".split())
+# methods of texts that the template sandbox returns as they are
+_SAFE_METHODS = frozenset(name for name in dir(str) if name[0] != "_") - {
+    "format",
+    "format_map",
+}
 # the special tokens that have a name, which templates use
 _NAMED = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 # the keys under which templates look for the reasoning of a reply
@@ -100,13 +105,24 @@ def _template(source: str) -> tuple[Any, frozenset[str]]:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """The sandbox, with less work for what templates look up most."""
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            kind = type(obj)
+            if kind is dict and attribute in obj and not hasattr(dict, attribute):
+                return obj[attribute]
+            if kind is str and attribute in _SAFE_METHODS:
+                return getattr(obj, attribute)
+            return super().getattr(obj, attribute)
+
     def refuse(message: str) -> None:
         raise JinjaError(message)
 
     def as_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    room = ImmutableSandboxedEnvironment(
+    room = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     room.filters["tojson"] = as_json
