@@ -92,7 +92,7 @@ def test_the_weights_of_each_token_are_a_payload():
     [
         ("turns", [[0, 1], [0, 1, 3]], "turns [0, 1] do not end with last_turn 2"),
         ("turns", [[1, 2], [0, 1, 3]], "turns [1, 2] lack 0 or its order"),
-        ("turns", [[0, 7, 2], [0, 1, 3]], "turns [7] are not in the session"),
+        ("turns", [[0, 7, 2], [0, 1, 3]], "turns [0, 7, 2] are not all in the session"),
         (
             "weight_versions",
             [{"first": "a", "last": "b"}, {"first": "a", "last": "b"}],
@@ -101,7 +101,7 @@ def test_the_weights_of_each_token_are_a_payload():
         (
             "weight_versions",
             [None, {"first": "a", "last": "b"}],
-            "weight_versions is None, expected {'first'",
+            "weight_versions is null, expected {'first'",
         ),
     ],
 )

@@ -216,7 +216,7 @@ def test_a_claim_trains_in_every_row():
 
 @pytest.mark.parametrize(
     ("policy", "rule"),
-    [("nemo", "span_kind"), ("strict", "trained_twice")],
+    [("nemo", "policy"), ("strict", "trained_twice")],
 )
 def test_verify_holds_each_policy_to_its_own(policy, rule):
     """What one promises is a violation under the other."""
