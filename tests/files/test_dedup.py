@@ -78,6 +78,23 @@ def test_by_hand():
     assert STORED["suffix_logprobs"].to_pylist()[1] == [None, -0.5]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "start"),
+    [
+        ("shared_length", [0, 4, 4], [0, 3, 4]),
+        ("input_ids", [[1, 2, 3, 4], [1, 8, 3, 5, 6], [1, 2, 3, 5, 7, 8]], [0, 1, 1]),
+        ("logprobs", [[None] * 4, [None, -1.0, *[None] * 3], [-0.5] * 6], [0, 1, 0]),
+    ],
+)
+def test_rows_that_were_changed_come_back_as_they_are(name, value, start):
+    rows = tk.linearize(DRIFTING)
+    at = rows.column_names.index(name)
+    rows = rows.set_column(at, rows.field(at), pa.array(value, rows.field(at).type))
+    stored = encoded(rows)
+    assert stored["suffix_start"].to_pylist() == start
+    assert decoded(stored) == rows
+
+
 def test_equal_replies_are_stored_as_often_as_they_are_trained():
     stored = encoded(tk.linearize(session(([1], [2, 3]), ([1], [2, 3]))))
     assert stored["shared_length"].to_pylist() == [0, 3]

@@ -24,8 +24,8 @@ _SUFFIXES = {
 }
 STORED_ROWS = table(
     "rows",
-    # the first of the row's tokens that is stored: its shared_length, or its first trained
-    # token if that is earlier. Those before are the parent row's, and not trained
+    # the first of the row's tokens that is stored: its shared_length, or its first token
+    # that is trained, has a logprob, or differs from the parent row's, if that is earlier
     required("suffix_start", pa.int32()),
     required("suffix_ids", ROWS.field("input_ids").type, no_null),
     required("suffix_mask", ROWS.field("loss_mask").type, no_null),
@@ -43,16 +43,31 @@ def stored_schema(names: list[str]) -> pa.Schema:
 def encoded(rows: pa.Table) -> pa.Table:
     """Rows in canonical form as `STORED_ROWS`.
 
-    A row whose parent is not earlier in the table is stored whole.
+    A row whose parent is not earlier in the table is stored whole. Nothing is lost, also
+    where ``shared_length`` is wrong.
     """
     check_no_clash(rows, ROWS, STORED_ROWS, "form of rows")
     ids, mask = (Ragged.of(rows.column(n), 0) for n in ("input_ids", "loss_mask"))
-    trained = np.append(np.flatnonzero(mask.values), len(mask.values))
-    first = trained[np.searchsorted(trained, mask.offsets[:-1])] - mask.offsets[:-1]
+    logprobs = Ragged.of(rows.column("logprobs")).values
+    # the places of tokens that only the row itself can give
+    own = np.flatnonzero(
+        mask.values | logprobs.is_valid().to_numpy(zero_copy_only=False)
+    )
+    own = np.append(own, len(mask.values))
+    first = own[np.searchsorted(own, mask.offsets[:-1])] - mask.offsets[:-1]
     parent, found = lookup(rows, "row_index", rows.column("parent_row"))
     found &= parent < np.arange(len(parent))
-    most = np.minimum(first, np.where(found, ids.lengths[parent], 0))
-    start = np.minimum(rows.column("shared_length").to_numpy(), most)
+    most = np.minimum(
+        np.minimum(first, ids.lengths), np.where(found, ids.lengths[parent], 0)
+    )
+    start = np.minimum(rows.column("shared_length").to_numpy().astype(np.int64), most)
+    here, there = (
+        positions(at, start) for at in (ids.offsets[:-1], ids.offsets[parent])
+    )
+    differs = np.flatnonzero(ids.values[here] != ids.values[there])
+    # the first of each row: later ones are overwritten by earlier ones
+    row = np.repeat(np.arange(len(start)), start)[differs[::-1]]
+    start[row] = here[differs[::-1]] - ids.offsets[row]
     columns = {"suffix_start": pa.array(start.astype(np.int32))}
     for old, new in _SUFFIXES.items():
         lists = Ragged.of(rows.column(old))
