@@ -58,7 +58,7 @@ async def engine(url, model):
 
 
 async def metric(engine, name):
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
         metrics = (await client.get(f"{engine._servers[0].base_url}/metrics")).text
     return int(float(re.search(rf"^vllm:{name}\{{.*\}} (.*)$", metrics, re.M)[1]))
 
