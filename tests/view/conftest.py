@@ -35,6 +35,7 @@ def tab(_browser):
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory):
     """The folder of a run of the demo."""
+    pytest.importorskip("minisweagent", reason="the demo's agent is in the extra dev")
     folder = tmp_path_factory.mktemp("demo") / "demo"
     command = [Path(sys.executable).with_name("trajkit"), "demo", "--out", folder]
     options = ["--seed", "7", "--sessions", "1"]
