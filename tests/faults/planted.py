@@ -118,13 +118,18 @@ PYTHON = (
         "tests/files/test_dedup.py",
         (
             "a trained token may be left to the parent",
-            "most = np.minimum(first, np.where(found, ids.lengths[parent], 0))",
-            "most = np.where(found, ids.lengths[parent], 0)",
+            "np.minimum(first, ids.lengths), np.where(",
+            "ids.lengths, np.where(",
         ),
         (
             "a parent that is not in the table stores the prefix",
-            "np.where(found, ids.lengths[parent], 0))",
-            "ids.lengths[parent])",
+            "np.where(found, ids.lengths[parent], 0)\n    )",
+            "ids.lengths[parent]\n    )",
+        ),
+        (
+            "tokens that differ from the parent's are left to it",
+            "start[row] = here[differs[::-1]] - ids.offsets[row]",
+            "start[row] = start[row]",
         ),
         (
             "a stored row may begin before its first token",
