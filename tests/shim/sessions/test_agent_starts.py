@@ -94,6 +94,18 @@ async def test_a_conversation_with_the_prompt_of_a_call(tmp_path):
     assert any(line.endswith("sub-agent, started by turn 1") for line in lines)
 
 
+async def test_a_conversation_that_goes_on_is_started_by_nothing(tmp_path):
+    """Also where its user says what a call asks for that started no agent yet."""
+    engine = ScriptedEngine("hi", dispatch(PROMPT), "a")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        agents = await session_of(gateway)
+        hello, _ = await agents.ask(user("Do it."))
+        said = [user("Do it."), {"role": "assistant", "content": hello}]
+        await agents.ask(*said, user("Now."))
+        _, later = await agents.ask(*said, user(PROMPT))
+    assert started(later) == NOTHING
+
+
 async def test_equal_prompts_get_their_calls_in_order(tmp_path):
     engine = ScriptedEngine(dispatch(PROMPT, OTHER, PROMPT), *"abcde")
     async with in_process(engine, RENDERER, tmp_path) as gateway:
