@@ -1,10 +1,6 @@
 """``trajkit check`` and ``trajkit verify``: rows compared with the turns they come from."""
 
-import json as json_lines
-import sys
 import tempfile
-from collections import Counter, defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,34 +10,36 @@ import pyarrow as pa
 
 import trajkit as tk
 from trajkit.analysis.tokenizer import Codec
-from trajkit.cli.drift import marked
+from trajkit.cli import BAD_DATA, DONE
 from trajkit.cli.files import Writes
 from trajkit.cli.options import (
+    JOB,
     OUT,
+    READING,
     Count,
     Job,
     Json,
     MaxRowTokens,
     NoClobber,
     Reading,
+    Reward,
     Rows,
     SessionsFile,
     TokenizerPath,
     Turns,
     facts_of,
     nothing,
-    print_json,
-    print_text,
+    print_result,
 )
 from trajkit.cli.policies import PolicyOption, maybe_policy
-from trajkit.cli.screen import Progress, Screen, text_table, visible, working
+from trajkit.cli.screen import Progress, text_table, visible
+from trajkit.cli.show import marked
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.files.tables import iter_tables, read_any_rows, write_table
 from trajkit.learn.weights import By
 from trajkit.verification.files import verify_file
 from trajkit.verification.row_forms import plain_rows
 
-WRONG = 1
 RIGHT = ("trains", "session_without_rows")
 """Lines that are no finding."""
 
@@ -62,7 +60,7 @@ def check(
     policy: PolicyOption = None,
     show: Count = 3,
     tokenizer: TokenizerPath = None,
-    reading: Reading | None = None,
+    reading: Reading = READING,
     json: Json = False,
     no_clobber: NoClobber = False,
 ) -> int:
@@ -91,19 +89,21 @@ def check(
     table = plain_rows(any_rows(rows))
     if not table.num_rows:
         raise nothing(rows, "rows")
-    calls = (reading or Reading()).turns(turns)
-    with working("comparing rows with the log"):
+    calls = reading.turns(turns)
+    with Progress("comparing rows with the log"):
         found = tk.check_rows(table, calls, chosen)
     if out is not None:
         write_table(found, out)
     lines = found.to_pylist()
-    wrong = [line for line in lines if line["kind"] not in RIGHT]
-    if json:
-        print_json({"wrong": bool(wrong), "lines": lines})
-    else:
-        codec = None if loaded is None else Codec(loaded)
-        Screen(colour=False).print(describe(table, calls, lines, codec, show))
-    return WRONG if wrong else 0
+    wrong = any(line["kind"] not in RIGHT for line in lines)
+    text = (
+        f"rows {table.num_rows:,}, tokens trained "
+        f"{sum(map(sum, table['loss_mask'].to_pylist())):,}; turns {calls.num_rows:,}, "
+        f"tokens sampled {sum(map(len, calls['output_ids'])):,}\n"
+        + describe(table, lines, None if loaded is None else Codec(loaded), show)
+    )
+    print_result({"wrong": wrong, "lines": lines}, text, json)
+    return BAD_DATA if wrong else DONE
 
 
 def any_rows(path: str) -> object:
@@ -121,50 +121,34 @@ def any_rows(path: str) -> object:
 
 
 def describe(
-    rows: pa.Table,
-    turns: pa.Table,
-    lines: list[dict[str, Any]],
-    codec: Codec | None,
-    most: int,
+    rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None, most: int
 ) -> str:
     """The findings in words: the first wrong rows, then the number of each kind."""
-    n_trained = sum(map(sum, rows["loss_mask"].to_pylist()))
-    n_sampled = sum(map(len, turns["output_ids"]))
-    text = [
-        f"rows {rows.num_rows:,}, tokens trained {n_trained:,}; "
-        f"turns {turns.num_rows:,}, tokens sampled {n_sampled:,}"
-    ]
-    by_row: dict[int | None, list[dict[str, Any]]] = defaultdict(list)
-    for line in lines:
-        by_row[line["row"]].append(line)
-    bad = {
-        row: [one for one in own if one["kind"] not in RIGHT]
-        for row, own in by_row.items()
-    }
-    known = [row for row in by_row if row is not None]
-    for row in ([row for row in known if bad[row]] or known)[:most]:
-        text.append(_row(row, by_row[row]))
-        text += [f"  {_finding(one, rows, codec)}" for one in bad[row][:_MOST_LINES]]
-        if len(bad[row]) > _MOST_LINES:
-            more = len(bad[row]) - _MOST_LINES
-            text.append(f"  and {more} more, in the table of --out")
-    for one in by_row[None][:_MOST_LINES]:
+    wrong = [line for line in lines if line["kind"] not in RIGHT]
+    known = dict.fromkeys(
+        one["row"] for one in wrong or lines if one["row"] is not None
+    )
+    text = []
+    for row in [*known][:most]:
+        text.append(_row(row, [line for line in lines if line["row"] == row]))
+        bad = [line for line in wrong if line["row"] == row]
+        text += [f"  {_finding(one, rows, codec)}" for one in bad[:_MOST_LINES]]
+        if len(bad) > _MOST_LINES:
+            text.append(f"  and {len(bad) - _MOST_LINES} more, in the table of --out")
+    for one in [line for line in lines if line["row"] is None][:_MOST_LINES]:
         session = one["session_id"]
-        where = "no row" if session is None else f"session {session}"
+        where = "no row" if session is None else f"session {visible(session)}"
         text.append(f"{where}: {one['detail']}")
-    wrong = [one for own in bad.values() for one in own]
     if not wrong:
         text.append("right: every trained token was sampled, and trains once")
         return "\n".join(text)
     counts = (
         pl.DataFrame(wrong, infer_schema_length=None)
-        .group_by("kind", maintain_order=True)
+        .group_by(pl.col("kind").str.replace_all("_", " "), maintain_order=True)
         .agg(pl.col("row").drop_nulls().n_unique(), pl.col("tokens").sum())
-        .with_columns(pl.col("kind").str.replace_all("_", " "))
     )
-    return "\n".join(
-        [*text, "", text_table(("wrong", "rows", "tokens"), counts.rows())]
-    )
+    table = text_table(("wrong", "rows", "tokens"), counts.rows())
+    return "\n".join([*text, "", table])
 
 
 def _row(row: int, lines: list[dict[str, Any]]) -> str:
@@ -188,8 +172,8 @@ def _finding(line: dict[str, Any], rows: pa.Table, codec: Codec | None) -> str:
     if codec is None:
         return text
     k = line["row"]
-    ids = np.asarray(rows["input_ids"][k].values)
     start = line["token"] - rows["padding"][k].as_py()
+    ids = np.asarray(rows["input_ids"][k].values)
     return f"{text}  {marked(codec, ids, start, start + min(line['tokens'], 8))}"
 
 
@@ -201,12 +185,10 @@ def verify(
     out: Annotated[str | None, OUT, Writes("violations")] = None,
     policy: PolicyOption = None,
     sessions: SessionsFile = None,
-    reward: float | None = None,
+    reward: Reward = None,
     weigh_by: By = "token",
     max_row_tokens: MaxRowTokens = None,
-    job: Job | None = None,
-    json: Json = False,
-    no_clobber: NoClobber = False,
+    job: Job = JOB,
 ) -> int:
     """Check rows against the turns that they come from.
 
@@ -216,23 +198,18 @@ def verify(
 
     Parameters
     ----------
-    rows
-        Rows, in a file or a directory; - is standard input.
     turns
         Their turns, in files or directories.
     out
         Write the table of violations; DIRECTORY/ gets parts, where an interrupted run
         continues.
-    reward
-        The reward of every session, instead of --sessions.
     weigh_by
         What row_weight is, as for linearize.
     """
-    job = job or Job()
+    chosen = maybe_policy(policy)
     with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
         output = out or str(Path(folder, "violations.arrows"))
-        chosen = maybe_policy(policy)
-        with Progress("verify", "turns") as bar:
+        with job.options("verify", turns) as options:
             totals = verify_file(
                 rows,
                 turns,
@@ -241,44 +218,19 @@ def verify(
                 **facts_of(sessions, reward),
                 max_row_tokens=max_row_tokens,
                 weigh_by=weigh_by,
-                **job.options(turns, bar),
+                **options,
             )
-        if json:
-            _print_json(iter_tables(output), totals)
-        else:
-            text = describe_violations(iter_tables(output))
-            note = "" if chosen is not None else f"\n{_NO_POLICY}"
-            rejected = job.rejected_note(totals).rstrip("\n")
-            print_text(f"{text}{note}" + (f"\n{rejected}" if rejected else ""))
-    return WRONG if totals["violations"] else 0
-
-
-def _print_json(found: Iterable[pa.Table], totals: dict[str, int]) -> None:
-    """One object, written piece by piece: there may be many violations."""
-    sys.stdout.write('{"violations": [')
-    between = ""
-    for table in found:
-        for one in table.to_pylist():
-            sys.stdout.write(between + json_lines.dumps(one))
-            between = ", "
-    rejected = totals.get("rejected")
-    rest = "" if rejected is None else f', "rejected": {rejected}'
-    sys.stdout.write(f"]{rest}}}\n")
-
-
-def describe_violations(found: Iterable[pa.Table]) -> str:
-    """The first violations, and the number of violations of each rule."""
-    counts: Counter[str] = Counter()
-    first: list[dict[str, Any]] = []
-    for table in found:
-        counts.update(table["rule"].cast(pa.string()).to_pylist())
-        first += table.slice(0, SHOWN - len(first)).to_pylist()
-    if not counts:
-        return "no violations"
-    head = ["session", "row", "turn", "token", "rule", "detail"]
-    names = ["session_id", "row_index", "turn_index", "token", "rule", "detail"]
-    lines = [["" if one[n] is None else str(one[n]) for n in names] for one in first]
-    left = counts.total() - len(lines)
-    more = f"and {left:,} more\n" if left else ""
-    rules = text_table(["rule", "violations"], [*counts.items()])
-    return f"{text_table(head, lines)}\n{more}\n{rules}"
+        found = pl.concat(map(pl.DataFrame, iter_tables(output)))
+    text = "no violations"
+    if len(found):
+        names = ("session_id", "row_index", "turn_index", "token", "rule", "detail")
+        first = found.head(SHOWN).select(pl.col(names).cast(pl.String).fill_null(""))
+        head = ("session", "row", "turn", "token", "rule", "detail")
+        more = f"and {len(found) - SHOWN:,} more\n" if len(found) > SHOWN else ""
+        counts = found.group_by(pl.col("rule").cast(pl.String), maintain_order=True)
+        rules = text_table(("rule", "violations"), counts.len().rows())
+        text = f"{text_table(head, first.rows())}\n{more}\n{rules}"
+    if chosen is None:
+        text += f"\n{_NO_POLICY}"
+    job.print(totals, {"violations": found.to_dicts()}, text)
+    return BAD_DATA if len(found) else DONE

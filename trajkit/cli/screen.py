@@ -3,15 +3,13 @@
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Self, TypeAlias
 
 from rich.cells import cell_len, chop_cells
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.progress import TimeRemainingColumn as TimeLeft
 from rich.text import Text
 from rich.theme import Theme
 
@@ -53,18 +51,12 @@ def visible(text: str) -> str:
     )
 
 
-def lines_of(text: str) -> str:
-    """As `visible`, but a line break is marked and kept."""
-    return "↵\n".join(visible(line) for line in text.split("\n"))
-
-
 def shortened(text: str, most: int) -> str:
     """A visible text on one line, without its middle if it is long."""
     first, last = visible(text[:most]), visible(text[-most:])
     if len(text) <= most and len(first) <= most:
         return first
-    half = most // 2
-    return f"{first[:half]} ... {last[-half:]}"
+    return f"{first[: most // 2]} ... {last[-(most // 2) :]}"
 
 
 def share(part: int, whole: int) -> str:
@@ -72,22 +64,18 @@ def share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else ""
 
 
-def text_table(head: Sequence[str], lines: Sequence[Sequence[str | int]]) -> str:
+def text_table(head: Sequence[str], lines: Iterable[Sequence[str | int]]) -> str:
     """Lines under a head; numbers are right-aligned, text is left-aligned."""
+    lines = [*lines]
+    numbers = [lines and isinstance(cell, int) for cell in (lines or [head])[0]]
     cells = [[f"{c:,}" if isinstance(c, int) else c for c in line] for line in lines]
     widths = [max(map(cell_len, column)) for column in zip(head, *cells, strict=True)]
-    numbers = [lines and isinstance(cell, int) for cell in (lines or [head])[0]]
-
-    def line(values: Sequence[str]) -> str:
-        padded = (
-            " " * (width - cell_len(value)) + value
-            if number
-            else value + " " * (width - cell_len(value))
-            for value, width, number in zip(values, widths, numbers, strict=True)
-        )
-        return "  ".join(padded).rstrip()
-
-    return "\n".join(map(line, [head, ["-" * width for width in widths], *cells]))
+    shown = []
+    for line in [head, ["-" * width for width in widths], *cells]:
+        padded = [" " * (w - cell_len(c)) for c, w in zip(line, widths, strict=True)]
+        pairs = zip(line, padded, numbers, strict=True)
+        shown.append("  ".join(s + c if right else c + s for c, s, right in pairs))
+    return "\n".join(map(str.rstrip, shown))
 
 
 class Screen:
@@ -125,7 +113,7 @@ class Screen:
             self.print(label)
             lead = " "
         for line in Text.assemble(*fragments).split("\n"):
-            ends = []
+            ends: list[int] = []
             if self.width is not None:
                 pieces = chop_cells(line.plain, max(self.width - indent, 1))
                 ends = [*itertools.accumulate(map(len, pieces))][:-1]
@@ -135,38 +123,31 @@ class Screen:
                 lead = " " * indent
 
 
-@contextmanager
-def working(what: str) -> Iterator[None]:
-    """Show on stderr that work goes on, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    with Console(stderr=True).status(what):
-        yield
-
-
 class Progress:
     """A bar on stderr, if that is a terminal; it is erased at the end.
 
-    ``unit`` names what is counted, in the plural.
+    ``unit`` names what is counted, in the plural. Without a count, the bar only moves.
     """
 
-    def __init__(self, label: str, unit: str) -> None:
-        self._bar = Bar(
-            TextColumn(label),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn(f"{{task.fields[rate]}} {unit}/s"),
-            TimeLeft(compact=True),
-            console=Console(stderr=True),
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            disable=not sys.stderr.isatty(),
+    def __init__(self, label: str, unit: str = "") -> None:
+        counted = (TaskProgressColumn(), TextColumn("{task.fields[rate]}"))
+        self._unit, self._bar = (
+            unit,
+            Bar(
+                TextColumn(label),
+                BarColumn(),
+                *(*counted, TimeRemainingColumn(compact=True)) if unit else (),
+                console=Console(stderr=True),
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+                disable=not sys.stderr.isatty(),
+            ),
         )
-        self._task: TaskID | None = None
+        self._task = self._bar.add_task("", total=None, rate="")
 
     def __enter__(self) -> Self:
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,12 +155,11 @@ class Progress:
 
     def begin(self, total: int, done: int = 0) -> None:
         """Start to count to ``total``; ``done`` were counted in an earlier run."""
-        self._bar.start()
-        self._task = self._bar.add_task("", total=total, completed=done, rate="")
+        self._bar.reset(self._task, total=total, completed=done, rate="")
 
     def advance(self, n: int) -> None:
         """Count ``n`` more as done."""
-        if self._task is not None:
-            self._bar.advance(self._task, n)
-            speed = self._bar.tasks[0].speed
-            self._bar.update(self._task, rate=f"{speed:,.0f}" if speed else "")
+        self._bar.advance(self._task, n)
+        speed = self._bar.tasks[0].speed
+        rate = f"{speed:,.0f} {self._unit}/s" if speed else ""
+        self._bar.update(self._task, rate=rate)

@@ -17,15 +17,11 @@ def chosen_tokenizer(path: str | None, turns: Paths) -> Tokenizer | None:
         return load_tokenizer(Path(path))
     for source in paths_of(turns) or []:
         folder = source if source.is_dir() else source.parent
-        file = folder / "tokenizer.json"
         # only in the directory of a run: elsewhere it may be that of another model
-        if file.is_file() and any(folder.glob("turns-*.arrows")) and _installed():
-            return load_tokenizer(file)
+        is_run = any(folder.glob("turns-*.arrows")) and find_spec("tokenizers")
+        if is_run and (folder / "tokenizer.json").is_file():
+            return load_tokenizer(folder / "tokenizer.json")
     return None
-
-
-def _installed() -> bool:
-    return find_spec("tokenizers") is not None
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -40,19 +36,18 @@ def load_tokenizer(path: Path) -> Tokenizer:
             "give the model's local folder, or its tokenizer.json"
         )
     file = path / "tokenizer.json" if path.is_dir() else path
-    if path.is_dir() and not file.is_file():
+    if not file.is_file():
         return cast("Tokenizer", _from_directory(path))
     content = file.read_bytes()
     try:
         from tokenizers import Tokenizer as Fast
+
+        return cast("Tokenizer", Fast.from_buffer(content))
     except ModuleNotFoundError as error:
         raise _missing("tokenizers") from error
-    try:
-        fast: Tokenizer = Fast.from_buffer(content)
     # tokenizers raises bare Exceptions
     except Exception as error:
         raise FormatError(f"{file}: not a tokenizer: {error}") from error
-    return fast
 
 
 def load_chat_tokenizer(path: Path, template: Path | None) -> ChatTokenizer:
