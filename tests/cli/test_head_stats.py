@@ -4,13 +4,13 @@ import json
 
 import pyarrow as pa
 import pytest
+from rich.cells import cell_len
 
 import trajkit as tk
 from tests.cli.test_show import HOSTILE, terminal
 from tests.made_tables import linearized
 from trajkit.cli import BAD_DATA, BAD_FILE, main
 from trajkit.cli.screen import visible
-from trajkit.cli.tables import cell
 from trajkit.files.dedup import encoded
 from trajkit.files.tables import write_table
 
@@ -59,7 +59,7 @@ def test_every_table_has_a_head_and_stats(tables, capsys):
             assert main(["head", path, "-n", "1"]) == 0
             lines = capsys.readouterr().out.splitlines()
             assert lines[0].split() == table.column_names
-            assert len(lines) == 3
+            assert len(lines) == 3, lines
             assert main(["stats", path]) == 0
             out = capsys.readouterr().out
             assert out.startswith(f"{table.num_rows:,} lines\n")
@@ -73,22 +73,18 @@ def test_lists_are_shortened_and_texts_escaped(tables, capsys):
     assert main(["head", str(folder / "turns.parquet")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
-    assert lines[3].split()[:7] == ["a", "1", "4:", "1", "2", "3", "..."]
+    assert lines[3].startswith("a ")
+    assert " [1, 2, … 4] " in lines[3]
     assert lines[4].startswith(visible(HOSTILE)[:16])
     assert all(map(str.isprintable, lines))
 
 
-def test_columns_that_do_not_fit_are_named(tables, terminal):
-    folder, found = tables
-    for width in (8, 40, 100):
-        path = str(folder / "turns.parquet")
-        out = terminal("head", path, width=width, NO_COLOR="1")
-        table, _, more = out.partition("more")
-        lines = table.splitlines()
-        shown = lines[0].split()
-        assert width < 10 or max(map(len, lines)) <= width
-        rest = "".join(more.split()).split(",")
-        assert shown + rest == found["turns"].column_names
+@pytest.mark.parametrize("width", [8, 40, 100])
+def test_a_table_fits_the_terminal(tables, terminal, width):
+    folder, _ = tables
+    out = terminal("head", str(folder / "turns.parquet"), width=width, NO_COLOR="1")
+    assert max(map(cell_len, out.splitlines())) <= width
+    assert "…" in out
 
 
 def test_stats_are_those_of_the_columns(tables, capsys):
@@ -138,10 +134,3 @@ def test_a_table_without_lines_is_an_error(tmp_path, capsys):
         assert main([command, str(tmp_path / "none.parquet")]) == BAD_DATA
         assert "none.parquet: no lines, nothing to do" in capsys.readouterr().err
     assert main(["head", str(tmp_path / "absent.parquet")]) == BAD_FILE
-
-
-def test_cells_of_every_type():
-    assert cell({"start": 0, "stop": 2, "kind": None}) == "0:2"
-    assert cell([b"\xff", None, 1.23456]) == "3: ff null 1.235"
-    assert cell(True) == "True"
-    assert len(cell("a" * 99)) < 40

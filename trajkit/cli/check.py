@@ -11,26 +11,8 @@ import pyarrow as pa
 import trajkit as tk
 from trajkit.analysis.tokenizer import Codec
 from trajkit.cli import BAD_DATA, DONE
+from trajkit.cli import options as opt
 from trajkit.cli.files import Writes
-from trajkit.cli.options import (
-    JOB,
-    OUT,
-    READING,
-    Count,
-    Job,
-    Json,
-    MaxRowTokens,
-    NoClobber,
-    Reading,
-    Reward,
-    Rows,
-    SessionsFile,
-    TokenizerPath,
-    Turns,
-    facts_of,
-    nothing,
-    print_result,
-)
 from trajkit.cli.policies import PolicyOption, maybe_policy
 from trajkit.cli.screen import Progress, text_table, visible
 from trajkit.cli.show import marked
@@ -43,8 +25,7 @@ from trajkit.verification.row_forms import plain_rows
 RIGHT = ("trains", "session_without_rows")
 """Lines that are no finding."""
 
-_MOST_LINES = 3
-SHOWN = 20
+_MOST_LINES, _MOST_VIOLATIONS = 3, 20
 _NO_POLICY = (
     "without --policy, only what is true under every policy is checked: trained tokens "
     "were sampled, and have the engine's logprobs. --policy compares with the policy's rows"
@@ -52,17 +33,17 @@ _NO_POLICY = (
 
 
 def check(
-    rows: Rows,
-    turns: Turns,
+    rows: opt.Rows,
+    turns: opt.Source,
     /,
     *,
-    out: Annotated[str | None, OUT, Writes("row_checks")] = None,
+    out: Annotated[str | None, opt.OUT, Writes("row_checks")] = None,
     policy: PolicyOption = None,
-    show: Count = 3,
-    tokenizer: TokenizerPath = None,
-    reading: Reading = READING,
-    json: Json = False,
-    no_clobber: NoClobber = False,
+    show: opt.Count = 3,
+    tokenizer: opt.TokenizerPath = None,
+    reading: opt.Reading = opt.READING,
+    json: opt.Json = False,
+    no_clobber: opt.NoClobber = False,
 ) -> int:
     """Say whether a trainer's mask trains what was sampled.
 
@@ -88,7 +69,7 @@ def check(
     loaded = chosen_tokenizer(tokenizer, turns)
     table = plain_rows(any_rows(rows))
     if not table.num_rows:
-        raise nothing(rows, "rows")
+        raise opt.nothing(rows, "rows")
     calls = reading.turns(turns)
     with Progress("comparing rows with the log"):
         found = tk.check_rows(table, calls, chosen)
@@ -96,13 +77,14 @@ def check(
         write_table(found, out)
     lines = found.to_pylist()
     wrong = any(line["kind"] not in RIGHT for line in lines)
+    trained = sum(map(sum, table["loss_mask"].to_pylist()))
+    sampled = sum(map(len, calls["output_ids"]))
     text = (
-        f"rows {table.num_rows:,}, tokens trained "
-        f"{sum(map(sum, table['loss_mask'].to_pylist())):,}; turns {calls.num_rows:,}, "
-        f"tokens sampled {sum(map(len, calls['output_ids'])):,}\n"
+        f"rows {table.num_rows:,}, tokens trained {trained:,}; "
+        f"turns {calls.num_rows:,}, tokens sampled {sampled:,}\n"
         + describe(table, lines, None if loaded is None else Codec(loaded), show)
     )
-    print_result({"wrong": wrong, "lines": lines}, text, json)
+    opt.print_result({"wrong": wrong, "lines": lines}, text, json)
     return BAD_DATA if wrong else DONE
 
 
@@ -125,23 +107,24 @@ def describe(
 ) -> str:
     """The findings in words: the first wrong rows, then the number of each kind."""
     wrong = [line for line in lines if line["kind"] not in RIGHT]
-    known = dict.fromkeys(
-        one["row"] for one in wrong or lines if one["row"] is not None
-    )
     text = []
-    for row in [*known][:most]:
-        text.append(_row(row, [line for line in lines if line["row"] == row]))
-        bad = [line for line in wrong if line["row"] == row]
-        text += [f"  {_finding(one, rows, codec)}" for one in bad[:_MOST_LINES]]
-        if len(bad) > _MOST_LINES:
-            text.append(f"  and {len(bad) - _MOST_LINES} more, in the table of --out")
+    for row in [*dict.fromkeys(one["row"] for one in wrong or lines)][:most]:
+        if row is not None:
+            bad = [_finding(one, rows, codec) for one in wrong if one["row"] == row]
+            text += [_row(row, [line for line in lines if line["row"] == row])]
+            text += [f"  {one}" for one in bad[:_MOST_LINES]]
+            if len(bad) > _MOST_LINES:
+                text.append(
+                    f"  and {len(bad) - _MOST_LINES} more, in the table of --out"
+                )
     for one in [line for line in lines if line["row"] is None][:_MOST_LINES]:
         session = one["session_id"]
         where = "no row" if session is None else f"session {visible(session)}"
         text.append(f"{where}: {one['detail']}")
     if not wrong:
-        text.append("right: every trained token was sampled, and trains once")
-        return "\n".join(text)
+        return "\n".join(
+            [*text, "right: every trained token was sampled, and trains once"]
+        )
     counts = (
         pl.DataFrame(wrong, infer_schema_length=None)
         .group_by(pl.col("kind").str.replace_all("_", " "), maintain_order=True)
@@ -171,24 +154,23 @@ def _finding(line: dict[str, Any], rows: pa.Table, codec: Codec | None) -> str:
     text = f"{line['detail']} (from token {line['token']})"
     if codec is None:
         return text
-    k = line["row"]
-    start = line["token"] - rows["padding"][k].as_py()
-    ids = np.asarray(rows["input_ids"][k].values)
+    start = line["token"] - rows["padding"][line["row"]].as_py()
+    ids = np.asarray(rows["input_ids"][line["row"]].values)
     return f"{text}  {marked(codec, ids, start, start + min(line['tokens'], 8))}"
 
 
 def verify(
-    rows: Rows,
-    turns: Turns,
+    rows: opt.Rows,
+    turns: opt.Source,
     /,
     *,
-    out: Annotated[str | None, OUT, Writes("violations")] = None,
+    out: Annotated[str | None, opt.OUT, Writes("violations")] = None,
     policy: PolicyOption = None,
-    sessions: SessionsFile = None,
-    reward: Reward = None,
+    sessions: opt.SessionsFile = None,
+    reward: opt.Reward = None,
     weigh_by: By = "token",
-    max_row_tokens: MaxRowTokens = None,
-    job: Job = JOB,
+    max_row_tokens: opt.MaxRowTokens = None,
+    job: opt.Job = opt.JOB,
 ) -> int:
     """Check rows against the turns that they come from.
 
@@ -215,7 +197,7 @@ def verify(
                 turns,
                 output,
                 chosen,
-                **facts_of(sessions, reward),
+                **opt.facts_of(sessions, reward),
                 max_row_tokens=max_row_tokens,
                 weigh_by=weigh_by,
                 **options,
@@ -224,12 +206,13 @@ def verify(
     text = "no violations"
     if len(found):
         names = ("session_id", "row_index", "turn_index", "token", "rule", "detail")
-        first = found.head(SHOWN).select(pl.col(names).cast(pl.String).fill_null(""))
+        first = found.head(_MOST_VIOLATIONS).select(names)
         head = ("session", "row", "turn", "token", "rule", "detail")
-        more = f"and {len(found) - SHOWN:,} more\n" if len(found) > SHOWN else ""
+        shown = text_table(head, first.cast(pl.String).fill_null("").rows())
+        more = len(found) - len(first)
         counts = found.group_by(pl.col("rule").cast(pl.String), maintain_order=True)
         rules = text_table(("rule", "violations"), counts.len().rows())
-        text = f"{text_table(head, first.rows())}\n{more}\n{rules}"
+        text = f"{shown}\n{f'and {more:,} more' * (more > 0)}\n{rules}"
     if chosen is None:
         text += f"\n{_NO_POLICY}"
     job.print(totals, {"violations": found.to_dicts()}, text)

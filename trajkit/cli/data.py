@@ -11,24 +11,8 @@ import pyarrow as pa
 from cyclopts import Parameter
 
 import trajkit as tk
+from trajkit.cli import options as opt
 from trajkit.cli.files import Reads, Writes
-from trajkit.cli.options import (
-    JOB,
-    OUT,
-    Count,
-    Job,
-    Json,
-    MaxRowTokens,
-    NoClobber,
-    Reward,
-    Rows,
-    SessionsFile,
-    Turns,
-    facts_of,
-    known_sessions,
-    print_result,
-    read_rows,
-)
 from trajkit.cli.policies import PolicyOption, one_policy
 from trajkit.cli.screen import Progress, share, text_table
 from trajkit.errors import (
@@ -56,7 +40,7 @@ def import_(
     source: Annotated[list[str], Reads("records")],
     /,
     *,
-    out: Annotated[str, OUT, Writes("turns")],
+    out: Annotated[str, opt.OUT, Writes("turns")],
     format: Annotated[
         Literal[("auto", *FORMATS)],  # type: ignore[valid-type]
         Parameter(name="--from"),
@@ -74,8 +58,8 @@ def import_(
     contradicted: Literal["untrain", "train"] = "untrain",
     nonfinite_logprobs: Literal["raise", "null"] = "raise",
     report: Annotated[str | None, Writes("report")] = None,
-    json: Json = False,
-    no_clobber: NoClobber = False,
+    json: opt.Json = False,
+    no_clobber: opt.NoClobber = False,
 ) -> None:
     """Write turns from the records of another system.
 
@@ -106,8 +90,7 @@ def import_(
     if tokenizer is not None:
         from trajkit.cli.tokenizer import load_chat_tokenizer
 
-        template = None if chat_template is None else Path(chat_template)
-        chat_tokenizer = load_chat_tokenizer(Path(tokenizer), template)
+        chat_tokenizer = load_chat_tokenizer(Path(tokenizer), chat_template)
     elif chat_template is not None:
         raise ArgumentError("--chat-template needs --tokenizer")
     with Progress("import", "turns") as bar:
@@ -124,52 +107,45 @@ def import_(
     if report is not None:
         write_table(table, report)
     details = pl.col("detail").drop_nulls().unique(maintain_order=True)
-    problems = (
-        pl.DataFrame(table)
-        .group_by("problem", "kept", maintain_order=True)
-        .agg(
-            pl.exclude("problem", "kept").first(),
-            pl.len().alias("count"),
-            details.head(_MOST_DETAILS).alias("details"),
-        )
-        .to_dicts()
-    )
-    text = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}\n"
-    if problems:
-        kept = {True: "kept", False: "left out"}
-        lines = [
-            (x["problem"], kept[x["kept"]], x["count"], f"{x['file']}, {x['place']}")
-            for x in problems
-        ]
-        text += f"\n{text_table(('problem', 'record', 'count', 'first'), lines)}\n"
-    notes = [f"\n{x['problem']}: {words}" for x in problems for words in x["details"]]
-    text += "".join(notes) + "\n" * bool(notes)
-    text += f"\nwritten to {out}" * bool(totals["turns"])
-    print_result({"output": out, **totals, "problems": problems}, text, json)
+    kinds = pl.DataFrame(table).group_by("problem", "kept", maintain_order=True)
+    problems = kinds.agg(
+        pl.exclude("problem", "kept").first(),
+        count=pl.len(),
+        details=details.head(_MOST_DETAILS),
+    ).to_dicts()
+    head = ("problem", "record", "count", "first")
+    lines, notes = [], []
+    for one in problems:
+        name, kept = one["problem"], "kept" if one["kept"] else "left out"
+        lines.append((name, kept, one["count"], f"{one['file']}, {one['place']}"))
+        notes += [f"{name}: {words}" for words in one["details"]]
+    text = [f"sessions {totals['sessions']:,}, turns {totals['turns']:,}"]
+    text += [text_table(head, lines)] * bool(lines) + ["\n".join(notes)] * bool(notes)
+    text += [f"written to {out}"] * bool(totals["turns"])
+    facts = {"output": out, **totals, "problems": problems}
+    opt.print_result(facts, "\n\n".join(text), json)
     if not totals["turns"]:
-        left = [one for one in problems if not one["kept"]]
-        names = ", ".join(one["problem"] for one in left) or "no records"
-        first = "".join(
-            f". {one['file']}, {one['place']}: {one['detail'] or one['problem']}"
-            for one in left[:1]
-        )
-        raise InvalidTurnsError(f"0 turns, so no file was written ({names}){first}")
+        words = [line[0] for line in lines if line[1] != "kept"] or ["no records"]
+        why = f"0 turns, so no file was written ({', '.join(words)})"
+        for one in [one for one in problems if not one["kept"]][:1]:
+            where = f"{one['file']}, {one['place']}"
+            why += f". {where}: {one['detail'] or one['problem']}"
+        raise InvalidTurnsError(why)
 
 
 def linearize(
-    source: Turns,
+    source: opt.Source,
     /,
     *,
-    out: Annotated[str, OUT, Writes("rows")],
+    out: Annotated[str, opt.OUT, Writes("rows")],
     policy: PolicyOption = None,
-    sessions: SessionsFile = None,
-    reward: Reward = None,
+    sessions: opt.SessionsFile = None,
+    reward: opt.Reward = None,
     weigh_by: By = "token",
-    max_row_tokens: MaxRowTokens = None,
+    max_row_tokens: opt.MaxRowTokens = None,
     dedup: bool = False,
     report: Annotated[str | None, Writes("report")] = None,
-    threads: Count | None = None,
-    job: Job = JOB,
+    job: opt.Job = opt.JOB,
 ) -> None:
     """Write the training rows of recorded turns.
 
@@ -187,32 +163,21 @@ def linearize(
         Store tokens that rows share only once.
     report
         Write the report to this file, a line per session.
-    threads
-        In addition to those that read and write (default: 1).
     """
-    chosen, facts = one_policy(policy), facts_of(sessions, reward)
+    chosen, facts = one_policy(policy), opt.facts_of(sessions, reward)
+    limit = {"max_row_tokens": max_row_tokens}
 
     def stage(turns: pa.Table) -> dict[str, Iterable[pa.RecordBatch]]:
         counts: list[pa.RecordBatch] = []
-        rows = tk.linearize_batches(
-            turns,
-            chosen,
-            report=counts,
-            threads=threads or 1,
-            max_row_tokens=max_row_tokens,
-            **facts,
-        )
+        how: dict[str, Any] = {"report": counts, "threads": 1, **facts, **limit}
+        rows = tk.linearize_batches(turns, chosen, **how)
         if weigh_by != "token":  # the weights that rows have
             rows = tk.add_weights_batches(rows, weigh_by)
         return {"rows": rows, "report": counts}
 
-    resume = {
-        "stage": "linearize",
-        "policy": asdict(chosen),
-        "reward": facts_digest(session_facts(**facts)),
-        "weigh_by": weigh_by,
-        "max_row_tokens": max_row_tokens,
-    }
+    digest = facts_digest(session_facts(**facts))
+    resume = {"stage": "linearize", "policy": asdict(chosen), "reward": digest, **limit}
+    resume["weigh_by"] = weigh_by
     outputs = {"rows": out, **({} if report is None else {"report": report})}
     totals = job.run("linearize", source, stage, outputs, resume, dedup=dedup)
     text = f"{describe(totals)}\n\nwritten to {out}"
@@ -222,35 +187,44 @@ def linearize(
 def describe(totals: dict[str, int]) -> str:
     """The totals of rows as a table of tokens, for people."""
     sampled = totals["tokens_sampled"]
-    lost = {f"lost_{reason}": f"lost, {reason}".replace("_", " ") for reason in LOSSES}
-    lines = [("sampled", sampled, "")]
-    for name, words in {"tokens_trained": "trained", **lost}.items():
-        if totals[name] or name not in lost:
-            lines.append((words, totals[name], share(totals[name], sampled)))
-    lines.append(("in all rows", totals["tokens_forward"], ""))
-    lines.append(("shared prefixes once", totals["tokens_forward_shared"], ""))
-    left_out = [f"{totals['rows_untrained']:,} without a trained token"]
-    for name, words in _LEFT_OUT.items():
-        left_out += [f"{totals[name]:,} {words}"] * bool(totals[name])
+    counted = {"tokens_trained": "trained"}
+    counted |= {f"lost_{one}": f"lost, {one.replace('_', ' ')}" for one in LOSSES}
+    lines = [
+        (words, totals[name], share(totals[name], sampled))
+        for name, words in counted.items()
+        if totals[name] or name == "tokens_trained"
+    ]
+    left_out = ", ".join(
+        f"{totals[name]:,} {words}"
+        for name, words in _LEFT_OUT.items()
+        if totals[name] or name == "rows_untrained"
+    )
+    table = [
+        ("sampled", sampled, ""),
+        *lines,
+        ("in all rows", totals["tokens_forward"], ""),
+        ("shared prefixes once", totals["tokens_forward_shared"], ""),
+    ]
     return (
         f"sessions {totals['sessions']:,}, turns {totals['turns']:,}, "
-        f"{totals['rows']:,} rows; left out: {', '.join(left_out)}\n\n"
-        + text_table(("tokens", "count", "of sampled"), lines)
+        f"{totals['rows']:,} rows; left out: {left_out}\n\n"
+        + text_table(("tokens", "count", "of sampled"), table)
     )
 
 
 _LEFT_OUT = {
+    "rows_untrained": "without a trained token",
     "rows_cut": "without a response token after truncation",
     "rows_over_max_rows": "beyond max_rows",
 }
 
 
 def compact(
-    source: Turns,
+    source: opt.Source,
     /,
     *,
-    out: Annotated[str, OUT, Writes("turns", piped="arrows")],
-    job: Job = JOB,
+    out: Annotated[str, opt.OUT, Writes("turns", piped="arrows")],
+    job: opt.Job = opt.JOB,
 ) -> None:
     """Write recorded turns in delta form.
 
@@ -267,11 +241,11 @@ def compact(
 
 
 def expand(
-    source: Turns,
+    source: opt.Source,
     /,
     *,
-    out: Annotated[str, OUT, Writes("turns")],
-    job: Job = JOB,
+    out: Annotated[str, opt.OUT, Writes("turns")],
+    job: opt.Job = opt.JOB,
 ) -> None:
     """Write turns with complete prompts.
 
@@ -290,37 +264,35 @@ def _change(
     name: str,
     source: list[str],
     out: str,
-    job: Job,
+    job: opt.Job,
 ) -> None:
     """Write the turns and print their size."""
     totals = job.run(name, source, change, out, {"stage": name})
-    before, after = (
-        sum(file.stat().st_size for file in files)
-        for files in (log_files(source)[0], paths_in(Path(out)))
+    files = log_files(source)[0], paths_in(Path(out))
+    before, after = (sum(file.stat().st_size for file in one) for one in files)
+    text = (
+        f"turns {totals['turns']:,}, bytes {before:,} before and {after:,} after\n\n"
+        f"written to {out}"
     )
-    text = f"turns {totals['turns']:,}, bytes {before:,} before and {after:,} after"
     facts = {"output": out, **totals, "bytes_before": before, "bytes_after": after}
-    job.print(totals, facts, f"{text}\n\nwritten to {out}")
+    job.print(totals, facts, text)
 
 
 def pack(
-    rows: Rows,
+    rows: opt.Rows,
     /,
     *,
-    out: Annotated[str, OUT, Writes("packs")],
-    max_tokens: Count,
-    layout: Literal["tree", "rows"] = "tree",
-    share: Literal["session", "group"] = "session",
-    oversize: Literal["repeat", "carry", "error"] = "repeat",
-    align: Count = 1,
+    out: Annotated[str, opt.OUT, Writes("packs")],
+    max_tokens: opt.Count,
+    align: opt.Count = 1,
     column: list[str] | None = None,
-    json: Json = False,
-    no_clobber: NoClobber = False,
+    json: opt.Json = False,
+    no_clobber: opt.NoClobber = False,
 ) -> None:
     """Pack rows so that every shared prefix is there once.
 
     Rows of a session share their prefixes as a tree, and every trained token has an edge,
-    which says the token of the pack that predicts it.
+    which says the token of the pack that predicts it. `trajkit.pack` has more choices.
 
     Parameters
     ----------
@@ -329,40 +301,24 @@ def pack(
     max_tokens
         Tokens of a pack, at most; 1.25 to 1.5 times the longest row leaves little to
         repeat.
-    layout
-        rows: they share nothing.
-    share
-        group: the sessions of a group share what their first rows begin with.
-    oversize
-        A tree of more tokens is cut and repeats prefixes, is carried over several packs, or
-        is refused.
     align
         Pad packs to a multiple of this many tokens.
     column
         Give edges this column of the rows, as edge_COLUMN; may be repeated.
     """
-    table = read_rows(rows)
+    table = opt.read_rows(rows)
     with Progress("packing"):
-        packs = tk.pack(
-            table,
-            max_tokens,
-            layout=layout,
-            share=share,
-            oversize=oversize,
-            align=align,
-            columns=column or [],
-        )
+        packs = tk.pack(table, max_tokens, align=align, columns=column or [])
         write_table(packs, out)
-    n_rows, n_packs = table.num_rows, packs.num_rows
     tokens = int(packs["n_tokens"].to_numpy().sum())
     edges = sum(map(len, packs["edge_source"]))
-    full = tokens / max(n_packs * max_tokens, 1)
-    facts = {"rows": n_rows, "packs": n_packs, "tokens": tokens, "edges": edges}
+    full = tokens / max(packs.num_rows * max_tokens, 1)
     text = (
-        f"{n_rows:,} rows in {n_packs:,} packs: {tokens:,} tokens, {full:.1%} full, "
-        f"{edges:,} edges"
+        f"{table.num_rows:,} rows in {packs.num_rows:,} packs: {tokens:,} tokens, "
+        f"{full:.1%} full, {edges:,} edges"
     )
-    print_result({"output": out, **facts}, text, json)
+    facts = {"rows": table.num_rows, "packs": packs.num_rows, "tokens": tokens}
+    opt.print_result({"output": out, **facts, "edges": edges}, text, json)
 
 
 # by target: options that have an effect
@@ -375,19 +331,19 @@ _TAKES = {
 
 
 def export(
-    rows: Rows,
+    rows: opt.Rows,
     /,
     *,
     to: Literal[tuple(FILE_FORMATS)],  # type: ignore[valid-type]
-    out: Annotated[str, OUT, Writes("export")],
+    out: Annotated[str, opt.OUT, Writes("export")],
     advantage: Literal["group_mean", "group_std", "leave_one_out", "none"]
     | None = None,
-    sessions: SessionsFile = None,
-    max_length: Count | None = None,
-    ranks: Count | None = None,
+    sessions: opt.SessionsFile = None,
+    max_length: opt.Count | None = None,
+    ranks: opt.Count | None = None,
     temperature: float | None = None,
-    json: Json = False,
-    no_clobber: NoClobber = False,
+    json: opt.Json = False,
+    no_clobber: opt.NoClobber = False,
 ) -> None:
     """Write rows in a file that a trainer loads.
 
@@ -416,14 +372,15 @@ def export(
     from trajkit.export.files import path_of, write_export
 
     own = {"max_length": max_length, "ranks": ranks, "temperature": temperature}
+    given = {**own, "advantage": advantage, "sessions": sessions}
+    for name in [name for name, value in given.items() if value is not None]:
+        targets = [one for one, takes in _TAKES.items() if name in takes]
+        if to not in targets:
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} does nothing with --to {to}: it is for "
+                f"{' and '.join(targets)}"
+            )
     options: dict[str, Any] = {k: v for k, v in own.items() if v is not None}
-    learned = {"advantage": advantage, "sessions": sessions}
-    given = {*options, *(name for name, value in learned.items() if value)}
-    for name in sorted(given - _TAKES.get(to, set())):
-        targets = " and ".join(one for one, takes in _TAKES.items() if name in takes)
-        raise ArgumentError(
-            f"--{name.replace('_', '-')} does nothing with --to {to}: it is for {targets}"
-        )
     if to == "prime-rl":
         options["seq_len"] = options.pop("max_length", 2048)
     check_outputs(
@@ -431,22 +388,21 @@ def export(
         [*inputs_of([rows]), *turns_inputs([sessions] if sessions else [])],
         clobber=not no_clobber,
     )
-    table = read_rows(rows)
-    with warnings.catch_warnings():
+    table = opt.read_rows(rows)
+    with warnings.catch_warnings(), Progress("writing"):
         # A file of such rows would be of no use.
         warnings.simplefilter("error", NoSignalWarning)
         try:
             if advantage or sessions:
-                facts = known_sessions(sessions)
+                facts = opt.known_sessions(sessions)
                 facts = tk.export.sessions_of(table) if facts is None else facts
                 chosen: dict[str, Any] = {"baseline": advantage or "group_mean"}
                 if advantage == "group_std":
                     chosen = {"baseline": "group_mean", "scale": "group_std"}
                 gains = tk.learn.advantages(facts, **chosen)
                 table = tk.add_advantages(table, gains)
-            with Progress("writing"):
-                path = write_export(table, to, Path(out), **options)
+            path = write_export(table, to, Path(out), **options)
         except NoSignalWarning as warning:
             raise ExportError(str(warning)) from None
-    facts = {"output": str(path), "rows": table.num_rows, "to": to}
-    print_result(facts, f"{path}: {table.num_rows} rows for {to}", json)
+    written = {"output": str(path), "rows": table.num_rows, "to": to}
+    opt.print_result(written, f"{path}: {table.num_rows} rows for {to}", json)

@@ -1,8 +1,7 @@
 """What several commands have: types of parameters, readers of logs, and printing.
 
 A command's signature gives the types and defaults of its options, its numpydoc docstring
-their help. An option of several commands is here with its help, as an annotated type or as
-an attribute of `Reading` and `Job`.
+their help. An option of several commands is here with its help.
 """
 
 import sys
@@ -22,21 +21,18 @@ from trajkit.cli import say, shown
 from trajkit.cli.files import Reads, Writes
 from trajkit.cli.screen import Progress
 from trajkit.errors import ArgumentError, InvalidTurnsError, LeftOutWarning
-from trajkit.files.group import Log, SessionIndex, bucket_numbers
+from trajkit.files.group import Log, SessionIndex
 from trajkit.files.run import Stage, Watch, run
 from trajkit.files.sources import Paths, SessionPrefix
 from trajkit.files.tables import sessions_below
 from trajkit.tables.take import take_session
 from trajkit.turns.validation import reject_turns
 
+OUT = Parameter(name=("--out", "-o"), allow_leading_hyphen=True)
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
-"""A number of at least one."""
-
 Json = Annotated[bool, Parameter(help="print one JSON object and nothing else")]
-
 NoClobber = Annotated[bool, Parameter(help="replace no existing file")]
-
-TurnsOrRows = Annotated[
+Source = Annotated[
     list[str],
     Parameter(
         help="Parquet, Arrow IPC or JSON by suffix, directories of them, or patterns; - is "
@@ -44,18 +40,11 @@ TurnsOrRows = Annotated[
     ),
     Reads("turns"),
 ]
-"""Files of any table."""
-
-Turns = Annotated[
-    TurnsOrRows, Parameter(help="recorded turns, in files or directories")
-]
-
 Rows = Annotated[
     str,
     Parameter(help="rows, in a file or a directory; - is standard input"),
     Reads("rows"),
 ]
-
 SessionsFile = Annotated[
     str | None,
     Parameter(
@@ -66,11 +55,9 @@ SessionsFile = Annotated[
     ),
     Reads("sessions"),
 ]
-
 Reward = Annotated[
     float | None, Parameter(help="the reward of every session, instead of --sessions")
 ]
-
 TokenizerPath = Annotated[
     str | None,
     Parameter(
@@ -80,17 +67,12 @@ TokenizerPath = Annotated[
     ),
     Reads("tokenizer"),
 ]
-
 Session = Annotated[
     str | None, Parameter(help="a single session (default: all of them)")
 ]
-
 MaxRowTokens = Annotated[
     Count | None, Parameter(help="rows are truncated after this many tokens")
 ]
-
-OUT = Parameter(name=("--out", "-o"), allow_leading_hyphen=True)
-"""How every command spells its output."""
 
 
 @Parameter(name="*")
@@ -162,15 +144,11 @@ class Job(Reading):
 
     Attributes
     ----------
-    gather
-        auto: allow a session's calls to be anywhere in the file (they are grouped through
-        temporary files, next to OUT if there is one); no: refuse them.
     rejected
         Leave out sessions that break a rule, and write them to this file with the reason
         (default: the first one is an error).
     """
 
-    gather: Literal["auto", "no"] = "auto"
     rejected: Annotated[str | None, Writes("rejected")] = None
     json: Json = False
     no_clobber: NoClobber = False
@@ -182,18 +160,11 @@ class Job(Reading):
         def begins(index: SessionIndex, done: int) -> None:
             if not index.n_turns:
                 raise no_calls(source)
-            scattered = self.gather == "auto" and index.scattered is not None
-            if scattered and len({*bucket_numbers(index).values()}) > 1:
-                say(
-                    f"session {index.scattered!r} is not contiguous: all turns are grouped "
-                    "through temporary files first"
-                )
             bar.begin(index.n_turns, done)
 
         with Progress(name, "turns") as bar:
             yield dict(
                 rejected=self.rejected,
-                gather=self.gather == "auto",
                 nonfinite_logprobs=self.nonfinite_logprobs,
                 session_prefix=self.session_prefix,
                 watch=Watch(begins, bar.advance, say),

@@ -1,13 +1,13 @@
 """Policies as options, ``--policy NAME --set CHOICE=VALUE``, and the list of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, get_origin, get_type_hints
 
 from cyclopts import Parameter, Token
 
 import trajkit as tk
-from trajkit.cli.options import Json, print_result
+from trajkit.cli import options as opt
 from trajkit.cli.screen import text_table
 from trajkit.errors import ArgumentError, PolicyError
 from trajkit.policies import (
@@ -20,7 +20,6 @@ from trajkit.policies import (
 )
 
 _HINTS = {k: hint for k, hint in get_type_hints(tk.Policy).items() if k != "name"}
-_WORDS = {"true": True, "false": False, "none": None}
 _HELP = (
     f"one of {', '.join([*PRESETS, *ALIASES])}; --set CHOICE=VALUE changes a choice of it "
     "(`trajkit policies NAME` lists them), and --fork-threshold K is short for --set "
@@ -32,13 +31,12 @@ def _texts(_: object, tokens: Sequence[Token]) -> list[str]:
     """The options as texts for `policy_of`; choices before any policy have no name."""
     texts: list[str] = []
     for token in tokens:
-        if token.keyword == "--policy" or not texts:
-            texts.append("")
         if token.keyword == "--policy":
-            texts[-1] = token.value
-        else:
-            short = token.keyword == "--fork-threshold"
-            texts[-1] += f" {'fork_threshold=' * short}{token.value}"
+            texts.append(token.value)
+            continue
+        short = token.keyword == "--fork-threshold"
+        texts = texts or [""]
+        texts[-1] += f" {'fork_threshold=' * short}{token.value}"
     return texts
 
 
@@ -48,11 +46,9 @@ _OPTIONS = Parameter(
     negative=(),
     allow_leading_hyphen=False,
 )
-
 PolicyOption = Annotated[
     list[str] | None, _OPTIONS, Parameter(help=f"{_HELP} (default: faithful)")
 ]
-
 PoliciesOption = Annotated[
     list[str] | None,
     _OPTIONS,
@@ -88,7 +84,9 @@ def _value(choice: str, text: str) -> object:
         return tuple(filter(None, text.split(",")))
     if text in NAMED_CHOICES.get(choice, ()):
         return text
-    return int(text) if text.lstrip("-").isdigit() else _WORDS.get(text, text)
+    if text.lstrip("-").isdigit():
+        return int(text)
+    return {"true": True, "false": False, "none": None}.get(text, text)
 
 
 def _forks(policy: tk.Policy) -> bool:
@@ -116,26 +114,23 @@ def maybe_policy(texts: list[str] | None) -> tk.Policy | None:
 
 
 def many_policies(texts: list[str] | None) -> list[str]:
-    """Texts for `policy_of`, which are valid; every preset by default.
+    """Texts for `policy_of`, every preset by default.
 
     A fork threshold alone is for every preset that uses it.
     """
-    texts = texts or [*PRESETS]
-    if texts[0].startswith(" "):
-        fork, *others = texts
-        if others or any(not one.startswith("fork_threshold=") for one in fork.split()):
-            raise ArgumentError(f"--set{fork} needs a --policy before it")
-        texts = [k + fork * _forks(one) for k, one in PRESETS.items()]
-    for text in texts:
-        policy_of(text)
-    return texts
+    first, *others = texts or PRESETS
+    if not first.startswith(" "):
+        return [first, *others]
+    if others or any(not one.startswith("fork_threshold=") for one in first.split()):
+        raise ArgumentError(f"--set{first} needs a --policy before it")
+    return [name + first * _forks(one) for name, one in PRESETS.items()]
 
 
 def policies(
     policy: Annotated[str | None, Parameter(help="a policy")] = None,
     /,
     *,
-    json: Json = False,
+    json: opt.Json = False,
 ) -> None:
     """List the policies, or the choices of one.
 
@@ -144,8 +139,8 @@ def policies(
     what happens to a row when the next prompt departs from its path.
     """
     chosen = [tk.policy(name) for name in (PRESETS if policy is None else [policy])]
-    text = _choices(chosen[0]) if policy is not None else _presets()
-    print_result([asdict(one) for one in chosen], text, json)
+    text = _presets() if policy is None else _choices(chosen[0])
+    opt.print_result([asdict(one) for one in chosen], text, json)
 
 
 def _presets() -> str:
@@ -154,20 +149,19 @@ def _presets() -> str:
     del default["parent_by"]
     lines = []
     for name, policy in PRESETS.items():
-        aliases = [alias for alias, same in ALIASES.items() if same == policy]
-        lines.append([", ".join([name, *aliases]), _differences(policy, default)])
-    others = ", ".join(
-        f"{alias} is {one.name} with {_differences(one, _written(PRESETS[one.name]))}"
-        for alias, one in ALIASES.items()
-        if one not in PRESETS.values()
-    )
-    drift = "\n".join(
+        same = [alias for alias, one in ALIASES.items() if one == policy]
+        lines.append([", ".join([name, *same]), _differences(policy, default)])
+    for alias, one in ALIASES.items():
+        if one not in PRESETS.values():
+            changed = _differences(one, _written(PRESETS[one.name]))
+            lines.append([alias, f"{one.name} with {changed}"])
+    drift = [
         f"  {name}: {text.format(fork_threshold='fork_threshold')}"
         for name, text in RULES["on_drift"].items()
-    )
+    ]
     otherwise = ", ".join(f"{name}={value}" for name, value in default.items())
     table = text_table(["policy", "choices"], lines)
-    return f"{table}\n\notherwise: {otherwise}\n\n{others}\n\non_drift\n{drift}"
+    return "\n".join([table, "", f"otherwise: {otherwise}", "", "on_drift", *drift])
 
 
 def _choices(policy: tk.Policy) -> str:
@@ -175,39 +169,27 @@ def _choices(policy: tk.Policy) -> str:
     values = _written(policy)
     # an option in the words of the policy's system sets choices below
     known = {name: [*one] for name, one in IN_OTHER_WORDS.get(policy.name, {}).items()}
-    known |= {name: [*_allowed(name)] for name in _HINTS}
-    lines = []
-    for name, words in known.items():
-        listed = " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
-        lines.append([name, values.get(name, ""), listed])
+    for name, hint in _HINTS.items():
+        known[name] = {
+            bool: ["true", "false"],
+            int: ["an integer"],
+            int | None: ["an integer", "none"],
+        }.get(hint) or [*NAMED_CHOICES.get(name, ["names, separated by commas"])]
+    lines = [
+        [name, values.get(name, ""), ", ".join(own)] for name, own in known.items()
+    ]
     rules = [f"{name}={values[name]}: {rule_of(policy, name)}" for name in RULES]
     table = text_table([policy.name, "is", "may be"], lines)
-    return f"{table}\n\n" + "\n".join(rules)
-
-
-def _allowed(choice: str) -> Iterator[str]:
-    """What ``--set`` accepts for a choice."""
-    hint = _HINTS[choice]
-    if hint is bool:
-        yield from ("true", "false")
-    elif get_origin(hint) is tuple:
-        yield "names, separated by commas"
-    elif choice in NAMED_CHOICES:
-        yield from NAMED_CHOICES[choice]
-    else:
-        yield from ["an integer"] if hint is int else ["an integer", "none"]
+    return "\n".join([table, "", *rules])
 
 
 def _written(policy: tk.Policy) -> dict[str, str]:
     """Every choice of a policy and its value as ``--set`` accepts it."""
-    return {name: _text(getattr(policy, name)) for name in _HINTS}
-
-
-def _text(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(value)
-    word = value is None or isinstance(value, bool)
-    return str(value).lower() if word else str(value)
+    values = {name: getattr(policy, name) for name in _HINTS}
+    return {
+        name: ",".join(one) if isinstance(one, tuple) else str(one).lower()
+        for name, one in values.items()
+    }
 
 
 def _differences(policy: tk.Policy, others: dict[str, str]) -> str:

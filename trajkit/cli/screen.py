@@ -1,9 +1,9 @@
 """What people see: tables, colours, characters that could do harm, progress bars."""
 
-import itertools
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Self, TypeAlias
 
 from rich.cells import cell_len, chop_cells
@@ -26,17 +26,12 @@ STYLES = {
     "special": "bold magenta",
     "fold": "dim italic",
 }
-
-_LABEL = 12
-# On narrower screens, a label has a line of its own.
-_NARROW = 48
+# columns of a label; on narrower screens, it has a line of its own
+_LABEL, _NARROW = 12, 48
 
 
 def visible(text: str) -> str:
     """The text with escapes for all characters that do not show or move others.
-
-    Control characters, line breaks, marks of direction and lone surrogates become
-    ``\\x1b``, ``\\n``, ``\\u202e`` and the like.
 
     Examples
     --------
@@ -72,10 +67,12 @@ def text_table(head: Sequence[str], lines: Iterable[Sequence[str | int]]) -> str
     widths = [max(map(cell_len, column)) for column in zip(head, *cells, strict=True)]
     shown = []
     for line in [head, ["-" * width for width in widths], *cells]:
-        padded = [" " * (w - cell_len(c)) for c, w in zip(line, widths, strict=True)]
-        pairs = zip(line, padded, numbers, strict=True)
-        shown.append("  ".join(s + c if right else c + s for c, s, right in pairs))
-    return "\n".join(map(str.rstrip, shown))
+        padded = []
+        for text, width, number in zip(line, widths, numbers, strict=True):
+            space = " " * (width - cell_len(text))
+            padded.append(space + text if number else text + space)
+        shown.append("  ".join(padded).rstrip())
+    return "\n".join(shown)
 
 
 class Screen:
@@ -85,7 +82,7 @@ class Screen:
     forbids colours (https://no-color.org), and so does a terminal that is dumb.
     """
 
-    def __init__(self, *, colour: bool = True, width: int | None = None) -> None:
+    def __init__(self, *, colour: bool = True) -> None:
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         terminal = sys.stdout.isatty()
         self._console = Console(
@@ -94,9 +91,8 @@ class Screen:
             highlight=False,
             markup=False,
             emoji=False,
-            width=width,
         )
-        self.width = self._console.width if terminal or width else None
+        self.width = self._console.width if terminal else None
         """Columns of a line. None: lines are not broken, as for a pipe."""
 
     def print(self, line: str | Text = "", style: str = "") -> None:
@@ -106,21 +102,19 @@ class Screen:
 
     def labelled(self, label: str, fragments: Iterable[Fragment]) -> None:
         """Print text in lines that fit, after a label."""
-        narrow = self.width is not None and self.width < _NARROW
-        indent = 1 if narrow else _LABEL
-        lead = label.ljust(indent)
-        if narrow:
+        lead = label.ljust(_LABEL)
+        if self.width is not None and self.width < _NARROW:
             self.print(label)
             lead = " "
         for line in Text.assemble(*fragments).split("\n"):
-            ends: list[int] = []
+            pieces = [line.plain]
             if self.width is not None:
-                pieces = chop_cells(line.plain, max(self.width - indent, 1))
-                ends = [*itertools.accumulate(map(len, pieces))][:-1]
+                pieces = chop_cells(line.plain, max(self.width - len(lead), 1))
+            ends = [*accumulate(map(len, pieces))][:-1]
             # a character that is wider than the screen has no piece before it
             for part in line.divide([end for end in ends if end]):
                 self.print(Text.assemble(lead, part))
-                lead = " " * indent
+                lead = " " * len(lead)
 
 
 class Progress:
@@ -131,18 +125,16 @@ class Progress:
 
     def __init__(self, label: str, unit: str = "") -> None:
         counted = (TaskProgressColumn(), TextColumn("{task.fields[rate]}"))
-        self._unit, self._bar = (
-            unit,
-            Bar(
-                TextColumn(label),
-                BarColumn(),
-                *(*counted, TimeRemainingColumn(compact=True)) if unit else (),
-                console=Console(stderr=True),
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-                disable=not sys.stderr.isatty(),
-            ),
+        self._unit = unit
+        self._bar = Bar(
+            TextColumn(label),
+            BarColumn(),
+            *((*counted, TimeRemainingColumn(compact=True)) if unit else ()),
+            console=Console(stderr=True),
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            disable=not sys.stderr.isatty(),
         )
         self._task = self._bar.add_task("", total=None, rate="")
 

@@ -11,17 +11,7 @@ import pyarrow as pa
 import trajkit as tk
 from trajkit.analysis.tokenizer import Codec, Ids
 from trajkit.analysis.words import count
-from trajkit.cli.options import (
-    READING,
-    Count,
-    Json,
-    Reading,
-    Session,
-    TokenizerPath,
-    Turns,
-    TurnsOrRows,
-    print_result,
-)
+from trajkit.cli import options as opt
 from trajkit.cli.policies import PolicyOption, one_policy
 from trajkit.cli.screen import Fragment, Progress, Screen, shortened, visible
 from trajkit.cli.tokenizer import chosen_tokenizer
@@ -43,17 +33,17 @@ _AROUND = 3
 
 
 def show(
-    source: TurnsOrRows,
+    source: opt.Source,
     /,
     *,
     policy: PolicyOption = None,
-    session: Session = None,
+    session: opt.Session = None,
     row: int | None = None,
-    tokenizer: TokenizerPath = None,
-    context: Count = 16,
+    tokenizer: opt.TokenizerPath = None,
+    context: opt.Count = 16,
     unfold: bool = False,
     no_color: bool = False,
-    reading: Reading = READING,
+    reading: opt.Reading = opt.READING,
 ) -> None:
     """Print rows as text: what is trained, context, or lost.
 
@@ -178,22 +168,22 @@ class _View:
         messages: list[tuple[str, str]],
     ) -> None:
         """Print a row. ``outputs`` of turns are for tokens that it lost."""
-        ids = np.array(row["input_ids"], np.int32)
+        ids, fold = np.array(row["input_ids"], np.int32), self.context is not None
         session = row.get("session_id")
         place = "" if session is None else f"session {visible(str(session))}, "
         n = sum(row.get("loss_mask") or [])
         head = f"{place}row {row['row_index']}: {len(ids):,} tokens, {n:,} trained"
         self.screen.print(head, "head")
         for role, text in messages:
-            most = len(text) if self.context is None else _MAX_MESSAGE
-            self.screen.labelled(visible(role), [(shortened(text, most), "")])
+            shown = shortened(text, _MAX_MESSAGE if fold else len(text))
+            self.screen.labelled(visible(role), [(shown, "")])
         first, parts = 0, [*_parts(row, len(ids))]
-        if self.context is not None and row.get("parent_row") is not None:
+        if fold and row.get("parent_row") is not None:
             own = [start for kind, start, _, _ in parts if kind in ("trained", "lost")]
             first = min([row["shared_length"], *own])
+        if first:
             words = f"... {count(first)} as in row {row['parent_row']} ..."
-            if first:
-                self.screen.labelled("context", [(words, "fold")])
+            self.screen.labelled("context", [(words, "fold")])
         for kind, start, stop, span in parts:
             if kind == "lost":
                 self.lost(span, outputs)
@@ -203,15 +193,16 @@ class _View:
 
     def lost(self, span: dict[str, Any], outputs: dict[int, Ids]) -> None:
         """Print tokens that are lost, with the reason."""
-        start, stop = span["output_start"], span["output_stop"]
+        start, stop, turn = (
+            span[name] for name in ("output_start", "output_stop", "turn_index")
+        )
         cause = span["kind"].replace("_", " ")
         if span.get("drift_turn") is not None:
             cause += f" by turn {span['drift_turn']}"
-        words = f"({cause}: {count(stop - start)} of turn {span['turn_index']})"
+        words = f"({cause}: {count(stop - start)} of turn {turn})"
         text: list[Fragment] = [(words, "fold")]
         if outputs:
-            ids = outputs[span["turn_index"]][start:stop]
-            text += [(" ", ""), *self._text(ids, "lost")]
+            text += [(" ", ""), *self._text(outputs[turn][start:stop], "lost")]
         self.screen.labelled("lost", text)
 
     def _range(self, kind: str, ids: Ids) -> None:
@@ -276,14 +267,14 @@ def marked(codec: Codec, ids: Ids, start: int, stop: int) -> str:
 
 
 def why(
-    source: TurnsOrRows,
+    source: opt.Source,
     /,
     *,
     policy: PolicyOption = None,
-    session: Session = None,
-    tokenizer: TokenizerPath = None,
-    reading: Reading = READING,
-    json: Json = False,
+    session: opt.Session = None,
+    tokenizer: opt.TokenizerPath = None,
+    reading: opt.Reading = opt.READING,
+    json: opt.Json = False,
 ) -> None:
     """Explain why each row begins where it does.
 
@@ -310,16 +301,16 @@ def why(
             lines.append(f"session {visible(name)}")
         lines.append(f"  {sentence}")
         last = name
-    print_result({"rows": reasons.to_pylist()}, "\n".join(lines), json)
+    opt.print_result({"rows": reasons.to_pylist()}, "\n".join(lines), json)
 
 
 def tree(
-    source: Turns,
+    source: opt.Source,
     /,
     *,
     policy: PolicyOption = None,
-    session: Session = None,
-    reading: Reading = READING,
+    session: opt.Session = None,
+    reading: opt.Reading = opt.READING,
 ) -> None:
     """Draw the calls of each session as a tree.
 

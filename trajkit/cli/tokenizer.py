@@ -50,7 +50,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise FormatError(f"{file}: not a tokenizer: {error}") from error
 
 
-def load_chat_tokenizer(path: Path, template: Path | None) -> ChatTokenizer:
+def load_chat_tokenizer(path: Path, template: str | None) -> ChatTokenizer:
     """A tokenizer with a chat template: its own, or the one in a file."""
     if path.is_dir():
         read = _from_directory(path)
@@ -58,7 +58,7 @@ def load_chat_tokenizer(path: Path, template: Path | None) -> ChatTokenizer:
         fast = load_tokenizer(path)
         read = _transformers().PreTrainedTokenizerFast(tokenizer_object=fast)
     if template is not None:
-        read.chat_template = template.read_text("utf-8")
+        read.chat_template = Path(template).read_text("utf-8")
     if getattr(read, "chat_template", None) is None:
         raise FormatError(
             f"{path}: this tokenizer has no chat template: pass --chat-template"

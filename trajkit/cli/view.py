@@ -2,7 +2,7 @@
 
 import webbrowser
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,27 +11,9 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 import trajkit as tk
+from trajkit.cli import options as opt
+from trajkit.cli import policies as pol
 from trajkit.cli.files import Reads, Writes
-from trajkit.cli.options import (
-    OUT,
-    READING,
-    Count,
-    NoClobber,
-    Reading,
-    Session,
-    SessionsFile,
-    TokenizerPath,
-    Turns,
-    known_sessions,
-    print_text,
-)
-from trajkit.cli.policies import (
-    PoliciesOption,
-    PolicyOption,
-    many_policies,
-    one_policy,
-    policy_of,
-)
 from trajkit.cli.screen import Progress
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
@@ -49,26 +31,26 @@ _LARGE_BYTES = 50_000_000
 
 
 def view(
-    source: Turns,
+    source: opt.Source,
     /,
     *,
-    out: Annotated[str | None, OUT, Writes("page", piped="html")] = None,
-    policy: PoliciesOption = None,
-    sessions: SessionsFile = None,
+    out: Annotated[str | None, opt.OUT, Writes("page", piped="html")] = None,
+    policy: pol.PoliciesOption = None,
+    sessions: opt.SessionsFile = None,
     session: Annotated[str | None, Parameter(help="only these sessions: A,B")] = None,
-    sample: Count | None = None,
-    worst: Count | None = None,
-    tokenizer: TokenizerPath = None,
+    sample: opt.Count | None = None,
+    worst: opt.Count | None = None,
+    tokenizer: opt.TokenizerPath = None,
     rows: Annotated[str | None, Reads("rows")] = None,
-    pack: Count | None = None,
+    pack: opt.Count | None = None,
     against: Annotated[str | None, Reads("turns")] = None,
     print: bool = False,
     no_text: bool = False,
     port: Port = 0,
     follow: bool = False,
     no_browser: bool = False,
-    reading: Reading = READING,
-    no_clobber: NoClobber = False,
+    reading: opt.Reading = opt.READING,
+    no_clobber: opt.NoClobber = False,
 ) -> None:
     """Look at a run in the browser.
 
@@ -113,14 +95,15 @@ def view(
     given = [name for name, value in choices.items() if value is not None]
     if len(given) > 1:
         raise ArgumentError(f"{given[1]}: not allowed with {given[0]}")
-    if out is not None and follow:
+    if out is None:
+        if print:
+            raise ArgumentError("--print makes a file: give it a name with --out")
+    elif follow:
         raise ArgumentError("--follow needs the server: leave out --out")
-    if out is None and print:
-        raise ArgumentError("--print makes a file: give it a name with --out")
-    if out is not None:
+    else:
         _check_suffix(out, "a page", "html", "htm")
-    texts = many_policies(policy)
-    policies = [policy_of(text) for text in texts]
+    texts = pol.many_policies(policy)
+    policies = [*map(pol.policy_of, texts)]
     shown: dict[str, Any] = {
         "tokenizer": chosen_tokenizer(tokenizer, source),
         "text": not no_text,
@@ -133,11 +116,11 @@ def view(
     # as stored: rows of other systems have few columns, and verify judges them
     table = None if rows is None else read_any_rows(rows)
     if out is None:
-        common = Options(tuple(texts), policy_of, follow=follow, **shown)
+        common = Options(tuple(texts), pol.policy_of, follow=follow, **shown)
         own = replace(common, rows=table, rows_policy=policies[0] if policy else None)
         runs = [LiveRun(run, own), *(LiveRun(one, common) for one in others)]
         with suppress(KeyboardInterrupt), ViewServer(runs, run.title, port) as server:
-            print_text(f"{server.url}\nCtrl-C ends")
+            opt.print_text(f"{server.url}\nCtrl-C ends")
             if not no_browser:
                 webbrowser.open(server.url)
             server.serve_forever()
@@ -160,13 +143,13 @@ def view(
     text = "the text of all messages; --no-text leaves it out"
     if no_text:
         text = "token ids and numbers, no text"
-    print_text(
+    opt.print_text(
         f"{len(turns['session_id'].unique()):,} of {run.n_sessions:,} sessions, "
         f"{turns.num_rows:,} turns\ncontains {text}\n"
         f"written to {out} ({size / 1e6:.1f} MB)"
     )
     if size > _LARGE_BYTES:
-        print_text(
+        opt.print_text(
             f"browsers open files above {_LARGE_BYTES / 1e6:.0f} MB slowly: choose "
             "sessions with --session A,B, --sample N or --worst N, or leave out --out to "
             "serve the page"
@@ -182,42 +165,38 @@ def _check_suffix(out: str, what: str, *known: str) -> str:
     return suffix
 
 
+@dataclass
 class Run:
     """The turns of a run, and what is known of its sessions."""
 
-    def __init__(
-        self,
-        source: list[str],
-        sessions: str | None,
-        reading: Reading,
-        selection: "Selection",
-        *,
-        follow: bool = False,
-    ) -> None:
-        self._source, self._sessions, self._follow = source, sessions, follow
-        self._reading, self._selection = reading, selection
-        self.title = ", ".join(Path(one).resolve().name for one in source)
-        self.n_sessions = 0
+    source: list[str]
+    sessions: str | None
+    reading: opt.Reading
+    selection: "Selection"
+    follow: bool = False
+    n_sessions: int = 0
+
+    def __post_init__(self) -> None:
+        self.title = ", ".join(Path(one).resolve().name for one in self.source)
 
     def version(self) -> str:
         """Sizes and times of the files of turns."""
-        found = [path.stat() for path in log_files(self._source)[0]]
+        found = [path.stat() for path in log_files(self.source)[0]]
         return " ".join(f"{one.st_size}.{one.st_mtime_ns}" for one in found)
 
     def load(self) -> tuple[pa.Table, pa.Table | None]:
         """The turns of the chosen sessions, and the table of these sessions."""
-        pieces = self._reading.pieces(self._source, empty=self._follow)
-        turns, self.n_sessions = self._selection.of(
+        pieces = self.reading.pieces(self.source, empty=self.follow)
+        turns, self.n_sessions = self.selection.of(
             batch for piece in pieces for batch in piece.to_batches()
         )
-        known = known_sessions(
-            self._sessions, self._source, self._reading.session_prefix
-        )
+        prefix = self.reading.session_prefix
+        known = opt.known_sessions(self.sessions, self.source, prefix)
         if known is None:
             return turns, None
         # sessions that have not ended have no line yet
-        ended = {*known["session_id"].to_pylist()}
         names = turns["session_id"].unique().to_pylist()
+        ended = {*known["session_id"].to_pylist()}
         missing = [{"session_id": name} for name in names if name not in ended]
         lines = pa.Table.from_pylist(missing, SESSIONS)
         return turns, pa.concat_tables([known.select(SESSIONS.names), lines])
@@ -225,15 +204,15 @@ class Run:
 
 def plot(
     kind: Literal["swimlanes", "tokens"],
-    source: Turns,
+    source: opt.Source,
     /,
     *,
-    out: Annotated[str, OUT, Writes("picture")],
-    policy: PolicyOption = None,
-    session: Session = None,
-    sessions: SessionsFile = None,
-    reading: Reading = READING,
-    no_clobber: NoClobber = False,
+    out: Annotated[str, opt.OUT, Writes("picture")],
+    policy: pol.PolicyOption = None,
+    session: opt.Session = None,
+    sessions: opt.SessionsFile = None,
+    reading: opt.Reading = opt.READING,
+    no_clobber: opt.NoClobber = False,
 ) -> None:
     """Draw a run or a session.
 
@@ -250,11 +229,11 @@ def plot(
         tokens: the session (default: the one with the most turns).
     """
     suffix = _check_suffix(out, "a picture", "svg", "png", "pdf")
-    chosen, turns = one_policy(policy), reading.turns(source)
+    chosen, turns = pol.one_policy(policy), reading.turns(source)
     if kind == "tokens":
         figure = tk.plot.tokens(turns, chosen, session)
     else:
-        facts = known_sessions(sessions, source, reading.session_prefix)
+        facts = opt.known_sessions(sessions, source, reading.session_prefix)
         figure = tk.plot.swimlanes(turns, facts)
     from trajkit.plot.figures import save
 
