@@ -395,10 +395,10 @@ def test_pack_writes_packs(tmp_path, capsys, turns):
     rows, packs = str(tmp_path / "rows.parquet"), str(tmp_path / "packs.parquet")
     table = tk.linearize(tk.from_records(CALLS))
     tk.write_rows(table, rows)
-    options = ["--max-tokens", "12", "--align", "4", "--column", "row_weight"]
+    options = ["--max-tokens", "12"]
     assert cli.main(["pack", rows, "-o", packs, *options]) == cli.DONE
     found = next(iter_tables(packs))
-    expected = tk.pack(table, 12, align=4, columns=["row_weight"])
+    expected = tk.pack(table, 12)
     assert found.to_pylist() == expected.to_pylist()
     assert tk.verify_packs(found, table).num_rows == 0
     n_tokens = sum(expected["n_tokens"].to_pylist())
@@ -705,8 +705,9 @@ def test_policies_are_listed(capsys):
     assert [one["name"] for one in listed] == list(PRESETS)
     assert cli.main(["policies"]) == cli.DONE
     lines = capsys.readouterr().out.splitlines()
-    (strict,) = (line for line in lines if line.startswith("strict"))
-    assert strict.split("  ")[-1].strip() == "parent_by=tokens, train_aborted=true"
+    for name in ("strict", "interleave"):
+        (line,) = (line for line in lines if line.startswith(name))
+        assert line.split("  ")[-1].strip() == "parent_by=tokens, train_aborted=true"
     assert any("keep_untrained=true" in line for line in lines)
 
 

@@ -16,15 +16,9 @@ from trajkit.errors import ArgumentError
 
 _NOTES = """\
 A file named - is standard input. --out - writes JSON lines (compact: an Arrow IPC stream)
-to standard output, and messages to stderr. Exit codes:
-
-- 0: done
-- 1: the data breaks a rule: the line on stderr names session, turn, value and rule
-  (verify, check: something is wrong, listed on stdout)
-- 2: wrong usage: an unknown option, policy or choice, or a missing optional package
-- 3: a file or an address cannot be used, or a file has an unknown format
-- 130: interrupted
-- 141: the reader of the output went away
+to standard output, and messages to stderr. Exit codes: 0 done; 1 the data breaks a rule, or
+verify or check found something; 2 wrong usage, or a missing optional package; 3 a file or
+an address cannot be used; 130 interrupted; 141 the reader of the output went away.
 """
 
 STANDARD = "/dev/stdin"

@@ -25,7 +25,8 @@ from trajkit.verification.row_forms import plain_rows
 RIGHT = ("trains", "session_without_rows")
 """Lines that are no finding."""
 
-_MOST_LINES, _MOST_VIOLATIONS = 3, 20
+# of the first wrong rows, and of each of them, the lines that are shown
+_MOST_ROWS, _MOST_LINES, _MOST_VIOLATIONS = 3, 4, 20
 _NO_POLICY = (
     "without --policy, only what is true under every policy is checked: trained tokens "
     "were sampled, and have the engine's logprobs. --policy compares with the policy's rows"
@@ -37,9 +38,8 @@ def check(
     turns: opt.Source,
     /,
     *,
-    out: Annotated[str | None, opt.OUT, Writes("row_checks")] = None,
+    out: Annotated[str | None, opt.FILE, Writes("row_checks")] = None,
     policy: PolicyOption = None,
-    show: opt.Count = 3,
     tokenizer: opt.TokenizerPath = None,
     reading: opt.Reading = opt.READING,
     json: opt.Json = False,
@@ -47,23 +47,12 @@ def check(
 ) -> int:
     """Say whether a trainer's mask trains what was sampled.
 
-    Find rows of any trainer in the log by their tokens, and say which turn each row trains,
-    which trained tokens nobody sampled, which sampled tokens no row trains, and whether
-    mask or logprobs are shifted. The exit code is 1 if anything is wrong. docs/check.md
-    lists the columns that are understood. With --policy, tokens that the policy does not
-    train are not missing; without it, every sampled token that may be trained is expected
-    in a row.
-
-    Parameters
-    ----------
-    rows
-        Rows: Parquet, Arrow IPC or JSON by suffix, .npz, .pt, or a directory.
-    turns
-        The recorded calls that they come from, in files or directories.
-    out
-        Write all lines as a table.
-    show
-        Wrong rows to print.
+    Find rows of any trainer (also .npz and .pt) in the log by their tokens, and say which
+    turn each row trains, which trained tokens nobody sampled, which sampled tokens no row
+    trains, and whether mask or logprobs are shifted. The exit code is 1 if anything is
+    wrong. --out gets all findings. docs/check.md lists the columns that are understood.
+    With --policy, tokens that the policy does not train are not missing; without it, every
+    sampled token that may be trained is expected in a row.
     """
     chosen = maybe_policy(policy)
     loaded = chosen_tokenizer(tokenizer, turns)
@@ -81,8 +70,8 @@ def check(
     sampled = sum(map(len, calls["output_ids"]))
     text = (
         f"rows {table.num_rows:,}, tokens trained {trained:,}; "
-        f"turns {calls.num_rows:,}, tokens sampled {sampled:,}\n"
-        + describe(table, lines, None if loaded is None else Codec(loaded), show)
+        f"turns {calls.num_rows:,}, tokens sampled {sampled:,}\n\n"
+        + describe(table, lines, None if loaded is None else Codec(loaded))
     )
     opt.print_result({"wrong": wrong, "lines": lines}, text, json)
     return BAD_DATA if wrong else DONE
@@ -102,61 +91,33 @@ def any_rows(path: str) -> object:
     return read_any_rows(path)
 
 
-def describe(
-    rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None, most: int
-) -> str:
-    """The findings in words: the first wrong rows, then the number of each kind."""
+def describe(rows: pa.Table, lines: list[dict[str, Any]], codec: Codec | None) -> str:
+    """The findings of the first wrong rows, then the number of each kind."""
     wrong = [line for line in lines if line["kind"] not in RIGHT]
-    text = []
-    for row in [*dict.fromkeys(one["row"] for one in wrong or lines)][:most]:
-        if row is not None:
-            bad = [_finding(one, rows, codec) for one in wrong if one["row"] == row]
-            text += [_row(row, [line for line in lines if line["row"] == row])]
-            text += [f"  {one}" for one in bad[:_MOST_LINES]]
-            if len(bad) > _MOST_LINES:
-                text.append(
-                    f"  and {len(bad) - _MOST_LINES} more, in the table of --out"
-                )
-    for one in [line for line in lines if line["row"] is None][:_MOST_LINES]:
-        session = one["session_id"]
-        where = "no row" if session is None else f"session {visible(session)}"
-        text.append(f"{where}: {one['detail']}")
+    shown = []
+    for row in [*dict.fromkeys(one["row"] for one in wrong or lines)][:_MOST_ROWS]:
+        own = [line for line in lines if line["row"] == row]
+        for one in sorted(own, key=lambda one: one["kind"] in RIGHT)[:_MOST_LINES]:
+            words, token = one["detail"], one["token"]
+            if codec is not None and token is not None:
+                ids = np.asarray(rows["input_ids"][row].values)
+                start = token - rows["padding"][row].as_py()
+                stop = start + min(one["tokens"], 8)
+                words += f"  {marked(codec, ids, start, stop)}"
+            places = ["" if one[name] is None else str(one[name]) for name in _PLACES]
+            shown.append([*map(visible, places), words])
+    found = text_table(("row", "session", "token", "finding"), shown)
     if not wrong:
-        return "\n".join(
-            [*text, "right: every trained token was sampled, and trains once"]
-        )
+        return f"{found}\n\nright: every trained token was sampled, and trains once"
     counts = (
         pl.DataFrame(wrong, infer_schema_length=None)
         .group_by(pl.col("kind").str.replace_all("_", " "), maintain_order=True)
         .agg(pl.col("row").drop_nulls().n_unique(), pl.col("tokens").sum())
     )
-    table = text_table(("wrong", "rows", "tokens"), counts.rows())
-    return "\n".join([*text, "", table])
+    return f"{found}\n\n{text_table(('wrong', 'rows', 'tokens'), counts.rows())}"
 
 
-def _row(row: int, lines: list[dict[str, Any]]) -> str:
-    """What a row trains of which turns."""
-    session = next((one["session_id"] for one in lines if one["session_id"]), None)
-    where = "" if session is None else f" (session {visible(session)})"
-    trained = [one["detail"] for one in lines if one["kind"] == "trains"]
-    pairs = [one.removeprefix("trains ").partition(", if ") for one in trained]
-    words = "; ".join(first for first, _, _ in pairs[:_MOST_LINES])
-    if len(trained) > _MOST_LINES:
-        words += f"; and of {len(trained) - _MOST_LINES} more turns"
-    condition = next((f", if {rest}" for _, _, rest in pairs if rest), "")
-    return f"row {row}{where}: trains {words or 'nothing that was sampled'}{condition}"
-
-
-def _finding(line: dict[str, Any], rows: pa.Table, codec: Codec | None) -> str:
-    """A finding, with the text around its first token."""
-    if line["token"] is None:
-        return str(line["detail"])
-    text = f"{line['detail']} (from token {line['token']})"
-    if codec is None:
-        return text
-    start = line["token"] - rows["padding"][line["row"]].as_py()
-    ids = np.asarray(rows["input_ids"][line["row"]].values)
-    return f"{text}  {marked(codec, ids, start, start + min(line['tokens'], 8))}"
+_PLACES = ("row", "session_id", "token")
 
 
 def verify(
@@ -164,7 +125,7 @@ def verify(
     turns: opt.Source,
     /,
     *,
-    out: Annotated[str | None, opt.OUT, Writes("violations")] = None,
+    out: Annotated[str | None, opt.PARTS, Writes("violations")] = None,
     policy: PolicyOption = None,
     sessions: opt.SessionsFile = None,
     reward: opt.Reward = None,
@@ -174,17 +135,12 @@ def verify(
 ) -> int:
     """Check rows against the turns that they come from.
 
-    Print the violations; the exit code is 1 if there are any. Rows of other systems need
-    input_ids and loss_mask. With --policy, the rows are compared with those of the policy;
-    without it, what is true under every policy is checked.
+    Print the violations, or write them to --out; the exit code is 1 if there are any. Rows
+    of other systems need input_ids and loss_mask. With --policy, the rows are compared with
+    those of the policy; without it, what is true under every policy is checked.
 
     Parameters
     ----------
-    turns
-        Their turns, in files or directories.
-    out
-        Write the table of violations; DIRECTORY/ gets parts, where an interrupted run
-        continues.
     weigh_by
         What row_weight is, as for linearize.
     """

@@ -157,7 +157,7 @@ def drift(
     source: opt.Source,
     /,
     *,
-    out: Annotated[str | None, opt.OUT, Writes("drift")] = None,
+    out: Annotated[str | None, opt.FILE, Writes("drift")] = None,
     policy: pol.PolicyOption = None,
     tokenizer: opt.TokenizerPath = None,
     findings: Annotated[str | None, Writes("findings")] = None,
@@ -168,12 +168,10 @@ def drift(
     Compare every prompt with the path of the call that it continues (its prompt and
     output), and count drift by region and cause. 'tokens at stake' are sampled tokens that
     the prompt changes or lacks. With a tokenizer, causes are found by comparing texts,
-    every finding is counted, and one of each cause is shown.
+    every finding is counted, and one of each cause is shown. --out gets a line per turn.
 
     Parameters
     ----------
-    out
-        Write the drift table, a line per turn.
     findings
         With --tokenizer: write each finding, with spans and texts of both sides.
     """

@@ -1,7 +1,7 @@
 """Commands from file to file: import, linearize, compact, expand, pack and export."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -40,7 +40,7 @@ def import_(
     source: Annotated[list[str], Reads("records")],
     /,
     *,
-    out: Annotated[str, opt.OUT, Writes("turns")],
+    out: Annotated[str, opt.FILE, Writes("turns")],
     format: Annotated[
         Literal[("auto", *FORMATS)],  # type: ignore[valid-type]
         Parameter(name="--from"),
@@ -70,8 +70,6 @@ def import_(
     ----------
     source
         Files, patterns, directories, addresses (s3://...), or - for standard input.
-    out
-        Turns: Parquet, Arrow IPC or JSONL, by suffix; - is standard output.
     format
         The format of the records; auto: by the files.
     tokenizer
@@ -137,7 +135,7 @@ def linearize(
     source: opt.Source,
     /,
     *,
-    out: Annotated[str, opt.OUT, Writes("rows")],
+    out: Annotated[str, opt.PARTS, Writes("rows")],
     policy: PolicyOption = None,
     sessions: opt.SessionsFile = None,
     reward: opt.Reward = None,
@@ -153,9 +151,6 @@ def linearize(
 
     Parameters
     ----------
-    out
-        Rows: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts, where an
-        interrupted run continues; - is standard output.
     weigh_by
         What row_weight is: the row's trained tokens over the rollout's N; 1 over the
         rollout's rows that train; or 1 / N.
@@ -223,51 +218,35 @@ def compact(
     source: opt.Source,
     /,
     *,
-    out: Annotated[str, opt.OUT, Writes("turns", piped="arrows")],
+    out: Annotated[str, opt.PARTS, Writes("turns", piped="arrows")],
     job: opt.Job = opt.JOB,
 ) -> None:
     """Write recorded turns in delta form.
 
     Of each prompt, that form has only what an earlier turn does not have. Every command
-    reads it; expand is the inverse.
-
-    Parameters
-    ----------
-    out
-        Turns: Parquet or Arrow IPC, by suffix; or DIRECTORY/ for parts in Parquet, where an
-        interrupted run continues; - is standard output.
+    reads it; expand is the inverse. JSONL cannot store it.
     """
-    _change(tk.compact, "compact", source, out, job)
+    _change(tk.compact, source, out, job)
 
 
 def expand(
     source: opt.Source,
     /,
     *,
-    out: Annotated[str, opt.OUT, Writes("turns")],
+    out: Annotated[str, opt.PARTS, Writes("turns")],
     job: opt.Job = opt.JOB,
 ) -> None:
     """Write turns with complete prompts.
 
     Messages are complete, too: the inverse of compact.
-
-    Parameters
-    ----------
-    out
-        Turns, as for compact; or JSONL.
     """
-    _change(tk.expand, "expand", source, out, job)
+    _change(tk.expand, source, out, job)
 
 
-def _change(
-    change: Callable[[pa.Table], pa.Table],
-    name: str,
-    source: list[str],
-    out: str,
-    job: opt.Job,
-) -> None:
+def _change(stage: Any, source: list[str], out: str, job: opt.Job) -> None:
     """Write the turns and print their size."""
-    totals = job.run(name, source, change, out, {"stage": name})
+    name = stage.__name__
+    totals = job.run(name, source, stage, out, {"stage": name})
     files = log_files(source)[0], paths_in(Path(out))
     before, after = (sum(file.stat().st_size for file in one) for one in files)
     text = (
@@ -282,10 +261,8 @@ def pack(
     rows: opt.Rows,
     /,
     *,
-    out: Annotated[str, opt.OUT, Writes("packs")],
+    out: Annotated[str, opt.FILE, Writes("packs")],
     max_tokens: opt.Count,
-    align: opt.Count = 1,
-    column: list[str] | None = None,
     json: opt.Json = False,
     no_clobber: opt.NoClobber = False,
 ) -> None:
@@ -296,19 +273,13 @@ def pack(
 
     Parameters
     ----------
-    out
-        Packs: Parquet, Arrow IPC or JSONL, by suffix; - is standard output.
     max_tokens
         Tokens of a pack, at most; 1.25 to 1.5 times the longest row leaves little to
         repeat.
-    align
-        Pad packs to a multiple of this many tokens.
-    column
-        Give edges this column of the rows, as edge_COLUMN; may be repeated.
     """
     table = opt.read_rows(rows)
     with Progress("packing"):
-        packs = tk.pack(table, max_tokens, align=align, columns=column or [])
+        packs = tk.pack(table, max_tokens)
         write_table(packs, out)
     tokens = int(packs["n_tokens"].to_numpy().sum())
     edges = sum(map(len, packs["edge_source"]))

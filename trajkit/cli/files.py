@@ -57,11 +57,14 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
     inputs: list[Input] = []
     outputs: dict[str, tuple[str, str]] = {}
     piped: Path | None = None
-    stdout = sys.stdout
+    clobber, stdout = True, sys.stdout
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for values, name, mark in [*_marked(command, bound.arguments)]:
             given = values[name]
+            if name == "no_clobber":
+                clobber = False
+                continue
             paths = given if isinstance(given, list) else [given]
             if isinstance(mark, Writes):
                 if name == "out" and paths == [STANDARD]:
@@ -83,7 +86,7 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
                     paths = [str(copy) for copy in copies]
                 inputs += mark.inputs(paths)
             values[name] = paths if isinstance(given, list) else paths[0]
-        check_outputs(outputs, inputs, clobber=not _value(bound, "no_clobber"))
+        check_outputs(outputs, inputs, clobber=clobber)
         code = command(*bound.args, **bound.kwargs)
         if piped is not None:
             stdout.flush()
@@ -94,21 +97,16 @@ def call(command: Callable[..., int | None], bound: inspect.BoundArguments) -> i
 
 def _marked(
     command: Any, values: dict[str, Any]
-) -> Iterator[tuple[dict[str, Any], str, Reads | Writes]]:
-    """Files among the parameters of a function, or the attributes of an object."""
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Files and no_clobber among a function's parameters, or an object's attributes."""
     for name, hint in get_type_hints(command, include_extras=True).items():
         value = values.get(name)
         for mark in getattr(hint, "__metadata__", ()):
-            if isinstance(mark, Reads | Writes) and value is not None:
+            known = isinstance(mark, Reads | Writes) or name == "no_clobber"
+            if known and value not in (None, False):
                 yield values, name, mark
         if is_dataclass(value):
             yield from _marked(type(value), vars(value))
-
-
-def _value(bound: inspect.BoundArguments, name: str) -> Any:
-    """An argument, be it an attribute of an object."""
-    own = [vars(one) for one in bound.arguments.values() if is_dataclass(one)]
-    return next((one[name] for one in [bound.arguments, *own] if name in one), None)
 
 
 def _spooled(folder: Path, paths: list[str]) -> str:

@@ -28,7 +28,17 @@ from trajkit.files.tables import sessions_below
 from trajkit.tables.take import take_session
 from trajkit.turns.validation import reject_turns
 
-OUT = Parameter(name=("--out", "-o"), allow_leading_hyphen=True)
+
+def _out(help: str | None = None) -> Parameter:
+    return Parameter(name=("--out", "-o"), allow_leading_hyphen=True, help=help)
+
+
+OUT = _out()
+FILE = _out("Parquet, Arrow IPC or JSONL, by suffix; - is standard output")
+PARTS = _out(
+    "Parquet, Arrow IPC or JSONL, by suffix; - is standard output; DIRECTORY/ gets parts, "
+    "where an interrupted run continues"
+)
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 Json = Annotated[bool, Parameter(help="print one JSON object and nothing else")]
 NoClobber = Annotated[bool, Parameter(help="replace no existing file")]

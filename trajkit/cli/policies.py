@@ -135,8 +135,7 @@ def policies(
     """List the policies, or the choices of one.
 
     Policies are listed with the choices that differ from the defaults. With a POLICY, list
-    all its choices, their values, what --set accepts, and what the policy does. on_drift is
-    what happens to a row when the next prompt departs from its path.
+    all its choices, their values, what --set accepts, and what the policy does.
     """
     chosen = [tk.policy(name) for name in (PRESETS if policy is None else [policy])]
     text = _presets() if policy is None else _choices(chosen[0])
@@ -144,24 +143,16 @@ def policies(
 
 
 def _presets() -> str:
-    """Each preset with the choices in which it differs from the defaults."""
+    """Each policy with the choices in which it differs from the defaults."""
     default = _written(tk.Policy(name="", parent_by="messages"))
     del default["parent_by"]
     lines = []
-    for name, policy in PRESETS.items():
-        same = [alias for alias, one in ALIASES.items() if one == policy]
-        lines.append([", ".join([name, *same]), _differences(policy, default)])
-    for alias, one in ALIASES.items():
-        if one not in PRESETS.values():
-            changed = _differences(one, _written(PRESETS[one.name]))
-            lines.append([alias, f"{one.name} with {changed}"])
-    drift = [
-        f"  {name}: {text.format(fork_threshold='fork_threshold')}"
-        for name, text in RULES["on_drift"].items()
-    ]
+    for name, policy in (PRESETS | ALIASES).items():
+        own = _written(policy)
+        changed = (f"{k}={v}" for k, v in own.items() if default.get(k) != v)
+        lines.append([name, ", ".join(changed)])
     otherwise = ", ".join(f"{name}={value}" for name, value in default.items())
-    table = text_table(["policy", "choices"], lines)
-    return "\n".join([table, "", f"otherwise: {otherwise}", "", "on_drift", *drift])
+    return f"{text_table(['policy', 'choices'], lines)}\n\notherwise: {otherwise}"
 
 
 def _choices(policy: tk.Policy) -> str:
@@ -190,11 +181,3 @@ def _written(policy: tk.Policy) -> dict[str, str]:
         name: ",".join(one) if isinstance(one, tuple) else str(one).lower()
         for name, one in values.items()
     }
-
-
-def _differences(policy: tk.Policy, others: dict[str, str]) -> str:
-    """The choices in which a policy differs from other ones."""
-    own = _written(policy).items()
-    return ", ".join(
-        f"{name}={value}" for name, value in own if others.get(name) != value
-    )

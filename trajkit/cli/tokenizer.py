@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from trajkit.analysis.tokenizer import Tokenizer
-from trajkit.errors import ArgumentError, FormatError
+from trajkit.errors import FormatError
 from trajkit.files.sources import Paths, paths_of
 from trajkit.importers.transcripts import ChatTokenizer
 
@@ -38,13 +38,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         return cast("Tokenizer", _from_directory(path))
+    from tokenizers import Tokenizer as Fast
+
     content = file.read_bytes()
     try:
-        from tokenizers import Tokenizer as Fast
-
         return cast("Tokenizer", Fast.from_buffer(content))
-    except ModuleNotFoundError as error:
-        raise _missing("tokenizers") from error
     # tokenizers raises bare Exceptions
     except Exception as error:
         raise FormatError(f"{file}: not a tokenizer: {error}") from error
@@ -77,12 +75,6 @@ def _from_directory(path: Path) -> Any:
 def _transformers() -> Any:
     # it would advise to install PyTorch, which is not needed here
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise _missing("transformers") from error
+    import transformers
+
     return transformers
-
-
-def _missing(library: str) -> ArgumentError:
-    return ArgumentError(f"--tokenizer needs {library}: pip install {library}")
