@@ -56,20 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the interpreter flushes stdout once more as it exits: that must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
-    except OSError as error:
-        known = None not in (error.filename, error.strerror)
-        text = f"{error.filename}: {error.strerror}" if known else str(error)
-        code = BAD_FILE
     except ImportError as error:
         if (error.name or "trajkit").partition(".")[0].startswith("trajkit"):
             raise
         text, code = _missing(error), BAD_USAGE
-    except FormatError as error:
+    except (OSError, FormatError) as error:
         text, code = str(error), BAD_FILE
-    except ArgumentError as error:
-        text, code = str(error), BAD_USAGE
+        if isinstance(error, OSError) and None not in (error.filename, error.strerror):
+            text = f"{error.filename}: {error.strerror}"
     except TrajkitError as error:
-        text, code = str(error), BAD_DATA
+        code = BAD_USAGE if isinstance(error, ArgumentError) else BAD_DATA
+        text = str(error)
     say(text)
     return code
 

@@ -296,7 +296,7 @@ def pack(
 _TAKES = {
     "sft": {"max_length"},
     "llama-factory": {"max_length"},
-    "prime-rl": {"max_length", "ranks", "temperature", "advantage", "sessions"},
+    "prime-rl": {"max_length", "advantage", "sessions"},
     "tinker": {"advantage", "sessions"},
 }
 
@@ -311,8 +311,6 @@ def export(
     | None = None,
     sessions: opt.SessionsFile = None,
     max_length: opt.Count | None = None,
-    ranks: opt.Count | None = None,
-    temperature: float | None = None,
     json: opt.Json = False,
     no_clobber: opt.NoClobber = False,
 ) -> None:
@@ -321,7 +319,7 @@ def export(
     Rows are checked, and written as slime's debug rollout data, Parquet for supervised
     training in TRL and Axolotl (sft) or SkyRL (skyrl-sft), a folder for LLaMA-Factory, the
     micro-batches of a step for prime-rl, or the arguments of Tinker's Datum as JSON Lines.
-    docs/trainers.md has the lines of Python for other trainers.
+    docs/trainers.md has the lines of Python for other trainers and choices.
 
     Parameters
     ----------
@@ -335,15 +333,10 @@ def export(
     max_length
         The trainer's limit for a row: SFTConfig.max_length, prime-rl's seq_len (default:
         2048). Longer rows are refused.
-    ranks
-        prime-rl: data-parallel ranks of the trainer (default: 1).
-    temperature
-        prime-rl: the temperature that sampled the rows (default: 1).
     """
     from trajkit.export.files import path_of, write_export
 
-    own = {"max_length": max_length, "ranks": ranks, "temperature": temperature}
-    given = {**own, "advantage": advantage, "sessions": sessions}
+    given = {"max_length": max_length, "advantage": advantage, "sessions": sessions}
     for name in [name for name, value in given.items() if value is not None]:
         targets = [one for one, takes in _TAKES.items() if name in takes]
         if to not in targets:
@@ -351,9 +344,9 @@ def export(
                 f"--{name.replace('_', '-')} does nothing with --to {to}: it is for "
                 f"{' and '.join(targets)}"
             )
-    options: dict[str, Any] = {k: v for k, v in own.items() if v is not None}
+    options = {} if max_length is None else {"max_length": max_length}
     if to == "prime-rl":
-        options["seq_len"] = options.pop("max_length", 2048)
+        options = {"seq_len": max_length or 2048}
     check_outputs(
         {"the file": (path_of(to, Path(out)), "export")},
         [*inputs_of([rows]), *turns_inputs([sessions] if sessions else [])],

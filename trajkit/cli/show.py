@@ -2,7 +2,7 @@
 
 import json as json_lines
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -73,27 +73,23 @@ def show(
             rows = row_forms.plain_rows(rows).drop_columns("padding")
         if session is not None:
             rows = take_session(rows, session, "rows")
-        for one in _chosen_rows(rows, row):
-            view.row(one, {}, [])
+        view.rows(rows, row)
         return
     chosen = one_policy(policy)
     for table in _each_session(reading.turns(source, session)):
-        ids = tuples(table, "turn_index", "output_ids")
-        outputs = {turn: np.array(output, np.int32) for turn, output in ids}
-        messages = {} if codec else _messages(table)
+        view.outputs = dict(tuples(table, "turn_index", "output_ids"))
+        view.messages = {} if codec else _messages(table)
         lines = tk.analysis.output_spans(table, chosen).to_pylist()
-        drift = {(x["turn_index"], x["output_start"]): x["drift_turn"] for x in lines}
-        for one in _chosen_rows(tk.linearize(table, chosen), row):
-            for span in one["spans"]:
-                key = span["turn_index"], span["output_start"]
-                span["drift_turn"] = drift.get(key)
-            view.row(one, outputs, messages.get(one["last_turn"], []))
+        view.drift = {
+            (one["turn_index"], one["output_start"]): one["drift_turn"] for one in lines
+        }
+        view.rows(tk.linearize(table, chosen), row)
         lost = [line for line in lines if line["row_index"] is None]
         if lost and row is None:
             name = visible(lost[0]["session_id"])
             view.screen.print(f"session {name}, in no row", "head")
             for line in lost:
-                view.lost(line, outputs)
+                view.lost(line)
             view.screen.print()
 
 
@@ -112,31 +108,16 @@ def _each_session(turns: pa.Table) -> Iterator[pa.Table]:
     return (located.part(k, k + 1).table for k in range(len(located)))
 
 
-def _chosen_rows(rows: pa.Table, index: int | None) -> Iterator[dict[str, Any]]:
-    """The rows as dicts, one at a time."""
-    names = [*range(rows.num_rows)]
-    if "row_index" in rows.column_names:
-        names = rows["row_index"].to_pylist()
-    if index is not None and index not in names:
-        raise ArgumentError(
-            f"--row {index}: expected an index of one of the {rows.num_rows} rows"
-        )
-    for k, name in enumerate(names):
-        if index in (None, name):
-            yield {"row_index": name, **rows.slice(k, 1).to_pylist()[0]}
-
-
 def _messages(turns: pa.Table) -> dict[int, list[tuple[str, str]]]:
     """Role and text of the messages of each turn, request and reply, of one session."""
     bodies: dict[bytes, str] = {}
     found: dict[int, list[tuple[str, str]]] = {}
-    table = tk.expand(turns).select(["turn_index", "messages", "response"])
-    for turn in table.to_pylist():
-        found[turn["turn_index"]] = lines = []
-        for message in filter(None, [*(turn["messages"] or []), turn["response"]]):
+    for turn, *parts in tuples(tk.expand(turns), "turn_index", "messages", "response"):
+        found[turn] = lines = []
+        for message in filter(None, [*(parts[0] or []), parts[1]]):
             if message["body"] is not None:
-                bodies[message["key"]] = message["body"]
-            lines.append((message["role"], _content(bodies.get(message["key"], ""))))
+                bodies[message["key"]] = _content(message["body"])
+            lines.append((message["role"], bodies.get(message["key"], "")))
     return found
 
 
@@ -151,30 +132,39 @@ def _content(body: str) -> str:
     return content if only else body
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _View:
-    """How rows are printed."""
+    """How rows are printed, and what turns say of them."""
 
     screen: Screen
     # None: ids are printed
     codec: Codec | None
     # tokens at both ends of long context. None: all
     context: int | None
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    messages: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
+    # by turn and place in its output: the turn whose drift lost it
+    drift: dict[tuple[int, int], int | None] = field(default_factory=dict)
 
-    def row(
-        self,
-        row: dict[str, Any],
-        outputs: dict[int, Ids],
-        messages: list[tuple[str, str]],
-    ) -> None:
-        """Print a row. ``outputs`` of turns are for tokens that it lost."""
+    def rows(self, rows: pa.Table, index: int | None) -> None:
+        """Print rows, or one of them."""
+        if "row_index" not in rows.column_names:
+            rows = rows.append_column("row_index", pa.array(range(rows.num_rows)))
+        names = rows["row_index"].to_pylist()
+        if index is not None and index not in names:
+            raise ArgumentError(
+                f"--row {index}: expected an index of one of the {rows.num_rows} rows"
+            )
+        for k in [k for k, name in enumerate(names) if index in (None, name)]:
+            self._row(rows.slice(k, 1).to_pylist()[0])
+
+    def _row(self, row: dict[str, Any]) -> None:
         ids, fold = np.array(row["input_ids"], np.int32), self.context is not None
-        session = row.get("session_id")
+        session, n = row.get("session_id"), sum(row.get("loss_mask") or [])
         place = "" if session is None else f"session {visible(str(session))}, "
-        n = sum(row.get("loss_mask") or [])
         head = f"{place}row {row['row_index']}: {len(ids):,} tokens, {n:,} trained"
         self.screen.print(head, "head")
-        for role, text in messages:
+        for role, text in self.messages.get(row.get("last_turn", -1), []):
             shown = shortened(text, _MAX_MESSAGE if fold else len(text))
             self.screen.labelled(visible(role), [(shown, "")])
         first, parts = 0, [*_parts(row, len(ids))]
@@ -186,23 +176,22 @@ class _View:
             self.screen.labelled("context", [(words, "fold")])
         for kind, start, stop, span in parts:
             if kind == "lost":
-                self.lost(span, outputs)
+                self.lost(span)
             elif stop > first:
                 self._range(kind, ids[max(start, first) : stop])
         self.screen.print()
 
-    def lost(self, span: dict[str, Any], outputs: dict[int, Ids]) -> None:
+    def lost(self, span: dict[str, Any]) -> None:
         """Print tokens that are lost, with the reason."""
-        start, stop, turn = (
-            span[name] for name in ("output_start", "output_stop", "turn_index")
-        )
-        cause = span["kind"].replace("_", " ")
-        if span.get("drift_turn") is not None:
-            cause += f" by turn {span['drift_turn']}"
+        turn, start = span["turn_index"], span["output_start"]
+        stop, cause = span["output_stop"], span["kind"].replace("_", " ")
+        if (by := self.drift.get((turn, start))) is not None:
+            cause += f" by turn {by}"
         words = f"({cause}: {count(stop - start)} of turn {turn})"
         text: list[Fragment] = [(words, "fold")]
-        if outputs:
-            text += [(" ", ""), *self._text(outputs[turn][start:stop], "lost")]
+        if self.outputs:
+            ids = np.array(self.outputs[turn][start:stop], np.int32)
+            text += [(" ", ""), *self._text(ids, "lost")]
         self.screen.labelled("lost", text)
 
     def _range(self, kind: str, ids: Ids) -> None:
