@@ -209,7 +209,6 @@ def test_a_choice_is_checked_before_a_stream_is_read():
         lambda: tk.linearize_batches(turns_of(), payloads="zzz"),
         lambda: tk.linearize_batches(turns_of(), report="zzz"),
         lambda: tk.verify_batches(ROWS, turns_of(), weigh_by="zzz"),
-        lambda: tk.learn.observation_weights_batches(ROWS, turns_of(), missing="zzz"),
     ):
         with pytest.raises(ArgumentError, match=r"zzz|zero"):
             make()

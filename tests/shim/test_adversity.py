@@ -320,7 +320,7 @@ async def test_an_engine_that_falls_silent_is_given_up(monkeypatch):
     connections = http.Connections()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        server = http.EngineServer("SGLang", url, connections)
+        server = http.EngineClient("SGLang", url, connections)
         with pytest.raises(EngineError, match="cannot be reached: SocketTimeoutError"):
             await server.post("/generate", {})
         await connections.close()
