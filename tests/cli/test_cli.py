@@ -108,50 +108,32 @@ def test_linearize_writes_what_the_function_gives(
     assert printed["tokens_trained"] == trained
 
 
-def test_drift_of_a_policy_that_compares_nothing(capsys, turns):
-    summary = run_json(capsys, "drift", turns, "--policy", "per_call")
-    assert (summary["turns_compared"], summary["groups"]) == (0, [])
-
-
 def test_linearize_tells_people_what_was_lost(tmp_path, capsys, turns):
     rows = str(tmp_path / "rows.jsonl")
     assert cli.main(["linearize", turns, "-o", rows, "--policy", "slime"]) == 0
     out, err = capsys.readouterr()
-    assert "sessions 2, turns 4, 2 rows; left out: 0 without a trained token" in out
-    assert ["sampled", "8"] in [line.split() for line in out.splitlines()]
-    assert ["lost,", "absorbed", "3", "37.5", "%"] in [
-        line.split() for line in out.splitlines()
-    ]
-    assert rows in out
+    assert "sessions 2, turns 4, 2 rows; left out: 0 untrained\n" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert "sampled 8 100.0 %".split() in lines
+    assert "lost absorbed 3 37.5 %".split() in lines
+    assert out.endswith(f"written to {rows}\n")
     assert err == ""
 
 
 def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns):
     table = tmp_path / "drift.parquet"
     summary = run_json(capsys, "drift", turns, "-o", str(table))
-    assert summary["sessions"] == 2
-    assert summary["turns"] == 4
-    assert summary["turns_compared"] == 2
-    assert summary["tokens_sampled"] == 8
-    assert summary["groups"] == [
-        {
-            "region": "last_reply",
-            "cause": "tail_changed",
-            "turns": 1,
-            "tokens_beyond": 1,
-            "tokens_after_drift": 1,
-        },
-        {
-            "region": "none",
-            "cause": "clean",
-            "turns": 1,
-            "tokens_beyond": 0,
-            "tokens_after_drift": 0,
-        },
+    names = ("sessions", "turns", "turns_compared", "tokens_sampled")
+    assert [summary[name] for name in names] == [2, 4, 2, 8]
+    assert [[*group.values()] for group in summary["groups"]] == [
+        ["last_reply", "tail_changed", 1, 1, 1],
+        ["none", "clean", 1, 0, 0],
     ]
     assert pq.read_table(table)["size"].to_pylist() == [1, 0]
     assert cli.main(["drift", turns]) == cli.DONE
     assert "last_reply  tail_changed" in capsys.readouterr().out
+    summary = run_json(capsys, "drift", turns, "--policy", "per_call")
+    assert (summary["turns_compared"], summary["groups"]) == (0, [])
 
 
 # code | command, with {turns} and the files of `refusing` | a part of the line on stderr
@@ -320,9 +302,14 @@ def test_every_entry_point_is_a_command(capsys):
 
 
 def test_simulate_says_what_keeps_everything(capsys, turns):
-    printed = run_json(capsys, "simulate", turns, "--pad", "8")
-    expected = tk.simulate(tk.from_records(CALLS), pad_to=8).to_pylist()
-    assert printed == {"cheapest": "faithful", "policies": expected}
+    table = tk.from_records(CALLS)
+    for options, choices in (
+        (["--pad", "8"], {"pad_to": 8}),
+        (["--pack", "8"], {"pack_tokens": 8}),
+    ):
+        printed = run_json(capsys, "simulate", turns, *options)
+        expected = tk.simulate(table, **choices).to_pylist()
+        assert printed == {"cheapest": "faithful", "policies": expected}
     argv = ["simulate", turns, "--policy", "slime", "--policy", "strict"]
     assert cli.main(argv) == 0
     text = capsys.readouterr().out
@@ -335,9 +322,10 @@ def test_simulate_says_what_keeps_everything(capsys, turns):
         "slime loses 3 tokens (absorbed). Drift: its row continued with the next "
         "prompt's ids instead.\nlose nothing: strict\nsame rule: interleave as strict\n"
     ) in text
-    assert cli.main([*argv, "--wide"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[4] == "slime 2 5 62.5 % 3 0 14 14 7".split()
+    assert cli.main([*argv, "--wide", "--pack", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].endswith("packed  shared once  longest row  attended pairs")
+    assert lines[4].split()[:7] == "slime 2 5 62.5 % 3 0".split()
 
 
 @pytest.mark.parametrize("options", [[], ["--pad", "1024"], ["--pack", "8192"]])
@@ -354,18 +342,6 @@ def test_simulate_fits_100_columns(tmp_path, capsys, options):
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
     assert "forward" in text
-
-
-def test_simulate_counts_packs(capsys, turns):
-    printed = run_json(capsys, "simulate", turns, "--pack", "8")["policies"]
-    expected = tk.simulate(tk.from_records(CALLS), pack_tokens=8).to_pylist()
-    assert printed == expected
-    argv = ["simulate", turns, "--policy", "strict", "--pack", "8"]
-    assert cli.main(argv) == 0
-    assert " packs  packed " in capsys.readouterr().out.splitlines()[2]
-    assert cli.main([*argv, "--wide"]) == 0
-    head = capsys.readouterr().out.splitlines()[2]
-    assert head.endswith("packed  shared once  longest row  attended pairs")
 
 
 @pytest.mark.parametrize("name", application.COMMANDS)
@@ -391,51 +367,24 @@ def test_help_lists_commands_and_suggests_one(capsys):
     assert 'Did you mean "simulate"?' in capsys.readouterr().err
 
 
-def test_pack_writes_packs(tmp_path, capsys, turns):
-    rows, packs = str(tmp_path / "rows.parquet"), str(tmp_path / "packs.parquet")
-    table = tk.linearize(tk.from_records(CALLS))
-    tk.write_rows(table, rows)
-    options = ["--max-tokens", "12"]
-    assert cli.main(["pack", rows, "-o", packs, *options]) == cli.DONE
-    found = next(iter_tables(packs))
-    expected = tk.pack(table, 12)
-    assert found.to_pylist() == expected.to_pylist()
-    assert tk.verify_packs(found, table).num_rows == 0
-    n_tokens = sum(expected["n_tokens"].to_pylist())
-    assert capsys.readouterr().out.startswith(
-        f"{table.num_rows} rows in {expected.num_rows} packs: {n_tokens} tokens, "
-    )
-    assert cli.main(["pack", rows, "-o", packs, "--max-tokens", "1"]) == cli.BAD_DATA
-    assert "max_tokens is 1" in capsys.readouterr().err
-
-
-def test_what_commands_for_rows_print_as_json(tmp_path, monkeypatch, capsys, turns):
+def test_what_commands_for_rows_write(tmp_path, monkeypatch, capsys, turns):
     monkeypatch.chdir(tmp_path)
     rows = tk.linearize(tk.from_records(CALLS))
     tk.write_rows(rows, "rows.parquet")
     argv = ["pack", "rows.parquet", "-o", "packs.parquet", "--max-tokens", "12"]
-    packs, n = tk.pack(rows, 12), rows.num_rows
-    found = run_json(capsys, *argv)
-    assert (found["rows"], found["packs"]) == (n, packs.num_rows)
-    assert found["tokens"] == sum(packs["n_tokens"].to_pylist())
+    found, expected = run_json(capsys, *argv), tk.pack(rows, 12)
+    assert next(iter_tables("packs.parquet")).to_pylist() == expected.to_pylist()
+    n_tokens = sum(expected["n_tokens"].to_pylist())
+    counts = {"rows": rows.num_rows, "packs": expected.num_rows, "tokens": n_tokens}
+    assert found.items() >= counts.items()
+    assert cli.main([*argv[:-1], "1"]) == cli.BAD_DATA
+    assert "max_tokens is 1" in capsys.readouterr().err
     argv = ["export", "rows.parquet", "--to", "sft", "-o", "out"]
-    assert run_json(capsys, *argv) == {
-        "output": str(Path("out/rows.parquet")),
-        "rows": n,
-        "to": "sft",
-    }
+    path = str(Path("out/rows.parquet"))
+    exported = {"output": path, "rows": rows.num_rows, "to": "sft"}
+    assert run_json(capsys, *argv) == exported
     expected = tk.analysis.why(tk.from_records(CALLS)).to_pylist()
     assert run_json(capsys, "why", turns) == {"rows": expected}
-
-
-def test_verify_finds_nothing_in_rows_that_are_right(tmp_path, capsys, turns):
-    rows = str(tmp_path / "rows.jsonl")
-    tk.write_rows(tk.linearize(tk.from_records(CALLS), "slime"), rows)
-    assert run_json(capsys, "verify", rows, turns, "--policy", "slime") == {
-        "violations": []
-    }
-    assert cli.main(["verify", rows, turns, "--policy", "slime"]) == cli.DONE
-    assert capsys.readouterr().out == "no violations\n"
 
 
 def test_verify_exits_with_1_on_a_violation(tmp_path, capsys, turns):
@@ -443,15 +392,17 @@ def test_verify_exits_with_1_on_a_violation(tmp_path, capsys, turns):
     found = str(tmp_path / "found.jsonl")
     table = tk.linearize(tk.from_records(CALLS), "slime")
     tk.write_rows(table, rows)
-    assert cli.main(["verify", rows, turns]) == cli.DONE
-    assert "without --policy, only what is true" in capsys.readouterr().out
-    argv = ["verify", rows, turns, "--policy", "faithful"]
+    argv = ["verify", rows, turns, "--policy"]
+    assert run_json(capsys, *argv, "slime") == {"violations": []}
+    for options, said in (([], "without --policy, only what is true"), (["slime"], "")):
+        assert cli.main([*argv[: 3 + len(options)], *options]) == cli.DONE
+        assert capsys.readouterr().out.startswith(f"no violations\n{said}")
+    argv += ["faithful"]
     assert cli.main([*argv, "-o", found]) == cli.BAD_DATA
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["not_trained", "1"] in lines
     written = [json.loads(line) for line in Path(found).read_text().splitlines()]
-    assert cli.main([*argv, "--json"]) == cli.BAD_DATA
-    violations = json.loads(capsys.readouterr().out)["violations"]
+    violations = run_json(capsys, *argv, code=cli.BAD_DATA)["violations"]
     assert violations == written
     assert ("a", 0, "not_trained") in {
         (one["session_id"], one["turn_index"], one["rule"]) for one in violations
@@ -474,47 +425,51 @@ def test_verify_shows_the_first_violations_of_many(tmp_path, capsys, turns):
 TOKENIZER = ROOT / "shim/trajkit_shim/engines/embedded/tokenizer.json"
 
 
-@pytest.fixture
-def spoken(tmp_path):
-    """Turns of two sessions: white space goes missing in one, nothing in the other."""
-    tokenizer = load_tokenizer(TOKENIZER)
+def ids(text):
+    return load_tokenizer(TOKENIZER).encode(text, add_special_tokens=False).ids
 
-    def ids(text):
-        return tokenizer.encode(text, add_special_tokens=False).ids
 
+@pytest.mark.parametrize("path", [TOKENIZER, TOKENIZER.parent])
+def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, path):
+    """White space goes missing: by the template, and where the client edits, too."""
     head, end = ids("<|im_start|>assistant\n"), ids("<|im_end|>")
-    reply = ids("It holds. \n") + end
+    reply, stripped = ids("It holds. \n") + end, ids("It holds.") + end
+    edited = {**ANSWER, "content": "b"}
     calls = [
-        call(session, head, reply)
-        if shown is None
-        else call(session, head + shown, end)
-        for session, replayed in (("a", ids("It holds.") + end), ("b", reply))
-        for shown in (None, replayed)
+        one
+        for session, shown, said in (
+            ("a", stripped, ANSWER),
+            ("b", stripped, edited),
+            ("c", stripped, ANSWER),
+            ("d", reply, ANSWER),
+        )
+        for one in (
+            call(session, head, reply, [QUESTION], ANSWER),
+            call(session, head + shown, end, [QUESTION, said, MORE], ANSWER),
+        )
     ]
-    path = tmp_path / "spoken.parquet"
-    tk.write_turns(tk.from_records(calls), path)
-    return str(path)
-
-
-@pytest.mark.parametrize("where", ["file", "directory"])
-def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, spoken, where):
-    path = TOKENIZER if where == "file" else TOKENIZER.parent
-    written = tmp_path / "findings.parquet"
-    argv = [spoken, "--tokenizer", str(path), "--policy", "trl"]
-    said = run_json(capsys, "drift", *argv, "--findings", str(written))
+    turns, written = tmp_path / "turns.parquet", tmp_path / "findings.parquet"
+    tk.write_turns(tk.from_records(calls), turns)
+    argv = ["drift", str(turns), "--tokenizer", str(path), "--policy", "trl"]
+    said = run_json(capsys, *argv, "--findings", str(written))
     by_cause = {group["cause"]: group["turns"] for group in said["groups"]}
-    assert by_cause == {"white_space": 1, "clean": 1}
-    (group,) = said["causes"]
+    assert by_cause == {"white_space": 3, "clean": 1}
+    causes = [
+        (x["cause"], x["changed_by"], x["findings"], x["turns"]) for x in said["causes"]
+    ]
+    assert causes == [
+        ("white_space", "template", 2, 2),
+        ("white_space", "client", 1, 1),
+    ]
     example = said["examples"]["white_space"]
-    assert (group["cause"], group["findings"], group["turns"]) == ("white_space", 1, 1)
     assert (example["path_text"], example["prompt_text"]) == (" \n", "")
-    assert pq.read_table(written)["path_text"].to_pylist() == [" \n"]
-    assert cli.main(["drift", *argv]) == cli.DONE
-    out, _ = capsys.readouterr()
-    assert "white_space: session 'a', turn 1, from token" in out
-    assert "1 of 1: white space changed\n" in out
-    assert "  path    ol·ds·.·[ |\\n]·<|im_end|>\n" in out
-    assert "  prompt  ol·ds·.·[]·<|im_end|>\n" in out
+    assert pq.read_table(written)["path_text"].to_pylist() == [" \n"] * 3
+    assert cli.main(argv) == cli.DONE
+    assert capsys.readouterr().out.endswith(
+        "white_space: session 'a', turn 1, from token 12\n"
+        "  path    ol·ds·.·[ |\\n]·<|im_end|>\n"
+        "  prompt  ol·ds·.·[]·<|im_end|>\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -539,40 +494,6 @@ def test_tokens_of_an_example_are_apart_and_harmless():
     assert "\\x1b" in everything
     assert "\x1b" not in everything
     assert marked(codec, tokens, 0, 0).startswith("[]·")
-
-
-def test_causes_say_who_changed_the_text(tmp_path, capsys):
-    tokenizer = load_tokenizer(TOKENIZER)
-
-    def ids(text):
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-    head, end = ids("<|im_start|>assistant\n"), ids("<|im_end|>")
-    shown = {**ANSWER, "content": "b"}
-    calls = [
-        one
-        for session, repeated in (("a", ANSWER), ("b", shown), ("c", ANSWER))
-        for one in (
-            call(session, head, ids("It holds. \n") + end, [QUESTION], ANSWER),
-            call(
-                session,
-                head + ids("It holds.") + end,
-                end,
-                [QUESTION, repeated, MORE],
-                ANSWER,
-            ),
-        )
-    ]
-    path = tmp_path / "turns.parquet"
-    tk.write_turns(tk.from_records(calls), path)
-    argv = [str(path), "--tokenizer", str(TOKENIZER), "--policy", "trl"]
-    causes = run_json(capsys, "drift", *argv)["causes"]
-    origins = {group["origin"]: group["findings"] for group in causes}
-    assert origins == {"template": 2, "rewritten": 1}
-    assert cli.main(["drift", *argv]) == cli.DONE
-    out = capsys.readouterr().out
-    assert "2 of 3: white space changed by the template\n" in out
-    assert "1 of 3: white space changed by the client\n" in out
 
 
 # The forms of turns

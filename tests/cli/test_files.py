@@ -419,7 +419,7 @@ def test_several_inputs_and_patterns(tmp_path, capsys, monkeypatch):
         write(tmp_path / f"{name}.jsonl", call(name, [1]))
     for source in (["a.jsonl", "b.jsonl"], ["*.jsonl"], ["."]):
         assert cli.main(["stats", *source]) == cli.DONE
-        assert "sessions: 2" in capsys.readouterr().out
+        assert "a 1, b 1" in capsys.readouterr().out
         assert cli.main(["linearize", *source, "-o", "rows.parquet"]) == cli.DONE
         assert "sessions 2" in capsys.readouterr().out
         assert cli.main(["show", *source]) == cli.DONE
