@@ -76,36 +76,31 @@ def run_json(capsys, *argv, code=cli.DONE):
 @pytest.mark.parametrize(
     ("options", "choices"),
     [
-        ([], {}),
+        ("", {}),
         (
-            ["--policy", "slime", "--fork-threshold", "0"],
+            "--policy slime --fork-threshold 0",
             {"policy": tk.policy("slime", fork_threshold=0)},
         ),
-        (["--policy", "strict"], {"policy": "strict"}),
+        ("--policy strict", {"policy": "strict"}),
         (
-            ["--policy", "per_call", "--max-row-tokens", "6"],
+            "--policy per_call --max-row-tokens 6",
             {"policy": "per_call", "max_row_tokens": 6},
         ),
-        (["--reward", "0.25"], {"reward": 0.25}),
+        ("--reward 0.25", {"reward": 0.25}),
     ],
 )
 def test_linearize_writes_what_the_function_gives(
     tmp_path, capsys, turns, options, choices
 ):
-    rows = tmp_path / "rows.parquet"
-    report = tmp_path / "report.parquet"
-    printed = run_json(
-        capsys, "linearize", turns, "-o", str(rows), "--report", str(report), *options
-    )
-    expected_rows, expected_report = linearized(tk.from_records(CALLS), **choices)
-    assert tk.read_rows(rows).equals(expected_rows)
-    assert pq.read_table(report).to_pylist() == expected_report.to_pylist()
-    assert printed["sessions"] == 2
-    assert printed["turns"] == 4
-    assert printed["rows"] == expected_rows.num_rows
-    assert printed["tokens_sampled"] == 8
-    trained = sum(sum(mask) for mask in expected_rows["loss_mask"].to_pylist())
-    assert printed["tokens_trained"] == trained
+    rows, report = tmp_path / "rows.parquet", tmp_path / "report.parquet"
+    argv = ["linearize", turns, "-o", str(rows), "--report", str(report)]
+    printed = run_json(capsys, *argv, *options.split())
+    expected, counts = linearized(tk.from_records(CALLS), **choices)
+    assert tk.read_rows(rows).equals(expected)
+    assert pq.read_table(report).to_pylist() == counts.to_pylist()
+    trained = sum(sum(mask) for mask in expected["loss_mask"].to_pylist())
+    names = ("sessions", "turns", "rows", "tokens_sampled", "tokens_trained")
+    assert [printed[x] for x in names] == [2, 4, expected.num_rows, 8, trained]
 
 
 def test_linearize_tells_people_what_was_lost(tmp_path, capsys, turns):
@@ -150,6 +145,7 @@ REFUSALS = r"""
 2 | import x -o y --from opena | Did you mean "openai
 2 | linearize x -o y z | unrecognized arguments: z
 2 | simulat x | Did you mean "simulate"?
+2 | help simulat | Did you mean "simulate"?
 2 | linearize in -o out --reward 1 --sessions s.jsonl | --reward: not allowed
 2 | drift {turns} --findings x.parquet | --findings needs --tokenizer
 3 | drift absent.parquet | absent.parquet
@@ -358,15 +354,6 @@ def test_help_of_a_command_is_its_help(capsys, name):
     assert found.__doc__.partition("\n")[0] == first_line
 
 
-def test_help_lists_commands_and_suggests_one(capsys):
-    assert cli.main(["help"]) == cli.DONE
-    assert "Say whether a trainer's mask trains what was sampled" in (
-        capsys.readouterr().out
-    )
-    assert cli.main(["help", "simulat"]) == cli.BAD_USAGE
-    assert 'Did you mean "simulate"?' in capsys.readouterr().err
-
-
 def test_what_commands_for_rows_write(tmp_path, monkeypatch, capsys, turns):
     monkeypatch.chdir(tmp_path)
     rows = tk.linearize(tk.from_records(CALLS))
@@ -496,70 +483,62 @@ def test_tokens_of_an_example_are_apart_and_harmless():
     assert marked(codec, tokens, 0, 0).startswith("[]·")
 
 
-# The forms of turns
+# --- the forms of turns and rows, choices of a policy, and what is known of sessions
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows"])
 def test_compact_and_expand_change_the_form_of_a_file(tmp_path, capsys, turns, suffix):
     small, back = str(tmp_path / f"small.{suffix}"), str(tmp_path / "back.jsonl.gz")
-    said = run_json(capsys, "compact", turns, "-o", small)
-    assert said == {
-        "output": small,
-        "turns": 4,
-        "bytes_before": os.path.getsize(turns),
-        "bytes_after": os.path.getsize(small),
-    }
+    sizes = run_json(capsys, "compact", turns, "-o", small)
+    before, after = map(os.path.getsize, (turns, small))
+    assert [*sizes.values()] == [small, 4, before, after]
     assert tk.read_turns(small) == tk.compact(tk.read_turns(turns))
-    said = run_json(capsys, "expand", small, "-o", back)
-    assert said["turns"] == 4
+    assert run_json(capsys, "expand", small, "-o", back)["turns"] == 4
     assert tk.read_turns(back) == tk.read_turns(turns)
 
 
-def test_linearize_stores_shared_tokens_once(tmp_path, capsys, turns):
+@pytest.mark.parametrize("options", [["--dedup"], ["--weigh-by", "row"]])
+def test_rows_are_written_in_other_forms(tmp_path, capsys, turns, options):
     out = str(tmp_path / "rows.parquet")
-    run_json(capsys, "linearize", turns, "-o", out, "--dedup")
-    assert "suffix_ids" in pq.read_schema(out).names
-    assert tk.read_rows(out) == tk.linearize(tk.read_turns(turns))
-    assert cli.main(["verify", out, turns]) == cli.DONE
-
-
-# --- choices of a policy, and what is known of sessions
+    run_json(capsys, "linearize", turns, "-o", out, *options)
+    rows = tk.linearize(tk.read_turns(turns))
+    if options == ["--dedup"]:
+        assert "suffix_ids" in pq.read_schema(out).names
+        options = []
+    else:
+        rows = tk.add_weights(rows, "row")
+        assert cli.main(["verify", out, turns]) == cli.BAD_DATA
+    assert tk.read_rows(out) == rows
+    assert cli.main(["verify", out, turns, *options]) == cli.DONE
 
 
 @pytest.mark.parametrize(
-    ("options", "policy"),
+    ("name", "sets", "choices"),
     [
         (
-            ["slime", "--set", "fork_threshold=0", "--set", "merge_rewrites=false"],
-            tk.policy("slime", fork_threshold=0, merge_rewrites=False),
+            "slime",
+            "fork_threshold=0 merge_rewrites=false",
+            {"fork_threshold": 0, "merge_rewrites": False},
         ),
+        ("faithful", "train_in=earliest", {"train_in": "earliest"}),
         (
-            ["faithful", "--set", "train_in=earliest"],
-            tk.policy("faithful", train_in="earliest"),
+            "segments",
+            "max_rows=2 dispatch_tools=Task,spawn",
+            {"max_rows": 2, "dispatch_tools": ("Task", "spawn")},
         ),
-        (
-            ["segments", "--set", "max_rows=2", "--set", "dispatch_tools=Task,spawn"],
-            tk.policy("segments", max_rows=2, dispatch_tools=("Task", "spawn")),
-        ),
-        (
-            ["segments", "--set", "max_rows=none", "--set", "dispatch_tools="],
-            tk.policy("segments", dispatch_tools=()),
-        ),
-        (
-            ["polar", "--set", "builder=per_request"],
-            tk.policy("polar", builder="per_request"),
-        ),
+        ("segments", "max_rows=none dispatch_tools=", {"dispatch_tools": ()}),
+        ("polar", "builder=per_request", {"builder": "per_request"}),
     ],
 )
-def test_set_makes_a_choice(tmp_path, capsys, turns, options, policy):
-    rows = str(tmp_path / "rows.parquet")
-    argv = ["linearize", turns, "-o", rows, "--policy", *options]
-    said = run_json(capsys, *argv)["policy"]
-    assert {**said, "dispatch_tools": tuple(said["dispatch_tools"])} == asdict(policy)
+def test_set_makes_a_choice(tmp_path, capsys, turns, name, sets, choices):
+    policy, rows = tk.policy(name, **choices), str(tmp_path / "rows.parquet")
+    options = ["--policy", name]
+    options += [word for one in sets.split() for word in ("--set", one)]
+    said = run_json(capsys, "linearize", turns, "-o", rows, *options)["policy"]
+    assert said == json.loads(json.dumps(asdict(policy)))
     assert tk.read_rows(rows) == tk.linearize(tk.read_turns(turns), policy)
-    checked = run_json(capsys, "verify", rows, turns, "--policy", *options)
-    assert checked == {"violations": []}
-    assert run_json(capsys, "drift", turns, "--policy", *options)["policy"] == said
+    assert run_json(capsys, "verify", rows, turns, *options) == {"violations": []}
+    assert run_json(capsys, "drift", turns, *options)["policy"] == said
 
 
 def test_simulate_compares_a_policy_with_itself(capsys, turns):
@@ -584,20 +563,17 @@ def test_sessions_say_rewards_groups_and_errors(tmp_path, capsys, turns, suffix)
         Path(file).write_text("".join(f"{json.dumps(one)}\n" for one in SESSIONS))
     else:
         pq.write_table(known, file)
-    said = run_json(
-        capsys, "linearize", turns, "-o", rows, "--policy", "slime", "--sessions", file
-    )
+    options = ["--policy", "slime", "--sessions", file]
+    said = run_json(capsys, "linearize", turns, "-o", rows, *options)
     assert (said["tokens_trained"], said["lost_untrainable"]) == (4, 4)
     expected = tk.linearize(tk.read_turns(turns), "slime", sessions=known)
     assert expected["reward"].to_pylist() == [1.0]
     assert tk.read_rows(rows) == expected
-    (line,) = run_json(
-        capsys, "simulate", turns, "--policy", "slime", "--sessions", file
-    )["policies"]
+    (line,) = run_json(capsys, "simulate", turns, *options)["policies"]
     assert line["lost_untrainable"] == 4
-    argv = ["verify", rows, turns, "--policy", "slime"]
-    assert run_json(capsys, *argv, "--sessions", file) == {"violations": []}
-    assert cli.main([*argv, "--reward", "2"]) == cli.BAD_DATA
+    assert run_json(capsys, "verify", rows, turns, *options) == {"violations": []}
+    argv = ["verify", rows, turns, *options[:2], "--reward", "2"]
+    assert cli.main(argv) == cli.BAD_DATA
     assert ["reward", "1"] in [x.split() for x in capsys.readouterr().out.splitlines()]
 
 
@@ -609,21 +585,8 @@ def test_sessions_must_know_every_session(tmp_path, capsys, turns):
     assert "session 'a' has turns, but no line in sessions" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("by", ["row", "rollout"])
-def test_rows_are_weighed(tmp_path, capsys, turns, by):
-    rows = str(tmp_path / "rows.parquet")
-    argv = ["linearize", turns, "-o", rows, "--weigh-by", by]
-    run_json(capsys, *argv)
-    expected = tk.add_weights(tk.linearize(tk.read_turns(turns)), by)
-    assert tk.read_rows(rows) == expected
-    argv = ["verify", rows, turns, "--weigh-by"]
-    assert cli.main([*argv, by]) == cli.DONE
-    assert cli.main([*argv, "token"]) == cli.BAD_DATA
-
-
 def test_policies_are_listed(capsys):
-    listed = run_json(capsys, "policies")
-    assert [one["name"] for one in listed] == list(PRESETS)
+    assert [one["name"] for one in run_json(capsys, "policies")] == list(PRESETS)
     assert cli.main(["policies"]) == cli.DONE
     lines = capsys.readouterr().out.splitlines()
     for name in ("strict", "interleave"):
@@ -634,15 +597,13 @@ def test_policies_are_listed(capsys):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_a_policy_lists_is_what_set_takes(capsys, turns, name):
-    """Every value that is shown makes the policy that it is, and is allowed."""
     (policy,) = run_json(capsys, "policies", name)
     assert policy == json.loads(json.dumps(asdict(tk.policy(name))))
     assert cli.main(["policies", name]) == cli.DONE
     table, rules = capsys.readouterr().out.split("\n\n")
     assert rule_of(tk.policy(name), "on_drift") in rules
     lines = table.splitlines()[2:]
-    names = {line.split()[0] for line in lines}
-    assert names >= set(policy) - {"name"}
+    assert {line.split()[0] for line in lines} >= set(policy) - {"name"}
     forks = name in ("slime", "trl", "miles")
     for line in lines:
         choice, *values = re.split(r"[\s,]{2,}", line)
@@ -655,17 +616,19 @@ def test_what_a_policy_lists_is_what_set_takes(capsys, turns, name):
 # --- what a stranger types
 
 
-def test_the_command_alone_prints_help(capsys):
-    assert cli.main([]) == cli.DONE
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], ["Commands", "linearize"]),
+        (["help"], ["Say whether a trainer's mask trains what was sampled"]),
+        (["--version"], [f"trajkit {version('trajkit')}\n"]),
+    ],
+)
+def test_the_command_alone_prints_help_or_its_version(capsys, argv, words):
+    assert cli.main(argv) == cli.DONE
     out, err = capsys.readouterr()
-    assert "Commands" in out
-    assert "linearize" in out
+    assert all(word in out for word in words)
     assert err == ""
-
-
-def test_the_version_is_that_of_the_package(capsys):
-    assert cli.main(["--version"]) == cli.DONE
-    assert capsys.readouterr().out == f"trajkit {version('trajkit')}\n"
 
 
 class Bytes:
@@ -698,38 +661,31 @@ def test_a_dash_is_standard_input_and_output(tmp_path, monkeypatch, capsys, suff
     assert (code, text) == (cli.DONE, "")
     rows = tk.read_rows(io.BytesIO(content), format="jsonl")
     assert rows == tk.linearize(turns, "strict")
-    err = capsys.readouterr().err
-    assert "written to standard output" in err
-    assert "trajkit-" not in err
+    assert capsys.readouterr().err.endswith("\nwritten to standard output\n")
     code, small, _ = piped(monkeypatch, ["compact", str(path), "-o", "-"], b"")
     assert code == cli.DONE
     assert tk.read_turns(io.BytesIO(small), format="arrows") == tk.compact(turns)
     code, _, text = piped(monkeypatch, ["verify", "-", str(path)], content)
-    assert (code, text.startswith("no violations\nwithout --policy, ")) == (
-        cli.DONE,
-        True,
-    )
+    assert code == cli.DONE
+    assert text.startswith("no violations\nwithout --policy, ")
 
 
-@pytest.mark.parametrize(
-    ("argv", "content", "code", "said"),
-    [
-        (["drift", "-"], b"{]\n", cli.BAD_FILE, "standard input, line 1, column 2: "),
-        (["drift", "-"], b"garbage", cli.BAD_FILE, "standard input begins with b'garb"),
-        (["verify", "-", "-"], b"", cli.BAD_USAGE, "standard input is given twice"),
-        (
-            ["drift", "-"],
-            b'{"input_ids":[],"loss_mask":[]}',
-            1,
-            "standard input: a tab",
-        ),
-        (["drift", "-"], b'{"input_ids":[', 1, "warning: standard input ends within"),
-    ],
-)
-def test_errors_in_standard_input_name_it(
-    monkeypatch, capsys, argv, content, code, said
-):
-    assert piped(monkeypatch, argv, content)[:2] == (code, b"")
+# command | standard input | code | the line on stderr
+STANDARD_INPUTS = r"""
+drift - | {]NL | 3 | standard input, line 1, column 2
+drift - | garbage | 3 | standard input begins with b'garb
+verify - - | | 2 | standard input is given twice
+drift - | {"input_ids":[],"loss_mask":[]} | 1 | standard input: a tab
+drift - | {"input_ids":[ | 1 | warning: standard input ends within
+"""
+
+
+@pytest.mark.parametrize("line", STANDARD_INPUTS.strip("\n").split("\n"))
+def test_errors_in_standard_input_name_it(monkeypatch, capsys, line):
+    command, content, code, said = (part.strip() for part in line.split("|"))
+    content = content.replace("NL", "\n").encode()
+    given = piped(monkeypatch, command.split(), content)
+    assert given[:2] == (int(code), b"")
     err = capsys.readouterr().err
     assert err.startswith(f"trajkit: {said}")
     assert "/" not in err
@@ -746,9 +702,10 @@ def test_completion_of_a_shell_is_written(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("earlier", [None, b"kept"])
 def test_an_import_without_turns_says_which_flag_was_missing(tmp_path, capsys, earlier):
     log, out = tmp_path / "log.jsonl", tmp_path / "turns.parquet"
-    said = [{"role": "user", "content": "x"}]
     answer = {"choices": [{"message": {"role": "assistant", "content": "y"}}]}
-    log.write_text(json.dumps({"request": {"messages": said}, "response": answer}))
+    log.write_text(
+        json.dumps({"request": {"messages": [QUESTION]}, "response": answer})
+    )
     if earlier is not None:
         out.write_bytes(earlier)
     report = tmp_path / "report.jsonl"
