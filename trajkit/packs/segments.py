@@ -48,6 +48,10 @@ class Runs:
             open_runs.append(run)
         return cls(start, stop, depth, above)
 
+    def at(self, tokens: Longs) -> Longs:
+        """The run of each token."""
+        return np.searchsorted(self.start, tokens, side="right") - 1
+
     def path(self, run: int) -> Longs:
         """The tokens from the root to the last one of a run."""
         parts = []
