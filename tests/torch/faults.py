@@ -55,7 +55,7 @@ torch/checks.py: tests/torch/test_checks.py -k longest_window
 torch/checks.py: tests/torch/test_checks.py -k changed_model
     |passed.get(repr(options)) == kind:| -> |passed:|
 packs/segments.py: tests/torch/test_varlen.py
-    |open_segments[-1][0] <= start| -> |open_segments[-1][0] < start|
+    |end[start[open_runs[-1]]] <= first| -> |end[start[open_runs[-1]]] < first|
 torch/datasets.py: tests/torch/test_carried.py -k llama
     |first = np.flatnonzero(~self._continues)| -> |first = np.arange(len(self._continues))|
 """)
