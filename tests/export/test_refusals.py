@@ -180,7 +180,7 @@ def test_nemo_rl_experts_are_those_of_their_message():
             [None, None, None, [7], [7, 32]],
             "token 3 lacks the token itself",
         ),
-        ("sampling_mask", [None, None], "2 entries for 5 tokens"),
+        ("sampling_mask", [None, None], "2 values of sampling_mask for 5"),
         (
             "ref_logprobs",
             [None, None, None, None, -1.0],
@@ -193,12 +193,12 @@ def test_nemo_rl_experts_are_those_of_their_message():
         (
             "routed_experts",
             [[[1]], None, [[1]], [[1]], None],
-            "the experts of every token",
+            "as many layers and experts for every token",
         ),
         (
             "routed_experts",
             [[[1]], [[1, 2]], [[1]], [[1]], None],
-            "other layers or numbers",
+            "as many layers and experts for every token",
         ),
         ("routed_experts", [[[1]], [[-1]], [[1]], [[1]], None], "numbers below 0"),
         ("routed_experts", None, "routed_experts is null"),
@@ -261,7 +261,10 @@ def test_a_session_without_a_group_joins_none_with_its_name():
         [1.0, 0.0, 1.0, 0.0], ["a", "a", None, None], sessions=["x", "y", "a", "b"]
     )
     for uids in (
-        skyrl.uids(rows),
+        [
+            name.rpartition("_")[0]
+            for name in skyrl.generator_fields(rows)["trajectory_ids"]
+        ],
         [one[0]["extra_fields"]["uid"] for one in verl.agent_loop_fields(rows)],
         verl.padded_fields(rows, 2, 3, 0)["uid"].tolist(),
     ):
@@ -380,7 +383,7 @@ def test_a_row_without_a_prompt_is_refused(target):
 @pytest.mark.parametrize("target", ["areal", "prime_rl", "tinker", "trl_async"])
 def test_advantages_that_are_all_0_are_told(target):
     rows = with_column(one_row_each(sample_rows()), "advantage", [0.0, 0.0])
-    with pytest.warns(NoSignalWarning, match="advantages of these 2 rows are 0"):
+    with pytest.warns(NoSignalWarning, match="all advantages are 0"):
         EXPORTS[target](rows)
     EXPORTS[target](rows.slice(0, 1))  # a rollout of a larger group
 
@@ -396,7 +399,7 @@ def test_advantages_that_are_all_0_are_told(target):
 )
 def test_groups_without_a_spread_are_told(target, rewards, groups):
     rows = group(rewards, groups)
-    with pytest.warns(NoSignalWarning, match="no group of these 2 rows"):
+    with pytest.warns(NoSignalWarning, match="no group has two rewards"):
         EXPORTS[target](rows)
     EXPORTS[target](rows.slice(0, 1))
 
