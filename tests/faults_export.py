@@ -87,14 +87,13 @@ export/_rows.py
     |if ids and row.input_ids[k] not in ids:| -> |if False:|
     |is not None and n > cut:| -> |is not None and n > cut + 1:|
 export/areal.py
-    |(row.weight_version is None or version is not None)| -> |True|
+    |if name is not None or version is None:| -> |if name is not None:|
 export/slime.py
     |return found[row.prompt_length :]| -> |return found[: len(found) - row.prompt_length]|
 export/_rows.py
-    |factor = weighted.tokens / weighted.rollouts| -> |factor = weighted.tokens|
-    |row.row_weight is None or not 0 <= row.row_weight| -> |not 0 <= (row.row_weight or 0)|
-    |np.where(row.loss_mask, np.asarray(row.advantage, np.float64), 0.0)|
-        -> |np.broadcast_to(row.advantage, row.loss_mask.shape)|
+    |*= weighted.tokens / weighted.rollouts| -> |*= weighted.tokens|
+    |weight is None or not 0 <= weight| -> |not 0 <= (weight or 0)|
+    |np.where(row.loss_mask, gains, 0.0)| -> |np.broadcast_to(gains, row.loss_mask.shape)|
 export/slime.py
     |fill_null(0.0)| -> |fill_null(1.0)|
 learn/_checks.py

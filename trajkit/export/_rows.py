@@ -53,6 +53,8 @@ class Target(NamedTuple):
     response: bool = False
     # it takes one row per rollout
     single: bool = False
+    # it divides its loss by the trained tokens of a step
+    by_step: bool = False
     logprobs: bool = True
     images: bool = False
     untrained: bool = False
@@ -69,9 +71,12 @@ class ExportRow(SimpleNamespace):
     input_ids, loss_mask, logprobs : int32, bool, float32, shape (n_tokens,); a logprob is
     0.0 where the mask is false.
     prompt_ids, response_ids, response_mask, response_logprobs : lists; the mask of ints.
+    advantages : float64, shape (n_tokens,), 0.0 where the mask is false.
+    scale : what a trained token counts.
     """
 
     # where the rows have no such column, or the target carries none
+    scale = 1.0
     advantage: Any = None
     routed_experts = sampling_mask = weight_version = advantage
     ref_logprobs = teacher_logprobs = observation_weight = advantage
@@ -151,11 +156,23 @@ def checked_rows(
     *,
     cut: int | None = None,
     group_size: int | None = None,
+    weighted: bool | StepCounts = False,
+    reduce: Reduce = "mean",
 ) -> list[ExportRow]:
     """The rows, checked for what every trainer needs (see docs/export.md).
 
     ``cut`` and ``group_size`` are the values of the target's options, None for any.
+    ``weighted``: rows have a scale. The sum over tokens with it is the ``rl_sum`` of
+    `trajkit.learn.reference_loss`, or its total in a mean over the tokens of a step. It
+    doesn't depend on the other rows of the table. ``reduce``: how row weights are meant.
     """
+    check_choice("reduce", reduce, Reduce)
+    if weighted and target.by_step and not isinstance(weighted, StepCounts):
+        raise ExportError(
+            f"weighted={weighted!r}: {target.name} divides by the trained tokens of its "
+            "step, which these rows alone do not tell. Pass weighted=step_counts(all rows "
+            "of the step), from trajkit.export"
+        )
     for option, value in ((target.cut, cut), (target.runs, group_size)):
         if value is not None:
             chosen_int(option.rpartition(".")[2], value, 1)
@@ -204,9 +221,18 @@ def checked_rows(
             uid=uid,
         )
         row.input_ids, row.loss_mask, row.logprobs = (each[line] for each in lists)
-        for fault in _faults(row, target, cut):
+        for fault in _faults(row, target, cut, weighted is not False):
             raise ExportError(f"{row.place}: {fault}")
         row.logprobs = np.nan_to_num(np.where(row.loss_mask, row.logprobs, 0.0))
+        if target.reads.startswith("advantage"):
+            gains = np.asarray(row.advantage, np.float64)
+            row.advantages = np.where(row.loss_mask, gains, 0.0)
+        if weighted:
+            row.scale = row.row_weight
+            if reduce == "mean":
+                row.scale /= int(row.loss_mask.sum())
+            if isinstance(weighted, StepCounts):
+                row.scale *= weighted.tokens / weighted.rollouts
         if target.response:
             n = row.prompt_length
             row.prompt_ids = row.input_ids[:n].tolist()
@@ -225,7 +251,9 @@ def _has(table: pa.Table, name: str) -> bool:
     return name in table.column_names and table[name].null_count < len(table)
 
 
-def _faults(row: ExportRow, target: Target, cut: int | None) -> Iterator[str]:
+def _faults(
+    row: ExportRow, target: Target, cut: int | None, weighted: bool
+) -> Iterator[str]:
     """What the target would take wrongly of a row."""
     n, mask = len(row.input_ids), row.loss_mask
     first = int(mask.argmax()) if mask.any() else n
@@ -261,7 +289,12 @@ def _faults(row: ExportRow, target: Target, cut: int | None) -> Iterator[str]:
             f"token {unknown.argmax()} is trained and has no finite logprob. Make rows "
             "with missing_logprobs='untrain'"
         )
-    reward, gain = row.reward, row.advantage
+    reward, gain, weight = row.reward, row.advantage, row.row_weight
+    if weighted and (weight is None or not 0 <= weight < math.inf):
+        yield (
+            f"row_weight is {weight}, but the row trains tokens. Set it with "
+            "trajkit.add_weights"
+        )
     if (reward is None and target.reads == "reward") or not math.isfinite(reward or 0):
         yield (
             f"reward is {'null' if reward is None else reward}, which the trainer would "
@@ -384,44 +417,3 @@ def _experts(row: ExportRow, tokens: pa.Array | None) -> Array:
         f"{row.place}: routed_experts is null, or does not have as many layers and experts "
         f"for every token but the last ({n}), or has nulls or numbers below 0"
     )
-
-
-def token_advantages(row: ExportRow) -> Array:
-    """The advantage of each token, float64 of shape (n_tokens,); 0 off the mask."""
-    return np.where(row.loss_mask, np.asarray(row.advantage, np.float64), 0.0)
-
-
-def token_scales(rows: list[ExportRow], reduce: Reduce = "mean") -> list[float]:
-    """What a trained token of each row counts in the sum over rollouts.
-
-    A sum over tokens with these scales is the ``rl_sum`` of
-    `trajkit.learn.reference_loss`. They don't depend on the other rows of the table.
-    """
-    check_choice("reduce", reduce, Reduce)
-    for row in rows:
-        if row.row_weight is None or not 0 <= row.row_weight < float("inf"):
-            raise ExportError(
-                f"{row.place}: row_weight is {row.row_weight}, but the row trains tokens. "
-                "Set it with trajkit.add_weights"
-            )
-    return [
-        float(row.row_weight) / (int(row.loss_mask.sum()) if reduce == "mean" else 1)
-        for row in rows
-    ]
-
-
-def step_scales(
-    rows: list[ExportRow], weighted: bool | StepCounts, target: Target
-) -> list[float]:
-    """What a trained token counts in a trainer's mean over the tokens of a step.
-
-    That mean is then `trajkit.learn.reference_loss` of the step's rows.
-    """
-    if not isinstance(weighted, StepCounts):
-        raise ExportError(
-            f"weighted={weighted!r}: {target.name} divides by the trained tokens of its "
-            "step, which these rows alone do not tell. Pass weighted=step_counts(all rows "
-            "of the step), from trajkit.export"
-        )
-    factor = weighted.tokens / weighted.rollouts
-    return [scale * factor for scale in token_scales(rows)]

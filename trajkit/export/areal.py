@@ -19,7 +19,7 @@ Reward: TypeAlias = Literal["reward", "advantage"]
 CONTEXT = -1
 """The version, and the turn, of a token that was not sampled."""
 
-_TARGET = shared.Target("AReaL", "reward", ("weight_version",))
+_TARGET = shared.Target("AReaL", "reward", ("weight_version",), by_step=True)
 
 
 def trajectory_fields(
@@ -60,24 +60,22 @@ def trajectory_fields(
         version = chosen_int("version", version, CONTEXT)
     if weighted:
         reward = "advantage"
-    checked = shared.checked_rows(rows, _TARGET._replace(reads=reward))
-    scales = [1.0] * len(checked)
-    if weighted:
-        scales = shared.step_scales(checked, weighted, _TARGET)
-    for row, scale in zip(checked, scales, strict=True):
+    target = _TARGET._replace(reads=reward)
+    checked = shared.checked_rows(rows, target, weighted=weighted)
+    for row in checked:
         if reward == "reward" and not row.is_last:
             raise ExportError(
                 f"session {row.session_id!r} has several rows: AReaL would compute "
                 "baselines over rows. Add advantages and pass reward='advantage'"
             )
-        row.gain = getattr(row, reward) * scale
     found = []
     by_group = sorted(checked, key=lambda row: row.group)
     for _, members in groupby(by_group, lambda row: row.group):
         own = [*members]
+        gains = [getattr(row, reward) * row.scale for row in own]
         arrays = [_arrays(row, version) for row in own]
         width = max(len(each["input_ids"]) for each in arrays)
-        found.append({"rewards": np.array([row.gain for row in own], np.float32)})
+        found.append({"rewards": np.array(gains, np.float32)})
         for name, first in arrays[0].items():
             fill = CONTEXT if name == "turn_ids" else 0
             found[-1][name] = np.full((len(own), width), fill, first.dtype)
@@ -90,18 +88,18 @@ def _arrays(row: shared.ExportRow, version: int | None) -> dict[str, shared.Arra
     """The arrays of a row up to its last trained token."""
     trained = np.flatnonzero(row.loss_mask)
     versions = np.full(len(row.input_ids), CONTEXT, np.int32)
-    turns = versions.copy()
-    for k in trained:
-        name = None if row.weight_version is None else row.weight_version[k]
-        if name is None and (row.weight_version is None or version is not None):
-            name = version or 0
+    versions[trained] = version or 0
+    for k in trained if row.weight_version is not None else ():
+        name = row.weight_version[k]
         try:
-            versions[k] = int(name)
+            if name is not None or version is None:
+                versions[k] = int(name)
         except (TypeError, ValueError, OverflowError):
             raise ExportError(
                 f"{row.place}: weight version {name!r} of token {k} is not an integer, "
                 "which AReaL expects. Drop the payload weight_version and pass version="
             ) from None
+    turns = np.full(len(row.input_ids), CONTEXT, np.int32)
     numbers: dict[int, int] = {}
     for span in row.spans:
         part = slice(span["start"], span["stop"])

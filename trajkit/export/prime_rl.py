@@ -33,6 +33,7 @@ _TARGET = shared.Target(
         "observation_weight",
     ),
     cut="seq_len",
+    by_step=True,
 )
 
 
@@ -86,10 +87,8 @@ def _samples(
             "reserves"
         )
     check_number("temperature", temperature, 0, above=True)
-    checked = shared.checked_rows(rows, _TARGET, cut=seq_len)
-    scales = weighted and shared.step_scales(checked, weighted, _TARGET)
     samples = []
-    for k, row in enumerate(checked):
+    for row in shared.checked_rows(rows, _TARGET, cut=seq_len, weighted=weighted):
         references = [row.ref_logprobs, row.teacher_logprobs]
         reference, *others = [each for each in references if each is not None] or [None]
         if others:
@@ -111,10 +110,10 @@ def _samples(
             "mm_refs": None,
             "routed_experts": experts,
             "mm_token_type_ids": None,
-            "rl_weights": np.where(row.loss_mask, scales[k], 0.0) if scales else None,
+            "rl_weights": row.loss_mask * row.scale if weighted else None,
             "ce_weights": row.observation_weight,
             "ref_kl_weights": None,
-            "advantages": shared.token_advantages(row),
+            "advantages": row.advantages,
             "sampling_mask": row.sampling_mask,
             "trace_id": row.session_id,
             "branch_index": row.row_index,

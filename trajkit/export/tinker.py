@@ -11,6 +11,7 @@ import numpy as np
 from trajkit.export import _rows as shared
 from trajkit.tables.canonical import TableLike
 
+_TARGET = shared.Target("Tinker", "advantages")
 _KINDS = ("prompt", "sampled")
 
 
@@ -41,11 +42,9 @@ def datum_fields(
         of trained spans and of the row's last turn are "sampled", others are of the
         "prompt" of the last turn, with which rows begin under every policy but ``polar``.
     """
-    checked = shared.checked_rows(rows, shared.Target("Tinker", "advantages"))
-    scales = shared.token_scales(checked, reduce) if weighted else [1.0] * len(checked)
     found = []
-    for row, scale in zip(checked, scales, strict=True):
-        gains, sources = shared.token_advantages(row) * scale, _sources(row)
+    for row in shared.checked_rows(rows, _TARGET, weighted=weighted, reduce=reduce):
+        gains, sources = row.advantages * row.scale, _sources(row)
         found.append(
             {
                 "session_id": row.session_id,

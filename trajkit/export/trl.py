@@ -82,8 +82,6 @@ def rollout_sample_fields(
     """
     chosen_int("model_version", model_version, 0)
     chosen_int("first_group_id", first_group_id, 0)
-    checked = shared.checked_rows(rows, _ASYNC)
-    scales = shared.token_scales(checked) if weighted else [1.0] * len(checked)
     return [
         {
             "prompt": [],
@@ -91,12 +89,12 @@ def rollout_sample_fields(
             "input_ids": row.input_ids.astype(np.int64),
             "completion_mask": row.loss_mask.astype(np.int64),
             "old_log_probs": row.logprobs,
-            "advantage": row.advantage * scale,
+            "advantage": row.advantage * row.scale,
             "model_version": model_version,
             "group_id": first_group_id + row.group,
             "metrics": {} if row.reward is None else {"reward": row.reward},
         }
-        for row, scale in zip(checked, scales, strict=True)
+        for row in shared.checked_rows(rows, _ASYNC, weighted=weighted)
     ]
 
 
