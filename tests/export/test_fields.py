@@ -717,7 +717,7 @@ def test_verl_opens_no_file_outside_the_folder(tmp_path):
     ],
 )
 def test_a_format_without_images_refuses_them(tmp_path, export):
-    with pytest.raises(ExportError, match="has images, which this format"):
+    with pytest.raises(ExportError, match="has images, which only"):
         export(rows_with_an_image(tmp_path))
 
 

@@ -19,7 +19,8 @@ from trajkit._arguments import check_choice, chosen_int
 from trajkit.errors import ExportError, NoSignalWarning
 from trajkit.learn._checks import session_codes, trained_tokens
 from trajkit.schema import PAYLOADS
-from trajkit.tables.canonical import TableLike, as_table, canonical_rows, place
+from trajkit.tables.canonical import TableLike as TableLike
+from trajkit.tables.canonical import as_table, canonical_rows, place
 from trajkit.tables.ragged import Ragged, lengths
 from trajkit.turns.images import engine_ids
 
@@ -258,16 +259,9 @@ def _faults(
     n, mask = len(row.input_ids), row.loss_mask
     first = int(mask.argmax()) if mask.any() else n
     if row.mm_items and not target.images:
-        yield (
-            "the row has images, which this format does not carry. Take trajkit.turns."
-            "engine_ids(rows) and the column mm_items, or "
-            "trajkit.export.verl.agent_loop_fields"
-        )
+        yield "the row has images, which only trajkit.export.verl.agent_loop_fields takes"
     if row.mm_items and row.mm_items[-1]["stop"] > n:
-        yield (
-            "the row ends in an image, because max_row_tokens cut it. Linearize with "
-            "another value"
-        )
+        yield "the row ends in an image, cut by max_row_tokens: take another value"
     if first == n and not target.untrained:
         yield "no token is trained. Make rows with keep_untrained=False"
     if 0 == first < n:
@@ -291,31 +285,27 @@ def _faults(
         )
     reward, gain, weight = row.reward, row.advantage, row.row_weight
     if weighted and (weight is None or not 0 <= weight < math.inf):
-        yield (
-            f"row_weight is {weight}, but the row trains tokens. Set it with "
-            "trajkit.add_weights"
-        )
-    if (reward is None and target.reads == "reward") or not math.isfinite(reward or 0):
+        yield f"row_weight is {weight}: set it with trajkit.add_weights"
+    missing = math.nan if target.reads == "reward" else 0.0
+    if "reward" in target.reads and not math.isfinite(
+        missing if reward is None else reward
+    ):
         yield (
             f"reward is {'null' if reward is None else reward}, which the trainer would "
             "take for 0 or NaN. Give the session a finite reward, or filter it out"
         )
-    if not target.reads.startswith("advantage"):
-        return
-    if gain is None or (isinstance(gain, list) and None in gain):
-        yield (
-            "advantage is null or absent. Add it with trajkit.add_advantages (trajkit "
-            "export: --advantage), and filter out rows whose advantage is null"
-        )
-    if not np.isfinite(gain).all():
-        yield f"advantage is {gain}: expected finite numbers"
-    if isinstance(gain, list) and target.reads == "advantage":
-        yield (
-            "advantage is a list per token, but this format has one per row. Compute "
-            "advantages of rollouts or segments"
-        )
-    if isinstance(gain, list) and len(gain) != n:
-        yield f"{len(gain)} advantages for {n} tokens"
+    if target.reads.startswith("advantage"):
+        if gain is None or (isinstance(gain, list) and None in gain):
+            yield (
+                "advantage is null or absent. Add it with trajkit.add_advantages (trajkit "
+                "export: --advantage), and filter out rows whose advantage is null"
+            )
+        if not np.isfinite(gain).all():
+            yield f"advantage is {gain}: expected finite numbers"
+        if isinstance(gain, list) and target.reads == "advantage":
+            yield "advantage is a list per token, but this format has one per row"
+        if isinstance(gain, list) and len(gain) != n:
+            yield f"{len(gain)} advantages for {n} tokens"
 
 
 def _check_groups(rows: list[ExportRow], target: Target, size: int | None) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 from trajkit._arguments import check_choice, chosen_int
 from trajkit.errors import ExportError
 from trajkit.export import _rows as shared
-from trajkit.tables.canonical import TableLike
 
 Reward: TypeAlias = Literal["reward", "advantage"]
 
@@ -23,7 +22,7 @@ _TARGET = shared.Target("AReaL", "reward", ("weight_version",), by_step=True)
 
 
 def trajectory_fields(
-    rows: TableLike,
+    rows: shared.TableLike,
     *,
     version: int | None = None,
     reward: Reward = "reward",

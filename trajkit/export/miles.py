@@ -9,7 +9,6 @@ import numpy as np
 
 from trajkit.export import _rows as shared
 from trajkit.export import slime
-from trajkit.tables.canonical import TableLike
 
 _TARGET = shared.Target(
     *("miles", "reward", ("routed_experts", "teacher_logprobs")), response=True
@@ -17,7 +16,7 @@ _TARGET = shared.Target(
 
 
 def sample_fields(
-    rows: TableLike, *, first_index: int = 0, first_group_index: int = 0
+    rows: shared.TableLike, *, first_index: int = 0, first_group_index: int = 0
 ) -> list[dict[str, Any]]:
     """Rows as the dicts that ``Sample.from_dict`` takes.
 

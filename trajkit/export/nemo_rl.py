@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from trajkit.export import _rows as shared
-from trajkit.tables.canonical import TableLike
 
 _TARGET = shared.Target("NeMo-RL", carried=("routed_experts",))
 
 
-def message_log_fields(rows: TableLike) -> list[list[dict[str, Any]]]:
+def message_log_fields(rows: shared.TableLike) -> list[list[dict[str, Any]]]:
     """Rows as message logs: one message per range of tokens with the same mask.
 
     NeMo-RL trains every token of a message with role ``assistant``, and concatenates

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from trajkit.export import _rows as shared
-from trajkit.tables.canonical import TableLike
 
 _TARGET = shared.Target(
     *("OpenRLHF", "reward"),
@@ -20,7 +19,7 @@ _TARGET = shared.Target(
 
 
 def execution_fields(
-    rows: TableLike,
+    rows: shared.TableLike,
     *,
     prompt: str = "",
     label: str = "",

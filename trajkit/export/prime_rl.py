@@ -23,7 +23,7 @@ from trajkit.export import _rows as shared
 from trajkit.learn._checks import check_number
 from trajkit.packs.balancing import balance
 from trajkit.packs.packing import pack
-from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.canonical import as_table
 from trajkit.tables.take import tuples
 
 _TARGET = shared.Target(
@@ -38,7 +38,7 @@ _TARGET = shared.Target(
 
 
 def sample_fields(
-    rows: TableLike,
+    rows: shared.TableLike,
     *,
     env_name: str,
     temperature: float = 1.0,
@@ -74,7 +74,7 @@ def sample_fields(
 
 
 def _samples(
-    rows: TableLike,
+    rows: shared.TableLike,
     env_name: str,
     temperature: float = 1.0,
     seq_len: int | None = None,
@@ -138,7 +138,7 @@ def _plain(value: Any) -> Any:
 
 
 def micro_batch_fields(
-    rows: TableLike,
+    rows: shared.TableLike,
     seq_len: int,
     *,
     ranks: int = 1,
@@ -232,7 +232,7 @@ def _micro_batch(samples: list[dict[str, Any]], length: int) -> dict[str, Any]:
 
 
 def write_micro_batches(
-    rows: TableLike, folder: str | Path, step: int, seq_len: int, **options: Any
+    rows: shared.TableLike, folder: str | Path, step: int, seq_len: int, **options: Any
 ) -> list[Path]:
     """Write the files of a step for prime-rl's trainer; needs msgspec.
 

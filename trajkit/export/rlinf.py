@@ -8,14 +8,13 @@ from lengths alone, so no row with a tool's tokens between replies fits into it.
 from typing import Any
 
 from trajkit.export import _rows as shared
-from trajkit.tables.canonical import TableLike
 
 _TARGET = shared.Target(
     "RLinf", "reward", response=True, single=True, runs="group_size"
 )
 
 
-def rollout_fields(rows: TableLike, *, group_size: int) -> dict[str, Any]:
+def rollout_fields(rows: shared.TableLike, *, group_size: int) -> dict[str, Any]:
     """Rows as the keyword arguments of ``RolloutResult``, lists with an element per row.
 
     Parameters

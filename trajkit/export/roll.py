@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 
 from trajkit.export import _rows as shared
-from trajkit.tables.canonical import TableLike
 
 _TARGET = shared.Target("ROLL", "reward", cut="sequence_length", single=True)
 
 
 def batch_fields(
-    rows: TableLike, *, sequence_length: int, pad_token_id: int, tag: str = "trajkit"
+    rows: shared.TableLike,
+    *,
+    sequence_length: int,
+    pad_token_id: int,
+    tag: str = "trajkit",
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rows as ``batch`` and ``non_tensor_batch`` of a ``DataProto``.
 

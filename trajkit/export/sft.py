@@ -18,12 +18,8 @@ from trajkit.export._rows import ExportRow, Target, checked_rows
 from trajkit.schema import PAYLOADS
 from trajkit.tables.canonical import TableLike, as_table
 
-IGNORED = -100
-"""The label of a token that is not trained."""
-
-DEFAULT_MAX_LENGTH = 1024
-"""``max_length`` of TRL's ``SFTConfig`` where it is not set."""
-
+IGNORED = -100  # the label of a token that is not trained
+DEFAULT_MAX_LENGTH = 1024  # SFTConfig.max_length of TRL where it is not set
 _TARGET = Target("the supervised trainer", cut="max_length", logprobs=False)
 
 

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from trajkit.export import _rows as shared
-from trajkit.tables.canonical import TableLike
 
 _TARGET = shared.Target(
     *("SkyRL", "reward", ("routed_experts", "sampling_mask")), response=True
 )
 
 
-def generator_fields(rows: TableLike) -> dict[str, Any]:
+def generator_fields(rows: shared.TableLike) -> dict[str, Any]:
     """Rows as the fields of ``GeneratorOutput``, for ``step_wise_trajectories=true``.
 
     Returns

@@ -21,7 +21,6 @@ from trajkit.learn.baselines import advantages
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rows.linearize import linearize
-from trajkit.tables.canonical import TableLike
 from trajkit.turns.records import from_records
 
 _LOG = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ _CENTRED = (*_SCALED, "reinforce_plus_plus_baseline")
 
 
 def sample_fields(
-    rows: TableLike, *, first_index: int = 0, first_group_index: int = 0
+    rows: shared.TableLike, *, first_index: int = 0, first_group_index: int = 0
 ) -> list[dict[str, Any]]:
     """Rows as the dicts that ``Sample.from_dict`` takes and debug files contain.
 
@@ -104,7 +103,9 @@ def _fields(row: shared.ExportRow) -> dict[str, Any]:
 samples = shared.objects_of(sample_fields, "slime.utils.types:Sample.from_dict")
 
 
-def write_debug_rollout(rows: TableLike, path: str | Path, rollout_id: int = 0) -> None:
+def write_debug_rollout(
+    rows: shared.TableLike, path: str | Path, rollout_id: int = 0
+) -> None:
     """Write ``path`` for slime's ``--load-debug-rollout-data`` with ``torch.save``.
 
     slime replaces ``{rollout_id}`` in its option by the number of the step.
@@ -192,10 +193,9 @@ class TrajectoryManager:
         *,
         fork_threshold_tokens: int | None = None,
     ) -> None:
-        choices = {}
-        if fork_threshold_tokens is not None:
-            choices["fork_threshold"] = fork_threshold_tokens
-        self._policy = named_policy(policy, **choices)
+        given = {"fork_threshold": fork_threshold_tokens}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        self._policy = named_policy(policy, **chosen)
         # an empty dict is a turn that was left out
         self._turns: dict[Any, list[dict[str, Any]]] = {}
 

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from trajkit.export import _rows as shared
-from trajkit.tables.canonical import TableLike
 
 _TARGET = shared.Target("Tinker", "advantages")
 _KINDS = ("prompt", "sampled")
 
 
 def datum_fields(
-    rows: TableLike, *, weighted: bool = True, reduce: shared.Reduce = "mean"
+    rows: shared.TableLike, *, weighted: bool = True, reduce: shared.Reduce = "mean"
 ) -> list[dict[str, Any]]:
     """Rows as the fields of a ``Datum``, shifted by one.
 

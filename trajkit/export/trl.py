@@ -11,7 +11,6 @@ from trajkit._arguments import chosen_int
 from trajkit.errors import ExportError
 from trajkit.export import _rows as shared
 from trajkit.learn._checks import check_number
-from trajkit.tables.canonical import TableLike
 
 _GRPO = shared.Target(
     *("GRPOTrainer", "reward or null"),
@@ -23,7 +22,7 @@ _ASYNC = shared.Target("AsyncGRPOTrainer", "advantage")
 
 
 def rollout_func_fields(
-    rows: TableLike, *, num_generations: int | None = None
+    rows: shared.TableLike, *, num_generations: int | None = None
 ) -> dict[str, list[Any]]:
     """Rows as the dict that a ``rollout_func`` of GRPOTrainer returns.
 
@@ -55,7 +54,7 @@ def rollout_func_fields(
 
 
 def rollout_sample_fields(
-    rows: TableLike,
+    rows: shared.TableLike,
     *,
     model_version: int = 0,
     first_group_id: int = 0,

@@ -13,7 +13,6 @@ import numpy as np
 from trajkit._arguments import chosen_int
 from trajkit.errors import ExportError
 from trajkit.export import _rows as shared
-from trajkit.tables.canonical import TableLike
 from trajkit.turns.images import CONTENT_HASH
 
 _TARGET = shared.Target("verl", "reward", ("routed_experts",), response=True)
@@ -21,7 +20,7 @@ _PADDED = shared.Target("a padded batch of verl", "reward", response=True)
 
 
 def agent_loop_fields(
-    rows: TableLike, *, images: str | Path | None = None
+    rows: shared.TableLike, *, images: str | Path | None = None
 ) -> list[list[dict[str, Any]]]:
     """Rows as the keyword arguments of ``AgentLoopOutput``, one list per rollout.
 
@@ -97,7 +96,7 @@ agent_loop_outputs = shared.objects_of(
 
 
 def padded_fields(
-    rows: TableLike, prompt_length: int, response_length: int, pad_token_id: int
+    rows: shared.TableLike, prompt_length: int, response_length: int, pad_token_id: int
 ) -> dict[str, Any]:
     """Rows as the arrays of a padded batch: prompts padded left, responses right.
 
