@@ -17,9 +17,8 @@ _TARGET = shared.Target("NeMo-RL", carried=("routed_experts",))
 def message_log_fields(rows: shared.TableLike) -> list[list[dict[str, Any]]]:
     """Rows as message logs: one message per range of tokens with the same mask.
 
-    NeMo-RL trains every token of a message with role ``assistant``, and concatenates
-    fields without a check of lengths, so every message has all fields. It groups rows by
-    the ids of their first prompt. Rows that a fork opened have other prompts, so compute
+    NeMo-RL trains every token of a message with role ``assistant``. It groups rows by the
+    ids of their first prompt. Rows that a fork opened have other prompts, so compute
     advantages with `trajkit.learn.advantages`.
 
     Returns

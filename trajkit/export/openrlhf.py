@@ -37,12 +37,6 @@ def execution_fields(
     max_len, n_samples_per_prompt : int or None
         Those of the trainer. It truncates rows longer than ``--data.max_len`` without a
         message. None: rows of any length; as many rows per group as the first has.
-
-    Returns
-    -------
-    list of dict
-        ``action_ranges`` are the trained ranges of ``observation_tokens`` as pairs
-        (start, stop), ``rollout_log_probs`` cover the complete row.
     """
     checked = shared.checked_rows(
         rows, _TARGET, cut=max_len, group_size=n_samples_per_prompt

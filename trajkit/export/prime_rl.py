@@ -47,6 +47,9 @@ def sample_fields(
 ) -> list[dict[str, Any]]:
     """Rows as the fields of ``TrainingSample``.
 
+    Every list covers the complete row. ``routed_experts`` and ``sampling_mask`` are dicts
+    with the fields of prime-rl's structs of these names.
+
     Parameters
     ----------
     rows : table
@@ -62,12 +65,6 @@ def sample_fields(
         That of the trainer, which truncates longer rows without a message. None: any.
     weighted : StepCounts, optional
         Write row weights to ``rl_weights``, see `trajkit.export`.
-
-    Returns
-    -------
-    list of dict
-        One per row. Every list covers the complete row. ``routed_experts`` and
-        ``sampling_mask`` are dicts with the fields of prime-rl's structs of these names.
     """
     samples = _samples(rows, env_name, temperature, seq_len, weighted)
     return [{name: _plain(each) for name, each in one.items()} for one in samples]
@@ -234,9 +231,10 @@ def _micro_batch(samples: list[dict[str, Any]], length: int) -> dict[str, Any]:
 def write_micro_batches(
     rows: shared.TableLike, folder: str | Path, step: int, seq_len: int, **options: Any
 ) -> list[Path]:
-    """Write the files of a step for prime-rl's trainer; needs msgspec.
+    """Write the files of a step for prime-rl's trainer, and return their paths.
 
-    It reads them with ``rollout_transport.type = "filesystem"``, not the default.
+    It reads them with ``rollout_transport.type = "filesystem"``, not the default. Needs
+    msgspec.
 
     Parameters
     ----------
@@ -245,12 +243,8 @@ def write_micro_batches(
     folder : path
         The trainer's batch directory: ``rollouts`` in its output folder at 559b44772.
     step : int
-        The step that trains the rows. Its folder must be empty or not exist.
-
-    Returns
-    -------
-    list of Path
-        ``step_{step}/rank_{rank}.bin`` for each rank. They appear together.
+        The step that trains the rows. Its folder must be empty or not exist; the files
+        ``step_{step}/rank_{rank}.bin`` appear together.
     """
     ranked = micro_batch_fields(rows, seq_len, **options)
     import msgspec

@@ -26,19 +26,15 @@ _TARGET = Target("the supervised trainer", cut="max_length", logprobs=False)
 def labels_table(rows: TableLike, *, max_length: int | None = None) -> pa.Table:
     """Rows with ``input_ids``, ``attention_mask`` and ``labels``, all ``list<int32>``.
 
+    ``labels`` is -100 where ``loss_mask`` is false.
+
     Parameters
     ----------
     rows : table
     max_length : int, optional
         The length at which the trainer cuts rows, and drops those that train nothing then:
         ``SFTConfig(max_length=...)`` in TRL, ``sequence_len`` in Axolotl. Longer rows are
-        refused. None: those beyond TRL's default of 1024 give a
-        `trajkit.errors.LongRowsWarning`.
-
-    Returns
-    -------
-    Table
-        One line per row. ``labels`` is -100 where ``loss_mask`` is false.
+        refused. None: rows beyond TRL's default give a `trajkit.errors.LongRowsWarning`.
     """
     checked = _checked(rows, max_length)
     longest = max((len(row.input_ids) for row in checked), default=0)

@@ -24,9 +24,8 @@ def generator_fields(rows: shared.TableLike) -> dict[str, Any]:
     -------
     dict
         Lists with one element per row. ``trajectory_ids`` are strings
-        ``{group}_{repetition}``; `generator_output` makes ``TrajectoryID`` objects.
-        SkyRL computes the advantage of a rollout from its last row, where ``is_last_step``
-        is true. The payloads ``routed_experts`` and ``sampling_mask`` become
+        ``{group}_{repetition}``. SkyRL computes the advantage of a rollout from its last
+        row. The payloads ``routed_experts`` and ``sampling_mask`` become
         ``rollout_expert_indices``, without an entry for the last token, and
         ``rollout_sample_support``.
     """

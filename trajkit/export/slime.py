@@ -37,6 +37,9 @@ def sample_fields(
 ) -> list[dict[str, Any]]:
     """Rows as the dicts that ``Sample.from_dict`` takes and debug files contain.
 
+    Rows of a group come one after another. Those of a rollout have its full reward and
+    ``rollout_id``: slime's loss counts rollouts alike.
+
     Parameters
     ----------
     rows : table
@@ -45,12 +48,6 @@ def sample_fields(
     first_index, first_group_index : int
         ``index`` and ``rollout_id`` of the first rollout, and ``group_index`` of the first
         group. They count up in order of the samples.
-
-    Returns
-    -------
-    list of dict
-        One per row, those of a group one after another. All rows of a rollout have its
-        full reward and ``rollout_id``: slime's loss counts rollouts alike.
     """
     checked = shared.checked_rows(rows, _TARGET)
     return fields_of(checked, first_index, first_group_index)

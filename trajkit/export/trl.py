@@ -27,7 +27,8 @@ def rollout_func_fields(
     """Rows as the dict that a ``rollout_func`` of GRPOTrainer returns.
 
     The trainer reads ``logprobs`` only with ``use_vllm`` and
-    ``vllm_importance_sampling_correction``. Otherwise its ratio is to its own logprobs.
+    ``vllm_importance_sampling_correction``. Otherwise its ratio is to its own logprobs. It
+    leaves rollouts whose ``reward`` is None out of the baseline.
 
     Parameters
     ----------
@@ -36,12 +37,6 @@ def rollout_func_fields(
         ``num_generations`` times.
     num_generations : int, optional
         That of the trainer. None: the number of rows of the first group.
-
-    Returns
-    -------
-    dict of str to list
-        One element per row. ``env_mask`` is 1 for sampled tokens. TRL leaves a rollout
-        whose ``reward`` is None out of the baseline.
     """
     checked = shared.checked_rows(rows, _GRPO, group_size=num_generations)
     return {
@@ -73,11 +68,6 @@ def rollout_sample_fields(
     weighted : bool
         Fold row weights into the advantages, for a trainer of `by_rollout` and no other.
         False: each trained token of a micro-batch weighs the same.
-
-    Returns
-    -------
-    list of dict
-        One per row, with int64 and float32 arrays over the complete row.
     """
     chosen_int("model_version", model_version, 0)
     chosen_int("first_group_id", first_group_id, 0)

@@ -24,6 +24,9 @@ def agent_loop_fields(
 ) -> list[list[dict[str, Any]]]:
     """Rows as the keyword arguments of ``AgentLoopOutput``, one list per rollout.
 
+    ``AgentLoopBase.run`` returns such a list. verl's trainer v1 computes the advantage of a
+    rollout from its last row.
+
     Parameters
     ----------
     rows : table
@@ -31,12 +34,6 @@ def agent_loop_fields(
     images : path, optional
         The folder ``images`` of the log, for rows with images: ``multi_modal_data`` then
         has them as ``PIL.Image``.
-
-    Returns
-    -------
-    list of list of dict
-        The rows of each rollout in their order, as ``AgentLoopBase.run`` returns them.
-        verl's trainer v1 computes the advantage of a rollout from its last row.
     """
     checked = shared.checked_rows(rows, _TARGET._replace(images=images is not None))
     return [
