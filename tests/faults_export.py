@@ -78,7 +78,7 @@ export/verl.py
 export/prime_rl.py
     |bounds = [*sizes[:-1], sum(sizes[-1:]) + n_padding]| -> |bounds = [*sizes, n_padding]|
     |np.concatenate([experts, experts[-1:]])| -> |np.concatenate([experts, experts[:1]])|
-    |"<u2" if value.max() > 255| -> |"<u2" if value.max() > 2**16|
+    |"<u2" if experts.max() > 255| -> |"<u2" if experts.max() > 2**16|
 export/skyrl.py
     |[own, *(k for k in ids if k != own)]| -> |ids|
 export/slime.py

@@ -66,18 +66,6 @@ def sample_fields(
     weighted : StepCounts, optional
         Write row weights to ``rl_weights``, see `trajkit.export`.
     """
-    samples = _samples(rows, env_name, temperature, seq_len, weighted)
-    return [{name: _plain(each) for name, each in one.items()} for one in samples]
-
-
-def _samples(
-    rows: shared.TableLike,
-    env_name: str,
-    temperature: float = 1.0,
-    seq_len: int | None = None,
-    weighted: bool | shared.StepCounts = False,
-) -> list[dict[str, Any]]:
-    """`sample_fields` with arrays; sampling masks as lists of ids per token."""
     if not isinstance(env_name, str) or env_name == "all":
         raise ExportError(
             f"env_name is {env_name!r}: expected a name other than 'all', which prime-rl "
@@ -93,15 +81,19 @@ def _samples(
                 f"{row.place}: the row has ref_logprobs and teacher_logprobs, but prime-rl "
                 "has one field, ref_logprobs. Drop one of the columns"
             )
-        experts = row.routed_experts
+        experts, masks, n = row.routed_experts, row.sampling_mask, len(row.input_ids)
         if experts is not None:
             # the last token was not forwarded: as the one before it
-            experts = np.concatenate([experts, experts[-1:]])
+            experts = _experts(np.concatenate([experts, experts[-1:]]))
+        if masks is not None:
+            ids, counts = [*chain(*masks)], [len(each) for each in masks]
+            parts = {"ids": np.array(ids, "<i4"), "counts": np.array(counts, "<i4")}
+            masks = {name: part.tobytes() for name, part in parts.items()}
         sample = {
             "token_ids": row.input_ids,
             "mask": row.loss_mask,
             "logprobs": row.logprobs,
-            "temperatures": np.full(len(row.input_ids), temperature),
+            "temperatures": [temperature] * n,
             "env_name": env_name,
             "ref_logprobs": reference,
             "mm_refs": None,
@@ -111,26 +103,22 @@ def _samples(
             "ce_weights": row.observation_weight,
             "ref_kl_weights": None,
             "advantages": row.advantages,
-            "sampling_mask": row.sampling_mask,
+            "sampling_mask": masks,
             "trace_id": row.session_id,
             "branch_index": row.row_index,
             "payload": None,
         }
-        samples.append(sample)
+        samples.append(
+            {
+                name: value.tolist() if isinstance(value, np.ndarray) else value
+                for name, value in sample.items()
+            }
+        )
     return samples
 
 
-def _plain(value: Any) -> Any:
-    """Values per token as lists; experts and sampling masks as prime-rl's structs."""
-    if isinstance(value, list):
-        ids = np.array([*chain.from_iterable(value)], "<i4")
-        counts = np.array([*map(len, value)], "<i4")
-        return {"ids": ids.tobytes(), "counts": counts.tobytes()}
-    if not isinstance(value, np.ndarray):
-        return value
-    if value.ndim == 1:
-        return value.tolist()
-    small = value.astype("<u2" if value.max() > 255 else "u1")
+def _experts(experts: shared.Array) -> dict[str, Any]:
+    small = experts.astype("<u2" if experts.max() > 255 else "u1")
     return {"data": small.tobytes(), "shape": [*small.shape], "dtype": small.dtype.name}
 
 
@@ -163,7 +151,7 @@ def micro_batch_fields(
     """
     chosen_int("ranks", ranks, 1)
     counts = weighted and shared.step_counts(rows)
-    samples = _samples(rows, seq_len=seq_len, weighted=counts, **options)
+    samples = sample_fields(rows, seq_len=seq_len, weighted=counts, **options)
     packs = pack(as_table(rows), seq_len, layout="rows", align=pad_to_multiple_of)
     found: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
     for rank, number in tuples(
@@ -183,45 +171,47 @@ def _micro_batch(samples: list[dict[str, Any]], length: int) -> dict[str, Any]:
     sizes = [len(sample["token_ids"]) for sample in samples]
     n_padding = length - sum(sizes)
 
-    def joined(name: str, fill: float | None = None) -> Any:
-        """The values of all tokens, 0 for samples that have none; padding is ``fill``.
-
-        None if no sample has any and there is no fill.
-        """
-        own = [sample[name] for sample in samples]
-        known = [each for each in own if each is not None]
-        if not known and fill is None:
+    def joined(name: str, fill: Any = 0.0, *, needed: bool = False) -> Any:
+        """The values of all tokens, ``fill`` for padding and samples that have none."""
+        if not needed and all(sample[name] is None for sample in samples):
             return None
-        pad = np.full_like(known[0][:1], fill or 0) if known else np.array([fill])
-        parts = [
-            np.repeat(pad, n, 0) if each is None else each
-            for each, n in zip([*own, None], [*sizes, n_padding], strict=True)
-        ]
-        return _plain(np.concatenate(parts))
+        parts = zip(samples, sizes, strict=True)
+        filled = [sample[name] or [fill] * size for sample, size in parts]
+        return [*chain(*filled), *[fill] * n_padding]
 
-    masks = [sample["sampling_mask"] for sample in samples]
-    ids = [*chain(*filter(None, masks)), *[[]] * n_padding]
+    def present(name: str) -> list[Any]:
+        return [sample[name] for sample in samples if sample[name] is not None]
+
+    experts = [
+        np.frombuffer(each["data"], each["dtype"]).reshape(each["shape"])
+        for each in present("routed_experts")
+    ]
+    if experts:
+        experts.append(np.zeros((n_padding, *experts[0].shape[1:]), np.uint8))
+    masks = present("sampling_mask")
+    ids, counts = (b"".join(each[name] for each in masks) for name in ("ids", "counts"))
+    support = {"ids": ids, "counts": counts + bytes(4 * n_padding)}
     names = [sample["env_name"] for sample in samples]
     # padding belongs to the last sequence
     bounds = [*sizes[:-1], sum(sizes[-1:]) + n_padding]
     return {
-        "input_ids": joined("token_ids", 1),
-        "loss_mask": joined("mask", False),
-        "advantages": joined("advantages", 0.0),
-        "inference_logprobs": joined("logprobs", 0.0),
+        "input_ids": joined("token_ids", 1, needed=True),
+        "loss_mask": joined("mask", False, needed=True),
+        "advantages": joined("advantages", needed=True),
+        "inference_logprobs": joined("logprobs", needed=True),
         "position_ids": [k for size in [*sizes, n_padding] for k in range(size)],
         "sequence_lengths": bounds,
-        "temperatures": joined("temperatures", 1.0),
+        "temperatures": joined("temperatures", 1.0, needed=True),
         "env_names": np.repeat([*names, ""], [*sizes, n_padding]).tolist(),
         "seq_lens": bounds,
         "ref_logprobs": joined("ref_logprobs"),
-        "routed_experts": joined("routed_experts"),
+        "routed_experts": _experts(np.concatenate(experts)) if experts else None,
         "mm_refs": None,
         "mm_token_type_ids": None,
         "rl_weights": joined("rl_weights"),
         "ce_weights": joined("ce_weights"),
         "ref_kl_weights": None,
-        "sampling_mask": _plain(ids) if any(masks) else None,
+        "sampling_mask": support if masks else None,
         "trace_ids": [sample["trace_id"] for sample in samples] or [""],
         "branch_indices": [sample["branch_index"] for sample in samples] or [-1],
         "payload": None,

@@ -261,20 +261,10 @@ class TrajectoryManager:
     ) -> list[Any]:
         """The samples of a session, which is then forgotten; [] for an unknown one.
 
-        A session whose turns make no samples is kept, and a TrajkitError raised.
-
-        Parameters
-        ----------
-        sid : hashable
-            The session.
-        base_sample : Sample
-            ``index``, ``group_index``, ``rollout_id``, ``prompt`` and ``label`` are copied.
-        reward : float
-            The reward of every sample.
-        extra_metadata : mapping, optional
-            Added to the metadata of every sample.
-        max_sample_tokens : int
-            Truncate samples to this many tokens; 0 does not.
+        As in slime, ``base_sample`` gives their ``index``, ``group_index``, ``rollout_id``,
+        ``prompt`` and ``label``, ``max_sample_tokens`` truncates them (0 does not), and
+        ``extra_metadata`` is added to their metadata. A session whose turns make no samples is
+        kept, and a TrajkitError raised.
         """
         turns = self._turns.get(sid, [])
         counts = {
