@@ -23,7 +23,8 @@ from trajkit.files.run import Watch
 from trajkit.importers import FORMATS
 from trajkit.importers.containers import head_of
 from trajkit.importers.findings import KEPT, LEFT_OUT
-from trajkit.importers.reader import EXTRAS, fitting
+from trajkit.importers.formats import fitting
+from trajkit.importers.reader import EXTRAS
 from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
 
@@ -556,8 +557,8 @@ def test_what_polar_cut_short_is_left_out(tmp_path):
     session = {"session_id": "s", "completions": [listed, cut, whole, empty, 3]}
     turns, found = damaged(tmp_path, "session.json", [json.dumps(session).encode()])
     assert found == [
-        ("file, completion 4", "unreadable", False),
         ("file, completion 3", "unreadable", False),
+        ("file, completion 4", "unreadable", False),
         ("file, completion 1", "truncated", False),
         ("file, completion 0", "truncated", False),
     ]
