@@ -371,6 +371,7 @@ WRITERS = {
     "nemo": lambda folder: foreign.write_nemo(folder, [RECORD]),
     "rllm": lambda folder: foreign.write_rllm(folder, [RECORD]),
     "verifiers": lambda folder: foreign.write_graphs(folder, [("s", [NODE])]),
+    "verifiers_steps": lambda folder: foreign.write_steps(folder, [RECORD]),
     "slime": lambda folder: foreign.write_slime(folder, [SAMPLE]),
     "chat": lambda folder: foreign.write_chats(folder, [TALK_OF_TWO]),
     "atif": lambda folder: foreign.write_atif(folder, [RECORD]),
@@ -390,8 +391,6 @@ TEXT = ("chat", "sweagent", "openhands", "verl")
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_format_is_known_by_its_files_alone(tmp_path, name):
     WRITERS[name](tmp_path)
-    if name == "verifiers":
-        foreign.write_steps(tmp_path, [RECORD])
     files = [file for file in sorted(tmp_path.rglob("*")) if file.is_file()]
     known = [[one.name for one in fitting(head_of(file))] for file in files]
     assert [names for names in known if names]
@@ -600,9 +599,9 @@ def delta(value):
             ),
             ["r/s"],
             [
+                ("trace 't0'", "lost", False),
                 ("trace 't1'", "no_parent", False),
                 ("trace 't2'", "unreadable", False),
-                ("trace 't0'", "lost", False),
             ],
         ),
         # the trace itself says which session it is of

@@ -64,7 +64,7 @@ _STRUCTURED = {
 _ASIDE = (
     *("metadata", "meta", "extra", "extra_info", "extra_body", "info", "tags"),
     *("attributes", "headers", "sent_headers", "context", "non_tensor_batch"),
-    "metrics",
+    *("metrics", "tokens"),
 )
 _WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 _RUN = re.compile(
@@ -139,8 +139,8 @@ class Format:
     # the objects in an object, with places
     roots: Callable[[Value], Iterable[tuple[str, Value]]] = lambda root: [("", root)]
     # for formats with rules instead of paths: places and calls (see `Table._fill`) of an
-    # object, which has a name, and its long arrays
-    calls: Callable[[Value, str], Iterable[tuple[str, Value]]] | None = None
+    # object, and its long arrays
+    calls: Callable[[Value], Iterable[tuple[str, Value]]] | None = None
     arrays: Shape = field(default_factory=dict)
     # what a record of the mapping's `each` is called in a place, and what sorts them
     item: str = "item"
@@ -176,11 +176,11 @@ class Table:
         base = read_map(format.map) if format.map else Map({})
         self.routes = {**_COMMON, **base.fields, **self.own}
         self._each = (given and given.each) or base.each or ""
-        self._only = ((given and given.only) or base.only or "").partition("=")
-        parts = [part for one in self.routes.values() for part in one.parts()]
-        self._known = {part.keys for part in parts}
-        self._known_outside = {part.keys for part in parts if part.outer}
-        self._known_outside |= {tuple(_keys(self._each)[:1])} - {()}
+        path, _, value = ((given and given.only) or base.only or "").partition("=")
+        self._only = (route(path), value) if path else None
+        parts = {part for one in self.routes.values() for part in one.parts()}
+        self._known = {(part.keys, part.outer) for part in parts}
+        self._known |= {((self._each.partition(".")[0],), True)}
         # fields of the user's mapping that some record had
         self.found: set[str] = set()
         with_ids = {"output_ids", "output_logprobs", "response"}
@@ -202,7 +202,10 @@ class Table:
         for where, root in _elements(value, self.format.unfold, place, "span"):
             if isinstance(root, dict):
                 for below, one in self.format.roots(root):
-                    yield from self._object(f"{where}{below}", one)
+                    at = f"{where}{below}"
+                    # a path may name the object: /@name
+                    named = {**one, "@name": f"{self._file.name}, {at}"}
+                    yield from self._object(at, named)
             else:
                 yield Finding(where, None, "unreadable", _not_object(root))
 
@@ -222,7 +225,7 @@ class Table:
 
     def _calls(self, place: str, root: Value) -> Iterator[Finding]:
         if self.format.calls is not None:
-            for where, values in self.format.calls(root, f"{self._file.name}, {place}"):
+            for where, values in self.format.calls(root):
                 yield self._filled(Finding(place + where, values["session_id"]), values)
             return
         records = list(_elements(root, self._each, place, self.format.item))
@@ -241,8 +244,6 @@ class Table:
         found = Finding(place, origin=place)
         with found:
             self._session(found, root, root)
-            # each transcript is a session; the file's name makes its name unique
-            found.session = found.session or f"{self._file.name}, {place}"
             self._beside(found, root, root)
             self._fill(found, self._values(root, root))
             found.tools = root.get("tools")
@@ -256,12 +257,12 @@ class Table:
         if not isinstance(record, dict):
             self._session(found, {}, root)
             raise Refused("unreadable", _not_object(record))
-        path, _, wanted = self._only
-        value = route(path).find(record, root) if path else None
-        # an object without records may be one itself
-        alone = self._each and record is root and value is None
-        if path and str(value) != wanted and not alone:
-            return
+        if self._only is not None:
+            value = self._only[0].find(record, root)
+            # an object without records may be one itself
+            alone = self._each and record is root and value is None
+            if str(value) != self._only[1] and not alone:
+                return
         self._session(found, record, root)
         if "request_id" in self.routes:
             named = self.routes["request_id"].find(record, root)
@@ -271,15 +272,16 @@ class Table:
             return
         root = prepared if record is root else root
         self._beside(found, prepared, root)
+        if prepared.get("@cut") is True:
+            found.remarks.append(("cut_output", "is_truncated"))
         values = self._values(prepared, root)
         self.found |= {name for name in self.own if values.get(name) is not None}
         response, has_output = values.get("response"), "output_ids" in self.routes
-        if is_answer(response) or (
-            isinstance(response, dict | list) and not has_output
-        ):
+        is_object = isinstance(response, dict | list) and not has_output
+        if is_object or is_answer(response):
             # what a mapping names counts before what a response has
             first = {*self.own, "request_id", "model", "prompt_messages"}
-            kept = {name: values[name] for name in first & values.keys()}
+            kept = {name: values.get(name) for name in first}
             kept = {name: one for name, one in kept.items() if one is not None}
             choices = _choices(object_of(values.get("request")), response)
             for suffix, one in islice(choices, self.format.most_choices):
@@ -319,7 +321,9 @@ class Table:
         """Keep what may name the run, and what no field reads."""
         for outer in (root, record) if root is not record else (record,):
             slash = "" if outer is record else "/"
-            known = self._known_outside if slash else self._known
+            known = [
+                k for k, out in self._known if root is record or out == bool(slash)
+            ]
             aside = dict(_all_beside(outer))
             named = dict(aside)
             for name in ("request", "request_body", "input"):

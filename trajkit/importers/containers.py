@@ -173,13 +173,8 @@ def _json(file: Path, shape: Shape) -> Iterator[Placed]:
     single = (
         file.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".json")
     )
-    try:
-        lines = split_lines(open_input(file, codec), str(file))
-        two = [*islice((line.strip() for line, _ in lines if line.strip()), 2)]
-    except FormatError:
-        if not single:
-            raise
-        two = []
+    lines = split_lines(open_input(file, codec), str(file))
+    two = [*islice((line.strip() for line, _ in lines if line.strip()), 2)]
     try:
         whole = isinstance(read(two[0] if two else b""), list)
     except ValueError:
@@ -296,18 +291,14 @@ def _member(archive: zipfile.ZipFile, name: str) -> bytes:
 # --- rLLM's SQLite store
 
 _ORDER = """
-SELECT s.session_id, {run}, t.trace_id, t.data
-FROM trace_sessions s JOIN traces t ON t.trace_id = s.trace_id
+SELECT s.session_id, {run}, s.trace_id, t.data
+FROM trace_sessions s LEFT JOIN traces t ON t.trace_id = s.trace_id
 ORDER BY s.created_at, s.rowid
 """
 _APART = """
 SELECT NULL, NULL, trace_id, data FROM traces
 WHERE trace_id NOT IN (SELECT trace_id FROM trace_sessions)
 ORDER BY rowid
-"""
-_ORPHANS = """
-SELECT session_id, trace_id FROM trace_sessions
-WHERE trace_id NOT IN (SELECT trace_id FROM traces)
 """
 
 
@@ -343,6 +334,10 @@ def _traces(base: "Connection", read: _Read) -> Iterator[Placed]:
             text_of(session if once else f"{name}/{session}"),
             f"trace {trace!r}",
         )
+        if data is None:
+            text = "its session refers to it, but it is missing"
+            yield _bad(place, text, named, "lost")
+            continue
         try:
             value = read(data if isinstance(data, bytes) else str(data).encode())
         except ValueError as error:
@@ -351,9 +346,6 @@ def _traces(base: "Connection", read: _Read) -> Iterator[Placed]:
         if isinstance(value, dict):
             value |= {"@session": named, "trace_id": str(trace)}
         yield _placed(place, value)
-    for session, trace in base.execute(_ORPHANS):
-        text = "its session refers to it, but it is missing"
-        yield _bad(f"trace {trace!r}", text, text_of(session), "lost")
 
 
 _READERS: dict[str, Callable[[Path, Shape], Iterator[Placed]]] = {

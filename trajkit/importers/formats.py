@@ -29,6 +29,10 @@ _ENGINES = (
     "or with return_token_ids, return_prompt_token_ids, return_meta_info and logprobs "
     "(SGLang); `trajkit serve` asks for them itself"
 )
+_RENDERER = (
+    'verifiers records token ids for clients of type "renderer" or "train"; its '
+    "evaluations through other endpoints have text only"
+)
 _PROMPT = (
     "prompt_token_ids|prompt_ids|input_token_ids|prompt_tokens|input_ids|input_tokens"
 )
@@ -45,6 +49,7 @@ _LOGPROBS = (
 _MASK = (
     "output_mask|response_mask|completion_mask|action_mask|loss_mask|env_mask|tool_mask"
 )
+_STEP_MASKS = ("tokens.is_truncated", "tokens.prompt_mask", "tokens.completion_mask")
 _NOT_CHAT = ("response", "nodes", "trajectory", "trace_id", "choices", "steps")
 _ROLES = {
     "system": "system",
@@ -168,6 +173,23 @@ def _atif_roots(root: Value, depth: int = 0) -> Iterator[tuple[str, Value]]:
             yield f", subagent {k}{where}", one
 
 
+def _step(record: Value) -> Value:
+    """A step of verifiers, whose masks mark all ids as sampled."""
+    tokens = object_of(record.get("tokens"))
+    if tokens.get("overlong_prompt") is True:
+        text = "its prompt was truncated to the maximum length"
+        raise Refused("truncated", text)
+    mask, ids = tokens.get("completion_mask"), tokens.get("completion_ids")
+    n = len(ids) if is_array(ids) else 0  # type: ignore[arg-type]
+    if mask not in (None, [1] * n):
+        text = f"a completion_mask that does not mark {n} ids as sampled"
+        raise Refused("unreadable", text)
+    if True not in (tokens.get("is_truncated"), record.get("is_truncated")):
+        return record
+    # of a step that was cut, the provider counted more tokens
+    return {**record, "response": None, "@cut": True}
+
+
 def _span(record: Value) -> Value | None:
     """A span of a model's call; None for any other."""
     named = record.get("attributes")
@@ -184,36 +206,6 @@ def _span(record: Value) -> Value | None:
 
 
 # --- conversations
-
-
-def _atif_talk(root: Value) -> list[Value]:
-    talk: list[Value] = []
-    for step in map(object_of, list_of(root.get("steps"))):
-        agent = step.get("source") == "agent"
-        role = "assistant" if agent else step.get("source")
-        message: Value = {"role": role, "content": step.get("message")}
-        if agent and step.get("reasoning_content"):
-            message["reasoning_content"] = step["reasoning_content"]
-        calls = list(map(object_of, list_of(step.get("tool_calls")))) if agent else []
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.get("tool_call_id"),
-                    "type": "function",
-                    "function": {
-                        "name": call.get("function_name"),
-                        "arguments": call.get("arguments"),
-                    },
-                }
-                for call in calls
-            ]
-        talk.append(message)
-        results = list_of(object_of(step.get("observation")).get("results"))
-        for result in map(object_of, results):
-            call, content = result.get("source_call_id"), result.get("content")
-            role = "tool" if call else "user"
-            talk.append({"role": role, "tool_call_id": call, "content": content})
-    return talk
 
 
 def _talk_at(*names: str) -> Callable[[Value], object]:
@@ -322,11 +314,24 @@ _ALL = (
     Format(
         "verifiers",
         "traces of verifiers",
-        keys=("nodes task", "trajectory example_id"),
+        keys=("nodes task",),
         calls=verifiers.calls,
         arrays=verifiers.SHAPE,
-        ids='verifiers records token ids for clients of type "renderer" or "train"; '
-        "its evaluations through other endpoints have text only",
+        ids=_RENDERER,
+    ),
+    Format(
+        "verifiers_steps",
+        "results of verifiers before its graphs",
+        keys=("trajectory example_id",),
+        map="""each=trajectory, session_id=/trajectory_id|/@name,
+            agent_id=trajectory_id, group_id=/example_id, reward=/reward,
+            prompt_ids=tokens.prompt_ids, output_ids=tokens.completion_ids,
+            output_logprobs=tokens.completion_logprobs, prompt_messages=prompt,
+            response_message=completion, usage=response.usage""",
+        item="step",
+        prepare=_step,
+        knows=("is_truncated", *_STEP_MASKS),
+        ids=_RENDERER,
     ),
     Format(
         "slime",
@@ -353,7 +358,6 @@ _ALL = (
             started_at=started_at, ended_at=timestamp""",
         item="step",
         prepare=_atif,
-        talk=_atif_talk,
         knows=("step_id", "schema_version"),
         ids="Harbor's agents write them with collect_rollout_details, from an engine that "
         "returns token ids",
@@ -375,6 +379,7 @@ _ALL = (
         "sweagent",
         "a trajectory of SWE-agent",
         keys=("trajectory history", "trajectory environment"),
+        map="session_id=session_id|@name",
         talk=_talk_at("history"),
         ids=f"SWE-agent writes no token ids: {_ENGINES}",
     ),
@@ -469,7 +474,7 @@ _ALL = (
         keys=("messages", "conversations"),
         test=lambda value: not any(name in value for name in _NOT_CHAT),
         generic=True,
-        map="session_id=session_id|id|conversation_id|uuid|uid",
+        map="session_id=session_id|id|conversation_id|uuid|uid|@name",
         talk=_talk_at("messages", "conversations"),
     ),
 )

@@ -44,35 +44,24 @@ from trajkit.turns.validation import Nonfinite
 Sources: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """A path, or an iterable of paths."""
 
+_TEXT, _TIME = pa.string(), pa.timestamp("us", tz="UTC")
 EXTRAS = pa.schema(
     [
-        # the source's name of the call
-        ("request_id", pa.string()),
-        ("model", pa.string()),
-        ("agent_id", pa.string()),
-        # "transcript": text that a tokenizer encoded. null: a call of an engine
-        ("call_kind", pa.string()),
-        ("started_at", pa.timestamp("us", tz="UTC")),
-        ("ended_at", pa.timestamp("us", tz="UTC")),
-        # of the rollout, as the source has it
-        ("group_id", pa.string()),
-        ("reward", pa.float64()),
-        # false: no engine sampled the output
-        ("sampled", pa.bool_()),
-        # which call continues which, as the source recorded it (schema.ROUTING)
-        ("parent_resolution", pa.string()),
-        ("parent_request", pa.string()),
-        # of the tools that the request offers; of transcripts, those of the conversation
-        ("tools_key", pa.string()),
+        *((name, _TEXT) for name in ("request_id", "model", "agent_id", "call_kind")),
+        *((name, _TIME) for name in ("started_at", "ended_at")),
+        *(("group_id", _TEXT), ("reward", pa.float64()), ("sampled", pa.bool_())),
+        *(
+            (name, _TEXT)
+            for name in ("parent_resolution", "parent_request", "tools_key")
+        ),
     ]
 )
-"""Extra columns of imported turns; null if unknown."""
+"""Extra columns of imported turns; null if unknown. docs/import.md explains them."""
 
 TURNS_IMPORTED = pa.schema([*TURNS, *EXTRAS], metadata=TURNS.metadata)
 """The schema of imported turns."""
 
 Contradicted: TypeAlias = Literal["untrain", "train"]
-"""What becomes of a turn whose usage contradicts its ids."""
 
 # decimals of rounded logprobs, the numbers beyond which they say nothing, and how many
 # values show it
@@ -96,23 +85,19 @@ def import_turns(
     Parameters
     ----------
     source : path, or iterable of paths
-        Files, patterns such as ``runs/*.jsonl``, and directories, in which all files with
-        a suffix of JSON, SQLite, Parquet or Arrow, ``.pt``, ``.pkl``, ``.eval`` or
-        ``.traj`` are read, except hidden ones. Addresses such as ``s3://bucket/log.jsonl``
-        are read through fsspec.
+        Files, patterns (``runs/*.jsonl``), directories, in which files with a known suffix
+        are read, except hidden ones, and addresses of fsspec (``s3://bucket/log.jsonl``).
     format : str
         One of `trajkit.importers.FORMATS`. "auto": recognized by the beginning of each
         file; in a directory, unknown files are skipped if others are recognized.
     map : dict, str or path, optional
-        Where the records have the fields of `trajkit.importers.TARGETS`:
-        ``{"session_id": "run.id"}``, ``"session_id=run.id,reward=score"``, or a TOML
-        file. Other fields are where the format has them.
+        Where the records have fields of `trajkit.importers.TARGETS`, if not where the
+        format has them: ``"session_id=run.id,reward=score"``, a dict, or a TOML file.
     tokenizer : object, optional
         For records of text: a tokenizer with ``encode``, ``decode`` and
         ``apply_chat_template``, as in transformers.
     contradicted : {"untrain", "train"}
-        A turn whose usage states other numbers of tokens than it has ids is context
-        only, or trains.
+        Whether a turn trains whose usage states other numbers of tokens than it has ids.
     nonfinite_logprobs : {"raise", "null"}
         A record with a logprob that is NaN, infinite, or -9999 or less is left out
         ("invalid"), or these logprobs become null.
@@ -129,8 +114,7 @@ def import_turns(
     Raises
     ------
     FormatError
-        The format of a file is unknown or ambiguous, the file cannot be read as the
-        given format, or it is not known which records belong to one session.
+        The format of a file is unknown, ambiguous or another than the given one.
     ArgumentError
         An argument has the wrong type or value.
     """
@@ -157,7 +141,7 @@ def import_file(
     Parameters
     ----------
     source, format, **options
-        As for `trajkit.import_turns`.
+        As for `trajkit.import_turns`, and so are the errors.
     output : path
         A file. It is not written if there are no turns.
     watch : Watch, optional
@@ -169,11 +153,6 @@ def import_file(
         ``sessions`` and ``turns``.
     report : Table
         As of `trajkit.import_turns`.
-
-    Raises
-    ------
-    FormatError
-        As for `trajkit.import_turns`; ``output`` is a directory.
     """
     found = _Import(format, **options)
     if is_parts(output):

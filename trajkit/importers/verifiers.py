@@ -1,8 +1,7 @@
-"""Traces of verifiers and prime-rl: message graphs, and the earlier lists of steps.
+"""Traces of verifiers and prime-rl: graphs of messages.
 
-A graph has a node per message with the ids that the message adds. A sampled node is a call,
-and the ids on the path to it are its prompt. Earlier versions had a list of steps with
-complete prompts.
+A node has a message and the ids that it adds. A sampled node is a call, and the ids on the
+path to it are its prompt.
 """
 
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ import numpy as np
 from trajkit.files.json_numbers import EACH, IDS, Shape
 from trajkit.importers.findings import (
     Refused,
-    is_array,
     list_of,
     number_of,
     object_of,
@@ -21,10 +19,7 @@ from trajkit.importers.findings import (
     unless_empty,
 )
 
-SHAPE: Final[Shape] = {
-    "nodes": {EACH: {"token_ids": IDS}},
-    "trajectory": {EACH: {"tokens": {"prompt_ids": IDS, "completion_ids": IDS}}},
-}
+SHAPE: Final[Shape] = {"nodes": {EACH: {"token_ids": IDS}}}
 """The long arrays of a trace."""
 
 # per sampled token of a node, by the orchestrator and the trainer
@@ -38,18 +33,11 @@ _NO_IDS = np.empty(0, np.int32)
 _Value: TypeAlias = dict[str, Any]
 
 
-def calls(trace: _Value, named: str) -> Iterator[tuple[str, _Value]]:
+def calls(trace: _Value) -> Iterator[tuple[str, _Value]]:
     """Places and values of the calls of a trace, in order (see `calls.Table`)."""
-    if isinstance(trace.get("nodes"), list):
-        yield from _graph(trace)
-    elif isinstance(trace.get("trajectory"), list):
-        yield from _steps(trace, named)
-    else:
-        refused = "unreadable", "neither nodes nor a trajectory"
+    if not isinstance(trace.get("nodes"), list):
+        refused = "unreadable", "its nodes are not a list"
         yield "", {"session_id": None, "@refused": refused}
-
-
-def _graph(trace: _Value) -> Iterator[tuple[str, _Value]]:
     agent, task = object_of(trace.get("agent")), object_of(trace.get("task"))
     reward, remarks = _reward(object_of(trace.get("rewards")))
     common = {
@@ -62,7 +50,7 @@ def _graph(trace: _Value) -> Iterator[tuple[str, _Value]]:
     }
     # once for the trace
     unread = {"trace.errors": True} if trace.get("errors") else {}
-    nodes = list(map(object_of, trace["nodes"]))
+    nodes = list(map(object_of, list_of(trace.get("nodes"))))
     recorded = map(object_of, list_of(trace.get("calls")))
     of_node = {call["node"]: call for call in recorded if type(call.get("node")) is int}
     # ids on the path to each node, including it; None if they are unknown
@@ -161,55 +149,3 @@ def _reward(rewards: _Value) -> tuple[float | None, list[tuple[str, str]]]:
             return None, [("reward_unread", text)]
         total += score * weight
     return total if rewards else None, []
-
-
-def _steps(rollout: _Value, named: str) -> Iterator[tuple[str, _Value]]:
-    # only the steps of a rollout have a name
-    session = text_of(rollout.get("trajectory_id")) or named
-    for k, step in enumerate(map(object_of, rollout["trajectory"])):
-        tokens, replies = object_of(step.get("tokens")), list_of(step.get("completion"))
-        cut = tokens.get("is_truncated") is True or step.get("is_truncated") is True
-        beside = {
-            **{name: step.get(name) for name in ("advantage", "reward")},
-            "tokens.routed_experts": tokens.get("routed_experts") or None,
-            "tokens.multi_modal_data": tokens.get("multi_modal_data") or None,
-        }
-        values = {
-            "session_id": session,
-            "agent_id": text_of(step.get("trajectory_id")),
-            "group_id": text_of(rollout.get("example_id")),
-            "prompt_ids": tokens.get("prompt_ids"),
-            "output_ids": tokens.get("completion_ids"),
-            "output_logprobs": tokens.get("completion_logprobs"),
-            "prompt_messages": unless_empty(step.get("prompt")),
-            "response_message": replies[0] if len(replies) == 1 else None,
-            "reward": rollout.get("reward"),
-            # of a step that was cut, the provider counted more tokens
-            "usage": None if cut else object_of(step.get("response")).get("usage"),
-            "@remarks": [("cut_output", "is_truncated")] if cut else [],
-            "@unread": {
-                f"trajectory.{name}": one
-                for name, one in beside.items()
-                if one is not None
-            },
-        }
-        if refused := _refused(tokens):
-            values["@refused"] = refused
-        yield f", step {k}", values
-
-
-def _refused(tokens: _Value) -> tuple[str, str] | None:
-    """Why a step is refused: a truncated prompt, or a mask that leaves ids out.
-
-    The masks that verifiers writes mark all ids as sampled.
-    """
-    if tokens.get("overlong_prompt") is True:
-        return "truncated", "its prompt was truncated to the maximum length"
-    mask, ids = tokens.get("completion_mask"), tokens.get("completion_ids")
-    n = len(ids) if is_array(ids) else 0  # type: ignore[arg-type]
-    if mask is None or mask == [1] * n:
-        return None
-    text = f"a completion_mask of another length than {n} completion_ids"
-    if isinstance(mask, list) and len(mask) == n:
-        text = f"a completion_mask that marks {mask.count(1)} of {n} ids as sampled"
-    return "unreadable", text
