@@ -15,7 +15,7 @@ from tests.oracles import rows as reference
 from tests.shim.fakes import byte_tokenizer
 from tests.strategies import runs_apart, sessions
 from trajkit import _core, schema
-from trajkit.analysis.drift_text import json_objects
+from trajkit.analysis.drift import json_objects
 from trajkit.analysis.tokenizer import Codec
 from trajkit.errors import LayoutError
 from trajkit.turns.sessions import Sessions

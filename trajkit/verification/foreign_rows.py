@@ -13,7 +13,8 @@ import pyarrow as pa
 from trajkit.errors import SchemaError
 from trajkit.schema.engine import Bools
 from trajkit.tables.canonical import canonical
-from trajkit.tables.ragged import Longs
+from trajkit.tables.ragged import Ints, Longs
+from trajkit.turns.flat_buffers import TurnTokens
 from trajkit.verification.context import Case, consecutive
 from trajkit.verification.rules import not_trained
 
@@ -76,7 +77,7 @@ def verify_located(case: Case) -> None:
         if left.any():
             known = {one.call for one in places if one.complete}
             others = (call for call in calls if call not in known)
-            moved = [one for call in others for one in _elsewhere(case, row, call)]
+            moved = [p for k in others for p in elsewhere(case.turns, ids[row], k)]
             located.take(row, left, moved)
         at = np.flatnonzero(left)
         for first, n in consecutive(at):
@@ -86,7 +87,7 @@ def verify_located(case: Case) -> None:
         not_trained(case, np.flatnonzero(located.trained))
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """A range of a row that equals a turn's output."""
 
     call: int
@@ -108,7 +109,7 @@ class _Located:
         self._may_train = case.may_train
         self._once = case.policy is not None and case.policy.train_in != "every"
 
-    def take(self, row: int, left: Bools, places: list[_Place]) -> None:
+    def take(self, row: int, left: Bools, places: list[Place]) -> None:
         """Assign trained tokens to the turns at their positions; ``left`` are the rest.
 
         If several turns match at a token, the first whose token is not trained yet takes
@@ -142,7 +143,7 @@ class _Located:
             detail = f"{n} tokens that an earlier row trains"
             case.report("trained_twice", detail, row, twice[again[first]], again[first])
 
-    def _unlikely(self, row: int, place: _Place) -> tuple[int, bool, bool, int]:
+    def _unlikely(self, row: int, place: Place) -> tuple[int, bool, bool, int]:
         at = np.arange(place.start, place.stop)
         at = at[self._case.rows.mask[self._case.rows.ids.offsets[row] + at]]
         wrong = self._wrong_logprobs(row, place.call, place.start, at)
@@ -178,7 +179,7 @@ class _Located:
         return np.flatnonzero(np.where(turns.given[source], here != due, ~nothing))
 
 
-def _in_context(case: Case, row: int, call: int) -> _Place | None:
+def _in_context(case: Case, row: int, call: int) -> Place | None:
     """The output's place after the turn's complete prompt, if the row has both."""
     ids = case.rows.ids[row]
     n_prompt = len(case.turns.prompts[call])
@@ -186,23 +187,22 @@ def _in_context(case: Case, row: int, call: int) -> _Place | None:
     if stop <= n_prompt:
         return None
     complete = stop == min(case.turns.path_len(call), len(ids))
-    return _Place(call, n_prompt, stop, complete, in_context=True)
+    return Place(call, n_prompt, stop, complete, in_context=True)
 
 
-def _elsewhere(case: Case, row: int, call: int) -> Iterator[_Place]:
+def elsewhere(turns: TurnTokens, ids: Ints, call: int) -> Iterator[Place]:
     """Places in a row of the end of a turn's prompt followed by its output."""
-    before, output = case.turns.prompts[call][-PROMPT_END:], case.turns.outputs[call]
+    before, output = turns.prompts[call][-PROMPT_END:], turns.outputs[call]
     if len(output) == 0:
         return
-    wanted = np.concatenate([before, output]).tobytes()
-    row_bytes = case.rows.ids[row].tobytes()
-    at = row_bytes.find(wanted)
+    wanted, row = np.concatenate([before, output]).tobytes(), ids.tobytes()
+    at = row.find(wanted)
     while at >= 0:
         if at % _ID_BYTES == 0:
             start = at // _ID_BYTES + len(before)
             stop = start + len(output)
-            yield _Place(call, start, stop, complete=True, in_context=False)
-        at = row_bytes.find(wanted, at + 1)
+            yield Place(call, start, stop, complete=True, in_context=False)
+        at = row.find(wanted, at + 1)
 
 
 def _lengths(case: Case) -> None:
