@@ -143,12 +143,14 @@ def drift_table(
     found = dict(zip(DESCRIBED, described[:, rows], strict=True))
     parent, shared = links["parent"][rows], links["lcp"][rows]
     size = calls.path_len[parent] - shared
-    cause, names = found["cause"], CAUSES
+    cause = codes(found["cause"], CAUSES)
     if codec is not None:
         causes = _causes(calls, links, codec, min_run)
-        first = [1 + TEXT_CAUSES.index(one[2]) for one in causes if one[1] == 0]
-        cause, names = np.zeros(len(rows), np.int8), ("clean", *TEXT_CAUSES)
-        cause[size > 0] = first
+        first = np.zeros(len(rows), np.int8)
+        first[size > 0] = [
+            1 + TEXT_CAUSES.index(one[2]) for one in causes if one[1] == 0
+        ]
+        cause = codes(first, ("clean", *TEXT_CAUSES))
     nowhere = found["resync_length"] < 0
     return turn_lines(
         DRIFT,
@@ -163,7 +165,7 @@ def drift_table(
             for one in _RESYNC
         ),
         found["tokens_after_drift"],
-        codes(cause, names),
+        cause,
     )
 
 
@@ -183,12 +185,10 @@ def turn_lines(
     """
     rows = pa.array(np.asarray(which, np.int64))
     taken = calls.table.select(["session_id", "turn_index"]).take(rows)
-    arrays = []
-    for field, values in zip(list(schema)[2:], columns, strict=True):
-        if isinstance(values, np.ndarray):  # numpy casts faster than Arrow
-            values = values.astype(field.type.to_pandas_dtype(), copy=False)
-        known = isinstance(values, pa.Array)
-        arrays.append(values if known else pa.array(values, field.type))
+    arrays = [
+        values if isinstance(values, pa.Array) else pa.array(values, field.type)
+        for field, values in zip(list(schema)[2:], columns, strict=True)
+    ]
     return pa.Table.from_arrays([*taken.columns, *arrays], schema=schema)
 
 

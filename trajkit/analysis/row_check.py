@@ -1,6 +1,7 @@
 """`check_rows`: what a trainer trains, compared with what was sampled."""
 
 from bisect import bisect_left, bisect_right
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,11 @@ from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions
 from trajkit.turns.trainability import aborted_calls
 from trajkit.verification.context import consecutive
-from trajkit.verification.foreign_rows import Place, elsewhere
+from trajkit.verification.foreign_rows import TOLERANCE, Sampled
 from trajkit.verification.row_forms import plain_rows
 
 # sessions of equal beginning that are tried for a row, among so many turns on either side
 _MOST_SESSIONS, _NEAR = 32, 4096
-# Engines and trainers write logprobs with 32 or 16 bits.
-_TOLERANCE = 1e-2
 # by how many tokens a mask or logprobs may be shifted
 _SHIFTS = (-1, 1, -2, 2)
 _SIDES = ("right", "left")
@@ -91,22 +90,23 @@ class _Check:
     def __init__(self, table: pa.Table, policy: Policy | None) -> None:
         calls = Sessions.of(table)
         self.turns = flat_turns(calls)
-        self.prompts, self.outputs = self.turns.prompts, self.turns.outputs
+        self.outputs, self.owner = self.turns.outputs, self.turns.outputs.owner
+        every = range(calls.n_calls)
         self.sessions = {name: k for k, name in enumerate(calls.ids.to_pylist())}
         # the paths as bytes that compare like their tokens, sorted, and their calls
-        calls_ = range(calls.n_calls)
-        paths = [_key(np.append(self.prompts[k], self.outputs[k])) for k in calls_]
-        self.order = np.array(sorted(calls_, key=paths.__getitem__), np.int64)
+        paths = [_key(np.append(self.turns.prompts[k], self.outputs[k])) for k in every]
+        self.order = np.array(sorted(every, key=paths.__getitem__), np.int64)
         self.keys = [paths[k] for k in self.order.tolist()]
         may = calls.calls["trainable"].astype(np.bool_) & ~aborted_calls(calls)
         # By sampled token, and as the last element for a token that nobody sampled:
-        # whether it may be trained, the row that trains it first, and the first row that
-        # has it without training it, and where.
-        self.may = np.append(may[self.outputs.owner] & self.turns.unmasked, True)
-        self.trained_by, self.left_by, self.left_at = np.full((3, len(self.may)), -1)
-        self.due = self.may
+        # whether it may be trained, and the first row that has it without training it,
+        # and where.
+        self.may = np.append(may[self.owner] & self.turns.unmasked, True)
+        self.left_by, self.left_at = np.full((2, len(self.may)), -1)
+        due = self.may[:-1]
         if policy is not None:
-            self.due = self.may & ~_lost(self.turns, output_spans(table, policy))
+            due = due & ~_lost(self.turns, output_spans(table, policy))
+        self.sampled = Sampled(self.turns, due)
         self.repeats = policy is not None and policy.train_in == "every"
         self.splices = policy is not None and policy.on_drift == "splice"
         self.lines: list[dict[str, Any]] = []
@@ -124,22 +124,26 @@ class _Check:
         mask = given["loss_mask"].values.to_numpy(zero_copy_only=False)
         if not len(ids):
             return
-        self.place = {"row": row}
-        session = self.sessions.get(given["session_id"].as_py())
-        sessions, dropped = ([session], 0) if session is not None else self._like(ids)
-        ids, mask = ids[dropped:], mask[dropped:]
+        self.place, name = {"row": row}, given["session_id"].as_py()
+        named = name in self.sessions
+        sessions, dropped = ([self.sessions[name]], 0) if named else self._like(ids)
+        ids, mask, logprobs = ids[dropped:], mask[dropped:], None
         first = given["padding"].as_py() + dropped
-        tries = [(k, *one) for k in sessions if (one := self._located(ids, k))]
+        if given["logprobs"].is_valid:
+            logprobs = given["logprobs"].values.fill_null(np.nan).to_numpy()[dropped:]
+        tries = []
+        for k in sessions:
+            calls = self.turns.calls_of(k)
+            found = self.sampled.find(ids, calls, mask, everywhere=True)
+            if found[2]:
+                tries.append((int((mask & (found[0] >= 0)).sum()), k, *found[:2]))
         if not tries:
-            n, name = int(mask.sum()), given["session_id"].as_py()
-            where = "" if session is None else f" of session {name!r}"
+            n, where = int(mask.sum()), f" of session {name!r}" if named else ""
             words = f"{count(n)} trained, and no turn{where} begins like it"
             self.add("not_found", words, tokens=n)
             return
-        session, source, in_context = max(
-            tries, key=lambda one: int((mask & (one[1] >= 0)).sum())
-        )
-        self.place["session_id"] = name = [*self.sessions][session]
+        _, session, source, in_context = max(tries, key=itemgetter(0))
+        self.place["session_id"] = name = self.turns.calls.ids[session].as_py()
         self.seen.add(name)
         sampled, may = source >= 0, self.may[source]
         shift = _shift_of(mask, sampled & may)
@@ -152,19 +156,21 @@ class _Check:
                 f"the mask is shifted {_SIDES[shift > 0]} by {abs(shift)}: it trains the "
                 f"token {which} each sampled one"
             )
-            at, n = first + int(mask.argmax()), int((mask != moved).sum())
-            self.add("mask_shifted", words, token=at, tokens=n)
-        else:
-            for kind, words, wrong in (
-                ("not_sampled", "that nobody sampled", mask & ~sampled),
-                ("untrainable", "of a turn that may not be trained", mask & ~may),
-            ):
-                self._runs(kind, words, wrong, ids, first)
+            token, n = first + int(mask.argmax()), int((mask != moved).sum())
+            self.add("mask_shifted", words, token=token, tokens=n)
+        for kind, words, wrong in (
+            ("not_sampled", "that nobody sampled", mask & ~sampled),
+            ("untrainable", "of a turn that may not be trained", mask & ~may),
+        ):
+            at = np.flatnonzero(wrong & (shift == 0))
+            for k, n in consecutive(at):
+                shown = " ".join(map(str, ids[at[k] :][: min(n, 4)].tolist()))
+                detail = f"trains {count(n)} {words}: {shown}{' ...' if n > 4 else ''}"
+                self.add(kind, detail, token=first + int(at[k]), tokens=n)
         # `absent` reports those that no other row trains
         at = np.flatnonzero(sampled & ~moved & (self.left_by[source] < 0))
         self.left_by[source[at]], self.left_at[source[at]] = row, first + at
-        if given["logprobs"].is_valid:
-            logprobs = given["logprobs"].values.fill_null(np.nan).to_numpy()[dropped:]
+        if logprobs is not None:
             self._logprobs(logprobs, source, np.flatnonzero(trained), first)
 
     def _like(self, ids: Ints) -> tuple[list[int], int]:
@@ -191,41 +197,9 @@ class _Check:
         near = self.order[max(start, at - _NEAR) : min(stop, at + _NEAR)]
         return most, np.unique(self.turns.calls.session[near])[:_MOST_SESSIONS].tolist()
 
-    def _located(self, ids: Ints, session: int) -> tuple[Longs, Bools] | None:
-        """Which sampled token each of a row is, or -1, and whether it has its context.
-
-        None if the row has no prompt of the session.
-        """
-        places = []
-        for call in self.turns.calls_of(session):
-            n_prompt, shared = len(self.prompts[call]), self.turns.shared(ids, call)
-            complete = shared == n_prompt + len(self.outputs[call])
-            if shared >= min(n_prompt, len(ids)) and (n_prompt or complete):
-                places.append(Place(call, n_prompt, shared, complete, in_context=True))
-            else:
-                places += elsewhere(self.turns, ids, call)
-        source, in_context = np.full(len(ids), -1), np.zeros(len(ids), np.bool_)
-        placed = set()
-        for call, start, stop, _, whole in sorted(places, key=self._likely)[::-1]:
-            here = source[start:stop]
-            free = here < 0
-            if whole or (call not in placed and free.all()):
-                sampled = self.outputs.offsets[call] + np.arange(len(here))
-                here[free] = sampled[free]
-                in_context[start:stop] |= free & whole
-                placed.add(call)
-        return (source, in_context) if places else None
-
-    def _likely(self, place: Place) -> tuple[int, ...]:
-        """Complete outputs, those that are due and that no row trains yet count most."""
-        n, first = place.stop - place.start, self.outputs.offsets[place.call]
-        mine = slice(first, first + n)
-        due, fresh = self.due[mine].sum(), (self.trained_by[mine] < 0).all()
-        return place.in_context, place.complete, int(due), bool(fresh), n
-
     def _trains(self, row: int, source: Longs, in_context: Bools, shift: int) -> None:
         """Which turn trains what, and what an earlier row trains too."""
-        again, owner, note = self.trained_by[source], self.outputs.owner[source], ""
+        again, owner, note = self.sampled.train(row, source), self.owner[source], ""
         if shift:
             note = f", if its mask is shifted {_SIDES[shift < 0]} by {abs(shift)}"
         for call in dict.fromkeys(owner.tolist()):
@@ -243,15 +217,6 @@ class _Check:
             if n and not self.splices:
                 words = f"{count(n)} of turn {turn} after other tokens than it saw"
                 self.add("out_of_context", words, turn_index=turn, tokens=n)
-        self.trained_by[source] = np.where(again < 0, row, again)
-
-    def _runs(self, kind: str, words: str, wrong: Bools, ids: Ints, first: int) -> None:
-        """Trained tokens that should not be."""
-        at = np.flatnonzero(wrong)
-        for k, n in consecutive(at):
-            shown = " ".join(map(str, ids[at[k] :][: min(n, 4)].tolist()))
-            detail = f"trains {count(n)} {words}: {shown}{' ...' if n > 4 else ''}"
-            self.add(kind, detail, token=first + int(at[k]), tokens=n)
 
     def _logprobs(self, logprobs: Array, source: Longs, at: Longs, first: int) -> None:
         """Logprobs that are not the engine's, or those of a token before or after."""
@@ -261,7 +226,7 @@ class _Check:
         def right(shift: int) -> Bools:
             there = (at + shift).clip(0, len(logprobs) - 1)
             here = np.where(there == at + shift, logprobs[there], np.nan)
-            same: Bools = np.abs(here - due) <= _TOLERANCE * np.maximum(1, np.abs(due))
+            same: Bools = np.abs(here - due) <= TOLERANCE * np.maximum(1, np.abs(due))
             return same
 
         good = int(right(0).sum())
@@ -286,13 +251,13 @@ class _Check:
     def absent(self) -> None:
         """Add the sampled tokens that no row trains."""
         self.place = {}
-        calls, owner = self.turns.calls, self.outputs.owner
+        calls, owner = self.turns.calls, self.owner
         without = np.array([name not in self.seen for name in self.sessions], np.bool_)
         without_rows = without[calls.session[owner]]
         if without.any():
             words = f"{int(without.sum())} of {len(without)} sessions have no row"
             self.add("session_without_rows", words, tokens=int(without_rows.sum()))
-        missing = (self.due & (self.trained_by < 0))[:-1]
+        missing = (self.sampled.due & (self.sampled.trained_by < 0))[:-1]
         at = np.flatnonzero(missing & ~without_rows)
         row, token = self.left_by[at], self.left_at[at]
         for k, n in consecutive(at, owner[at], row >= 0):
@@ -318,7 +283,7 @@ def _lost(turns: TurnTokens, spans: pa.Table) -> Bools:
         spans[name].to_numpy() for name in ("turn_index", "output_start", "output_stop")
     )
     calls = turns.calls.named(sessions_of(spans, turns.calls), turn)
-    lost = np.zeros(len(turns.outputs.values) + 1, np.bool_)
+    lost = np.zeros(len(turns.outputs.values), np.bool_)
     lost[positions(turns.outputs.offsets[calls] + start, stop - start)] = True
     return lost
 

@@ -106,29 +106,31 @@ def why(
 
 def _foreign_lines(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
     """Where each row leaves the earlier row that shares most, from tokens alone."""
-    flat = flat_rows(rows)
-    names, numbers = rows["session_id"].to_pylist(), rows["row_index"].to_pylist()
+    flat, places = flat_rows(rows), [*tuples(rows, "session_id", "row_index")]
+    by_session = defaultdict(list)
+    for k, (name, _) in enumerate(places):
+        by_session[name].append(k)
     other, shared = np.zeros((2, rows.num_rows), np.int64)
-    for name in dict.fromkeys(names):
-        own = np.array([k for k, one in enumerate(names) if one == name])
+    for own in map(np.array, by_session.values()):
         first, shared[own] = longest_shared(flat.ids, own)
         other[own] = own[first]
-    for k, n in enumerate(shared.tolist()):
+    for k, (place, n) in enumerate(zip(places, shared.tolist(), strict=True)):
         mask = flat.mask[flat.ids.offsets[k] : flat.ids.offsets[k + 1]]
         runs = int(np.diff(mask.astype(np.int8), prepend=0).clip(0).sum())
-        words = f"it shares its first {count(n)} with row {numbers[other[k]]}"
-        words = words if n else "it shares no token with an earlier row"
-        ranges = f" in {runs} ranges" if runs > 1 else ""
-        trained, opened_by = int(mask.sum()), "branch" if n else "no_parent"
-        sentence = f"row {numbers[k]}: {words}. It trains {count(trained)}{ranges} of {len(mask)}."
-        yield names[k], numbers[k], None, None, opened_by, trained, 0, sentence
+        words, trained = "it shares no token with an earlier row", int(mask.sum())
+        if n:
+            words = f"it shares its first {count(n)} with row {places[other[k]][1]}"
+        trains = count(trained) + (f" in {runs} ranges" if runs > 1 else "")
+        sentence = f"row {place[1]}: {words}. It trains {trains} of {len(mask)}."
+        opened_by = "branch" if n else "no_parent"
+        yield *place, None, None, opened_by, trained, 0, sentence
 
 
 def _lines(
     rows: pa.Table, reason_of: Callable[[int, str, int], _Reason]
 ) -> Iterator[tuple[Any, ...]]:
     """The lines of rows; ``reason_of`` takes a row, its session and its first turn."""
-    seen = set()
+    seen: set[tuple[str, int]] = set()
     columns = tuples(rows, "session_id", "row_index", "turns", "spans")
     for k, (name, index, turns, spans) in enumerate(columns):
         if not turns:
@@ -266,13 +268,12 @@ def call_tree(
     while waiting:
         turn, lead, indent = waiting.pop()
         lines.append(lead + texts[turn])
-        *others, last = children[turn] or [None]
-        if last is not None and others:
-            waiting.append((last, f"{indent}└─ ", f"{indent}   "))
-        elif last is not None:
-            waiting.append((last, indent, indent))
-        corners = f"{indent}├─ ", f"{indent}│  "
-        waiting += [(child, *corners) for child in reversed(others)]
+        below = children[turn]
+        corners = [("└─ ", "   "), *[("├─ ", "│  ")] * (len(below) - 1)]
+        if len(below) == 1:
+            corners = [("", "")]
+        for child, (corner, line) in zip(reversed(below), corners, strict=False):
+            waiting.append((child, indent + corner, indent + line))
     return lines
 
 
@@ -281,7 +282,7 @@ def _texts(table: pa.Table, links: pa.Table) -> dict[int, str]:
     labels = dict(tuples(label_branches(table, links), "turn_index", "label"))
     found = classify_drift(table, links).to_pylist()
     drift = {line["turn_index"]: line for line in found if line["size"]}
-    columns = [
+    columns: list[Any] = [
         table["turn_index"].to_pylist(),
         pc.list_value_length(table["prompt_ids"]).to_pylist(),
         pc.list_value_length(table["output_ids"]).to_pylist(),
