@@ -343,7 +343,6 @@ def test_what_is_no_tokenizer_is_refused(missing):
     for ask in (
         lambda: tk.analysis.explain_drift(table, links, half),
         lambda: tk.classify_drift(table, links, tokenizer=half),
-        lambda: tk.analysis.check_roundtrip(table, half),
     ):
         with pytest.raises(
             tk.errors.ArgumentError, match=f"Half, which has no method {missing}"

@@ -1,12 +1,10 @@
-"""How prompts depart from their parents' paths: the ``drift`` and ``findings`` tables.
-
-`check_roundtrip` says which replies can't come back as they were sampled.
-"""
+"""How prompts depart from their parents' paths: the ``drift`` and ``findings`` tables."""
 
 import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +16,11 @@ from trajkit._arguments import chosen_int
 from trajkit._kernel_names import numbers
 from trajkit.analysis.tokenizer import Codec, Ids, Tokenizer
 from trajkit.rows.links import read_linked
-from trajkit.schema import CAUSES, DRIFT, FINDINGS, REGIONS, ROUNDTRIP, TEXT_CAUSES
+from trajkit.schema import CAUSES, DRIFT, FINDINGS, REGIONS, TEXT_CAUSES
 from trajkit.tables.canonical import TableLike
 from trajkit.tables.ragged import Longs, Records
 from trajkit.tables.stages import Source, apply, stage
 from trajkit.turns.attribution import SessionCalls
-from trajkit.turns.python_lists import lcp
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Forest, Sessions
 
@@ -39,6 +36,7 @@ class Stretch(NamedTuple):
 
 DESCRIBED = tuple(_core.ENUMS["DriftLine"])
 """The columns that the kernel fills, in its order (_native/drift.pxi)."""
+_RESYNC = ("resync_path", "resync_prompt", "resync_length")
 numbers("Region", REGIONS)
 numbers("Cause", CAUSES)
 numbers("Difference", Stretch._fields)
@@ -85,29 +83,22 @@ def classify_drift(
     min_run : int
         Tokens that prompt and path must have in common to agree again after drift.
     tokenizer : Tokenizer, optional
-        As for `trajkit.analysis.check_roundtrip`. ``cause`` is then that of the turn's
-        first finding (`trajkit.analysis.explain_drift`), or ``clean``.
+        The engine's: any object with ``encode(text, add_special_tokens=False)`` and
+        ``decode(ids, skip_special_tokens=False)``, such as those of transformers and
+        ``tokenizers.Tokenizer``. ``cause`` is then that of the turn's first finding
+        (`trajkit.analysis.explain_drift`), or ``clean``.
 
     Returns
     -------
     Table
-        `trajkit.schema.DRIFT`, one row per turn with a parent, whose prompt and output
-        are the *path*. ``lcp`` is the length of the longest common prefix of path and
-        prompt. ``region`` says where it ends: ``last_reply`` (in the parent's output),
-        ``earlier_reply`` (in an earlier output that the path has unchanged), ``prompt``
-        (in other tokens), or ``none`` (with the path). The ``resync`` columns are the
-        longest common run of ``min_run`` tokens or more after lcp, the first in the
-        prompt; without one, the longest shorter run that ends at the end of the message
-        in which drift starts. ``cause`` is one of
-
-        clean, truncated
-            The prompt has the whole path; it ends at lcp.
-        head_dropped
-            At least min_run tokens at lcp in the prompt are found later in the path.
-        middle_edited
-            Path and prompt agree again later in the prompt.
-        tail_changed, diverged
-            They do not agree again, and the last reply changed, or something else.
+        `trajkit.schema.DRIFT`, one row per turn with a parent. ``resync`` is the longest
+        common run of ``min_run`` tokens or more after lcp, the first in the prompt;
+        without one, the longest shorter run that ends with the message in which drift
+        starts. ``cause`` is ``clean``; ``truncated`` (the prompt ends at lcp);
+        ``head_dropped`` (at least min_run tokens at lcp in the prompt are found later in
+        the path); ``middle_edited`` (they agree again later in the prompt);
+        ``tail_changed`` (the last reply changed and they do not agree again);
+        ``diverged`` (any other).
 
     Raises
     ------
@@ -137,7 +128,7 @@ def drift_table(
 ) -> pa.Table:
     """The ``drift`` table of links whose ``lcp`` is known."""
     described = np.zeros((len(DESCRIBED), len(links)), np.int64)
-    described[[DESCRIBED.index(f"resync_{one}") for one in _RESYNC]] = -1
+    described[[*map(DESCRIBED.index, _RESYNC)]] = -1
     _core.describe_drift(forest.paths, links, min_run, described)
     rows = np.flatnonzero(links["parent"] >= 0)
     found = dict(zip(DESCRIBED, described[:, rows], strict=True))
@@ -146,30 +137,14 @@ def drift_table(
     cause = codes(found["cause"], CAUSES)
     if codec is not None:
         causes = _causes(calls, links, codec, min_run)
-        first = np.zeros(len(rows), np.int8)
-        first[size > 0] = [
-            1 + TEXT_CAUSES.index(one[2]) for one in causes if one[1] == 0
-        ]
-        cause = codes(first, ("clean", *TEXT_CAUSES))
+        first, names = np.zeros(len(rows), np.int8), ("clean", *TEXT_CAUSES)
+        first[size > 0] = [names.index(one[2]) for one in causes if one[1] == 0]
+        cause = codes(first, names)
     nowhere = found["resync_length"] < 0
-    return turn_lines(
-        DRIFT,
-        calls,
-        rows,
-        calls.turn_index[parent],
-        shared,
-        size,
-        codes(found["region"], REGIONS),
-        *(
-            pa.array(found[f"resync_{one}"].astype(np.int32), mask=nowhere)
-            for one in _RESYNC
-        ),
-        found["tokens_after_drift"],
-        cause,
-    )
-
-
-_RESYNC = ("path", "prompt", "length")
+    resync = [pa.array(found[name], pa.int32(), mask=nowhere) for name in _RESYNC]
+    region = codes(found["region"], REGIONS)
+    columns = shared, size, region, *resync, found["tokens_after_drift"], cause
+    return turn_lines(DRIFT, calls, rows, calls.turn_index[parent], *columns)
 
 
 def turn_lines(
@@ -178,11 +153,7 @@ def turn_lines(
     which: Longs | Sequence[int],
     *columns: Sequence[Any] | npt.NDArray[Any] | pa.Array,
 ) -> pa.Table:
-    """A table of the session and turn of some calls, and further columns.
-
-    ``schema`` begins with session_id and turn_index; ``which`` are indices of calls;
-    the columns that follow are given as their types or as `codes`.
-    """
+    """A table of the session and turn of the calls ``which``, and further columns."""
     rows = pa.array(np.asarray(which, np.int64))
     taken = calls.table.select(["session_id", "turn_index"]).take(rows)
     arrays = [
@@ -207,29 +178,22 @@ def explain_drift(
 
     Parameters
     ----------
-    turns, links, tokenizer
-        As for `trajkit.classify_drift`.
-    min_run : int
-        Tokens that both sides have in common between two findings. A span that no cause
-        explains is split at shorter common runs if that explains every part.
+    turns, links, tokenizer, min_run
+        As for `trajkit.classify_drift`. A span that no cause explains is split at common
+        runs of less than ``min_run`` tokens if that explains every part.
 
     Returns
     -------
     Table
         `trajkit.schema.FINDINGS`: one or more rows per turn whose prompt does not begin
         with its parent's path. `trajkit.schema.TEXT_CAUSES` defines the causes. Tokens
-        that the prompt adds after the path are not findings.
+        that the prompt adds after the path are not findings. JSON is searched in messages
+        of up to 16,384 tokens.
 
     Raises
     ------
     SchemaError, InvalidTurnsError, ArgumentError
         As `trajkit.classify_drift`.
-
-    Notes
-    -----
-    After drift, the sides are aligned at the nearest common run, in linear time. A
-    special token that only one side skips counts as 64 tokens of distance. JSON is
-    searched in messages of up to 16,384 tokens.
     """
     min_run = chosen_int("min_run", min_run, 1)
     codec = Codec(tokenizer)
@@ -251,10 +215,7 @@ explain_drift_batches = explain_drift.batches
 def _causes(
     calls: Sessions, links: Records, codec: Codec, min_run: int
 ) -> Iterator[tuple[Any, ...]]:
-    """The findings of every call, in order, without the columns of their turn.
-
-    ``links`` must have their ``lcp``.
-    """
+    """The findings of every call: its index, and the columns from ``finding`` on."""
     for s in range(len(calls)):
         lo, hi = calls.offsets[s : s + 2].tolist()
         session = SessionCalls(calls.part(s, s + 1))
@@ -262,10 +223,8 @@ def _causes(
             parent, shared = links["parent"][call].item(), links["lcp"][call].item()
             if parent < 0 or shared == calls.path_len[parent]:
                 continue
-            path, prompt = (
-                Side(codec, calls.path(parent)),
-                Side(codec, calls.prompt(call)),
-            )
+            path = Side(codec, calls.path(parent))
+            prompt = Side(codec, calls.prompt(call))
             other = other_text_cause(session, parent - lo, call - lo)
             causes = _explained(path, prompt, shared, min_run)
             for number, (cause, stretch) in enumerate(causes):
@@ -393,9 +352,10 @@ def _closer(
         if after < stretch.prompt_stop:
             pieces.append(Stretch(end, end, after, stretch.prompt_stop))
         if 1 < len(pieces) <= _MOST_PIECES:
-            causes = [_text_cause(path, prompt, piece) for piece in pieces]
-            if None not in causes:
-                return list(zip(causes, pieces, strict=True))
+            causes = (_text_cause(path, prompt, piece) for piece in pieces)
+            explained = list(zip(takewhile(bool, causes), pieces, strict=False))
+            if len(explained) == len(pieces):
+                return explained
     return []
 
 
@@ -529,55 +489,3 @@ def _without_reasoning(text: str, before: str) -> tuple[str, bool]:
         else:
             kept += piece
     return _squeezed(kept), reasoned
-
-
-@stage
-def check_roundtrip(turns: TableLike, tokenizer: Tokenizer) -> pa.Table:
-    """Check for each turn whether encoding its decoded output gives the same ids.
-
-    If it does not, a client that keeps text cannot return the reply as it was sampled.
-    docs/drift.md shows how to mask such turns, as slime's first coding agent did
-    (https://github.com/THUDM/slime/blob/b6764131d/examples/coding_agent_rl/middleware.py).
-
-    Parameters
-    ----------
-    turns : table
-        `trajkit.schema.TURNS` in full or delta form.
-    tokenizer : Tokenizer
-        The engine's tokenizer: any object with ``encode(text,
-        add_special_tokens=False)`` and ``decode(ids, skip_special_tokens=False)``, such
-        as those of transformers and ``tokenizers.Tokenizer``.
-
-    Returns
-    -------
-    Table
-        `trajkit.schema.ROUNDTRIP`, one row per turn, in the order of ``turns``. An empty
-        output passes.
-
-    Raises
-    ------
-    ArgumentError
-        ``tokenizer`` lacks a method.
-    SchemaError, InvalidTurnsError
-        As `trajkit.linearize`.
-    """
-    codec = Codec(tokenizer)
-
-    def one(turns: pa.Table) -> pa.Table:
-        calls = Sessions.of(turns)
-        outputs = [calls.output(call) for call in range(calls.n_calls)]
-        again = [codec.ids(codec.text(ids)) if len(ids) else ids for ids in outputs]
-        n_output, n_encoded = (
-            np.array([*map(len, lists)], np.int32) for lists in (outputs, again)
-        )
-        same = np.array([*map(lcp, outputs, again)], np.int32)
-        exact = same == np.maximum(n_output, n_encoded)
-        trainable = exact & calls.calls["trainable"].astype(np.bool_)
-        differs = pa.array(same, mask=exact)
-        lines = exact, differs, n_output, n_encoded, trainable
-        return turn_lines(ROUNDTRIP, calls, range(calls.n_calls), *lines)
-
-    return apply(one, turns, table_of=as_turns)
-
-
-check_roundtrip_batches = check_roundtrip.batches

@@ -40,12 +40,10 @@ def check_rows(
     Parameters
     ----------
     rows : table, dict of columns, list of dicts or of objects
-        Rows of trajkit, or of a trainer: ``input_ids`` and ``loss_mask`` (or ``labels``);
-        verl's ``prompts``, ``responses`` and ``response_mask``; slime's ``tokens``,
-        ``response_length`` and ``loss_mask``; TRL's ``prompt_ids``, ``completion_ids``
-        and ``completion_mask``; OpenRLHF's ``sequences`` and ``action_mask``. Columns are
-        lists or padded tensors with an ``attention_mask``. A mask that is shorter than the
-        row is that of its end. Logprobs are optional.
+        Rows of trajkit, or of a trainer, as lists or padded tensors: ``input_ids`` and
+        ``loss_mask`` (or ``labels``), or the columns of verl, slime, TRL or OpenRLHF
+        (docs/check.md). A mask that is shorter than the row is that of its end. Logprobs
+        are optional.
     turns : table
         `trajkit.schema.TURNS` in full or delta form.
     policy : str or Policy, optional

@@ -73,20 +73,6 @@ def why(
     ------
     SchemaError, InvalidTurnsError, PolicyError
         As `trajkit.linearize`; a row names no turn.
-
-    Examples
-    --------
-    >>> import trajkit as tk
-    >>> turns = tk.from_records(
-    ...     [
-    ...         {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]},
-    ...         {"session_id": "a", "prompt_ids": [1, 2, 9], "output_ids": [4]},
-    ...     ]
-    ... )
-    >>> for line in tk.analysis.why(turns, "strict")["sentence"].to_pylist():
-    ...     print(line)
-    row 0 opens at turn 0: it is the session's first turn. It trains 2 tokens.
-    row 1 opens at turn 1: no earlier turn matches its request. It trains 1 token.
     """
     table = as_table(turns)
     if "spans" in table.column_names:
