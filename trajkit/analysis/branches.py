@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from hashlib import blake2b
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -148,10 +149,8 @@ class _Session:
             if (messages := own.messages(call - lo)) is not None:
                 reply = replies[call - lo]
                 state = messages.keys + (reply["key"] if reply else b"")
-                both = (
-                    np.frombuffer(keys, np.int32) for keys in (messages.keys, state)
-                )
-                self._keys[call] = (*both,)
+                request = np.frombuffer(messages.keys, np.int32)
+                self._keys[call] = request, np.frombuffer(state, np.int32)
         # by agent: its turns so far
         self._agents: dict[tuple[str, Any], list[int]] = {}
 
@@ -160,7 +159,8 @@ class _Session:
         asked: dict[tuple[object, str, bytes], int] = {}
         for call in self._range:
             name = self._agent(call)
-            questions = [(name, "prompt_ids", self._calls.prompt(call).tobytes())]
+            digest = blake2b(self._calls.prompt(call).tobytes()).digest()
+            questions = [(name, "prompt_ids", digest)]
             if call in self._keys:
                 questions.append((name, "messages", self._keys[call][0].tobytes()))
             same = next((one for one in questions if one in asked), None)
