@@ -12,7 +12,7 @@ import pytest
 import trajkit as tk
 from tests.generated import generated_runs
 from tests.made_tables import linearized, turns_table
-from trajkit.analysis.colors import OUTPUTS, ROLES, TIMES
+from trajkit.analysis.words import OUTPUTS, ROLES, TIMES
 from trajkit.cli import main
 from trajkit.plot.turn_tokens import session_tokens
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trajkit.analysis.colors import MUTED, OUTPUTS, ROLES, TEXT, TIMES
+from trajkit.analysis.words import MUTED, OUTPUTS, ROLES, TEXT, TIMES
 from trajkit.errors import ArgumentError
 from trajkit.plot.timeline import Slice, slices_of
 from trajkit.plot.turn_tokens import session_tokens

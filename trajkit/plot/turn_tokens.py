@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from trajkit.analysis.colors import OUTPUTS, ROLES
 from trajkit.analysis.drift import classify_drift
 from trajkit.analysis.sampled_tokens import output_spans
+from trajkit.analysis.words import OUTPUTS, ROLES
 from trajkit.errors import UnknownSessionError
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
