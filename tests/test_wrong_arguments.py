@@ -94,7 +94,6 @@ RIGHT = {
     analysis.explain_drift: {"turns": TURNS, "links": LINKS, "tokenizer": Letters()},
     analysis.label_branches: {"turns": TURNS, "links": LINKS},
     analysis.metrics: {"turns": TURNS, "report": REPORT},
-    analysis.metrics_by_step: {"turns": TURNS, "report": REPORT},
     analysis.output_spans: {"turns": TURNS},
     analysis.why: {"turns": TURNS},
 }

@@ -10,7 +10,7 @@ import pytest
 
 from trajkit import _core, policies
 from trajkit._kernel_names import numbers
-from trajkit.view.tables import _rule
+from trajkit.view.tables import rule_in_words
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [*ROOT.glob("_native/*.pxi"), ROOT / "_native" / "structs.pxd"]
@@ -107,7 +107,7 @@ def test_swapped_words_fail_at_import(tmp_path, file, old, new):
 def test_rules_in_words_are_on_the_page(on_drift):
     policy = policies.policy("skyrl", on_drift=on_drift, fork_threshold=1234)
     rule = policies.rule_of(policy, "on_drift")
-    assert _rule(policy).startswith(
+    assert rule_in_words(policy).startswith(
         f"Where a prompt drifts: {rule[0].lower()}{rule[1:]}"
     )
     assert ("1,234" in rule) is policy.absorbs_short

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from trajkit.analysis.row_reasons import call_tree as call_tree
     from trajkit.analysis.row_reasons import why as why
     from trajkit.analysis.run_metrics import metrics as metrics
-    from trajkit.analysis.run_metrics import metrics_by_step as metrics_by_step
     from trajkit.analysis.sampled_tokens import output_spans as output_spans
     from trajkit.analysis.simulation import simulate as simulate
 else:
