@@ -91,11 +91,9 @@ RIGHT = {
     learn.observation_weights: {"rows": ROWS, "turns": TURNS},
     tk.learn.observation_report: {"rows": ROWS, "turns": TURNS},
     analysis.call_tree: {"turns": TURNS, "session_id": "a"},
-    analysis.check_roundtrip: {"turns": TURNS, "tokenizer": Letters()},
     analysis.explain_drift: {"turns": TURNS, "links": LINKS, "tokenizer": Letters()},
     analysis.label_branches: {"turns": TURNS, "links": LINKS},
     analysis.metrics: {"turns": TURNS, "report": REPORT},
-    analysis.metrics_by_step: {"turns": TURNS, "report": REPORT},
     analysis.output_spans: {"turns": TURNS},
     analysis.why: {"turns": TURNS},
 }

@@ -619,7 +619,7 @@ def test_a_missing_or_old_package_is_wrong_usage(
 
     from trajkit.export import files
 
-    monkeypatch.setitem(files._WRITE, "sft", fail)
+    monkeypatch.setitem(files._WRITE, "sft", ("rows.parquet", fail))
     argv = ["export", "r.parquet", "--to", "sft", "-o", "out"]
     assert cli.main(argv) == cli.BAD_USAGE
     assert capsys.readouterr().err.startswith(f"trajkit: {said}")
@@ -629,7 +629,7 @@ def test_a_fault_of_trajkit_is_no_missing_package(place, monkeypatch):
     def fail(*_):
         raise ModuleNotFoundError("No module named 'trajkit.no'", name="trajkit.no")
 
-    monkeypatch.setitem(files._WRITE, "sft", fail)
+    monkeypatch.setitem(files._WRITE, "sft", ("rows.parquet", fail))
     with pytest.raises(ModuleNotFoundError):
         cli.main(["export", "r.parquet", "--to", "sft", "-o", "out"])
 

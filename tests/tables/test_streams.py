@@ -76,11 +76,6 @@ def turn_rewards_of(turns):
 OF_TURNS = {
     "link": (tk.link, tk.link_batches, {}),
     "link by tokens": (tk.link, tk.link_batches, {"policy": BY_TOKENS}),
-    "check_roundtrip": (
-        tk.analysis.check_roundtrip,
-        tk.analysis.check_roundtrip_batches,
-        {"tokenizer": TOKENIZER},
-    ),
     "validate": (tk.validate, tk.validate_batches, {"kind": "turns", "bodies": False}),
     "validate, whatever it is": (tk.validate, tk.validate_batches, {"bodies": False}),
     "compact": (tk.compact, tk.compact_batches, {}),
