@@ -48,7 +48,7 @@ class Target(NamedTuple):
     carried: tuple[str, ...] = ()
     # its option for the length at which it cuts rows
     cut: str = ""
-    # its option for the rows of a group, if it takes each run of so many rows for one
+    # its option for the rollouts of a group, if it takes each run of so many rows for one
     runs: str = ""
     # it has prompt and response, and a mask for the response alone
     response: bool = False
@@ -56,6 +56,7 @@ class Target(NamedTuple):
     single: bool = False
     # it divides its loss by the trained tokens of a step
     by_step: bool = False
+    # it needs a logprob of each trained token; without, payloads don't matter either
     logprobs: bool = True
     images: bool = False
     untrained: bool = False
@@ -179,7 +180,7 @@ def checked_rows(
             chosen_int(option.rpartition(".")[2], value, 1)
     table = canonical_rows(as_table(rows))
     known = [name for name in (*target.carried, *PAYLOADS) if _has(table, name)]
-    for name in {*known}.difference(target.carried):
+    for name in {*known}.difference(target.carried) if target.logprobs else ():
         raise ExportError(
             f"the rows have the payload {name}, for which the format of {target.name} has "
             "no field, so the trainer would compute another loss. Export without it on "
@@ -310,7 +311,7 @@ def _faults(
 
 def _check_groups(rows: list[ExportRow], target: Target, size: int | None) -> None:
     for row in rows:
-        if target.single and not row.is_last:
+        if (target.single or target.runs) and not row.is_last:
             raise ExportError(
                 f"session {row.session_id!r} has several rows, but {target.name} takes one "
                 "per rollout. Take a policy that gives one, such as "

@@ -263,8 +263,8 @@ class TrajectoryManager:
 
         As in slime, ``base_sample`` gives their ``index``, ``group_index``, ``rollout_id``,
         ``prompt`` and ``label``, ``max_sample_tokens`` truncates them (0 does not), and
-        ``extra_metadata`` is added to their metadata. A session whose turns make no samples is
-        kept, and a TrajkitError raised.
+        ``extra_metadata`` is added to their metadata. A session whose turns make no samples
+        is kept, and a TrajkitError raised.
         """
         turns = self._turns.get(sid, [])
         counts = {
