@@ -96,20 +96,19 @@ export/_rows.py
     |np.where(row.loss_mask, gains, 0.0)| -> |np.broadcast_to(gains, row.loss_mask.shape)|
 export/slime.py
     |fill_null(0.0)| -> |fill_null(1.0)|
-learn/_checks.py
-    |top - bottom <= tolerance * size| -> |top == bottom|
-    |if not len(gains) or gains.any():| -> |if True:|
 learn/baselines.py
-    |(n - 1, 1)\n        base, known| -> |(n, 1)\n        base, known|
+    |top - bottom <= (1e-5 if single else 1e-9) * size| -> |top == bottom|
+    |if not len(gain) or gain.any():| -> |if True:|
+    |(n - 1, 1)\n        base, valid| -> |(n, 1)\n        base, valid|
 learn/loss.py
     |fill_null(np.nan).to_numpy()| -> |fill_null(0.0).to_numpy()|
-    |np.flatnonzero(~np.isfinite(factor))[:1]| -> |()|
+    |~np.isfinite(values))[:1]| -> |~np.isfinite(values))[:0]|
 learn/rewards.py
     |np.maximum(n_trained[line], 1)| -> |1|
 learn/weights.py
     |mask=mask_sum == 0| -> |mask=None|
 learn/observations.py
-    |covered = np.where(complete, _ALL, np.maximum(covered, seen))| -> |covered = seen|
+    |np.where(complete, everything, np.maximum(covered, seen))| -> |seen|
 packs/balancing.py: tests/training/test_packs_balance.py
     |size = ranks if equal_counts else 1| -> |size = ranks|
 """)
