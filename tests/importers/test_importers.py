@@ -708,11 +708,13 @@ def test_damaged_steps(tmp_path):
         ("line 1, step 0", "truncated", False),
         ("line 1, step 1", "no_prompt_ids", False),
         ("line 1, step 2", "cut_output", True),
-        *((f"line 1, step {k}", "unreadable", False) for k in range(4, 8)),
+        *((f"line 1, step {k}", "unreadable", False) for k in range(5, 8)),
     ]
-    assert turns["turn_index"].to_pylist() == [2, 3]
+    assert turns["turn_index"].to_pylist() == [2, 3, 4]
+    assert turns["output_ids"].to_pylist() == [[3, 4], [3, 4], [3]]
     # of several messages it is unknown which one the next request echoes
-    assert [said is None for said in turns["response"].to_pylist()] == [False, True]
+    said = turns["response"].to_pylist()
+    assert [one is None for one in said] == [False, True, True]
 
 
 def test_damaged_dumps(tmp_path):

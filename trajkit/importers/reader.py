@@ -29,7 +29,7 @@ from trajkit.importers.containers import (
     objects,
     stem_of,
 )
-from trajkit.importers.findings import KEPT, LEFT_OUT, Finding, has_items, is_array
+from trajkit.importers.findings import Finding, has_items, is_array
 from trajkit.importers.formats import FORMATS, fitting, text_only, unknown
 from trajkit.importers.transcripts import ChatTokenizer, Encoder
 from trajkit.schema import IMPORT_REPORT, TURNS
@@ -189,7 +189,7 @@ class _Import:
     origins: dict[str, list[str]] = field(default_factory=dict)
     rewards: dict[str, object] = field(default_factory=dict)
     # places by session and a turn_index that the source gives
-    indices: dict[tuple[str, Any], str] = field(default_factory=dict)
+    indices: dict[tuple[str | None, str], str] = field(default_factory=dict)
     # files by the session that is named after them
     stems: dict[str, str] = field(default_factory=dict)
 
@@ -199,8 +199,7 @@ class _Import:
             self.format = self.map.format
         check_choice("format", self.format, ("auto", *FORMATS))
         check_choice("contradicted", self.contradicted, Contradicted)
-        nonfinite = self.nonfinite_logprobs
-        check_choice("nonfinite_logprobs", nonfinite, get_args(Nonfinite))
+        check_choice("nonfinite_logprobs", self.nonfinite_logprobs, get_args(Nonfinite))
         self.encoder = None if self.tokenizer is None else Encoder(self.tokenizer)
 
     def tables(self, source: Sources) -> Iterator[pa.Table]:
@@ -230,17 +229,12 @@ class _Import:
         """Add a line about a record that is kept, or is left out for its problem."""
         kept = bool(problem)
         problem, detail = (problem, detail) if kept else (found.problem, found.detail)
-        if problem not in (KEPT if kept else LEFT_OUT):
-            raise ValueError(f"{problem!r} is not a known problem")
-        names = "place", "session_id", "problem", "detail"
-        texts = (found.place, found.session, problem, detail)
+        texts = (file, found.place, found.session, problem, detail)
         # lone surrogates are escaped
         escaped = (text and text.encode("utf-8", "backslashreplace") for text in texts)
-        line = {
-            name: text and text.decode()
-            for name, text in zip(names, escaped, strict=True)
-        }
-        self.lines.append({"file": file, **line, "kept": kept})
+        line = (text and text.decode() for text in escaped)
+        names = ("file", "place", "session_id", "problem", "detail")
+        self.lines.append({**dict(zip(names, line, strict=True)), "kept": kept})
 
     def recognised(
         self, source: str, is_folder: bool, files: list[tuple[str, Path]]
@@ -248,23 +242,20 @@ class _Import:
         """The files to read, each with its format."""
         heads = [head_of(file, name) for name, file in files]
         named = [] if self.format == "auto" else [FORMATS[self.format]]
-        own = (
-            [self.fitting(head) for head in heads]
-            if is_folder or not named
-            else [named]
-        )
+        own = [named] if named and not is_folder else list(map(self.fitting, heads))
         names = sorted({one.name for formats in own for one in formats})
         if len(names) > 1:
             raise FormatError(
                 f"{source} fits several formats, {', '.join(names)}: pass one of them as "
                 "the format"
             )
-        if not names and not is_folder:
-            raise unknown(heads[0])
         if not names:
+            errors = [unknown(head) for head in heads if head.values or not is_folder]
+            if not is_folder:
+                raise errors[0]
             kind = f"the format {self.format}" if named else "a known format"
-            first = [f": {unknown(head)}" for head in heads if head.values][:1]
-            raise FormatError(f"{source} contains no file of {kind}{''.join(first)}")
+            first = f": {errors[0]}" if errors else ""
+            raise FormatError(f"{source} contains no file of {kind}{first}")
         for head, formats in zip(heads, own, strict=True):
             if formats:
                 yield head, formats[0]
@@ -301,9 +292,8 @@ class _Import:
             fields, n_records = found.fields, number + 1
             if number in replies:
                 fields["response_message"] = replies[number]
-                found.remarks.append(
-                    ("reply_of_a_request", "a later request repeats it")
-                )
+                text = "a later request repeats it"
+                found.remarks.append(("reply_of_a_request", text))
             elif found.session in silent and fields.pop("prompt_messages", None):
                 text = (
                     "messages without replies, which no later request repeats, are left "
@@ -344,16 +334,14 @@ class _Import:
 
         Returns whether the report has a line about it.
         """
-        if found.run_keys:
-            listed = ", ".join(
-                f"{key} ({one!r})" for key, one in found.run_keys.items()
-            )
-            found.refuse(
-                "no_session_id",
+        if keys := found.run_keys:
+            listed = ", ".join(f"{key} ({one!r})" for key, one in keys.items())
+            text = (
                 f"no session_id, but {listed}: say which names the agent run, as in --map "
-                f"session_id={next(iter(found.run_keys))} (a+b: both), or --map "
-                "session_id=@file for one run per file",
+                f"session_id={next(iter(keys))} (a+b: both), or --map session_id=@file for "
+                "one run per file"
             )
+            found.refuse("no_session_id", text)
             return noted
         stem = stem_of(head.file)
         first = self.stems.setdefault(stem, head.name)
@@ -412,38 +400,31 @@ class _Import:
                 remarks.append(("usage_contradicts", text))
         if "usage_contradicts" in dict(remarks) and self.contradicted == "untrain":
             fields["trainable"] = False
-        reward = fields.get("reward")
-        first = (
-            reward if reward is None else self.rewards.setdefault(str(session), reward)
-        )
-        if first != reward:
-            text = f"{reward}, after {first} in the same session"
-            remarks.append(("reward_varies", text))
+        if (reward := fields.get("reward")) is not None:
+            first = self.rewards.setdefault(str(session), reward)
+            if first != reward:
+                text = f"{reward}, after {first} in the same session"
+                remarks.append(("reward_varies", text))
         record: dict[str, Any] = {"turn_index": number, "sampled": True}
         record |= {name: value for name, value in fields.items() if value is not None}
         if "response_message" not in record:
             record["use_tool"] = None
-        if fields.get("turn_index") is not None:
-            self.check_index(found)
+        if (index := fields.get("turn_index")) is not None:
+            key = session, repr(index)
+            if key in self.indices:
+                raise FormatError(
+                    f"{found.place}: session {session!r} has turn_index {index!r} twice, "
+                    f"first in {self.indices[key]}: if each agent counts its own steps, "
+                    "leave turn_index out of the map: the order of the records counts"
+                )
+            self.indices[key] = found.place
         return {**record, "session_id": session}
-
-    def check_index(self, found: Finding) -> None:
-        """Refuse turn numbers that a session has twice."""
-        index = found.fields["turn_index"]
-        first = self.indices.setdefault((str(found.session), index), found.place)
-        if first is not found.place:
-            raise FormatError(
-                f"{found.place}: session {found.session!r} has turn_index {index!r} "
-                f"twice, first in {first}: if each agent counts its own steps, leave "
-                "turn_index out of the map: the order of the records counts"
-            )
 
     def table(self, batch: list[tuple[str, Finding, Record]]) -> pa.Table:
         """The turns of records; records that break a rule are noted instead."""
-        nonfinite = self.nonfinite_logprobs
+        records = (record for _, _, record in batch)
         try:
-            records = (record for _, _, record in batch)
-            table = from_records(records, nonfinite_logprobs=nonfinite)
+            table = from_records(records, nonfinite_logprobs=self.nonfinite_logprobs)
         except InvalidTurnsError as error:
             if len(batch) == 1:
                 ((file, found, _),) = batch
