@@ -16,7 +16,7 @@ import numpy as np
 
 from trajkit.errors import ArgumentError
 from trajkit.files.json_numbers import EACH, IDS, ITEMS, Shape
-from trajkit.importers.containers import stem_of
+from trajkit.importers.containers import Head
 from trajkit.importers.findings import (
     Finding,
     Refused,
@@ -175,9 +175,9 @@ class Table:
     """A format with a user's mapping: reads the objects of a file."""
 
     def __init__(
-        self, format: Format, given: Map | None, encoder: Encoder | None, file: Path
+        self, format: Format, given: Map | None, encoder: Encoder | None, head: Head
     ) -> None:
-        self.format, self._encoder, self._file = format, encoder, file
+        self.format, self._encoder, self._head = format, encoder, head
         self.own = given.fields if given else {}
         if self.own and format.calls:
             raise ArgumentError(
@@ -215,7 +215,7 @@ class Table:
                 for below, one in self.format.roots(root):
                     at = f"{where}{below}"
                     # a path may name the object: /@name
-                    named = {**one, "@name": f"{self._file.name}, {at}"}
+                    named = {**one, "@name": f"{self._head.file.name}, {at}"}
                     yield from self._object(at, named)
             else:
                 yield Finding(where, None, "unreadable", _not_object(root))
@@ -307,10 +307,8 @@ class Table:
             yield from _spans(found, values.get("output_mask"))
 
     def _values(self, record: Value, root: Value) -> Value:
-        stem = stem_of(self._file)
-        values = {
-            name: one.find(record, root, stem) for name, one in self.routes.items()
-        }
+        stem, routes = self._head.stem, self.routes.items()
+        values = {name: one.find(record, root, stem) for name, one in routes}
         for name in _STRUCTURED & values.keys():
             values[name] = _parsed(values[name])
         if "prompt_messages" not in self.own:
@@ -318,7 +316,7 @@ class Table:
         return values
 
     def _session(self, found: Finding, record: Value, root: Value) -> None:
-        value = self.routes["session_id"].find(record, root, stem_of(self._file))
+        value = self.routes["session_id"].find(record, root, self._head.stem)
         if not _is_nothing(value):
             found.session = text_of(value)
             if found.session is None:
@@ -330,11 +328,10 @@ class Table:
 
     def _beside(self, found: Finding, record: Value, root: Value) -> None:
         """Keep what may name the run, and what no field reads."""
-        for outer in (root, record) if root is not record else (record,):
+        single = root is record
+        for outer in (record,) if single else (root, record):
             slash = "" if outer is record else "/"
-            known = [
-                k for k, out in self._known if root is record or out == bool(slash)
-            ]
+            known = [k for k, out in self._known if single or out == bool(slash)]
             aside = dict(_all_beside(outer))
             named = dict(aside)
             for name in ("request", "request_body", "input"):
@@ -372,9 +369,8 @@ class Table:
             if name in _NOTED and fields[name] is None and not _is_nothing(value):
                 found.unread[self._text(name)] = value
         fields["reward"] = self._reward(found, values.get("reward"))
-        output, logprobs, remarks = _aligned(
-            values.get("output_ids"), _logprobs(values.get("output_logprobs"))
-        )
+        source = _logprobs(values.get("output_logprobs"))
+        output, logprobs, remarks = _aligned(values.get("output_ids"), source)
         fields["output_ids"], fields["output_logprobs"] = output, logprobs
         n = len(output) if is_array(output) else 0
         found.remarks += remarks
@@ -713,14 +709,14 @@ def _aligned(
 
 def _logprobs(value: Any) -> Source | None:
     """Ids and logprobs: numbers, entries that name an id, or a choice's ``logprobs``."""
-    entries = (
-        list(value) if is_array(value) else list_of(object_of(value).get("content"))
-    )
+    given = object_of(value)
+    entries = list(value) if is_array(value) else list_of(given.get("content"))
     if is_array(value) and entries and not isinstance(entries[0], dict | list):
         return None, entries
     if not entries:
         values, texts = (
-            list_of(object_of(value).get(name)) for name in ("token_logprobs", "tokens")
+            list_of(given.get("token_logprobs")),
+            list_of(given.get("tokens")),
         )
         texts = texts if len(texts) == len(values) else [None] * len(values)
         entries = [
@@ -735,19 +731,13 @@ def _logprobs(value: Any) -> Source | None:
 def _pair(entry: Any) -> list[Any]:
     """Logprob and id of an entry: an object, or (logprob, id, text)."""
     if isinstance(entry, dict):
-        return [
-            entry.get("logprob"),
-            entry.get("token_id", _spelled(entry.get("token"))),
-        ]
+        named = entry.get("token_id", _spelled(entry.get("token")))
+        return [entry.get("logprob"), named]
     return entry[:2] if isinstance(entry, list) and len(entry) > 1 else [None, None]
 
 
 def _spelled(token: object) -> int | None:
     """The id in a token that vLLM writes as ``token_id:5`` on request."""
     # Python may refuse to parse more digits
-    found = (
-        re.fullmatch(r"token_id:([0-9]{1,10})", token)
-        if isinstance(token, str)
-        else None
-    )
+    found = isinstance(token, str) and re.fullmatch("token_id:([0-9]{1,10})", token)
     return int(found[1]) if found else None

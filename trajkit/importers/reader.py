@@ -21,14 +21,7 @@ from trajkit.files.guard import check_outputs, inputs_of, is_parts
 from trajkit.files.run import Watch, folder_of, run
 from trajkit.files.tables import gather, write_tables
 from trajkit.importers.calls import TARGETS, Format, Table, advice
-from trajkit.importers.containers import (
-    SUFFIXES,
-    Head,
-    files_of,
-    head_of,
-    objects,
-    stem_of,
-)
+from trajkit.importers.containers import SUFFIXES, Head, files_of, head_of, objects
 from trajkit.importers.findings import Finding, has_items, is_array
 from trajkit.importers.formats import FORMATS, fitting, text_only, unknown
 from trajkit.importers.transcripts import ChatTokenizer, Encoder
@@ -41,6 +34,7 @@ from trajkit.turns.messages import tools_key
 from trajkit.turns.records import Record, from_records
 from trajkit.turns.validation import Nonfinite
 
+_Taken: TypeAlias = tuple[str, Finding, Record]
 Sources: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """A path, or an iterable of paths."""
 
@@ -50,10 +44,8 @@ EXTRAS = pa.schema(
         *((name, _TEXT) for name in ("request_id", "model", "agent_id", "call_kind")),
         *((name, _TIME) for name in ("started_at", "ended_at")),
         *(("group_id", _TEXT), ("reward", pa.float64()), ("sampled", pa.bool_())),
-        *(
-            (name, _TEXT)
-            for name in ("parent_resolution", "parent_request", "tools_key")
-        ),
+        *((f"parent_{name}", _TEXT) for name in ("resolution", "request")),
+        ("tools_key", _TEXT),
     ]
 )
 """Extra columns of imported turns; null if unknown. docs/import.md explains them."""
@@ -224,12 +216,12 @@ class _Import:
         return pa.Table.from_pylist(self.lines, schema=IMPORT_REPORT)
 
     def note(
-        self, file: str, found: Finding, problem: str = "", detail: str = ""
+        self, file: str, found: Finding, problem: str = "", text: str = ""
     ) -> None:
         """Add a line about a record that is kept, or is left out for its problem."""
         kept = bool(problem)
-        problem, detail = (problem, detail) if kept else (found.problem, found.detail)
-        texts = (file, found.place, found.session, problem, detail)
+        facts = (problem, text) if kept else (found.problem, found.detail)
+        texts = (file, found.place, found.session, *facts)
         # lone surrogates are escaped
         escaped = (text and text.encode("utf-8", "backslashreplace") for text in texts)
         line = (text and text.decode() for text in escaped)
@@ -273,11 +265,9 @@ class _Import:
         mapped = len(own) != 1 and self.map is not None and head.values
         return [FORMATS["records"]] if mapped else own
 
-    def of_file(
-        self, head: Head, format: Format
-    ) -> Iterator[tuple[str, Finding, Record]]:
+    def of_file(self, head: Head, format: Format) -> Iterator[_Taken]:
         """The records that become turns, numbered, with the name of the file."""
-        name, table = head.name, Table(format, self.map, self.encoder, head.file)
+        name, table = head.name, Table(format, self.map, self.encoder, head)
         if not table.has_ids and (self.encoder is None or format.talk is None):
             raise FormatError(f"{name}: {text_only(format)}")
         unread: dict[str, tuple[Finding, int]] = {}
@@ -343,7 +333,7 @@ class _Import:
             )
             found.refuse("no_session_id", text)
             return noted
-        stem = stem_of(head.file)
+        stem = head.stem
         first = self.stems.setdefault(stem, head.name)
         found.session = stem if first == head.name else head.name
         if not noted:
@@ -420,7 +410,7 @@ class _Import:
             self.indices[key] = found.place
         return {**record, "session_id": session}
 
-    def table(self, batch: list[tuple[str, Finding, Record]]) -> pa.Table:
+    def table(self, batch: list[_Taken]) -> pa.Table:
         """The turns of records; records that break a rule are noted instead."""
         records = (record for _, _, record in batch)
         try:
