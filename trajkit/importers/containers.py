@@ -59,15 +59,14 @@ def files_of(source: Any) -> Iterator[tuple[str, bool, list[tuple[str, Path]]]]:
 
     Files have a name, for the report, and a path. Temporary copies last for one step.
     """
-    listed = [source] if isinstance(source, str | os.PathLike) else source
-    if isinstance(listed, bytes | dict) or not isinstance(listed, Iterable):
-        kind = type(source).__name__
-        raise ArgumentError(f"source is a {kind}: expected a path, or paths")
-    listed = list(listed)
+    single = isinstance(source, str | os.PathLike | bytes | dict)
+    listed = list(source) if isinstance(source, Iterable) and not single else [source]
     for one in listed:
         if not isinstance(one, str | os.PathLike):
             kind = type(one).__name__
-            raise ArgumentError(f"source has a {kind}: expected paths")
+            raise ArgumentError(
+                f"source is, or has, a {kind}: expected a path, or paths"
+            )
     paths_of([one for one in listed if not is_address(one)])
     return (found for one in listed for found in _files_of(os.fspath(one)))
 
