@@ -9,7 +9,7 @@ import pytest
 import trajkit as tk
 from tests.generated import generated_runs
 from tests.made_tables import linearized, turns_table
-from trajkit.analysis import metrics, metrics_by_step
+from trajkit.analysis import metrics
 from trajkit.schema import LOSSES
 
 RUN = turns_table(generated_runs(12, 5))
@@ -133,20 +133,6 @@ def test_means_of_nothing_are_absent():
     means = {"tokens/trained_share", "reward/mean", "length/output", "logprob/mean"}
     assert means.isdisjoint(found)
     assert all(type(value) is float for value in found.values())
-
-
-def test_a_step_has_the_sessions_that_end_in_it():
-    calls = [
-        call("a", step=1),
-        call("a", step=2),
-        call("b", step=2),
-        call("c", step=None),
-    ]
-    turns, report = reported(calls, reward=[1.0, 0.0, 5.0])
-    found = metrics_by_step(turns, report)
-    assert {step: of["reward/mean"] for step, of in found.items()} == {2: 0.5}
-    assert found[2]["run/turns"] == 3
-    assert metrics_by_step(turns.drop_columns(["step"]), report) == {}
 
 
 def test_the_report_is_of_the_turns():

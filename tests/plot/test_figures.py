@@ -12,12 +12,11 @@ import pytest
 import trajkit as tk
 from tests.generated import generated_runs
 from tests.made_tables import linearized, turns_table
-from trajkit.analysis.colors import OUTPUTS, ROLES, TIMES
+from trajkit.analysis.words import OUTPUTS, ROLES, TIMES
 from trajkit.cli import main
-from trajkit.plot.turn_tokens import session_tokens
 
 colors = pytest.importorskip("matplotlib.colors")
-from trajkit.plot.figures import save  # noqa: E402
+from trajkit.plot.figures import output_kinds, prompt_roles, save  # noqa: E402
 
 RUN = turns_table(generated_runs(12, 5))
 HOSTILE = "$\\frac{$ <script>\x1b\u202e&"
@@ -97,11 +96,10 @@ def test_bars_of_turns_are_the_counts_of_the_report(policy):
             n = line["tokens_trained" if kind == "trained" else f"lost_{kind}"]
             assert sum(height for *_, height in bars(outputs, color)) == n
         session = RUN.filter(pa.compute.equal(RUN["session_id"], name))
-        delta = session_tokens(tk.compact(RUN), policy, name)
-        full = session_tokens(RUN, policy, name)
-        for counted in ("roles", "kinds"):
-            found, expected = getattr(delta, counted), getattr(full, counted)
-            assert all((found[key] == expected[key]).all() for key in expected)
+        delta = tk.compact(session)
+        for counted in (prompt_roles, output_kinds):
+            full, found = (counted(of, tk.policy(policy)) for of in (session, delta))
+            assert all((found[key] == full[key]).all() for key in full)
         n_prompt = [len(ids) for ids in session["prompt_ids"].to_pylist()]
         heights = np.zeros(len(n_prompt))
         for color in ROLES.values():
@@ -124,8 +122,8 @@ def test_a_token_that_is_trained_twice_is_drawn_once():
         ]
     )
     assert tk.analysis.output_spans(turns, "nemo").num_rows == 4
-    found = session_tokens(turns, "nemo", None)
-    assert found.kinds["trained"].tolist() == [2, 1, 1]
+    found = output_kinds(turns, tk.policy("nemo"))
+    assert found["trained"].tolist() == [2, 1, 1]
 
 
 def test_roles_come_from_attribution_and_else_from_the_path():
@@ -152,7 +150,7 @@ def test_roles_come_from_attribution_and_else_from_the_path():
         ]
     )
     assert_stacked(tk.plot.tokens(turns).axes[0], 1, 5)
-    found = session_tokens(turns, "faithful", None).roles
+    found = prompt_roles(turns, tk.policy("faithful"))
     assert {role: counts.tolist() for role, counts in found.items()} == {
         "system": [1, 1],
         "user": [1, 1],

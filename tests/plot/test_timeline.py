@@ -1,4 +1,4 @@
-"""Times of turns become slices, and slices a Chrome trace."""
+"""Times of turns become slices."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from trajkit.plot.timeline import slices_of
+from trajkit.plot.figures import slices_of
 
 BEGAN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -31,16 +31,9 @@ def timed(*calls):
     )
 
 
-def found(turns, sessions=None):
-    return [
-        (one.session_id, one.kind, one.start, one.stop, one.turn_index, one.lane)
-        for one in slices_of(turns, sessions)
-    ]
-
-
 def test_time_without_a_call_is_queue_before_the_session_and_tool_in_it():
     turns = timed(("a", 1, 2), ("a", 2.5, 4), ("b", 3, 5))
-    assert found(turns) == [
+    assert slices_of(turns) == [
         ("a", "generation", 0, 1, 0, 0),
         ("a", "tool", 1, 1.5, None, 0),
         ("a", "generation", 1.5, 3, 1, 0),
@@ -51,7 +44,7 @@ def test_time_without_a_call_is_queue_before_the_session_and_tool_in_it():
 
 def test_calls_that_overlap_have_lanes():
     turns = timed(("a", 0, 10), ("a", 1, 3), ("a", 2, 4), ("a", 3, 5))
-    assert [line[-2:] for line in found(turns)] == [(0, 0), (1, 1), (2, 2), (3, 1)]
+    assert [line[-2:] for line in slices_of(turns)] == [(0, 0), (1, 1), (2, 2), (3, 1)]
 
 
 def test_rollouts_say_when_sessions_began_and_ended():
@@ -63,7 +56,7 @@ def test_rollouts_say_when_sessions_began_and_ended():
             "seconds": [4.0, 6.0, 9.0],
         }
     )
-    assert found(turns, sessions) == [
+    assert slices_of(turns, sessions) == [
         ("a", "queue", 0, 2, None, 0),
         ("a", "tool", 2, 3, None, 0),
         ("a", "generation", 3, 4, 0, 0),
@@ -77,7 +70,7 @@ def test_rollouts_say_when_sessions_began_and_ended():
 
 def test_turns_without_times_are_left_out():
     turns = timed(("a", 1, 2), ("a", None, 3), ("a", 3, None), ("b", None, None))
-    assert found(turns) == [("a", "generation", 0, 1, 0, 0)]
+    assert slices_of(turns) == [("a", "generation", 0, 1, 0, 0)]
 
 
 CALL = {"session_id": "a", "prompt_ids": [1], "output_ids": [2]}

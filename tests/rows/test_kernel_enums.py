@@ -10,7 +10,7 @@ import pytest
 
 from trajkit import _core, policies
 from trajkit._kernel_names import numbers
-from trajkit.view.tables import _rule
+from trajkit.view.tables import rule_in_words
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [*ROOT.glob("_native/*.pxi"), ROOT / "_native" / "structs.pxd"]
@@ -64,7 +64,7 @@ def test_other_names_or_another_order_are_no_import(names):
         ("policies.py", 'TrainIn: TypeAlias = Literal["first", "earliest"', None),
         ("policies.py", '        "fork": "A new row starts.",\n', ""),
         ("schema/links.py", '("none", "last_reply", "earlier_reply", "prompt")', None),
-        ("analysis/drift_text.py", "    path_start: int\n    path_stop: int\n", None),
+        ("analysis/drift.py", "    path_start: int\n    path_stop: int\n", None),
         ("turns/sessions.py", '    "own_null":', '    "out_null_":'),
     ],
 )
@@ -107,7 +107,7 @@ def test_swapped_words_fail_at_import(tmp_path, file, old, new):
 def test_rules_in_words_are_on_the_page(on_drift):
     policy = policies.policy("skyrl", on_drift=on_drift, fork_threshold=1234)
     rule = policies.rule_of(policy, "on_drift")
-    assert _rule(policy).startswith(
+    assert rule_in_words(policy).startswith(
         f"Where a prompt drifts: {rule[0].lower()}{rule[1:]}"
     )
     assert ("1,234" in rule) is policy.absorbs_short

@@ -9,10 +9,9 @@ import pytest
 
 import trajkit as tk
 from trajkit import cli
-from trajkit.analysis.colors import COLORS
-from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS
+from trajkit.analysis.words import LOSS_GROUPS, LOSS_WORDS, MENDS, OUTPUTS
 from trajkit.cli import view as command
-from trajkit.schema import LOSSES, SESSIONS
+from trajkit.schema import CAUSES, LOSSES, OUTPUT_KINDS, SESSIONS, TEXT_CAUSES
 from trajkit.view import page, view
 from trajkit.view.document import SCRIPTS
 from trajkit.view.selection import Selection
@@ -70,14 +69,21 @@ def test_scripts_never_take_text_as_markup():
 def test_colours_are_those_of_all_displays():
     style = (STATIC / "page.css").read_text("utf-8").partition("@media")[0]
     used = dict(re.findall(r"--(\w+): (#\w+);", style))
-    shown = {"trained": "trained", "drift": "drift", "end": "cut", "no_row": "refused"}
+    shown = {
+        "trained": "trained",
+        "drift": "absorbed",
+        "end": "cut",
+        "no_row": "refused",
+    }
     for group, kind in shown.items():
-        assert used[group] == COLORS[kind]
+        assert used[group] == OUTPUTS[kind]
 
 
 def test_every_group_of_losses_has_words_and_a_colour():
     style = (STATIC / "page.css").read_text("utf-8")
     assert {*LOSS_WORDS} == {*LOSSES}
+    assert [*OUTPUTS] == [*OUTPUT_KINDS]
+    assert {*MENDS} == {*CAUSES[1:], *TEXT_CAUSES}
     assert {group for group, _ in LOSS_WORDS.values()} | {"trained"} == {*LOSS_GROUPS}
     for group in LOSS_GROUPS:
         assert f"--{group}:" in style

@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from trajkit.analysis.branches import (
         label_branches_batches as label_branches_batches,
     )
-    from trajkit.analysis.drift import check_roundtrip as check_roundtrip
-    from trajkit.analysis.drift import (
-        check_roundtrip_batches as check_roundtrip_batches,
-    )
     from trajkit.analysis.drift import classify_drift as classify_drift
     from trajkit.analysis.drift import explain_drift as explain_drift
     from trajkit.analysis.drift import (
@@ -25,7 +21,6 @@ if TYPE_CHECKING:
     from trajkit.analysis.row_reasons import call_tree as call_tree
     from trajkit.analysis.row_reasons import why as why
     from trajkit.analysis.run_metrics import metrics as metrics
-    from trajkit.analysis.run_metrics import metrics_by_step as metrics_by_step
     from trajkit.analysis.sampled_tokens import output_spans as output_spans
     from trajkit.analysis.simulation import simulate as simulate
 else:

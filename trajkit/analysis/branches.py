@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -13,15 +12,13 @@ from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit.analysis.drift import codes, turn_lines
 from trajkit.rows.links import read_linked
-from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
+from trajkit.schema import BRANCHES, KEY_BYTES, LABELS, LINK_REASONS
 from trajkit.tables.canonical import TableLike
 from trajkit.tables.ragged import Ints, Records
 from trajkit.tables.stages import Source, apply, stage
 from trajkit.turns.attribution import SessionCalls
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Forest, Sessions
-
-_REWRITE = LINK_REASONS.index("rewrite")
 
 OPENING_TOKENS = 32
 """Leading prompt tokens that identify an agent without an ``agent_id`` or messages."""
@@ -94,79 +91,35 @@ def label_branches(
     opening_tokens = chosen_int("opening_tokens", opening_tokens, 1)
 
     def one(turns: pa.Table, links: pa.Table) -> pa.Table:
-        return _branches(turns, links, opening_tokens)
+        calls, forest, records = read_linked(turns, links)
+        found = [
+            branch
+            for s in range(len(calls))
+            for branch in _Session(calls, forest, records, s, opening_tokens).branches()
+        ]
+        columns = zip(*found, strict=True) if found else [()] * 6
+        call, label, other, evidence, messages, tokens = columns
+        others = np.array(other, np.int64)
+        return turn_lines(
+            BRANCHES,
+            calls,
+            call,
+            codes([LABELS.index(name) for name in label], LABELS),
+            calls.turn_index[others],
+            messages,
+            tokens,
+            calls.path_len[others] - np.array(tokens, np.int64),
+            evidence,
+        )
 
     return apply(one, turns, table_of=as_turns, links=links)
 
 
 label_branches_batches = label_branches.batches
 
-
-def _branches(turns: pa.Table, links: pa.Table, opening_tokens: int) -> pa.Table:
-    calls, forest, records = read_linked(turns, links)
-    found = [
-        branch
-        for s in range(len(calls))
-        for branch in _Session(calls, forest, records, s, opening_tokens).branches()
-    ]
-    columns = zip(*found, strict=True) if found else [()] * 6
-    call, other, label, messages, tokens, evidence = columns
-    others = np.array(other, np.int64)
-    return turn_lines(
-        BRANCHES,
-        calls,
-        call,
-        codes([LABELS.index(one) for one in label], LABELS),
-        calls.turn_index[others],
-        messages,
-        tokens,
-        calls.path_len[others] - np.array(tokens, np.int64),
-        evidence,
-    )
-
-
 _Label: TypeAlias = tuple[str, int, str]
 """A label, the other call, and the evidence."""
-
-
-@dataclass(slots=True)
-class _Agent:
-    """The turns of one agent so far, with their states as a tree of message keys."""
-
-    calls: set[int] = field(default_factory=set)
-    last: int = -1
-    # (node, key of the next message) -> node; node 0 is the empty state
-    nodes: dict[tuple[int, bytes], int] = field(default_factory=dict)
-    # per node: the latest call whose state contains it
-    latest: list[int] = field(default_factory=lambda: [-1])
-    # nodes at the end of a reply
-    replies: set[int] = field(default_factory=set)
-
-    def walk(self, keys: list[bytes]) -> list[int]:
-        """The nodes, from the root, that these messages share with known states."""
-        path = [0]
-        for key in keys:
-            node = self.nodes.get((path[-1], key))
-            if node is None:
-                break
-            path.append(node)
-        return path
-
-    def add(self, call: int, state: list[bytes] | None, *, replied: bool) -> None:
-        """Add a call and its state; None: unknown."""
-        self.calls.add(call)
-        self.last = call
-        if state is None:
-            return
-        node = 0
-        self.latest[0] = call
-        for key in state:
-            node = self.nodes.setdefault((node, key), len(self.latest))
-            if node == len(self.latest):
-                self.latest.append(call)
-            self.latest[node] = call
-        if replied:
-            self.replies.add(node)
+_KEY_INTS = KEY_BYTES // 4
 
 
 class _Session:
@@ -177,105 +130,96 @@ class _Session:
     ) -> None:
         lo, hi = calls.offsets[s : s + 2].tolist()
         self._calls, self._range, self._opening = calls, range(lo, hi), opening
-        self._n_prompt: list[int] = calls.calls["prompt_len"].tolist()
-        self._shared_with = forest.shared_with
-        self._parents: Ints = links["parent"]
-        by: list[int] = links["rewritten_by"][lo:hi].tolist()
+        self._shared_with, self._parents = forest.shared_with, links["parent"]
+        by, reason = links["rewritten_by"], links["link_reason"]
         # by call that replaces a reply: the call whose reply it was
         self._rewritten = {
-            other: call
-            for call, other in zip(self._range, by, strict=True)
-            if other >= 0 and links["link_reason"][other] == _REWRITE
+            int(by[call]): call
+            for call in self._range
+            if by[call] >= 0 and reason[by[call]] == LINK_REASONS.index("rewrite")
         }
         self._children: dict[int, list[int]] = defaultdict(list)
         for call in self._range:
             self._children[int(self._parents[call])].append(call)
-        session = SessionCalls(calls.part(s, s + 1))
-        columns = [session.table["response"].to_pylist()]
-        for name in ("agent_id", "started_at", "ended_at"):
-            there = name in session.table.column_names
-            columns.append(
-                session.table[name].to_pylist() if there else [None] * (hi - lo)
-            )
-        # by call: the key of its reply, if it is known, and columns
-        self._facts = dict(zip(self._range, zip(*columns, strict=True), strict=True))
-        # by call: keys of its messages, and of these and its reply; None: unknown
-        self._requests: dict[int, list[bytes] | None] = {}
-        self._states: dict[int, list[bytes] | None] = {}
+        own = SessionCalls(calls.part(s, s + 1))
+        self._table, replies = own.table, own.table["response"].to_pylist()
+        # by call with known messages: their keys, and these and the key of the reply
+        self._keys: dict[int, tuple[Ints, Ints]] = {}
         for call in self._range:
-            messages = session.messages(call - lo)
-            self._requests[call] = self._states[call] = None
-            if messages is not None:
-                request = [messages.key(i) for i in range(len(messages))]
-                reply = self._facts[call][0]
-                self._requests[call] = request
-                self._states[call] = [*request, *([reply["key"]] if reply else [])]
-        self._heads: list[Ints] = []
+            if (messages := own.messages(call - lo)) is not None:
+                reply = replies[call - lo]
+                state = messages.keys + (reply["key"] if reply else b"")
+                request = np.frombuffer(messages.keys, np.int32)
+                self._keys[call] = request, np.frombuffer(state, np.int32)
+        # by agent: its turns so far
+        self._agents: dict[tuple[str, Any], list[int]] = {}
 
     def branches(self) -> Iterator[tuple[Any, ...]]:
-        """The labelled turns: call, other, label, shared messages and tokens, evidence."""
-        agents: dict[tuple[str, object], _Agent] = defaultdict(_Agent)
+        """The labelled turns: call, label, other, evidence, shared messages and tokens."""
         asked: dict[tuple[object, str, bytes], int] = {}
         for call in self._range:
             name = self._agent(call)
-            request = self._requests[call]
-            prompt = self._calls.prompt(call)
-            questions = [(name, "prompt_ids", blake2b(prompt.tobytes()).digest())]
-            if request is not None:
-                questions.append((name, "messages", b"".join(request)))
-            same = next((q for q in questions if q in asked), None)
-            if call > self._range.start:
-                if same and call not in self._rewritten:
-                    label: _Label | None = self._asked_again(call, asked[same], same[1])
-                else:
-                    label = self._label(call, name, agents[name])
-                if label is not None:
-                    yield self._branch(call, *label)
+            digest = blake2b(self._calls.prompt(call).tobytes()).digest()
+            questions = [(name, "prompt_ids", digest)]
+            if call in self._keys:
+                questions.append((name, "messages", self._keys[call][0].tobytes()))
+            same = next((one for one in questions if one in asked), None)
+            label: _Label | None = None
+            if same and call not in self._rewritten:
+                label = self._asked_again(call, asked[same], same[1])
+            elif call > self._range.start:
+                label = self._label(call, *name)
+            if label is not None:
+                known = call in self._keys and label[1] in self._keys
+                messages = self._shared(call, label[1], "message") if known else None
+                yield call, *label, messages, self._shared(call, label[1], "token")
             asked |= dict.fromkeys(questions, call)
-            replied = self._facts[call][0] is not None
-            agents[name].add(call, self._states[call], replied=replied)
+            self._agents.setdefault(name, []).append(call)
 
-    def _agent(self, call: int) -> tuple[str, object]:
-        agent_id, request = self._facts[call][1], self._requests[call]
-        if agent_id is not None:
+    def _agent(self, call: int) -> tuple[str, Any]:
+        """The agent's key: what it is made of, and its value."""
+        if (agent_id := self._value("agent_id", call)) is not None:
             return "agent_id", agent_id
-        if request:
-            return "first message", request[0]
-        head = self._calls.prompt(call)[: self._opening]
-        for number, known in enumerate(self._heads):
-            if _core.lcp(head, known) == min(len(head), len(known)):
-                return "opening", number
-        self._heads.append(head)
-        return "opening", len(self._heads) - 1
+        if call in self._keys:
+            return "first message", self._keys[call][0][:_KEY_INTS].tobytes()
+        opening = self._calls.prompt(call)[: self._opening]
+        for kind, known in self._agents:
+            if kind == "opening":
+                head = np.frombuffer(known, np.int32)
+                if _core.lcp(opening, head) == min(len(opening), len(head)):
+                    return kind, known
+        return "opening", opening.tobytes()
 
-    def _label(
-        self, call: int, name: tuple[str, object], agent: _Agent
-    ) -> _Label | None:
+    def _label(self, call: int, kind: str, value: object) -> _Label | None:
         """The label of a turn with a new request."""
-        kind, agent_id = name
-        if not agent.calls:
-            which = f" {agent_id!r}" if kind == "agent_id" else ""
+        agent = self._agents.get((kind, value))
+        if agent is None:
+            which = f" {value!r}" if kind == "agent_id" else ""
             return "sub_agent", call - 1, f"no earlier turn has its {kind}{which}"
         if call in self._rewritten:
             other = self._rewritten[call]
             why = f"links: it replaces the reply of {self._turn(other)}"
             return "rewrite", other, why
         parent = int(self._parents[call])
-        continues = parent in agent.calls and self._children[parent][0] == call
-        if continues and self._shows_state(call, parent):
-            return None
-        request = self._requests[call]
-        if request is not None and agent.latest[0] >= 0:
-            return self._by_messages(agent, request)
-        return self._by_tokens(call, agent)
+        siblings = self._children[parent] if parent >= 0 else []
+        if parent in agent and siblings[0] == call:
+            unit = "message" if {call, parent} <= self._keys.keys() else "token"
+            if self._shared(call, parent, unit) == self._sizes(parent, unit)[1]:
+                return None
+        known = [other for other in agent if other in self._keys]
+        if call in self._keys and known:
+            return self._departure(call, known, "message")
+        around = {agent[-1], int(self._shared_with[call]), parent, *siblings}
+        return self._departure(call, [*around.intersection(agent)], "token")
 
     def _asked_again(self, call: int, other: int, by: str) -> _Label:
+        """The label of a turn whose request is that of an earlier turn."""
         same = f"the same {by} as {self._turn(other)}"
         children, continued = self._children.get(other, []), call in self._children
         if children and children[0] < call:
             next_turn = self._turn(children[0])
             return "rollback", other, f"{same}, which {next_turn} had continued"
-        started, ended = self._facts[call][2], self._facts[other][3]
+        started, ended = self._value("started_at", call), self._value("ended_at", other)
         if started is not None and ended is not None and started < ended:
             return "sibling", other, f"{same}, which was still running"
         if children and continued:
@@ -284,66 +228,50 @@ class _Session:
         which = f"only {self._turn(other)} is" if children else which
         return "retry", other, f"{same}; {which} continued"
 
-    def _by_messages(self, agent: _Agent, request: list[bytes]) -> _Label | None:
-        path = agent.walk(request)
-        k, node = len(path) - 1, path[-1]
-        other = agent.latest[node]
-        before, state = self._requests[other], self._states[other]
-        assert before is not None
-        assert state is not None
-        turn = self._turn(other)
-        if k == len(request):
-            return "rollback", other, f"its {k} messages are the first ones of {turn}"
-        if k == len(state):
-            return None
-        sizes = f"{len(request)} messages, {turn} has {len(before)}"
-        agrees_again = request[k + 1 : k + 2] == state[k + 1 : k + 2] != []
-        if agrees_again or len(request) >= len(before):
-            return "rewrite", other, f"message {k} differs; {sizes}"
-        if node in agent.replies:
-            return "rollback", other, f"departs after message {k - 1}; {sizes}"
-        return "compaction", other, f"departs at message {k}; {sizes}"
-
-    def _by_tokens(self, call: int, agent: _Agent) -> _Label | None:
-        parent = int(self._parents[call])
-        around = {agent.last, int(self._shared_with[call]), parent}
-        around |= {*self._children[parent]} if parent >= 0 else set()
-        prompt, paths = self._calls.prompt(call), self._calls.path_len
-        shared = {
-            c: _core.lcp(self._calls.path(c), prompt) for c in agent.calls & around
-        }
-        other = max(shared, key=lambda c: (shared[c], c))
+    def _departure(self, call: int, others: list[int], unit: str) -> _Label | None:
+        """The label by the state with most of the first messages (tokens) of a request."""
+        shared = {other: self._shared(call, other, unit) for other in others}
+        other = max(shared, key=lambda one: (shared[one], one))
         k, turn = shared[other], self._turn(other)
-        if k == paths[other]:
+        n, (n_before, n_state) = self._sizes(call, unit)[0], self._sizes(other, unit)
+        sizes = f"{n} {unit}s, {turn} has {n_before}"
+        if k == n:
+            return "rollback", other, f"its {k} {unit}s are the first ones of {turn}"
+        if k == n_state:
             return None
-        if k == len(prompt):
-            return "rollback", other, f"its {k} tokens are the first ones of {turn}"
-        n_before = self._n_prompt[other]
-        sizes = f"a prompt of {len(prompt)} tokens, {turn} has {n_before}"
-        if len(prompt) >= n_before:
-            return "rewrite", other, f"token {k} differs; {sizes}"
-        if any(paths[c] == k == n for c, n in shared.items()):
-            return "rollback", other, f"departs after token {k - 1}; {sizes}"
-        return "compaction", other, f"departs at token {k}; {sizes}"
+        if n >= n_before or (unit == "message" and self._agrees(call, other, k + 1)):
+            return "rewrite", other, f"{unit} {k} differs; {sizes}"
+        ends = [
+            self._sizes(one, unit) for one, n_shared in shared.items() if n_shared == k
+        ]
+        if any(end == k and (unit == "token" or end > size) for size, end in ends):
+            return "rollback", other, f"departs after {unit} {k - 1}; {sizes}"
+        return "compaction", other, f"departs at {unit} {k}; {sizes}"
 
-    def _shows_state(self, call: int, parent: int) -> bool:
-        """Whether the request begins with the complete state of the parent."""
-        request, state = self._requests[call], self._states[parent]
-        if request is None or state is None:
-            return self._shared(call, parent) == int(self._calls.path_len[parent])
-        return request[: len(state)] == state
+    def _agrees(self, call: int, other: int, message: int) -> bool:
+        """Whether a request and another turn's state have the same message in a place."""
+        place = slice(message * _KEY_INTS, (message + 1) * _KEY_INTS)
+        asked, held = self._keys[call][0][place], self._keys[other][1][place]
+        return len(asked) > 0 and np.array_equal(asked, held)
 
-    def _shared(self, call: int, other: int) -> int:
+    def _shared(self, call: int, other: int, unit: str) -> int:
+        """The first messages or tokens of a request that another turn's state has."""
+        if unit == "message":
+            return _core.lcp(self._keys[other][1], self._keys[call][0]) // _KEY_INTS
         return _core.lcp(self._calls.path(other), self._calls.prompt(call))
 
-    def _branch(self, call: int, label: str, other: int, why: str) -> tuple[Any, ...]:
-        request, state = self._requests[call], self._states[other]
-        messages = None
-        if request is not None and state is not None:
-            pairs = enumerate(zip(request, state, strict=False))
-            n = min(len(request), len(state))
-            messages = next((i for i, (a, b) in pairs if a != b), n)
-        return call, other, label, messages, self._shared(call, other), why
+    def _sizes(self, call: int, unit: str) -> list[int]:
+        """The number of messages or tokens of a request, and of the turn's state."""
+        if unit == "message":
+            return [len(keys) // _KEY_INTS for keys in self._keys[call]]
+        lengths = self._calls.calls["prompt_len"], self._calls.path_len
+        return [int(of[call]) for of in lengths]
+
+    def _value(self, name: str, call: int) -> Any:
+        """A value of a column that may be missing."""
+        if name not in self._table.column_names:
+            return None
+        return self._table[name][call - self._range.start].as_py()
 
     def _turn(self, call: int) -> str:
         return f"turn {self._calls.turn_index[call]}"

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -26,15 +27,16 @@ from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import session_facts
 from trajkit.turns.sessions import Sessions
 
-_TRAINED = "trained"
-_PACKED = ("packs", "tokens_packed", "pairs_packed")
-# losses that the caller asked for
+_OF_PACKS = ["packs", "tokens_packed", "pairs_packed"]
 ASKED = ("untrainable", "aborted", "masked", "no_logprob")
+"""Losses that the caller asked for."""
+
+Policies: TypeAlias = str | Policy | Iterable[str | Policy] | None
 
 
 def simulate(
     turns: TableLike | Batches,
-    policies: str | Policy | Iterable[str | Policy] | None = None,
+    policies: Policies = None,
     *,
     pad_to: int | None = None,
     pack_tokens: int | None = None,
@@ -60,12 +62,8 @@ def simulate(
     pack_tokens : int, optional
         Count the packs of at most this many tokens that the rows make as trees
         (`trajkit.pack`). Some sessions are packed at a time.
-    sessions : table, optional
-        `trajkit.schema.SESSIONS`; a session with an error trains nothing.
-    max_row_tokens : int, optional
-        As for `trajkit.linearize`.
-    threads : int, optional
-        As for `trajkit.linearize`.
+    sessions, max_row_tokens, threads
+        As for `trajkit.linearize`; a session with an error trains nothing.
 
     Returns
     -------
@@ -109,51 +107,41 @@ class Simulation:
 
     def __init__(
         self,
-        policies: str | Policy | Iterable[str | Policy] | None = None,
+        policies: Policies = None,
         pad_to: int | None = None,
         pack_tokens: int | None = None,
         sessions: TableLike | None = None,
         max_row_tokens: int | None = None,
         threads: int | None = None,
     ) -> None:
-        if pad_to is not None:
-            pad_to = chosen_int("pad_to", pad_to, 1)
-        if pack_tokens is not None:
-            pack_tokens = chosen_int("pack_tokens", pack_tokens, 1)
         if isinstance(policies, (str, Policy)):
             policies = [policies]
         if policies is not None and not isinstance(policies, Iterable):
             raise ArgumentError(
                 f"policies={policies!r}: expected policies, or names of policies"
             )
-        self._pad_to, self._pack_tokens = pad_to, pack_tokens
-        chosen = map(named_policy, PRESETS if policies is None else policies)
-        counted = (*COUNTS, "tokens_out_of_context", "longest_row")
-        if pad_to is not None:
-            counted += ("tokens_padding",)
-        if pack_tokens is not None:
-            counted += _PACKED
-        self._totals = [(one, dict.fromkeys(counted, 0)) for one in chosen]
         self._any = policies is None
-        self._facts = session_facts(None, sessions).table
+        chosen = map(named_policy, PRESETS if policies is None else policies)
+        self._pad_to, self._pack_tokens = (
+            None if size is None else chosen_int(name, size, 1)
+            for name, size in (("pad_to", pad_to), ("pack_tokens", pack_tokens))
+        )
+        self._sessions = session_facts(None, sessions).table
         self._max_row_tokens, self._threads = max_row_tokens, threads
+        counted = [*COUNTS, "tokens_out_of_context", "longest_row"]
+        counted += [] if pad_to is None else ["tokens_padding"]
+        counted += [] if pack_tokens is None else _OF_PACKS
+        self._totals = [(policy, dict.fromkeys(counted, 0)) for policy in chosen]
 
     def add(self, turns: pa.Table) -> None:
         """Count complete sessions. If they are rejected, the counts stay unchanged."""
         totals = [(policy, dict(counts)) for policy, counts in self._totals]
-        calls = Sessions.of(turns)
-        for part in calls.split(limits.PART_TOKENS):
+        for part in Sessions.of(turns).split(limits.PART_TOKENS):
             sampled = flat_turns(part)
             for total in tuple(totals):
                 policy, counts = total
                 try:
-                    rows, report = rows_and_report(
-                        part,
-                        policy,
-                        sessions=self._facts,
-                        max_row_tokens=self._max_row_tokens,
-                        threads=self._threads,
-                    )
+                    found = self._counted(sampled, policy)
                 except MissingBodyError as error:
                     if not self._any:
                         raise
@@ -161,7 +149,10 @@ class Simulation:
                     warnings.warn(left_out, LeftOutWarning, stacklevel=3)
                     totals.remove(total)
                 else:
-                    self._count(counts, rows, report, sampled)
+                    longest = max(counts["longest_row"], found["longest_row"])
+                    for name in counts:
+                        counts[name] += int(found[name])
+                    counts["longest_row"] = int(longest)
         self._totals = totals
 
     def table(self) -> pa.Table:
@@ -176,47 +167,38 @@ class Simulation:
         ]
         return pa.Table.from_pylist(lines, SIMULATION)
 
-    def _count(
-        self,
-        counts: dict[str, int],
-        rows: pa.Table,
-        report: pa.Table,
-        sampled: TurnTokens,
-    ) -> None:
-        """Add the rows that a policy made from the calls ``sampled``."""
-        for name in COUNTS:
-            counts[name] += int(report.column(name).to_numpy().sum())
-        ids = Ragged.of(rows.column("input_ids"), -1)
-        pieces = spans_of(rows, sampled, sessions_of(rows, sampled.calls))
-        trained = pieces.take(np.flatnonzero(pieces.kind == _TRAINED))
+    def _counted(self, sampled: TurnTokens, policy: Policy) -> dict[str, Any]:
+        """Counts of the rows that a policy makes of these calls."""
+        rows, report = rows_and_report(
+            sampled.calls,
+            policy,
+            sessions=self._sessions,
+            max_row_tokens=self._max_row_tokens,
+            threads=self._threads,
+        )
+        found = {name: report[name].to_numpy().sum() for name in COUNTS}
+        ids = Ragged.of(rows["input_ids"], -1)
+        spans = spans_of(rows, sampled, sessions_of(rows, sampled.calls))
+        trained = spans.take(np.flatnonzero(spans.kind == "trained"))
         beyond = trained.stop - trained.start - trained.in_context(ids, sampled)
-        counts["tokens_out_of_context"] += int(beyond.sum())
-        longest = int(ids.lengths.max(initial=0))
-        counts["longest_row"] = max(counts["longest_row"], longest)
+        found["tokens_out_of_context"] = beyond.sum()
+        found["longest_row"] = ids.lengths.max(initial=0)
         if self._pad_to is not None:
-            counts["tokens_padding"] += int((-ids.lengths % self._pad_to).sum())
+            found["tokens_padding"] = (-ids.lengths % self._pad_to).sum()
         if self._pack_tokens is not None:
             packs = pack(rows, self._pack_tokens, oversize="carry")
-            n_tokens = packs.column("n_tokens").to_numpy().sum()
-            found = packs.num_rows, n_tokens, pack_pairs(packs).sum()
-            for name, n in zip(_PACKED, found, strict=True):
-                counts[name] += int(n)
+            sizes = packs["n_tokens"].to_numpy().sum(), pack_pairs(packs).sum()
+            found |= zip(_OF_PACKS, (packs.num_rows, *sizes), strict=True)
+        return found
 
 
 def label(policy: Policy) -> str:
-    """The policy's name, and the choices that differ from its preset's.
-
-    Of a system's rule that no preset has, the system's name.
-
-    Examples
-    --------
-    >>> from trajkit.policies import policy
-    >>> label(policy("slime", fork_threshold=0))
-    'slime(fork_threshold=0)'
+    """The policy's name and the choices that differ from its preset's, such as
+    ``slime(fork_threshold=0)``; of a system's rule without a preset, the system's name.
     """
     preset = PRESETS[policy.name]
-    for system, one in ALIASES.items():
-        if policy == one != preset:
+    for system, rule in ALIASES.items():
+        if policy == rule != preset:
             return system
     changed = [
         f"{field.name}={getattr(policy, field.name)}"
@@ -232,15 +214,10 @@ def cheapest_lossless(table: pa.Table) -> str | None:
     It has the fewest forward tokens (on ties, with shared prefixes counted once), loses
     no token that may be trained, and trains none out of context.
     """
-    lossless = [
-        line
-        for line in table.to_pylist()
+    costs = [
+        (line["tokens_forward"], line["tokens_forward_shared"], k, line["policy"])
+        for k, line in enumerate(table.to_pylist())
         if line["tokens_lost"] == sum(line[f"lost_{reason}"] for reason in ASKED)
         and not line["tokens_out_of_context"]
     ]
-    if not lossless:
-        return None
-    cost = min(
-        lossless, key=lambda x: (x["tokens_forward"], x["tokens_forward_shared"])
-    )
-    return str(cost["policy"])
+    return min(costs)[-1] if costs else None

@@ -1,120 +1,103 @@
-"""Causes of drift, losses and counts in words, for the page, sentences and the terminal.
-
-`trajkit.policies.RULES` has what policies do.
+"""The words and colours of causes of drift, losses and counts: of the page, sentences, the
+terminal and pictures. `trajkit.policies.RULES` has what policies do.
 """
 
-MENDS = {
-    # causes that texts show (trajkit.schema.TEXT_CAUSES)
-    "same_text": (
-        "The reply came back as the same text in other tokens: it was decoded and encoded "
-        "again.",
-        "Send ids instead of text: `trajkit serve` with `--prompts append` (the default) "
-        "begins the next prompt with the sampled ids.",
-    ),
-    "special_tokens": (
-        "A special token came back as ordinary text, or is missing.",
-        "Keep special tokens when replies are decoded, and check which end-of-turn token "
-        "the template writes.",
-    ),
-    "boolean": (
-        "True, False or None came back as true, false or null.",
-        "Keep the arguments of tool calls as the JSON text that was sampled, instead of "
-        "Python objects.",
-    ),
-    "tool_arguments": (
-        "The arguments of a tool call came back in another JSON notation.",
-        "Return the arguments as the string that was sampled. If the template serializes "
-        "them, change it to print strings unchanged.",
-    ),
-    "white_space": (
-        "White space of the reply changed.",
-        "Remove `.strip()` and `| trim` from the client, the parser and the chat template.",
-    ),
-    "reasoning_dropped": (
-        "The prompt lacks the reasoning of an earlier reply.",
-        "Use a chat template that keeps earlier reasoning, and a client that returns it. "
-        "Otherwise choose a policy that starts a new row there.",
-    ),
-    "template": (
-        "The messages came back unchanged, and the chat template rendered them "
-        "differently.",
-        "Use a template that renders a message in the same way whatever follows it.",
-    ),
-    "rewritten": (
-        "The client changed or dropped an earlier message.",
-        "Look at the agent: compaction, edited history or retries. Such turns cannot be in "
-        "one row with what they replace.",
-    ),
-    "other_text": (
-        "The text differs, and there are no messages that show who changed it.",
-        "Record the messages of each request.",
-    ),
-    # causes that ids show (trajkit.schema.CAUSES)
-    "truncated": (
-        "The prompt ends inside what was sampled.",
-        "Look for a client or an engine that truncates the history to a maximum length.",
-    ),
-    "head_dropped": (
-        "The prompt drops tokens and continues with later ones.",
-        "Look for a template or a client that drops reasoning or old tool outputs.",
-    ),
-    "middle_edited": (
-        "Some tokens changed, and later ones are the same again.",
-        "Give the model's tokenizer: the change is then named in the text.",
-    ),
-    "tail_changed": (
-        "The last reply came back changed.",
-        "Give the model's tokenizer: the change is then named in the text.",
-    ),
-    "diverged": (
-        "Prompt and path do not agree again.",
-        "Look at the agent: it replaced its history, or another conversation has the same "
-        "beginning.",
-    ),
-}
-"""Cause of drift to what happened and what to change."""
+import re
 
-LOSS_WORDS = {
-    "absorbed": (
-        "drift",
-        "Drift: its row continued with the next prompt's ids instead.",
-    ),
-    "rewritten": ("drift", "A later request showed another message in its place."),
-    "cut": ("end", "It is beyond max_row_tokens."),
-    "untrainable": (
-        "context",
-        "Its turn has trainable = false, or its session ended in an error.",
-    ),
-    "unrouted": (
-        "no_row",
-        "Its call has no messages, and the policy compares messages.",
-    ),
-    "restarted": (
-        "drift",
-        "A later prompt changed the row's first prompt, so the row was begun again.",
-    ),
-    "over_max_rows": ("no_row", "Its row is beyond the policy's max_rows."),
-    "aborted": ("context", "Its call was aborted."),
-    "masked": ("context", "The turn's output_mask excludes it."),
-    "no_logprob": ("context", "It has no logprob, and the policy needs one."),
-    "no_splice_point": (
-        "end",
-        "Its row ended before it: a prompt has no end of turn from which to continue.",
-    ),
-    "quarantined": (
-        "no_row",
-        "Every chain with its call has a call that could continue two others, or a retry.",
-    ),
-    "not_selected": ("no_row", "Its chain is not among those that become rows."),
-    "refused": (
-        "no_row",
-        "The prompt of its call does not continue the tokens of the parent.",
-    ),
-    "retried": (
-        "no_row",
-        "Its call was tried again later, and its own reply was not used.",
-    ),
-}
+
+def _pairs(text: str) -> dict[str, tuple[str, str]]:
+    """Names, and the two texts below each, with ``=>`` between them."""
+    found = {}
+    for entry in re.split(r"\n(?=\w)", text.strip()):
+        name, *lines = entry.split("\n")
+        first, _, second = " ".join(map(str.strip, lines)).partition(" => ")
+        found[name] = first, second
+    return found
+
+
+MENDS = _pairs("""
+same_text
+    The reply came back as the same text in other tokens: it was decoded and encoded again.
+    => Send ids instead of text: `trajkit serve` with `--prompts append` (the default)
+    begins the next prompt with the sampled ids.
+special_tokens
+    A special token came back as ordinary text, or is missing. => Keep special tokens when
+    replies are decoded, and check which end-of-turn token the template writes.
+boolean
+    True, False or None came back as true, false or null. => Keep the arguments of tool
+    calls as the JSON text that was sampled, instead of Python objects.
+tool_arguments
+    The arguments of a tool call came back in another JSON notation. => Return the arguments
+    as the string that was sampled. If the template serializes them, change it to print
+    strings unchanged.
+white_space
+    White space of the reply changed. => Remove `.strip()` and `| trim` from the client, the
+    parser and the chat template.
+reasoning_dropped
+    The prompt lacks the reasoning of an earlier reply. => Use a chat template that keeps
+    earlier reasoning, and a client that returns it. Otherwise choose a policy that starts a
+    new row there.
+template
+    The messages came back unchanged, and the chat template rendered them differently. =>
+    Use a template that renders a message in the same way whatever follows it.
+rewritten
+    The client changed or dropped an earlier message. => Look at the agent: compaction,
+    edited history or retries. Such turns cannot be in one row with what they replace.
+other_text
+    The text differs, and there are no messages that show who changed it. => Record the
+    messages of each request.
+truncated
+    The prompt ends inside what was sampled. => Look for a client or an engine that
+    truncates the history to a maximum length.
+head_dropped
+    The prompt drops tokens and continues with later ones. => Look for a template or a
+    client that drops reasoning or old tool outputs.
+middle_edited
+    Some tokens changed, and later ones are the same again. => Give the model's tokenizer:
+    the change is then named in the text.
+tail_changed
+    The last reply came back changed. => Give the model's tokenizer: the change is then
+    named in the text.
+diverged
+    Prompt and path do not agree again. => Look at the agent: it replaced its history, or
+    another conversation has the same beginning.
+""")
+"""Cause of drift (`trajkit.schema.TEXT_CAUSES`, and ``CAUSES``, which ids show) to what
+happened and what to change."""
+
+LOSS_WORDS = _pairs("""
+absorbed
+    drift => Drift: its row continued with the next prompt's ids instead.
+rewritten
+    drift => A later request showed another message in its place.
+cut
+    end => It is beyond max_row_tokens.
+untrainable
+    context => Its turn has trainable = false, or its session ended in an error.
+unrouted
+    no_row => Its call has no messages, and the policy compares messages.
+restarted
+    drift => A later prompt changed the row's first prompt, so the row was begun again.
+over_max_rows
+    no_row => Its row is beyond the policy's max_rows.
+aborted
+    context => Its call was aborted.
+masked
+    context => The turn's output_mask excludes it.
+no_logprob
+    context => It has no logprob, and the policy needs one.
+no_splice_point
+    end => Its row ended before it: a prompt has no end of turn from which to continue.
+quarantined
+    no_row => Every chain with its call has a call that could continue two others, or a
+    retry.
+not_selected
+    no_row => Its chain is not among those that become rows.
+refused
+    no_row => The prompt of its call does not continue the tokens of the parent.
+retried
+    no_row => Its call was tried again later, and its own reply was not used.
+""")
 """Of a sampled token that no row trains (`trajkit.schema.LOSSES`): a group, and why."""
 
 LOSS_GROUPS = {
@@ -148,6 +131,43 @@ TEXT_PHRASES = {
     "other_text": "text changed",
 }
 """What happened to a text, by cause."""
+
+TEXT, MUTED = "#24292f", "#57606a"
+"""Text and secondary text of pictures, on white."""
+
+OUTPUTS = {
+    "trained": "#0072b2",
+    "absorbed": "#d55e00",
+    "rewritten": "#8f3f00",
+    "cut": "#e69f00",
+    "untrainable": "#cc79a7",
+    "unrouted": "#8a8a8a",
+    "restarted": "#f2a36b",
+    "over_max_rows": "#a87400",
+    "aborted": "#a14b7c",
+    "masked": "#e5b5cf",
+    "no_logprob": "#70325a",
+    "no_splice_point": "#f0e442",
+    "quarantined": "#009e73",
+    "not_selected": "#5c5c5c",
+    "refused": "#00634a",
+    "retried": "#66c9ab",
+}
+"""What a policy does with a sampled token: it trains it, or loses it for a reason. Distinct
+for people with colour blindness: the colours of Okabe and Ito (Color Universal Design,
+2008), and two lighter or darker shades of each for related reasons."""
+
+ROLES = {
+    "system": "#bbcc33",
+    "user": "#eedd88",
+    "assistant": "#99ddff",
+    "tool": "#44bb99",
+    "other": "#dddddd",
+}
+"""Who wrote a token of a prompt (Paul Tol's light scheme)."""
+
+TIMES = {"generation": OUTPUTS["trained"], "tool": ROLES["tool"], "queue": "#dddddd"}
+"""What a session spends its time on."""
 
 
 def count(n: int, unit: str = "token") -> str:

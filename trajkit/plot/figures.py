@@ -1,25 +1,34 @@
-"""Figures on matplotlib, the extra ``plot``.
-
-Each function returns a ``matplotlib.figure.Figure``. It raises ArgumentError if matplotlib
-is not installed, and for its tables what the function that makes them raises.
-"""
+"""Figures on matplotlib, the extra ``plot``, and the numbers that they draw."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from trajkit.analysis.colors import MUTED, OUTPUTS, ROLES, TEXT, TIMES
-from trajkit.errors import ArgumentError
-from trajkit.plot.timeline import Slice, slices_of
-from trajkit.plot.turn_tokens import session_tokens
+from trajkit.analysis import lazy_polars as pl
+from trajkit.analysis.sampled_tokens import output_spans
+from trajkit.analysis.words import MUTED, OUTPUTS, ROLES, TEXT, TIMES
+from trajkit.errors import (
+    ArgumentError,
+    InvalidTurnsError,
+    SchemaError,
+    UnknownSessionError,
+)
 from trajkit.policies import Policy
-from trajkit.tables.canonical import TableLike
+from trajkit.policies import policy as named_policy
+from trajkit.rows.links import find_links
+from trajkit.tables import lazy_compute as pc
+from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.take import take_session, tuples
+from trajkit.turns.attribution import SessionCalls
+from trajkit.turns.records import as_turns
+from trajkit.turns.sessions import Sessions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,6 +58,14 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+# role of a message to a role of ROLES; any other is "other"
+_ROLES = {**{role: role for role in ROLES}, "developer": "system", "function": "tool"}
+_TIMES = ("started_at", "ended_at")
+
+Counts: TypeAlias = dict[str, npt.NDArray[np.int64]]
+"""Tokens by kind, one array of shape (n_turns,) each."""
+
+
 def tokens(
     turns: TableLike,
     policy: str | Policy = "faithful",
@@ -71,22 +88,74 @@ def tokens(
     ------
     UnknownSessionError
         ``turns`` has no such session.
+    ArgumentError
+        matplotlib is not installed.
     """
-    found = session_tokens(turns, policy, session_id)
-    n = len(found.turns)
-    with _figure(f"Session {found.session_id}, policy {found.policy}") as figure:
+    chosen, table = named_policy(policy), as_turns(as_table(turns))
+    if session_id is None:
+        counts = pc.value_counts(table["session_id"]).to_pylist()
+        if not counts:
+            raise UnknownSessionError(
+                "there are no turns, so there is no session to draw"
+            )
+        session_id = str(max(counts, key=lambda one: one["counts"])["values"])
+    session = take_session(table, session_id)
+    roles, outputs = prompt_roles(session, chosen), output_kinds(session, chosen)
+    n = session.num_rows
+    with _figure(f"Session {session_id}, policy {chosen.name}") as figure:
         figure.set_size_inches(max(7.0, min(2.6 + 0.28 * n, 24)), 5.4)
         above, below = figure.subplots(2, 1, sharex=True)
-        _stacks(above, found.roles, ROLES)
+        _stacks(above, roles, ROLES)
         above.set(title="Prompt, by role", ylabel="tokens")
-        _stacks(below, found.kinds, OUTPUTS)
-        sampled = sum(int(counts.sum()) for counts in found.kinds.values())
-        trained = int(found.kinds["trained"].sum())
-        title = f"Output: {trained:,} of {sampled:,} sampled tokens are trained"
-        below.set(title=title, ylabel="tokens", xlabel="turn")
+        _stacks(below, outputs, OUTPUTS)
+        sampled = sum(int(counts.sum()) for counts in outputs.values())
+        title = (
+            f"{outputs['trained'].sum():,} of {sampled:,} sampled tokens are trained"
+        )
+        below.set(title=f"Output: {title}", ylabel="tokens", xlabel="turn")
         step = -(-n // 40)
-        below.set_xticks(range(0, n, step), [str(turn) for turn in found.turns[::step]])
+        below.set_xticks(range(0, n, step), session["turn_index"].to_pylist()[::step])
     return figure
+
+
+def output_kinds(session: pa.Table, policy: Policy) -> Counts:
+    """The tokens of each output by what the policy does with them."""
+    turns = session["turn_index"].to_pylist()
+    kinds = {kind: np.zeros(len(turns), np.int64) for kind in OUTPUTS}
+    token = pl.int_ranges("output_start", "output_stop").alias("token")
+    spans = pl.frame(output_spans(session, policy)).select("kind", "turn_index", token)
+    # a policy may train a token twice
+    tokens = spans.explode("token").unique().group_by("kind", "turn_index").len()
+    for kind, turn, n in tokens.iter_rows():
+        kinds[kind][turns.index(turn)] = n
+    return kinds
+
+
+def prompt_roles(session: pa.Table, policy: Policy) -> Counts:
+    """The tokens of each prompt by role.
+
+    A token without attribution has the role that it has in the parent's path, as far as
+    the prompt repeats that path.
+    """
+    calls, names = Sessions.of(session), [*ROLES]
+    attributed, links = SessionCalls(calls), find_links(calls, calls.forest, policy)
+    counts = np.zeros((len(ROLES), session.num_rows), np.int64)
+    paths: list[npt.NDArray[np.int8]] = []
+    for call, (parent, lcp) in enumerate(links[["parent", "lcp"]].tolist()):
+        n_prompt = int(attributed.n_prompt[call])
+        path = np.full(attributed.path_len[call], names.index("other"), np.int8)
+        path[n_prompt:] = names.index("assistant")
+        if 0 <= parent < call:  # under nemo, a parent may come later
+            path[:lcp] = paths[parent][:lcp]
+        rendered, messages = attributed.rendered(call), attributed.messages(call)
+        if rendered is not None and messages is not None:
+            shown = [_ROLES.get(role, "other") for role in messages.roles]
+            roles = np.array([names.index(role) for role in shown[rendered.first :]])
+            known = (rendered.message >= 0) & (rendered.message < len(roles))
+            path[:n_prompt][known] = roles[rendered.message[known]]
+        paths.append(path)
+        counts[:, call] = np.bincount(path[:n_prompt], minlength=len(ROLES))
+    return dict(zip(names, counts, strict=True))
 
 
 def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
@@ -112,6 +181,8 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
         A column of times is missing or is not a timestamp, or all times are null.
     InvalidTurnsError
         A turn ended before it started.
+    ArgumentError
+        matplotlib is not installed.
     """
     seconds = dict.fromkeys(TIMES, 0.0)
     lanes: dict[str, list[Slice]] = {}
@@ -138,12 +209,102 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
         names = [_printable(name) for name in lanes]
         ax.set_yticks(range(0, n, step), names[::step])
         ax.margins(x=0.01)
-        labels = {
-            f"{kind} {seconds[kind]:,.1f} s": color for kind, color in TIMES.items()
-        }
-        handles = [Patch(color=color, label=label) for label, color in labels.items()]
+        handles = [
+            Patch(color=color, label=f"{kind} {seconds[kind]:,.1f} s")
+            for kind, color in TIMES.items()
+        ]
         figure.legend(handles=handles, loc="outside lower left", ncols=7)
     return figure
+
+
+class Slice(NamedTuple):
+    """A range of time of a session, in seconds since the run began."""
+
+    session_id: str
+    # generation, tool or queue
+    kind: str
+    start: float
+    stop: float
+    # of a generation: the turn, and its lane: calls that overlap have different lanes
+    turn_index: int | None = None
+    lane: int = 0
+
+
+def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice]:
+    """The times of each session in the order of the turns; see `trajkit.plot.swimlanes`."""
+    table = as_turns(as_table(turns))
+    times = (_micros(table, name, "turns") for name in _TIMES)
+    calls: dict[str, list[tuple[int, int, int]]] = {}
+    for (name, turn), start, stop in zip(
+        tuples(table, "session_id", "turn_index"), *times, strict=True
+    ):
+        if start is not None and stop is not None:
+            if stop < start:
+                raise InvalidTurnsError(
+                    f"session {name!r}, turn {turn}: ended_at is {start - stop:,} "
+                    "microseconds before started_at"
+                )
+            calls.setdefault(name, []).append((start, stop, turn))
+    if not calls:
+        raise SchemaError(
+            f"{' and '.join(_TIMES)} are null in all {table.num_rows} turns: there is no "
+            "timeline without times, which `trajkit serve` records"
+        )
+    bounds = {
+        name: (min(start for start, *_ in own), max(stop for _, stop, _ in own))
+        for name, own in calls.items()
+    }
+    known = None if sessions is None else as_table(sessions)
+    if known is not None and {"started_at", "seconds"} <= {*known.column_names}:
+        lines = tuples(known, "session_id", "seconds")
+        starts = _micros(known, "started_at", "sessions")
+        for (name, seconds), start in zip(lines, starts, strict=True):
+            if name in bounds and None not in (start, seconds):
+                first, last = bounds[name]
+                stop = start + round(seconds * 1e6)
+                bounds[name] = min(start, first), max(stop, last)
+    began = min(first for first, _ in bounds.values())
+    slices = []
+    for name, own in calls.items():
+        # until when something is known, and when each lane is free
+        busy, end = bounds[name]
+        lanes: list[int] = []
+        found: list[tuple[str, int, int, int | None, int]] = [
+            ("queue", began, busy, None, 0)
+        ]
+        for start, stop, turn in sorted(own):
+            found.append(("tool", busy, start, None, 0))
+            free = (k for k, until in enumerate(lanes) if until <= start)
+            lane = next(free, len(lanes))
+            lanes[lane : lane + 1] = [stop]
+            found.append(("generation", start, stop, turn, lane))
+            busy = max(busy, stop)
+        found.append(("tool", busy, end, None, 0))
+        slices += [
+            Slice(name, kind, (start - began) / 1e6, (stop - began) / 1e6, turn, lane)
+            for kind, start, stop, turn, lane in found
+            if turn is not None or start < stop
+        ]
+    return slices
+
+
+def _micros(table: pa.Table, name: str, what: str) -> list[Any]:
+    """A column of timestamps, in microseconds since 1970."""
+    if name not in table.column_names:
+        raise SchemaError(
+            f"{what}: no column {name!r}. A timeline needs {' and '.join(_TIMES)} "
+            "(timestamps), as `trajkit serve` records them"
+        )
+    column = table[name]
+    if pa.types.is_null(column.type):
+        return [None] * len(column)
+    if not pa.types.is_timestamp(column.type):
+        raise SchemaError(
+            f"{what}, column {name!r}: expected timestamps, found {column.type}"
+        )
+    unit = pa.timestamp("us", column.type.tz)
+    micros: list[Any] = column.cast(unit, safe=False).cast(pa.int64()).to_pylist()
+    return micros
 
 
 def save(figure: Figure, path: str | Path, format: str) -> None:
@@ -171,25 +332,17 @@ def _figure(title: str) -> Iterator[Figure]:
         yield figure
 
 
-Counts = dict[str, npt.NDArray[Any]]
-
-
 def _stacks(ax: Axes, counts: Counts, colors: dict[str, str]) -> None:
     """A stacked bar per turn, and a legend of the kinds that occur."""
     base: npt.NDArray[Any] = np.zeros(1)
     for kind, of in counts.items():
         if of.sum():
-            label = f"{_words(kind)} {of.sum():,.0f}"
+            label = f"{kind.replace('_', ' ')} {of.sum():,.0f}"
             ax.bar(range(len(of)), of, 0.9, base, color=colors[kind], label=label)
             base = base + of
     if ax.has_data():
         ax.legend(loc="upper left", bbox_to_anchor=(1, 1), title="over all turns")
     ax.yaxis.set_major_formatter("{x:,.0f}")
-
-
-def _words(name: str) -> str:
-    """A name of the schema as words."""
-    return name.replace("_", " ")
 
 
 def _printable(text: str) -> str:

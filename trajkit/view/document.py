@@ -2,12 +2,12 @@
 
 import base64
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.errors import ArgumentError
@@ -15,22 +15,15 @@ from trajkit.policies import PRESETS, Policy
 from trajkit.policies import policy as named_policy
 from trajkit.tables.canonical import TableLike, as_table
 from trajkit.turns.records import as_turns
-from trajkit.view.tables import ViewTables, packed
-from trajkit.view.violations import Violations
+from trajkit.view.tables import ViewTables, find_violations, packed
 
-SCRIPTS = (
-    "vendor/flechette.min.js",
-    "dom.js",
-    "data.js",
-    "policies.js",
-    "drift.js",
-    "forest.js",
-    "tokens.js",
-    "conversation.js",
-    "compare.js",
-    "run.js",
-    "app.js",
-)
+SCRIPTS = [
+    f"{name}.js"
+    for name in (
+        "vendor/flechette.min dom data policies drift forest tokens conversation "
+        "compare run app"
+    ).split()
+]
 """Files of ``static/`` in the order in which the page runs them."""
 
 _STATIC = files("trajkit.view") / "static"
@@ -40,15 +33,7 @@ Chosen = str | Policy | Iterable[str | Policy] | None
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page, which a notebook shows in a frame.
-
-    Attributes
-    ----------
-    html : str
-        The file.
-    height : int
-        Of the frame, in pixels.
-    """
+    """A page as HTML, which a notebook shows in a frame of this height in pixels."""
 
     html: str
     height: int = 720
@@ -66,20 +51,13 @@ class Page:
 
 
 def view(
-    turns: TableLike,
-    policies: Chosen = None,
-    *,
-    sessions: TableLike | None = None,
-    tokenizer: Tokenizer | None = None,
-    text: bool = True,
-    title: str = "trajkit",
-    height: int = 720,
+    turns: TableLike, policies: Chosen = None, *, height: int = 720, **options: Any
 ) -> Page:
     """Show a run in a notebook: what policies train and lose, drift, calls and tokens.
 
     Parameters
     ----------
-    turns, policies, sessions, tokenizer, text, title
+    turns, policies, **options
         As for `page`.
     height : int
         Of the frame, in pixels.
@@ -89,15 +67,7 @@ def view(
     Page
         As the last value of a cell it is shown. ``save`` writes it as a file.
     """
-    html = page(
-        turns,
-        policies,
-        sessions=sessions,
-        tokenizer=tokenizer,
-        text=text,
-        title=title,
-    )
-    return Page(html, height)
+    return Page(page(turns, policies, **options), height)
 
 
 def page(
@@ -141,50 +111,37 @@ def page(
         Show the run and one session after the other, to be printed or saved as a PDF. The
         page says how many sessions of a larger run it leaves out.
     """
-    named = chosen(policies)
-    runs = [(title, turns, sessions), *([] if against is None else [against])]
+    if isinstance(policies, (str, Policy)):
+        policies = [policies]
+    chosen = [named_policy(one) for one in (PRESETS if policies is None else policies)]
+    if not chosen:
+        raise ArgumentError(
+            "no policies: expected at least one, or None for all presets"
+        )
     data: list[tuple[str, bytes]] = []
-    for number, (name, own, known) in enumerate(runs):
+    runs = [(title, turns, sessions), *([] if against is None else [against])]
+    for run, (name, own, known) in enumerate(runs):
         table = as_turns(as_table(own))
         facts = None if known is None else as_table(known)
         violations = None
-        if rows is not None and number == 0:
-            policy = None if policies is None else named[0]
-            violations = Violations(as_table(rows), table, policy, facts)
+        if rows is not None and run == 0:
+            policy = None if policies is None else chosen[0]
+            violations = find_violations(as_table(rows), table, policy, facts)
         tables = ViewTables(
             table,
-            named,
+            chosen,
             facts,
             tokenizer,
             text=text,
             pack_tokens=pack_tokens,
             violations=violations,
         )
-        data.append((f"index-{number}", packed(tables.index(name, len(runs)))))
-        data += _data(tables, number)
+        data.append((f"index-{run}", packed(tables.index(name, len(runs)))))
+        if (vocabulary := tables.vocabulary()) is not None:
+            data.append((f"vocabulary-{run}", packed(vocabulary)))
+        for number, session_id in enumerate(tables.session_ids):
+            data.append((f"session-{run}-{number}", tables.chunk(session_id)))
     return document(title, data, "paper" if paper else "file")
-
-
-def chosen(policies: Chosen) -> list[Policy]:
-    """The policies; every preset if none are given."""
-    if policies is None:
-        return list(PRESETS.values())
-    if isinstance(policies, (str, Policy)):
-        policies = [policies]
-    named = [named_policy(one) for one in policies]
-    if not named:
-        raise ArgumentError(
-            "no policies: expected at least one, or None for all presets"
-        )
-    return named
-
-
-def _data(tables: ViewTables, run: int) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of a run's vocabulary and sessions."""
-    if (vocabulary := tables.vocabulary()) is not None:
-        yield f"vocabulary-{run}", packed(vocabulary)
-    for number, session_id in enumerate(tables.session_ids):
-        yield f"session-{run}-{number}", tables.chunk(session_id)
 
 
 def document(

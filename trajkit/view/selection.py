@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain
 
+import polars as pl
 import pyarrow as pa
 
 from trajkit.errors import UnknownSessionError
@@ -35,62 +35,52 @@ class Selection:
         chosen ones.
         """
         parts: list[pa.Table] = []
-        scores: dict[str, tuple[float, float, float]] = {}
-        drawn: list[tuple[bytes, str]] = []
+        lines: list[pl.DataFrame] = []
+        sampled: list[str] = []
         n_sessions, schema = 0, TURNS_DELTA
         for table in whole_sessions(batches):
-            names = pc.unique(table["session_id"]).to_pylist()
-            n_sessions += len(names)
-            kept = set(names)
+            kept = pc.unique(table["session_id"]).to_pylist()
+            n_sessions += len(kept)
             if self.ids is not None:
-                kept &= set(self.ids)
+                kept = [*self.ids]
             elif self.sample is not None:
-                drawn = sorted([*drawn, *((_draw(name), name) for name in names)])
-                drawn = drawn[: self.sample]
-                kept = {name for _, name in drawn}
-                parts = [one for part in parts if (one := _only(part, kept)).num_rows]
+                kept = sampled = sorted([*sampled, *kept], key=_draw)[: self.sample]
+                parts = [_only(part, kept) for part in parts]
             part = compact(_only(table, kept))
             schema = part.schema
+            parts = [one for one in (*parts, part) if one.num_rows]
             if self.worst is not None:
-                scores |= self._scores(part)
-            if part.num_rows:
-                parts.append(part)
+                policies = [self.policy or PRESETS["faithful"]]
+                lines.append(pl.DataFrame(ViewTables(part, policies).session_lines()))
         turns = pa.concat_tables(parts) if parts else schema.empty_table()
-        if self.worst is not None:
-            turns = _only(turns, _worst(scores, self.worst))
-        if self.ids is not None:
-            found = set(pc.unique(turns["session_id"]).to_pylist())
-            for name in self.ids:
-                if name not in found:
-                    raise UnknownSessionError(f"the turns have no session {name!r}")
-        return turns, n_sessions
-
-    def _scores(self, turns: pa.Table) -> dict[str, tuple[float, float, float]]:
-        """Three numbers by session, the worst being the largest."""
-        lines = ViewTables(turns, [self.policy or PRESETS["faithful"]]).session_lines()
-        names = ("id", "sampled", "trained", "at_stake", "logprob")
-        return {
-            name: (sampled - trained[0], at_stake, -(logprob or 0.0))
-            for name, sampled, trained, at_stake, logprob in zip(
-                *(lines[name] for name in names), strict=True
+        if self.worst is not None and lines:
+            turns = _only(
+                turns, _worst(pl.concat(lines, how="vertical_relaxed"), self.worst)
             )
-        }
+        found = {*pc.unique(turns["session_id"]).to_pylist()}
+        for name in self.ids or ():
+            if name not in found:
+                raise UnknownSessionError(f"the turns have no session {name!r}")
+        return turns, n_sessions
 
 
 def _draw(name: str) -> bytes:
     return blake2b(name.encode(), digest_size=8).digest()
 
 
-def _only(table: pa.Table, names: set[str]) -> pa.Table:
-    chosen = pa.array(sorted(names), table.schema.field("session_id").type)
+def _only(table: pa.Table, names: list[str]) -> pa.Table:
+    chosen = pa.array(names, table.schema.field("session_id").type)
     return table.filter(pc.is_in(table["session_id"], value_set=chosen))
 
 
-def _worst(scores: dict[str, tuple[float, float, float]], n: int) -> set[str]:
-    """The first ``n`` names of the three rankings, taken in turn."""
-    rankings = [
-        sorted(scores, key=lambda name, k=k: -scores[name][k])  # type: ignore[misc]
-        for k in range(3)
-    ]
-    in_turn = chain.from_iterable(zip(*rankings, strict=True))
-    return set(list(dict.fromkeys(in_turn))[:n])
+def _worst(lines: pl.DataFrame, n: int) -> list[str]:
+    """The first ``n`` sessions of the three rankings, taken in turn."""
+    ranked = lines.select(
+        pl.col("id").sort_by(score, descending=True, maintain_order=True).alias(name)
+        for name, score in {
+            "loss": pl.col("sampled") - pl.col("trained").list.first(),
+            "drift": pl.col("at_stake"),
+            "logprob": -pl.col("logprob").cast(pl.Float64).fill_null(0.0),
+        }.items()
+    )
+    return list(dict.fromkeys(name for line in ranked.iter_rows() for name in line))[:n]

@@ -17,8 +17,7 @@ from trajkit.errors import TrajkitError
 from trajkit.policies import Policy
 from trajkit.tables.take import take_session
 from trajkit.view.document import document
-from trajkit.view.tables import ViewTables, packed
-from trajkit.view.violations import Violations
+from trajkit.view.tables import ViewTables, Violations, find_violations, packed
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -67,28 +66,28 @@ class LiveRun:
         self._source, self._options = source, options
         # one request computes at a time: tables are made lazily
         self._lock = Lock()
-        self._version = ""
-        self._turns: tuple[pa.Table, pa.Table | None] | None = None
+        self._version: str | None = None
         self._violations: Violations | None = None
         self._of_run = lru_cache(_N_KEPT)(self._tables)
 
     def answer(self, name: str, query: dict[str, list[str]], n_runs: int = 1) -> bytes:
         """The bytes of one kind of data; KeyError for an unknown kind or session."""
-        policies = tuple(query.get("policy", self._options.policies))
+        options = self._options
+        policies = tuple(query.get("policy", options.policies))
         with self._lock:
+            if self._version is None or name == "index":
+                self._refresh()
             match name:
                 case "version":
                     return packed(self._source.version())
                 case "index":
-                    self._refresh()
-                    tables = self._of_run(policies)
-                    index = tables.index(self._source.title, n_runs)
-                    live = {"texts": policies, "follow": self._options.follow}
+                    index = self._of_run(policies).index(self._source.title, n_runs)
+                    live = {"texts": policies, "follow": options.follow}
                     return packed({**index, **live, "version": self._version})
                 case "vocabulary":
                     return packed(self._of_run(policies).vocabulary())
                 case "search":
-                    tables = self._of_run(self._options.policies)
+                    tables = self._of_run(options.policies)
                     return packed(tables.search(query["word"][0]))
                 case "session":
                     session_id = query["id"][0]
@@ -97,34 +96,30 @@ class LiveRun:
 
     def _refresh(self) -> None:
         """Read the turns again if they have changed."""
-        version = self._source.version()
-        if self._turns is not None and version == self._version:
-            return
-        self._turns, self._version = self._source.load(), version
-        self._of_run.cache_clear()
-        turns, sessions = self._turns
-        if self._options.rows is not None:
-            self._violations = Violations(
-                self._options.rows, turns, self._options.rows_policy, sessions
-            )
+        version, options = self._source.version(), self._options
+        if version != self._version:
+            self._turns, self._sessions = self._source.load()
+            self._version = version
+            self._of_run.cache_clear()
+            if options.rows is not None:
+                self._violations = find_violations(
+                    options.rows, self._turns, options.rows_policy, self._sessions
+                )
 
     def _tables(
         self, policies: tuple[str, ...], session_id: str | None = None
     ) -> ViewTables:
         """The tables of the run, or of one session."""
-        if self._turns is None:
-            self._refresh()
-        assert self._turns is not None
-        turns, sessions = self._turns
+        turns, options = self._turns, self._options
         if session_id is not None:
             turns = take_session(turns, session_id)
         return ViewTables(
             turns,
-            map(self._options.parse, policies),
-            sessions,
-            self._options.tokenizer,
-            text=self._options.text,
-            pack_tokens=self._options.pack_tokens,
+            map(options.parse, policies),
+            self._sessions,
+            options.tokenizer,
+            text=options.text,
+            pack_tokens=options.pack_tokens,
             violations=self._violations,
         )
 
@@ -159,35 +154,38 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         port = self.server.server_port
         if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
-            self._refuse(HTTPStatus.FORBIDDEN, "another host")
+            self._send(HTTPStatus.FORBIDDEN, "another host")
             return
         target = urlsplit(self.path)
-        _, _, path = target.path.partition("/")
-        token, _, rest = path.partition("/")
+        token, _, rest = target.path.removeprefix("/").partition("/")
         if not secrets.compare_digest(token.encode(), self.server.token.encode()):
-            self._refuse(HTTPStatus.NOT_FOUND, "not found")
+            self._send(HTTPStatus.NOT_FOUND, "not found")
         elif rest == "":
             self._send(HTTPStatus.OK, self.server.page, "text/html; charset=utf-8")
         elif rest.startswith("api/"):
             self._answer(rest.removeprefix("api/"), parse_qs(target.query))
         else:
-            self._refuse(HTTPStatus.NOT_FOUND, "not found")
+            self._send(HTTPStatus.NOT_FOUND, "not found")
 
     def _answer(self, name: str, query: dict[str, list[str]]) -> None:
         try:
             run = self.server.runs[query.get("run", ["0"])[0]]
             content = run.answer(name, query, len(self.server.runs))
         except KeyError as error:
-            self._refuse(HTTPStatus.NOT_FOUND, f"not found: {error.args[0]}")
+            self._send(HTTPStatus.NOT_FOUND, f"not found: {error.args[0]}")
         except (TrajkitError, OSError) as error:
-            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+            self._send(HTTPStatus.BAD_REQUEST, str(error))
         else:
             self._send(HTTPStatus.OK, content, "application/octet-stream")
 
-    def _refuse(self, status: HTTPStatus, why: str) -> None:
-        self._send(status, f"{why}\n".encode(), "text/plain; charset=utf-8")
-
-    def _send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
+    def _send(
+        self,
+        status: HTTPStatus,
+        content: bytes | str,
+        kind: str = "text/plain; charset=utf-8",
+    ) -> None:
+        if isinstance(content, str):
+            content = f"{content}\n".encode()
         self.send_response(status)
         for name, value in _HEADERS.items():
             self.send_header(name, value)

@@ -1,17 +1,18 @@
 """What the page shows of some sessions: an index of them, and a chunk of bytes for each.
 
-Everything is computed by the functions of `trajkit.analysis`. This module only cuts their
-tables by session and encodes them.
+Everything is computed by the functions of `trajkit.analysis` and `trajkit.verify`. This
+module only cuts their tables by session and encodes them.
 """
 
 import gzip
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import polars as pl
@@ -30,10 +31,11 @@ from trajkit.rows.linearize import rows_and_report
 from trajkit.rows.links import link
 from trajkit.schema import LOSSES
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.take import row_lengths
+from trajkit.tables.take import row_lengths, tuples
 from trajkit.turns.delta import compact
 from trajkit.turns.session_metadata import session_facts
-from trajkit.view.violations import Violations
+from trajkit.turns.sessions import run_starts
+from trajkit.verification.run import verify
 
 # columns of turns that go into a chunk as they are
 _AS_THEY_ARE = (
@@ -62,58 +64,58 @@ _REPLACEMENT = "\ufffd"
 _SPACE = "\u2581"
 # examples of each kind of drift in the index
 _N_EXAMPLES = 40
+# violations of a session that are shown, and tokens before and after the first wrong one
+_N_VIOLATIONS, _AROUND = 200, 8
+
+Columns: TypeAlias = dict[str, list[Any]]
+Violations: TypeAlias = dict[str | None, list[dict[str, Any]]]
+"""Lines of `trajkit.schema.VIOLATIONS` by session."""
 
 
-class BySession:
-    """A table whose sessions are contiguous, and where each begins and ends."""
+class _BySession:
+    """A table, and its lines of each session."""
 
     def __init__(self, table: pa.Table) -> None:
-        self.table = table
-        ids = table["session_id"].combine_chunks()
-        codes = ids.dictionary_encode().indices.to_numpy()
-        edges = [0, *(1 + np.flatnonzero(np.diff(codes))).tolist(), len(ids)]
-        self.ranges: dict[str, tuple[int, int]] = {
-            ids[lo].as_py(): (lo, hi) for lo, hi in pairwise(edges) if lo < hi
-        }
+        self.frame = pl.DataFrame(table)
+        self._parts = self.frame.partition_by("session_id", as_dict=True)
 
-    def of(self, session_id: str) -> pa.Table:
-        """The lines of a session."""
-        lo, hi = self.ranges.get(session_id, (0, 0))
-        return self.table.slice(lo, hi - lo)
-
-    def columns(self, session_id: str) -> dict[str, list[Any]]:
+    def columns(self, session_id: str) -> Columns:
         """The lines of a session as lists, without its id."""
-        table = self.of(session_id).drop_columns(["session_id"])
-        found: dict[str, list[Any]] = table.to_pydict()
-        return found
+        part = self._parts.get((session_id,), self.frame.clear())
+        columns: Columns = part.drop("session_id").to_dict(as_series=False)
+        return columns
 
 
-class LinkTables:
+class _LinkTables:
     """The tables that depend on a policy's links only."""
 
     def __init__(
         self, turns: pa.Table, links: pa.Table, tokenizer: Tokenizer | None
     ) -> None:
-        self._turns, self._tokenizer = turns, tokenizer
-        self.links = BySession(links)
+        self._turns, self.links, self._tokenizer = turns, links, tokenizer
 
     @cached_property
-    def drift(self) -> BySession:
+    def drift(self) -> _BySession:
         """`trajkit.schema.DRIFT`, of turns that drift only."""
-        drift = classify_drift(self._turns, self.links.table)
-        return BySession(drift.filter(pc.greater(drift["size"], 0)))
+        drift = classify_drift(self._turns, self.links)
+        return _BySession(drift.filter(pc.greater(drift["size"], 0)))
 
     @cached_property
-    def findings(self) -> BySession | None:
+    def findings(self) -> _BySession | None:
         """`trajkit.schema.FINDINGS`; None without a tokenizer."""
         if self._tokenizer is None:
             return None
-        return BySession(explain_drift(self._turns, self.links.table, self._tokenizer))
+        return _BySession(explain_drift(self._turns, self.links, self._tokenizer))
 
     @cached_property
-    def branches(self) -> BySession:
-        """`trajkit.schema.BRANCHES`."""
-        return BySession(label_branches(self._turns, self.links.table))
+    def shown(self) -> dict[str, _BySession | None]:
+        """Everything that a chunk has, by its name there."""
+        return {
+            "links": _BySession(self.links),
+            "drift": self.drift,
+            "branches": _BySession(label_branches(self._turns, self.links)),
+            "findings": self.findings,
+        }
 
     def groups(self) -> list[dict[str, Any]]:
         """Drift over all sessions by cause: counts and the first examples.
@@ -121,31 +123,32 @@ class LinkTables:
         Causes come from texts and every finding counts, or without a tokenizer from token
         ids, and every turn counts once.
         """
-        keys, counted = ["region", "cause"], self.drift.table
-        if self.findings is not None:
-            keys, counted = ["cause"], self.findings.table
+        counted, keys = self.findings, ["cause"]
+        if counted is None:
+            counted, keys = self.drift, ["region", "cause"]
         turn = ["session_id", "turn_index"]
-        sizes = _frame(self.drift.table, [*turn, "tokens_after_drift"])
-        turns = (
-            _frame(counted, [*turn, *keys])
+        sizes = self.drift.frame.select(*turn, "tokens_after_drift")
+        groups = (
+            counted.frame.with_columns(pl.col(*keys).cast(pl.String))
             .group_by([*keys, *turn], maintain_order=True)
             .agg(findings=pl.len())
             .join(sizes, on=turn, how="left", maintain_order="left")
+            .group_by(keys, maintain_order=True)
+            .agg(
+                pl.col("findings").sum(),
+                turns=pl.len(),
+                tokens=pl.col("tokens_after_drift").sum(),
+                examples=pl.struct(turn).head(_N_EXAMPLES),
+            )
+            .sort("findings", descending=True, maintain_order=True)
         )
-        groups = turns.group_by(keys, maintain_order=True).agg(
-            pl.col("findings").sum(),
-            turns=pl.len(),
-            tokens=pl.col("tokens_after_drift").sum(),
-            examples=pl.struct(turn).head(_N_EXAMPLES),
-        )
-        ordered = groups.sort("findings", descending=True, maintain_order=True)
         return [
             {**line, "examples": [list(one.values()) for one in line["examples"]]}
-            for line in ordered.to_dicts()
+            for line in groups.to_dicts()
         ]
 
 
-class PolicyTables:
+class _PolicyTables:
     """The tables of one policy."""
 
     def __init__(
@@ -153,24 +156,20 @@ class PolicyTables:
         turns: pa.Table,
         policy: Policy,
         sessions: pa.Table | None,
-        links: LinkTables,
+        links: _LinkTables,
     ) -> None:
         self._turns, self._sessions = turns, sessions
         self.policy, self.links = policy, links
-        self.label = label(policy)
 
     @cached_property
-    def linearized(self) -> tuple[BySession, BySession]:
+    def linearized(self) -> tuple[pa.Table, pa.Table]:
         """`trajkit.schema.ROWS` and ``REPORT``."""
-        rows, report = rows_and_report(
-            self._turns, self.policy, sessions=self._sessions
-        )
-        return BySession(rows), BySession(report)
+        return rows_and_report(self._turns, self.policy, sessions=self._sessions)
 
     @cached_property
-    def rows(self) -> BySession:
-        """Each row's turns, tokens and the sentence of `trajkit.analysis.why`."""
-        rows, reasons = self.linearized[0].table, why(self._turns, self.policy)
+    def shown(self) -> dict[str, _BySession]:
+        """Everything that a chunk has, by its name there."""
+        (rows, report), reasons = self.linearized, why(self._turns, self.policy)
         names = ("session_id", "row_index", "parent_row", "shared_length", "turns")
         columns = {
             **{name: rows[name] for name in names},
@@ -178,13 +177,13 @@ class PolicyTables:
             "trained": reasons["tokens_trained"],
             "sentence": reasons["sentence"],
         }
-        return BySession(pa.table(columns))
-
-    @cached_property
-    def spans(self) -> BySession:
-        """`trajkit.schema.OUTPUT_SPANS`."""
+        counts = [f.name for f in report.schema if pa.types.is_integer(f.type)]
         spans = output_spans(self._turns, self.policy, sessions=self._sessions)
-        return BySession(spans)
+        return {
+            "report": _BySession(report.select(["session_id", *counts])),
+            "rows": _BySession(pa.table(columns)),
+            "spans": _BySession(spans),
+        }
 
 
 class ViewTables:
@@ -201,39 +200,36 @@ class ViewTables:
         pack_tokens: int | None = None,
         violations: Violations | None = None,
     ) -> None:
-        self._turns = BySession(compact(turns))
+        self._turns = turns = compact(turns)
+        starts = run_starts(turns)
+        self.session_ids: list[str] = turns["session_id"].take(starts).to_pylist()
+        bounds = pairwise([*starts.tolist(), turns.num_rows])
+        self._bounds = dict(zip(self.session_ids, bounds, strict=True))
         self._sessions, self._text = sessions, text
         self._pack_tokens, self._violations = pack_tokens, violations
         self._tokenizer = tokenizer if text else None
-        self._facts = session_facts(None, sessions)
-        self._by_parents: list[LinkTables] = []
-        self.policies = [self._of(policy) for policy in policies]
-
-    def _of(self, policy: Policy) -> PolicyTables:
-        """The policy's tables. Policies with the same parents share theirs of links."""
-        turns = self._turns.table
-        links = link(turns, policy)
-        for shared in self._by_parents:
-            if shared.links.table["parent"].equals(links["parent"]):
-                break
-        else:
-            shared = LinkTables(turns, links, self._tokenizer)
-            self._by_parents.append(shared)
-        return PolicyTables(turns, policy, self._sessions, shared)
-
-    @property
-    def session_ids(self) -> list[str]:
-        """The sessions, in the order of the turns."""
-        return list(self._turns.ranges)
+        # policies with the same parents share their tables of links
+        self._links: list[_LinkTables] = []
+        self._policies: list[_PolicyTables] = []
+        for policy in policies:
+            links = link(turns, policy)
+            same = (t for t in self._links if t.links["parent"] == links["parent"])
+            if (shared := next(same, None)) is None:
+                shared = _LinkTables(turns, links, self._tokenizer)
+                self._links.append(shared)
+            self._policies.append(_PolicyTables(turns, policy, sessions, shared))
 
     def index(self, title: str, n_runs: int = 1) -> dict[str, Any]:
         """What the page reads first: policies, drift by cause, and a line per session."""
-        simulation = Simulation(
-            [tables.policy for tables in self.policies], sessions=self._sessions
-        )
-        if self._turns.table.num_rows:
-            simulation.add(self._turns.table)
-        groups = {id(links): links.groups() for links in self._by_parents}
+        policies = [tables.policy for tables in self._policies]
+        simulation = Simulation(policies, sessions=self._sessions)
+        if self._turns.num_rows:
+            simulation.add(self._turns)
+        groups = [links.groups() for links in self._links]
+        rules = None
+        if self._violations is not None:
+            lines = (line for of in self._violations.values() for line in of)
+            rules = Counter(line["rule"] for line in lines).most_common()
         return {
             "title": title,
             "runs": n_runs,
@@ -243,49 +239,46 @@ class ViewTables:
             "text": self._text,
             "tokenizer": self._tokenizer is not None,
             "policies": simulation.table().to_pylist(),
-            "rules": [_rule(tables.policy) for tables in self.policies],
-            "drift": [groups[id(tables.links)] for tables in self.policies],
+            "rules": [rule_in_words(policy) for policy in policies],
+            "drift": [groups[self._links.index(t.links)] for t in self._policies],
             "sessions": self.session_lines(),
-            "violations": self._violations and self._violations.rules(),
+            "violations": rules,
         }
 
-    def session_lines(self) -> dict[str, list[Any]]:
+    def session_lines(self) -> Columns:
         """Columns of the list of sessions. Lists per policy are in the policies' order."""
-        turns = self._turns.table
-        n_output = pc.list_value_length(turns["output_ids"]).to_numpy()
-        n_suffix = pc.list_value_length(turns["suffix_ids"]).to_numpy()
-        n_path = turns["shared_length"].to_numpy() + n_suffix + n_output
-        facts = self._facts.of(pa.array(self.session_ids, pa.string())).to_pydict()
-        drift = self._by_parents[0].drift if self._by_parents else None
-        columns: dict[str, list[Any]] = {
-            "id": self.session_ids,
-            "reward": [_finite(reward) for reward in facts["reward"]],
-            "group": facts["group_id"],
-            "error": facts["error"],
+        names = ["session_id", "shared_length", "suffix_ids", "output_ids"]
+        frame = pl.DataFrame(self._turns.select([*names, "output_logprobs"]))
+        n_output = pl.col("output_ids").list.len()
+        n_path = pl.col("shared_length") + pl.col("suffix_ids").list.len() + n_output
+        mean = pl.col("output_logprobs").explode().cast(pl.Float64).mean()
+        lines = frame.group_by("session_id", maintain_order=True).agg(
+            turns=pl.len(), sampled=n_output.sum(), context=n_path.max(), logprob=mean
+        )
+        drift = self._links[0].drift.frame.group_by("session_id")
+        own = drift.agg(drifts=pl.len(), at_stake=pl.col("tokens_after_drift").sum())
+        lines = lines.join(own, "session_id", how="left", maintain_order="left")
+        lines = lines.with_columns(pl.col("drifts", "at_stake").fill_null(0))
+        columns: Columns = lines.to_dict(as_series=False)
+        ids = columns.pop("session_id")
+        columns["logprob"] = [
+            n if n is not None and math.isfinite(n) else None
+            for n in columns["logprob"]
+        ]
+        facts = session_facts(None, self._sessions).of(pa.array(ids, pa.string()))
+        known = {
+            "id": ids,
+            "reward": facts["reward"].to_pylist(),
+            "group": facts["group_id"].to_pylist(),
+            "error": facts["error"].to_pylist(),
         }
         if self._violations is not None:
-            columns["violations"] = [*map(self._violations.count, self.session_ids)]
-        for name in ("turns", "sampled", "context", "logprob", "drifts", "at_stake"):
-            columns[name] = []
-        for session_id, (lo, hi) in self._turns.ranges.items():
-            own = None if drift is None else drift.of(session_id)["tokens_after_drift"]
-            logprobs = pc.list_flatten(turns["output_logprobs"].slice(lo, hi - lo))
-            for name, value in {
-                "turns": hi - lo,
-                "sampled": int(n_output[lo:hi].sum()),
-                "context": int(n_path[lo:hi].max()),
-                "logprob": _finite(pc.mean(logprobs).as_py()),
-                "drifts": 0 if own is None else len(own),
-                "at_stake": 0 if own is None else pc.sum(own).as_py() or 0,
-            }.items():
-                columns[name].append(value)
+            known["violations"] = [len(self._violations.get(name, ())) for name in ids]
         # a list per session, with a number per policy
         for name, counted in {"trained": "tokens_trained", "rows": "rows"}.items():
-            reports = (
-                t.linearized[1].table[counted].to_pylist() for t in self.policies
-            )
-            columns[name] = [list(counts) for counts in zip(*reports, strict=True)]
-        return columns
+            reports = (t.linearized[1][counted].to_pylist() for t in self._policies)
+            columns[name] = [list(numbers) for numbers in zip(*reports, strict=True)]
+        return known | columns
 
     def chunk(self, session_id: str) -> bytes:
         """One session, compressed: a JSON object, then its turns as an Arrow IPC stream.
@@ -293,20 +286,25 @@ class ViewTables:
         The first four bytes (little endian) are the length of the JSON, which ends in
         spaces so that the stream is aligned.
         """
-        turns = self._turns.of(session_id).combine_chunks()
-        messages = _Messages(self._text)
+        start, stop = self._bounds[session_id]
+        turns = self._turns.slice(start, stop - start).combine_chunks()
+        shown = [name for name in _SHOWN if name in turns.column_names]
+        violations = self._violations
         head = json.dumps(
             {
                 "id": session_id,
-                "policies": [self._policy_lines(t, session_id) for t in self.policies],
-                "links": [self._link_lines(t, session_id) for t in self._by_parents],
-                "turns": turns.select(
-                    [name for name in _SHOWN if name in turns.column_names]
-                ).to_pydict(),
-                "suffix_messages": messages.lists(turns["suffix_messages"]),
-                "response": messages.numbers(turns["response"]),
-                "messages": messages.bodies,
-                "violations": self._violations and self._violations.of(session_id),
+                "policies": [self._policy_lines(t, session_id) for t in self._policies],
+                "links": [
+                    {
+                        name: None if of is None else of.columns(session_id)
+                        for name, of in tables.shown.items()
+                    }
+                    for tables in self._links
+                ],
+                "turns": turns.select(shown).to_pydict(),
+                **_messages(turns, self._text),
+                "violations": violations
+                and violations.get(session_id, [])[:_N_VIOLATIONS],
             },
             separators=(",", ":"),
             default=str,  # times
@@ -322,109 +320,116 @@ class ViewTables:
 
     def search(self, word: str) -> list[str]:
         """The sessions one of whose messages contains a word, in either case."""
-        if not self._text:
-            return []
-        found: set[str] = set()
-        for name in ("suffix_messages", "response"):
-            column = self._turns.table[name]
-            ids = self._turns.table["session_id"]
-            if name == "suffix_messages":
-                ids = ids.take(pc.list_parent_indices(column))
-                column = pc.list_flatten(column)
-            bodies = pc.struct_field(column, "body")
+        ids, found = self._turns["session_id"], set()
+        shown = self._turns["suffix_messages"]
+        for owners, messages in (
+            (ids, self._turns["response"]),
+            (ids.take(pc.list_parent_indices(shown)), pc.list_flatten(shown)),
+        ):
+            bodies = pc.struct_field(messages, "body")
             hits = pc.match_substring(bodies, word, ignore_case=True)
-            found.update(ids.filter(hits.fill_null(False)).to_pylist())
-        return [session_id for session_id in self.session_ids if session_id in found]
+            found.update(owners.filter(hits.fill_null(False)).to_pylist())
+        return [name for name in self.session_ids if self._text and name in found]
 
     def vocabulary(self) -> dict[str, Any] | None:
         """The text of every token that occurs; None without a tokenizer or text."""
         if self._tokenizer is None:
             return None
-        ids = pa.chunked_array(
-            [
-                chunk
-                for name in ("suffix_ids", "output_ids")
-                for chunk in pc.list_flatten(self._turns.table[name]).chunks
-            ],
-            pa.int32(),
-        )
-        return token_pieces(self._tokenizer, pc.unique(ids).to_pylist())
+        ids: set[int] = set()
+        for name in ("suffix_ids", "output_ids"):
+            ids.update(pc.unique(pc.list_flatten(self._turns[name])).to_pylist())
+        return token_pieces(self._tokenizer, [*ids])
 
-    def _policy_lines(self, tables: PolicyTables, session_id: str) -> dict[str, Any]:
-        (report,) = tables.linearized[1].of(session_id).to_pylist()
+    def _policy_lines(self, tables: _PolicyTables, session_id: str) -> dict[str, Any]:
+        lines = {name: of.columns(session_id) for name, of in tables.shown.items()}
+        packs = []
+        if self._pack_tokens is not None:
+            rows = tables.linearized[0]
+            own = rows.filter(pc.equal(rows["session_id"], session_id))
+            for n_tokens, starts, ends in tuples(
+                pack(own, self._pack_tokens, oversize="carry"),
+                *("n_tokens", "segment_start", "subtree_end"),
+            ):
+                # segments of a tree, and where the queries that attend to each end
+                ends = [ends[start] for start in starts]
+                packs.append({"tokens": n_tokens, "start": starts, "end": ends})
         return {
-            "label": tables.label,
-            "links": self._by_parents.index(tables.links),
-            "report": {name: n for name, n in report.items() if isinstance(n, int)},
-            "rows": tables.rows.columns(session_id),
-            "spans": tables.spans.columns(session_id),
-            "packs": self._packs(tables, session_id),
-        }
-
-    def _packs(self, tables: PolicyTables, session_id: str) -> list[dict[str, Any]]:
-        """The packs of a session's rows, as the segments of their trees."""
-        if self._pack_tokens is None:
-            return []
-        own = tables.linearized[0].of(session_id)
-        packs = pack(own, self._pack_tokens, oversize="carry")
-        lines = packs.select(["n_tokens", "segment_start", "subtree_end"]).to_pylist()
-        return [
-            {
-                "tokens": line["n_tokens"],
-                "start": line["segment_start"],
-                # queries that attend to the segment's tokens end here
-                "end": [line["subtree_end"][start] for start in line["segment_start"]],
-            }
-            for line in lines
-        ]
-
-    def _link_lines(self, tables: LinkTables, session_id: str) -> dict[str, Any]:
-        findings = tables.findings
-        return {
-            "links": tables.links.columns(session_id),
-            "drift": tables.drift.columns(session_id),
-            "branches": tables.branches.columns(session_id),
-            "findings": None if findings is None else findings.columns(session_id),
+            "label": label(tables.policy),
+            "links": self._links.index(tables.links),
+            **lines,
+            "report": {name: n for name, (n,) in lines["report"].items()},
+            "packs": packs,
         }
 
 
-class _Messages:
-    """The distinct messages of a session, numbered."""
+def find_violations(
+    rows: pa.Table,
+    turns: pa.Table,
+    policy: Policy | None = None,
+    sessions: pa.Table | None = None,
+) -> Violations:
+    """What `trajkit.verify` finds in rows, by session.
 
-    def __init__(self, text: bool) -> None:
-        self._text = text
-        self._numbers: dict[bytes, int] = {}
-        # role and JSON; the text is null if unknown or not wanted
-        self.bodies: list[list[str | None]] = []
+    The first of a session have the tokens around the first wrong one. Rows of another
+    system may have no ids; their tokens are not shown then.
+    """
+    found: Violations = {}
+    for line in verify(rows, turns, policy, sessions=sessions).to_pylist():
+        found.setdefault(line["session_id"], []).append(line)
+    numbers = {}
+    if {"session_id", "row_index"} <= {*rows.column_names}:
+        keys = enumerate(tuples(rows, "session_id", "row_index"))
+        numbers = {key: k for k, key in keys}
+    for lines in found.values():
+        for line in lines[:_N_VIOLATIONS]:
+            k = numbers.get((line["session_id"], line["row_index"]))
+            if k is None:
+                line["ids"] = None
+                continue
+            ids, mask = rows["input_ids"][k].values, rows["loss_mask"][k].values
+            # a mask may cover the response only
+            before, token = len(ids) - len(mask), line["token"] or 0
+            start, stop = max(token - _AROUND, 0), min(token + _AROUND + 1, len(ids))
+            line["start"] = start
+            line["ids"] = ids[start:stop].to_pylist()
+            line["mask"] = [
+                at >= before and bool(mask[at - before].as_py())
+                for at in range(start, stop)
+            ]
+    return found
 
-    def _number(self, message: dict[str, Any] | None) -> int | None:
+
+def _messages(turns: pa.Table, text: bool) -> dict[str, list[Any]]:
+    """The distinct messages of a session, and the numbers of those of each turn.
+
+    A message is its role and its JSON, which is null if unknown or not wanted.
+    """
+    numbers: dict[bytes, int] = {}
+    bodies: list[list[str | None]] = []
+
+    def number(message: dict[str, Any] | None) -> int | None:
         if message is None:
             return None
-        number = self._numbers.setdefault(message["key"], len(self.bodies))
-        if number == len(self.bodies):
-            self.bodies.append([message["role"], None])
-        if self._text and message["body"] is not None:
-            self.bodies[number][1] = message["body"]
-        return number
+        k = numbers.setdefault(message["key"], len(bodies))
+        if k == len(bodies):
+            bodies.append([message["role"], None])
+        if text and message["body"] is not None:
+            bodies[k][1] = message["body"]
+        return k
 
-    def lists(self, column: pa.ChunkedArray) -> list[list[int | None] | None]:
-        return [
-            None if one is None else [self._number(message) for message in one]
-            for one in column.to_pylist()
-        ]
-
-    def numbers(self, column: pa.ChunkedArray) -> list[int | None]:
-        return [self._number(message) for message in column.to_pylist()]
+    lists = turns["suffix_messages"].to_pylist()
+    return {
+        "suffix_messages": [one and [number(of) for of in one] for one in lists],
+        "response": [number(of) for of in turns["response"].to_pylist()],
+        "messages": bodies,
+    }
 
 
 def _token_columns(turns: pa.Table) -> pa.Table:
     """The columns of a chunk's Arrow stream: base turns as indices, token columns."""
-    index = turns["turn_index"].to_numpy()
-    base = turns["base_turn"]
-    known = base.is_valid().to_numpy()
-    at = np.searchsorted(index, base.fill_null(0).to_numpy())
+    base = pc.index_in(turns["base_turn"], turns["turn_index"])
     columns = {
-        "base": pa.array(at.astype(np.int32), mask=~known),
+        "base": base,
         **{name: turns[name] for name in _AS_THEY_ARE if name in turns.column_names},
     }
     lengths = pc.list_value_length(turns["output_ids"])
@@ -438,18 +443,7 @@ def _token_columns(turns: pa.Table) -> pa.Table:
     return pa.table(columns)
 
 
-def _frame(table: pa.Table, names: list[str]) -> pl.DataFrame:
-    """Some columns of a table; names are texts."""
-    frame = cast("pl.DataFrame", pl.from_arrow(table.select(names)))
-    return frame.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String))
-
-
-def _finite(number: float | None) -> float | None:
-    """The number if JSON has it."""
-    return number if number is not None and math.isfinite(number) else None
-
-
-def _rule(policy: Policy) -> str:
+def rule_in_words(policy: Policy) -> str:
     """What a policy does where a prompt drifts, in a few sentences."""
     if policy.parent_by == "none":
         return "Every call is a row."
@@ -473,8 +467,8 @@ def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> dict[str, Any]:
     own, because it begins or ends inside a character.
     """
     codec, ids = Codec(tokenizer), sorted(ids)
-    texts: list[str | None] = []
-    hexes: list[str | None] = []
+    special = codec.special(np.array(ids, np.int32)).astype(int).tolist()
+    columns: Columns = {"id": ids, "text": [], "hex": [], "special": special}
     for token in ids:
         text, entry = codec.text([token]), codec.entry(token) or ""
         raw = entry_bytes(entry) if entry and _REPLACEMENT in text else None
@@ -482,10 +476,9 @@ def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> dict[str, Any]:
         spaced = entry.replace(_SPACE, " ")
         if spaced.lstrip(" ") == text.lstrip(" "):
             text = spaced
-        texts.append(text if raw is None else None)
-        hexes.append(None if raw is None else raw.hex())
-    special = codec.special(np.array(ids, np.int32)).astype(int).tolist()
-    return {"id": ids, "text": texts, "hex": hexes, "special": special}
+        columns["text"].append(text if raw is None else None)
+        columns["hex"].append(None if raw is None else raw.hex())
+    return columns
 
 
 def packed(value: object) -> bytes:
