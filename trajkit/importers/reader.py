@@ -506,7 +506,7 @@ def _find_replies(
         messages = found.fields.get("prompt_messages")
         if found.problem or not isinstance(messages, list):
             continue
-        session, prompt = found.session, _ids(found.fields.get("prompt_ids"))
+        session, prompt = found.session, _ids(found, "prompt_ids")
         n_calls[session] += 1
         digest = blake2b(digest_size=16)
         for message in messages:
@@ -523,9 +523,10 @@ def _find_replies(
             digest.update(_text(message))
         if found.fields.get("response_message") is not None:
             answered.add(session)
-            continue
-        path = np.concatenate([prompt, _ids(found.fields.get("output_ids"))])
-        waiting[session, digest.digest()].append((number, len(path), _digest(path)))
+        else:
+            path = np.concatenate([prompt, _ids(found, "output_ids")])
+            call = number, len(path), _digest(path)
+            waiting[session, digest.digest()].append(call)
     return replies, {name for name, n in n_calls.items() if n > 1} - answered
 
 
@@ -537,10 +538,10 @@ def _text(message: object) -> bytes:
         return str(id(message)).encode()
 
 
-def _ids(value: Any) -> np.ndarray:
-    """Ids as an array; none for values that are no ids."""
+def _ids(found: Finding, name: str) -> np.ndarray:
+    """Ids of a call; none if its values are no ids."""
     try:
-        return np.asarray(value, np.int64).reshape(-1)
+        return np.asarray(found.fields.get(name), np.int64).reshape(-1)
     except (TypeError, ValueError, OverflowError):
         return np.empty(0, np.int64)
 
