@@ -107,7 +107,9 @@ class _Check:
         paths = [_key(np.append(self.turns.prompts[k], self.outputs[k])) for k in every]
         self.order = np.array(sorted(every, key=paths.__getitem__), np.int64)
         self.keys = [paths[k] for k in self.order.tolist()]
-        may = calls.calls["trainable"].astype(np.bool_) & ~aborted_calls(calls)
+        may = calls.calls["trainable"].astype(np.bool_)
+        if policy is None or not policy.train_aborted:
+            may &= ~aborted_calls(calls)
         # By sampled token, and as the last element for a token that nobody sampled:
         # whether it may be trained, and the first row that has it without training it,
         # and where.
