@@ -84,12 +84,16 @@ def test_a_right_mask_says_which_turn_trains_what():
         ([0, 0, 1, 1, 0, 0, 0, 1, 1], [(0, 0, 4, "masked_out", 1)]),
         ([0, 0, 1, 1, 1, 0, 0, 0, 0], [(0, 1, 7, "masked_out", 2)]),
         ([0] * 9, NOTHING),
-        ([1, *[0] * 8], [(0, None, 0, "not_sampled", 1), *NOTHING]),
         ([1] * 9, [(0, None, at, "not_sampled", 2) for at in (0, 5)]),
     ],
 )
 def test_a_wrong_mask_is_named(mask, expected):
     assert wrong(one(mask)) == expected
+
+
+def test_a_mask_that_a_shift_would_empty_is_not_shifted():
+    found = wrong(one([*[0] * 11, 1], [*IDS, 40, 41, 42]))
+    assert found == [(0, None, 11, "not_sampled", 1), *NOTHING]
 
 
 def test_what_no_row_has_is_missing():
