@@ -145,7 +145,7 @@ def test_the_report_is_of_the_turns():
         metrics(turns, turns)
 
 
-@pytest.mark.parametrize("ask", [metrics, tk.analysis.why, tk.analysis.output_spans])
+@pytest.mark.parametrize("ask", [metrics, tk.analysis.output_spans])
 def test_without_polars_an_error_names_the_extra(monkeypatch, ask):
     turns, report = reported([call("a")])
     monkeypatch.setitem(sys.modules, "polars", None)

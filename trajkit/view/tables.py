@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from trajkit.analysis.branches import label_branches
 from trajkit.analysis.drift import classify_drift, explain_drift
-from trajkit.analysis.row_reasons import why
+from trajkit.analysis.rows import why
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.simulation import Simulation, label
 from trajkit.analysis.tokenizer import Codec, Tokenizer, entry_bytes
