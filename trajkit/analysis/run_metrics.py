@@ -65,16 +65,6 @@ def metrics(
     ------
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`; the report lacks a column, or is not of these turns.
-
-    Examples
-    --------
-    >>> import trajkit as tk
-    >>> call = {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}
-    >>> turns = tk.from_records([call])
-    >>> rows, report = tk.linearize(turns), tk.report(turns, reward=1.0)
-    >>> numbers = tk.analysis.metrics(turns, report)
-    >>> numbers["tokens/trained"], numbers["reward/mean"], "logprob/mean" in numbers
-    (2.0, 1.0, False)
     """
     table, counted = as_turns(as_table(turns)), as_table(report)
     _check_report(table, counted)

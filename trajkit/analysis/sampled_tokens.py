@@ -63,22 +63,6 @@ def output_spans(
         `trajkit.schema.OUTPUT_SPANS`. Per session and kind, the tokens are those of
         `trajkit.report`: ``tokens_trained`` and each ``lost_*``. Of a token that several
         rows train, each row has a line.
-
-    Examples
-    --------
-    >>> import trajkit as tk
-    >>> turns = tk.from_records(
-    ...     [
-    ...         {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]},
-    ...         {"session_id": "a", "prompt_ids": [1, 2, 9], "output_ids": [4]},
-    ...     ]
-    ... )
-    >>> spans = tk.analysis.output_spans(turns, "trl")
-    >>> for line in spans.to_pylist():
-    ...     print(*list(line.values())[1:])
-    0 0 1 trained 0 None
-    0 1 2 absorbed 0 1
-    1 0 1 trained 0 None
     """
     chosen, cap = named_policy(policy), None
     if max_row_tokens is not None:
