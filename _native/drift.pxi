@@ -309,7 +309,7 @@ cdef enum:
     # that occurs in two messages does not lead from one into the other.
     BORDER = 64
 
-cdef enum:  # trajkit.analysis.drift_text.Stretch: the columns of align's out
+cdef enum:  # trajkit.analysis.drift.Stretch: the columns of align's out
     DIFFERENCE_PATH_START, DIFFERENCE_PATH_STOP
     DIFFERENCE_PROMPT_START, DIFFERENCE_PROMPT_STOP
     DIFFERENCE_WIDTH

@@ -14,7 +14,7 @@ import pyarrow as pa
 import trajkit as tk
 from benchmarks.data import quoted, rollout
 from trajkit.analysis.simulation import cheapest_lossless
-from trajkit.cli.simulate import describe
+from trajkit.cli.compare import describe
 
 
 def simulated(

@@ -12,12 +12,13 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
+from aiohttp import web
 
 import trajkit as tk
 from trajkit.errors import TornLogWarning
@@ -33,6 +35,7 @@ from trajkit_shim.engines import base
 from trajkit_shim.engines.embedded import EmbeddedEngine, chat_files
 from trajkit_shim.engines.embedded.script import Reply, messages
 from trajkit_shim.engines.embedded.vocabulary import END
+from trajkit_shim.engines.sglang import SGLangEngine
 from trajkit_shim.prompting.render import ChatRenderer, embedded_renderer
 from trajkit_shim.serve import serve
 
@@ -79,11 +82,57 @@ class SlowEngine(EmbeddedEngine):
         )
 
 
+def serve_engine(seconds: float, listening: Callable[[str], None]) -> None:
+    """Serve a `SlowEngine` as an SGLang server serves a model, until SIGTERM."""
+    engine = SlowEngine(seconds)
+
+    async def generate(request: web.Request) -> web.Response:
+        asked = await request.json()
+        sample = await engine.generate(
+            base.EngineRequest(
+                prompt_ids=np.array(asked["input_ids"], np.int32),
+                sampling=base.Sampling(max_new_tokens=1 << 10),
+                request_id=asked["rid"],
+                session_id="",
+            )
+        )
+        assert sample.output_logprobs is not None
+        ids, logprobs = sample.output_ids.tolist(), sample.output_logprobs.tolist()
+        meta = {
+            "id": asked["rid"],
+            "finish_reason": {"type": "stop", "matched": ids[-1]},
+            "prompt_tokens": len(asked["input_ids"]),
+            "completion_tokens": len(ids),
+            "cached_tokens": 0,
+            "output_token_logprobs": [
+                [logprob, token, None]
+                for logprob, token in zip(logprobs, ids, strict=True)
+            ],
+        }
+        return web.json_response({"text": "", "output_ids": ids, "meta_info": meta})
+
+    async def models(_: web.Request) -> web.Response:
+        info = await engine.info()
+        model = {"id": info.model, "max_model_len": info.max_context_tokens}
+        return web.json_response({"data": [model]})
+
+    async def model_info(_: web.Request) -> web.Response:
+        return web.json_response({})
+
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_post("/generate", generate)
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/model_info", model_info)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    listening(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    web.run_app(app, sock=listener, print=None, access_log=None)
+
+
 # The host
 
 
 def host() -> None:
-    """Fork a gateway for each line of the standard input, until its end."""
+    """Fork a gateway or an engine's server for each line of the standard input."""
     # read before the fork, so that a gateway is there at once
     renderer = embedded_renderer()
     children: set[int] = set()
@@ -105,7 +154,7 @@ def host() -> None:
             os.waitpid(child, 0)
 
 
-def _fork(asked: dict[str, object], renderer: ChatRenderer) -> dict[str, object]:
+def _fork(asked: Json, renderer: ChatRenderer) -> Json:
     from trajkit_shim.app import create_app
     from trajkit_shim.call import Options
     from trajkit_shim.sessions.turn_log import TurnLog
@@ -118,21 +167,22 @@ def _fork(asked: dict[str, object], renderer: ChatRenderer) -> dict[str, object]
             return {"pid": child, "url": pipe.readline()}
     os.close(read)
     status = 1
+
+    def listening(url: str) -> None:
+        os.write(write, url.encode())
+        os.close(write)
+
     try:
-        log = TurnLog(asked["directory"], **asked.get("log", {}))
-        seconds = asked.get("engine_seconds")
-        app = create_app(
-            EmbeddedEngine(repeat, seed=0) if seconds is None else SlowEngine(seconds),
-            renderer,
-            log,
-            Options(attributed=False),
-        )
-
-        def listening(url: str) -> None:
-            os.write(write, url.encode())
-            os.close(write)
-
-        serve(app, on_listening=listening)
+        if "serves" in asked:
+            serve_engine(asked["serves"], listening)
+        else:
+            engine: base.Engine = EmbeddedEngine(repeat, seed=0)
+            if asked.get("engine_url"):
+                n_ids = len(renderer.tokenizer)
+                engine = SGLangEngine(asked["engine_url"], vocab_size=n_ids)
+            log = TurnLog(asked["directory"], **asked.get("log", {}))
+            app = create_app(engine, renderer, log, Options(attributed=False))
+            serve(app, on_listening=listening)
         status = 0
     except Exception:
         traceback.print_exc()
@@ -167,27 +217,26 @@ class Host:
         self._process.stdout.close()
 
     def start(
-        self, directory: Path, engine_seconds: float | None = None, **log: object
+        self, directory: Path, engine_url: str | None = None, **log: object
     ) -> tuple[int, str]:
         """The process id and the URL of a new gateway.
 
-        ``engine_seconds``: of a `SlowEngine`; default: the embedded engine. The rest is
+        ``engine_url``: of its engine's server; default: the embedded engine. The rest is
         `TurnLog`'s.
         """
-        answer = self._ask(
-            {
-                "directory": str(directory),
-                "engine_seconds": engine_seconds,
-                "log": log,
-            }
-        )
+        asked = {"directory": str(directory), "engine_url": engine_url, "log": log}
+        answer = self._ask(asked)
         return answer["pid"], answer["url"]
+
+    def engine(self, seconds: float) -> str:
+        """The URL of a new server of a `SlowEngine`."""
+        return str(self._ask({"serves": seconds})["url"])
 
     def wait(self, pid: int) -> None:
         """Return once a gateway that was told to end is gone."""
         self._ask({"wait": pid})
 
-    def _ask(self, asked: dict[str, object]) -> dict[str, object]:
+    def _ask(self, asked: Json) -> Json:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(asked) + "\n")

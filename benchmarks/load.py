@@ -2,19 +2,16 @@
 
     python -m benchmarks.load --sessions 500 --turns 4
 
-runs a gateway on the embedded engine in a process of its own, has all sessions converse
-at once over loopback, and compares the log with what the clients received. It prints the
-gateway's own time per turn and the engine's: what passed from the request's arrival
-to its answer's last byte, without the engine, which under load is mostly waiting for
-other calls; and the processor time of the gateway's own steps, which is not. Then the
-same from one session that is alone.
+runs a gateway in a process of its own in front of an engine's server in another, has all
+sessions converse at once over loopback, and compares the log with what the clients
+received. It prints the processor time of the gateway's process per turn, which says how
+many turns per second one process can serve. Then the same from one session that is alone.
 
-    python -m benchmarks.load --sessions 2000 --engine-seconds 20 --characters 2500
+    python -m benchmarks.load --sessions 20 50 1000 --engine-seconds 5 --characters 2500
 
-has an engine that takes 20 seconds for a reply and nearly no processor time, so that
-all sessions wait at once. Each message has 2,500 characters. It also prints the
-processor time of the gateway's process per turn, which says how many turns per second one
-process can serve.
+has an engine that takes 5 seconds for a reply, so that all sessions wait at once, and
+messages of 2,500 characters. The server speaks SGLang's protocol over HTTP, and samples
+without a model.
 
     python -m benchmarks.load --finish 20000
 
@@ -63,7 +60,8 @@ def _at_once(
 ) -> list[str]:
     """Print what a gateway costs that serves these sessions; return what is wrong."""
     told = Told()
-    pid, url = host.start(directory, choices.engine_seconds)
+    engine = host.engine(choices.engine_seconds or 0.0)
+    pid, url = host.start(directory, engine)
     at_first, start = processor_seconds(pid), time.perf_counter()
     asyncio.run(_load(url, sessions, turns, choices.characters, told))
     seconds = time.perf_counter() - start
@@ -96,7 +94,7 @@ async def _finish(url: str, first: int, last: int, told: Told) -> None:
 def _in_succession(host: Host, directory: Path, sessions: int) -> list[str]:
     """Print the memory of a gateway as sessions come and end; what is wrong."""
     told = Told()
-    pid, url = host.start(directory, 0.0)
+    pid, url = host.start(directory, host.engine(0.0))
     done = 0
     for part in (0.05, 0.25, 0.5, 0.75, 1.0):
         goal = round(sessions * part)
@@ -128,7 +126,7 @@ def processor_seconds(pid: int) -> float:
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--sessions", type=int, default=500)
+    parser.add_argument("--sessions", type=int, nargs="+", default=[500])
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--engine-seconds", type=float, help="for a reply")
     parser.add_argument("--characters", type=int, default=0, help="of each message")
@@ -140,7 +138,7 @@ def main() -> int:
             wrong = _in_succession(host, Path(scratch), choices.finish)
         else:
             wrong = []
-            sizes = [(choices.sessions, choices.turns)]
+            sizes = [(sessions, choices.turns) for sessions in choices.sessions]
             if choices.engine_seconds is None:
                 sizes.append((1, 50))
             for sessions, turns in sizes:

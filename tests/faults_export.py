@@ -42,74 +42,73 @@ def parsed(text: str) -> list[tuple[str, str, str, str]]:
 
 FAULTS = parsed(r"""
 export/_rows.py
-    |key = own["session_id"], None| -> |key = None, None|
-    |return f"session {self.session_id}"| -> |return self.session_id|
-    |members[group] += line == 0| -> |members[group] += True|
+    |(own["session_id"], None)| -> |(None, None)|
+    |f"session {own['session_id']}"| -> |own["session_id"]|
+    |members[group] += int(edges[line])| -> |members[group] += 1|
     |repetition=members[group] - 1| -> |repetition=0|
     |np.flatnonzero(np.diff(session) < 0)| -> |()|
     |        if group in seen:| -> |        if False:|
     |if seen[group] != expected:| -> |if seen[group] > expected:|
 export/slime.py
-    |key=lambda each: checked[each[0]].group| -> |key=lambda each: 0|
-    |first_index + number| -> |first_index + row.line|
+    |key=lambda row: row.group| -> |key=lambda row: 0|
+    |rollouts.setdefault(row.rollout, | -> |rollouts.setdefault(row.place, |
 export/areal.py
-    |groups.setdefault(row.group, [])| -> |groups.setdefault(row.line, [])|
+    |groupby(by_group, lambda row: row.group)| -> |groupby(by_group, lambda row: row.place)|
 export/trl.py
     |first_group_id + row.group| -> |first_group_id|
 export/skyrl.py
     |{row.uid}_{row.repetition}| -> |{row.uid}_{row.row_index}|
 export/_rows.py
-    |if first == 0:| -> |if first < 0:|
+    |if 0 == first < n:| -> |if first < 0:|
     |not 0 < row.prompt_length <= first| -> |not 0 < row.prompt_length|
 export/areal.py
-    |np.flatnonzero(row.loss_mask)[-1]) + 1| -> |np.flatnonzero(row.loss_mask)[-1]) + 2|
-    |number, CONTEXT_VERSION)| -> |0, CONTEXT_VERSION)|
+    |trained[-1] + 1]| -> |trained[-1] + 2]|
+    |number, CONTEXT)| -> |0, CONTEXT)|
 export/nemo_rl.py
     |"tool" if start else "user"| -> |"assistant"|
 export/openrlhf.py
     |prepend=False, append=False| -> |prepend=True, append=False|
 export/tinker.py
-    |(gain * scale)[1:]| -> |(gain * scale)[:-1]|
+    |gains[1:]| -> |gains[:-1]|
     |row.loss_mask[1:]| -> |row.loss_mask[:-1]|
 export/sft.py
     |np.where(row.loss_mask, row.input_ids, IGNORED)| -> |row.input_ids|
 export/verl.py
-    |scores[line, stop - 1] = reward| -> |scores[line, -1] = reward|
+    |scores[line, stop - 1] = row.reward| -> |scores[line, -1] = row.reward|
 export/prime_rl.py
     |bounds = [*sizes[:-1], sum(sizes[-1:]) + n_padding]| -> |bounds = [*sizes, n_padding]|
     |np.concatenate([experts, experts[-1:]])| -> |np.concatenate([experts, experts[:1]])|
-    |"<u2" if every.max() > 255| -> |"<u2" if every.max() > 2**16|
+    |"<u2" if experts.max() > 255| -> |"<u2" if experts.max() > 2**16|
 export/skyrl.py
     |[own, *(k for k in ids if k != own)]| -> |ids|
 export/slime.py
     |[0, *accumulate(map(len, ids))]| -> |[*accumulate(map(len, ids))]|
 export/_rows.py
     |if ids and row.input_ids[k] not in ids:| -> |if False:|
-    |len(row.input_ids) > max_tokens[1]| -> |len(row.input_ids) > max_tokens[1] + 1|
+    |is not None and n > cut:| -> |is not None and n > cut + 1:|
 export/areal.py
-    |if name is None and version is not None:| -> |if name is None:|
+    |if name is not None or version is None:| -> |if name is not None:|
 export/slime.py
     |return found[row.prompt_length :]| -> |return found[: len(found) - row.prompt_length]|
 export/_rows.py
-    |factor = weighted.tokens / weighted.rollouts| -> |factor = weighted.tokens|
-    |row.row_weight is None or not 0 <= row.row_weight| -> |not 0 <= (row.row_weight or 0)|
-    |np.where(row.loss_mask, gain, 0.0)| -> |np.broadcast_to(gain, row.loss_mask.shape)|
+    |*= weighted.tokens / weighted.rollouts| -> |*= weighted.tokens|
+    |weight is None or not 0 <= weight| -> |not 0 <= (weight or 0)|
+    |np.where(row.loss_mask, gains, 0.0)| -> |np.broadcast_to(gains, row.loss_mask.shape)|
 export/slime.py
-    |own[:] = 0.0  # equal| -> |pass  # equal|
-learn/_checks.py
-    |top - bottom <= tolerance * size| -> |top == bottom|
-    |if not len(gains) or gains.any():| -> |if True:|
+    |fill_null(0.0)| -> |fill_null(1.0)|
 learn/baselines.py
-    |(n - 1, 1)\n        base, known| -> |(n, 1)\n        base, known|
+    |top - bottom <= (1e-5 if single else 1e-9) * size| -> |top == bottom|
+    |if not len(gain) or gain.any():| -> |if True:|
+    |(n - 1, 1)\n        base, valid| -> |(n, 1)\n        base, valid|
 learn/loss.py
     |fill_null(np.nan).to_numpy()| -> |fill_null(0.0).to_numpy()|
-    |np.flatnonzero(~np.isfinite(factor))[:1]| -> |()|
+    |~np.isfinite(values))[:1]| -> |~np.isfinite(values))[:0]|
 learn/rewards.py
     |np.maximum(n_trained[line], 1)| -> |1|
 learn/weights.py
     |mask=mask_sum == 0| -> |mask=None|
 learn/observations.py
-    |covered = np.where(complete, _ALL, np.maximum(covered, seen))| -> |covered = seen|
+    |np.where(complete, everything, np.maximum(covered, seen))| -> |seen|
 packs/balancing.py: tests/training/test_packs_balance.py
     |size = ranks if equal_counts else 1| -> |size = ranks|
 """)

@@ -166,7 +166,7 @@ def test_trajkit_imports_nothing_heavy_and_never_the_shim(path):
     if path.parent == ROOT / "trajkit/export":
         # in functions that return objects of these libraries
         refused -= {"slime", "torch", "verl"}
-    if path == ROOT / "trajkit/plot/figures.py" or path == ROOT / "trajkit/cli/plot.py":
+    if path == ROOT / "trajkit/plot/figures.py":
         # an extra, in functions that return figures
         refused -= {"matplotlib"}
     if path.parent == ROOT / "trajkit/torch":

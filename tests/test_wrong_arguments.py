@@ -91,7 +91,6 @@ RIGHT = {
     learn.observation_weights: {"rows": ROWS, "turns": TURNS},
     tk.learn.observation_report: {"rows": ROWS, "turns": TURNS},
     analysis.call_tree: {"turns": TURNS, "session_id": "a"},
-    analysis.check_roundtrip: {"turns": TURNS, "tokenizer": Letters()},
     analysis.explain_drift: {"turns": TURNS, "links": LINKS, "tokenizer": Letters()},
     analysis.label_branches: {"turns": TURNS, "links": LINKS},
     analysis.metrics: {"turns": TURNS, "report": REPORT},
@@ -208,7 +207,6 @@ def test_a_choice_is_checked_before_a_stream_is_read():
         lambda: tk.linearize_batches(turns_of(), payloads="zzz"),
         lambda: tk.linearize_batches(turns_of(), report="zzz"),
         lambda: tk.verify_batches(ROWS, turns_of(), weigh_by="zzz"),
-        lambda: tk.learn.observation_weights_batches(ROWS, turns_of(), missing="zzz"),
     ):
         with pytest.raises(ArgumentError, match=r"zzz|zero"):
             make()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trajkit.packs.balancing import balance as balance
     from trajkit.packs.packing import pack as pack
     from trajkit.packs.packing import pack_batches as pack_batches
-    from trajkit.packs.unpacking import unpack as unpack
+    from trajkit.packs.packing import unpack as unpack
     from trajkit.packs.verification import verify_packs as verify_packs
     from trajkit.policies import Policy as Policy
     from trajkit.policies import policy as policy

@@ -7,12 +7,12 @@ makes a table of what ended. `Settings` and `HARNESSES` say how.
 from importlib import import_module
 
 _MODULES = {
-    "HARNESSES": "agents.harness",
-    "Rollout": "run_log",
-    "Settings": "one",
+    "HARNESSES": "harness",
+    "Rollout": "rollout",
+    "Settings": "rollout",
     "read_tasks": "tasks",
-    "run_task": "one",
-    "sessions_table": "run_log",
+    "run_task": "rollout",
+    "sessions_table": "rollout",
 }
 
 

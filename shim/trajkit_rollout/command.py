@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection
@@ -29,7 +29,7 @@ from trajkit_shim import engine_options as options
 from trajkit_shim.engine_options import ADMIN_TOKEN
 
 if TYPE_CHECKING:
-    from trajkit_rollout.run_log import Rollout
+    from trajkit_rollout.run import Rollouts
     from trajkit_rollout.tasks import Task
 
 
@@ -134,51 +134,43 @@ def rollout(
     given["admin_token"] = admin_token or os.environ.get(ADMIN_TOKEN)
     for name in ("sandbox_option", "path", "argument", "gateway", "resource"):
         given[name] = given[name] or []
+    if not self_test and (harness is None or out is None):
+        raise ArgumentError("--harness and --out are required, but for --self-test")
+    given["harness"] = harness or "shell"
     return _rollout(SimpleNamespace(**given))
 
 
 def _rollout(arguments: SimpleNamespace) -> int:
-    if arguments.self_test:
-        arguments.harness = arguments.harness or "shell"
-    elif arguments.harness is None or arguments.out is None:
-        raise ArgumentError("--harness and --out are required, but for --self-test")
     with options.needs_extra("shim"):
-        from trajkit_rollout.one import Settings
+        from trajkit_rollout.rollout import Settings
         from trajkit_rollout.run import Callback, Rollouts
         from trajkit_rollout.tasks import read_tasks, task_files
     try:
-        settings = Settings.chosen(arguments)
+        settings = Settings.chosen(vars(arguments))
         callback = None if arguments.callback is None else Callback(arguments.callback)
-        resources = {
-            name: float(amount)
-            for name, _, amount in (r.partition("=") for r in arguments.resource)
-        }
+        pairs = [text.partition("=") for text in arguments.resource]
+        resources = {name: float(amount) for name, _, amount in pairs}
     except ValueError as error:
         raise ArgumentError(str(error)) from None
-    urls = arguments.gateway
-    for wrong, message in (
-        (urls and arguments.launch, "--gateway has its engine: leave out --launch"),
-        (
-            urls and not arguments.admin_token,
-            f"--gateway {' '.join(urls)} needs its token: --admin-token",
-        ),
-        (arguments.ray and not urls, "--ray needs --gateway, which its workers reach"),
-    ):
-        if wrong:
-            raise ArgumentError(message)
-    token = arguments.admin_token or secrets.token_hex(16)
+    urls, token = arguments.gateway, arguments.admin_token
+    if urls and arguments.launch:
+        raise ArgumentError("--gateway has its engine: leave out --launch")
+    if urls and not token:
+        raise ArgumentError(f"--gateway {urls[0]} needs its token: --admin-token")
+    if arguments.ray and not urls:
+        raise ArgumentError("--ray needs --gateway, which its workers reach")
+    token = token or secrets.token_hex(16)
     tasks, hidden = read_tasks(arguments.tasks), task_files(arguments.tasks)
     if arguments.self_test:
         with TemporaryDirectory() as folder:
             with Rollouts(tasks, settings, Path(folder), hidden=hidden) as rollouts:
-                return _self_test(rollouts.self_test(), as_json=arguments.json)
+                return _self_test(rollouts, as_json=arguments.json)
     if not urls:
         options.check(arguments)
+    out, ended, began = arguments.out, [], time.monotonic()
     with ExitStack() as stack:
-        rollouts = stack.enter_context(
-            Rollouts(tasks, settings, arguments.out, callback, hidden)
-        )
-        ended, began = [], time.monotonic()
+        rollouts = Rollouts(tasks, settings, out, callback, hidden)
+        stack.enter_context(rollouts)
         if rollouts.todo:
             if arguments.ray is None and (notes := rollouts.try_out()) is not None:
                 sys.stderr.write(f"trajkit: warning: {notes}\n")
@@ -187,24 +179,24 @@ def _rollout(arguments: SimpleNamespace) -> int:
             began = time.monotonic()
             ended = rollouts.run(urls, token, arguments.ray, resources)
     lines = [asdict(rollout) for rollout in ended]
-    rewards, turns = _rewards(lines), arguments.out / "turns"
-    failures = Counter(line["error"] for line in lines if line["error"] is not None)
+    errors = [line["error"] for line in lines if line["error"] is not None]
+    rewards = _rewards(lines)
     facts = {
         # missing if another gateway has them
-        "turns": str(turns) if turns.exists() else None,
-        "sessions": str(arguments.out / "sessions.parquet"),
+        "turns": str(out / "turns") if (out / "turns").exists() else None,
+        "sessions": str(out / "sessions.parquet"),
         "over_before": rollouts.before,
         "over": len(lines),
         "graded": len(rewards),
         "mean_reward": fmean(rewards) if rewards else None,
-        "failures": dict(failures.most_common()),
+        "failures": dict(Counter(errors).most_common()),
         "callbacks_missed": None if callback is None else callback.missed,
         "seconds": time.monotonic() - began,
         "rollouts": lines,
     }
     text = json.dumps(facts) if arguments.json else _described(facts)
     sys.stdout.write(text + "\n")
-    return BAD_DATA if failures else DONE
+    return BAD_DATA if errors else DONE
 
 
 @contextmanager
@@ -219,10 +211,10 @@ def _gateway(
     logs = arguments.out / "turns"
     logs.mkdir(exist_ok=True)
     log = logs / f"{len(list(logs.iterdir())):03d}"
-    given = arguments
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
-    process = context.Process(target=_serve, args=(far, given, tasks, log, token))
+    given = (far, arguments, tasks, log, token)
+    process = context.Process(target=_serve, args=given)
     process.start()
     far.close()
     try:
@@ -252,19 +244,16 @@ def _serve(
 
     # its parent ends it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    given = {
+        "policy": solve(tasks, arguments.odds),
+        "seed": arguments.seed,
+        "admin_token": token,
+        "hosts": [urlsplit(arguments.gateway_url or "").hostname or ""],
+    }
     try:
         with ExitStack() as stack:
-            app, _ = stack.enter_context(
-                options.engine_app(
-                    arguments,
-                    log,
-                    {},
-                    policy=solve(tasks, arguments.odds),
-                    seed=arguments.seed,
-                    admin_token=token,
-                    hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
-                )
-            )
+            made = options.engine_app(arguments, log, {}, **given)
+            app, _ = stack.enter_context(made)
             parent.send(stack.enter_context(running(app, arguments.host)))
             with suppress(EOFError):
                 parent.recv()
@@ -272,23 +261,22 @@ def _serve(
         parent.send(error)
 
 
-def _self_test(rollouts: "Iterable[Rollout]", *, as_json: bool) -> int:
+def _self_test(rollouts: "Rollouts", *, as_json: bool) -> int:
     """Print how each task's solution, and no change at all, are graded."""
-    lines, wrong = [], 0
-    for rollout in rollouts:
-        expected = float(rollout.sample == 0)
-        fine = rollout.reward == expected
-        wrong += not fine
-        why = rollout.error or "; ".join(rollout.findings)
-        change = "solution" if expected else "no change"
-        lines.append((rollout.group_id, change, rollout.reward, expected, why))
     head = ("task", "change", "reward", "expected", "why")
+    lines = []
+    for rollout in rollouts.self_test():
+        change, expected = [("solution", 1.0), ("no change", 0.0)][rollout.sample]
+        why = rollout.error or "; ".join(rollout.findings)
+        lines.append((rollout.group_id, change, rollout.reward, expected, why))
+    wrong = sum(reward != expected for _, _, reward, expected, _ in lines)
     if as_json:
         records = [dict(zip(head, line, strict=True)) for line in lines]
-        sys.stdout.write(json.dumps({"self_test": records, "wrong": wrong}) + "\n")
+        text = json.dumps({"self_test": records, "wrong": wrong})
     else:
-        table = [tuple("" if v is None else str(v) for v in line) for line in lines]
-        sys.stdout.write(text_table(head, table) + "\n")
+        shown = [["" if v is None else str(v) for v in line] for line in lines]
+        text = text_table(head, shown)
+    sys.stdout.write(text + "\n")
     return BAD_DATA if wrong else DONE
 
 
@@ -298,8 +286,7 @@ def _rewards(lines: list[dict[str, Any]]) -> list[float]:
 
 def _described(facts: dict[str, Any]) -> str:
     """The facts for people."""
-    rollouts, seconds = facts["rollouts"], facts["seconds"]
-    groups = []
+    rollouts, seconds, groups = facts["rollouts"], facts["seconds"], []
     for name in sorted({line["group_id"] for line in rollouts}):
         group = [line for line in rollouts if line["group_id"] == name]
         rewards = _rewards(group)

@@ -1,7 +1,4 @@
-"""The command ``trajkit demo``.
-
-Its dependencies come with an extra, and are imported when it runs.
-"""
+"""``trajkit demo``, whose dependencies are imported when it runs."""
 
 import itertools
 from importlib.util import find_spec
@@ -42,12 +39,7 @@ def demo(
         if find_spec("minisweagent") is None:
             raise ModuleNotFoundError(name="minisweagent")
         from trajkit_rollout.demo import run_demo
-    return run_demo(
-        out or first_free(Path("runs/demo")), sessions=sessions, seed=seed, json=json
-    )
-
-
-def first_free(path: Path) -> Path:
-    """The path, or the first free one with a number appended."""
-    numbered = (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
-    return next(each for each in itertools.chain([path], numbered) if not each.exists())
+    numbered = (Path(f"runs/demo-{n}") for n in itertools.count(2))
+    places = itertools.chain([Path("runs/demo")], numbered)
+    out = out or next(place for place in places if not place.exists())
+    return run_demo(out, sessions=sessions, seed=seed, json=json)

@@ -1,8 +1,16 @@
-"""Runs many rollouts of many tasks concurrently, here or in workers of a Ray cluster."""
+"""Runs many rollouts of many tasks concurrently, here or in workers of a Ray cluster.
 
+A stopped run is continued from its log, which has a line before a session opens and one
+after its rollout ends. The sessions of a killed run that never ended stay in the turn log;
+the ``sessions`` table marks them as interrupted, which excludes them from training.
+"""
+
+import fcntl
+import json
+import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
@@ -11,21 +19,22 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 import httpx
+import pyarrow as pa
 
-from trajkit.cli.screen import Progress
+from trajkit.cli.screen import Progress, visible
+from trajkit.errors import FormatError
 from trajkit.files.tables import write_table
-from trajkit_rollout.agents.sandbox import Sandbox, SandboxError, remove
-from trajkit_rollout.agents.sandboxes.local import clear
-from trajkit_rollout.files import Archive
-from trajkit_rollout.one import (
+from trajkit_rollout.local import clear
+from trajkit_rollout.rollout import (
     Attempt,
+    Rollout,
     Settings,
     Stopped,
-    escaped,
     run_task,
+    sessions_table,
     stop_or_log,
 )
-from trajkit_rollout.run_log import Rollout, RunLog
+from trajkit_rollout.sandbox import Sandbox, SandboxError, remove
 from trajkit_rollout.tasks import Task
 from trajkit_rollout.workspace import StageError
 from trajkit_shim.client import GatewayClient
@@ -34,6 +43,11 @@ _CALLBACK_SECONDS = 10.0
 _PAUSES_SECONDS = (0.5, 2.0, 0.0)
 # workers that may die during one rollout, before that is its error
 _MAX_DEATHS = 3
+_STOPPED = "interrupted: the run was stopped before it ended"
+_CHANGED = (
+    "has changed since the run started, or trajkit's default of a key has: "
+    "choose another directory for a new run"
+)
 _Perform: TypeAlias = Callable[[Task, Rollout], Rollout | None]
 NODE = "{node}"
 """In the URL of a gateway: the address of the machine that a rollout runs on."""
@@ -64,6 +78,113 @@ class Callback:
         self.missed += 1
 
 
+class RunLog:
+    """``rollouts.log`` of a run, locked by one process at a time.
+
+    ``digests``: of the tasks by id (`Task.digest`). Raises `FormatError` if another
+    process has locked it, it is invalid, or it was started with another harness or
+    sandbox, or with a task or a default that has changed since.
+    """
+
+    def __init__(
+        self, path: Path, harness: str, sandbox: str, digests: Mapping[str, str]
+    ) -> None:
+        # by session, in starting order, each as it was last written
+        self._rollouts: dict[str, Rollout] = {}
+        # the last attempt at each sample of a task
+        self._last: dict[tuple[str, int], Rollout] = {}
+        self._digests: dict[str, str] = {}
+        self.run_id = secrets.token_hex(4)  # part of the names of all sessions
+        self._run = {"version": 1, "harness": harness, "sandbox": sandbox}
+        with ExitStack() as stack:
+            self._file = stack.enter_context(path.open("a+b"))
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                message = f"{path}: another process works on this run"
+                raise FormatError(message) from error
+            self._file.seek(0)
+            *lines, torn = self._file.read().split(b"\n")
+            # the write of the last line may have been interrupted
+            self._file.truncate(self._file.tell() - len(torn))
+            for number, line in enumerate(lines, 1):
+                try:
+                    self._read(json.loads(line))
+                except (AttributeError, KeyError, TypeError, ValueError) as error:
+                    raise FormatError(f"{path}:{number}: {error}") from error
+            if not lines:
+                self._write({"run": self.run_id, **self._run})
+            for task_id, digest in digests.items():
+                if self._digests.setdefault(task_id, digest) != digest:
+                    raise FormatError(f"{path}: task {task_id!r} {_CHANGED}")
+            stack.pop_all()
+
+    def _read(self, record: dict[str, Any]) -> None:
+        """Take over a line: the first one, or the start or end of a rollout."""
+        if "event" not in record:
+            for name, value in self._run.items():
+                if (was := record.get(name)) != value:
+                    rule = f"the run was started with {name} {was!r}, not {value!r}"
+                    raise ValueError(rule)
+            self.run_id = str(record["run"])
+            return
+        if record.pop("event") == "began":
+            digest = record.pop("task")
+            self._digests[record["group_id"]] = digest
+        rollout = Rollout(**record)
+        self._rollouts[rollout.session_id] = rollout
+        self._last[rollout.group_id, rollout.sample] = rollout
+
+    def done(self, task_id: str, sample: int, failed_again: bool) -> bool:
+        """Return whether a rollout has ended (with ``failed_again``, without error)."""
+        last = self._last.get((task_id, sample))
+        ended = last is not None and last.seconds is not None
+        return ended and not (failed_again and last and last.error)
+
+    def begin(self, task_id: str, sample: int) -> Rollout:
+        """Log the start of a task's rollout, and return it."""
+        last = self._last.get((task_id, sample))
+        attempt = 1 if last is None else last.attempt + 1
+        again = "" if attempt == 1 else f"~{attempt}"
+        rollout = Rollout(
+            session_id=f"{task_id}.{sample}.{self.run_id}{again}",
+            group_id=task_id,
+            sample=sample,
+            attempt=attempt,
+            harness=str(self._run["harness"]),
+            sandbox=str(self._run["sandbox"]),
+        )
+        digest = self._digests[task_id]
+        self._write({"event": "began", "task": digest, **asdict(rollout)})
+        return rollout
+
+    def end(self, rollout: Rollout) -> None:
+        """Log the end of a rollout."""
+        self._write({"event": "ended", **asdict(rollout)})
+
+    def table(self) -> pa.Table:
+        """Return all rollouts as `ROLLOUTS`; repeated and unended ones count as errors."""
+        rows = []
+        for rollout in self._rollouts.values():
+            error = _STOPPED if rollout.seconds is None else rollout.error
+            last = self._last[rollout.group_id, rollout.sample]
+            if last is not rollout:
+                error = f"{error} (sampled again as {last.session_id})"
+            rows.append(replace(rollout, error=error))
+        return sessions_table(rows)
+
+    def close(self) -> None:
+        """Close the file and unlock it."""
+        self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        """Write one line and hand it to the operating system."""
+        # several threads may call these methods of a file
+        self._file.write(json.dumps(record).encode() + b"\n")
+        self._file.flush()
+        self._read(record)
+
+
 class Rollouts:
     """The rollouts of one run; a context manager that locks the run's directory.
 
@@ -81,30 +202,26 @@ class Rollouts:
         on_end: Callable[[Rollout], None] | None = None,
         hidden: Sequence[Path] = (),
     ) -> None:
-        self._settings = settings
-        self._out = out
+        self._settings, self._out, self._on_end = settings, out, on_end
         self._scratch = out / "sandboxes"
         self._hidden = {out, *hidden, *(p for t in tasks for p in t.locations())}
-        self._on_end = on_end
         self._digests = {task.id: task.digest() for task in tasks}
+        self._stopping, self._live = threading.Event(), set[Sandbox]()
         out.mkdir(parents=True, exist_ok=True)
-        names = settings.harness.name, settings.sandbox_name
-        self._journal = RunLog(out / "rollouts.log", *names, self._digests)
-        self._stopping = threading.Event()
-        self._live: set[Sandbox] = set()
+        self._log = RunLog(out / "rollouts.log", *settings.names, self._digests)
         try:
             if self._scratch.exists():  # left by a killed run
                 clear(self._scratch)
             self._scratch.mkdir()
         except BaseException:
-            self._journal.close()
+            self._log.close()
             raise
         # group by group, so that the first groups are complete early
         wanted = [(t, sample) for t in tasks for sample in range(settings.repeat)]
         self.todo = [  # unfinished rollouts
             (task, sample)
             for task, sample in wanted
-            if not self._journal.done(task.id, sample, settings.retry_failed)
+            if not self._log.done(task.id, sample, settings.retry_failed)
         ]
         self.before = len(wanted) - len(self.todo)  # finished in earlier calls
         if not self.todo:
@@ -117,13 +234,9 @@ class Rollouts:
         Returns what the sandbox exposes (`Sandbox.exposes`) and which limits the kernel
         does not hold. Raises `SandboxError`.
         """
-        attempts = [
-            self._attempt(task, self._unlogged(task, "try")) for task, _ in self.todo
-        ]
-        with attempts[0].sandbox(f"try.{self._journal.run_id}") as sandbox:
-            sandbox.hide(self._hidden)
-            if sandbox.exposes and self._settings.untrusted:
-                raise SandboxError(f"--untrusted: {sandbox.exposes}")
+        attempts = [self._unlogged(task, 0, "try") for task, _ in self.todo]
+        with attempts[0].sandbox(f"try.{self._log.run_id}") as sandbox:
+            attempts[0].hide(sandbox, self._hidden)
             self._settings.harness.ready(sandbox, install=self._settings.install)
             names = {name for attempt in attempts for name in attempt.unenforced()}
             rule = f"limits that a {sandbox.kind} sandbox does not enforce: "
@@ -164,21 +277,36 @@ class Rollouts:
                 perform: _Perform = partial(self._here, client)
             else:
                 urls = [gateways] if isinstance(gateways, str) else list(gateways)
-                perform = self._cluster(stack, ray, urls, token, resources or {})
+                perform = self._in_cluster(stack, ray, urls, token, resources or {})
             progress = stack.enter_context(Progress("rollouts", "rollouts"))
             progress.begin(len(self.todo))
             # each of these runs at the end, in reverse order, also if another one fails
             stack.callback(self._write_table)
             stack.callback(pool.shutdown, cancel_futures=True)
             stack.callback(self._stop)
-            futures = [pool.submit(self._one, perform, *one) for one in self.todo]
+            futures = [pool.submit(self._one, perform, *each) for each in self.todo]
             for future in as_completed(futures):
                 ended.append(future.result())
                 progress.advance(1)
         return ended
 
+    def self_test(self) -> Iterator[Rollout]:
+        """Grade each task's solution, and no change at all, without an agent.
+
+        The samples are ``solution`` and ``nothing`` in the session's id.
+        """
+        for task in {task.id: task for task, _ in self.todo}.values():
+            for sample, name in enumerate(("solution", "nothing")):
+                attempt = self._unlogged(task, sample, name)
+                attempt.rollout.agent_end = "finished"
+                try:
+                    attempt.judge(b"" if sample else attempt.solution())
+                except (StageError, SandboxError) as error:
+                    attempt.rollout.error = visible(str(error))
+                yield attempt.rollout
+
     def _write_table(self) -> None:
-        write_table(self._journal.table(), self._out / "sessions.parquet")
+        write_table(self._log.table(), self._out / "sessions.parquet")
 
     def _stop(self) -> None:
         """End running rollouts."""
@@ -190,21 +318,16 @@ class Rollouts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._journal.close()
+        self._log.close()
         with suppress(OSError):
             remove(self._scratch)
 
-    def _one(
-        self,
-        perform: Callable[[Task, Rollout], Rollout | None],
-        task: Task,
-        sample: int,
-    ) -> Rollout:
+    def _one(self, perform: _Perform, task: Task, sample: int) -> Rollout:
         """Run one rollout, from its line in the log to its result."""
         for _ in range(_MAX_DEATHS):
             if self._stopping.is_set():
                 raise Stopped
-            started = self._journal.begin(task.id, sample)
+            started = self._log.begin(task.id, sample)
             ended = perform(task, started)
             if ended is not None:
                 break
@@ -212,7 +335,7 @@ class Rollouts:
             ended = started
             ended.error = f"ray: its worker died {_MAX_DEATHS} times"
             ended.seconds = time.time() - ended.started_at
-        self._journal.end(ended)
+        self._log.end(ended)
         if self._on_end is not None:
             self._on_end(ended)
         return ended
@@ -222,7 +345,7 @@ class Rollouts:
         self._attempt(task, rollout).run(client)
         return rollout
 
-    def _cluster(
+    def _in_cluster(
         self,
         stack: ExitStack,
         address: str,
@@ -238,14 +361,13 @@ class Rollouts:
             ray.init(address, log_to_driver=False)
             stack.callback(ray.shutdown)
         remote = ray.remote(max_retries=0)(run_on_node)
-        files = {task.id: ray.put(_movable(task)) for task, _ in self.todo}
+        files = {task.id: ray.put(task.movable()) for task, _ in self.todo}
 
         def perform(task: Task, rollout: Rollout) -> Rollout | None:
-            limits = task.limits
             options: dict[str, Any] = {"resources": resources}
-            if limits.memory_mb is not None:
-                options["memory"] = limits.memory_mb << 20
-            job = remote.options(num_cpus=limits.cpus or 1, **options).remote(
+            if task.limits.memory_mb is not None:
+                options["memory"] = task.limits.memory_mb << 20
+            job = remote.options(num_cpus=task.limits.cpus or 1, **options).remote(
                 files[task.id], self._settings, urls, token, self._out, rollout
             )
             try:
@@ -255,7 +377,7 @@ class Rollouts:
                         raise Stopped
                 ended: Rollout = ray.get(job)
             except RayTaskError as error:
-                rollout.error = escaped(f"ray: {error.cause}")
+                rollout.error = visible(f"ray: {error.cause}")
                 rollout.seconds = time.time() - rollout.started_at
                 return rollout
             except RayError:
@@ -264,26 +386,10 @@ class Rollouts:
 
         return perform
 
-    def self_test(self) -> Iterator[Rollout]:
-        """Grade each task's solution, and no change at all, without an agent.
-
-        The samples are ``solution`` and ``nothing`` in the session's id.
-        """
-        for task in {task.id: task for task, _ in self.todo}.values():
-            for sample, name in enumerate(("solution", "nothing")):
-                rollout = self._unlogged(task, name)
-                rollout.sample, rollout.agent_end = sample, "finished"
-                attempt = self._attempt(task, rollout)
-                try:
-                    attempt.judge(b"" if sample else attempt.solution())
-                except (StageError, SandboxError) as error:
-                    rollout.error = escaped(str(error))
-                yield rollout
-
-    def _unlogged(self, task: Task, name: str) -> Rollout:
+    def _unlogged(self, task: Task, sample: int, name: str) -> Attempt:
         """A rollout that is not in the log."""
-        names = self._settings.harness.name, self._settings.sandbox_name
-        return Rollout(f"{task.id}.{name}", task.id, *names)
+        names = f"{task.id}.{name}", task.id, *self._settings.names
+        return self._attempt(task, Rollout(*names, sample))
 
     def _attempt(self, task: Task, rollout: Rollout) -> Attempt:
         return Attempt(
@@ -292,19 +398,10 @@ class Rollouts:
             rollout,
             self._out,
             self._scratch,
-            sandboxes=self._live,
+            live=self._live,
             stopping=self._stopping,
             digest=self._digests[task.id],
         )
-
-
-def _movable(task: Task) -> Task:
-    """The task with its files in memory, for other machines."""
-    workspace, tests = (
-        None if files is None else Archive(files.archive())
-        for files in (task.workspace, task.tests)
-    )
-    return replace(task, workspace=workspace, tests=tests, solution=None)
 
 
 def run_on_node(

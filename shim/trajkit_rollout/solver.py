@@ -5,10 +5,9 @@ its task by the task's text, and its progress by the tool responses.
 """
 
 import shlex
-import tarfile
 from collections.abc import Sequence
-from io import BytesIO
 
+from trajkit_rollout.sandbox import unpack
 from trajkit_rollout.tasks import Task
 from trajkit_shim.engines.embedded import Policy, Reply
 from trajkit_shim.engines.embedded.script import acts, messages, n_responses
@@ -75,12 +74,8 @@ def _edit(task: Task) -> str | None:
     """A shell command that writes the task's solution."""
     if task.solution is None:
         return None
-    commands = []
-    with tarfile.open(fileobj=BytesIO(task.solution.archive())) as tar:
-        for entry in tar:
-            content = tar.extractfile(entry)
-            if content is not None:
-                text = content.read().decode()
-                name = shlex.quote(entry.name.removeprefix("./"))
-                commands.append(f"cat > {name} <<'END_OF_FILE'\n{text}END_OF_FILE")
-    return "\n".join(commands)
+    files = unpack(task.solution.archive()).items()
+    return "\n".join(
+        f"cat > {shlex.quote(name)} <<'END_OF_FILE'\n{text.decode()}END_OF_FILE"
+        for name, text in files
+    )

@@ -2,12 +2,24 @@
 
 A task is a directory with a ``task.toml``, or a line of a JSONL file with the same keys.
 Its files are in the folders ``workspace``, ``tests`` and ``solution``, or in the record
-under these names, as an object of texts by path.
+under these names, as an object of texts by path. Tasks of two other projects are read as
+they are:
+
+- A *Harbor* task is a folder with ``instruction.md``, ``task.toml``,
+  ``environment/Dockerfile``, ``tests/test.sh`` and maybe ``solution/solve.sh``. Its tests
+  are in ``/tests`` and write a reward to ``/logs/verifier/reward.txt``. An agent may
+  change all of its working directory. Reference: https://harborframework.com/docs/tasks.
+- A *SWE-bench* task is a record of its data sets: ``instance_id``,
+  ``problem_statement``, ``patch``, ``FAIL_TO_PASS`` and others. It runs in the image of
+  its instance, and SWE-bench's own harness grades it.
 """
 
 import hashlib
+import io
 import json
+import posixpath
 import re
+import tarfile
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -18,9 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from trajkit.errors import FormatError
-from trajkit_rollout.agents.sandbox import Limits
-from trajkit_rollout.files import Checkout, Files, Folder, Texts
-from trajkit_rollout.foreign import harbor, swebench
+from trajkit_rollout.sandbox import Limits, pack
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     as_flag,
@@ -37,6 +47,42 @@ T = TypeVar("T")
 
 # it becomes part of session ids and container names
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
+_PATCH = "solution.patch"
+# instructions of a Dockerfile that change no file
+_IDLE = ("FROM", "WORKDIR", "LABEL", "MAINTAINER", "EXPOSE", "CMD", "ENTRYPOINT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """Files of a task: a tar archive, or those of a folder of this machine.
+
+    ``copies``: each path below ``folder``, and its path in the archive.
+    """
+
+    packed: bytes = b""
+    folder: Path | None = None
+    copies: tuple[tuple[str, str], ...] = ((".", "."),)
+
+    def archive(self) -> bytes:
+        """Return a tar archive, always with the same bytes."""
+        if self.folder is None:
+            return self.packed
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
+            for source, target in self.copies:
+                # tarfile sorts the entries of a directory
+                tar.add(self.folder / source, target, filter=_plain)
+        return buffer.getvalue()
+
+
+def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """An entry without what differs from machine to machine."""
+    if "__pycache__" in Path(entry.name).parts:
+        return None
+    entry.uid = entry.gid = entry.mtime = 0
+    entry.uname = entry.gname = ""
+    return entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +118,7 @@ class Grade:
     timeout_s: float = 300.0
     fail_to_pass: tuple[str, ...] = ()  # for ``tests``: the tests that must pass
     pass_to_pass: tuple[str, ...] = ()
-    # for ``tests``: the reward is the share that passes, not all or nothing
-    partial: bool = False
+    partial: bool = False  # for ``tests``: the reward is the share that passes
     # for ``script``: a Python program among the task's ``tests``, run in the workspace,
     # whose last line is the reward
     script: str = ""
@@ -98,29 +143,22 @@ class Task:
 
     id: str  # unique in its run; the ``group_id`` of its rollouts
     prompt: str
-    # the initial files; those added before grading; and those that solve the task, for
-    # trying it out
+    # the initial files; those added before grading; and those that solve the task
     workspace: Files | None = None
     tests: Files | None = None
     solution: Files | None = None
-    # Patterns of the files that the agent may change; see
-    # `trajkit_rollout.changes`. None: that module's default.
+    # patterns of the files that the agent may change; see `trajkit_rollout.workspace`
     editable: tuple[str, ...] | None = None
-    # a git repository whose commit is the workspace
-    repository: str | None = None
-    revision: str | None = None
     # Absolute path of the workspace. Other paths than ``/work`` may come from an image.
     workdir: str = "/work"
     image: str | None = None
-    # folder with a Dockerfile that makes the image
-    build: str | None = None
-    # The Dockerfile only copies the files of the workspace: a sandbox without images will
-    # do.
+    build: str | None = None  # folder with a Dockerfile that makes the image
+    # The Dockerfile only copies files: a sandbox without images will do.
     plain: bool = False
     # folders with the same path inside and outside of a local sandbox
     places: tuple[str, ...] = ()
-    # For trying it out: a shell command that solves the task in its workspace. Default:
-    # the solution's files are copied over it. ``{solution}`` is their folder.
+    # A shell command that solves the task in its workspace, with ``{solution}`` for the
+    # folder of the solution's files. Default: they are copied over the workspace.
     solve: str = ""
     setup: Setup = Setup()
     agent: Agent = Agent()
@@ -129,11 +167,9 @@ class Task:
 
     def locations(self) -> Iterator[Path]:
         """Yield the folders of this machine that its files come from."""
-        for source in (self.workspace, self.tests, self.solution):
-            if isinstance(source, Folder):
-                yield source.path.parent
-            elif isinstance(source, Checkout):
-                yield source.repository
+        for files in (self.workspace, self.tests, self.solution):
+            if files is not None and files.folder is not None:
+                yield files.folder.parent
 
     def digest(self) -> str:
         """Return a hash of everything that the result depends on."""
@@ -142,7 +178,15 @@ class Task:
         parts = [repr(value).encode() for value in (*values, self.editable)]
         for files in (self.workspace, self.tests):
             parts.append(b"" if files is None else files.archive())
-        return hashlib.sha256(b"\0".join([*parts, b""])).hexdigest()[:16]
+        return _digest(b"\0".join([*parts, b""]))
+
+    def movable(self) -> "Task":
+        """Return the task with its files in memory, for another machine."""
+        workspace, tests = (
+            files and Files(packed=files.archive())
+            for files in (self.workspace, self.tests)
+        )
+        return replace(self, workspace=workspace, tests=tests, solution=None)
 
 
 def read_tasks(path: Path) -> list[Task]:
@@ -166,17 +210,17 @@ def read_tasks(path: Path) -> list[Task]:
                     record = json.loads(line)
                     # half of a surrogate pair cannot be written to a file
                     json.dumps(record, ensure_ascii=False).encode()
-                    tasks.append(_task(record, path.parent))
+                    tasks.append(_task(record))
     else:
         for folder in task_files(path):
             with _located(file := folder / "task.toml"):
                 record = tomllib.loads(file.read_text(encoding="utf-8"))
-                tasks.append(_task({"id": folder.name, **record}, folder, folder))
+                tasks.append(_task({"id": folder.name, **record}, folder))
     if not tasks:
         raise FormatError(f"{path} has no task: no line, or no folder with task.toml")
-    for name, count in Counter(task.id for task in tasks).items():
-        if count > 1:
-            raise FormatError(f"{path}: two tasks have the id {name!r}")
+    name, count = Counter(task.id for task in tasks).most_common(1)[0]
+    if count > 1:
+        raise FormatError(f"{path}: two tasks have the id {name!r}")
     return tasks
 
 
@@ -197,47 +241,35 @@ def _located(place: Path | str) -> Iterator[None]:
         raise FormatError(f"{place}: {error}") from error
 
 
-def _task(given: object, base: Path, folder: Path | None = None) -> Task:
-    """Read a task; a repository's path is relative to ``base``.
-
-    ``folder``: the task's directory, which may have its files.
-    """
+def _task(given: object, folder: Path | None = None) -> Task:
+    """Read a task. ``folder``: its directory, which may have its files."""
     record = as_object(given, "task")
     files: dict[str, Any] = {}
     if "instance_id" in record:
-        record, files = swebench(record)
+        record, files = _swebench(record)
     elif folder and (folder / "instruction.md").is_file():
-        record, files = harbor(record, folder)
-    grade = as_object(record.get("grade", {}), "grade")
-    grade = _DEFAULTS.get(str(grade.get("kind")), {}) | grade
-    task = _read(Task, record | {"grade": grade}, "")
+        record, files = _harbor(record, folder)
+    task: Task = _read(Task, record, "")
     for name in ("workspace", "tests", "solution"):
         if folder and name not in record and (folder / name).is_dir():
-            files.setdefault(name, Folder(folder / name))
-    if task.repository is not None:
-        files["workspace"] = Checkout(base / task.repository, task.revision or "HEAD")
-    elif task.revision is not None:
-        refuse("revision", "needs a repository")
+            files.setdefault(name, Files(folder=folder / name))
     task = replace(task, **files)
+    rules = task.grade
+    if rules.kind == "reward_file" and not rules.command:
+        rules = replace(rules, command="bash {tests}/test.sh")
     if not _ID.fullmatch(task.id):
         refuse("id", f"{task.id!r}: 1 to 100 letters, digits, _ and -")
     if not task.prompt:
         refuse("prompt", "an empty string")
     if not task.workdir.startswith("/") or task.workdir == "/":
         refuse("workdir", f"{task.workdir!r} is not an absolute path below /")
-    rules = task.grade
     if rules.kind not in KINDS:
         refuse("grade.kind", f"{rules.kind!r} is not one of {', '.join(KINDS)}")
     if not KINDS[rules.kind](rules):
         refuse("grade", f"kind {rules.kind!r} lacks keys that it needs")
     if rules.kind == "script" and task.tests is None:
         refuse("grade.script", "needs the task's tests")
-    return task
-
-
-_DEFAULTS: Mapping[str, dict[str, object]] = {
-    "reward_file": {"command": "bash {tests}/test.sh"},
-}
+    return replace(task, grade=rules)
 
 
 def _read(kind: type[T], value: object, where: str) -> T:
@@ -257,9 +289,10 @@ def _read(kind: type[T], value: object, where: str) -> T:
     return kind(**values)
 
 
-def _texts(value: object, where: str) -> Texts:
+def _texts(value: object, where: str) -> Files:
     texts = as_object(value, where).items()
-    return Texts({name: as_text(text, f"{where}.{name}") for name, text in texts})
+    read = {name: as_text(text, f"{where}.{name}") for name, text in texts}
+    return Files(packed=pack({name: text.encode() for name, text in read.items()}))
 
 
 def _names(value: object, where: str) -> tuple[str, ...]:
@@ -279,3 +312,125 @@ _READERS: Mapping[Any, Callable[[object, str], object]] = {
     Mapping[str, object]: as_object,
     Files | None: _texts,
 }
+
+
+def _harbor(
+    record: Mapping[str, object], folder: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The record and the files of a folder in Harbor's form, from its ``task.toml``."""
+    if (folder / "steps").is_dir():
+        refuse("steps", "tasks of several steps are not supported")
+    environment, verifier, agent = (
+        as_object(record.get(name, {}), name)
+        for name in ("environment", "verifier", "agent")
+    )
+    build = folder / "environment"
+    lines = _instructions(build / "Dockerfile")
+    places = [words[-1] for name, words in lines if name == "WORKDIR"]
+    workdir = posixpath.join("/app", *places)
+    image, own = environment.get("docker_image"), None
+    if image is None and not lines:
+        refuse("environment", "neither docker_image nor a Dockerfile")
+    copies = _copies(lines, workdir) if image is None else None
+    if image is None:
+        own = f"trajkit-task:{_digest(Files(folder=build).archive())}"
+    memory = _mib(environment.get("memory_mb", environment.get("memory")))
+    limits = {"memory_mb": memory, "cpus": environment.get("cpus")}
+    files = {"tests": Files(folder=folder / "tests")}
+    if copies is not None:
+        files["workspace"] = Files(folder=build, copies=copies)
+    return {
+        "id": re.sub(r"[^A-Za-z0-9_-]", "-", folder.name),
+        "prompt": (folder / "instruction.md").read_text(encoding="utf-8"),
+        "workdir": workdir,
+        "image": own or image,
+        "plain": copies is not None,
+        "places": [workdir, "/tests", "/logs", "/solution"],
+        "solve": "bash {solution}/solve.sh",
+        "editable": ["**"],
+        "agent": {"timeout_s": agent.get("timeout_sec", 1800.0)},
+        "grade": {
+            "kind": "reward_file",
+            "timeout_s": verifier.get("timeout_sec", 600.0),
+        },
+        "limits": {name: value for name, value in limits.items() if value is not None},
+        **({"build": str(build)} if own else {}),
+    }, files
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _instructions(path: Path) -> list[tuple[str, list[str]]]:
+    """The instructions of a Dockerfile, each with its words; none without a file."""
+    if not path.is_file():
+        return []
+    text = re.sub(r"\\\r?\n", " ", path.read_text(encoding="utf-8"))
+    lines = [line.split() for line in text.splitlines()]
+    return [
+        (words[0].upper(), words[1:])
+        for words in lines
+        if len(words) > 1 and not words[0].startswith("#")
+    ]
+
+
+def _copies(
+    lines: list[tuple[str, list[str]]], workdir: str
+) -> tuple[tuple[str, str], ...] | None:
+    """What a Dockerfile copies into the working directory; None if it does more."""
+    copies = []
+    for name, words in lines:
+        if name in _IDLE:
+            continue
+        if name != "COPY" or len(words) < 2 or any(w[0] in "-[" for w in words):
+            return None
+        *sources, target = words
+        place = posixpath.normpath(posixpath.join(workdir, target))
+        relative = posixpath.relpath(place, workdir)
+        if relative.startswith("..") or any(c in "".join(sources) for c in "*?$"):
+            return None
+        for source in sources:
+            inside = target.endswith(("/", ".")) or len(sources) > 1
+            # the content of a folder is copied, and a file keeps its name in a folder
+            file = posixpath.basename(posixpath.normpath(source))
+            whole = inside and "." in file.strip(".")
+            path = posixpath.join(relative, file) if whole else relative
+            copies.append((source, posixpath.normpath(path)))
+    return tuple(copies)
+
+
+def _mib(value: object) -> int | None:
+    """A size, a number of MiB or a text such as ``4G``, in MiB."""
+    if value is None:
+        return None
+    where = "environment.memory"
+    if not isinstance(value, str):
+        return round(as_number(value, where, minimum=1.0, maximum=1e9))
+    size = _SIZE.fullmatch(value)
+    if size is None:
+        refuse(where, f"{value!r} is not a size such as 4G")
+    return round(float(size[1]) * 1024.0 ** ("KMGT".index(size[2].upper()) - 1))
+
+
+def _swebench(
+    record: Mapping[str, object],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The record and the files of an instance of SWE-bench's data sets."""
+    name = as_text(record["instance_id"], "instance_id")
+    patch = as_text(record.get("patch", ""), "patch")
+    lists = {}
+    for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):
+        value = record.get(key, [])
+        # some of the data sets have lists as JSON
+        lists[key] = json.loads(value) if isinstance(value, str) else value
+    # as SWE-bench names them: two underscores are reserved
+    image = f"swebench/sweb.eval.x86_64.{name.lower().replace('__', '_1776_')}:latest"
+    return {
+        "id": name,
+        "prompt": record.get("problem_statement"),
+        "workdir": "/testbed",
+        "image": record.get("image_name") or image,
+        "solve": f"git apply {{solution}}/{_PATCH}",
+        "grade": {"kind": "swebench", "instance": {**record, **lists}},
+    }, ({"solution": Files(packed=pack({_PATCH: patch.encode()}))} if patch else {})

@@ -3,15 +3,32 @@
 A git repository outside the workspace finds what the agent changed, unaffected by the
 agent's own commits and branches. Committed, uncommitted, untracked and binary changes
 form one patch, but for files in the workspace's own ``.gitignore``. Only in the copy that
-is graded, where no agent was, is it decided what of the patch counts (`changes`).
+is graded, where no agent was, is it decided what of the patch counts.
+
+Without a task's ``editable``, that is changes of files that the workspace had, and new
+files inside Python packages that it had. Not among them are *risky* changes, which can
+change how tests run:
+
+- tests, settings of test runners, packaging, hidden files, compiled Python files;
+- new files or folders with the name of a module that Python has already;
+- symbolic links and nested repositories.
+
+``editable`` has patterns of paths, in which ``*`` is part of a name and ``**`` any number
+of folders. What a pattern matches is graded. A risky change, and a new module outside the
+packages, needs a pattern that names it without wildcards up to the folder or file that
+makes it risky: ``src/**`` does not include ``src/conftest.py``, nor ``src/new/a.py`` if
+the folder ``new`` did not exist, but ``src/new/**`` does. The pattern ``**`` includes
+every change but links that leave the workspace; risky ones are then listed.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import posixpath
+import re
+import unicodedata
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 
-from trajkit_rollout.agents.sandbox import Sandbox, pack
-from trajkit_rollout.changes import LINK, Change, Choice, choose
+from trajkit_rollout.sandbox import Sandbox, pack
 from trajkit_rollout.tasks import Task
 
 _GIT_SECONDS = 300.0
@@ -30,16 +47,17 @@ for path in sys.path:
         names.update(name.partition(".")[0] for name in os.listdir(path))
 print(*names, sep=chr(10))
 """
-# Unlike diff, diff-tree ignores settings that change a patch's paths: an agent can write
-# to the repository's configuration.
-_DIFF = ("diff-tree", "-r", "--no-renames", "--full-index")
-_APPLY = ("apply", "--whitespace=nowarn")
 # files are compared as bytes, whatever the workspace's attributes say
 _ATTRIBUTES = b"* -text -ident -filter -working-tree-encoding\n"
+# agents expect a repository; the other one finds their changes
+_INIT = """
+test -e .git || {
+  git init -qb main && git add -A && git commit -qm Start --allow-empty
+} && git init -q --bare "$GIT_BASE"
+"""
 # git ignores files below another repository. So the .git of a nested repository is
 # renamed for a moment; that of the workspace itself is not one of its files.
 _ASIDE = ".git~trajkit"
-_EXCLUDED = f"{_ASIDE}\n".encode()
 _ADD = f"""
 find . -path ./.git -prune -o -name .git -prune -exec sh -c \\
   'for each; do mv "$each" "${{each%.git}}{_ASIDE}"; done' sh {{}} +
@@ -47,25 +65,26 @@ git add --all .
 code=$?
 find . -name '{_ASIDE}' -prune -exec sh -c \\
   'for each; do mv "$each" "${{each%{_ASIDE}}}.git"; done' sh {{}} +
-exit $code
+test $code = 0 || exit $code
+"""
+_TREE = f"{_ADD}git write-tree"
+# Unlike diff, diff-tree ignores settings that change a patch's paths: an agent can write
+# to the repository's configuration.
+_DIFF = 'git diff-tree -r --no-renames --full-index {} "$0" $(git write-tree)'
+_PATCH = _ADD + _DIFF.format("--patch --binary")
+# In a patch, one change may have two names. In the tree that it makes, each changed file
+# has one.
+_APPLY = f"git apply --whitespace=nowarn --cached && {_DIFF.format('--raw -z')}"
+_TAKE = """
+git read-tree --reset "$0" && git update-index -z --index-info &&
+tree=$(git write-tree) && git read-tree --reset "$0" && git read-tree --reset -u $tree
 """
 
-# agents expect a repository; the other one finds their changes
-_INIT = """
-test -e .git || {
-  git init -qb main && git add -A && git commit -qm Start --allow-empty
-} && git init -q --bare "$0"
-"""
-
-_IDENTITY = {
-    f"GIT_{who}_{what}": value
-    for who in ("AUTHOR", "COMMITTER")
-    for what, value in (("NAME", "agent"), ("EMAIL", "agent@localhost"))
-}
-"""The author of an agent's commits."""
-
+_WHO = [f"GIT_{who}" for who in ("AUTHOR", "COMMITTER")]
+_IDENTITY = {f"{who}_NAME": "agent" for who in _WHO}
+_IDENTITY |= {f"{who}_EMAIL": "agent@localhost" for who in _WHO}
 # gives the first commit the same hash in every rollout
-_FIRST = {f"GIT_{who}_DATE": "2000-01-01T00:00:00Z" for who in ("AUTHOR", "COMMITTER")}
+_FIRST = {**_IDENTITY, **{f"{who}_DATE": "2000-01-01T00:00:00Z" for who in _WHO}}
 # ignore the user's configuration; files may belong to another user
 _SETTINGS = {
     "GIT_CONFIG_NOSYSTEM": "1",
@@ -83,6 +102,35 @@ AGENT_ENV = {
 }
 """Environment of every agent."""
 
+LINK = "120000"
+"""Git's mode of a symbolic link."""
+_REPOSITORY = "160000"
+_REMOVED = "000000"
+
+# names of files, whichever folder they are in
+_FILES = (
+    # Python: test runners, start of the interpreter, packaging, compiled files
+    *("conftest.py", "sitecustomize.py", "usercustomize.py", "*.pth", "*.egg-link"),
+    *("pytest.ini", "pytest.toml", "tox.ini", "tox.toml", "noxfile.py", "setup.py"),
+    *("setup.cfg", "pyproject.toml", "pyvenv.cfg", "uv.toml", "uv.lock", "*.py[cod]"),
+    *("requirements*.txt", "constraints*.txt", "entry_points.txt", "manage.py"),
+    # other languages and build tools
+    *("makefile", "gnumakefile", "*.mk", "cmakelists.txt", "ctest*", "justfile"),
+    *("package.json", "package-lock.json", "*.config.js", "*.config.[cm]js"),
+    *("*.config.ts", "tsconfig*.json", "cargo.toml", "cargo.lock", "build.rs"),
+    *("go.mod", "go.sum", "gemfile*", "rakefile", "pom.xml", "build.gradle*"),
+    *("dockerfile*", "run_tests*", "runtests*"),
+    # tests
+    *("test_*.py", "*_test.py", "test.py", "tests.py", "*_test.go", "*_spec.rb"),
+    *("*.test.[jt]s*", "*.spec.[jt]s*", "*.test.[cm][jt]s", "*.spec.[cm][jt]s"),
+)
+# names of folders; hidden ones are risky too
+_FOLDERS = ("tests", "__tests__", "__pycache__", "*.dist-info", "*.egg-info", "*.egg")
+_ROOT_FOLDERS = ("test", "spec", "specs", "testing")
+_WILDCARDS = {"*": "[^/]*", "?": "[^/]"}
+# what Python can import
+_MODULES = (".py", ".pyc", ".so", ".pyd", ".pth", ".zip")
+
 
 class StageError(Exception):
     """A stage of a rollout (sandbox, setup, harness, diff or grade) failed."""
@@ -93,15 +141,6 @@ class StageError(Exception):
 
 class AgentError(StageError):
     """A stage failed, and only what the agent did can be the reason."""
-
-
-@contextmanager
-def _by_agent() -> Iterator[None]:
-    """Whatever fails in this block is due to what the agent left."""
-    try:
-        yield
-    except StageError as error:
-        raise AgentError(*error.args) from error
 
 
 class Workspace:
@@ -115,113 +154,69 @@ class Workspace:
         self.sandbox = sandbox
         self.path = sandbox.map_path(task.workdir)
         self._base = sandbox.map_path("/base.git")
-        # of git commands on the repository that finds the changes
-        self._env = {"GIT_DIR": self._base, "GIT_WORK_TREE": self.path}
         self._start = ""
 
     def prepare(self) -> None:
         """Put the task's files there, run its setup, and record the initial state."""
-        files = self.task.workspace
+        files, setup = self.task.workspace, self.task.setup
         # an empty archive creates the directory
         self.sandbox.put(pack({}) if files is None else files.archive(), self.path)
-        setup = self.task.setup
         if setup.command:
             command = ["sh", "-c", setup.command]
             done = self.sandbox.exec(command, timeout_s=setup.timeout_s, cwd=self.path)
             if done.code != 0:
                 raise StageError("setup", done.summary)
-        self._must("setup", ["sh", "-c", _INIT, self._base], {**_IDENTITY, **_FIRST})
-        info = {"exclude": _EXCLUDED, "attributes": _ATTRIBUTES}
+        first = {**_SETTINGS, **_FIRST, "GIT_BASE": self._base}
+        self._sh("setup", _INIT, first)
+        info = {"exclude": f"{_ASIDE}\n".encode(), "attributes": _ATTRIBUTES}
         self.sandbox.put(pack(info), f"{self._base}/info")
-        self._start = self._snapshot("setup")
+        self._start = self._git("setup", _TREE).decode().strip()
 
     def diff(self) -> bytes:
         """Return the changes since `prepare`, as a patch; empty if there is none.
 
         Raises `AgentError`: git cannot make one of the files that the agent left.
         """
-        with _by_agent():
-            return self._patch("diff", self._snapshot("diff"))
+        return self._git("diff", _PATCH, error=AgentError)
 
-    def apply(self, patch: bytes) -> Choice:
-        """Apply those changes of a patch that are graded, and return which they are.
+    def apply(self, patch: bytes) -> dict[str, str]:
+        """Apply those changes of a patch that are graded, and return `choose`'s answer.
 
         The patch is not trusted: what it changes is found out here. Raises `AgentError`:
         it cannot be applied.
         """
         if not patch:
-            return Choice(graded=(), refused=(), risky=())
-        with _by_agent():
-            # In a patch, one change may have two names. In the tree that it makes, each
-            # changed file has one.
-            self._git("grade", *_APPLY, "--cached", stdin=patch)
-            facts = self._facts(self._tree("grade"))
-            changes = self._changes(facts)
-        before = self._names("ls-tree", "-r", "--name-only", self._start)
-        editable = self.task.editable
-        choice = choose(changes, before, self._modules(), editable)
-        if choice.graded:
-            with _by_agent():
-                self._take({name: facts[name] for name in choice.graded})
-        return choice
-
-    def _take(self, facts: Mapping[str, tuple[str, str]]) -> None:
-        """Make changed files those of the workspace, from their modes and hashes."""
-        self._git("grade", "read-tree", "--reset", self._start)
-        # what is removed first: a folder may become a file, and a file a folder
-        lines = [
-            b"%s %s\t%s\0" % (mode.encode(), hash_.encode(), os.fsencode(name))
-            for name, (mode, hash_) in sorted(
-                facts.items(), key=lambda item: int(item[1][0], 8) != 0
-            )
-        ]
-        index = ("update-index", "-z", "--index-info")
-        self._git("grade", *index, stdin=b"".join(lines))
-        tree = self._tree("grade")
-        self._git("grade", "read-tree", "--reset", self._start)
-        self._git("grade", "read-tree", "--reset", "-u", tree)
-
-    def _facts(self, tree: str) -> dict[str, tuple[str, str]]:
-        """The new mode and hash of each file that differs between the start and a tree."""
-        fields = self._names(*_DIFF, "--raw", self._start, tree)
-        # before each name: old mode, new mode, old hash, new hash, letter
-        facts = [text.split() for text in fields[::2]]
-        return {
-            name: (fact[1], fact[3])
-            for name, fact in zip(fields[1::2], facts, strict=True)
-        }
-
-    def _changes(self, facts: Mapping[str, tuple[str, str]]) -> list[Change]:
-        """The changes, with the targets of links."""
-        links = [(name, hash_) for name, (mode, hash_) in facts.items() if mode == LINK]
-        targets = self._contents(links)
-        return [
-            Change(name, mode, targets.get(name)) for name, (mode, _) in facts.items()
-        ]
-
-    def _contents(self, files: Sequence[tuple[str, str]]) -> dict[str, str]:
-        """The texts of files by name, from pairs of a name and a hash."""
-        if not files:
             return {}
-        hashes = "".join(f"{hash_}\n" for _, hash_ in files).encode()
-        printed, texts = self._git("grade", "cat-file", "--batch", stdin=hashes), {}
-        for name, _ in files:
+        # old mode, new mode, old hash, new hash, letter; name
+        raw = self._git("grade", _APPLY, patch, AgentError)
+        fields = raw.decode(errors="surrogateescape").split("\0")
+        facts = [text.split() for text in fields[:-1:2]]
+        after = dict(zip(fields[1::2], [(f[1], f[3]) for f in facts], strict=True))
+        links = {name: hash_ for name, (mode, hash_) in after.items() if mode == LINK}
+        targets = self._contents(links) if links else {}
+        changes = {name: (mode, targets.get(name)) for name, (mode, _) in after.items()}
+        listed = self._git("grade", 'git ls-tree -r --name-only -z "$0"')
+        before = listed.decode(errors="surrogateescape").split("\0")[:-1]
+        verdicts = choose(changes, before, self._modules(), self.task.editable)
+        # what is removed first: a folder may become a file, and a file a folder
+        graded = [name for name in after if verdicts[name] != "refused"]
+        graded.sort(key=lambda name: after[name][0] != _REMOVED)
+        lines = ("{} {}\t{}\0".format(*after[name], name) for name in graded)
+        if graded:
+            self._git("grade", _TAKE, os.fsencode("".join(lines)), AgentError)
+        return verdicts
+
+    def _contents(self, files: Mapping[str, str]) -> dict[str, str]:
+        """The texts of files by name, from their hashes by name."""
+        hashes = "".join(f"{hash_}\n" for hash_ in files.values()).encode()
+        printed, texts = self._git("grade", "git cat-file --batch", hashes), {}
+        for name in files:
             # hash, type and size; content
             head, _, printed = printed.partition(b"\n")
             size = int(head.split()[2])
             texts[name] = os.fsdecode(printed[:size])
             printed = printed[size + 1 :]
         return texts
-
-    def _patch(self, stage: str, tree: str) -> bytes:
-        """The changes from the start to a tree, as a patch."""
-        ends = ("--patch", "--binary", self._start, tree)
-        return self._git(stage, *_DIFF, *ends)
-
-    def _names(self, command: str, *arguments: str) -> list[str]:
-        """The texts that a git command prints, each with a null character at its end."""
-        printed = self._git("grade", command, "-z", *arguments)
-        return printed.decode(errors="surrogateescape").split("\0")[:-1]
 
     def _modules(self) -> list[str]:
         """The names that Python can import in the sandbox."""
@@ -235,26 +230,130 @@ class Workspace:
             raise StageError("grade", message)
         return done.stdout.decode(errors="replace").split()
 
-    def _snapshot(self, stage: str) -> str:
-        """The git tree of all files."""
-        self._must(stage, ["sh", "-c", _ADD], self._env)
-        return self._tree(stage)
-
-    def _tree(self, stage: str) -> str:
-        """The git tree of all files in the index."""
-        return self._git(stage, "write-tree").decode().strip()
-
-    def _git(self, stage: str, *arguments: str, stdin: bytes = b"") -> bytes:
-        return self._must(stage, ["git", *arguments], self._env, stdin)
-
-    def _must(
-        self, stage: str, command: list[str], env: Mapping[str, str], stdin: bytes = b""
+    def _git(
+        self,
+        stage: str,
+        script: str,
+        stdin: bytes = b"",
+        error: type[StageError] = StageError,
     ) -> bytes:
-        """The output of a command that has to succeed."""
-        env = {**_SETTINGS, **env}
+        """The output of a script on the repository that finds the changes."""
+        own = {"GIT_DIR": self._base, "GIT_WORK_TREE": self.path}
+        return self._sh(stage, script, {**_SETTINGS, **own}, stdin, error)
+
+    def _sh(
+        self,
+        stage: str,
+        script: str,
+        env: Mapping[str, str],
+        stdin: bytes = b"",
+        error: type[StageError] = StageError,
+    ) -> bytes:
+        """The output of a shell script that has to succeed; ``$0`` is the start."""
+        command = ["sh", "-c", script, self._start]
         done = self.sandbox.exec(
             command, timeout_s=_GIT_SECONDS, cwd=self.path, env=env, stdin=stdin
         )
         if done.code != 0:
-            raise StageError(stage, f"{command[0]}: {done.summary}")
+            raise error(stage, f"git: {done.summary}")
         return done.stdout
+
+
+def choose(
+    changes: Mapping[str, tuple[str, str | None]],
+    before: Collection[str],
+    modules: Collection[str],
+    editable: Sequence[str] | None,
+) -> dict[str, str]:
+    """Return for each change ``graded``, ``refused``, or ``risky``: graded due to ``**``.
+
+    Parameters
+    ----------
+    changes : mapping
+        Git's mode of each changed file, ``000000`` if it was removed, and the target of a
+        symbolic link.
+    before, modules : collection of str
+        The files that the workspace had, and the names that Python can import there.
+    editable : sequence of str, optional
+        See the module.
+    """
+    files, known = frozenset(before), {_plain(name) for name in modules}
+    folders = {folder for file in files for folder in _folders(file)}
+    packages = {folder for folder in folders if f"{folder}/__init__.py" in files}
+    patterns = [(_compiled(text), text.split("/")) for text in editable or ()]
+    everything = editable is not None and "**" in editable
+
+    def covered(name: str) -> bool:
+        return name in files or not packages.isdisjoint(_folders(name))
+
+    def risk(name: str, mode: str, parts: list[str]) -> int:
+        """The index of the last part of a path that makes it risky, or -1."""
+        plain, last = [_plain(part) for part in parts], len(parts) - 1
+        if mode == LINK or any(fnmatchcase(plain[-1], text) for text in _FILES):
+            return last
+        risk = -1
+        for k, part in enumerate(plain):
+            # not printable: also a byte that is not UTF-8
+            odd = part.startswith(".") or not parts[k].isprintable()
+            folder = k < last and any(fnmatchcase(part, text) for text in _FOLDERS)
+            if odd or folder or (k == 0 < last and part in _ROOT_FOLDERS):
+                risk = k
+        if plain[-1].endswith(_MODULES) and name not in files:
+            first = 0
+            while "/".join(parts[: first + 1]) in folders:
+                first += 1
+            if not covered(name):
+                risk = max(risk, first)
+            for k in range(first, len(parts)):
+                if plain[k].partition(".")[0] in known:
+                    risk = k
+        return risk
+
+    verdicts = {}
+    for name, (mode, target) in changes.items():
+        parts = name.split("/")
+        k = risk(name, mode, parts)
+        if mode == _REPOSITORY or (mode == LINK and _leaves(name, target)):
+            allowed = False
+        elif editable is None:
+            allowed = k < 0 and covered(name)
+        else:
+            allowed = everything or any(
+                names[: k + 1] == parts[: k + 1] and pattern.fullmatch(name)
+                for pattern, names in patterns
+            )
+        risky = "risky" if everything and k >= 0 else "graded"
+        verdicts[name] = risky if allowed else "refused"
+    return verdicts
+
+
+def _folders(path: str) -> Iterator[str]:
+    """The folders that a path is in, without the root."""
+    while path := posixpath.dirname(path):
+        yield path
+
+
+def _plain(name: str) -> str:
+    """A name as a careless file system or importer may read it."""
+    text = unicodedata.normalize("NFKC", name)
+    return "".join(c for c in text if unicodedata.category(c) != "Cf").casefold()
+
+
+def _leaves(name: str, target: str | None) -> bool:
+    """Whether a link leads out of the workspace, as far as its text says."""
+    if target is None or target.startswith("/"):
+        return True
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
+    return path == ".." or path.startswith("../") or ".git" in path.split("/")
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern of paths as a regular expression. Paths may have any number of parts."""
+    *folders, name = (
+        "**"
+        if part == "**"
+        else "".join(_WILDCARDS.get(c) or re.escape(c) for c in part)
+        for part in pattern.split("/")
+    )
+    text = "".join("(?:.*/)?" if f == "**" else f"{f}/" for f in folders)
+    return re.compile(text + (".*" if name == "**" else name), re.DOTALL)

@@ -32,7 +32,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trajkit_shim.call import CallContext, Gateway, Options, read_body
-from trajkit_shim.chat.sampling_params import parse_client_sampling, parse_pins
+from trajkit_shim.chat.sampling_params import parse_client_sampling, parse_fixed
 from trajkit_shim.delivery import (
     Delivery,
     json_response,
@@ -67,7 +67,7 @@ from trajkit_shim.sessions.sessions import (
     EndedBy,
     Outcome,
     Session,
-    Terms,
+    SessionOptions,
 )
 from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -373,8 +373,8 @@ class _Trainer:
         return answer if isinstance(answer, Response) else json_response(answer)
 
     def _open(self, request: Request, body: Fields) -> Json:
-        terms = Terms(
-            pins=parse_pins(body.json.get("sampling")),
+        options = SessionOptions(
+            fixed=parse_fixed(body.json.get("sampling")),
             client_sampling=parse_client_sampling(body.json.get("client_sampling")),
             limits={name: body.get(name, _POSITIVE) for name in LIMITS},
             ttl_seconds=body.get("ttl_seconds", _SECONDS),
@@ -383,7 +383,7 @@ class _Trainer:
             group_id=body.get("group_id", _logged_text),
         )
         session_id = body.get_text("session_id")
-        opened = self.gateway.sessions.open(session_id, terms, _outcome_fields(body))
+        opened = self.gateway.sessions.open(session_id, options, _outcome_fields(body))
         return {
             "session_id": opened.session_id,
             "api_key": opened.api_key,

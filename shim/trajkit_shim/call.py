@@ -216,7 +216,7 @@ class Gateway:
         """The template's variables: the session's, the request's, the gateway's."""
         known = self.prompts.renderer.variables
         asked = chat.thinking.resolve(known, chat.ignored)
-        fixed = session.terms.variables
+        fixed = session.options.variables
         for name in asked.keys() & fixed.keys():
             if asked[name] != fixed[name]:
                 chat.ignored[f"chat_template_kwargs.{name}"] += 1
@@ -244,7 +244,7 @@ class Gateway:
         Raises `GatewayError`: the session may make no more calls, or the log is full.
         """
         session, digest = context.session, context.digest
-        if session.terms.replay or is_retry(headers):
+        if session.options.replay or is_retry(headers):
             session.check_open()
             if call := session.again(digest):
                 session.counts.replayed += 1
@@ -267,7 +267,7 @@ class Gateway:
         try:
             info = await self.engine.info()
             most = info.max_context_tokens
-            limit = context.session.terms.limits.get("max_context_tokens")
+            limit = context.session.options.limits.get("max_context_tokens")
             info = replace(info, max_context_tokens=min(limit or most, most))
             made = await asyncio.to_thread(NewTurn, context, info)
             made.resolve_sampling()
@@ -398,17 +398,17 @@ class NewTurn:
         n_prompt, limit = len(self._prompt.ids), self._options.max_new_tokens
         session.check_limit("prompt_tokens", n_prompt)
         remaining = session.check_limit("output_tokens", 1)
-        pins, client = session.terms.pins, session.terms.client_sampling
+        fixed, client = session.options.fixed, session.options.client_sampling
         required, self.overruled = self._request.required, list[str]()
-        if is_fixed("response_format", pins, client) and required.schema is not None:
+        if is_fixed("response_format", fixed, client) and required.schema is not None:
             required = replace(required, schema=None)
             self.overruled.append("response_format")
-        if is_fixed("tool_choice", pins, client) and required.limits_calls:
+        if is_fixed("tool_choice", fixed, client) and required.limits_calls:
             required = Required(schema=required.schema)
             self.overruled.append("tool_choice")
         self.sampling = resolve(
-            without_fixed(self._request.sampling, pins, client),
-            pins,
+            without_fixed(self._request.sampling, fixed, client),
+            fixed,
             max_tokens=limit if remaining is None else min(limit, remaining),
             room=self._info.max_context_tokens - n_prompt,
             end_ids=self._renderer.end_ids,
@@ -416,7 +416,7 @@ class NewTurn:
             structural_tag=grammar(
                 replace(self._request, required=required),
                 self._gateway.reply_parser.form,
-                pins.extra,
+                fixed.extra,
                 opened=self._opened,
                 reasons=THINK in self._renderer.chat_template,
             ),

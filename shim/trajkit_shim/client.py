@@ -84,14 +84,14 @@ class AsyncGatewayClient:
         return [str(model["id"]) for model in data]
 
     async def open(
-        self, /, session_id: str | None = None, **terms: object
+        self, /, session_id: str | None = None, **options: object
     ) -> OpenSession:
-        """Open a session. ``terms``: further fields of ``POST /sessions``.
+        """Open a session. ``options``: further fields of ``POST /sessions``.
 
         Examples are ``max_turns``, ``sampling``, ``group_id`` and ``metadata``.
         """
         url = min(self.urls, key=self._open.__getitem__)
-        body = {**terms, **({} if session_id is None else {"session_id": session_id})}
+        body = {**options, **({} if session_id is None else {"session_id": session_id})}
         # counted before the answer, or calls at the same time would all go to one
         self._open[url] += 1
         try:

@@ -235,7 +235,7 @@ class Delivery:
         if not self._begun:
             return await self._write(b"".join(data), more=False)
         await self._write(b"".join(data[:-1]))
-        await _look()
+        await _let_loop_poll()
         return await self._write(data[-1], more=False)
 
     async def _write(self, data: bytes, *, more: bool = True) -> bool:
@@ -251,7 +251,7 @@ class Delivery:
             await self.send(
                 {"type": "http.response.start", "status": 200, "headers": head}
             )
-            await _look()
+            await _let_loop_poll()
         view = memoryview(data)
         while not self.left.done():
             piece, view = view[:_PIECE_BYTES], view[_PIECE_BYTES:]
@@ -264,11 +264,11 @@ class Delivery:
                 return False
             if not view:
                 return True
-            await _look()
+            await _let_loop_poll()
         return False
 
 
-async def _look() -> None:
+async def _let_loop_poll() -> None:
     """Let the server notice a broken connection.
 
     A write does not wait for the network. A server notices a broken connection when the

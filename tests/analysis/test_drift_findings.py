@@ -15,7 +15,7 @@ from tests.oracles import rows as reference
 from tests.shim.fakes import byte_tokenizer
 from tests.strategies import runs_apart, sessions
 from trajkit import _core, schema
-from trajkit.analysis.drift_text import json_objects
+from trajkit.analysis.drift import json_objects
 from trajkit.analysis.tokenizer import Codec
 from trajkit.errors import LayoutError
 from trajkit.turns.sessions import Sessions
@@ -343,7 +343,6 @@ def test_what_is_no_tokenizer_is_refused(missing):
     for ask in (
         lambda: tk.analysis.explain_drift(table, links, half),
         lambda: tk.classify_drift(table, links, tokenizer=half),
-        lambda: tk.analysis.check_roundtrip(table, half),
     ):
         with pytest.raises(
             tk.errors.ArgumentError, match=f"Half, which has no method {missing}"

@@ -4,13 +4,13 @@ import json
 
 import pyarrow as pa
 import pytest
+from rich.cells import cell_len
 
 import trajkit as tk
 from tests.cli.test_show import HOSTILE, terminal
 from tests.made_tables import linearized
 from trajkit.cli import BAD_DATA, BAD_FILE, main
 from trajkit.cli.screen import visible
-from trajkit.cli.tables import cell
 from trajkit.files.dedup import encoded
 from trajkit.files.tables import write_table
 
@@ -51,76 +51,58 @@ def tables(tmp_path):
     return tmp_path, found
 
 
-def test_every_table_has_a_head_and_stats(tables, capsys):
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_every_table_has_a_head_and_stats(tables, capsys, suffix):
     folder, found = tables
     for name, table in found.items():
-        for suffix in ("parquet", "arrow"):
-            path = str(folder / f"{name}.{suffix}")
-            assert main(["head", path, "-n", "1"]) == 0
-            lines = capsys.readouterr().out.splitlines()
-            assert lines[0].split() == table.column_names
-            assert len(lines) == 3
-            assert main(["stats", path]) == 0
-            out = capsys.readouterr().out
-            assert out.startswith(f"{table.num_rows:,} lines\n")
-            assert all(char.isprintable() for char in out.replace("\n", ""))
-            shown = [line.split()[0] for line in out.split("\n\n")[1].splitlines()[2:]]
-            assert shown == table.column_names
+        path = str(folder / f"{name}.{suffix}")
+        assert main(["head", path, "-n", "1"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].split() == table.column_names
+        assert len(lines) == 3
+        assert main(["stats", path]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"{table.num_rows:,} lines\n")
+        assert all(char.isprintable() for char in out.replace("\n", ""))
+        shown = [line.split()[0] for line in out.split("\n\n")[1].splitlines()[2:]]
+        assert shown == table.column_names
 
 
 def test_lists_are_shortened_and_texts_escaped(tables, capsys):
-    folder, _ = tables
-    assert main(["head", str(folder / "turns.parquet")]) == 0
+    assert main(["head", str(tables[0] / "turns.parquet")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
-    assert lines[3].split()[:7] == ["a", "1", "4:", "1", "2", "3", "..."]
+    assert lines[3].startswith("a ")
+    assert " [1, 2, … 4] " in lines[3]
     assert lines[4].startswith(visible(HOSTILE)[:16])
     assert all(map(str.isprintable, lines))
 
 
-def test_columns_that_do_not_fit_are_named(tables, terminal):
-    folder, found = tables
-    for width in (8, 40, 100):
-        path = str(folder / "turns.parquet")
-        out = terminal("head", path, width=width, NO_COLOR="1")
-        table, _, more = out.partition("more")
-        lines = table.splitlines()
-        shown = lines[0].split()
-        assert width < 10 or max(map(len, lines)) <= width
-        rest = "".join(more.split()).split(",")
-        assert shown + rest == found["turns"].column_names
-
-
-def test_stats_are_those_of_the_columns(tables, capsys):
-    folder, _ = tables
-    assert main(["stats", str(folder / "turns.parquet"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["lines"] == 3
-    prompts = found["columns"]["prompt_ids"]
-    assert (prompts["min"], prompts["mean"], prompts["max"]) == (1, 2, 4)
-    reasons = found["columns"]["finish_reason"]
-    assert (reasons["nulls"], reasons["names"]) == (2, {"stop": 1})
-    assert found["totals"] == {"sessions": 2, "prompt tokens": 6, "tokens sampled": 5}
-    assert main(["stats", str(folder / "links.arrow"), "--json"]) == 0
-    links = json.loads(capsys.readouterr().out)["columns"]["link_reason"]
-    assert links["names"] == {"root": 2, "tokens": 1}
-    assert main(["stats", str(folder / "sessions.parquet"), "--json"]) == 0
-    reward = json.loads(capsys.readouterr().out)["columns"]["reward"]
-    assert (reward["nulls"], reward["mean"], reward["of"]) == (1, 0.25, "value")
+@pytest.mark.parametrize("width", [8, 40, 100])
+def test_a_table_fits_the_terminal(tables, terminal, width):
+    path = str(tables[0] / "turns.parquet")
+    out = terminal("head", path, width=width, NO_COLOR="1")
+    assert max(map(cell_len, out.splitlines())) <= width
+    assert "…" in out
 
 
 @pytest.mark.parametrize(
-    ("name", "lines"),
+    ("name", "column", "expected"),
     [
-        ("rows", ["sessions: 2", "tokens: 8", "tokens trained: 5, 62.5 % of tokens"]),
-        ("packs", ["tokens: 8", "tokens trained: 5, 62.5 % of tokens"]),
-        ("delta", ["sessions: 2", "tokens stored: 3", "tokens sampled: 5"]),
+        ("turns", "prompt_ids", {"min": 1, "mean": 2, "max": 4, "sum": 6}),
+        ("turns", "finish_reason", {"nulls": 2, "names": {"stop": 1}}),
+        ("turns", "session_id", {"names": {"a": 2, HOSTILE: 1}}),
+        ("links", "link_reason", {"names": {"root": 2, "tokens": 1}}),
+        ("sessions", "reward", {"nulls": 1, "mean": 0.25, "of": "value"}),
+        ("rows", "loss_mask", {"sum": 5, "of": "true flags"}),
+        ("delta", "output_ids", {"sum": 5, "of": "length"}),
     ],
 )
-def test_totals_are_those_of_the_kind(tables, capsys, name, lines):
-    folder, _ = tables
-    assert main(["stats", str(folder / f"{name}.parquet")]) == 0
-    assert capsys.readouterr().out.split("\n\n")[-1].splitlines() == lines
+def test_stats_are_those_of_the_columns(tables, capsys, name, column, expected):
+    assert main(["stats", str(tables[0] / f"{name}.parquet"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["lines"] == tables[1][name].num_rows
+    assert found["columns"][column].items() >= expected.items()
 
 
 def test_a_directory_is_read_for_its_turns(tmp_path, capsys):
@@ -138,10 +120,3 @@ def test_a_table_without_lines_is_an_error(tmp_path, capsys):
         assert main([command, str(tmp_path / "none.parquet")]) == BAD_DATA
         assert "none.parquet: no lines, nothing to do" in capsys.readouterr().err
     assert main(["head", str(tmp_path / "absent.parquet")]) == BAD_FILE
-
-
-def test_cells_of_every_type():
-    assert cell({"start": 0, "stop": 2, "kind": None}) == "0:2"
-    assert cell([b"\xff", None, 1.23456]) == "3: ff null 1.235"
-    assert cell(True) == "True"
-    assert len(cell("a" * 99)) < 40

@@ -249,7 +249,9 @@ def test_long_texts_are_shortened():
 
 
 def test_a_character_wider_than_the_screen_is_printed(capsys):
-    Screen(colour=False, width=1).labelled("x", [("漢a", "")])
+    screen = Screen(colour=False)
+    screen.width = 1
+    screen.labelled("x", [("漢a", "")])
     assert capsys.readouterr().out == "x\n 漢\n a\n"
 
 

@@ -13,7 +13,7 @@ import ray
 
 import trajkit as tk
 import trajkit_rollout
-from trajkit_rollout.one import Settings
+from trajkit_rollout.rollout import Settings
 from trajkit_rollout.run import Rollouts
 from trajkit_rollout.solver import solve
 from trajkit_rollout.tasks import read_tasks

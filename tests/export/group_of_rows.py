@@ -57,6 +57,22 @@ def one_row_each(rows: pa.Table) -> pa.Table:
     return rows.take(kept)
 
 
+def with_column(rows, name, values, type_=None):
+    """The rows with a column, which keeps its type if it is there."""
+    if name not in rows.column_names:
+        return rows.append_column(name, pa.array(values, type_))
+    field = rows.schema.field(name)
+    if type_ is not None or name == "advantage":
+        field = pa.field(name, type_ or pa.array(values).type)
+    at = rows.column_names.index(name)
+    return rows.set_column(at, field, pa.array(values, field.type))
+
+
+def changed(name, values):
+    """The rows of `one_row_each` with other values in a column."""
+    return with_column(one_row_each(sample_rows()), name, values)
+
+
 def plain(value):
     """Arrays as lists, all the way down."""
     if hasattr(value, "tolist"):

@@ -119,7 +119,7 @@ def test_messages_are_those_of_the_time_of_the_turn():
 def test_a_turn_whose_logprob_is_none_is_not_trained(value, caplog):
     other = turn([9], [8], (-0.5,))
     manager = recorded(turn([1, 2], [3, 4], [-1.0, value]), other)
-    assert "a logprob that is none" in caplog.text
+    assert "not trained: session '', turn 0: output_logprobs[1]" in caplog.text
     assert manager.turn_count("a") == 2
     samples = manager.get_trajectory("a", base_sample=Sample())
     assert [one.tokens for one in samples] == [[9, 8]]

@@ -78,14 +78,8 @@ def test_prime_rl_files_are_what_its_trainer_decodes(tmp_path):
     missing("msgspec")
     import msgspec
 
-    struct = msgspec.defstruct(
-        "MicroBatch",
-        [
-            *((name, list) for name in prime_rl.MICRO_BATCH_FIELDS[:9]),
-            *((name, object, None) for name in prime_rl.MICRO_BATCH_FIELDS[9:]),
-        ],
-        array_like=True,
-        omit_defaults=True,
+    due = prime_rl.micro_batch_fields(
+        *(sample_rows(), 16), env_name="demo", ranks=2, pad_to_multiple_of=8
     )
     paths = prime_rl.write_micro_batches(
         *(sample_rows(), tmp_path, 5, 16),
@@ -98,12 +92,19 @@ def test_prime_rl_files_are_what_its_trainer_decodes(tmp_path):
         "step_5/rank_1.bin",
     ]
     assert len([*tmp_path.rglob("*.*")]) == 2
+    names = [*due[0][0]]
+    struct = msgspec.defstruct(
+        "MicroBatch",
+        [
+            *((name, list) for name in names[:9]),
+            *((name, object, None) for name in names[9:]),
+        ],
+        array_like=True,
+        omit_defaults=True,
+    )
     found = [
         msgspec.msgpack.decode(path.read_bytes(), type=list[struct]) for path in paths
     ]
-    due = prime_rl.micro_batch_fields(
-        *(sample_rows(), 16), env_name="demo", ranks=2, pad_to_multiple_of=8
-    )
     assert [msgspec.structs.asdict(one) for each in found for one in each] == [
         one for each in due for one in each
     ]

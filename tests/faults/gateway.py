@@ -649,12 +649,12 @@ GATEWAY = (
         _PROTOCOLS,
         (
             "a client decides what the session fixes",
-            "return name not in client and pins != SamplingParams()",
+            "return name not in client and fixed != SamplingParams()",
             "return False",
         ),
         (
             "a client may sample longer than the session",
-            "limits = (requested.max_tokens, pins.max_tokens, max_tokens, room)",
+            "limits = (requested.max_tokens, fixed.max_tokens, max_tokens, room)",
             "limits = (requested.max_tokens, max_tokens, room)",
         ),
     ),

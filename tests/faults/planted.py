@@ -760,8 +760,8 @@ PYTHON = (
         ),
         (
             "NaN is a logprob",
-            "nothing = ~rows.given[flat] | (here == 0) | np.isnan(here)",
-            "nothing = ~rows.given[flat] | (here == 0)",
+            "nothing: Bools = (logprobs == 0) | np.isnan(logprobs)",
+            "nothing: Bools = logprobs == 0",
         ),
     ),
     _place(

@@ -60,7 +60,6 @@ TAKES_TURNS = {
     "classify_drift": lambda turns: tk.classify_drift(turns, LINKS),
     "explain_drift": lambda turns: tk.analysis.explain_drift(turns, LINKS, Tokenizer()),
     "label_branches": lambda turns: tk.analysis.label_branches(turns, LINKS),
-    "check_roundtrip": lambda turns: tk.analysis.check_roundtrip(turns, Tokenizer()),
     "compact": tk.compact,
     "expand": tk.expand,
     "validate": tk.validate,

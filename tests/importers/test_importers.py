@@ -23,7 +23,8 @@ from trajkit.files.run import Watch
 from trajkit.importers import FORMATS
 from trajkit.importers.containers import head_of
 from trajkit.importers.findings import KEPT, LEFT_OUT
-from trajkit.importers.reader import EXTRAS, fitting
+from trajkit.importers.formats import fitting
+from trajkit.importers.reader import EXTRAS
 from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import limits
 
@@ -370,6 +371,7 @@ WRITERS = {
     "nemo": lambda folder: foreign.write_nemo(folder, [RECORD]),
     "rllm": lambda folder: foreign.write_rllm(folder, [RECORD]),
     "verifiers": lambda folder: foreign.write_graphs(folder, [("s", [NODE])]),
+    "verifiers_steps": lambda folder: foreign.write_steps(folder, [RECORD]),
     "slime": lambda folder: foreign.write_slime(folder, [SAMPLE]),
     "chat": lambda folder: foreign.write_chats(folder, [TALK_OF_TWO]),
     "atif": lambda folder: foreign.write_atif(folder, [RECORD]),
@@ -389,8 +391,6 @@ TEXT = ("chat", "sweagent", "openhands", "verl")
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_format_is_known_by_its_files_alone(tmp_path, name):
     WRITERS[name](tmp_path)
-    if name == "verifiers":
-        foreign.write_steps(tmp_path, [RECORD])
     files = [file for file in sorted(tmp_path.rglob("*")) if file.is_file()]
     known = [[one.name for one in fitting(head_of(file))] for file in files]
     assert [names for names in known if names]
@@ -556,8 +556,8 @@ def test_what_polar_cut_short_is_left_out(tmp_path):
     session = {"session_id": "s", "completions": [listed, cut, whole, empty, 3]}
     turns, found = damaged(tmp_path, "session.json", [json.dumps(session).encode()])
     assert found == [
-        ("file, completion 4", "unreadable", False),
         ("file, completion 3", "unreadable", False),
+        ("file, completion 4", "unreadable", False),
         ("file, completion 1", "truncated", False),
         ("file, completion 0", "truncated", False),
     ]
@@ -599,9 +599,9 @@ def delta(value):
             ),
             ["r/s"],
             [
+                ("trace 't0'", "lost", False),
                 ("trace 't1'", "no_parent", False),
                 ("trace 't2'", "unreadable", False),
-                ("trace 't0'", "lost", False),
             ],
         ),
         # the trace itself says which session it is of

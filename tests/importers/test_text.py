@@ -1,7 +1,5 @@
 """Text as calls: the output of a reply is what an engine would sample."""
 
-import json
-
 import pytest
 
 import trajkit as tk
@@ -169,19 +167,6 @@ def test_conversations_of_other_formats_are_text(tmp_path):
     foreign.write_sweagent(tmp_path, messages)
     turns, _ = tk.import_turns(tmp_path, tokenizer=made)
     assert turns.num_rows == 2
-    steps = [
-        {"source": "user", "message": "ask"},
-        {"source": "agent", "message": "call", "reasoning_content": "x"}
-        | {"tool_calls": [{"tool_call_id": "1", "function_name": "f", "arguments": {}}]}
-        | {"observation": {"results": [{"source_call_id": "1", "content": "result"}]}},
-        {"source": "agent", "message": "done"},
-    ]
-    run = {"schema_version": "ATIF-v1.7", "session_id": "r", "steps": steps}
-    path = tmp_path / "trajectory.json"
-    path.write_text(json.dumps({**run, "agent": {"name": "a"}}))
-    turns, _ = tk.import_turns(path, tokenizer=made)
-    assert turns["session_id"].to_pylist() == ["r", "r"]
-    assert [len(one) for one in turns["messages"].to_pylist()] == [1, 3]
 
 
 def test_a_repeated_id_of_two_transcripts_is_noted(tmp_path):

@@ -338,27 +338,12 @@ def test_of_equal_prompts_the_first_says_what_a_tail_leaves_open(first):
     assert [token for _, token, _ in weighed(turns)] == [first, 42]
 
 
-def without_messages(records):
-    for record in records:
-        names = [m.get("name") for m in record["prompt_messages"]]
-        for i, message in enumerate(record["prompt_messages"]):
-            if message["role"] == "tool":
-                names[i] = "bash"
-        record.update(
-            prompt_messages=None, response_message=None, message_tool_names=names
-        )
-    return records
-
-
-def test_without_messages_a_name_tells_a_tool():
-    assert weighed(without_messages(conversation())) == [(0, 40, 1), (0, 41, 1)]
-    assert [t for _, t, _ in weighed(without_messages(drifting()))] == [40, 41, 42]
-    shots = [said("user", 23), ASK, TOLD]
-    turns = [
-        call([*shots, *OPENING], DONE),
-        call([*shots, *OPENING, DONE, answer("c2", 42)], DONE),
-    ]
-    assert [t for _, t, _ in weighed(without_messages(turns))] == [42]
+def test_a_turn_without_messages_is_a_gap():
+    records = conversation()
+    records[1].update(prompt_messages=None, response_message=None)
+    with pytest.raises(InvalidTurnsError, match="turn 1: there are no messages"):
+        weighed(records)
+    assert weighed(records, missing="skip") == []
 
 
 def test_the_attribution_of_shared_tokens_may_be_left_out_in_delta_form():

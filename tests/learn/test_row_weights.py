@@ -423,7 +423,7 @@ def test_advantages_that_are_none_are_refused(sessions, error, match):
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [
-        ("row_weight", None, "row_weight is None"),
+        ("row_weight", None, "row_weight is null or not finite"),
         ("advantage", float("nan"), "advantage of a trained token is nan"),
     ],
 )

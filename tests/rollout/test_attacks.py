@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from tests.rollout.test_sandbox import ISOLATED, marked, sandbox, sh
-from trajkit_rollout.agents.sandbox import LimitError, Limits, SandboxError
-from trajkit_rollout.agents.sandboxes import local
+from trajkit_rollout import local
+from trajkit_rollout.sandbox import LimitError, Limits, SandboxError
 
 # "local" needs bubblewrap; the others need their program and an image with Python
 KINDS = ("local", "docker", "apptainer", "e2b")
@@ -351,7 +351,7 @@ def test_what_an_agent_must_not_see_is_not_shown(tmp_path):
 
 
 def test_output_that_is_longer_than_the_limit_ends_the_command(tmp_path, monkeypatch):
-    monkeypatch.setattr("trajkit_rollout.agents.sandbox._MAX_OUTPUT", 1 << 20)
+    monkeypatch.setattr("trajkit_rollout.sandbox._MAX_OUTPUT", 1 << 20)
     with sandbox("local", tmp_path) as box:
         for stream in (1, 2):
             script = f"head -c 2000000 /dev/zero >&{stream}; sleep 60"
@@ -431,7 +431,7 @@ def test_without_bubblewrap_the_reason_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "_why_not_isolated", check)
     for path, reason in (
         (str(tmp_path), "bwrap: no permission"),
-        (str(Path("/nowhere")), "bubblewrap is not installed"),
+        (str(Path("/nowhere")), "bwrap is not installed"),
     ):
         monkeypatch.setenv("PATH", path)
         options = {"namespaces": "auto"}

@@ -7,8 +7,8 @@ import socketserver
 import threading
 from contextlib import contextmanager
 
-from trajkit_rollout.agents import bridge as bridges
-from trajkit_rollout.agents.bridge import bridge
+from trajkit_rollout import bridge as bridges
+from trajkit_rollout.bridge import bridge
 
 
 class Echo(socketserver.BaseRequestHandler):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trajkit_rollout.changes import LINK, Change, choose
+from trajkit_rollout.workspace import LINK, choose
 
 BEFORE = (
     *("it.py", "README", "setup.py", "test_it.py", "tests/test_a.py", "tests/data"),
@@ -15,10 +15,8 @@ NEW, GONE, PROGRAM, REPOSITORY = "100644", "000000", "100755", "160000"
 
 def chosen(name, mode=NEW, target=None, editable=None):
     """``graded``, ``refused`` or ``risky``."""
-    change = Change(name, mode, target)
-    choice = choose([change], BEFORE, MODULES, editable)
-    assert [*choice.graded, *choice.refused] == [name]
-    return "risky" if choice.risky else "graded" if choice.graded else "refused"
+    (verdict,) = choose({name: (mode, target)}, BEFORE, MODULES, editable).values()
+    return verdict
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from trajkit.cli.application import application
 from trajkit.policies import PRESETS
 from trajkit_rollout import demo as demo_package
 from trajkit_rollout.demo import REVIEWER, lossy, run_demo, write_code
+from trajkit_rollout.sandbox import unpack
 from trajkit_rollout.solver import SUBMIT
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.engines.embedded import Special
@@ -290,8 +291,8 @@ def test_every_second_session_of_a_task_gets_its_solution(tmp_path, task):
     (edit,), (look,), (again,) = (policy(prompt) for _ in range(3))
     assert command(look) == "git status --short"
     assert edit == again
-    for name, text in task.workspace.texts.items():
-        (tmp_path / name).write_text(text)
+    for name, content in unpack(task.workspace.archive()).items():
+        (tmp_path / name).write_bytes(content)
     test = task.grade.command.replace("python", sys.executable).split()
     before = subprocess.run(test, cwd=tmp_path, capture_output=True, check=False)
     assert before.returncode == 1

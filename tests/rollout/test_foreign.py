@@ -8,6 +8,7 @@ from tests.rollout.test_rollout import AGENT, EXAMPLES, command, run, sessions
 from tests.rollout.test_sandbox import ISOLATED
 from trajkit.cli import BAD_DATA, DONE
 from trajkit.errors import FormatError
+from trajkit_rollout.sandbox import unpack
 from trajkit_rollout.tasks import read_tasks
 
 # a folder as `harbor init` makes it (harbor 0.25.0), with the task of its tutorial
@@ -203,7 +204,9 @@ def test_an_instance_of_swe_bench_is_read(tmp_path):
     assert task.grade.instance["FAIL_TO_PASS"] == [
         "astropy/modeling/tests/test_separable.py::test_separable"
     ]
-    assert task.solution.texts == {"solution.patch": INSTANCE["patch"]}
+    assert unpack(task.solution.archive()) == {
+        "solution.patch": INSTANCE["patch"].encode()
+    }
     path.write_text(json.dumps({**INSTANCE, "problem_statement": None}))
     with pytest.raises(FormatError, match=r"instances\.jsonl:1: prompt"):
         read_tasks(path)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trajkit_rollout.agents.harness import HARNESSES, Harness, Job
-from trajkit_rollout.agents.sandbox import CommandResult, SandboxError, Spec
-from trajkit_rollout.agents.sandboxes.local import LocalSandbox
+from trajkit_rollout.harness import HARNESSES, Harness, Job
+from trajkit_rollout.local import LocalSandbox
+from trajkit_rollout.sandbox import CommandResult, SandboxError, Spec
 from trajkit_shim.protocols import PROTOCOLS
 
 DOCS = Path(__file__).parents[2] / "docs/serving.md"

@@ -23,7 +23,7 @@ import trajkit as tk
 from tests.rollout.test_rollout import EXAMPLES
 from tests.rollout.test_rollout import run as run_command
 from tests.shim.clients import http
-from trajkit_rollout.agents.harness import HARNESSES, Job, Launch
+from trajkit_rollout.harness import HARNESSES, Job, Launch
 from trajkit_shim.app import create_app
 from trajkit_shim.engines.embedded import (
     EmbeddedEngine,

@@ -24,9 +24,9 @@ from tests.rollout.test_sandbox import ISOLATED, marked
 from trajkit.cli import BAD_DATA, BAD_FILE, BAD_USAGE, DONE, main
 from trajkit.errors import FormatError
 from trajkit_rollout import solver
-from trajkit_rollout.agents.sandbox import SandboxError
-from trajkit_rollout.agents.sandboxes.local import LocalSandbox, _scope
-from trajkit_rollout.run_log import RunLog
+from trajkit_rollout.local import LocalSandbox, _scope
+from trajkit_rollout.run import RunLog
+from trajkit_rollout.sandbox import SandboxError
 from trajkit_rollout.tasks import read_tasks
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options

@@ -19,10 +19,10 @@ from tests.rollout.test_grade import graded, task_of
 from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, Updatable
 from trajkit.errors import FormatError
-from trajkit_rollout.agents.sandbox import Spec
-from trajkit_rollout.agents.sandboxes.local import LocalSandbox, remove
+from trajkit_rollout.local import LocalSandbox, remove
 from trajkit_rollout.run import Callback
-from trajkit_rollout.tasks import Folder, Grade, Task, read_tasks
+from trajkit_rollout.sandbox import Spec
+from trajkit_rollout.tasks import Files, Grade, Task, read_tasks
 from trajkit_rollout.workspace import StageError, Workspace
 from trajkit_shim.app import create_app
 from trajkit_shim.delivery import is_retry
@@ -248,7 +248,11 @@ def test_what_an_agent_leaves_is_what_is_graded(tmp_path, before, change):
     subprocess.run(["sh", "-c", before], cwd=source, check=True)
     rules = Grade(kind="completed")
     task = Task(
-        id="t", prompt="p", workspace=Folder(source), grade=rules, editable=("**",)
+        id="t",
+        prompt="p",
+        workspace=Files(folder=source),
+        grade=rules,
+        editable=("**",),
     )
     # git knows no directories; what a repository's own one holds is not the workspace's
     look = (
@@ -320,7 +324,7 @@ async def test_an_engine_that_falls_silent_is_given_up(monkeypatch):
     connections = http.Connections()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        server = http.EngineServer("SGLang", url, connections)
+        server = http.EngineClient("SGLang", url, connections)
         with pytest.raises(EngineError, match="cannot be reached: SocketTimeoutError"):
             await server.post("/generate", {})
         await connections.close()

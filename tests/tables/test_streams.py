@@ -76,11 +76,6 @@ def turn_rewards_of(turns):
 OF_TURNS = {
     "link": (tk.link, tk.link_batches, {}),
     "link by tokens": (tk.link, tk.link_batches, {"policy": BY_TOKENS}),
-    "check_roundtrip": (
-        tk.analysis.check_roundtrip,
-        tk.analysis.check_roundtrip_batches,
-        {"tokenizer": TOKENIZER},
-    ),
     "validate": (tk.validate, tk.validate_batches, {"kind": "turns", "bodies": False}),
     "validate, whatever it is": (tk.validate, tk.validate_batches, {"bodies": False}),
     "compact": (tk.compact, tk.compact_batches, {}),
@@ -107,7 +102,6 @@ OF_ROWS = {
     "validate rows": (tk.validate, tk.validate_batches, {}),
 }
 VERIFY = (tk.verify, tk.verify_batches, {})
-OBSERVE = (tk.learn.observation_weights, tk.learn.observation_weights_batches, {})
 
 
 def cut(choose, table):
@@ -179,18 +173,6 @@ def test_what_rows_are_given_from_tables(data, turns):
     ):
         found = stage(iter(cut(choose, rows)), **options)
         assert lines(found) == whole(rows, **options).to_pylist()
-
-
-@given(data=st.data(), turns=runs())
-def test_observations_beside_turns(data, turns):
-    table = attributed(turns)
-    rows, choose = tk.linearize(table, "strict"), chooser(data)
-    whole = tk.learn.observation_weights(rows, table, missing="skip")
-    report = tk.learn.observation_report(rows, table, missing="skip")
-    both, counts = (iter(cut(choose, rows)), iter(cut(choose, table))), []
-    found = tk.learn.observation_weights_batches(*both, report=counts, missing="skip")
-    assert lines(found) == whole.to_pylist()
-    assert lines(counts) == report.to_pylist()
 
 
 @given(data=st.data(), turns=runs())
@@ -398,9 +380,7 @@ def many_sessions(n=30):
     return attributed(spoken(generated))
 
 
-@pytest.mark.parametrize(
-    "name", [*OF_TURNS, *OF_LINKS, *OF_ROWS, "verify", "observations"]
-)
+@pytest.mark.parametrize("name", [*OF_TURNS, *OF_LINKS, *OF_ROWS, "verify"])
 def test_few_batches_are_held(name):
     table = many_sessions()
     rows = tk.linearize(table, reward=1.0)
@@ -411,8 +391,6 @@ def test_few_batches_are_held(name):
         stage, sources = OF_ROWS[name], {"rows": rows}
     elif name == "verify":
         stage, sources = VERIFY, {"rows": rows, "turns": table}
-    elif name == "observations":
-        stage, sources = OBSERVE, {"rows": rows, "turns": table}
     else:
         stage = OF_TURNS[name]
     counted = [Counted(source) for source in sources.values()]
@@ -448,7 +426,7 @@ def nothing():
 
 @pytest.mark.parametrize("seen", [0, 1, 2])
 @pytest.mark.parametrize(
-    "name", [*OF_TURNS, *OF_LINKS, *OF_ROWS, "verify", "observations", "linearize"]
+    "name", [*OF_TURNS, *OF_LINKS, *OF_ROWS, "verify", "linearize"]
 )
 def test_a_stream_without_rows_gives_a_batch_without_rows(name, seen):
     """A reader knows its columns before its first batch, an iterator with it."""
@@ -458,7 +436,6 @@ def test_a_stream_without_rows_gives_a_batch_without_rows(name, seen):
         **{name: (stage, (turns, links)) for name, stage in OF_LINKS.items()},
         **{name: (stage, (rows,)) for name, stage in OF_ROWS.items()},
         "verify": (VERIFY, (rows, turns)),
-        "observations": (OBSERVE, (rows, turns)),
         "linearize": ((tk.linearize, tk.linearize_batches, {}), (turns,)),
     }[name]
     given = [

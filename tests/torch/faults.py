@@ -10,34 +10,34 @@ from tests.faults_export import main, parsed
 
 FAULTS = parsed(r"""
 torch/masks.py: tests/torch/test_masks.py
-    |return (kv <= q) & (q < end[kv])| -> |return (kv <= q) & (q <= end[kv])|
+    |(of <= at) & (at < end[kv])| -> |(of <= at) & (at <= end[kv])|
     |(depth_q[q] - depth_k[kv] < window)| -> |(depth_q[q] - depth_k[kv] <= window)|
 torch/masks.py: tests/torch/test_checks.py -k chunks
-    |seen(b, h, depth_q[q], depth_k[kv])| -> |seen(b, h, q, kv)|
+    |window(b, h, depth_q[q], depth_k[kv])| -> |window(b, h, q, kv)|
 torch/masks.py: tests/torch/test_masks.py -k windows_end
-    |full &= far < window| -> |full &= far <= window|
+    |full &= high[2] - key_low[2] < window| -> |full &= high[2] - key_low[2] <= window|
 torch/masks.py: tests/torch/test_masks.py -k block
-    |visited &= near < window| -> |visited &= near < window - 1|
-    |full = (high <= first) & (last < _least(|
-        -> |full = (high <= first) & (first < _least(|
+    |visited &= low[2] - key_high[2] < window|
+        -> |visited &= low[2] - key_high[2] < window - 1|
+    |full = (key_high[0] <= low[0]) & (high[0] < key_low[1])|
+        -> |full = (key_high[0] <= low[0]) & (low[0] < key_low[1])|
 torch/attention.py: tests/torch/test_checks.py -k PhiMoE
-    |        return size\n| -> |        return None\n|
+    |mask_function if attends(size, 0) else size| -> |None|
 torch/attention.py: tests/torch/test_equality.py -k float64
-    |on_trunk = (enter <= leaf) & (leaf < end)| -> |on_trunk = enter <= leaf|
+    |(enter <= leaf[tree]) & (leaf[tree] < end)| -> |enter <= leaf[tree]|
 torch/attention.py: tests/torch/test_states.py -k GLM
-    |mask = attention_mask & chosen[:, None]| -> |mask = attention_mask|
+    |attention_mask & chosen[:, None]| -> |attention_mask|
 torch/attention.py: tests/torch/test_checks.py -k gpt-oss
-    |return shares[..., : key.shape[2]] @ value|
-        -> |return shares[..., : key.shape[2]].softmax(3) @ value|
+    |output = shares[..., : key.shape[2]] @ value|
+        -> |output = shares[..., : key.shape[2]].softmax(3) @ value|
 torch/attention.py: tests/torch/test_carried.py -k llama
-    |np.concatenate([prefix_end, tokens.end])|
-        -> |np.concatenate([prefix_end + 1, tokens.end])|
+    |pack.prefix_end.cpu().numpy()| -> |pack.prefix_end.cpu().numpy() + 1|
 torch/states.py: tests/torch/test_carried.py -k llama
-    |return grad.index_add(2, source, handed), None, None| -> |return grad, None, None|
+    |return grad.index_add(2, source, handed)| -> |return grad|
 torch/models.py: tests/torch/test_carried.py -k llama
     |gradients = carried.prefix_gradients()| -> |gradients = {}|
 torch/states.py: tests/torch/test_states.py -k segments
-    |source = parents[parent]| -> |source = parent|
+    |source = parents[source + 1]\n            key| -> |pass\n            key|
 torch/states.py: tests/torch/test_states.py -k LFM2
     |self.after["conv", state_idx] = states[..., -n:]|
         -> |self.after["conv", state_idx] = states[..., :n]|
@@ -45,17 +45,16 @@ torch/states.py: tests/torch/test_states.py -k Bamba
     |self.after["recurrent", state_idx] = states\n|
         -> |self.after["recurrent", state_idx] = states.detach()\n|
 torch/losses.py: tests/torch/test_losses.py -k all_logits
-    |logits.to(_wide(logits.dtype)) / temperature|
-        -> |logits.to(_wide(logits.dtype)) * temperature|
-    |return torch.cat(parts)[inverse.to(place)]| -> |return torch.cat(parts)|
+    |logits.to(wide) / temperature| -> |logits.to(wide) * temperature|
+    |return torch.cat(parts)[places]| -> |return torch.cat(parts)|
 torch/losses.py: tests/torch/test_losses.py -k clipped
-    |return (total / count)[code]| -> |return (total / len(row))[code]|
+    |total / count.clamp(min=1)| -> |total / len(row)|
 torch/checks.py: tests/torch/test_checks.py -k longest_window
     |window + min(window, 64)| -> |0|
 torch/checks.py: tests/torch/test_checks.py -k changed_model
     |passed.get(repr(options)) == kind:| -> |passed:|
 packs/segments.py: tests/torch/test_varlen.py
-    |open_segments[-1][0] <= start| -> |open_segments[-1][0] < start|
+    |end[start[open_runs[-1]]] <= first| -> |end[start[open_runs[-1]]] < first|
 torch/datasets.py: tests/torch/test_carried.py -k llama
     |first = np.flatnonzero(~self._continues)| -> |first = np.arange(len(self._continues))|
 """)

@@ -181,7 +181,7 @@ def judge(kind):
     else:
         return "not buildable", words(said[-1])
     try:
-        for config in {id(c): c for c in checks._all_configs(model)}.values():
+        for config in checks.configs_of(model):
             config._attn_implementation_internal = "trajkit"
         with float64_throughout():
             for kernel in ("masked", "trunk"):

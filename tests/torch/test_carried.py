@@ -19,7 +19,7 @@ from trajkit.torch import states
 from trajkit.torch.attention import TreeAttention, block_mask
 from trajkit.torch.datasets import PackDataset
 from trajkit.torch.losses import policy_loss
-from trajkit.torch.masks import token_ranges
+from trajkit.torch.masks import tokens_of
 from trajkit.torch.models import carry_backward, carry_logprobs, edge_logprobs
 
 
@@ -109,7 +109,7 @@ def test_the_block_mask_of_a_part_is_its_dense_mask():
         n, n_prefix = len(pack.input_ids), len(pack.prefix_end)
         assert dense.shape == (n, n_prefix + n)
         assert dense[:, :n_prefix].any()
-        blocks = block_mask(tree._tokens, tree._keys, torch.device("cpu"), window, 8)
+        blocks = block_mask(tree.tokens, tree.keys, torch.device("cpu"), window, 8)
         none = torch.tensor(0)
         q, kv = torch.arange(n), torch.arange(n_prefix + n)
         assert torch.equal(blocks.mask_mod(none, none, q[:, None], kv[None]), dense)
@@ -117,7 +117,7 @@ def test_the_block_mask_of_a_part_is_its_dense_mask():
         wide = seen.repeat_interleave(8, 0).repeat_interleave(8, 1)
         assert not (dense & ~wide[:n, : n_prefix + n]).any()
     # the prefix is the path to the first token, so the positions of its tokens count up
-    assert token_ranges(pack.subtree_end, pack.position_ids).position[0] == n_prefix
+    assert tokens_of(pack.subtree_end, pack.position_ids)[2, 0] == n_prefix
 
 
 def first_parts(limit=20):

@@ -109,28 +109,22 @@ ALIKE = {
 def test_the_trial_is_longer_than_the_longest_window(window):
     model = make("mistral", sliding_window=3)
     model.model.layers[1].self_attn.local_window = window
-    trial = checks._trial(model)
-    lengths = [len(row) for row in trial.rows]
+    pack, rows, branch = checks._trial(model)
+    lengths = [len(row) for row in rows]
     assert min(lengths[:2]) > max(24, window + 4)
-    assert len(trial.rows) == 3
-    positions = trial.pack.position_ids
-    for row, (source, at, target) in zip(
-        trial.pack.edge_row.tolist(),
-        zip(
-            trial.pack.edge_source,
-            trial.pack.edge_position,
-            trial.pack.edge_target,
-            strict=True,
-        ),
+    assert len(rows) == 3
+    assert {*branch.tolist()} == {0, 1, 2, 3}
+    edges = set()
+    for source, row, at, target in zip(
+        pack.edge_source.tolist(),
+        pack.edge_row.tolist(),
+        pack.edge_position.tolist(),
+        pack.edge_target.tolist(),
         strict=True,
     ):
-        assert positions[source] == at - 1
-        assert trial.rows[row][at] == target
-    edges = {
-        *zip(
-            trial.pack.edge_row.tolist(), trial.pack.edge_position.tolist(), strict=True
-        )
-    }
+        assert pack.position_ids[source] == at - 1
+        assert rows[row][at] == target
+        edges.add((row, at))
     assert {(0, k) for k in range(1, lengths[0])} <= edges
 
 
@@ -156,12 +150,8 @@ def mask_is_causal(model):
         def forward(hidden_states, *, tree=None, plain=plain, **kwargs):
             if tree is not None:
                 tree = copy.copy(tree)
-                n = len(tree._tokens.end)
-                kind = type(tree._tokens)
-                tokens = tree._tokens
-                tree._tokens = tree._keys = kind(
-                    tokens.enter, tokens.end * 0 + n, tokens.position
-                )
+                tree.tokens = tree.keys = tree.tokens.copy()
+                tree.tokens[1] = tree.tokens.shape[1]
                 tree._masks = {}
             return plain(hidden_states, tree=tree, **kwargs)
 

@@ -2,12 +2,11 @@
 
 import pyarrow as pa
 import pytest
-from torch.utils.data import DataLoader
 
 import trajkit as tk
 from tests.torch.cases import packs_of, rows_of
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.torch.datasets import Pack, PackDataset, RowDataset, pad_rows
+from trajkit.torch.datasets import Pack, PackDataset
 from trajkit.turns import content_ids
 
 FIELDS = [
@@ -59,41 +58,6 @@ def test_a_column_that_packs_lack_is_named():
         pack.column("reward")
 
 
-def test_rows_are_padded_on_the_right():
-    rows = rows_of("head_dropped")
-    dataset = RowDataset(rows, ["advantage"])
-    loader = DataLoader(
-        dataset,
-        batch_size=2,
-        collate_fn=lambda items: pad_rows(items, pad_id=99, multiple_of=16),
-    )
-    listed = rows.to_pylist()
-    seen = 0
-    for batch in loader:
-        n_rows, length = batch["input_ids"].shape
-        assert length % 16 == 0
-        for k, row in enumerate(listed[seen : seen + n_rows]):
-            n = len(row["input_ids"])
-            assert batch["input_ids"][k].tolist() == row["input_ids"] + [99] * (
-                length - n
-            )
-            assert batch["attention_mask"][k].tolist() == [True] * n + [False] * (
-                length - n
-            )
-            assert batch["loss_mask"][k, :n].tolist() == row["loss_mask"]
-            assert not batch["loss_mask"][k, n:].any()
-            assert batch["position_ids"][k].tolist() == [*range(length)]
-            known = [None if x != x else x for x in batch["logprobs"][k].tolist()]
-            assert known == row["logprobs"] + [None] * (length - n)
-            assert float(batch["advantage"][k]) == row["advantage"]
-            assert float(batch["row_weight"][k]) == row["row_weight"]
-        assert (
-            length - max(len(r["input_ids"]) for r in listed[seen : seen + n_rows]) < 16
-        )
-        seen += n_rows
-    assert seen == len(rows)
-
-
 def rows_with_images():
     """Two rows of a session that share an image, and one without."""
     image = {"kind": "image", "hash": "ab" * 32, "token_id": 7, "start": 1, "stop": 3}
@@ -109,28 +73,15 @@ def rows_with_images():
 def test_images_are_refused_unless_items_are_asked_for():
     _, rows = rows_with_images()
     packs = tk.pack(rows, 6)
-    with pytest.raises(InvalidTurnsError, match="session 'a', row 0 has images"):
-        RowDataset(rows)
     with pytest.raises(InvalidTurnsError, match=r"pack 0 has images.*images='items'"):
         PackDataset(packs)
-    assert len(RowDataset(rows.slice(2))) == len(PackDataset(packs.slice(1))) == 1
-    for make in (
-        lambda: RowDataset(rows, images="x"),
-        lambda: PackDataset(packs, images="x"),
-    ):
-        with pytest.raises(ArgumentError, match="images='x'"):
-            make()
+    assert len(PackDataset(packs.slice(1))) == 1
+    with pytest.raises(ArgumentError, match="images='x'"):
+        PackDataset(packs, images="x")
 
 
 def test_items_come_with_the_ids_of_the_engine():
     image, rows = rows_with_images()
-    batch = pad_rows([*RowDataset(rows, images="items")])
-    assert batch["input_ids"].tolist() == [
-        [1, 7, 7, 2, 3],
-        [1, 7, 7, 2, 4],
-        [1, 5, 6, 0, 0],
-    ]
-    assert batch["mm_items"] == [[image], [image], []]
     dataset = PackDataset(tk.pack(rows, 6), images="items")
     shared, plain = dataset
     assert shared.input_ids.tolist() == [1, 7, 7, 2, 3, 4]

@@ -1,5 +1,7 @@
 """Every form of the mask lets the same pairs attend: tokens and their ancestors."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -8,15 +10,14 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from trajkit.errors import LayoutError
-from trajkit.torch.attention import Trunks
+from trajkit.torch.attention import trunks
 from trajkit.torch.masks import (
     block_mask,
     cu_seqlens,
     dense_mask,
-    flashmask_columns,
     flex_block_mask,
-    magi_slices,
-    token_ranges,
+    pair_mask,
+    tokens_of,
 )
 
 
@@ -137,13 +138,12 @@ def test_flex_attention_takes_the_block_mask():
 @given(forests(), st.sampled_from([4, 16]))
 def test_trunks_come_first_and_branches_see_their_ancestors(parents, size):
     end, position, seen = tree(parents)
-    tokens = token_ranges(end, position)
-    trunks = Trunks(tokens, torch.device("cpu"))
-    order = trunks.order
-    assert torch.equal(order[trunks.inverse], torch.arange(len(end)))
+    tokens = tokens_of(end, position)
+    bounds, order = trunks(tokens)
+    assert sorted(order) == [*range(len(end))]
     pairs = int(seen.sum())
     roots = []
-    for a, b in zip(trunks.bounds, trunks.bounds[1:], strict=False):
+    for a, b in itertools.pairwise(bounds):
         trunk = order[a:b]
         roots.append(int(trunk[0]))
         assert (b - a) * (b - a + 1) / 2 >= pairs / 100
@@ -155,52 +155,15 @@ def test_trunks_come_first_and_branches_see_their_ancestors(parents, size):
     for root in {k for k, parent in enumerate(parents) if parent < 0} - {*roots}:
         depth = int(position[root : end[root]].max()) + 1
         assert depth * (depth + 1) / 2 < pairs / 100
-    rest = order[trunks.bounds[-1] :]
-    if trunks.branches is None:
-        assert len(rest) == 0
+    rest = order[bounds[-1] :]
+    if not len(rest):
         return
     expected = seen[rest][:, order]
-    assert torch.equal(trunks.branches[0, 0], expected)
-    blocks = block_mask(
-        tokens.select(rest.numpy()),
-        tokens.select(order.numpy()),
-        torch.device("cpu"),
-        block_size=size,
-    )
+    sides = tokens[:, rest], tokens[:, order], torch.device("cpu")
+    assert torch.equal(pair_mask(*sides, None)[0, 0], expected)
+    blocks = block_mask(*sides, block_size=size)
     for by_query in (True, False):
         assert torch.equal(pairs_of(blocks, by_query), expected)
-
-
-@given(forests())
-def test_flashmask_columns_are_the_ancestors(parents):
-    end, _, seen = tree(parents)
-    columns = flashmask_columns(end)
-    assert columns.shape == (1, 1, len(end), 1)
-    assert columns.dtype == torch.int32
-    n = len(end)
-    causal = torch.ones(n, n, dtype=torch.bool).tril()
-    assert torch.equal(causal & (torch.arange(n)[:, None] < columns[0, 0, :, 0]), seen)
-
-
-@given(forests())
-def test_magi_slices_are_the_ancestors(parents):
-    end, _, seen = tree(parents)
-    n = len(end)
-    times = torch.zeros(n, n, dtype=torch.int32)
-    queries, keys, types = magi_slices(end)
-    assert (queries.diff() > 0).all()
-    assert (keys.diff() > 0).all()
-    for (a, b), (c, d), kind in zip(
-        queries.tolist(), keys.tolist(), types.tolist(), strict=True
-    ):
-        block = torch.ones(b - a, d - c, dtype=torch.int32)
-        # causal slices are aligned at their ends
-        times[a:b, c:d] += block.tril(d - c - (b - a)) if kind else block
-    assert torch.equal(times, seen.int())
-    children = [parents.count(token) for token in range(n)]
-    roots = parents.count(-1)
-    n_segments = roots + sum(k for k in children if k > 1)
-    assert int(types.sum()) == n_segments
 
 
 @given(forests())

@@ -15,7 +15,7 @@ from tests.torch.test_masks import forests, tree
 from tests.torch.tiny_models import SIZES, float64_throughout, relative
 from trajkit.errors import UnsupportedModelError
 from trajkit.torch.datasets import PackDataset
-from trajkit.torch.masks import token_ranges
+from trajkit.torch.masks import tokens_of
 from trajkit.torch.models import carry_logprobs, check_model, edge_logprobs
 from trajkit.torch.states import Segments, follow_trees, follows
 
@@ -206,7 +206,7 @@ def test_layers_that_cannot_follow_are_refused_by_name(config, changes, layers):
 @given(forests())
 def test_segments_are_the_runs_without_a_branch(parents):
     end, position, _ = tree(parents)
-    segments = Segments(token_ranges(end, position), torch.device("cpu"))
+    segments = Segments(tokens_of(end, position), torch.device("cpu"))
     done, places = {-1: -1}, []
     for numbers, sources, tokens, n_own in segments.batches:
         assert len({source >= 0 for source in sources}) == 1

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -27,7 +28,7 @@ from trajkit_train.model import END, make_model, make_tokenizer
 from trajkit_train.run import run_train
 from trajkit_train.settings import Settings
 from trajkit_train.torch_engine import TorchEngine
-from trajkit_train.trainer import packs_of, update
+from trajkit_train.trainer import train_steps
 
 TOKENIZER = make_tokenizer()
 (END_ID,) = TOKENIZER.encode(END)
@@ -257,7 +258,7 @@ def drifting_turns(model):
 
 
 @pytest.mark.parametrize("policy", ["faithful", "slime", "trl", "polar"])
-def test_only_rows_out_of_context_have_a_mismatch(policy):
+def test_only_rows_out_of_context_have_a_mismatch(tmp_path, policy):
     model = small_model()
     turns = drifting_turns(model)
     model.set_attn_implementation("trajkit")
@@ -269,9 +270,12 @@ def test_only_rows_out_of_context_have_a_mismatch(policy):
         SESSIONS,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    settings = Settings()
-    packs, report = packs_of(turns, sessions, policy, settings.pack_tokens)
-    apart = update(model, optimizer, packs, len(sessions), settings)
+    tk.write_turns(turns, log := tmp_path / "turns.arrow")
+    gateway, given = Mock(), (log, tmp_path / "weights", policy, Settings(steps=1))
+    (step,) = train_steps(model, optimizer, gateway, lambda _: sessions, *given)
+    names = [name for name, _, _ in gateway.method_calls]
+    assert names == ["pause", "update_weights", "resume"]
+    apart, report = step["apart"], step["report"]
     sampled, trained = (
         sum(report[f"tokens_{name}"].to_pylist()) for name in ("sampled", "trained")
     )

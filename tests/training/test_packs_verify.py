@@ -264,7 +264,7 @@ def test_a_violation_names_pack_row_and_values():
             "row_index": 0,
             "row_token": 4,
             "rule": "target",
-            "detail": "edge_target is 9: the row has 5",
+            "detail": "edge_target is 9: expected 5",
         }
     ]
     packs = without_edge(without_edge(PACKED, 1, 1), 1, 0)

@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from trajkit.analysis.branches import (
         label_branches_batches as label_branches_batches,
     )
-    from trajkit.analysis.drift import check_roundtrip as check_roundtrip
-    from trajkit.analysis.drift import (
-        check_roundtrip_batches as check_roundtrip_batches,
-    )
     from trajkit.analysis.drift import classify_drift as classify_drift
     from trajkit.analysis.drift import explain_drift as explain_drift
     from trajkit.analysis.drift import (

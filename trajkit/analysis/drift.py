@@ -1,9 +1,10 @@
-"""How prompts depart from their parents' paths: the ``drift`` and ``findings`` tables.
+"""How prompts depart from their parents' paths: the ``drift`` and ``findings`` tables."""
 
-`check_roundtrip` says which replies can't come back as they were sampled.
-"""
-
+import json
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,22 +14,32 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit._kernel_names import numbers
-from trajkit.analysis.drift_text import Side, Stretch, text_cause
-from trajkit.analysis.tokenizer import Codec, Tokenizer
+from trajkit.analysis.tokenizer import Codec, Ids, Tokenizer
 from trajkit.rows.links import read_linked
-from trajkit.schema import CAUSES, DRIFT, FINDINGS, REGIONS, ROUNDTRIP, TEXT_CAUSES
+from trajkit.schema import CAUSES, DRIFT, FINDINGS, REGIONS, TEXT_CAUSES
 from trajkit.tables.canonical import TableLike
 from trajkit.tables.ragged import Longs, Records
 from trajkit.tables.stages import Source, apply, stage
 from trajkit.turns.attribution import SessionCalls
-from trajkit.turns.python_lists import lcp
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Forest, Sessions
 
+
+class Stretch(NamedTuple):
+    """A token range of the path, and the range of the prompt in its place."""
+
+    path_start: int
+    path_stop: int
+    prompt_start: int
+    prompt_stop: int
+
+
 DESCRIBED = tuple(_core.ENUMS["DriftLine"])
 """The columns that the kernel fills, in its order (_native/drift.pxi)."""
+_RESYNC = ("resync_path", "resync_prompt", "resync_length")
 numbers("Region", REGIONS)
 numbers("Cause", CAUSES)
+numbers("Difference", Stretch._fields)
 
 MIN_RUN = 8
 """Contiguous tokens that path and prompt must have in common to agree again."""
@@ -38,6 +49,18 @@ _CLOSER_RUNS = (4, 2, 1)
 _MOST_PIECES = 64
 # Causes that may hide others. Dropped text is not split at short runs, which are chance.
 _COARSE = {"white_space": _CLOSER_RUNS, "reasoning_dropped": _CLOSER_RUNS[:1]}
+# JSON is not searched in messages with more tokens.
+_LONG_MESSAGE = 1 << 14
+# Tokens read before and after a span: enough for a split character or word.
+_NEIGHBOURS = 4
+
+_REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}
+_MARKS = re.compile(
+    "(" + "|".join(map(re.escape, (*_REASONING, *_REASONING.values()))) + ")"
+)
+_LITERALS = {"True": "true", "False": "false", "None": "null"}
+_LITERAL = re.compile(r"\b(?:True|False|None)\b")
+_WORD = re.compile(r"\w*")
 
 
 @stage
@@ -56,64 +79,39 @@ def classify_drift(
         `trajkit.schema.TURNS` in full or delta form.
     links : table
         `trajkit.schema.LINKS` of the same turns, from `trajkit.link`.
-        `classify_drift_batches` also takes its batches, and reads them in step with the
-        turns.
+        `classify_drift_batches` also takes its batches, in step with the turns.
     min_run : int
         Tokens that prompt and path must have in common to agree again after drift.
     tokenizer : Tokenizer, optional
-        The engine's tokenizer, as `analysis.check_roundtrip` takes it. ``cause`` is
-        then the cause of the first finding of `trajkit.analysis.explain_drift`
-        (`trajkit.schema.TEXT_CAUSES`), or ``clean``.
+        The engine's: any object with ``encode(text, add_special_tokens=False)`` and
+        ``decode(ids, skip_special_tokens=False)``, such as those of transformers and
+        ``tokenizers.Tokenizer``. ``cause`` is then that of the turn's first finding
+        (`trajkit.analysis.explain_drift`), or ``clean``.
 
     Returns
     -------
     Table
-        `trajkit.schema.DRIFT`, one row per turn with a parent. *Path* is the path of
-        the parent.
-
-        lcp, size
-            Length of the longest common prefix of path and prompt, and the number of
-            tokens that follow in the path.
-        region
-            ``none`` (size 0), ``last_reply`` (lcp is in the parent's output),
-            ``earlier_reply`` (in an earlier output that the path has unchanged),
-            ``prompt`` (in other tokens).
-        resync_path, resync_prompt, resync_length
-            The longest common run of ``min_run`` tokens or more after lcp, the first in
-            the prompt. Without one: the longest shorter run that ends at the end of the
-            message in which drift starts. Null otherwise.
-        tokens_after_drift
-            Sampled tokens of the path, of any reply, at or after lcp.
-        cause
-            ``clean``; ``truncated`` (the prompt ends at lcp); ``head_dropped`` (at
-            least min_run tokens at lcp in the prompt are found later in the path);
-            ``middle_edited`` (they agree again later in the prompt); ``tail_changed``
-            (the last reply changed and they do not agree again); ``diverged`` (any
-            other).
+        `trajkit.schema.DRIFT`, one row per turn with a parent. ``resync`` is the longest
+        common run of ``min_run`` tokens or more after lcp, the first in the prompt;
+        without one, the longest shorter run that ends with the message in which drift
+        starts. ``cause`` is ``clean``; ``truncated`` (the prompt ends at lcp);
+        ``head_dropped`` (at least min_run tokens at lcp in the prompt are found later in
+        the path); ``middle_edited`` (they agree again later in the prompt);
+        ``tail_changed`` (the last reply changed and they do not agree again);
+        ``diverged`` (any other).
 
     Raises
     ------
     SchemaError, InvalidTurnsError
-        As `trajkit.linearize`; the tokenizer lacks a method.
+        As `trajkit.linearize`.
     ArgumentError
-        ``min_run`` is not an integer of 1 or more.
+        ``min_run`` is not an integer of 1 or more, or the tokenizer lacks a method.
     """
     min_run = chosen_int("min_run", min_run, 1)
     codec = None if tokenizer is None else Codec(tokenizer)
 
     def one(turns: pa.Table, links: pa.Table) -> pa.Table:
-        calls, forest, records = read_linked(turns, links)
-        table = drift_table(calls, forest, records, min_run)
-        if codec is None:
-            return table
-        names = ("clean", *TEXT_CAUSES)
-        causes = np.zeros(len(records), np.int8)
-        for found in find_causes(calls, forest, records, codec, min_run):
-            if found.number == 0:
-                causes[found.call] = names.index(found.cause)
-        at = table.schema.get_field_index("cause")
-        cause = codes(causes[records["parent"] >= 0], names)
-        return table.set_column(at, table.schema.field(at), cause)
+        return drift_table(*read_linked(turns, links), min_run, codec)
 
     return apply(one, turns, table_of=as_turns, links=links)
 
@@ -122,36 +120,31 @@ classify_drift_batches = classify_drift.batches
 
 
 def drift_table(
-    calls: Sessions, forest: Forest, links: Records, min_run: int = MIN_RUN
+    calls: Sessions,
+    forest: Forest,
+    links: Records,
+    min_run: int = MIN_RUN,
+    codec: Codec | None = None,
 ) -> pa.Table:
     """The ``drift`` table of links whose ``lcp`` is known."""
     described = np.zeros((len(DESCRIBED), len(links)), np.int64)
-    found = dict(zip(DESCRIBED, described, strict=True))
-    for name in ("resync_path", "resync_prompt", "resync_length"):
-        found[name][:] = -1
+    described[[*map(DESCRIBED.index, _RESYNC)]] = -1
     _core.describe_drift(forest.paths, links, min_run, described)
     rows = np.flatnonzero(links["parent"] >= 0)
+    found = dict(zip(DESCRIBED, described[:, rows], strict=True))
     parent, shared = links["parent"][rows], links["lcp"][rows]
-    found = {name: line[rows] for name, line in found.items()}
+    size = calls.path_len[parent] - shared
+    cause = codes(found["cause"], CAUSES)
+    if codec is not None:
+        causes = _causes(calls, links, codec, min_run)
+        first, names = np.zeros(len(rows), np.int8), ("clean", *TEXT_CAUSES)
+        first[size > 0] = [names.index(one[2]) for one in causes if one[1] == 0]
+        cause = codes(first, names)
     nowhere = found["resync_length"] < 0
-
-    def where(name: str) -> pa.Array:
-        return pa.array(found[name].astype(np.int32), mask=nowhere)
-
-    return turn_lines(
-        DRIFT,
-        calls,
-        rows,
-        calls.turn_index[parent],
-        shared,
-        calls.path_len[parent] - shared,
-        codes(found["region"], REGIONS),
-        where("resync_path"),
-        where("resync_prompt"),
-        where("resync_length"),
-        found["tokens_after_drift"],
-        codes(found["cause"], CAUSES),
-    )
+    resync = [pa.array(found[name], pa.int32(), mask=nowhere) for name in _RESYNC]
+    region = codes(found["region"], REGIONS)
+    columns = shared, size, region, *resync, found["tokens_after_drift"], cause
+    return turn_lines(DRIFT, calls, rows, calls.turn_index[parent], *columns)
 
 
 def turn_lines(
@@ -160,26 +153,21 @@ def turn_lines(
     which: Longs | Sequence[int],
     *columns: Sequence[Any] | npt.NDArray[Any] | pa.Array,
 ) -> pa.Table:
-    """A table of the session and turn of some calls, and further columns.
-
-    ``schema`` begins with session_id and turn_index; ``which`` are indices of calls;
-    the columns that follow are given as their types or as `codes`.
-    """
+    """A table of the session and turn of the calls ``which``, and further columns."""
     rows = pa.array(np.asarray(which, np.int64))
     taken = calls.table.select(["session_id", "turn_index"]).take(rows)
-    arrays = []
-    for field, values in zip(list(schema)[2:], columns, strict=True):
-        if isinstance(values, np.ndarray):  # numpy casts faster than Arrow
-            values = values.astype(field.type.to_pandas_dtype(), copy=False)
-        known = isinstance(values, pa.Array)
-        arrays.append(values if known else pa.array(values, field.type))
+    arrays = [
+        values if isinstance(values, pa.Array) else pa.array(values, field.type)
+        for field, values in zip(list(schema)[2:], columns, strict=True)
+    ]
     return pa.Table.from_arrays([*taken.columns, *arrays], schema=schema)
 
 
 def codes(values: Sequence[int] | npt.NDArray[Any], names: tuple[str, ...]) -> pa.Array:
     """Names by their number, with all of the names as categories."""
-    numbers = pa.array(np.asarray(values, np.int8))
-    return pa.DictionaryArray.from_arrays(numbers, pa.array(names))
+    return pa.DictionaryArray.from_arrays(
+        pa.array(np.asarray(values, np.int8)), pa.array(names)
+    )
 
 
 @stage
@@ -190,50 +178,33 @@ def explain_drift(
 
     Parameters
     ----------
-    turns, links : table
-        As for `trajkit.classify_drift`.
-    tokenizer : Tokenizer
-        The engine's tokenizer, as `check_roundtrip` takes it.
-    min_run : int
-        Tokens that both sides have in common between two findings. A span that no cause
-        explains is split at shorter common runs if that explains every part.
+    turns, links, tokenizer, min_run
+        As for `trajkit.classify_drift`. A span that no cause explains is split at common
+        runs of less than ``min_run`` tokens if that explains every part.
 
     Returns
     -------
     Table
         `trajkit.schema.FINDINGS`: one or more rows per turn whose prompt does not begin
         with its parent's path. `trajkit.schema.TEXT_CAUSES` defines the causes. Tokens
-        that the prompt adds after the path are not findings.
+        that the prompt adds after the path are not findings. JSON is searched in messages
+        of up to 16,384 tokens.
 
     Raises
     ------
     SchemaError, InvalidTurnsError, ArgumentError
         As `trajkit.classify_drift`.
-
-    Notes
-    -----
-    After drift, the sides are aligned at the nearest common run, in linear time. A
-    special token that only one side skips counts as 64 tokens of distance. JSON is
-    searched in messages of up to 16,384 tokens.
     """
     min_run = chosen_int("min_run", min_run, 1)
     codec = Codec(tokenizer)
 
     def one(turns: pa.Table, links: pa.Table) -> pa.Table:
-        calls, forest, records = read_linked(turns, links)
-        found = list(find_causes(calls, forest, records, codec, min_run))
-        which = [one.call for one in found]
-        return turn_lines(
-            FINDINGS,
-            calls,
-            which,
-            calls.turn_index[records["parent"][which]],
-            [one.number for one in found],
-            codes([TEXT_CAUSES.index(one.cause) for one in found], TEXT_CAUSES),
-            *([one.stretch[i] for one in found] for i in range(4)),
-            [one.path_text for one in found],
-            [one.prompt_text for one in found],
-        )
+        calls, _, records = read_linked(turns, links)
+        found = list(_causes(calls, records, codec, min_run))
+        which, number, cause, *rest = ([one[k] for one in found] for k in range(9))
+        parent = calls.turn_index[records["parent"][which]]
+        cause = codes([TEXT_CAUSES.index(one) for one in cause], TEXT_CAUSES)
+        return turn_lines(FINDINGS, calls, which, parent, number, cause, *rest)
 
     return apply(one, turns, table_of=as_turns, links=links)
 
@@ -241,21 +212,10 @@ def explain_drift(
 explain_drift_batches = explain_drift.batches
 
 
-class Finding(NamedTuple):
-    """One span of drift of one call."""
-
-    call: int
-    number: int
-    cause: str
-    stretch: Stretch
-    path_text: str
-    prompt_text: str
-
-
-def find_causes(
-    calls: Sessions, forest: Forest, links: Records, codec: Codec, min_run: int
-) -> Iterator[Finding]:
-    """The findings of every call, in order. ``links`` must have their ``lcp``."""
+def _causes(
+    calls: Sessions, links: Records, codec: Codec, min_run: int
+) -> Iterator[tuple[Any, ...]]:
+    """The findings of every call: its index, and the columns from ``finding`` on."""
     for s in range(len(calls)):
         lo, hi = calls.offsets[s : s + 2].tolist()
         session = SessionCalls(calls.part(s, s + 1))
@@ -263,13 +223,13 @@ def find_causes(
             parent, shared = links["parent"][call].item(), links["lcp"][call].item()
             if parent < 0 or shared == calls.path_len[parent]:
                 continue
-            held = Side(codec, calls.path(parent))
+            path = Side(codec, calls.path(parent))
             prompt = Side(codec, calls.prompt(call))
             other = other_text_cause(session, parent - lo, call - lo)
-            causes = _explained(held, prompt, shared, min_run, other)
+            causes = _explained(path, prompt, shared, min_run)
             for number, (cause, stretch) in enumerate(causes):
-                texts = held.text(*stretch[:2]), prompt.text(*stretch[2:])
-                yield Finding(call, number, cause, stretch, *texts)
+                texts = path.text(*stretch[:2]), prompt.text(*stretch[2:])
+                yield call, number, cause or other, *stretch, *texts
 
 
 def other_text_cause(calls: SessionCalls, parent: int, call: int) -> str:
@@ -285,56 +245,128 @@ def other_text_cause(calls: SessionCalls, parent: int, call: int) -> str:
     return "template" if reply else "other_text"
 
 
+class Side:
+    """The tokens of one side, path or prompt, as text."""
+
+    def __init__(self, codec: Codec, ids: Ids) -> None:
+        self.ids, self._codec = ids, codec
+        self.special = codec.special(ids)
+        # number of special tokens before each position, shape (n_ids + 1,)
+        self.borders = np.zeros(len(ids) + 1, np.int32)
+        np.cumsum(self.special, out=self.borders[1:])
+        self._ends = np.append(np.flatnonzero(self.special), len(ids))
+        # the start of a message, a position in it, and the text between
+        self._read = 0, 0, ""
+        self._objects: tuple[int, list[tuple[int, int, str]]] = (-1, [])
+
+    def text(self, start: int, stop: int) -> str:
+        """The text that these tokens add to the tokens before them."""
+        lead = self.ids[max(start - _NEIGHBOURS, 0) : start]
+        head = self._codec.text(lead)
+        with_lead = self._codec.text(np.concatenate([lead, self.ids[start:stop]]))
+        # A character may be split between lead and span.
+        if with_lead.startswith(head):
+            return with_lead[len(head) :]
+        return self._codec.text(self.ids[start:stop])
+
+    def wide_text(self, start: int, stop: int) -> str:
+        """The text including neighbours, which may complete a split character."""
+        start = max(start - _NEIGHBOURS, 0)
+        return self._codec.text(self.ids[start : stop + _NEIGHBOURS])
+
+    def plain(self, start: int, stop: int) -> str:
+        """The text without special tokens and white space."""
+        return _squeezed(self._codec.plain(self.ids[start:stop]))
+
+    def specials(self, start: int, stop: int) -> list[int]:
+        """The special tokens among these."""
+        found: list[int] = self.ids[start:stop][self.special[start:stop]].tolist()
+        return found
+
+    def ends_message(self, place: int) -> bool:
+        """Whether a message ends before the token at this position."""
+        return place == len(self.ids) or bool(self.special[place])
+
+    def whole_words(self, start: int, stop: int, text: str) -> str:
+        """A span's text with the words that begin before it and go on after it.
+
+        White space and the notation of Python literals are removed.
+        """
+        tail = self.before(start)[: -_NEIGHBOURS * 16 : -1]
+        after = self.text(stop, stop + _NEIGHBOURS)
+        words = [_WORD.match(one) for one in (tail, after)]
+        head, rest = (one[0] if one else "" for one in words)
+        return _squeezed(_in_json(head[::-1] + text + rest))
+
+    def before(self, place: int) -> str:
+        """The text of a message up to the token at this position.
+
+        Each message is decoded once if positions ascend.
+        """
+        start = self._message(place)[0]
+        first, read, text = self._read
+        if first != start or read > place:
+            read, text = start, ""
+        self._read = start, place, text + self.text(read, place)
+        return self._read[2]
+
+    def objects(self, place: int) -> list[tuple[int, int, str]]:
+        """The `json_objects` in the message of the token at this position."""
+        start, stop = self._message(place)
+        if self._objects[0] != start:
+            short = stop - start <= _LONG_MESSAGE
+            self._objects = start, json_objects(self.text(start, stop)) if short else []
+        return self._objects[1]
+
+    def _message(self, place: int) -> tuple[int, int]:
+        """The tokens between special ones that the token at this position is of."""
+        k = int(np.searchsorted(self._ends, place))
+        start = int(self._ends[k - 1]) + 1 if k else 0
+        return start, max(int(self._ends[min(k, len(self._ends) - 1)]), start)
+
+
 def _explained(
-    held: Side, prompt: Side, lcp: int, min_run: int, other: str
-) -> Iterator[tuple[str, Stretch]]:
-    n_held, n_prompt = len(held.ids), len(prompt.ids)
-    after_lcp = Stretch(lcp, n_held, lcp, n_prompt)
-    for stretch in _differences(held, prompt, after_lcp, min_run):
-        cause = text_cause(held, prompt, stretch)
+    path: Side, prompt: Side, lcp: int, min_run: int
+) -> Iterator[tuple[str | None, Stretch]]:
+    """The spans that differ, and the cause of each; None for other text."""
+    after_lcp = Stretch(lcp, len(path.ids), lcp, len(prompt.ids))
+    for stretch in _differences(path, prompt, after_lcp, min_run):
+        cause = _text_cause(path, prompt, stretch)
         runs = _CLOSER_RUNS if cause is None else _COARSE.get(cause, ())
-        pieces = _closer(held, prompt, stretch, [run for run in runs if run < min_run])
+        pieces = _closer(path, prompt, stretch, [run for run in runs if run < min_run])
         if any(one != cause for one, _ in pieces):
             yield from pieces
         else:
-            yield cause or other, stretch
+            yield cause, stretch
 
 
 def _closer(
-    held: Side, prompt: Side, stretch: Stretch, runs: list[int]
-) -> list[tuple[str, Stretch]]:
+    path: Side, prompt: Side, stretch: Stretch, runs: list[int]
+) -> list[tuple[str | None, Stretch]]:
     """The parts of a span if each has its own cause, else an empty list."""
-    if stretch.path_start == stretch.path_stop:
-        return []
-    for run in runs:
-        pieces = _differences(held, prompt, stretch, run)
+    end = stretch.path_stop
+    for run in runs if stretch.path_start < end else ():
+        pieces = _differences(path, prompt, stretch, run)
         # Tokens that the prompt has after the end of the path's span differ as well.
-        last = pieces[-1]
-        after = last.prompt_stop + stretch.path_stop - last.path_stop
+        after = pieces[-1].prompt_stop + end - pieces[-1].path_stop
         if after < stretch.prompt_stop:
-            end = stretch.path_stop
             pieces.append(Stretch(end, end, after, stretch.prompt_stop))
-        if not 1 < len(pieces) <= _MOST_PIECES:
-            continue
-        explained = []
-        for piece in pieces:
-            cause = text_cause(held, prompt, piece)
-            if cause is None:
-                break
-            explained.append((cause, piece))
-        else:
-            return explained
+        if 1 < len(pieces) <= _MOST_PIECES:
+            causes = (_text_cause(path, prompt, piece) for piece in pieces)
+            explained = list(zip(takewhile(bool, causes), pieces, strict=False))
+            if len(explained) == len(pieces):
+                return explained
     return []
 
 
-def _differences(held: Side, prompt: Side, stretch: Stretch, run: int) -> list[Stretch]:
+def _differences(path: Side, prompt: Side, stretch: Stretch, run: int) -> list[Stretch]:
     """The spans between common runs where the two sides differ."""
     start, stop, prompt_start, prompt_stop = stretch
     out = np.empty((stop - start + 1, len(Stretch._fields)), np.int64)
     n_found = _core.align(
-        held.ids[start:stop],
+        path.ids[start:stop],
         prompt.ids[prompt_start:prompt_stop],
-        held.borders[start : stop + 1],
+        path.borders[start : stop + 1],
         prompt.borders[prompt_start : prompt_stop + 1],
         run,
         out,
@@ -343,75 +375,117 @@ def _differences(held: Side, prompt: Side, stretch: Stretch, run: int) -> list[S
     return [Stretch(*line) for line in found.tolist()]
 
 
-@stage
-def check_roundtrip(turns: TableLike, tokenizer: Tokenizer) -> pa.Table:
-    """Check for each turn whether encoding its decoded output gives the same ids.
+def _text_cause(path: Side, prompt: Side, stretch: Stretch) -> str | None:
+    """The cause (`trajkit.schema.TEXT_CAUSES`) of a span, or None for other text."""
+    old, new = stretch[:2], stretch[2:]
+    if stretch.prompt_start == len(prompt.ids):
+        return "truncated"
+    was, now = path.text(*old), prompt.text(*new)
+    other_specials = path.specials(*old) != prompt.specials(*new)
+    ordinary = not path.specials(*old) and not other_specials
+    if "\ufffd" in was + now:
+        # The neighbours have the rest of a split character.
+        was, now, ordinary = path.wide_text(*old), prompt.wide_text(*new), False
+    if was == now:
+        return "special_tokens" if other_specials else "same_text"
+    if other_specials and path.plain(*old) == prompt.plain(*new):
+        return "special_tokens"
+    same_space = _squeezed(was) == _squeezed(now)
+    if not same_space and path.whole_words(*old, was) == prompt.whole_words(*new, now):
+        return "boolean"
+    if ordinary and _same_object(path, prompt, stretch, was, now):
+        return "tool_arguments"
+    if same_space:
+        return "white_space"
+    answer, reasoned = _without_reasoning(was, path.before(stretch.path_start))
+    other, still = _without_reasoning(now, prompt.before(stretch.prompt_start))
+    if not still and answer == other:
+        return "reasoning_dropped" if reasoned else "template"
+    if ordinary and was.startswith(now) and path.ends_message(stretch.path_stop):
+        end = prompt.text(stretch.prompt_stop, stretch.prompt_stop + 1)
+        if prompt.ends_message(stretch.prompt_stop):
+            # Sampled text may have been read as the end of the message.
+            return "special_tokens" if end and end in was else "truncated"
+    return None
 
-    If it does not, a client that keeps text cannot return the reply as it was sampled.
-    The turns stay unchanged. To mask such turns, replace their ``trainable`` column by
-    the result's (see the notes).
 
-    Parameters
-    ----------
-    turns : table
-        `trajkit.schema.TURNS` in full or delta form.
-    tokenizer : Tokenizer
-        The engine's tokenizer: any object with ``encode(text,
-        add_special_tokens=False)`` and ``decode(ids, skip_special_tokens=False)``, such
-        as those of transformers and ``tokenizers.Tokenizer``.
+def _same_object(
+    path: Side, prompt: Side, stretch: Stretch, was: str, now: str
+) -> bool:
+    """Whether the texts are part of equal JSON objects, with the same index."""
+    head = _in_common(was, now)
+    rest = _in_common(was[head:][::-1], now[head:][::-1])
+    found = []
+    sides = (path, stretch.path_start, was), (prompt, stretch.prompt_start, now)
+    for side, start, text in sides:
+        first = len(side.before(start)) + head
+        last = first + len(text) - head - rest
+        for number, (at, end, value) in enumerate(side.objects(start)):
+            if (at < first and last < end) or (at, end) == (first, last):
+                found.append((number, value))
+    return len(found) == 2 and found[0] == found[1]
 
-    Returns
-    -------
-    Table
-        `trajkit.schema.ROUNDTRIP`, one row per turn, in the order of ``turns``.
 
-    Raises
-    ------
-    SchemaError
-        ``tokenizer`` lacks a method; else as `trajkit.linearize`.
-    InvalidTurnsError
-        As `trajkit.linearize`.
+def _in_common(a: str, b: str) -> int:
+    """The length of the common prefix."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((k for k, pair in pairs if pair[0] != pair[1]), min(len(a), len(b)))
 
-    Notes
-    -----
-    To train only outputs with an exact round trip::
 
-        checked = tk.analysis.check_roundtrip(turns, tokenizer)
-        at = turns.schema.get_field_index("trainable")
-        turns = turns.set_column(at, turns.field(at), checked["trainable"])
+def json_objects(text: str) -> list[tuple[int, int, str]]:
+    """The outermost JSON objects in a text: start, stop, value in canonical form.
 
-    References
-    ----------
-    slime's first coding agent masked such turns; an empty output passes (slime's
-    https://github.com/THUDM/slime/blob/b6764131d/examples/coding_agent_rl/middleware.py).
+    Python literals count as JSON's, whole floats as integers. ``arguments`` in a string
+    counts as the object.
     """
-    codec = Codec(tokenizer)
-
-    def one(turns: pa.Table) -> pa.Table:
-        calls = Sessions.of(turns)
-        n_calls = len(calls.calls)
-        differs = np.full(n_calls, -1, np.int32)
-        n_encoded = np.empty(n_calls, np.int32)
-        for call in range(n_calls):
-            output = calls.output(call)
-            again = codec.ids(codec.text(output)) if len(output) else output
-            n_encoded[call] = len(again)
-            same = lcp(output, again)
-            if same < max(len(output), len(again)):
-                differs[call] = same
-        exact = differs < 0
-        return turn_lines(
-            ROUNDTRIP,
-            calls,
-            range(n_calls),
-            exact,
-            pa.array(differs, mask=exact),
-            calls.calls["out_len"],
-            n_encoded,
-            exact & calls.calls["trainable"].astype(np.bool_),
-        )
-
-    return apply(one, turns, table_of=as_turns)
+    text = _in_json(text)
+    found = []
+    at = text.find("{")
+    while at >= 0:
+        try:
+            value, stop = _DECODER.raw_decode(text, at)
+            found.append((at, stop, json.dumps(value, sort_keys=True)))
+        except (ValueError, RecursionError):
+            stop = at + 1
+        at = text.find("{", stop)
+    return found
 
 
-check_roundtrip_batches = check_roundtrip.batches
+def _with_arguments(value: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(value.get("arguments"), str):
+        with suppress(ValueError):
+            value["arguments"] = _DECODER.decode(value["arguments"])
+    return value
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+_DECODER = json.JSONDecoder(object_hook=_with_arguments, parse_float=_number)
+
+
+def _in_json(text: str) -> str:
+    """The text with Python literals replaced by JSON's."""
+    return _LITERAL.sub(lambda match: _LITERALS[match[0]], text)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _without_reasoning(text: str, before: str) -> tuple[str, bool]:
+    """The text outside reasoning without white space, and whether any is inside."""
+    opened, closed = (
+        max(map(before.rfind, marks)) for marks in (_REASONING, _REASONING.values())
+    )
+    inside, kept, reasoned = opened > closed, "", False
+    for piece in _MARKS.split(text):
+        if _MARKS.fullmatch(piece):
+            inside = piece in _REASONING
+        elif inside:
+            reasoned |= bool(piece.strip())
+        else:
+            kept += piece
+    return _squeezed(kept), reasoned

@@ -1,7 +1,4 @@
-"""polars, imported on first use: it counts and groups, and reads tables without a copy.
-
-The functions that need it raise ArgumentError where it is not installed.
-"""
+"""polars, imported on first use; the functions that need it raise ArgumentError without."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,10 +1,8 @@
 """`check_rows`: what a trainer trains, compared with what was sampled."""
 
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from bisect import bisect_left, bisect_right
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,24 +12,22 @@ from trajkit.analysis.words import count
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import ROW_CHECKS
-from trajkit.schema.engine import Bools
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike
-from trajkit.tables.ragged import positions
+from trajkit.tables.ragged import Array, Bools, Ints, Longs, positions
 from trajkit.turns.flat_buffers import TurnTokens, flat_turns, sessions_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.sessions import Sessions
 from trajkit.turns.trainability import aborted_calls
 from trajkit.verification.context import consecutive
-from trajkit.verification.row_forms import Array, plain_rows
+from trajkit.verification.foreign_rows import TOLERANCE, Sampled
+from trajkit.verification.row_forms import plain_rows
 
-# tokens of a prompt that must precede an output found elsewhere in a row, and sessions of
-# equal beginning that are tried for a row
-_PROMPT_END, _MOST_SESSIONS = 16, 32
-# Engines and trainers write logprobs with 32 or 16 bits.
-_TOLERANCE = 1e-2
+# sessions of equal beginning that are tried for a row, among so many turns on either side
+_MOST_SESSIONS, _NEAR = 32, 4096
 # by how many tokens a mask or logprobs may be shifted
 _SHIFTS = (-1, 1, -2, 2)
+_SIDES = ("right", "left")
 
 
 def check_rows(
@@ -44,12 +40,10 @@ def check_rows(
     Parameters
     ----------
     rows : table, dict of columns, list of dicts or of objects
-        Rows of trajkit, or of a trainer: ``input_ids`` and ``loss_mask`` (or ``labels``);
-        verl's ``prompts``, ``responses`` and ``response_mask``; slime's ``tokens``,
-        ``response_length`` and ``loss_mask``; TRL's ``prompt_ids``, ``completion_ids``
-        and ``completion_mask``; OpenRLHF's ``sequences`` and ``action_mask``. Columns are
-        lists or padded tensors with an ``attention_mask``. A mask that is shorter than the
-        row is that of its end. Logprobs are optional.
+        Rows of trajkit, or of a trainer, as lists or padded tensors: ``input_ids`` and
+        ``loss_mask`` (or ``labels``), or the columns of verl, slime, TRL or OpenRLHF
+        (docs/check.md). A mask that is shorter than the row is that of its end. Logprobs
+        are optional.
     turns : table
         `trajkit.schema.TURNS` in full or delta form.
     policy : str or Policy, optional
@@ -80,312 +74,170 @@ def check_rows(
     trains 2 of 2 tokens of turn 0, if its mask is shifted right by 1
     the mask is shifted left by 1: it trains the token before each sampled one
     """
-    table = as_turns(turns)
-    plain = plain_rows(rows)
-    chosen = None if policy is None else named_policy(policy)
-    check = _Check(_Turns.of(table), plain, chosen)
+    table, plain = as_turns(turns), plain_rows(rows)
+    check = _Check(table, None if policy is None else named_policy(policy))
     for row in range(plain.num_rows):
-        check.row(row)
-    check.absent(None if chosen is None else output_spans(table, chosen))
+        check.row(row, {name: plain[name][row] for name in plain.column_names})
+    check.absent()
     return pa.Table.from_pylist(check.lines, ROW_CHECKS)
 
 
-@dataclass(slots=True)
-class _Turns:
-    """The turns, and their paths in the order of their tokens."""
-
-    tokens: TurnTokens
-    # the paths as bytes that compare like their tokens, sorted, and their calls
-    keys: list[bytes]
-    order: list[int]
-    session_of: Array
-    may_train: Bools
-
-    @classmethod
-    def of(cls, table: pa.Table) -> "_Turns":
-        calls = Sessions.of(table)
-        tokens = flat_turns(calls)
-        n = len(tokens.outputs)
-        keys = [
-            _key(np.concatenate([tokens.prompts[k], tokens.outputs[k]]))
-            for k in range(n)
-        ]
-        order = sorted(range(n), key=keys.__getitem__)
-        may = calls.calls["trainable"].astype(np.bool_) & ~aborted_calls(calls)
-        return cls(
-            tokens,
-            [keys[k] for k in order],
-            order,
-            np.repeat(np.arange(len(calls.ids)), np.diff(calls.offsets)),
-            may[tokens.outputs.owner] & tokens.unmasked,
-        )
-
-    def name(self, session: int) -> str:
-        """The id of a session."""
-        return str(self.tokens.calls.ids[session].as_py())
-
-    def number(self, call: int) -> int:
-        """The ``turn_index`` of a call."""
-        return int(self.tokens.calls.turn_index[call])
-
-    def nearest(self, ids: Array) -> list[int]:
-        """The sessions of the paths that share most with a row, the earliest first."""
-        key = _key(ids)
-        at = bisect_left(self.keys, key)
-        shared = [
-            (self.tokens.shared(ids, self.order[k]), k)
-            for k in (at - 1, at)
-            if 0 <= k < len(self.keys)
-        ]
-        most = max((n for n, _ in shared), default=0)
-        if most == 0:
-            return []
-        found: dict[int, bool] = {}
-        for step in (-1, 1):
-            k = at - 1 if step < 0 else at
-            while 0 <= k < len(self.keys) and len(found) < _MOST_SESSIONS:
-                if self.tokens.shared(ids, self.order[k]) < most:
-                    break
-                found[int(self.session_of[self.order[k]])] = True
-                k += step
-        return sorted(found)
-
-
-def _key(ids: Array) -> bytes:
-    return ids.astype(">u4").tobytes()
-
-
-class _Sampled(NamedTuple):
-    """Which token of a row is which sampled token, or -1; a position in all outputs."""
-
-    source: Array
-    # by token: whether it follows the prompt that it was sampled after
-    in_context: Bools
-    # the complete prompt of some turn begins the row
-    found: bool
-
-
-@dataclass
 class _Check:
-    """The lines about rows so far."""
+    """The turns, and the lines about rows so far."""
 
-    turns: _Turns
-    rows: pa.Table
-    policy: Policy | None
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    # by sampled token: the first row that has it without training it, and its position
-    left_out: dict[int, tuple[int, int]] = field(default_factory=dict)
-    # sessions that have a row
-    seen: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        n = len(self.turns.tokens.outputs.values)
-        # by sampled token: the row that trains it first, and the first row that has it
-        self.trained_by, self.held_by = np.full((2, n), -1)
-        names = self.turns.tokens.calls.ids.to_pylist()
-        self.known = {name: k for k, name in enumerate(names)}
-        # what lines about the current row have
+    def __init__(self, table: pa.Table, policy: Policy | None) -> None:
+        calls = Sessions.of(table)
+        self.turns = flat_turns(calls)
+        self.outputs, self.owner = self.turns.outputs, self.turns.outputs.owner
+        every = range(calls.n_calls)
+        self.sessions = {name: k for k, name in enumerate(calls.ids.to_pylist())}
+        # the paths as bytes that compare like their tokens, sorted, and their calls
+        paths = [_key(np.append(self.turns.prompts[k], self.outputs[k])) for k in every]
+        self.order = np.array(sorted(every, key=paths.__getitem__), np.int64)
+        self.keys = [paths[k] for k in self.order.tolist()]
+        may = calls.calls["trainable"].astype(np.bool_) & ~aborted_calls(calls)
+        # By sampled token, and as the last element for a token that nobody sampled:
+        # whether it may be trained, and the first row that has it without training it,
+        # and where.
+        self.may = np.append(may[self.owner] & self.turns.unmasked, True)
+        self.left_by, self.left_at = np.full((2, len(self.may)), -1)
+        due = self.may[:-1]
+        if policy is not None:
+            due = due & ~_lost(self.turns, output_spans(table, policy))
+        self.sampled = Sampled(self.turns, due)
+        self.repeats = policy is not None and policy.train_in == "every"
+        self.splices = policy is not None and policy.on_drift == "splice"
+        self.lines: list[dict[str, Any]] = []
+        # what lines about the current row have; the sessions that have a row
         self.place: dict[str, Any] = {}
+        self.seen: set[str] = set()
 
     def add(self, kind: str, detail: str, **more: Any) -> None:
         """Add a line."""
         self.lines.append({"kind": kind, "detail": detail, **self.place, **more})
 
-    def row(self, row: int) -> None:
-        """Add the lines of a row."""
-        ids = np.asarray(self.rows["input_ids"][row].values)
-        mask = self.rows["loss_mask"][row].values.to_numpy(zero_copy_only=False)
-        named = self.rows["session_id"][row].as_py()
-        self.place, dropped = {"row": row}, 0
-        if named in self.known:
-            sessions = [self.known[named]]
-        else:
-            sessions, dropped = self._sessions_of(ids)
-        ids, mask = ids[dropped:], mask[dropped:]
-        first = self.rows["padding"][row].as_py() + dropped
-        tries = [(self._locate(ids, one), one) for one in sessions]
+    def row(self, row: int, given: dict[str, Any]) -> None:
+        """Add the lines of a row of `plain_rows`."""
+        ids = given["input_ids"].values.to_numpy()
+        mask = given["loss_mask"].values.to_numpy(zero_copy_only=False)
         if not len(ids):
             return
-        if not any(one.found for one, _ in tries):
-            where = f" of session {named!r}" if named in self.known else ""
-            n = int(mask.sum())
+        self.place, name = {"row": row}, given["session_id"].as_py()
+        named = name in self.sessions
+        sessions, dropped = ([self.sessions[name]], 0) if named else self._like(ids)
+        ids, mask, logprobs = ids[dropped:], mask[dropped:], None
+        first = given["padding"].as_py() + dropped
+        if given["logprobs"].is_valid:
+            logprobs = given["logprobs"].values.fill_null(np.nan).to_numpy()[dropped:]
+        tries = []
+        for k in sessions:
+            calls = self.turns.calls_of(k)
+            found = self.sampled.find(ids, calls, mask, everywhere=True)
+            if found[2]:
+                tries.append((int((mask & (found[0] >= 0)).sum()), k, *found[:2]))
+        if not tries:
+            n, where = int(mask.sum()), f" of session {name!r}" if named else ""
             words = f"{count(n)} trained, and no turn{where} begins like it"
             self.add("not_found", words, tokens=n)
             return
-        sampled, session = max(
-            tries, key=lambda one: int((mask & (one[0].source >= 0)).sum())
-        )
-        name = self.turns.name(session)
-        self.place["session_id"] = name
+        _, session, source, in_context = max(tries, key=itemgetter(0))
+        self.place["session_id"] = name = self.turns.calls.ids[session].as_py()
         self.seen.add(name)
-        source = sampled.source
-        shift = _shift_of(mask, (source >= 0) & self._may(source))
+        sampled, may = source >= 0, self.may[source]
+        shift = _shift_of(mask, sampled & may)
         moved = _shifted(mask, shift)
-        held = source[source >= 0]
-        self.held_by[held] = np.where(self.held_by[held] < 0, row, self.held_by[held])
-        self._trains(row, sampled, moved, shift)
+        trained = moved & sampled
+        self._trains(row, source[trained], in_context[trained], shift)
         if shift:
-            side, which = ("left", "before") if shift > 0 else ("right", "after")
+            which = "before" if shift > 0 else "after"
             words = (
-                f"the mask is shifted {side} by {abs(shift)}: it trains the token {which} "
-                "each sampled one"
+                f"the mask is shifted {_SIDES[shift > 0]} by {abs(shift)}: it trains the "
+                f"token {which} each sampled one"
             )
-            at, n = first + int(mask.argmax()), int((mask != moved).sum())
-            self.add("mask_shifted", words, token=at, tokens=n)
-        else:
-            self._not_sampled(ids, mask, source, first)
+            token, n = first + int(mask.argmax()), int((mask != moved).sum())
+            self.add("mask_shifted", words, token=token, tokens=n)
+        for kind, words, wrong in (
+            ("not_sampled", "that nobody sampled", mask & ~sampled),
+            ("untrainable", "of a turn that may not be trained", mask & ~may),
+        ):
+            at = np.flatnonzero(wrong & (shift == 0))
+            for k, n in consecutive(at):
+                shown = " ".join(map(str, ids[at[k] :][: min(n, 4)].tolist()))
+                detail = f"trains {count(n)} {words}: {shown}{' ...' if n > 4 else ''}"
+                self.add(kind, detail, token=first + int(at[k]), tokens=n)
         # `absent` reports those that no other row trains
-        for k in np.flatnonzero((source >= 0) & ~moved).tolist():
-            self.left_out.setdefault(int(source[k]), (row, first + k))
-        value = self.rows["logprobs"][row]
-        if value.is_valid:
-            logprobs = value.values.fill_null(float("nan")).to_numpy()[dropped:]
-            self._logprobs(logprobs, source, moved, first)
+        at = np.flatnonzero(sampled & ~moved & (self.left_by[source] < 0))
+        self.left_by[source[at]], self.left_at[source[at]] = row, first + at
+        if logprobs is not None:
+            self._logprobs(logprobs, source, np.flatnonzero(trained), first)
 
-    def _sessions_of(self, ids: Array) -> tuple[list[int], int]:
-        """The sessions that a row may be of, and the tokens of padding before it."""
-        found = self.turns.nearest(ids)
-        run = int(np.argmax(ids != ids[0])) if len(ids) and (ids != ids[0]).any() else 0
-        best = self._depth(ids, found)
-        dropped = 0
-        for left in {run, run - 1} - {0, -1}:
-            others = self.turns.nearest(ids[left:])
-            depth = self._depth(ids[left:], others)
-            if depth > best:
-                found, best, dropped = others, depth, left
-        return found, dropped
+    def _like(self, ids: Ints) -> tuple[list[int], int]:
+        """The sessions of the paths that share most with a row, and tokens to leave out.
 
-    def _depth(self, ids: Array, sessions: list[int]) -> int:
-        tokens = self.turns.tokens
-        return max(
-            (tokens.shared(ids, k) for one in sessions for k in tokens.calls_of(one)),
-            default=0,
-        )
+        Equal tokens at its start are padding if paths share more without them.
+        """
+        run = int(np.argmax(ids != ids[0]))
+        tries = [(k, *self._nearest(ids[k:])) for k in (0, run - 1, run) if k >= 0]
+        dropped, _, sessions = max(tries, key=lambda one: one[1])
+        return sessions, dropped
 
-    def _locate(self, ids: Array, session: int) -> _Sampled:
-        """Where the outputs of a session are in a row."""
-        tokens = self.turns.tokens
-        source = np.full(len(ids), -1, np.int64)
-        in_context = np.zeros(len(ids), np.bool_)
-        missing = []
-        places: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for call in tokens.calls_of(session):
-            n_prompt = len(tokens.prompts[call])
-            stop = tokens.shared(ids, call)
-            if n_prompt and stop >= min(n_prompt, len(ids)):
-                places[n_prompt].append((call, stop))
-            else:
-                missing.append(call)
-        found = bool(places)
-        for start in sorted(places):
-            # of replies to one prompt: a complete one, that may be trained, that no row
-            # trains yet, the longest
-            ranked = sorted(places[start], key=lambda one: self._likely(start, *one))
-            for k, (call, stop) in enumerate(reversed(ranked)):
-                first = int(tokens.outputs.offsets[call])
-                here = source[start:stop]
-                complete = k == 0 and stop - start == len(tokens.outputs[call])
-                free = np.ones(len(here), np.bool_) if complete else here < 0
-                here[free] = np.arange(first, first + len(here))[free]
-                in_context[start:stop] |= free
-        row = ids.tobytes()
-        for call in missing:
-            for at in _places(row, tokens.prompts[call], tokens.outputs[call]):
-                here = source[at : at + len(tokens.outputs[call])]
-                if (here < 0).all():
-                    start = int(tokens.outputs.offsets[call])
-                    here[:] = np.arange(start, start + len(here))
-                    in_context[at : at + len(here)] = not len(tokens.prompts[call])
-                    found = True
-                    break
-        return _Sampled(source, in_context, found)
+    def _nearest(self, ids: Ints) -> tuple[int, list[int]]:
+        """How many tokens some paths share with a row, and the first of their sessions."""
+        key = _key(ids)
+        at = bisect_left(self.keys, key)
+        next_to = self.order[max(at - 1, 0) : at + 1].tolist()
+        most = max((self.turns.shared(ids, k) for k in next_to), default=0)
+        if most == 0:
+            return 0, []
+        n = most * ids.itemsize
+        start = bisect_left(self.keys, key[:n], key=lambda path: path[:n])
+        stop = bisect_right(self.keys, key[:n], key=lambda path: path[:n])
+        near = self.order[max(start, at - _NEAR) : min(stop, at + _NEAR)]
+        return most, np.unique(self.turns.calls.session[near])[:_MOST_SESSIONS].tolist()
 
-    def _likely(self, start: int, call: int, stop: int) -> tuple[bool, bool, bool, int]:
-        """How likely tokens ``start:stop`` of a row are those of a reply."""
-        outputs = self.turns.tokens.outputs
-        mine = slice(outputs.offsets[call], outputs.offsets[call] + stop - start)
-        complete = stop - start == len(outputs[call])
-        may = bool(self.turns.may_train[mine].all())
-        fresh = bool((self.trained_by[mine] < 0).all())
-        return complete, may, fresh, stop - start
-
-    def _may(self, source: Array) -> Bools:
-        """Whether sampled tokens may be trained; True where there is none."""
-        if not len(self.turns.may_train):
-            return np.ones(len(source), np.bool_)
-        may: Bools = np.where(source >= 0, self.turns.may_train[source], True)
-        return may
-
-    def _trains(self, row: int, sampled: _Sampled, mask: Bools, shift: int) -> None:
+    def _trains(self, row: int, source: Longs, in_context: Bools, shift: int) -> None:
         """Which turn trains what, and what an earlier row trains too."""
-        outputs, policy = self.turns.tokens.outputs, self.policy
-        trained = mask & (sampled.source >= 0)
-        source, in_context = sampled.source[trained], sampled.in_context[trained]
-        again, owner = self.trained_by[source], outputs.owner[source]
-        side = "right" if shift > 0 else "left"
-        note = f", if its mask is shifted {side} by {abs(shift)}" if shift else ""
+        again, owner, note = self.sampled.train(row, source), self.owner[source], ""
+        if shift:
+            note = f", if its mask is shifted {_SIDES[shift < 0]} by {abs(shift)}"
         for call in dict.fromkeys(owner.tolist()):
-            mine = owner == call
-            n, of = int(mine.sum()), int(outputs.lengths[call])
-            turn = self.turns.number(call)
-            words = f"trains {n} of {count(of)} of turn {turn}{note}"
+            mine, of = owner == call, count(len(self.outputs[call]))
+            turn, n = int(self.turns.calls.turn_index[call]), int(mine.sum())
+            words = f"trains {n} of {of} of turn {turn}{note}"
             self.add("trains", words, turn_index=turn, tokens=n)
             twice = again[mine & (again >= 0)]
-            if len(twice) and not (policy and policy.train_in == "every"):
-                n = len(twice)
-                words = f"{count(n)} of turn {turn} that row {twice[0]} trains too"
-                self.add("trained_twice", words, turn_index=turn, tokens=n)
+            if len(twice) and not self.repeats:
+                words = (
+                    f"{count(len(twice))} of turn {turn} that row {twice[0]} trains too"
+                )
+                self.add("trained_twice", words, turn_index=turn, tokens=len(twice))
             n = int((mine & ~in_context).sum())
-            if n and not (policy and policy.on_drift == "splice"):
+            if n and not self.splices:
                 words = f"{count(n)} of turn {turn} after other tokens than it saw"
                 self.add("out_of_context", words, turn_index=turn, tokens=n)
-        self.trained_by[source] = np.where(again < 0, row, again)
 
-    def _not_sampled(self, ids: Array, mask: Bools, source: Array, first: int) -> None:
-        """Trained tokens that no turn sampled, or that may not be trained."""
-        for kind, wrong, words in (
-            ("not_sampled", mask & (source < 0), "that nobody sampled"),
-            (
-                "untrainable",
-                mask & ~self._may(source),
-                "of a turn that may not be trained",
-            ),
-        ):
-            at = np.flatnonzero(wrong)
-            for k, n in consecutive(at, np.zeros(len(at), np.int64)):
-                shown = " ".join(map(str, ids[at[k] : at[k] + min(n, 4)].tolist()))
-                more = " ..." if n > 4 else ""
-                detail = f"trains {count(n)} {words}: {shown}{more}"
-                self.add(kind, detail, token=first + int(at[k]), tokens=n)
-
-    def _logprobs(
-        self, logprobs: Array, source: Array, mask: Bools, first: int
-    ) -> None:
+    def _logprobs(self, logprobs: Array, source: Longs, at: Longs, first: int) -> None:
         """Logprobs that are not the engine's, or those of a token before or after."""
-        tokens = self.turns.tokens
-        at = np.flatnonzero(mask & (source >= 0))
-        at = at[tokens.given[source[at]]]
-        due = tokens.logprobs[source[at]]
+        at = at[self.turns.given[source[at]]]
+        due = self.turns.logprobs[source[at]]
 
         def right(shift: int) -> Bools:
             there = (at + shift).clip(0, len(logprobs) - 1)
             here = np.where(there == at + shift, logprobs[there], np.nan)
-            same: Bools = np.abs(here - due) <= _TOLERANCE * np.maximum(1, np.abs(due))
+            same: Bools = np.abs(here - due) <= TOLERANCE * np.maximum(1, np.abs(due))
             return same
 
-        if not len(at) or right(0).all():
-            return
         good = int(right(0).sum())
+        if good == len(at):
+            return
         # a shift loses a value at an end of each range
         ranges = 1 + int((np.diff(at) > 1).sum())
-        for shift in _SHIFTS:
+        for shift in _SHIFTS if len({*due.tolist()}) > 1 else ():
             n = int(right(shift).sum())
             least = max(len(at) - ranges * abs(shift), len(at) // 2 + 1, good + 1)
-            if n >= least and len({*due.tolist()}) > 1:
-                side = "left" if shift < 0 else "right"
-                words = f"the logprobs are shifted {side} by {abs(shift)}"
-                token = first + int(at[0])
-                self.add("logprobs_shifted", words, token=token, tokens=n)
+            if n >= least:
+                words = f"the logprobs are shifted {_SIDES[shift < 0]} by {abs(shift)}"
+                self.add("logprobs_shifted", words, token=first + int(at[0]), tokens=n)
                 return
         k, n = int(right(0).argmin()), len(at) - good
         words = (
@@ -394,83 +246,50 @@ class _Check:
         )
         self.add("logprobs", words, token=first + int(at[k]), tokens=n)
 
-    def absent(self, excused: pa.Table | None) -> None:
+    def absent(self) -> None:
         """Add the sampled tokens that no row trains."""
-        tokens, self.place = self.turns.tokens, {}
-        outputs, names = tokens.outputs, tokens.calls.ids.to_pylist()
-        session_of = self.turns.session_of[outputs.owner]
-        without = np.array([name not in self.seen for name in names], np.bool_)
+        self.place = {}
+        calls, owner = self.turns.calls, self.owner
+        without = np.array([name not in self.seen for name in self.sessions], np.bool_)
+        without_rows = without[calls.session[owner]]
         if without.any():
-            words = f"{int(without.sum())} of {len(names)} sessions have no row"
-            n = int(without[session_of].sum())
-            self.add("session_without_rows", words, tokens=n)
-        missing = (self.trained_by < 0) & self.turns.may_train & ~without[session_of]
-        if excused is not None:
-            lost = _lost(tokens, excused)
-            missing &= ~(lost | self._of_equal(lost & (self.trained_by >= 0)))
-        at = np.flatnonzero(missing)
-        in_row = self.held_by[at] >= 0
-        for k, n in consecutive(at, outputs.owner[at] * 2 + in_row):
-            call, source = int(outputs.owner[at[k]]), int(at[k])
-            turn, of = self.turns.number(call), count(int(outputs.lengths[call]))
-            name = names[self.turns.session_of[call]]
+            words = f"{int(without.sum())} of {len(without)} sessions have no row"
+            self.add("session_without_rows", words, tokens=int(without_rows.sum()))
+        missing = (self.sampled.due & (self.sampled.trained_by < 0))[:-1]
+        at = np.flatnonzero(missing & ~without_rows)
+        row, token = self.left_by[at], self.left_at[at]
+        for k, n in consecutive(at, owner[at], row >= 0):
+            call = int(owner[at[k]])
+            turn, of = int(calls.turn_index[call]), count(len(self.outputs[call]))
+            name = calls.ids[int(calls.session[call])].as_py()
             place = {"session_id": name, "turn_index": turn, "tokens": n}
-            if in_row[k] and source in self.left_out:
-                row, token = self.left_out[source]
-                words = f"does not train {n} of {of} of turn {turn}"
-                self.add("masked_out", words, row=row, token=token, **place)
-            else:
-                self.add(
-                    "in_no_row", f"{n} of {of} of turn {turn} are in no row", **place
-                )
-
-    def _of_equal(self, chosen: Bools) -> Bools:
-        """The tokens of equal calls, such as retries, at the places of chosen ones."""
-        tokens = self.turns.tokens
-        groups: dict[tuple[int, int, bytes], list[int]] = defaultdict(list)
-        for key, call in zip(self.turns.keys, self.turns.order, strict=True):
-            session = int(self.turns.session_of[call])
-            groups[session, len(tokens.prompts[call]), key].append(call)
-        found = np.zeros(len(chosen), np.bool_)
-        for calls in groups.values():
-            if len(calls) > 1:
-                starts = tokens.outputs.offsets[calls]
-                n = int(tokens.outputs.lengths[calls[0]])
-                at = starts[:, None] + np.arange(n)
-                found[at] = chosen[at].any(axis=0)
-        return found
+            kind, words = "in_no_row", f"{n} of {of} of turn {turn} are in no row"
+            if row[k] >= 0:
+                kind, words = "masked_out", f"does not train {n} of {of} of turn {turn}"
+                place |= {"row": int(row[k]), "token": int(token[k])}
+            self.add(kind, words, **place)
 
 
-def _lost(tokens: TurnTokens, spans: pa.Table) -> Bools:
+def _key(ids: Array) -> bytes:
+    return ids.astype(">u4").tobytes()
+
+
+def _lost(turns: TurnTokens, spans: pa.Table) -> Bools:
     """Sampled tokens that a policy does not train, from its `output_spans`."""
-    calls, outputs = tokens.calls, tokens.outputs
     spans = spans.filter(pc.not_equal(spans["kind"].cast(pa.string()), "trained"))
     turn, start, stop = (
         spans[name].to_numpy() for name in ("turn_index", "output_start", "output_stop")
     )
-    first = outputs.offsets[calls.named(sessions_of(spans, calls), turn)]
-    lost = np.zeros(len(outputs.values), np.bool_)
-    lost[positions(first + start, stop - start)] = True
+    calls = turns.calls.named(sessions_of(spans, turns.calls), turn)
+    lost = np.zeros(len(turns.outputs.values), np.bool_)
+    lost[positions(turns.outputs.offsets[calls] + start, stop - start)] = True
     return lost
-
-
-def _places(row: bytes, prompt: Array, output: Array) -> Iterator[int]:
-    """Where a row has the end of a prompt followed by an output."""
-    if not len(output):
-        return
-    before = prompt[-_PROMPT_END:]
-    wanted = np.concatenate([before, output]).astype(np.int32).tobytes()
-    at = row.find(wanted)
-    while at >= 0:
-        if at % 4 == 0:
-            yield at // 4 + len(before)
-        at = row.find(wanted, at + 1)
 
 
 def _shifted(mask: Bools, shift: int) -> Bools:
     """The mask moved to the right by ``shift`` tokens."""
     moved = np.roll(mask, shift)
-    moved[slice(shift) if shift > 0 else slice(len(mask) + shift, None)] = False
+    moved[slice(shift) if shift >= 0 else slice(len(mask) + shift, None)] = False
     return moved
 
 
@@ -479,10 +298,8 @@ def _shift_of(mask: Bools, due: Bools) -> int:
 
     0 if it does so as it is, or if no shift makes it right.
     """
-    if not (mask & ~due).any() or not due.any():
-        return 0
     missed = int((due & ~mask).sum())
-    for shift in _SHIFTS:
+    for shift in _SHIFTS if (mask & ~due).any() and due.any() else ():
         moved = _shifted(mask, shift)
         if not (moved & ~due).any() and int((due & ~moved).sum()) < missed:
             return shift

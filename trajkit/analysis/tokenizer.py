@@ -1,6 +1,7 @@
 """The tokenizer interface: ids to text and back, for tokenizers of any library."""
 
 import re
+from functools import cache
 from itertools import groupby
 from typing import Protocol, runtime_checkable
 
@@ -11,15 +12,12 @@ from trajkit.errors import ArgumentError
 
 Ids = npt.NDArray[np.int32]
 
-
 # Bytes as byte-level BPE writes them: printable ones as themselves, the others as
 # U+0100 and up, in order (openai/gpt-2, encoder.py, bytes_to_unicode).
-_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_PRINTED = {*range(33, 127), *range(161, 173), *range(174, 256)}
 _HIDDEN = [byte for byte in range(256) if byte not in _PRINTED]
 _BYTES = {chr(byte): byte for byte in _PRINTED}
 _BYTES |= {chr(256 + k): byte for k, byte in enumerate(_HIDDEN)}
-# how tokenizers show an entry of their vocabulary
-_ENTRY_METHODS = ("id_to_token", "convert_ids_to_tokens")
 # A byte as SentencePiece writes it.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -55,9 +53,13 @@ class Codec:
         # transformers may remove white space before punctuation
         tidies = hasattr(tokenizer, "clean_up_tokenization_spaces")
         self._options = {"clean_up_tokenization_spaces": False} if tidies else {}
-        # by id
-        self._special: dict[int, bool] = {}
-        self._known: dict[int, bool] = {}
+        # how the tokenizer shows an entry of its vocabulary
+        methods = (
+            getattr(tokenizer, name, None)
+            for name in ("id_to_token", "convert_ids_to_tokens")
+        )
+        self._entry = next(filter(None, methods), None)
+        self._knows, self._is_special = cache(self._find), cache(self._look)
 
     def text(self, ids: Ids | list[int]) -> str:
         """The text of ids, with special tokens."""
@@ -86,57 +88,40 @@ class Codec:
 
     def entry(self, token: int) -> str | None:
         """The vocabulary's entry for an id; None if the tokenizer does not show it."""
-        for method in _ENTRY_METHODS:
-            if hasattr(self._tokenizer, method):
-                try:
-                    name = getattr(self._tokenizer, method)(token)
-                except (
-                    LookupError,
-                    OverflowError,
-                    ValueError,
-                ):  # beyond the vocabulary
-                    return None
-                return None if name is None else str(name)
-        return None
-
-    def knows(self, token: int) -> bool:
-        """Whether the tokenizer has an id."""
-        if token not in self._known:
-            if any(hasattr(self._tokenizer, method) for method in _ENTRY_METHODS):
-                self._known[token] = self.entry(token) is not None
-            else:
-                self._known[token] = True
-        return self._known[token]
+        try:
+            name = self._entry(token) if self._entry else None
+        except (LookupError, OverflowError, ValueError):  # beyond the vocabulary
+            return None
+        return None if name is None else str(name)
 
     def ids(self, text: str) -> Ids:
         """The ids of a text."""
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        ids = getattr(encoded, "ids", encoded)
-        return np.array(ids, np.int32)
+        return np.array(getattr(encoded, "ids", encoded), np.int32)
 
     def special(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Which ids are special tokens: those that decoding can skip."""
         distinct, place = np.unique(ids, return_inverse=True)
-        flags = [self._is_special(token) for token in distinct.tolist()]
-        found: npt.NDArray[np.bool_] = np.array(flags, np.bool_)[place]
+        flags = np.array([*map(self._is_special, distinct.tolist())], np.bool_)
+        found: npt.NDArray[np.bool_] = flags[place]
         return found
 
-    def _is_special(self, token: int) -> bool:
-        if token not in self._special:
-            shown = bool(self.text([token]))
-            self._special[token] = shown and not self.plain([token])
-        return self._special[token]
+    def _look(self, token: int) -> bool:
+        return bool(self.text([token])) and not self.plain([token])
+
+    def _find(self, token: int) -> bool:
+        return self._entry is None or self.entry(token) is not None
 
     def _decode(self, ids: Ids | list[int], *, skip_special_tokens: bool) -> str:
         given = ids.tolist() if isinstance(ids, np.ndarray) else ids
-        unknown = {token for token in set(given) if not self.knows(token)}
+        options = {"skip_special_tokens": skip_special_tokens, **self._options}
+        unknown = {token for token in set(given) if not self._knows(token)}
         texts = []
-        for is_unknown, run in groupby(given, unknown.__contains__):
-            if is_unknown:
+        for lacks, run in groupby(given, unknown.__contains__):
+            if lacks:
                 texts += [f"⟨{token}⟩" for token in run]
-                continue
-            options = {"skip_special_tokens": skip_special_tokens, **self._options}
-            texts.append(str(self._tokenizer.decode([*run], **options)))
+            else:
+                texts.append(str(self._tokenizer.decode([*run], **options)))
         return "".join(texts)
 
 

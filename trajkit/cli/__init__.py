@@ -26,9 +26,13 @@ BAD_FILE = 3
 INTERRUPTED = 130
 CLOSED_PIPE = 141
 
+STANDARD_FILES: dict[str, str] = {}
+"""What messages call the temporary files of standard input and output."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv``, or that of the process, and return its exit code."""
+    STANDARD_FILES.clear()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # a terminal's encoding may lack a character that a message shows
@@ -39,40 +43,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("always", TornLogWarning)
             warnings.simplefilter("always", LeftOutWarning)
-            warnings.showwarning = _warn
+            warnings.showwarning = lambda text, *_, **__: say(f"warning: {text}")
             code = run([*(sys.argv[1:] if argv is None else argv)])
         sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
-    except SystemExit as error:
-        # rich ends like this when nobody reads its output any more
-        if not isinstance(error.__context__, BrokenPipeError):
+        text, code = "interrupted", INTERRUPTED
+    except (BrokenPipeError, SystemExit) as error:
+        # rich ends the program where nobody reads its output any more
+        if BrokenPipeError not in (type(error), type(error.__context__)):
             raise
-        return CLOSED_PIPE
-    except BrokenPipeError:
         # the interpreter flushes stdout once more as it exits: that must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
-    except (OSError, FormatError) as error:
-        return _fail(error, BAD_FILE)
-    except ArgumentError as error:
-        return _fail(error, BAD_USAGE)
     except ImportError as error:
         if (error.name or "trajkit").partition(".")[0].startswith("trajkit"):
             raise
-        return _fail(_missing(error), BAD_USAGE)
+        text, code = _missing(error), BAD_USAGE
+    except (OSError, FormatError) as error:
+        text, code = str(error), BAD_FILE
+        if isinstance(error, OSError) and None not in (error.filename, error.strerror):
+            text = f"{error.filename}: {error.strerror}"
     except TrajkitError as error:
-        return _fail(error, BAD_DATA)
+        code = BAD_USAGE if isinstance(error, ArgumentError) else BAD_DATA
+        text = str(error)
+    say(text)
     return code
 
 
-def _fail(error: Exception | str, code: int) -> int:
+def say(text: str) -> None:
     """Print a message as one line on stderr."""
-    text = str(error)
-    if isinstance(error, OSError) and None not in (error.filename, error.strerror):
-        text = f"{error.filename}: {error.strerror}"
-    sys.stderr.write(f"trajkit: {' '.join(text.split())}\n")
-    return code
+    sys.stderr.write(f"trajkit: {' '.join(shown(text).split())}\n")
+
+
+def shown(text: str) -> str:
+    """A message that names standard input or output instead of temporary files."""
+    for path in sorted(STANDARD_FILES, reverse=True):
+        text = text.replace(path, STANDARD_FILES[path])
+    return text
 
 
 def _missing(error: ImportError) -> str:
@@ -83,10 +91,3 @@ def _missing(error: ImportError) -> str:
     if isinstance(error, ModuleNotFoundError) and find_spec(package) is None:
         return f"this needs {package}, which is not installed: pip install {package}"
     return f"the installed {package} does not fit: {error}. pip install -U {package}"
-
-
-def _warn(message: Warning | str, *_: object, **__: object) -> None:
-    """A replacement of `warnings.showwarning` that does not print source lines."""
-    from trajkit.cli.files import shown
-
-    _fail(f"warning: {shown(str(message))}", DONE)

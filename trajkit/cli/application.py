@@ -16,35 +16,23 @@ from trajkit.errors import ArgumentError
 
 _NOTES = """\
 A file named - is standard input. --out - writes JSON lines (compact: an Arrow IPC stream)
-to standard output, and messages to stderr. Exit codes:
-
-- 0: done
-- 1: the data breaks a rule: the line on stderr names session, turn, value and rule
-  (verify, check: something is wrong, listed on stdout)
-- 2: wrong usage: an unknown option, policy or choice, or a missing optional package
-- 3: a file or an address cannot be used, or a file has an unknown format
-- 130: interrupted
-- 141: the reader of the output went away
+to standard output, and messages to stderr. Exit codes: 0 done; 1 the data breaks a rule, or
+verify or check found something; 2 wrong usage, or a missing optional package; 3 a file or
+an address cannot be used; 130 interrupted; 141 the reader of the output went away.
 """
 
 STANDARD = "/dev/stdin"
 """How a command sees a file that is called ``-``."""
 
 COMMANDS = {
-    "import": ("imports:import_", "Write turns from the records of another system."),
+    "import": ("data:import_", "Write turns from the records of another system."),
     "check": ("check:check", "Say whether a trainer's mask trains what was sampled."),
     "linearize": ("data:linearize", "Write the training rows of recorded turns."),
-    "pack": (
-        "data:pack",
-        "Pack rows into micro-batches that hold every shared prefix once.",
-    ),
-    "drift": ("drift:drift", "Count drift by region and cause."),
-    "simulate": (
-        "simulate:simulate",
-        "Compare what the policies keep, lose and cost.",
-    ),
+    "pack": ("data:pack", "Pack rows so that every shared prefix is there once."),
+    "drift": ("compare:drift", "Count drift by region and cause."),
+    "simulate": ("compare:simulate", "Compare what the policies keep, lose and cost."),
     "verify": ("check:verify", "Check rows against the turns that they come from."),
-    "plot": ("plot:plot", "Draw a run or a session."),
+    "plot": ("view:plot", "Draw a run or a session."),
     "export": ("data:export", "Write rows in a file that a trainer loads."),
     "head": ("tables:head", "Print the first lines of a table."),
     "stats": ("tables:stats", "Summarize the columns of a table."),
@@ -92,13 +80,12 @@ def application(words: list[str]) -> App:
         version=lambda: f"trajkit {version('trajkit')}",
         default_parameter=Parameter(negative=(), show_default=_default),
     )
-    number = -1
     for number, (name, (path, line)) in enumerate(COMMANDS.items()):
         # without it, the module is imported for the first line of its docstring
         help = {} if [name] == words else {"help": line}
         app.command(f"trajkit.cli.{path}", name=name, sort_key=number, **help)
     for entry in sorted(entry_points(group="trajkit.commands"), key=lambda e: e.name):
-        app.command(entry.load(), name=entry.name, sort_key=number + 1)
+        app.command(entry.load(), name=entry.name, sort_key=len(COMMANDS))
     app.register_install_completion_command(help="Complete words in this shell.")
     return app
 

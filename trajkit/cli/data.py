@@ -1,80 +1,149 @@
-"""``trajkit linearize``, ``compact``, ``expand``, ``pack``, ``export``: file to file."""
+"""Commands from file to file: import, linearize, compact, expand, pack and export."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import polars as pl
 import pyarrow as pa
+from cyclopts import Parameter
 
 import trajkit as tk
-from trajkit.cli.files import Writes
-from trajkit.cli.options import (
-    OUT,
-    Count,
-    Job,
-    Json,
-    MaxRowTokens,
-    NoClobber,
-    Rows,
-    SessionsFile,
-    Turns,
-    facts_of,
-    known_sessions,
-    print_json,
-    print_text,
-    read_rows,
-)
+from trajkit.cli import options as opt
+from trajkit.cli.files import Reads, Writes
 from trajkit.cli.policies import PolicyOption, one_policy
-from trajkit.cli.screen import share, text_table, working
-from trajkit.errors import ArgumentError, ExportError, NoSignalWarning
+from trajkit.cli.screen import Progress, share, text_table
+from trajkit.errors import (
+    ArgumentError,
+    ExportError,
+    InvalidTurnsError,
+    NoSignalWarning,
+)
 from trajkit.export import FILE_FORMATS
 from trajkit.files.formats import paths_in
 from trajkit.files.guard import check_outputs, inputs_of, turns_inputs
-from trajkit.files.run import facts_digest
+from trajkit.files.run import Watch, facts_digest
 from trajkit.files.tables import log_files, write_table
+from trajkit.importers import FORMATS, TARGETS
 from trajkit.learn.weights import By
 from trajkit.schema import LOSSES
+from trajkit.turns.mapping import merged_map
 from trajkit.turns.session_metadata import session_facts
 
-_ADVANTAGES: dict[str, dict[str, Any]] = {
-    "group_mean": {"baseline": "group_mean"},
-    "group_std": {"baseline": "group_mean", "scale": "group_std"},
-    "leave_one_out": {"baseline": "leave_one_out"},
-    "none": {"baseline": "none"},
-}
+# details of a problem of an import; the report has all
+_MOST_DETAILS = 4
 
-_OPTIONS: dict[str, dict[str, str | None]] = {
-    "max_length": {
-        "sft": "max_length",
-        "llama-factory": "max_length",
-        "prime-rl": "seq_len",
-    },
-    "ranks": {"prime-rl": "ranks"},
-    "temperature": {"prime-rl": "temperature"},
-    "advantage": {"prime-rl": None, "tinker": None},
-    "sessions": {"prime-rl": None, "tinker": None},
-}
-"""The targets of each option, and its name as an argument there."""
+
+def import_(
+    source: Annotated[list[str], Reads("records")],
+    /,
+    *,
+    out: Annotated[str, opt.FILE, Writes("turns")],
+    format: Annotated[
+        Literal[("auto", *FORMATS)],  # type: ignore[valid-type]
+        Parameter(name="--from"),
+    ] = "auto",
+    map: Annotated[
+        list[str] | None,
+        Parameter(
+            help="where the records have a field, as FIELD=PATH,... such as "
+            "session_id=trajectory_id,reward=metadata.score; or a TOML file; may be "
+            f"repeated. Fields: {', '.join(TARGETS)}"
+        ),
+    ] = None,
+    tokenizer: Annotated[str | None, Reads("tokenizer")] = None,
+    chat_template: Annotated[str | None, Reads("tokenizer")] = None,
+    contradicted: Literal["untrain", "train"] = "untrain",
+    nonfinite_logprobs: Literal["raise", "null"] = "raise",
+    report: Annotated[str | None, Writes("report")] = None,
+    json: opt.Json = False,
+    no_clobber: opt.NoClobber = False,
+) -> None:
+    """Write turns from the records of another system.
+
+    Records are logs, dumps, captures, databases and transcripts. Missing facts are not
+    guessed: they are counted and shown, and the report lists each of them.
+
+    Parameters
+    ----------
+    source
+        Files, patterns, directories, addresses (s3://...), or - for standard input.
+    format
+        The format of the records; auto: by the files.
+    tokenizer
+        For text: the model's directory, or its tokenizer.json.
+    chat_template
+        For text: a template to use instead of the tokenizer's own.
+    contradicted
+        A turn whose usage states other numbers of tokens than it has ids: context only, or
+        trained.
+    nonfinite_logprobs
+        Invalid logprobs (NaN, -9999): leave their record out, or make them null.
+    report
+        Write the report to this file: a line per record and problem.
+    """
+    chat_tokenizer = None
+    if tokenizer is not None:
+        from trajkit.cli.tokenizer import load_chat_tokenizer
+
+        chat_tokenizer = load_chat_tokenizer(Path(tokenizer), chat_template)
+    elif chat_template is not None:
+        raise ArgumentError("--chat-template needs --tokenizer")
+    with Progress("import", "turns") as bar:
+        totals, table = tk.importers.import_file(
+            source,
+            out,
+            format,
+            map=merged_map(map),
+            tokenizer=chat_tokenizer,
+            contradicted=contradicted,
+            nonfinite_logprobs=nonfinite_logprobs,
+            watch=Watch(lambda index, done: bar.begin(index.n_turns), bar.advance),
+        )
+    if report is not None:
+        write_table(table, report)
+    details = pl.col("detail").drop_nulls().unique(maintain_order=True)
+    kinds = pl.DataFrame(table).group_by("problem", "kept", maintain_order=True)
+    problems = kinds.agg(
+        pl.exclude("problem", "kept").first(),
+        count=pl.len(),
+        details=details.head(_MOST_DETAILS),
+    ).to_dicts()
+    head = ("problem", "record", "count", "first")
+    lines, notes = [], []
+    for one in problems:
+        name, kept = one["problem"], "kept" if one["kept"] else "left out"
+        lines.append((name, kept, one["count"], f"{one['file']}, {one['place']}"))
+        notes += [f"{name}: {words}" for words in one["details"]]
+    text = [f"sessions {totals['sessions']:,}, turns {totals['turns']:,}"]
+    text += [text_table(head, lines)] * bool(lines) + ["\n".join(notes)] * bool(notes)
+    text += [f"written to {out}"] * bool(totals["turns"])
+    facts = {"output": out, **totals, "problems": problems}
+    opt.print_result(facts, "\n\n".join(text), json)
+    if not totals["turns"]:
+        words = [line[0] for line in lines if line[1] != "kept"] or ["no records"]
+        why = f"0 turns, so no file was written ({', '.join(words)})"
+        for one in [one for one in problems if not one["kept"]][:1]:
+            where = f"{one['file']}, {one['place']}"
+            why += f". {where}: {one['detail'] or one['problem']}"
+        raise InvalidTurnsError(why)
 
 
 def linearize(
-    source: Turns,
+    source: opt.Source,
     /,
     *,
-    out: Annotated[str, OUT, Writes("rows")],
+    out: Annotated[str, opt.PARTS, Writes("rows")],
     policy: PolicyOption = None,
-    sessions: SessionsFile = None,
-    reward: float | None = None,
+    sessions: opt.SessionsFile = None,
+    reward: opt.Reward = None,
     weigh_by: By = "token",
-    max_row_tokens: MaxRowTokens = None,
+    max_row_tokens: opt.MaxRowTokens = None,
     dedup: bool = False,
     report: Annotated[str | None, Writes("report")] = None,
-    threads: Count | None = None,
-    job: Job | None = None,
-    json: Json = False,
-    no_clobber: NoClobber = False,
+    job: opt.Job = opt.JOB,
 ) -> None:
     """Write the training rows of recorded turns.
 
@@ -82,11 +151,6 @@ def linearize(
 
     Parameters
     ----------
-    out
-        Rows: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts, where an
-        interrupted run continues; - is standard output.
-    reward
-        The reward of every session, instead of --sessions.
     weigh_by
         What row_weight is: the row's trained tokens over the rollout's N; 1 over the
         rollout's rows that train; or 1 / N.
@@ -94,62 +158,52 @@ def linearize(
         Store tokens that rows share only once.
     report
         Write the report to this file, a line per session.
-    threads
-        In addition to those that read and write (default: 1).
     """
-    job = job or Job()
-    chosen = one_policy(policy)
-    rewards: dict[str, Any] = facts_of(sessions, reward)
-    options: dict[str, Any] = {"max_row_tokens": max_row_tokens}
+    chosen, facts = one_policy(policy), opt.facts_of(sessions, reward)
+    limit = {"max_row_tokens": max_row_tokens}
 
     def stage(turns: pa.Table) -> dict[str, Iterable[pa.RecordBatch]]:
         counts: list[pa.RecordBatch] = []
-        rows = tk.linearize_batches(
-            turns,
-            chosen,
-            report=counts,
-            threads=threads or 1,
-            **rewards,
-            **options,
-        )
+        how: dict[str, Any] = {"report": counts, "threads": 1, **facts, **limit}
+        rows = tk.linearize_batches(turns, chosen, **how)
         if weigh_by != "token":  # the weights that rows have
             rows = tk.add_weights_batches(rows, weigh_by)
         return {"rows": rows, "report": counts}
 
-    resume = {
-        "stage": "linearize",
-        "policy": asdict(chosen),
-        "reward": facts_digest(session_facts(**rewards)),
-        "weigh_by": weigh_by,
-        **options,
-    }
+    digest = facts_digest(session_facts(**facts))
+    resume = {"stage": "linearize", "policy": asdict(chosen), "reward": digest, **limit}
+    resume["weigh_by"] = weigh_by
     outputs = {"rows": out, **({} if report is None else {"report": report})}
     totals = job.run("linearize", source, stage, outputs, resume, dedup=dedup)
-    facts = {"output": out, "policy": asdict(chosen), **totals}
-    job.print(totals, facts, f"{describe(totals)}\n\nwritten to {out}", json)
+    text = f"{describe(totals)}\n\nwritten to {out}"
+    job.print(totals, {"output": out, "policy": asdict(chosen), **totals}, text)
 
 
 def describe(totals: dict[str, int]) -> str:
     """The totals of rows as a table of tokens, for people."""
     sampled = totals["tokens_sampled"]
-    lines = [("sampled", sampled, "")]
-    for name in ("tokens_trained", *(f"lost_{reason}" for reason in LOSSES)):
-        words = (
-            name.removeprefix("tokens_").replace("lost_", "lost, ").replace("_", " ")
-        )
-        if totals[name] or name == "tokens_trained":
-            lines.append((words, totals[name], share(totals[name], sampled)))
-    lines.append(("in all rows", totals["tokens_forward"], ""))
-    lines.append(("shared prefixes once", totals["tokens_forward_shared"], ""))
+    counted = {"tokens_trained": "trained"}
+    counted |= {f"lost_{one}": f"lost, {one.replace('_', ' ')}" for one in LOSSES}
+    lines = [
+        (words, totals[name], share(totals[name], sampled))
+        for name, words in counted.items()
+        if totals[name] or name == "tokens_trained"
+    ]
     left_out = ", ".join(
         f"{totals[name]:,} {words}"
         for name, words in _LEFT_OUT.items()
         if totals[name] or name == "rows_untrained"
     )
+    table = [
+        ("sampled", sampled, ""),
+        *lines,
+        ("in all rows", totals["tokens_forward"], ""),
+        ("shared prefixes once", totals["tokens_forward_shared"], ""),
+    ]
     return (
         f"sessions {totals['sessions']:,}, turns {totals['turns']:,}, "
         f"{totals['rows']:,} rows; left out: {left_out}\n\n"
-        + text_table(("tokens", "count", "of sampled"), lines)
+        + text_table(("tokens", "count", "of sampled"), table)
     )
 
 
@@ -161,160 +215,111 @@ _LEFT_OUT = {
 
 
 def compact(
-    source: Turns,
+    source: opt.Source,
     /,
     *,
-    out: Annotated[str, OUT, Writes("turns", piped="arrows")],
-    job: Job | None = None,
-    json: Json = False,
-    no_clobber: NoClobber = False,
+    out: Annotated[str, opt.PARTS, Writes("turns", piped="arrows")],
+    job: opt.Job = opt.JOB,
 ) -> None:
     """Write recorded turns in delta form.
 
     Of each prompt, that form has only what an earlier turn does not have. Every command
-    reads it; expand is the inverse.
-
-    Parameters
-    ----------
-    out
-        Turns: Parquet or Arrow IPC, by suffix; or DIRECTORY/ for parts in Parquet, where an
-        interrupted run continues; - is standard output.
+    reads it; expand is the inverse. JSONL cannot store it.
     """
-    _change(tk.compact, "compact", source, out, job or Job(), json)
+    _change(tk.compact, source, out, job)
 
 
 def expand(
-    source: Turns,
+    source: opt.Source,
     /,
     *,
-    out: Annotated[str, OUT, Writes("turns")],
-    job: Job | None = None,
-    json: Json = False,
-    no_clobber: NoClobber = False,
+    out: Annotated[str, opt.PARTS, Writes("turns")],
+    job: opt.Job = opt.JOB,
 ) -> None:
     """Write turns with complete prompts.
 
     Messages are complete, too: the inverse of compact.
-
-    Parameters
-    ----------
-    out
-        Turns: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts in Parquet,
-        where an interrupted run continues; - is standard output.
     """
-    _change(tk.expand, "expand", source, out, job or Job(), json)
+    _change(tk.expand, source, out, job)
 
 
-def _change(
-    change: Callable[[pa.Table], pa.Table],
-    name: str,
-    source: list[str],
-    out: str,
-    job: Job,
-    json: bool,
-) -> None:
+def _change(stage: Any, source: list[str], out: str, job: opt.Job) -> None:
     """Write the turns and print their size."""
-    totals = job.run(name, source, change, out, {"stage": name})
-    before = total_size(log_files(source)[0])
-    after = total_size(paths_in(Path(out)))
-    sizes = {"bytes_before": before, "bytes_after": after}
-    text = f"turns {totals['turns']:,}, bytes {before:,} before and {after:,} after"
-    facts = {"output": out, **totals, **sizes}
-    job.print(totals, facts, f"{text}\n\nwritten to {out}", json)
-
-
-def total_size(files: Iterable[Path]) -> int:
-    """The bytes of all files."""
-    return sum(file.stat().st_size for file in files)
+    name = stage.__name__
+    totals = job.run(name, source, stage, out, {"stage": name})
+    files = log_files(source)[0], paths_in(Path(out))
+    before, after = (sum(file.stat().st_size for file in one) for one in files)
+    text = (
+        f"turns {totals['turns']:,}, bytes {before:,} before and {after:,} after\n\n"
+        f"written to {out}"
+    )
+    facts = {"output": out, **totals, "bytes_before": before, "bytes_after": after}
+    job.print(totals, facts, text)
 
 
 def pack(
-    rows: Rows,
+    rows: opt.Rows,
     /,
     *,
-    out: Annotated[str, OUT, Writes("packs")],
-    max_tokens: Count,
-    layout: Literal["tree", "rows"] = "tree",
-    share: Literal["session", "group"] = "session",
-    oversize: Literal["repeat", "carry", "error"] = "repeat",
-    align: Count = 1,
-    column: list[str] | None = None,
-    json: Json = False,
-    no_clobber: NoClobber = False,
+    out: Annotated[str, opt.FILE, Writes("packs")],
+    max_tokens: opt.Count,
+    json: opt.Json = False,
+    no_clobber: opt.NoClobber = False,
 ) -> None:
-    """Pack rows into micro-batches that hold every shared prefix once.
+    """Pack rows so that every shared prefix is there once.
 
     Rows of a session share their prefixes as a tree, and every trained token has an edge,
-    which says the token of the pack that predicts it.
+    which says the token of the pack that predicts it. `trajkit.pack` has more choices.
 
     Parameters
     ----------
-    out
-        Packs: Parquet, Arrow IPC or JSONL, by suffix; - is standard output.
     max_tokens
         Tokens of a pack, at most; 1.25 to 1.5 times the longest row leaves little to
         repeat.
-    layout
-        rows: they share nothing.
-    share
-        group: the sessions of a group share what their first rows begin with.
-    oversize
-        A tree of more tokens is cut and repeats prefixes, is carried over several packs, or
-        is refused.
-    align
-        Pad packs to a multiple of this many tokens.
-    column
-        Give edges this column of the rows, as edge_COLUMN; may be repeated.
     """
-    table = read_rows(rows)
-    with working("packing"):
-        packs = tk.pack(
-            table,
-            max_tokens,
-            layout=layout,
-            share=share,
-            oversize=oversize,
-            align=align,
-            columns=column or [],
-        )
+    table = opt.read_rows(rows)
+    with Progress("packing"):
+        packs = tk.pack(table, max_tokens)
         write_table(packs, out)
-    counts = {
-        "rows": table.num_rows,
-        "packs": packs.num_rows,
-        "tokens": int(packs["n_tokens"].to_numpy().sum()),
-        "edges": sum(map(len, packs["edge_source"].to_pylist())),
-    }
-    if json:
-        print_json({"output": out, **counts})
-        return
-    full = counts["tokens"] / max(packs.num_rows * max_tokens, 1)
-    print_text(
-        f"{counts['rows']:,} rows in {counts['packs']:,} packs: {counts['tokens']:,} "
-        f"tokens, {full:.1%} full, {counts['edges']:,} edges"
+    tokens = int(packs["n_tokens"].to_numpy().sum())
+    edges = sum(map(len, packs["edge_source"]))
+    full = tokens / max(packs.num_rows * max_tokens, 1)
+    text = (
+        f"{table.num_rows:,} rows in {packs.num_rows:,} packs: {tokens:,} tokens, "
+        f"{full:.1%} full, {edges:,} edges"
     )
+    facts = {"rows": table.num_rows, "packs": packs.num_rows, "tokens": tokens}
+    opt.print_result({"output": out, **facts, "edges": edges}, text, json)
+
+
+# by target: options that have an effect
+_TAKES = {
+    "sft": {"max_length"},
+    "llama-factory": {"max_length"},
+    "prime-rl": {"max_length", "advantage", "sessions"},
+    "tinker": {"advantage", "sessions"},
+}
 
 
 def export(
-    rows: Rows,
+    rows: opt.Rows,
     /,
     *,
     to: Literal[tuple(FILE_FORMATS)],  # type: ignore[valid-type]
-    out: Annotated[str, OUT, Writes("export")],
+    out: Annotated[str, opt.OUT, Writes("export")],
     advantage: Literal["group_mean", "group_std", "leave_one_out", "none"]
     | None = None,
-    sessions: SessionsFile = None,
-    max_length: Count | None = None,
-    ranks: Count | None = None,
-    temperature: float | None = None,
-    json: Json = False,
-    no_clobber: NoClobber = False,
+    sessions: opt.SessionsFile = None,
+    max_length: opt.Count | None = None,
+    json: opt.Json = False,
+    no_clobber: opt.NoClobber = False,
 ) -> None:
     """Write rows in a file that a trainer loads.
 
     Rows are checked, and written as slime's debug rollout data, Parquet for supervised
     training in TRL and Axolotl (sft) or SkyRL (skyrl-sft), a folder for LLaMA-Factory, the
     micro-batches of a step for prime-rl, or the arguments of Tinker's Datum as JSON Lines.
-    docs/trainers.md has the lines of Python for other trainers.
+    docs/trainers.md has the lines of Python for other trainers and choices.
 
     Parameters
     ----------
@@ -328,54 +333,40 @@ def export(
     max_length
         The trainer's limit for a row: SFTConfig.max_length, prime-rl's seq_len (default:
         2048). Longer rows are refused.
-    ranks
-        prime-rl: data-parallel ranks of the trainer (default: 1).
-    temperature
-        prime-rl: the temperature that sampled the rows (default: 1).
     """
     from trajkit.export.files import path_of, write_export
 
-    values = {
-        "max_length": max_length,
-        "ranks": ranks,
-        "temperature": temperature,
-        "advantage": advantage,
-        "sessions": sessions,
-    }
-    options: dict[str, object] = {"seq_len": 2048} if to == "prime-rl" else {}
-    for name, targets in _OPTIONS.items():
-        if values[name] is None:
-            continue
+    given = {"max_length": max_length, "advantage": advantage, "sessions": sessions}
+    for name in [name for name, value in given.items() if value is not None]:
+        targets = [one for one, takes in _TAKES.items() if name in takes]
         if to not in targets:
             raise ArgumentError(
                 f"--{name.replace('_', '-')} does nothing with --to {to}: it is for "
                 f"{' and '.join(targets)}"
             )
-        argument = targets[to]
-        if argument is not None:
-            options[argument] = values[name]
-    folder = Path(out)
+    options = {} if max_length is None else {"max_length": max_length}
+    if to == "prime-rl":
+        options = {"seq_len": max_length or 2048}
     check_outputs(
-        {"the file": (path_of(to, folder), "export")},
+        {"the file": (path_of(to, Path(out)), "export")},
         [*inputs_of([rows]), *turns_inputs([sessions] if sessions else [])],
         clobber=not no_clobber,
     )
-    table = read_rows(rows)
-    with warnings.catch_warnings():
+    table = opt.read_rows(rows)
+    with warnings.catch_warnings(), Progress("writing"):
         # A file of such rows would be of no use.
         warnings.simplefilter("error", NoSignalWarning)
         try:
             if advantage or sessions:
-                facts = known_sessions(sessions)
-                if facts is None:
-                    facts = tk.export.sessions_of(table)
-                chosen = _ADVANTAGES[advantage or "group_mean"]
-                table = tk.add_advantages(table, tk.learn.advantages(facts, **chosen))
-            with working("writing"):
-                path = write_export(table, to, folder, **options)
+                facts = opt.known_sessions(sessions)
+                facts = tk.export.sessions_of(table) if facts is None else facts
+                chosen: dict[str, Any] = {"baseline": advantage or "group_mean"}
+                if advantage == "group_std":
+                    chosen = {"baseline": "group_mean", "scale": "group_std"}
+                gains = tk.learn.advantages(facts, **chosen)
+                table = tk.add_advantages(table, gains)
+            path = write_export(table, to, Path(out), **options)
         except NoSignalWarning as warning:
             raise ExportError(str(warning)) from None
-    if json:
-        print_json({"output": str(path), "rows": table.num_rows, "to": to})
-    else:
-        print_text(f"{path}: {table.num_rows} rows for {to}")
+    written = {"output": str(path), "rows": table.num_rows, "to": to}
+    opt.print_result(written, f"{path}: {table.num_rows} rows for {to}", json)

@@ -1,16 +1,15 @@
-"""Types of the commands' parameters, and the parameters that several commands have.
+"""What several commands have: types of parameters, readers of logs, and printing.
 
-A command is a function: its signature gives the types and defaults of its options, its
-numpydoc docstring their help. What several commands take is here with its help, as an
-annotated type or as a dataclass whose attributes are options.
+A command's signature gives the types and defaults of its options, its numpydoc docstring
+their help. An option of several commands is here with its help.
 """
 
-import json
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from json import dumps
 from typing import Annotated, Any, Literal
 
 import pyarrow as pa
@@ -18,38 +17,44 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 import trajkit as tk
+from trajkit.cli import say, shown
 from trajkit.cli.files import Reads, Writes
 from trajkit.cli.screen import Progress
 from trajkit.errors import ArgumentError, InvalidTurnsError, LeftOutWarning
-from trajkit.files.group import Log, SessionIndex, bucket_numbers
+from trajkit.files.group import Log, SessionIndex
 from trajkit.files.run import Stage, Watch, run
 from trajkit.files.sources import Paths, SessionPrefix
 from trajkit.files.tables import sessions_below
+from trajkit.tables.take import take_session
 from trajkit.turns.validation import reject_turns
 
+
+def _out(help: str | None = None) -> Parameter:
+    return Parameter(name=("--out", "-o"), allow_leading_hyphen=True, help=help)
+
+
+OUT = _out()
+FILE = _out("Parquet, Arrow IPC or JSONL, by suffix; - is standard output")
+PARTS = _out(
+    "Parquet, Arrow IPC or JSONL, by suffix; - is standard output; DIRECTORY/ gets parts, "
+    "where an interrupted run continues"
+)
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
-"""A number of at least one."""
-
-Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
-"""A port number; 0 is any free one."""
-
 Json = Annotated[bool, Parameter(help="print one JSON object and nothing else")]
-
-Turns = Annotated[
+NoClobber = Annotated[bool, Parameter(help="replace no existing file")]
+Source = Annotated[
     list[str],
     Parameter(
-        help="turns: Parquet, Arrow IPC or JSON by suffix, directories of them, or "
-        "patterns; - is standard input"
+        help="Parquet, Arrow IPC or JSON by suffix, directories of them, or patterns; - is "
+        "standard input"
     ),
     Reads("turns"),
 ]
-
 Rows = Annotated[
     str,
     Parameter(help="rows, in a file or a directory; - is standard input"),
     Reads("rows"),
 ]
-
 SessionsFile = Annotated[
     str | None,
     Parameter(
@@ -60,7 +65,9 @@ SessionsFile = Annotated[
     ),
     Reads("sessions"),
 ]
-
+Reward = Annotated[
+    float | None, Parameter(help="the reward of every session, instead of --sessions")
+]
 TokenizerPath = Annotated[
     str | None,
     Parameter(
@@ -70,23 +77,16 @@ TokenizerPath = Annotated[
     ),
     Reads("tokenizer"),
 ]
-
 Session = Annotated[
     str | None, Parameter(help="a single session (default: all of them)")
 ]
-
 MaxRowTokens = Annotated[
     Count | None, Parameter(help="rows are truncated after this many tokens")
 ]
 
-NoClobber = Annotated[bool, Parameter(help="replace no existing file")]
-
-OUT = Parameter(name=("--out", "-o"), allow_leading_hyphen=True)
-"""How every command spells its output."""
-
 
 @Parameter(name="*")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Reading:
     """How a log of turns is read.
 
@@ -103,12 +103,13 @@ class Reading:
     session_prefix: SessionPrefix | None = None
     nonfinite_logprobs: Literal["raise", "null"] = "raise"
 
-    def turns(self, source: Paths) -> pa.Table:
-        """The turns, without sessions that break a rule.
+    def turns(self, source: Paths, session: str | None = None) -> pa.Table:
+        """The turns of one session or all, without sessions that break a rule.
 
         Those are reported on stderr. No calls, and no valid session, are errors.
         """
-        return pa.concat_tables([*self.pieces(source)], promote_options="default")
+        table = pa.concat_tables([*self.pieces(source)], promote_options="default")
+        return table if session is None else take_session(table, session)
 
     def pieces(self, source: Paths, *, empty: bool = False) -> Iterator[pa.Table]:
         """`turns` in tables of complete sessions. With ``empty``, there may be no call."""
@@ -120,8 +121,7 @@ class Reading:
         index = log.index()
         if not index.n_turns and not empty:
             raise no_calls(source)
-        n_good = 0
-        rejected: list[dict[str, str]] = []
+        n_good, rejected = 0, list[dict[str, str]]()
         with Progress("read", "turns") as bar:
             bar.begin(index.n_turns)
             for piece in log.pieces(index):
@@ -133,65 +133,52 @@ class Reading:
                 bar.advance(piece.n_turns)
                 yield good
         for k, one in enumerate(rejected):
-            reason = one["reason"]
+            reason = InvalidTurnsError(one["reason"])
             if k < _PLACED:
-                reason = str(log.placed(InvalidTurnsError(reason)))
+                reason = log.placed(reason)
             if not n_good:
-                raise InvalidTurnsError(reason)
+                raise reason
             words = f"session {one['session_id']!r} is left out: {reason}"
             warnings.warn(words, LeftOutWarning, stacklevel=2)
 
 
+READING = Reading()
 # rejected sessions whose file and line are searched for
 _PLACED = 10
 
 
 @Parameter(name="*")
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Job(Reading):
-    """How a log of turns is read that may be larger than memory.
+    """How a log of turns is read that may be larger than memory, and what is printed.
 
     Attributes
     ----------
-    gather
-        auto: allow a session's calls to be anywhere in the file (they are grouped through
-        temporary files, next to OUT if there is one); no: refuse them.
+    rejected
+        Leave out sessions that break a rule, and write them to this file with the reason
+        (default: the first one is an error).
     """
 
-    gather: Literal["auto", "no"] = "auto"
-    rejected: Annotated[
-        str | None,
-        Parameter(
-            help="leave out sessions that break a rule, and write them to this file with "
-            "the reason (default: the first one is an error)"
-        ),
-        Writes("rejected"),
-    ] = None
+    rejected: Annotated[str | None, Writes("rejected")] = None
+    json: Json = False
+    no_clobber: NoClobber = False
 
-    def options(self, source: Paths, bar: Progress) -> dict[str, Any]:
-        """The options of `trajkit.run`, with the progress bar."""
+    @contextmanager
+    def options(self, name: str, source: Paths) -> Iterator[dict[str, Any]]:
+        """The options of `trajkit.run`, with a progress bar."""
 
         def begins(index: SessionIndex, done: int) -> None:
             if not index.n_turns:
                 raise no_calls(source)
-            if (
-                self.gather == "auto"
-                and index.scattered is not None
-                and len({*bucket_numbers(index).values()}) > 1
-            ):
-                note(
-                    f"session {index.scattered!r} is not contiguous: all turns are "
-                    "grouped through temporary files first"
-                )
             bar.begin(index.n_turns, done)
 
-        return dict(
-            rejected=self.rejected,
-            gather=self.gather == "auto",
-            nonfinite_logprobs=self.nonfinite_logprobs,
-            session_prefix=self.session_prefix,
-            watch=Watch(begins, bar.advance, note),
-        )
+        with Progress(name, "turns") as bar:
+            yield dict(
+                rejected=self.rejected,
+                nonfinite_logprobs=self.nonfinite_logprobs,
+                session_prefix=self.session_prefix,
+                watch=Watch(begins, bar.advance, say),
+            )
 
     def run(
         self,
@@ -204,45 +191,34 @@ class Job(Reading):
         dedup: bool = False,
     ) -> dict[str, int]:
         """Apply a stage to the turns; returns the totals."""
-        with Progress(name, "turns") as bar:
-            options = self.options(source, bar)
+        with self.options(name, source) as options:
             return run(source, stage, outputs, resume=resume, dedup=dedup, **options)
 
-    def rejected_note(self, totals: Mapping[str, int]) -> str:
-        """A line with the number of rejected sessions, if they are written."""
-        if self.rejected is None:
-            return ""
-        return f"{totals['rejected']:,} sessions rejected, see {self.rejected}\n"
-
     def print(
-        self, totals: Mapping[str, int], facts: Mapping[str, Any], text: str, json: bool
+        self, totals: Mapping[str, int], facts: Mapping[str, Any], text: str
     ) -> None:
-        """Print ``facts`` as one JSON object, or ``text``, and the rejected sessions."""
-        if json:
-            rejected = {name: totals[name] for name in ("rejected",) if name in totals}
-            print_json({**facts, **rejected})
-        else:
-            print_text(self.rejected_note(totals) + text)
+        """Print facts as JSON, or the text, and the number of rejected sessions."""
+        if "rejected" in totals:
+            facts = {**facts, "rejected": totals["rejected"]}
+            number = f"{totals['rejected']:,} sessions rejected, see {self.rejected}"
+            text = f"{number}\n{text}"
+        print_result(facts, text, self.json)
 
 
-def note(text: str) -> None:
-    """Print a message on stderr."""
-    sys.stderr.write(f"trajkit: {text}\n")
+JOB = Job()
 
 
 def print_text(text: str) -> None:
     """Print text on standard output."""
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{shown(text)}\n")
 
 
-def print_json(facts: object) -> None:
-    """Print one JSON object."""
-    print_text(json.dumps(facts))
+def print_result(facts: object, text: str, json: bool) -> None:
+    """Print facts as one JSON object, or text for people."""
+    print_text(dumps(facts) if json else text)
 
 
-def facts_of(
-    sessions: str | None, reward: float | None
-) -> dict[str, pa.Table | float | None]:
+def facts_of(sessions: str | None, reward: float | None) -> dict[str, Any]:
     """The arguments ``sessions`` and ``reward`` of functions; they exclude each other."""
     if sessions is not None and reward is not None:
         raise ArgumentError("--reward: not allowed with --sessions, which has rewards")

@@ -1,17 +1,15 @@
 """What people see: tables, colours, characters that could do harm, progress bars."""
 
-import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Self, TypeAlias
 
 from rich.cells import cell_len, chop_cells
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.progress import TimeRemainingColumn as TimeLeft
 from rich.text import Text
 from rich.theme import Theme
 
@@ -28,17 +26,12 @@ STYLES = {
     "special": "bold magenta",
     "fold": "dim italic",
 }
-
-_LABEL = 12
-# On narrower screens, a label has a line of its own.
-_NARROW = 48
+# columns of a label; on narrower screens, it has a line of its own
+_LABEL, _NARROW = 12, 48
 
 
 def visible(text: str) -> str:
     """The text with escapes for all characters that do not show or move others.
-
-    Control characters, line breaks, marks of direction and lone surrogates become
-    ``\\x1b``, ``\\n``, ``\\u202e`` and the like.
 
     Examples
     --------
@@ -53,18 +46,12 @@ def visible(text: str) -> str:
     )
 
 
-def lines_of(text: str) -> str:
-    """As `visible`, but a line break is marked and kept."""
-    return "↵\n".join(visible(line) for line in text.split("\n"))
-
-
 def shortened(text: str, most: int) -> str:
     """A visible text on one line, without its middle if it is long."""
     first, last = visible(text[:most]), visible(text[-most:])
     if len(text) <= most and len(first) <= most:
         return first
-    half = most // 2
-    return f"{first[:half]} ... {last[-half:]}"
+    return f"{first[: most // 2]} ... {last[-(most // 2) :]}"
 
 
 def share(part: int, whole: int) -> str:
@@ -72,22 +59,20 @@ def share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else ""
 
 
-def text_table(head: Sequence[str], lines: Sequence[Sequence[str | int]]) -> str:
+def text_table(head: Sequence[str], lines: Iterable[Sequence[str | int]]) -> str:
     """Lines under a head; numbers are right-aligned, text is left-aligned."""
+    lines = [*lines]
+    numbers = [lines and isinstance(cell, int) for cell in (lines or [head])[0]]
     cells = [[f"{c:,}" if isinstance(c, int) else c for c in line] for line in lines]
     widths = [max(map(cell_len, column)) for column in zip(head, *cells, strict=True)]
-    numbers = [lines and isinstance(cell, int) for cell in (lines or [head])[0]]
-
-    def line(values: Sequence[str]) -> str:
-        padded = (
-            " " * (width - cell_len(value)) + value
-            if number
-            else value + " " * (width - cell_len(value))
-            for value, width, number in zip(values, widths, numbers, strict=True)
-        )
-        return "  ".join(padded).rstrip()
-
-    return "\n".join(map(line, [head, ["-" * width for width in widths], *cells]))
+    shown = []
+    for line in [head, ["-" * width for width in widths], *cells]:
+        padded = []
+        for text, width, number in zip(line, widths, numbers, strict=True):
+            space = " " * (width - cell_len(text))
+            padded.append(space + text if number else text + space)
+        shown.append("  ".join(padded).rstrip())
+    return "\n".join(shown)
 
 
 class Screen:
@@ -97,7 +82,7 @@ class Screen:
     forbids colours (https://no-color.org), and so does a terminal that is dumb.
     """
 
-    def __init__(self, *, colour: bool = True, width: int | None = None) -> None:
+    def __init__(self, *, colour: bool = True) -> None:
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         terminal = sys.stdout.isatty()
         self._console = Console(
@@ -106,9 +91,8 @@ class Screen:
             highlight=False,
             markup=False,
             emoji=False,
-            width=width,
         )
-        self.width = self._console.width if terminal or width else None
+        self.width = self._console.width if terminal else None
         """Columns of a line. None: lines are not broken, as for a pipe."""
 
     def print(self, line: str | Text = "", style: str = "") -> None:
@@ -118,55 +102,44 @@ class Screen:
 
     def labelled(self, label: str, fragments: Iterable[Fragment]) -> None:
         """Print text in lines that fit, after a label."""
-        narrow = self.width is not None and self.width < _NARROW
-        indent = 1 if narrow else _LABEL
-        lead = label.ljust(indent)
-        if narrow:
+        lead = label.ljust(_LABEL)
+        if self.width is not None and self.width < _NARROW:
             self.print(label)
             lead = " "
         for line in Text.assemble(*fragments).split("\n"):
-            ends = []
+            pieces = [line.plain]
             if self.width is not None:
-                pieces = chop_cells(line.plain, max(self.width - indent, 1))
-                ends = [*itertools.accumulate(map(len, pieces))][:-1]
+                pieces = chop_cells(line.plain, max(self.width - len(lead), 1))
+            ends = [*accumulate(map(len, pieces))][:-1]
             # a character that is wider than the screen has no piece before it
             for part in line.divide([end for end in ends if end]):
                 self.print(Text.assemble(lead, part))
-                lead = " " * indent
-
-
-@contextmanager
-def working(what: str) -> Iterator[None]:
-    """Show on stderr that work goes on, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    with Console(stderr=True).status(what):
-        yield
+                lead = " " * len(lead)
 
 
 class Progress:
     """A bar on stderr, if that is a terminal; it is erased at the end.
 
-    ``unit`` names what is counted, in the plural.
+    ``unit`` names what is counted, in the plural. Without a count, the bar only moves.
     """
 
-    def __init__(self, label: str, unit: str) -> None:
+    def __init__(self, label: str, unit: str = "") -> None:
+        counted = (TaskProgressColumn(), TextColumn("{task.fields[rate]}"))
+        self._unit = unit
         self._bar = Bar(
             TextColumn(label),
             BarColumn(),
-            TaskProgressColumn(),
-            TextColumn(f"{{task.fields[rate]}} {unit}/s"),
-            TimeLeft(compact=True),
+            *((*counted, TimeRemainingColumn(compact=True)) if unit else ()),
             console=Console(stderr=True),
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
             disable=not sys.stderr.isatty(),
         )
-        self._task: TaskID | None = None
+        self._task = self._bar.add_task("", total=None, rate="")
 
     def __enter__(self) -> Self:
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,12 +147,11 @@ class Progress:
 
     def begin(self, total: int, done: int = 0) -> None:
         """Start to count to ``total``; ``done`` were counted in an earlier run."""
-        self._bar.start()
-        self._task = self._bar.add_task("", total=total, completed=done, rate="")
+        self._bar.reset(self._task, total=total, completed=done, rate="")
 
     def advance(self, n: int) -> None:
         """Count ``n`` more as done."""
-        if self._task is not None:
-            self._bar.advance(self._task, n)
-            speed = self._bar.tasks[0].speed
-            self._bar.update(self._task, rate=f"{speed:,.0f}" if speed else "")
+        self._bar.advance(self._task, n)
+        speed = self._bar.tasks[0].speed
+        rate = f"{speed:,.0f} {self._unit}/s" if speed else ""
+        self._bar.update(self._task, rate=rate)

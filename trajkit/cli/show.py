@@ -2,28 +2,18 @@
 
 import json as json_lines
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from cyclopts import Parameter
 
 import trajkit as tk
 from trajkit.analysis.tokenizer import Codec, Ids
 from trajkit.analysis.words import count
-from trajkit.cli.files import Reads
-from trajkit.cli.options import (
-    Count,
-    Json,
-    Reading,
-    Session,
-    TokenizerPath,
-    Turns,
-    print_json,
-)
+from trajkit.cli import options as opt
 from trajkit.cli.policies import PolicyOption, one_policy
-from trajkit.cli.screen import Fragment, Screen, lines_of, shortened, visible, working
+from trajkit.cli.screen import Fragment, Progress, Screen, shortened, visible
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.files.arrow import table_kind
@@ -35,31 +25,25 @@ from trajkit.tables.take import take_session, tuples
 from trajkit.turns.sessions import Sessions
 from trajkit.verification import row_forms
 
-TurnsOrRows = Annotated[
-    list[str],
-    Parameter(
-        help="turns or rows: Parquet, Arrow IPC or JSON by suffix, or directories; - is "
-        "standard input"
-    ),
-    Reads("turns"),
-]
-
 # characters of a message where there is no tokenizer
 _MAX_MESSAGE = 160
+# tokens of an example of drift: at both ends of the span, and around it
+_MAX_TOKENS = 12
+_AROUND = 3
 
 
 def show(
-    source: TurnsOrRows,
+    source: opt.Source,
     /,
     *,
     policy: PolicyOption = None,
-    session: Session = None,
+    session: opt.Session = None,
     row: int | None = None,
-    tokenizer: TokenizerPath = None,
-    context: Count = 16,
+    tokenizer: opt.TokenizerPath = None,
+    context: opt.Count = 16,
     unfold: bool = False,
     no_color: bool = False,
-    reading: Reading | None = None,
+    reading: opt.Reading = opt.READING,
 ) -> None:
     """Print rows as text: what is trained, context, or lost.
 
@@ -87,77 +71,53 @@ def show(
         rows = read_any_rows(source)
         if not {"input_ids", "loss_mask"} <= {*rows.column_names}:
             rows = row_forms.plain_rows(rows).drop_columns("padding")
-        for one in _chosen_rows(of_session(rows, session, "rows"), row):
-            view.row(one, {})
+        if session is not None:
+            rows = take_session(rows, session, "rows")
+        view.rows(rows, row)
         return
     chosen = one_policy(policy)
-    turns = of_session((reading or Reading()).turns(source), session, "turns")
-    for table in each_session(turns):
-        ids = tuples(table, "turn_index", "output_ids")
-        outputs = {turn: np.array(output, np.int32) for turn, output in ids}
-        messages = {} if codec else _messages(table)
+    for table in _each_session(reading.turns(source, session)):
+        view.outputs = dict(tuples(table, "turn_index", "output_ids"))
+        view.messages = {} if codec else _messages(table)
         lines = tk.analysis.output_spans(table, chosen).to_pylist()
-        drift = {(x["turn_index"], x["output_start"]): x["drift_turn"] for x in lines}
-        for one in _chosen_rows(tk.linearize(table, chosen), row):
-            for span in one["spans"]:
-                key = span["turn_index"], span["output_start"]
-                span["drift_turn"] = drift.get(key)
-            view.row(one, outputs, messages.get(one["last_turn"], []))
-        if row is None:
-            view.lost([line for line in lines if line["row_index"] is None], outputs)
+        view.drift = {
+            (one["turn_index"], one["output_start"]): one["drift_turn"] for one in lines
+        }
+        view.rows(tk.linearize(table, chosen), row)
+        lost = [line for line in lines if line["row_index"] is None]
+        if lost and row is None:
+            name = visible(lost[0]["session_id"])
+            view.screen.print(f"session {name}, in no row", "head")
+            for line in lost:
+                view.lost(line)
+            view.screen.print()
 
 
 def is_rows(source: Paths) -> bool:
     """Whether the first file has rows and not turns."""
     first = (paths_of(source) or [])[0]
-    files = paths_in(first)
     if first.is_dir():
-        kinds = {table_kind(file, format_of(file)) for file in files}
+        kinds = {table_kind(file, format_of(file)) for file in paths_in(first)}
         return "rows" in kinds and not kinds & {"turns", None}
-    table = next(iter_tables(files[0], batch_rows=1), None)
-    names = [] if table is None else table.column_names
-    return row_forms.is_rows(names)
+    table = next(iter_tables(first, batch_rows=1), None)
+    return table is not None and row_forms.is_rows(table.column_names)
 
 
-def of_session(table: pa.Table, session: str | None, what: str) -> pa.Table:
-    """The lines of one session, as `take_session`; of all without a name."""
-    return table if session is None else take_session(table, session, what)
-
-
-def each_session(turns: pa.Table) -> Iterator[pa.Table]:
-    """The turns of each session."""
+def _each_session(turns: pa.Table) -> Iterator[pa.Table]:
     located = Sessions.of(turns)
-    for k in range(len(located)):
-        yield located.part(k, k + 1).table
-
-
-def _chosen_rows(rows: pa.Table, index: int | None) -> Iterator[dict[str, Any]]:
-    """The rows as dicts, one at a time."""
-    known = "row_index" in rows.column_names
-    found = False
-    for k in range(rows.num_rows):
-        at = rows["row_index"][k].as_py() if known else k
-        if index is None or at == index:
-            found = True
-            (row,) = rows.slice(k, 1).to_pylist()
-            yield {"row_index": at, **row}
-    if index is not None and not found:
-        raise ArgumentError(
-            f"--row {index}: expected an index of one of the {rows.num_rows} rows"
-        )
+    return (located.part(k, k + 1).table for k in range(len(located)))
 
 
 def _messages(turns: pa.Table) -> dict[int, list[tuple[str, str]]]:
     """Role and text of the messages of each turn, request and reply, of one session."""
     bodies: dict[bytes, str] = {}
     found: dict[int, list[tuple[str, str]]] = {}
-    table = tk.expand(turns).select(["turn_index", "messages", "response"])
-    for turn in table.to_pylist():
-        found[turn["turn_index"]] = lines = []
-        for message in filter(None, [*(turn["messages"] or []), turn["response"]]):
+    for turn, *parts in tuples(tk.expand(turns), "turn_index", "messages", "response"):
+        found[turn] = lines = []
+        for message in filter(None, [*(parts[0] or []), parts[1]]):
             if message["body"] is not None:
-                bodies[message["key"]] = message["body"]
-            lines.append((message["role"], _content(bodies.get(message["key"], ""))))
+                bodies[message["key"]] = _content(message["body"])
+            lines.append((message["role"], bodies.get(message["key"], "")))
     return found
 
 
@@ -167,42 +127,48 @@ def _content(body: str) -> str:
         message = json_lines.loads(body)
     except ValueError:
         return body
-    extra = set(message) - {"role", "content"}
     content = message.get("content")
-    return content if isinstance(content, str) and not extra else body
+    only = isinstance(content, str) and message.keys() <= {"role", "content"}
+    return content if only else body
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _View:
-    """How rows are printed."""
+    """How rows are printed, and what turns say of them."""
 
     screen: Screen
     # None: ids are printed
     codec: Codec | None
     # tokens at both ends of long context. None: all
     context: int | None
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    messages: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
+    # by turn and place in its output: the turn whose drift lost it
+    drift: dict[tuple[int, int], int | None] = field(default_factory=dict)
 
-    def row(
-        self,
-        row: dict[str, Any],
-        outputs: dict[int, Ids],
-        messages: list[tuple[str, str]] | None = None,
-    ) -> None:
-        """Print a row. ``outputs`` of turns are for tokens that it lost."""
-        ids = np.array(row["input_ids"], np.int32)
-        mask = row.get("loss_mask") or []
-        session = row.get("session_id")
+    def rows(self, rows: pa.Table, index: int | None) -> None:
+        """Print rows, or one of them."""
+        if "row_index" not in rows.column_names:
+            rows = rows.append_column("row_index", pa.array(range(rows.num_rows)))
+        names = rows["row_index"].to_pylist()
+        if index is not None and index not in names:
+            raise ArgumentError(
+                f"--row {index}: expected an index of one of the {rows.num_rows} rows"
+            )
+        for k in [k for k, name in enumerate(names) if index in (None, name)]:
+            self._row(rows.slice(k, 1).to_pylist()[0])
+
+    def _row(self, row: dict[str, Any]) -> None:
+        ids, fold = np.array(row["input_ids"], np.int32), self.context is not None
+        session, n = row.get("session_id"), sum(row.get("loss_mask") or [])
         place = "" if session is None else f"session {visible(str(session))}, "
-        self.screen.print(
-            f"{place}row {row['row_index']}: {len(ids):,} tokens, {sum(mask):,} trained",
-            "head",
-        )
-        for role, text in messages or []:
-            most = len(text) if self.context is None else _MAX_MESSAGE
-            self.screen.labelled(visible(role), [(shortened(text, most), "")])
-        first = 0
-        parts = list(_parts(row, len(ids)))
-        if self.context is not None and row.get("parent_row") is not None:
+        head = f"{place}row {row['row_index']}: {len(ids):,} tokens, {n:,} trained"
+        self.screen.print(head, "head")
+        for role, text in self.messages.get(row.get("last_turn", -1), []):
+            shown = shortened(text, _MAX_MESSAGE if fold else len(text))
+            self.screen.labelled(visible(role), [(shown, "")])
+        first, parts = 0, [*_parts(row, len(ids))]
+        if fold and row.get("parent_row") is not None:
             own = [start for kind, start, _, _ in parts if kind in ("trained", "lost")]
             first = min([row["shared_length"], *own])
         if first:
@@ -210,20 +176,23 @@ class _View:
             self.screen.labelled("context", [(words, "fold")])
         for kind, start, stop, span in parts:
             if kind == "lost":
-                self._lost(span, outputs)
+                self.lost(span)
             elif stop > first:
                 self._range(kind, ids[max(start, first) : stop])
         self.screen.print()
 
-    def lost(self, lines: list[dict[str, Any]], outputs: dict[int, Ids]) -> None:
-        """Print the sampled tokens that are in no row."""
-        if not lines:
-            return
-        session = visible(lines[0]["session_id"])
-        self.screen.print(f"session {session}, in no row", "head")
-        for line in lines:
-            self._lost(line, outputs)
-        self.screen.print()
+    def lost(self, span: dict[str, Any]) -> None:
+        """Print tokens that are lost, with the reason."""
+        turn, start = span["turn_index"], span["output_start"]
+        stop, cause = span["output_stop"], span["kind"].replace("_", " ")
+        if (by := self.drift.get((turn, start))) is not None:
+            cause += f" by turn {by}"
+        words = f"({cause}: {count(stop - start)} of turn {turn})"
+        text: list[Fragment] = [(words, "fold")]
+        if self.outputs:
+            ids = np.array(self.outputs[turn][start:stop], np.int32)
+            text += [(" ", ""), *self._text(ids, "lost")]
+        self.screen.labelled("lost", text)
 
     def _range(self, kind: str, ids: Ids) -> None:
         """Print tokens of a row; the middle of long context is folded."""
@@ -236,32 +205,19 @@ class _View:
         self.screen.labelled("", [(words, "fold")])
         self.screen.labelled("", self._text(ids[-n:], kind))
 
-    def _lost(self, span: dict[str, Any], outputs: dict[int, Ids]) -> None:
-        """Print tokens that are lost, with the reason."""
-        names = ("output_start", "output_stop", "turn_index")
-        start, stop, turn = (span[name] for name in names)
-        words = f"({span['kind'].replace('_', ' ')}"
-        if span.get("drift_turn") is not None:
-            words += f" by turn {span['drift_turn']}"
-        words += f": {count(stop - start)} of turn {turn})"
-        text: list[Fragment] = [(words, "fold")]
-        if outputs:
-            text += [(" ", ""), *self._text(outputs[turn][start:stop], "lost")]
-        self.screen.labelled("lost", text)
-
     def _text(self, ids: Ids, style: str) -> Iterator[Fragment]:
         """The text of tokens; special tokens are apart."""
         if self.codec is None:
             yield " ".join(map(str, ids.tolist())), style
             return
         special = self.codec.special(ids)
-        cuts = np.flatnonzero(special | np.append(True, special[:-1])[: len(ids)])
-        for run, first in zip(np.split(ids, cuts[1:]), cuts, strict=False):
+        cuts = (np.flatnonzero(special[1:] | special[:-1]) + 1).tolist()
+        for start, run in zip([0, *cuts], np.split(ids, cuts), strict=True):
             text = self.codec.exact(run)
-            if special[first]:
+            if special[start : start + 1].any():
                 yield f"⟦{visible(text)}⟧", "special"
             else:
-                yield lines_of(text), style
+                yield "↵\n".join(map(visible, text.split("\n"))), style
 
 
 def _parts(
@@ -271,30 +227,43 @@ def _parts(
     spans = row.get("spans")
     if spans is None:
         edges = np.diff(np.array([False, *row["loss_mask"], False], np.int8))
-        spans = [
-            {"kind": "trained", "start": start, "stop": stop}
-            for start, stop in np.flatnonzero(edges).reshape(-1, 2).tolist()
-        ]
+        pairs = np.flatnonzero(edges).reshape(-1, 2).tolist()
+        spans = [{"kind": "trained", "start": a, "stop": b} for a, b in pairs]
     at = 0
-    for span in spans:
+    for span in [*spans, {"kind": "end", "start": n_tokens, "stop": n_tokens}]:
         if span["start"] > at:
             yield "context", at, span["start"], {}
         kind = "lost" if span["kind"] in EMPTY_KINDS else span["kind"]
-        yield kind, span["start"], span["stop"], span
+        if kind != "end":
+            yield kind, span["start"], span["stop"], span
         at = span["stop"]
-    if at < n_tokens:
-        yield "context", at, n_tokens, {}
+
+
+def marked(codec: Codec, ids: Ids, start: int, stop: int) -> str:
+    """Tokens ``start:stop`` in brackets, with some before and after, one by one."""
+
+    def texts(ids: Ids) -> list[str]:
+        return [visible(codec.exact(ids[k : k + 1])) for k in range(len(ids))]
+
+    inside = ids[start:stop]
+    shown = texts(inside[:_MAX_TOKENS])
+    if len(inside) > 2 * _MAX_TOKENS:
+        shown.append(f"... {len(inside) - 2 * _MAX_TOKENS:,} tokens ...")
+    shown += texts(inside[_MAX_TOKENS:][-_MAX_TOKENS:])
+    before = texts(ids[max(start - _AROUND, 0) : start])
+    after = texts(ids[stop : stop + _AROUND])
+    return "·".join([*before, f"[{'|'.join(shown)}]", *after])
 
 
 def why(
-    source: TurnsOrRows,
+    source: opt.Source,
     /,
     *,
     policy: PolicyOption = None,
-    session: Session = None,
-    tokenizer: TokenizerPath = None,
-    reading: Reading | None = None,
-    json: Json = False,
+    session: opt.Session = None,
+    tokenizer: opt.TokenizerPath = None,
+    reading: opt.Reading = opt.READING,
+    json: opt.Json = False,
 ) -> None:
     """Explain why each row begins where it does.
 
@@ -303,36 +272,34 @@ def why(
     With a tokenizer, causes of drift are named by text. Of rows, without their turns: where
     each leaves an earlier row.
     """
-    screen = Screen()
     if is_rows(source):
         table = read_any_rows(source)
         if "spans" in table.column_names:
             table = tk.read_rows(source)
-        reasons = tk.analysis.why(of_session(table, session, "rows"))
+        if session is not None:
+            table = take_session(table, session, "rows")
+        reasons = tk.analysis.why(table)
     else:
         loaded = chosen_tokenizer(tokenizer, source)
-        turns = (reading or Reading()).turns(source)
-        table = of_session(turns, session, "turns")
-        with working("comparing prompts"):
+        table = reading.turns(source, session)
+        with Progress("comparing prompts"):
             reasons = tk.analysis.why(table, one_policy(policy), tokenizer=loaded)
-    if json:
-        print_json({"rows": reasons.to_pylist()})
-        return
-    last = None
-    for line in reasons.select(["session_id", "sentence"]).to_pylist():
-        if line["session_id"] != last:
-            last = line["session_id"]
-            screen.print(f"session {visible(last)}", "head")
-        screen.print(f"  {line['sentence']}")
+    lines, last = [], None
+    for name, sentence in tuples(reasons, "session_id", "sentence"):
+        if name != last:
+            lines.append(f"session {visible(name)}")
+        lines.append(f"  {sentence}")
+        last = name
+    opt.print_result({"rows": reasons.to_pylist()}, "\n".join(lines), json)
 
 
 def tree(
-    source: Turns,
+    source: opt.Source,
     /,
     *,
     policy: PolicyOption = None,
-    session: Session = None,
-    reading: Reading | None = None,
+    session: opt.Session = None,
+    reading: opt.Reading = opt.READING,
 ) -> None:
     """Draw the calls of each session as a tree.
 
@@ -340,8 +307,7 @@ def tree(
     where its prompt drifts.
     """
     screen, chosen = Screen(), one_policy(policy)
-    turns = of_session((reading or Reading()).turns(source), session, "turns")
-    for table in each_session(turns):
+    for table in _each_session(reading.turns(source, session)):
         name = table["session_id"][0].as_py()
         screen.print(f"session {visible(name)}", "head")
         for line in tk.analysis.call_tree(table, name, chosen):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from trajkit.analysis.tokenizer import Tokenizer
-from trajkit.errors import ArgumentError, FormatError
+from trajkit.errors import FormatError
 from trajkit.files.sources import Paths, paths_of
 from trajkit.importers.transcripts import ChatTokenizer
 
@@ -17,15 +17,11 @@ def chosen_tokenizer(path: str | None, turns: Paths) -> Tokenizer | None:
         return load_tokenizer(Path(path))
     for source in paths_of(turns) or []:
         folder = source if source.is_dir() else source.parent
-        file = folder / "tokenizer.json"
         # only in the directory of a run: elsewhere it may be that of another model
-        if file.is_file() and any(folder.glob("turns-*.arrows")) and _installed():
-            return load_tokenizer(file)
+        is_run = any(folder.glob("turns-*.arrows")) and find_spec("tokenizers")
+        if is_run and (folder / "tokenizer.json").is_file():
+            return load_tokenizer(folder / "tokenizer.json")
     return None
-
-
-def _installed() -> bool:
-    return find_spec("tokenizers") is not None
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -40,22 +36,19 @@ def load_tokenizer(path: Path) -> Tokenizer:
             "give the model's local folder, or its tokenizer.json"
         )
     file = path / "tokenizer.json" if path.is_dir() else path
-    if path.is_dir() and not file.is_file():
+    if not file.is_file():
         return cast("Tokenizer", _from_directory(path))
+    from tokenizers import Tokenizer as Fast
+
     content = file.read_bytes()
     try:
-        from tokenizers import Tokenizer as Fast
-    except ModuleNotFoundError as error:
-        raise _missing("tokenizers") from error
-    try:
-        fast: Tokenizer = Fast.from_buffer(content)
+        return cast("Tokenizer", Fast.from_buffer(content))
     # tokenizers raises bare Exceptions
     except Exception as error:
         raise FormatError(f"{file}: not a tokenizer: {error}") from error
-    return fast
 
 
-def load_chat_tokenizer(path: Path, template: Path | None) -> ChatTokenizer:
+def load_chat_tokenizer(path: Path, template: str | None) -> ChatTokenizer:
     """A tokenizer with a chat template: its own, or the one in a file."""
     if path.is_dir():
         read = _from_directory(path)
@@ -63,7 +56,7 @@ def load_chat_tokenizer(path: Path, template: Path | None) -> ChatTokenizer:
         fast = load_tokenizer(path)
         read = _transformers().PreTrainedTokenizerFast(tokenizer_object=fast)
     if template is not None:
-        read.chat_template = template.read_text("utf-8")
+        read.chat_template = Path(template).read_text("utf-8")
     if getattr(read, "chat_template", None) is None:
         raise FormatError(
             f"{path}: this tokenizer has no chat template: pass --chat-template"
@@ -82,12 +75,6 @@ def _from_directory(path: Path) -> Any:
 def _transformers() -> Any:
     # it would advise to install PyTorch, which is not needed here
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise _missing("transformers") from error
+    import transformers
+
     return transformers
-
-
-def _missing(library: str) -> ArgumentError:
-    return ArgumentError(f"--tokenizer needs {library}: pip install {library}")

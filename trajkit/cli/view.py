@@ -1,63 +1,56 @@
-"""``trajkit view``: a run in the browser."""
+"""``trajkit view`` and ``trajkit plot``: a run in the browser, and pictures of it."""
 
 import webbrowser
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pyarrow as pa
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
-from trajkit.cli.files import Reads, Writes, page_path, write_text
-from trajkit.cli.options import (
-    OUT,
-    Count,
-    NoClobber,
-    Port,
-    Reading,
-    SessionsFile,
-    TokenizerPath,
-    Turns,
-    known_sessions,
-    print_text,
-)
-from trajkit.cli.policies import PoliciesOption, many_policies, policy_of, text_of
-from trajkit.cli.screen import working
+import trajkit as tk
+from trajkit.cli import options as opt
+from trajkit.cli import policies as pol
+from trajkit.cli.files import Reads, Writes
+from trajkit.cli.screen import Progress
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
+from trajkit.files.formats import replacing
 from trajkit.files.tables import log_files, read_any_rows
-from trajkit.policies import PRESETS
 from trajkit.schema import SESSIONS
 
 if TYPE_CHECKING:
     from trajkit.view.selection import Selection
 
+Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
+
 # browsers take long to open larger files
 _LARGE_BYTES = 50_000_000
-_SMALLER = "--session A,B, --sample N or --worst N"
 
 
 def view(
-    source: Turns,
+    source: opt.Source,
     /,
     *,
-    out: Annotated[str | None, OUT, Writes("page", piped="html")] = None,
-    policy: PoliciesOption = None,
-    sessions: SessionsFile = None,
+    out: Annotated[str | None, opt.OUT, Writes("page", piped="html")] = None,
+    policy: pol.PoliciesOption = None,
+    sessions: opt.SessionsFile = None,
     session: Annotated[str | None, Parameter(help="only these sessions: A,B")] = None,
-    sample: Count | None = None,
-    worst: Count | None = None,
-    tokenizer: TokenizerPath = None,
+    sample: opt.Count | None = None,
+    worst: opt.Count | None = None,
+    tokenizer: opt.TokenizerPath = None,
     rows: Annotated[str | None, Reads("rows")] = None,
-    pack: Count | None = None,
+    pack: opt.Count | None = None,
     against: Annotated[str | None, Reads("turns")] = None,
     print: bool = False,
     no_text: bool = False,
     port: Port = 0,
     follow: bool = False,
     no_browser: bool = False,
-    reading: Reading | None = None,
-    no_clobber: NoClobber = False,
+    reading: opt.Reading = opt.READING,
+    no_clobber: opt.NoClobber = False,
 ) -> None:
     """Look at a run in the browser.
 
@@ -96,46 +89,48 @@ def view(
     """
     from trajkit.view.document import page
     from trajkit.view.selection import Selection
+    from trajkit.view.server import LiveRun, Options, ViewServer
 
     choices = {"--session": session, "--sample": sample, "--worst": worst}
     given = [name for name, value in choices.items() if value is not None]
     if len(given) > 1:
         raise ArgumentError(f"{given[1]}: not allowed with {given[0]}")
+    if out is None:
+        if print:
+            raise ArgumentError("--print makes a file: give it a name with --out")
+    elif follow:
+        raise ArgumentError("--follow needs the server: leave out --out")
+    else:
+        _check_suffix(out, "a page", "html", "htm")
+    texts = pol.many_policies(policy)
+    policies = [*map(pol.policy_of, texts)]
     shown: dict[str, Any] = {
         "tokenizer": chosen_tokenizer(tokenizer, source),
         "text": not no_text,
         "pack_tokens": pack,
     }
-    policies = many_policies(policy)
-    selection = Selection(
-        None if session is None else tuple(session.split(",")),
-        sample,
-        worst,
-        policy=(policies or list(PRESETS.values()))[0],
-    )
-    reading = reading or Reading()
+    ids = None if session is None else tuple(session.split(","))
+    selection = Selection(ids, sample, worst, policy=policies[0])
     run = Run(source, sessions, reading, selection, follow=follow)
     others = [Run([one], None, reading, selection) for one in [against] if one]
-    table = None
-    if rows is not None:
-        # as stored: rows of other systems have few columns, and verify judges them
-        table = read_any_rows(rows)
+    # as stored: rows of other systems have few columns, and verify judges them
+    table = None if rows is None else read_any_rows(rows)
     if out is None:
-        if print:
-            raise ArgumentError("--print makes a file: give it a name with --out")
-        own = {"rows": table, "rows_policy": policies[0] if policies else None}
-        options = {"policies": tuple(text_of(policy)), "follow": follow, **shown}
-        _serve([run, *others], own, options, port, browser=not no_browser)
+        common = Options(tuple(texts), pol.policy_of, follow=follow, **shown)
+        own = replace(common, rows=table, rows_policy=policies[0] if policy else None)
+        runs = [LiveRun(run, own), *(LiveRun(one, common) for one in others)]
+        with suppress(KeyboardInterrupt), ViewServer(runs, run.title, port) as server:
+            opt.print_text(f"{server.url}\nCtrl-C ends")
+            if not no_browser:
+                webbrowser.open(server.url)
+            server.serve_forever()
         return
-    if follow:
-        raise ArgumentError("--follow needs the server: leave out --out")
-    path = page_path(out)
     turns, facts = run.load()
     other_run = next(((other.title, *other.load()) for other in others), None)
-    with working("making the page"):
+    with Progress("making the page"), replacing(Path(out)) as draft:
         html = page(
             turns,
-            policies,
+            policies if policy else None,
             sessions=facts,
             title=run.title,
             rows=table,
@@ -143,85 +138,104 @@ def view(
             paper=print,
             **shown,
         )
-    write_text(path, html)
-    size = path.stat().st_size
-    n_sessions = len(set(turns["session_id"].to_pylist()))
-    text = "token ids and numbers, no text"
-    if not no_text:
-        text = "the text of all messages; --no-text leaves it out"
-    print_text(
-        f"{n_sessions:,} of {run.n_sessions:,} sessions, {turns.num_rows:,} turns\n"
-        f"contains {text}\nwritten to {out} ({size / 1e6:.1f} MB)"
+        draft.write_text(html, encoding="utf-8")
+    size = Path(out).stat().st_size
+    text = "the text of all messages; --no-text leaves it out"
+    if no_text:
+        text = "token ids and numbers, no text"
+    opt.print_text(
+        f"{len(turns['session_id'].unique()):,} of {run.n_sessions:,} sessions, "
+        f"{turns.num_rows:,} turns\ncontains {text}\n"
+        f"written to {out} ({size / 1e6:.1f} MB)"
     )
     if size > _LARGE_BYTES:
-        print_text(
+        opt.print_text(
             f"browsers open files above {_LARGE_BYTES / 1e6:.0f} MB slowly: choose "
-            f"sessions with {_SMALLER}, or leave out --out to serve the page"
+            "sessions with --session A,B, --sample N or --worst N, or leave out --out to "
+            "serve the page"
         )
 
 
-def _serve(
-    sources: "list[Run]",
-    own: dict[str, Any],
-    options: dict[str, Any],
-    port: int,
-    *,
-    browser: bool,
-) -> None:
-    """Serve the page; ``own`` are options of the first run only."""
-    from trajkit.view.server import LiveRun, Options, ViewServer
-
-    common = Options(parse=policy_of, **options)
-    runs = [
-        LiveRun(source, common if k else replace(common, **own))
-        for k, source in enumerate(sources)
-    ]
-    try:
-        with ViewServer(runs, sources[0].title, port) as server:
-            print_text(f"{server.url}\nCtrl-C ends")
-            if browser:
-                webbrowser.open(server.url)
-            server.serve_forever()
-    except KeyboardInterrupt:
-        pass
+def _check_suffix(out: str, what: str, *known: str) -> str:
+    """The suffix of an output; ArgumentError if it is that of something else."""
+    suffix = Path(out).suffix.removeprefix(".").lower()
+    if suffix not in known:
+        names = ", ".join(f".{one}" for one in known)
+        raise ArgumentError(f"--out {out}: {what} is written as {names}")
+    return suffix
 
 
+@dataclass
 class Run:
     """The turns of a run, and what is known of its sessions."""
 
-    def __init__(
-        self,
-        source: list[str],
-        sessions: str | None,
-        reading: Reading,
-        selection: "Selection",
-        *,
-        follow: bool = False,
-    ) -> None:
-        self._source, self._sessions, self._follow = source, sessions, follow
-        self._reading, self._selection = reading, selection
-        self.title = ", ".join(Path(one).resolve().name for one in source)
-        self.n_sessions = 0
+    source: list[str]
+    sessions: str | None
+    reading: opt.Reading
+    selection: "Selection"
+    follow: bool = False
+    n_sessions: int = 0
+
+    def __post_init__(self) -> None:
+        self.title = ", ".join(Path(one).resolve().name for one in self.source)
 
     def version(self) -> str:
         """Sizes and times of the files of turns."""
-        found = [path.stat() for path in log_files(self._source)[0]]
+        found = [path.stat() for path in log_files(self.source)[0]]
         return " ".join(f"{one.st_size}.{one.st_mtime_ns}" for one in found)
 
     def load(self) -> tuple[pa.Table, pa.Table | None]:
         """The turns of the chosen sessions, and the table of these sessions."""
-        pieces = self._reading.pieces(self._source, empty=self._follow)
-        turns, self.n_sessions = self._selection.of(
+        pieces = self.reading.pieces(self.source, empty=self.follow)
+        turns, self.n_sessions = self.selection.of(
             batch for piece in pieces for batch in piece.to_batches()
         )
-        known = known_sessions(
-            self._sessions, self._source, self._reading.session_prefix
-        )
+        prefix = self.reading.session_prefix
+        known = opt.known_sessions(self.sessions, self.source, prefix)
         if known is None:
             return turns, None
         # sessions that have not ended have no line yet
-        missing = dict.fromkeys(turns["session_id"].to_pylist())
-        for name in known["session_id"].to_pylist():
-            missing.pop(name, None)
-        lines = pa.Table.from_pylist([{"session_id": one} for one in missing], SESSIONS)
+        names = turns["session_id"].unique().to_pylist()
+        ended = {*known["session_id"].to_pylist()}
+        missing = [{"session_id": name} for name in names if name not in ended]
+        lines = pa.Table.from_pylist(missing, SESSIONS)
         return turns, pa.concat_tables([known.select(SESSIONS.names), lines])
+
+
+def plot(
+    kind: Literal["swimlanes", "tokens"],
+    source: opt.Source,
+    /,
+    *,
+    out: Annotated[str, opt.OUT, Writes("picture")],
+    policy: pol.PolicyOption = None,
+    session: opt.Session = None,
+    sessions: opt.SessionsFile = None,
+    reading: opt.Reading = opt.READING,
+    no_clobber: opt.NoClobber = False,
+) -> None:
+    """Draw a run or a session.
+
+    Needs matplotlib: pip install 'trajkit[plot]'.
+
+    Parameters
+    ----------
+    kind
+        swimlanes: generation, tools and queue of each session over time. tokens: each turn
+        of a session, its prompt by role and its output by fate under the policy.
+    out
+        The picture; its suffix is the format: svg, png or pdf.
+    session
+        tokens: the session (default: the one with the most turns).
+    """
+    suffix = _check_suffix(out, "a picture", "svg", "png", "pdf")
+    chosen, turns = pol.one_policy(policy), reading.turns(source)
+    if kind == "tokens":
+        figure = tk.plot.tokens(turns, chosen, session)
+    else:
+        facts = opt.known_sessions(sessions, source, reading.session_prefix)
+        figure = tk.plot.swimlanes(turns, facts)
+    from trajkit.plot.figures import save
+
+    with Progress("drawing"), replacing(Path(out)) as draft:
+        save(figure, draft, suffix)

@@ -1,7 +1,6 @@
 """Files of exported rows that a trainer loads by itself."""
 
 import json
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,45 +15,27 @@ from trajkit.files.formats import replacing
 Write: TypeAlias = Callable[..., object]
 
 
-_NAMES = {
-    "llama-factory": "tokenized",
-    "prime-rl": "step_0",
-    "sft": "rows.parquet",
-    "skyrl-sft": "rows.parquet",
-    "slime": "rollout_0.pt",
-    "tinker": "datums.jsonl",
-}
-
-
 def path_of(target: str, folder: Path) -> Path:
     """The file or folder that `write_export` makes in ``folder``."""
     if folder.suffix and not folder.is_dir():
         raise ArgumentError(
             f"{folder}: expected a directory, in which the file gets its name"
         )
-    return folder / _NAMES[target]
+    return folder / _WRITE[target][0]
 
 
 def write_export(rows: pa.Table, target: str, folder: Path, **options: Any) -> Path:
-    """Write the file or folder of a trainer, and return its path.
+    """Write the file or folder of a trainer in ``folder``, and return its path.
 
-    Parameters
-    ----------
-    rows : table
-        As for the function of the trainer.
-    target : str
-        A name in `trajkit.export.FILE_FORMATS`.
-    folder : Path
-        The folder for it; it is made if it does not exist, and removed again if the export
-        fails.
-    **options
-        Of the trainer's function.
+    ``target`` is a name in `trajkit.export.FILE_FORMATS`, ``options`` are those of the
+    trainer's function. The folder is made if it does not exist, and removed again if the
+    export fails.
     """
     path = path_of(target, folder)
     existed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        _WRITE[target](rows, path, **options)
+        _WRITE[target][1](rows, path, **options)
         return path
     finally:
         if not existed and not any(folder.iterdir()):
@@ -79,46 +60,40 @@ def _llama_factory(rows: pa.Table, path: Path, **options: Any) -> None:
         # the limit of TRL's trainer: LLaMA-Factory cuts no rows that are tokenized
         warnings.simplefilter("ignore", LongRowsWarning)
         dataset = sft.dataset(rows, **options)
-    silent = sys.stderr.isatty() or datasets.are_progress_bars_disabled()
-    with prime_rl.new_folder(path) as draft:
-        if not silent:
-            datasets.disable_progress_bars()
-        try:
+    bars = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        with prime_rl.new_folder(path) as draft:
             dataset.save_to_disk(draft)
-        finally:
-            if not silent:
-                datasets.enable_progress_bars()
+    finally:
+        if bars:
+            datasets.enable_progress_bars()
 
 
 def _tinker(rows: pa.Table, path: Path) -> None:
     """The two arguments of a ``Datum`` per line; tinker knows the types of these lists."""
-    datums = [
-        {
-            "model_input": fields["model_input"],
-            "loss_fn_inputs": {
-                name: fields[name].tolist()
-                for name in ("target_tokens", "logprobs", "advantages")
-            },
-        }
-        for fields in tinker.datum_fields(rows)
-    ]
-    text = "".join(json.dumps(datum) + "\n" for datum in datums)
+    lines = []
+    for fields in tinker.datum_fields(rows):
+        names = ("target_tokens", "logprobs", "advantages")
+        inputs = {name: fields[name].tolist() for name in names}
+        lines.append({"model_input": fields["model_input"], "loss_fn_inputs": inputs})
     with replacing(path) as draft:
+        text = "".join(json.dumps(line) + "\n" for line in lines)
         draft.write_text(text, encoding="utf-8")
 
 
-def _prime_rl(rows: pa.Table, path: Path, *, seq_len: int, **options: Any) -> None:
-    prime_rl.write_micro_batches(
-        rows, path.parent, 0, seq_len, env_name="trajkit", **options
-    )
+def _prime_rl(rows: pa.Table, path: Path, **options: Any) -> None:
+    options = {"step": 0, "env_name": "trajkit", **options}
+    prime_rl.write_micro_batches(rows, path.parent, **options)
 
 
-_WRITE: dict[str, Write] = {
-    "llama-factory": _llama_factory,
-    "prime-rl": _prime_rl,
-    "sft": _parquet(sft.labels_table),
-    "skyrl-sft": _parquet(sft.mask_table),
-    "slime": slime.write_debug_rollout,
-    "tinker": _tinker,
+# the name of the file or folder, and what writes it
+_WRITE: dict[str, tuple[str, Write]] = {
+    "llama-factory": ("tokenized", _llama_factory),
+    "prime-rl": ("step_0", _prime_rl),
+    "sft": ("rows.parquet", _parquet(sft.labels_table)),
+    "skyrl-sft": ("rows.parquet", _parquet(sft.mask_table)),
+    "slime": ("rollout_0.pt", slime.write_debug_rollout),
+    "tinker": ("datums.jsonl", _tinker),
 }
-assert set(_WRITE) == set(_NAMES) == set(FILE_FORMATS)
+assert set(_WRITE) == set(FILE_FORMATS)

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from trajkit.export._rows import (
-    checked_rows,
-    groups_in_order,
-    limit,
-    one_row_per_rollout,
-    rewards_of,
+from trajkit.export import _rows as shared
+
+_TARGET = shared.Target(
+    *("OpenRLHF", "reward"),
+    cut="data.max_len",
+    runs="n_samples_per_prompt",
+    single=True,
 )
-from trajkit.tables.canonical import TableLike
 
 
 def execution_fields(
-    rows: TableLike,
+    rows: shared.TableLike,
     *,
     prompt: str = "",
     label: str = "",
@@ -31,48 +31,32 @@ def execution_fields(
     Parameters
     ----------
     rows : table
-        With one row per rollout, the rollouts of a group one after another: OpenRLHF takes
-        runs of ``n_samples_per_prompt`` samples for groups.
+        One row per rollout, the rollouts of a group one after another.
     prompt, label : str
         Written to every dict.
-    max_len : int or None
-        ``--data.max_len`` of the trainer, with its default. OpenRLHF truncates longer rows
-        without a message, so they are refused here. None: no row is.
-    n_samples_per_prompt : int, optional
-        That of the trainer. None: the number of rows of the first group.
-
-    Returns
-    -------
-    list of dict
-        ``observation_tokens`` are the ids of the row, ``action_ranges`` its trained ranges
-        as pairs (start, stop), ``rollout_log_probs`` cover the complete row.
-
-    Raises
-    ------
-    ExportError
-        A reward is null, a rollout has several rows, a row is longer than ``max_len``, or
-        the rows of a group are no neighbours or not ``n_samples_per_prompt``.
+    max_len, n_samples_per_prompt : int or None
+        Those of the trainer. It truncates rows longer than ``--data.max_len`` without a
+        message. None: rows of any length; as many rows per group as the first has.
     """
-    checked = checked_rows(rows, "OpenRLHF", max_tokens=limit("data.max_len", max_len))
-    one_row_per_rollout(checked, "OpenRLHF")
-    groups_in_order(checked, "OpenRLHF", "n_samples_per_prompt", n_samples_per_prompt)
-    found = []
-    for row, reward in zip(checked, rewards_of(checked), strict=True):
-        edges = np.flatnonzero(np.diff(row.loss_mask, prepend=False, append=False))
-        found.append(
-            {
-                "prompt": prompt,
-                "label": label,
-                "images": None,
-                "reward": reward,
-                "scores": reward,
-                "observation_tokens": row.input_ids.tolist(),
-                "action_ranges": [
-                    tuple(pair) for pair in edges.reshape(-1, 2).tolist()
-                ],
-                "rollout_log_probs": row.logprobs.tolist(),
-                "extra_logs": {},
-                "truncated": row.truncated,
-            }
-        )
-    return found
+    checked = shared.checked_rows(
+        rows, _TARGET, cut=max_len, group_size=n_samples_per_prompt
+    )
+    edges = [
+        np.flatnonzero(np.diff(row.loss_mask, prepend=False, append=False))
+        for row in checked
+    ]
+    return [
+        {
+            "prompt": prompt,
+            "label": label,
+            "images": None,
+            "reward": row.reward,
+            "scores": row.reward,
+            "observation_tokens": row.input_ids.tolist(),
+            "action_ranges": [*map(tuple, bounds.reshape(-1, 2).tolist())],
+            "rollout_log_probs": row.logprobs.tolist(),
+            "extra_logs": {},
+            "truncated": row.truncated,
+        }
+        for row, bounds in zip(checked, edges, strict=True)
+    ]

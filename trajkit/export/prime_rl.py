@@ -3,109 +3,68 @@
 Source: https://github.com/PrimeIntellect-ai/prime-rl/tree/559b44772
 (``transports/rollouts/types.py``, ``trainer/batch.py``), with the fields that were
 appended since, of which ``mm_refs`` (cb20c6a29) has the place of ``mm_kwargs``. A trainer
-of an older commit ignores the appended ones, ``sampling_mask`` included.
+of an older commit ignores the appended ones, ``sampling_mask`` included. Fields have the
+order of the wire format.
 """
 
 import errno
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
-from typing import Any, Required, TypedDict, Unpack
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
 from trajkit._arguments import chosen_int
 from trajkit.errors import ExportError
-from trajkit.export._rows import (
-    StepCounts,
-    checked_rows,
-    limit,
-    routed_experts,
-    sampling_masks,
-    step_counts,
-    step_scales,
-    token_advantages,
-    token_values,
-)
+from trajkit.export import _rows as shared
 from trajkit.learn._checks import check_number
 from trajkit.packs.balancing import balance
 from trajkit.packs.packing import pack
-from trajkit.tables.canonical import TableLike, as_table
+from trajkit.tables.canonical import as_table
 from trajkit.tables.take import tuples
 
-MICRO_BATCH_FIELDS = (
-    "input_ids",
-    "loss_mask",
-    "advantages",
-    "inference_logprobs",
-    "position_ids",
-    "sequence_lengths",
-    "temperatures",
-    "env_names",
-    "seq_lens",
-    "ref_logprobs",
-    "routed_experts",
-    "mm_refs",
-    "mm_token_type_ids",
-    "rl_weights",
-    "ce_weights",
-    "ref_kl_weights",
-    "sampling_mask",
-    "trace_ids",
-    "branch_indices",
-    "payload",
+_TARGET = shared.Target(
+    *("prime-rl", "advantages"),
+    carried=(
+        *("routed_experts", "sampling_mask", "ref_logprobs", "teacher_logprobs"),
+        "observation_weight",
+    ),
+    cut="seq_len",
+    by_step=True,
 )
-"""The fields of ``MicroBatch`` in the order of the wire format."""
-
-_PAD_ID = 1
 
 
 def sample_fields(
-    rows: TableLike,
+    rows: shared.TableLike,
     *,
     env_name: str,
     temperature: float = 1.0,
     seq_len: int | None = 2048,
-    weighted: bool | StepCounts = False,
+    weighted: bool | shared.StepCounts = False,
 ) -> list[dict[str, Any]]:
-    """Rows as the fields of ``TrainingSample``, in the order of the wire format.
+    """Rows as the fields of ``TrainingSample``.
+
+    Every list covers the complete row. ``routed_experts`` and ``sampling_mask`` are dicts
+    with the fields of prime-rl's structs of these names.
 
     Parameters
     ----------
     rows : table
-        With a column ``advantage``, per row or per token. A column
-        ``observation_weight`` becomes ``ce_weights``. The payloads ``routed_experts``,
-        ``sampling_mask`` and ``ref_logprobs`` (or ``teacher_logprobs``) are carried along.
+        With advantages, per row or per token. A column ``observation_weight`` becomes
+        ``ce_weights``. The payloads ``routed_experts``, ``sampling_mask`` and
+        ``ref_logprobs`` (or ``teacher_logprobs``) are carried along.
     env_name : str
         The environment; prime-rl reserves the name "all".
     temperature : float
-        The sampling temperature. It is written for every token, since prime-rl divides the
-        logits of a token by the temperature of the token before it.
+        The sampling temperature, written for every token: prime-rl divides the logits of a
+        token by the temperature of the token before it.
     seq_len : int or None
-        The trainer's ``seq_len``, with its default. prime-rl truncates longer rows without
-        a message, so they are refused here. None: no row is.
+        That of the trainer, which truncates longer rows without a message. None: any.
     weighted : StepCounts, optional
-        Write row weights to ``rl_weights``, scaled so that the trainer's loss, a sum
-        divided by the step's number of trained tokens, is
-        `trajkit.learn.reference_loss` of the step's rows. The counts are those of all
-        rows that the trainer takes in one step (`trajkit.export.step_counts`).
-
-    Returns
-    -------
-    list of dict
-        One per row. Every list covers the complete row. ``routed_experts`` and
-        ``sampling_mask`` are dicts with the fields of prime-rl's structs of these names.
-        ``trace_id`` is the session, ``branch_index`` the row's index.
-
-    Raises
-    ------
-    ExportError
-        An advantage is null or absent, the name is "all", or a row is longer than
-        ``seq_len``; ``weighted`` is true without counts.
+        Write row weights to ``rl_weights``, see `trajkit.export`.
     """
     if not isinstance(env_name, str) or env_name == "all":
         raise ExportError(
@@ -113,86 +72,71 @@ def sample_fields(
             "reserves"
         )
     check_number("temperature", temperature, 0, above=True)
-    checked = checked_rows(
-        rows,
-        "prime-rl",
-        carried=("routed_experts", "sampling_mask", "ref_logprobs", "teacher_logprobs"),
-        max_tokens=limit("seq_len", seq_len),
-    )
-    scales = step_scales(checked, weighted, "prime-rl")
-    experts, masks = routed_experts(rows, checked), sampling_masks(rows, checked)
-    observed = token_values(rows, checked, "observation_weight", null=False)
-    reference, teacher = (
-        token_values(rows, checked, name)
-        for name in ("ref_logprobs", "teacher_logprobs")
-    )
     samples = []
-    for k, (row, gain) in enumerate(
-        zip(checked, token_advantages(checked), strict=True)
-    ):
-        if reference[k] is not None and teacher[k] is not None:
+    for row in shared.checked_rows(rows, _TARGET, cut=seq_len, weighted=weighted):
+        references = [row.ref_logprobs, row.teacher_logprobs]
+        reference, *others = [each for each in references if each is not None] or [None]
+        if others:
             raise ExportError(
                 f"{row.place}: the row has ref_logprobs and teacher_logprobs, but prime-rl "
                 "has one field, ref_logprobs. Drop one of the columns"
             )
+        experts, masks, n = row.routed_experts, row.sampling_mask, len(row.input_ids)
+        if experts is not None:
+            # the last token was not forwarded: as the one before it
+            experts = _experts(np.concatenate([experts, experts[-1:]]))
+        if masks is not None:
+            ids, counts = [*chain(*masks)], [len(each) for each in masks]
+            parts = {"ids": np.array(ids, "<i4"), "counts": np.array(counts, "<i4")}
+            masks = {name: part.tobytes() for name, part in parts.items()}
+        sample = {
+            "token_ids": row.input_ids,
+            "mask": row.loss_mask,
+            "logprobs": row.logprobs,
+            "temperatures": [temperature] * n,
+            "env_name": env_name,
+            "ref_logprobs": reference,
+            "mm_refs": None,
+            "routed_experts": experts,
+            "mm_token_type_ids": None,
+            "rl_weights": row.loss_mask * row.scale if weighted else None,
+            "ce_weights": row.observation_weight,
+            "ref_kl_weights": None,
+            "advantages": row.advantages,
+            "sampling_mask": masks,
+            "trace_id": row.session_id,
+            "branch_index": row.row_index,
+            "payload": None,
+        }
         samples.append(
             {
-                "token_ids": row.input_ids.tolist(),
-                "mask": row.loss_mask.tolist(),
-                "logprobs": row.logprobs.tolist(),
-                "temperatures": [temperature] * len(row.input_ids),
-                "env_name": env_name,
-                "ref_logprobs": reference[k] or teacher[k],
-                "mm_refs": None,
-                "routed_experts": None if experts is None else _experts(experts[k]),
-                "mm_token_type_ids": None,
-                "rl_weights": (
-                    None
-                    if scales is None
-                    else np.where(row.loss_mask, scales[k], 0.0).tolist()
-                ),
-                "ce_weights": observed[k],
-                "ref_kl_weights": None,
-                "advantages": gain.tolist(),
-                "sampling_mask": None if masks is None else _mask(masks[k]),
-                "trace_id": row.session_id,
-                "branch_index": row.row_index,
-                "payload": None,
+                name: value.tolist() if isinstance(value, np.ndarray) else value
+                for name, value in sample.items()
             }
         )
     return samples
 
 
-def _experts(experts: Any) -> dict[str, Any]:
-    """An entry for every token: the last one, which was not forwarded, as that before."""
-    every = np.concatenate([experts, experts[-1:]])
-    every = every.astype("<u2" if every.max() > 255 else "u1")
-    return {"data": every.tobytes(), "shape": [*every.shape], "dtype": every.dtype.name}
-
-
-def _mask(supports: list[list[int]]) -> dict[str, bytes]:
-    ids = np.array([*chain.from_iterable(supports)], "<i4")
-    counts = np.array([len(each) for each in supports], "<i4")
-    return {"ids": ids.tobytes(), "counts": counts.tobytes()}
+def _experts(experts: shared.Array) -> dict[str, Any]:
+    small = experts.astype("<u2" if experts.max() > 255 else "u1")
+    return {"data": small.tobytes(), "shape": [*small.shape], "dtype": small.dtype.name}
 
 
 def micro_batch_fields(
-    rows: TableLike,
+    rows: shared.TableLike,
     seq_len: int,
     *,
-    env_name: str,
     ranks: int = 1,
-    temperature: float = 1.0,
     pad_to_multiple_of: int = 1,
     weighted: bool = False,
+    **options: Any,
 ) -> list[list[dict[str, Any]]]:
     """Rows of one step as the fields of ``MicroBatch``, a list of these for each rank.
 
     Parameters
     ----------
     rows : table
-        All rows of a step; else as for `sample_fields`, as are ``env_name`` and
-        ``temperature``.
+        All rows of a step, as for `sample_fields`.
     seq_len : int
         Maximum number of tokens in a micro-batch, a multiple of ``pad_to_multiple_of``.
     ranks : int
@@ -201,29 +145,24 @@ def micro_batch_fields(
     pad_to_multiple_of : int
         Micro-batches are padded to a multiple of this many tokens.
     weighted : bool
-        As for `sample_fields`, with the counts of these rows.
+        Take the row weights, with the counts of these rows.
+    **options
+        ``env_name`` and ``temperature`` of `sample_fields`.
     """
     chosen_int("ranks", ranks, 1)
-    samples = sample_fields(
-        rows,
-        env_name=env_name,
-        temperature=temperature,
-        seq_len=seq_len,
-        weighted=weighted and step_counts(rows),
-    )
+    counts = weighted and shared.step_counts(rows)
+    samples = sample_fields(rows, seq_len=seq_len, weighted=counts, **options)
     packs = pack(as_table(rows), seq_len, layout="rows", align=pad_to_multiple_of)
-    batches = []
-    for numbers, n in zip(
-        packs.column("edge_row"), packs.column("input_ids"), strict=True
-    ):
-        rows_here, first = np.unique(numbers.values.to_numpy(), return_index=True)
-        members = [samples[k] for k in rows_here[np.argsort(first)]]
-        batches.append(_micro_batch(members, len(n)))
-    plan = balance(packs, ranks, equal_counts=True)
     found: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
-    for rank, number in tuples(plan, "rank", "pack"):
-        padding = _micro_batch([], pad_to_multiple_of)
-        found[rank].append(padding if number is None else batches[number])
+    for rank, number in tuples(
+        balance(packs, ranks, equal_counts=True), "rank", "pack"
+    ):
+        members, length = [], pad_to_multiple_of
+        if number is not None:
+            length = len(packs["input_ids"][number])
+            numbers = dict.fromkeys(packs["edge_row"][number].as_py())
+            members = [samples[k] for k in numbers]
+        found[rank].append(_micro_batch(members, length))
     return found
 
 
@@ -232,94 +171,60 @@ def _micro_batch(samples: list[dict[str, Any]], length: int) -> dict[str, Any]:
     sizes = [len(sample["token_ids"]) for sample in samples]
     n_padding = length - sum(sizes)
 
-    def stream(name: str, fill: Any = 0.0, *, needed: bool = False) -> list[Any] | None:
-        """The values of all tokens: ``fill`` for samples that have none."""
+    def joined(name: str, fill: Any = 0.0, *, needed: bool = False) -> Any:
+        """The values of all tokens, ``fill`` for padding and samples that have none."""
         if not needed and all(sample[name] is None for sample in samples):
             return None
-        parts = [
-            sample[name] or [fill] * size
-            for sample, size in zip(samples, sizes, strict=True)
-        ]
-        return [*chain.from_iterable(parts), *[fill] * n_padding]
+        parts = zip(samples, sizes, strict=True)
+        filled = [sample[name] or [fill] * size for sample, size in parts]
+        return [*chain(*filled), *[fill] * n_padding]
 
+    def present(name: str) -> list[Any]:
+        return [sample[name] for sample in samples if sample[name] is not None]
+
+    experts = [
+        np.frombuffer(each["data"], each["dtype"]).reshape(each["shape"])
+        for each in present("routed_experts")
+    ]
+    if experts:
+        experts.append(np.zeros((n_padding, *experts[0].shape[1:]), np.uint8))
+    masks = present("sampling_mask")
+    ids, counts = (b"".join(each[name] for each in masks) for name in ("ids", "counts"))
+    support = {"ids": ids, "counts": counts + bytes(4 * n_padding)}
+    names = [sample["env_name"] for sample in samples]
     # padding belongs to the last sequence
     bounds = [*sizes[:-1], sum(sizes[-1:]) + n_padding]
-    return dict.fromkeys(MICRO_BATCH_FIELDS) | {
-        "input_ids": stream("token_ids", _PAD_ID, needed=True),
-        "loss_mask": stream("mask", False, needed=True),
-        "advantages": stream("advantages", 0.0, needed=True),
-        "inference_logprobs": stream("logprobs", 0.0, needed=True),
+    return {
+        "input_ids": joined("token_ids", 1, needed=True),
+        "loss_mask": joined("mask", False, needed=True),
+        "advantages": joined("advantages", needed=True),
+        "inference_logprobs": joined("logprobs", needed=True),
         "position_ids": [k for size in [*sizes, n_padding] for k in range(size)],
         "sequence_lengths": bounds,
-        "temperatures": stream("temperatures", 1.0, needed=True),
-        "env_names": [
-            *(sample["env_name"] for sample in samples for _ in sample["token_ids"]),
-            *[""] * n_padding,
-        ],
+        "temperatures": joined("temperatures", 1.0, needed=True),
+        "env_names": np.repeat([*names, ""], [*sizes, n_padding]).tolist(),
         "seq_lens": bounds,
-        "ref_logprobs": stream("ref_logprobs"),
-        "routed_experts": _joined_experts(samples, n_padding),
-        "rl_weights": stream("rl_weights"),
-        "ce_weights": stream("ce_weights"),
-        "sampling_mask": _joined_masks(samples, n_padding),
+        "ref_logprobs": joined("ref_logprobs"),
+        "routed_experts": _experts(np.concatenate(experts)) if experts else None,
+        "mm_refs": None,
+        "mm_token_type_ids": None,
+        "rl_weights": joined("rl_weights"),
+        "ce_weights": joined("ce_weights"),
+        "ref_kl_weights": None,
+        "sampling_mask": support if masks else None,
         "trace_ids": [sample["trace_id"] for sample in samples] or [""],
         "branch_indices": [sample["branch_index"] for sample in samples] or [-1],
+        "payload": None,
     }
-
-
-def _joined_experts(
-    samples: list[dict[str, Any]], n_padding: int
-) -> dict[str, Any] | None:
-    """The experts of all tokens in the widest type; those of padding are 0."""
-    parts = [sample["routed_experts"] for sample in samples]
-    if not parts or parts[0] is None:
-        return None
-    arrays = [
-        np.frombuffer(part["data"], part["dtype"]).reshape(part["shape"])
-        for part in parts
-    ]
-    shapes = {array.shape[1:] for array in arrays}
-    if len(shapes) > 1:
-        raise ExportError(
-            f"routed_experts of rows in a micro-batch have shapes {sorted(shapes)}: "
-            "expected the layers and experts of one model"
-        )
-    padding = np.zeros((n_padding, *shapes.pop()), np.uint8)
-    every = np.concatenate([*arrays, padding])
-    return {"data": every.tobytes(), "shape": [*every.shape], "dtype": every.dtype.name}
-
-
-def _joined_masks(
-    samples: list[dict[str, Any]], n_padding: int
-) -> dict[str, bytes] | None:
-    parts = [sample["sampling_mask"] for sample in samples]
-    if not parts or parts[0] is None:
-        return None
-    return {
-        "ids": b"".join(part["ids"] for part in parts),
-        "counts": b"".join(part["counts"] for part in parts) + bytes(4 * n_padding),
-    }
-
-
-class _Options(TypedDict, total=False):
-    env_name: Required[str]
-    ranks: int
-    temperature: float
-    pad_to_multiple_of: int
-    weighted: bool
 
 
 def write_micro_batches(
-    rows: TableLike,
-    folder: str | Path,
-    step: int,
-    seq_len: int,
-    **options: Unpack[_Options],
+    rows: shared.TableLike, folder: str | Path, step: int, seq_len: int, **options: Any
 ) -> list[Path]:
-    """Write the files from which prime-rl's trainer reads a step; needs msgspec.
+    """Write the files of a step for prime-rl's trainer, and return their paths.
 
-    The trainer reads files with ``rollout_transport.type = "filesystem"``; its default is
-    another transport.
+    It reads them with ``rollout_transport.type = "filesystem"``, not the default. Needs
+    msgspec.
 
     Parameters
     ----------
@@ -328,13 +233,8 @@ def write_micro_batches(
     folder : path
         The trainer's batch directory: ``rollouts`` in its output folder at 559b44772.
     step : int
-        The step that trains the rows: all rows of its rollouts. The folder of the step
-        must not exist.
-
-    Returns
-    -------
-    list of Path
-        ``step_{step}/rank_{rank}.bin`` for each rank. They appear together.
+        The step that trains the rows. Its folder must be empty or not exist; the files
+        ``step_{step}/rank_{rank}.bin`` appear together.
     """
     ranked = micro_batch_fields(rows, seq_len, **options)
     import msgspec
@@ -348,6 +248,10 @@ def write_micro_batches(
     return [target / f"rank_{rank}.bin" for rank in range(len(ranked))]
 
 
+def _on_wire(value: Any) -> Any:
+    return [*value.values()] if isinstance(value, dict) else value
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A draft of a folder that becomes the target when the block ends without an error.
@@ -355,21 +259,10 @@ def new_folder(target: Path) -> Iterator[Path]:
     Raises FileExistsError if the target has anything in it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-    try:
-        umask = os.umask(0)  # mkdtemp makes private folders
-        os.umask(umask)
-        draft.chmod(0o777 & ~umask)
+    with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as around:
+        draft = Path(around, "draft")
+        draft.mkdir()
         yield draft
+        if target.exists() and any(target.iterdir()):
+            raise FileExistsError(errno.EEXIST, "the folder is not empty", str(target))
         draft.rename(target)  # over an empty folder too
-    except BaseException as error:
-        rmtree(draft, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno == errno.ENOTEMPTY:
-            raise FileExistsError(
-                errno.EEXIST, "the folder is not empty", str(target)
-            ) from None
-        raise
-
-
-def _on_wire(value: Any) -> Any:
-    return [*value.values()] if isinstance(value, dict) else value

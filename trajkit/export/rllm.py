@@ -4,6 +4,7 @@ Source: https://github.com/rllm-org/rllm/tree/9beb6e0 (``rllm/types.py``). rLLM 
 steps of a trajectory where each prompt begins with the path of the step before it.
 """
 
+from collections import Counter
 from typing import Any
 
 from trajkit.errors import ExportError
@@ -24,7 +25,8 @@ def episode_fields(turns: TableLike, sessions: TableLike) -> list[dict[str, Any]
     Parameters
     ----------
     turns : table
-        `trajkit.schema.TURNS`, in full or delta form.
+        `trajkit.schema.TURNS`, in full or delta form. A turn with images, a null logprob
+        or a partial ``output_mask`` is refused.
     sessions : table
         `trajkit.schema.SESSIONS`, with a reward for each session of ``turns``.
 
@@ -33,73 +35,57 @@ def episode_fields(turns: TableLike, sessions: TableLike) -> list[dict[str, Any]
     list of dict
         One episode per session, with ``id`` as rLLM splits it: the group (or the session
         without one), a colon, the number of the session in it. It has one trajectory per
-        ``agent_id``, named after it; rLLM takes trajectories with one name and task for a
-        group. A turn that must not train
-        (``trainable`` false) is no step: rLLM takes its tokens for context where a later
-        prompt has them. ``weight_version`` is that of a turn with one version, if it is an
-        integer.
-
-    Raises
-    ------
-    ExportError
-        A session has no reward, or a group a colon in its name; or a turn trains a part
-        of its output, has a null logprob or images, for which a step has no field.
+        ``agent_id``. A turn with ``trainable`` false is no step: rLLM takes its tokens for
+        context where a later prompt has them.
     """
     table = expand(as_turns(turns))
-    named = [name for name in _COLUMNS if name in table.column_names]
-    columns = [*("session_id", "group_id", "reward")]
-    facts = {
-        row["session_id"]: row for row in as_table(sessions).select(columns).to_pylist()
-    }
-    episodes: dict[str, dict[str, Any]] = {}
-    agents: dict[tuple[str, str], dict[str, Any]] = {}
-    for turn in table.select(named).to_pylist():
-        session = turn["session_id"]
-        own = facts.get(session, {})
-        if own.get("reward") is None:
+    table = table.select([name for name in _COLUMNS if name in table.column_names])
+    by_session: dict[str, list[dict[str, Any]]] = {}
+    for turn in table.to_pylist():
+        by_session.setdefault(turn["session_id"], []).append(turn)
+    facts = as_table(sessions).select(["session_id", "group_id", "reward"])
+    known = {fact["session_id"]: fact for fact in facts.to_pylist()}
+    numbers = Counter[str]()
+    found = []
+    for session, own in by_session.items():
+        reward = known.get(session, {}).get("reward")
+        if reward is None:
             raise ExportError(f"session {session!r} has no reward: give it one")
-        task = own["group_id"] or session
+        task = known[session]["group_id"] or session
         if ":" in task:
             raise ExportError(
                 f"session {session!r}: rLLM splits the id of an episode at its first "
                 f"colon, and the group {task!r} has one. Rename it"
             )
-        if session not in episodes:
-            number = sum(each["task"] == task for each in episodes.values())
-            name = f"{task}:{number}"
-            episodes[session] = {"id": name, "task": task, "trajectories": []}
-        episode = episodes[session]
-        if turn.get("trainable") is False:
-            continue
-        agent = turn.get("agent_id") or "agent"
-        if (session, agent) not in agents:
-            steps: list[dict[str, Any]] = []
-            path = {
-                "name": agent,
-                "task": task,
-                "reward": own["reward"],
-                "steps": steps,
-            }
-            agents[session, agent] = path
-            episode["trajectories"].append(path)
-        agents[session, agent]["steps"].append(_step(turn))
-    for path in agents.values():
-        path["steps"][-1]["done"] = True
-    return [*episodes.values()]
+        steps: dict[str, list[dict[str, Any]]] = {}
+        for turn in own:
+            if turn.get("trainable") is not False:
+                steps.setdefault(turn.get("agent_id") or "agent", []).append(
+                    _step(turn)
+                )
+        paths = []
+        for agent, each in steps.items():
+            each[-1]["done"] = True
+            path = {"name": agent, "task": task, "reward": reward, "steps": each}
+            paths.append(path)
+        name = f"{task}:{numbers[task]}"
+        numbers[task] += 1
+        found.append({"id": name, "task": task, "trajectories": paths})
+    return found
 
 
 def _step(turn: dict[str, Any]) -> dict[str, Any]:
-    where = f"session {turn['session_id']!r}, turn {turn['turn_index']}"
-    if turn.get("mm_items"):
-        raise ExportError(f"{where}: the prompt has images, which a step cannot carry")
-    if False in (turn.get("output_mask") or ()):
+    logprobs = turn["output_logprobs"] or []
+    faults = {
+        "images": turn.get("mm_items"),
+        "a null in output_logprobs": None in logprobs,
+        "tokens left out by output_mask": False in (turn.get("output_mask") or ()),
+    }
+    for fault in filter(faults.get, faults):
         raise ExportError(
-            f"{where}: output_mask leaves tokens out, and a step trains its whole reply. "
-            "Export rows to another trainer, or leave the turn out"
+            f"session {turn['session_id']!r}, turn {turn['turn_index']} has {fault}, for "
+            "which a step has no field. Export rows to another trainer, or leave it out"
         )
-    if None in (logprobs := turn["output_logprobs"] or []):
-        k = logprobs.index(None)
-        raise ExportError(f"{where}: output_logprobs of token {k} is null")
     versions = {span["version"] for span in turn.get("weight_versions") or ()}
     version = versions.pop() if len(versions) == 1 else None
     return {
@@ -111,9 +97,4 @@ def _step(turn: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@objects_of(episode_fields)
-def episodes(fields: list[dict[str, Any]]) -> list[Any]:
-    """Turns as ``rllm.types.Episode`` objects; see `episode_fields`."""
-    from rllm.types import Episode
-
-    return [Episode(**each) for each in fields]
+episodes = objects_of(episode_fields, "rllm.types:Episode")

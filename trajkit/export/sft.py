@@ -1,5 +1,6 @@
 """Rows for supervised fine-tuning with transformers, TRL, Axolotl, LLaMA-Factory or SkyRL.
 
+Supervised training has no weights: filter rows by reward before. Payloads are left out.
 Labels are aligned with the ids, since models shift them. ``labels`` is the only column that
 TRL's SFTTrainer 1.16.0 always applies: it ignores ``loss_mask``, and ``completion_mask``
 unless ``completion_only_loss`` is set. Axolotl 0.19.0 takes rows for tokenized only if they
@@ -13,56 +14,29 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.errors import LongRowsWarning
-from trajkit.export._rows import ExportRow, checked_rows, limit
+from trajkit.export._rows import ExportRow, Target, checked_rows
 from trajkit.schema import PAYLOADS
-from trajkit.tables.canonical import TableLike
+from trajkit.tables.canonical import TableLike, as_table
 
-IGNORED = -100
-"""The label of a token that is not trained."""
-
-DEFAULT_MAX_LENGTH = 1024
-"""``max_length`` of TRL's ``SFTConfig`` where it is not set."""
+IGNORED = -100  # the label of a token that is not trained
+DEFAULT_MAX_LENGTH = 1024  # SFTConfig.max_length of TRL where it is not set
+_TARGET = Target("the supervised trainer", cut="max_length", logprobs=False)
 
 
 def labels_table(rows: TableLike, *, max_length: int | None = None) -> pa.Table:
     """Rows with ``input_ids``, ``attention_mask`` and ``labels``, all ``list<int32>``.
 
-    TRL packs only columns with lists of the same type.
+    ``labels`` is -100 where ``loss_mask`` is false.
 
     Parameters
     ----------
     rows : table
-        Supervised training has no weights: filter rows by reward before.
     max_length : int, optional
         The length at which the trainer cuts rows, and drops those that train nothing then:
         ``SFTConfig(max_length=...)`` in TRL, ``sequence_len`` in Axolotl. Longer rows are
-        refused. None: no row is, and those beyond TRL's default of 1024 are warned of.
-
-    Returns
-    -------
-    Table
-        One line per row. ``labels`` is -100 where ``loss_mask`` is false.
-
-    Raises
-    ------
-    ExportError
-        A row is longer than ``max_length``.
-
-    Warns
-    -----
-    LongRowsWarning
-        Without ``max_length``: rows are longer than TRL's default.
-
-    Examples
-    --------
-    >>> import trajkit as tk
-    >>> turns = tk.from_records(
-    ...     [{"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}]
-    ... )
-    >>> labels_table(tk.linearize(turns))["labels"].to_pylist()
-    [[-100, 2, 3]]
+        refused. None: rows beyond TRL's default give a `trajkit.errors.LongRowsWarning`.
     """
-    checked = _checked(rows, limit("max_length", max_length))
+    checked = _checked(rows, max_length)
     longest = max((len(row.input_ids) for row in checked), default=0)
     if max_length is None and longest > DEFAULT_MAX_LENGTH:
         warnings.warn(
@@ -74,24 +48,15 @@ def labels_table(rows: TableLike, *, max_length: int | None = None) -> pa.Table:
         )
     return _table(
         input_ids=[row.input_ids for row in checked],
-        attention_mask=[np.ones(len(row.input_ids), np.int32) for row in checked],
-        labels=[_labels(row) for row in checked],
+        attention_mask=[np.ones_like(row.input_ids) for row in checked],
+        labels=[np.where(row.loss_mask, row.input_ids, IGNORED) for row in checked],
     )
 
 
-def _checked(
-    rows: TableLike, max_tokens: tuple[str, int] | None = None
-) -> list[ExportRow]:
-    return checked_rows(
-        *(rows, "the supervised trainer"),
-        logprobs=False,
-        carried=PAYLOADS,  # which no supervised loss reads
-        max_tokens=max_tokens,
-    )
-
-
-def _labels(row: ExportRow) -> Any:
-    return np.where(row.loss_mask, row.input_ids, IGNORED)
+def _checked(rows: TableLike, max_length: int | None = None) -> list[ExportRow]:
+    table = as_table(rows)
+    own = [name for name in table.column_names if name not in PAYLOADS]
+    return checked_rows(table.select(own), _TARGET, cut=max_length)
 
 
 def _table(**columns: list[Any]) -> pa.Table:
@@ -112,8 +77,7 @@ def dataset(rows: TableLike, *, max_length: int | None = None) -> Any:
 def mask_table(rows: TableLike) -> pa.Table:
     """Rows with ``input_ids`` and ``loss_mask``, for SkyRL's ``load_from_pretokenized``.
 
-    Write it with ``pyarrow.parquet.write_table``. The loader also takes trajkit's own
-    Parquet files; this table has no other columns.
+    The loader also takes trajkit's own Parquet files; this table has no other columns.
     """
     checked = _checked(rows)
     return _table(

@@ -4,6 +4,7 @@ Source: verl 0.9.1 (``experimental/agent_loop/agent_loop.py``, ``protocol.py``,
 ``trainer/ppo/v1/utils.py``).
 """
 
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,20 @@ import numpy as np
 
 from trajkit._arguments import chosen_int
 from trajkit.errors import ExportError
-from trajkit.export._rows import (
-    ExportRow,
-    checked_rows,
-    objects_of,
-    rewards_of,
-    routed_experts,
-)
-from trajkit.tables.canonical import TableLike
+from trajkit.export import _rows as shared
 from trajkit.turns.images import CONTENT_HASH
+
+_TARGET = shared.Target("verl", "reward", ("routed_experts",), response=True)
+_PADDED = shared.Target("a padded batch of verl", "reward", response=True)
 
 
 def agent_loop_fields(
-    rows: TableLike, *, images: str | Path | None = None
+    rows: shared.TableLike, *, images: str | Path | None = None
 ) -> list[list[dict[str, Any]]]:
     """Rows as the keyword arguments of ``AgentLoopOutput``, one list per rollout.
+
+    ``AgentLoopBase.run`` returns such a list. verl's trainer v1 computes the advantage of a
+    rollout from its last row.
 
     Parameters
     ----------
@@ -34,64 +34,47 @@ def agent_loop_fields(
     images : path, optional
         The folder ``images`` of the log, for rows with images: ``multi_modal_data`` then
         has them as ``PIL.Image``.
-
-    Returns
-    -------
-    list of list of dict
-        The rows of each rollout in their order, as ``AgentLoopBase.run`` returns them in
-        verl's trainer v1. That trainer computes the advantage of a rollout from its last
-        row, so every row has the rollout's reward and a trained token.
-
-    Raises
-    ------
-    ExportError
-        A reward is null.
     """
-    checked = checked_rows(
-        rows,
-        "verl",
-        response=True,
-        images=images is not None,
-        carried=("routed_experts",),
-    )
-    experts = routed_experts(rows, checked)
-    rollouts: list[list[dict[str, Any]]] = []
-    for k, (row, reward) in enumerate(zip(checked, rewards_of(checked), strict=True)):
-        if row.rollout == len(rollouts):
-            rollouts.append([])
-        mask = row.response(row.loss_mask)
-        fields = {
-            "prompt_ids": row.prompt,
-            "response_ids": row.response(row.input_ids),
-            "response_mask": mask,
-            "response_logprobs": row.response(row.logprobs),
-            "reward_score": reward,
-            "num_turns": 1 + sum(a < b for a, b in zip([0, *mask], mask, strict=False)),
-            "metrics": {},
-            "extra_fields": {
-                "session_id": row.session_id,
-                "row_index": row.row_index,
-                "uid": row.uid,
-            },
-        }
-        if experts is not None:
-            # verl expects an entry for every token; that of the last is zero
-            last = np.zeros_like(experts[k][:1])
-            every = np.concatenate([experts[k], last])
-            if every.max() > np.iinfo(np.int16).max:
-                raise ExportError(f"{row.place}: expert {every.max()} is no int16")
-            fields["routed_experts"] = every.astype(np.int16)
-        if images is not None and row.mm_items:
-            fields["multi_modal_data"] = {"images": _opened(row, Path(images))}
-        rollouts[row.rollout].append(fields)
-    return rollouts
+    checked = shared.checked_rows(rows, _TARGET._replace(images=images is not None))
+    return [
+        [_output(row, images) for row in rollout]
+        for _, rollout in groupby(checked, lambda row: row.rollout)
+    ]
 
 
-def _opened(row: ExportRow, folder: Path) -> list[Any]:
+def _output(row: shared.ExportRow, images: str | Path | None) -> dict[str, Any]:
+    mask = row.response_mask
+    fields = {
+        "prompt_ids": row.prompt_ids,
+        "response_ids": row.response_ids,
+        "response_mask": mask,
+        "response_logprobs": row.response_logprobs,
+        "reward_score": row.reward,
+        "num_turns": 1 + int(np.count_nonzero(np.diff(mask, prepend=0) > 0)),
+        "metrics": {},
+        "extra_fields": {
+            "session_id": row.session_id,
+            "row_index": row.row_index,
+            "uid": row.uid,
+        },
+    }
+    experts = row.routed_experts
+    if experts is not None:
+        if experts.max() > np.iinfo(np.int16).max:
+            raise ExportError(f"{row.place}: expert {experts.max()} is no int16")
+        # verl expects an entry for every token; that of the last is zero
+        every = np.concatenate([experts, np.zeros_like(experts[:1])])
+        fields["routed_experts"] = every.astype(np.int16)
+    if images is not None and row.mm_items:
+        fields["multi_modal_data"] = {"images": _opened(row, Path(images))}
+    return fields
+
+
+def _opened(row: shared.ExportRow, folder: Path) -> list[Any]:
     from PIL import Image
 
     images = []
-    for item in row.mm_items or ():
+    for item in row.mm_items:
         if not CONTENT_HASH.fullmatch(item["hash"]):
             raise ExportError(
                 f"{row.place}: {item['hash']!r} is not the SHA-256 of an image"
@@ -104,72 +87,58 @@ def _opened(row: ExportRow, folder: Path) -> list[Any]:
     return images
 
 
-@objects_of(agent_loop_fields)
-def agent_loop_outputs(rollouts: list[list[dict[str, Any]]]) -> list[list[Any]]:
-    """Rows as ``AgentLoopOutput`` objects; see `agent_loop_fields`."""
-    from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
-
-    return [[AgentLoopOutput(**fields) for fields in rollout] for rollout in rollouts]
+agent_loop_outputs = shared.objects_of(
+    agent_loop_fields, "verl.experimental.agent_loop.agent_loop:AgentLoopOutput"
+)
 
 
 def padded_fields(
-    rows: TableLike, prompt_length: int, response_length: int, pad_token_id: int
+    rows: shared.TableLike, prompt_length: int, response_length: int, pad_token_id: int
 ) -> dict[str, Any]:
     """Rows as the arrays of a padded batch: prompts padded left, responses right.
 
     Parameters
     ----------
-    prompt_length, response_length : int
-        ``max_prompt_length`` and ``max_response_length`` of verl's configuration.
+    rows : table
+    prompt_length, response_length, pad_token_id : int
+        ``max_prompt_length`` and ``max_response_length`` of verl's configuration, beyond
+        which rows are refused, and the id of padding.
 
     Returns
     -------
     dict of str to ndarray
-        ``prompts``, ``responses``, ``response_mask``, ``input_ids``, ``attention_mask``,
-        ``position_ids`` (int64), ``rollout_log_probs`` and ``rm_scores`` (float32, the
-        reward at the last response token), each with one line per row; and ``uid``
-        (objects), the group of each row.
-
-    Raises
-    ------
-    ExportError
-        As `agent_loop_fields`; or a prompt or response is too long: nothing is truncated.
+        One line per row: ``prompts``, ``responses``, ``response_mask``, ``input_ids``,
+        ``attention_mask``, ``position_ids`` (int64), ``rollout_log_probs``, ``rm_scores``
+        (float32, the reward at the last response token) and ``uid`` (objects, the groups).
     """
-    prompt_length = chosen_int("prompt_length", prompt_length, 1)
-    response_length = chosen_int("response_length", response_length, 1)
+    chosen_int("prompt_length", prompt_length, 1)
+    chosen_int("response_length", response_length, 1)
     chosen_int("pad_token_id", pad_token_id, 0)
-    checked = checked_rows(rows, "a padded batch of verl", response=True)
+    checked = shared.checked_rows(rows, _PADDED)
     shape = len(checked), prompt_length + response_length
     input_ids = np.full(shape, pad_token_id, np.int64)
     attention, mask = np.zeros((2, *shape), np.int64)
     logprobs, scores = np.zeros((2, *shape), np.float32)
-    for line, (row, reward) in enumerate(
-        zip(checked, rewards_of(checked), strict=True)
-    ):
-        n_response = len(row.input_ids) - row.prompt_length
-        for name, n, most in (
-            ("prompt", row.prompt_length, prompt_length),
-            ("response", n_response, response_length),
-        ):
-            if n > most:
-                raise ExportError(
-                    f"{row.place}: the {name} has {n} tokens, {name}_length is {most}. "
-                    "Raise it, or linearize with max_row_tokens"
-                )
+    for line, row in enumerate(checked):
+        n_prompt, n_response = row.prompt_length, len(row.response_ids)
+        if n_prompt > prompt_length or n_response > response_length:
+            raise ExportError(
+                f"{row.place}: the prompt has {n_prompt} tokens and the response "
+                f"{n_response}, but prompt_length is {prompt_length} and response_length "
+                f"{response_length}. Raise them, or linearize with max_row_tokens"
+            )
         stop = prompt_length + n_response
-        tokens = line, slice(prompt_length - row.prompt_length, stop)
+        tokens = line, slice(prompt_length - n_prompt, stop)
         input_ids[tokens], attention[tokens] = row.input_ids, 1
         mask[tokens], logprobs[tokens] = row.loss_mask, row.logprobs
-        scores[line, stop - 1] = reward
-    responses, response_mask, rollout_log_probs, rm_scores = (
-        array[:, prompt_length:].copy() for array in (input_ids, mask, logprobs, scores)
-    )
+        scores[line, stop - 1] = row.reward
+    responses = slice(None), slice(prompt_length, None)
     return {
-        "prompts": input_ids[:, :prompt_length].copy(),
-        "responses": responses,
-        "response_mask": response_mask,
-        "rollout_log_probs": rollout_log_probs,
-        "rm_scores": rm_scores,
+        "prompts": input_ids[:, :prompt_length],
+        "responses": input_ids[responses],
+        "response_mask": mask[responses],
+        "rollout_log_probs": logprobs[responses],
+        "rm_scores": scores[responses],
         "input_ids": input_ids,
         "attention_mask": attention,
         "position_ids": np.maximum(np.cumsum(attention, axis=1) - 1, 0),
@@ -177,12 +146,12 @@ def padded_fields(
     }
 
 
-@objects_of(padded_fields)
-def data_proto(fields: dict[str, Any]) -> Any:
-    """Rows as a padded ``verl.DataProto``; see `padded_fields`."""
-    import torch
+def _proto(fields: dict[str, Any]) -> Any:
+    """a ``verl.DataProto``."""
     from verl import DataProto
 
-    uid = fields.pop("uid")
-    tensors = {name: torch.from_numpy(array) for name, array in fields.items()}
-    return DataProto.from_dict(tensors=tensors, non_tensors={"uid": uid})
+    uid = {"uid": fields.pop("uid")}
+    return DataProto.from_dict(tensors=shared.tensors(fields), non_tensors=uid)
+
+
+data_proto = shared.objects_of(padded_fields, _proto)

@@ -6,7 +6,7 @@ import tempfile
 import zipfile
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
@@ -21,7 +21,7 @@ from trajkit.files.formats import open_input
 from trajkit.files.json_numbers import EACH, Reader, Shape
 from trajkit.files.jsonl import MAX_LINE_BYTES, max_line_bytes, split_lines
 from trajkit.files.sources import fetched, is_address, paths_of
-from trajkit.importers.findings import Finding, text_of
+from trajkit.importers.findings import Finding, list_of, object_of, text_of
 from trajkit.importers.pickles import load
 from trajkit.tables import limits
 from trajkit.tables.canonical import UNREADABLE
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 Placed: TypeAlias = tuple[str, "dict[str, Any] | Finding"]
+_Read: TypeAlias = Callable[[bytes], object]
 
 _MAGIC = {
     b"SQLite format 3\0": "sqlite",
@@ -41,14 +42,9 @@ _CODECS: dict[bytes, Codec] = {
     b"\x1f\x8b": "jsonl.gz",
     b"\x28\xb5\x2f\xfd": "jsonl.zst",
 }
-
-
+_JSON = (".json", ".jsonl", ".ndjson")
 SUFFIXES = (
-    *(
-        f".{kind}{end}"
-        for kind in ("json", "jsonl", "ndjson")
-        for end in ("", ".gz", ".zst")
-    ),
+    *(f"{kind}{end}" for kind in _JSON for end in ("", ".gz", ".zst")),
     *(".db", ".sqlite", ".sqlite3", ".pt", ".pkl", ".eval", ".traj"),
     *(".parquet", ".arrow"),
 )
@@ -85,16 +81,17 @@ def _files_of(text: str) -> Iterator[tuple[str, bool, list[tuple[str, Path]]]]:
             yield text, not single, copies
         return
     for path in paths_of(text) or ():
-        files = sorted(path.rglob("*")) if path.is_dir() else []
-        shown = [
-            (str(file), file)
-            for file in files
-            if _is_listed(file.name)
-            and file.is_file()
-            and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        ]
         path.stat()  # the same error in every format if it is missing
-        yield str(path), path.is_dir(), shown if path.is_dir() else [(str(path), path)]
+        files = [path]
+        if path.is_dir():
+            files = [
+                file
+                for file in sorted(path.rglob("*"))
+                if _is_listed(file.name)
+                and file.is_file()
+                and not any(p.startswith(".") for p in file.relative_to(path).parts)
+            ]
+        yield str(path), path.is_dir(), [(str(file), file) for file in files]
 
 
 def _is_listed(name: str) -> bool:
@@ -122,21 +119,25 @@ class Head:
 
 def head_of(file: Path, name: str = "") -> Head:
     """The container and the first objects of a file."""
-    with file.open("rb") as opened:
-        magic = opened.read(16)
-    known = (kind for start, kind in _MAGIC.items() if magic.startswith(start))
-    container = next(known, "json")
-    if magic.startswith(b"PK\3\4"):
+    name = name or str(file)
+    container = _by_magic(file, _MAGIC, "json")
+    if _by_magic(file, {b"PK\3\4": "zip"}, ""):
         container = "inspect" if _is_inspect(file) else "pickle"
-    values: tuple[dict[str, Any], ...] = ()
-    trouble = ""
-    if container not in ("sqlite", "pickle"):
-        good = (one for _, one in objects(file, container) if isinstance(one, dict))
-        try:
-            values = tuple(islice(good, _MOST_SHOWN))
-        except FormatError as error:
-            trouble = str(error)
-    return Head(name or str(file), file, container, values, trouble)
+    if container in ("sqlite", "pickle"):
+        return Head(name, file, container)
+    good = (one for _, one in objects(file, container) if isinstance(one, dict))
+    try:
+        return Head(name, file, container, tuple(islice(good, _MOST_SHOWN)))
+    except FormatError as error:
+        return Head(name, file, container, trouble=str(error))
+
+
+def _by_magic(file: Path, kinds: dict[bytes, Any], default: Any) -> Any:
+    with file.open("rb") as opened:
+        begin = opened.read(16)
+    return next(
+        (one for magic, one in kinds.items() if begin.startswith(magic)), default
+    )
 
 
 def objects(file: Path, container: str, shape: Shape | None = None) -> Iterator[Placed]:
@@ -150,11 +151,13 @@ def objects(file: Path, container: str, shape: Shape | None = None) -> Iterator[
 def _placed(place: str, value: object) -> Placed:
     if isinstance(value, dict):
         return place, value
-    return _bad(place, "unreadable", f"a {type(value).__name__}, not an object")
+    return _bad(place, f"a {type(value).__name__}, not an object")
 
 
-def _bad(place: str, problem: str, detail: str, session: str | None = None) -> Placed:
-    return place, Finding(place, session, problem=problem, detail=detail)
+def _bad(
+    place: str, detail: str, session: str | None = None, problem: str = "unreadable"
+) -> Placed:
+    return place, Finding(place, session, problem, detail)
 
 
 # --- JSON, Parquet and Arrow
@@ -166,25 +169,17 @@ def _json(file: Path, shape: Shape) -> Iterator[Placed]:
     A file whose first line is a value has a value per line.
     """
     read = Reader({**shape, EACH: shape}).read
-    with file.open("rb") as opened:
-        magic = opened.read(4)
-    known = (one for start, one in _CODECS.items() if magic.startswith(start))
-    codec: Codec = next(known, "jsonl")
-    name = file.name.lower().removesuffix(".gz").removesuffix(".zst")
-    single = name.endswith(".json")
+    codec = _by_magic(file, _CODECS, "jsonl")
+    single = (
+        file.name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".json")
+    )
+    lines = split_lines(open_input(file, codec), str(file))
+    two = [*islice((line.strip() for line, _ in lines if line.strip()), 2)]
     try:
-        lines = split_lines(open_input(file, codec), str(file))
-        two = [*islice((line for line, _ in lines if line.strip()), 2)]
-    except FormatError:
-        if not single:
-            raise
-        two = []
-    start = two[0].lstrip() if two else b""
-    try:
-        whole = isinstance(read(start), list)
+        whole = isinstance(read(two[0] if two else b""), list)
     except ValueError:
         # a value over several lines, or a damaged line
-        whole = single or (len(two) > 1 and start.strip() in (b"[", b"{"))
+        whole = single or (len(two) > 1 and two[0] in (b"[", b"{"))
     if whole or (single and len(two) < 2):
         yield from _whole(file, codec, read)
         return
@@ -193,17 +188,13 @@ def _json(file: Path, shape: Shape) -> Iterator[Placed]:
         if not line or line.isspace():
             continue
         try:
-            value = read(line)
+            yield _placed(f"line {number}", read(line))
         except ValueError as error:
             problem = "unreadable" if complete else "torn"
-            yield _bad(f"line {number}", problem, str(error))
-            continue
-        yield _placed(f"line {number}", value)
+            yield _bad(f"line {number}", str(error), problem=problem)
 
 
-def _whole(
-    file: Path, codec: Codec, read: Callable[[bytes], object]
-) -> Iterator[Placed]:
+def _whole(file: Path, codec: Codec, read: _Read) -> Iterator[Placed]:
     most = max_line_bytes()
     try:
         with open_input(file, codec) as source:
@@ -215,7 +206,7 @@ def _whole(
             )
         value = read(text) if text.strip() else []
     except (ValueError, *UNREADABLE) as error:
-        yield _bad("file", "unreadable", str(error))
+        yield _bad("file", str(error))
         return
     if isinstance(value, list):
         yield from (_placed(f"item {k}", item) for k, item in enumerate(value))
@@ -225,8 +216,7 @@ def _whole(
 
 def _rows(file: Path, shape: Shape) -> Iterator[Placed]:
     """The rows of a Parquet or Arrow file."""
-    with file.open("rb") as opened:
-        kind: Codec = "parquet" if opened.read(4) == b"PAR1" else "arrow"
+    kind: Codec = _by_magic(file, {b"PAR1": "parquet"}, "arrow")
     batches = read_batches(file, kind, limits.IMPORTED_RECORDS)
     values = (value for batch in batches for value in batch.to_pylist())
     return (_placed(f"row {number}", value) for number, value in enumerate(values))
@@ -235,60 +225,58 @@ def _rows(file: Path, shape: Shape) -> Iterator[Placed]:
 def _pickle(file: Path, shape: Shape) -> Iterator[Placed]:
     """The samples of slime's dump; a session is the step and the rollout."""
     dump = load(file)
-    step = text_of(dump.get("rollout_id")) if isinstance(dump, dict) else None
-    samples = dump.get("samples") if isinstance(dump, dict) else dump
+    step = text_of(object_of(dump).get("rollout_id")) or file.stem
+    samples = object_of(dump).get("samples", dump)
     if not isinstance(samples, list):
-        yield _bad("file", "unreadable", "it has no list of samples")
-        return
-    for k, sample in enumerate(samples):
+        yield _bad("file", "it has no list of samples")
+    for k, sample in enumerate(list_of(samples)):
         if isinstance(sample, dict):
             own = text_of(sample.get("rollout_id")) or text_of(sample.get("index"))
-            session = f"{step or file.stem}/{own or k}"
-            yield f"sample {k}", {**sample, "@session": session}
-        else:
-            yield _bad(f"sample {k}", "unreadable", "a sample is not a dict")
+            sample = {**sample, "@session": f"{step}/{own or k}"}
+        yield _placed(f"sample {k}", sample)
 
 
 # --- Inspect's zip files
+
+_ZSTANDARD = 93
+# a damaged zip file can raise these
+_ZIP = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, EOFError),
+    *(RuntimeError, OSError, KeyError, ValueError),
+)
 
 
 def _is_inspect(file: Path) -> bool:
     try:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
-    except (ValueError, *_ZIP):
+    except _ZIP:
         return False
     return "header.json" in names or any(name.startswith("_journal/") for name in names)
 
 
 def _inspect(file: Path, shape: Shape) -> Iterator[Placed]:
     """The samples of an Inspect log."""
-    read = Reader(shape).read
-    most = max_line_bytes()
-    try:
-        with zipfile.ZipFile(file) as archive:
-            names = [n for n in archive.namelist() if n.startswith("samples/")]
-            for name in sorted(names):
+    read, most = Reader(shape).read, max_line_bytes()
+    with zipfile.ZipFile(file) as archive:
+        for name in sorted(archive.namelist()):
+            if not name.startswith("samples/"):
+                continue
+            try:
                 if archive.getinfo(name).file_size > most:
-                    yield _bad(name, "unreadable", f"it is longer than {most} bytes")
-                    continue
-                try:
+                    yield _bad(name, f"it is longer than {most} bytes")
+                else:
                     yield _placed(name, read(_member(archive, name)))
-                except (ValueError, *_ZIP) as error:
-                    yield _bad(name, "unreadable", str(error) or type(error).__name__)
-    except _ZIP as error:
-        raise FormatError(f"{file}: not a readable zip file: {error}") from None
+            except _ZIP as error:
+                yield _bad(name, str(error) or type(error).__name__)
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> bytes:
     """The bytes of a file in a zip file; Inspect compresses with Zstandard."""
-    info = archive.getinfo(name)
-    if info.compress_type != _ZSTANDARD:
+    info, raw = archive.getinfo(name), archive.fp
+    if info.compress_type != _ZSTANDARD or raw is None:
         return archive.read(name)
     # Python reads it from 3.14 on
-    raw = archive.fp
-    if raw is None:
-        raise zipfile.BadZipFile(f"{name} is closed")
     raw.seek(info.header_offset)
     lengths = struct.unpack("<HH", raw.read(30)[26:30])
     raw.seek(sum(lengths), 1)
@@ -300,35 +288,17 @@ def _member(archive: zipfile.ZipFile, name: str) -> bytes:
     return content
 
 
-_ZSTANDARD = 93
-# a damaged zip file can raise these
-_ZIP = (
-    zipfile.BadZipFile,
-    NotImplementedError,
-    EOFError,
-    RuntimeError,
-    OSError,
-    KeyError,
-    zlib.error,
-    struct.error,
-)
-
-
 # --- rLLM's SQLite store
 
 _ORDER = """
-SELECT s.session_id, {run}, t.trace_id, t.data
-FROM trace_sessions s JOIN traces t ON t.trace_id = s.trace_id
+SELECT s.session_id, {run}, s.trace_id, t.data
+FROM trace_sessions s LEFT JOIN traces t ON t.trace_id = s.trace_id
 ORDER BY s.created_at, s.rowid
 """
 _APART = """
 SELECT NULL, NULL, trace_id, data FROM traces
 WHERE trace_id NOT IN (SELECT trace_id FROM trace_sessions)
 ORDER BY rowid
-"""
-_ORPHANS = """
-SELECT session_id, trace_id FROM trace_sessions
-WHERE trace_id NOT IN (SELECT trace_id FROM traces)
 """
 
 
@@ -347,7 +317,7 @@ def _sqlite(file: Path, shape: Shape) -> Iterator[Placed]:
         raise FormatError(f"{file}: cannot read traces: {error}") from None
 
 
-def _traces(base: "Connection", read: Callable[[bytes], object]) -> Iterator[Placed]:
+def _traces(base: "Connection", read: _Read) -> Iterator[Placed]:
     columns = {row[1] for row in base.execute("PRAGMA table_info(trace_sessions)")}
     run = "s.run_id" if "run_id" in columns else "''"
     runs: dict[str, set[str]] = {}
@@ -360,22 +330,25 @@ def _traces(base: "Connection", read: Callable[[bytes], object]) -> Iterator[Pla
         # Several runs of the gateway may use one session id. In a damaged database the
         # index may lack rows of the table.
         once = len(runs.get(session, {name})) == 1
-        named = text_of(session if once else f"{name}/{session}")
-        place = f"trace {trace!r}"
+        named, place = (
+            text_of(session if once else f"{name}/{session}"),
+            f"trace {trace!r}",
+        )
+        if data is None:
+            text = "its session refers to it, but it is missing"
+            yield _bad(place, text, named, "lost")
+            continue
         try:
             value = read(data if isinstance(data, bytes) else str(data).encode())
         except ValueError as error:
-            yield _bad(place, "unreadable", str(error), named)
+            yield _bad(place, str(error), named)
             continue
         if isinstance(value, dict):
             value |= {"@session": named, "trace_id": str(trace)}
         yield _placed(place, value)
-    for session, trace in base.execute(_ORPHANS):
-        detail = "its session refers to it, but it is missing"
-        yield _bad(f"trace {trace!r}", "lost", detail, text_of(session))
 
 
-_READERS: Mapping[str, Callable[[Path, Shape], Iterator[Placed]]] = {
+_READERS: dict[str, Callable[[Path, Shape], Iterator[Placed]]] = {
     "json": _json,
     "rows": _rows,
     "pickle": _pickle,

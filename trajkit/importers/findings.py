@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 
@@ -36,11 +37,11 @@ class Finding:
     place: str
     # None: the record does not name it
     session: str | None = None
-    # keys of `trajkit.from_records` and of `reader.EXTRAS`. None: unknown
-    fields: dict[str, object] = field(default_factory=dict)
     # why it is left out, one of `LEFT_OUT`; empty: its fields decide
     problem: str = ""
     detail: str = ""
+    # keys of `trajkit.from_records` and of `reader.EXTRAS`. None: unknown
+    fields: dict[str, Any] = field(default_factory=dict)
     # what it lacks if it is kept: of `KEPT`, with detail
     remarks: list[tuple[str, str]] = field(default_factory=list)
     # what the source states about numbers of tokens: its name, "prompt_ids" or
@@ -49,15 +50,14 @@ class Finding:
     # keys that may name the run, and keys that no field reads, with their values
     run_keys: dict[str, object] = field(default_factory=dict)
     unread: dict[str, object] = field(default_factory=dict)
-    # of the request, for text that a tokenizer encodes
+    # of the request
     tools: object = None
     # tells apart the conversations of a file
     origin: str = ""
 
-    def refuse(self, problem: str, detail: str = "") -> "Finding":
+    def refuse(self, problem: str, detail: str = "") -> None:
         """Mark the record as left out."""
         self.problem, self.detail = problem, detail
-        return self
 
     def copy(self, suffix: str, *, first: bool = True) -> "Finding":
         """One of several calls of the record; what is unread counts for the first."""
@@ -81,10 +81,8 @@ class Finding:
 
 def text_of(value: object) -> str | None:
     """A string or an integer as text; anything else, or an empty string, as None."""
-    if isinstance(value, str):
-        return value or None
     is_integer = isinstance(value, int) and not isinstance(value, bool)
-    return str(value) if is_integer else None
+    return (str(value) or None) if isinstance(value, str) or is_integer else None
 
 
 def number_of(value: object) -> float | None:
@@ -92,10 +90,9 @@ def number_of(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        number = float(value)
+        return float(value) if np.isfinite(float(value)) else None
     except OverflowError:
         return None
-    return number if np.isfinite(number) else None
 
 
 def time_of(value: object) -> datetime | None:
@@ -110,7 +107,7 @@ def time_of(value: object) -> datetime | None:
         return None
 
 
-def unless_empty(value: object) -> object:
+def unless_empty(value: object) -> Any:
     """The value, or None for an empty list, which means that a record lacks it."""
     return None if isinstance(value, list) and not value else value
 
@@ -125,28 +122,11 @@ def has_items(value: object) -> bool:
     return isinstance(value, list | tuple | np.ndarray) and len(value) > 0
 
 
-def list_of(value: object) -> list[object]:
+def list_of(value: object) -> list[Any]:
     """The value if it is a list, else an empty one."""
     return value if isinstance(value, list) else []
 
 
-def object_of(value: object) -> dict[str, object]:
+def object_of(value: object) -> dict[str, Any]:
     """The value if it is an object, else an empty one."""
     return value if isinstance(value, dict) else {}
-
-
-def reward_of(found: Finding, value: object, name: str = "reward") -> float | None:
-    """A reward that is a finite number; anything else is noted."""
-    number = number_of(value)
-    if number is not None or value is None or value == [] or value == {}:
-        return number
-    path = name.split("|")[0]
-    if isinstance(value, dict):
-        listed, first = ", ".join(map(str, value)), f"{path}.{next(iter(value))}"
-        text = f"{path} has the parts {listed}: --map reward={first} takes one"
-    else:
-        short = repr(value)
-        short = short if len(short) <= 60 else f"{short[:57]}..."
-        text = f"{path} is {short}: expected a finite number"
-    found.remarks.append(("reward_unread", text))
-    return None

@@ -1,11 +1,15 @@
 """The formats, each a table: how it is recognised, and where its calls have what."""
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from trajkit.errors import FormatError, InvalidTurnsError
 from trajkit.importers import verifiers
+from trajkit.importers.calls import Format, Value, is_answer
+from trajkit.importers.containers import Head
 from trajkit.importers.findings import (
     Finding,
     Refused,
@@ -16,15 +20,18 @@ from trajkit.importers.findings import (
     unless_empty,
 )
 from trajkit.importers.pickles import plain
-from trajkit.importers.responses import is_answer
-from trajkit.importers.tables import Format, Value
-from trajkit.turns.mapping import route
+from trajkit.turns.mapping import read_map, route
+from trajkit.turns.records import from_records
 
 # how engines give token ids
 _ENGINES = (
     "record the engine's responses to requests with return_token_ids and logprobs (vLLM), "
     "or with return_token_ids, return_prompt_token_ids, return_meta_info and logprobs "
     "(SGLang); `trajkit serve` asks for them itself"
+)
+_RENDERER = (
+    'verifiers records token ids for clients of type "renderer" or "train"; its '
+    "evaluations through other endpoints have text only"
 )
 _PROMPT = (
     "prompt_token_ids|prompt_ids|input_token_ids|prompt_tokens|input_ids|input_tokens"
@@ -42,6 +49,7 @@ _LOGPROBS = (
 _MASK = (
     "output_mask|response_mask|completion_mask|action_mask|loss_mask|env_mask|tool_mask"
 )
+_STEP_MASKS = ("tokens.is_truncated", "tokens.prompt_mask", "tokens.completion_mask")
 _NOT_CHAT = ("response", "nodes", "trajectory", "trace_id", "choices", "steps")
 _ROLES = {
     "system": "system",
@@ -49,40 +57,25 @@ _ROLES = {
     **dict.fromkeys(("gpt", "assistant"), "assistant"),
     "tool": "tool",
 }
+# trajectories within trajectories
+_MOST_DEEP = 32
 
 
 # --- preparation of records
 
-_POLAR = ("transformed_request", "request")
 # keys that Polar writes instead of a field larger than a mebibyte
 _CUT = {"__truncated", "_truncated_keys_omitted"}
 
 
 def _polar(record: Value) -> Value:
-    parts = [{name: record.get(name) for name in (*_POLAR, "response")}]
-    if not _CUT.isdisjoint(record) or any(map(_is_cut, parts)):
-        raise Refused("truncated", "Polar truncates fields larger than a mebibyte")
-    if not isinstance(record.get("response"), dict) or not any(
-        isinstance(record.get(name), dict) for name in _POLAR
-    ):
-        raise Refused("unreadable", "no request, or no response")
-    return record
-
-
-def _is_cut(value: object) -> bool:
-    pending = [value]
+    pending: list[object] = [dict.fromkeys(record)]
+    pending += map(record.get, ("transformed_request", "request", "response"))
     while pending:
         within = pending.pop()
-        if isinstance(within, dict) and not _CUT.isdisjoint(within):
-            return True
+        if not _CUT.isdisjoint(object_of(within)):
+            raise Refused("truncated", "Polar truncates fields larger than a mebibyte")
         pending += object_of(within).values() or list_of(within)
-    return False
-
-
-def _polar_order(completion: Value) -> tuple[str, str]:
-    """Polar's sort key: the time of the response as text, then the name."""
-    time, name = completion.get("timestamp"), completion.get("completion_id")
-    return str(time or ""), str(name or "")
+    return record
 
 
 # TOKEN_ENTRY_RECORD_SCHEMA_VERSION; a newer version may have other meanings
@@ -97,27 +90,23 @@ def _gym(record: Value) -> Value:
     if "staging_key" in record:
         text = "its token ids are in another store (staging_key)"
         raise Refused("no_prompt_ids", text)
-    if record.get("prompt_is_delta") is True:
-        delta = record.get("prompt_token_ids")
-        return {**record, "prompt_token_ids": None, "delta": delta}
-    return record
+    if record.get("prompt_is_delta") is not True:
+        return record
+    return {**record, "prompt_token_ids": None, "delta": record.get("prompt_token_ids")}
 
 
 def _gym_lost(file: Path, session: str | None, seen: set[str]) -> Iterator[Finding]:
     """Calls that the capture began and did not cancel, or marked as lost."""
     begun: set[str] = set()
-    stem = file.name.split(".tokens.")[0]
     for suffix in ("intents", "incomplete"):
-        listing = file.with_name(f"{stem}.tokens.{suffix}")
+        name = f"{file.name.split('.tokens.')[0]}.tokens.{suffix}"
+        listing = file.with_name(name)
         if listing.is_file():
             for line in listing.read_text("utf-8", "backslashreplace").split():
-                if line.startswith("-"):
-                    begun.discard(line[1:])
-                else:
-                    begun.add(line)
+                begun = begun - {line[1:]} if line.startswith("-") else begun | {line}
     if lost := sorted(begun - seen):
-        detail = f"calls that began and have no entry: {', '.join(lost)}"
-        yield Finding("its intents", session, problem="lost", detail=detail)
+        text = f"calls that began and have no entry: {', '.join(lost)}"
+        yield Finding("its intents", session, "lost", text)
 
 
 # finish reason by Sample.Status of slime
@@ -140,11 +129,10 @@ def _slime(record: Value) -> Value:
         raise Refused("no_output_ids", "its loss mask is empty")
     logprobs = plain(record.get("rollout_log_probs"))
     is_flat = not isinstance(logprobs, np.ndarray) or logprobs.ndim == 1
-    start = len(tokens) - length
     return {
         **record,
-        "prompt_ids": tokens[:start],
-        "output_ids": tokens[start:],
+        "prompt_ids": tokens[: len(tokens) - length],
+        "output_ids": tokens[len(tokens) - length :],
         "loss_mask": mask != 0,
         "rollout_log_probs": logprobs if is_flat else None,
         "finish_reason": _STATUS.get(str(record.get("status"))),
@@ -173,71 +161,51 @@ def _atif(record: Value) -> Value | None:
     return None if type(calls) is int and calls == 0 else record
 
 
-def _atif_roots(root: Value, name: str, depth: int = 0) -> Iterator[tuple[str, Value]]:
+def _atif_roots(root: Value, depth: int = 0) -> Iterator[tuple[str, Value]]:
     """A trajectory and the trajectories of its sub-agents, as of one session."""
     yield "", root
     session = root.get("session_id") or root.get("trajectory_id")
-    for k, one in enumerate(list_of(root.get("subagent_trajectories"))):
-        below = object_of(one)
+    within = list_of(root.get("subagent_trajectories")) if depth < _MOST_DEEP else []
+    for k, below in enumerate(map(object_of, within)):
         agent = below.get("trajectory_id") or object_of(below.get("agent")).get("name")
-        own = below.get("session_id") or session
-        below = {**below, "session_id": own, "@agent": agent}
-        if depth < _MOST_DEEP:
-            for where, each in _atif_roots(below, name, depth + 1):
-                yield f", subagent {k}{where}", each
+        own = {"session_id": below.get("session_id") or session, "@agent": agent}
+        for where, one in _atif_roots({**below, **own}, depth + 1):
+            yield f", subagent {k}{where}", one
 
 
-# trajectories within trajectories
-_MOST_DEEP = 32
+def _step(record: Value) -> Value:
+    """A step of verifiers, whose masks mark all ids as sampled."""
+    tokens = object_of(record.get("tokens"))
+    if tokens.get("overlong_prompt") is True:
+        text = "its prompt was truncated to the maximum length"
+        raise Refused("truncated", text)
+    mask, ids = tokens.get("completion_mask"), tokens.get("completion_ids")
+    n = len(ids) if is_array(ids) else 0  # type: ignore[arg-type]
+    if mask not in (None, [1] * n):
+        text = f"a completion_mask that does not mark {n} ids as sampled"
+        raise Refused("unreadable", text)
+    if True not in (tokens.get("is_truncated"), record.get("is_truncated")):
+        return record
+    # of a step that was cut, the provider counted more tokens
+    return {**record, "response": None, "@cut": True}
 
 
 def _span(record: Value) -> Value | None:
     """A span of a model's call; None for any other."""
     named = record.get("attributes")
     if isinstance(named, list):
-        named = {str(object_of(one).get("key")): one for one in named}
-    names = [str(name) for name in object_of(named)]
+        named = [object_of(one).get("key") for one in named]
+    names = [str(name) for name in (named if isinstance(named, list | dict) else ())]
     is_call = any(name.startswith("gen_ai.") or "token_ids" in name for name in names)
     operation = route("attributes.gen_ai.operation.name").find(record)
     if not is_call or operation in ("execute_tool", "invoke_agent", "create_agent"):
         return None
     counts = ("input_tokens", "output_tokens", "prompt_tokens", "completion_tokens")
-    usage = {
-        name: route(f"attributes.gen_ai.usage.{name}").find(record) for name in counts
-    }
-    return {**record, "usage": usage}
+    paths = {name: route(f"attributes.gen_ai.usage.{name}") for name in counts}
+    return {**record, "usage": {name: one.find(record) for name, one in paths.items()}}
 
 
 # --- conversations
-
-
-def _atif_talk(root: Value) -> object:
-    talk: list[Value] = []
-    for step in map(object_of, list_of(root.get("steps"))):
-        agent = step.get("source") == "agent"
-        role = "assistant" if agent else step.get("source")
-        message: Value = {"role": role, "content": step.get("message")}
-        if agent and step.get("reasoning_content"):
-            message["reasoning_content"] = step["reasoning_content"]
-        if agent and (calls := list_of(step.get("tool_calls"))):
-            message["tool_calls"] = [
-                {
-                    "id": call.get("tool_call_id"),
-                    "type": "function",
-                    "function": {
-                        "name": call.get("function_name"),
-                        "arguments": call.get("arguments"),
-                    },
-                }
-                for call in map(object_of, calls)
-            ]
-        talk.append(message)
-        for result in list_of(object_of(step.get("observation")).get("results")):
-            call = object_of(result).get("source_call_id")
-            content = object_of(result).get("content")
-            role = "tool" if call else "user"
-            talk.append({"role": role, "tool_call_id": call, "content": content})
-    return talk
 
 
 def _talk_at(*names: str) -> Callable[[Value], object]:
@@ -246,8 +214,8 @@ def _talk_at(*names: str) -> Callable[[Value], object]:
     def messages(root: Value) -> object:
         listed = next((root[name] for name in names if name in root), None)
         if not isinstance(listed, list):
-            detail = f"its messages are a {type(listed).__name__}, not a list"
-            raise Refused("unreadable", detail)
+            text = f"its messages are a {type(listed).__name__}, not a list"
+            raise Refused("unreadable", text)
         return [_message(k, one) for k, one in enumerate(listed)]
 
     return messages
@@ -255,14 +223,13 @@ def _talk_at(*names: str) -> Callable[[Value], object]:
 
 def _message(k: int, one: object) -> Value:
     if not isinstance(one, dict):
-        detail = f"message {k} is a {type(one).__name__}, not an object"
-        raise Refused("unreadable", detail)
+        text = f"message {k} is a {type(one).__name__}, not an object"
+        raise Refused("unreadable", text)
     if "from" in one and "role" not in one:
         role = _ROLES.get(str(one["from"]))
         if role is None:
-            known = ", ".join(_ROLES)
-            detail = f"message {k} is from {one['from']!r}: expected one of {known}"
-            raise Refused("unreadable", detail)
+            text = f"message {k} is from {one['from']!r}: expected one of "
+            raise Refused("unreadable", text + ", ".join(_ROLES))
         one = {"role": role, "content": one.get("value")}
     if not isinstance(one.get("role"), str):
         raise Refused("unreadable", f"message {k} has no role")
@@ -272,71 +239,54 @@ def _message(k: int, one: object) -> Value:
 # --- tables
 
 
-def _within(prefix: str, paths: str) -> str:
-    """The paths below another one."""
-    return "|".join(f"{prefix}.{path}" for path in paths.split("|"))
+def _within(prefixes: str, paths: str) -> str:
+    """Paths below others."""
+    below = paths.split("|")
+    return "|".join(f"{at}{path}" for at in prefixes.split("|") for path in below)
 
 
 def _has_ids(value: Value) -> bool:
     return all(is_array(route(paths).find(value)) for paths in (_PROMPT, _OUTPUT))
 
 
-_REQUEST = "request.body|request|request_body.body|request_body"
-_RESPONSE = "response.body|response|response_body.body|response_body"
+_SESSION = "session_id|metadata.session_id"
 
 _ALL = (
     Format(
         "openai",
         "a log of requests with the responses of vLLM, SGLang or a server like them",
-        keys=(("request", "response"), ("request_body", "response_body")),
+        keys=("request response", "request_body response_body"),
         test=lambda value: "completion_id" not in value,
-        fields={
-            "session_id": "session_id|metadata.session_id|"
-            "request.session_id|request.metadata.session_id|request.body.session_id|"
-            "request.body.metadata.session_id|request_body.session_id|"
-            "request_body.metadata.session_id",
-            "request": _REQUEST,
-            "response": _RESPONSE,
-        },
+        map=f"""
+            session_id={_within("|request.|request.body.|request_body.", _SESSION)},
+            request=request.body|request|request_body.body|request_body,
+            response=response.body|response|response_body.body|response_body""",
         ids=_ENGINES,
     ),
     Format(
         "polar",
         "Polar's completions",
-        keys=(("completion_id",), ("session_id", "completions")),
-        each="completions",
+        keys=("completion_id", "session_id completions"),
+        # its timestamp is of the complete response
+        map="""each=completions, session_id=session_id|/session_id,
+            request=transformed_request|request, response=response,
+            request_id=completion_id, started_at=started_at, ended_at=timestamp""",
         item="completion",
-        order=_polar_order,
-        fields={
-            "session_id": "session_id|/session_id",
-            "request": "transformed_request|request",
-            "response": "response",
-            "request_id": "completion_id",
-            # Polar sets it when the response is complete
-            "ended_at": "timestamp",
-            "started_at": "",
-        },
+        order="timestamp+completion_id",
         prepare=_polar,
         # the agent received only the first choice
-        first_choice=True,
+        most_choices=1,
         ids=_ENGINES,
     ),
     Format(
         "nemo",
         "NeMo Gym's token captures",
-        keys=(("rollout_id", "model_call_id"),),
-        fields={
-            "session_id": "rollout_id",
-            "prompt_ids": "prompt_token_ids",
-            "output_ids": "generation_token_ids",
-            "output_logprobs": "generation_log_probs",
-            "request_id": "model_call_id",
-            "model": "model",
-            "started_at": "created_at",
-            "parent": "parent_call_id",
-            "parent_resolution": "parent_resolution",
-            "delta_ids": "delta",
-        },
+        keys=("rollout_id model_call_id",),
+        map="""session_id=rollout_id, request_id=model_call_id, model=model,
+            prompt_ids=prompt_token_ids, output_ids=generation_token_ids,
+            output_logprobs=generation_log_probs, started_at=created_at,
+            parent=parent_call_id, parent_resolution=parent_resolution,
+            delta_ids=delta""",
         prepare=_gym,
         beside=_gym_lost,
         file_suffix=".tokens.jsonl",
@@ -345,26 +295,16 @@ _ALL = (
     Format(
         "rllm",
         "traces of rLLM's gateway",
-        keys=(("trace_id", "completion_token_ids"),),
+        keys=("trace_id completion_token_ids",),
         containers=("sqlite", "json", "rows"),
-        fields={
-            "session_id": "@session|session_id",
-            "prompt_ids": "prompt_token_ids",
-            "output_ids": "completion_token_ids",
-            "output_logprobs": "logprobs",
-            "finish_reason": "finish_reason",
-            "prompt_messages": "messages",
-            "response_message": "response_message",
-            "weight_version": "weight_version",
-            "request_id": "trace_id",
-            "model": "model",
-            # rLLM sets it when the response is complete
-            "ended_at": "timestamp",
-            "started_at": "",
-            "parent": "parent_trace_id",
-            "delta_ids": "prompt_delta_token_ids",
-            "usage": "raw_response.usage",
-        },
+        # its timestamp is of the complete response
+        map="""session_id=@session|session_id, request_id=trace_id, model=model,
+            prompt_ids=prompt_token_ids, output_ids=completion_token_ids,
+            output_logprobs=logprobs, finish_reason=finish_reason,
+            prompt_messages=messages, response_message=response_message,
+            weight_version=weight_version, usage=raw_response.usage,
+            started_at=started_at, ended_at=timestamp,
+            parent=parent_trace_id, delta_ids=prompt_delta_token_ids""",
         # a trace without ids has an empty list
         prepare=lambda record: {
             **record,
@@ -374,200 +314,132 @@ _ALL = (
     Format(
         "verifiers",
         "traces of verifiers",
-        keys=(("nodes", "task"), ("trajectory", "example_id")),
-        roots=verifiers.calls,
-        fixed=True,
+        keys=("nodes task",),
+        calls=verifiers.calls,
         arrays=verifiers.SHAPE,
-        fields={
-            "session_id": "@session",
-            "agent_id": "@agent",
-            "group_id": "@group",
-            "trainable": "trainable",
-            "reward": "reward",
-            "prompt_ids": "prompt",
-            "output_ids": "output",
-            "output_logprobs": "logprobs",
-            "prompt_messages": "messages",
-            "response_message": "response",
-            "finish_reason": "finish",
-            "model": "model",
-            "started_at": "started",
-            "ended_at": "ended",
-            "tools": "tools",
-            "usage": "usage",
-        },
-        ids=(
-            'verifiers records token ids for clients of type "renderer" or "train"; '
-            "its evaluations through other endpoints have text only"
-        ),
+        ids=_RENDERER,
+    ),
+    Format(
+        "verifiers_steps",
+        "results of verifiers before its graphs",
+        keys=("trajectory example_id",),
+        map="""each=trajectory, session_id=/trajectory_id|/@name,
+            agent_id=trajectory_id, group_id=/example_id, reward=/reward,
+            prompt_ids=tokens.prompt_ids, output_ids=tokens.completion_ids,
+            output_logprobs=tokens.completion_logprobs, prompt_messages=prompt,
+            response_message=completion, usage=response.usage""",
+        item="step",
+        prepare=_step,
+        knows=("is_truncated", *_STEP_MASKS),
+        ids=_RENDERER,
     ),
     Format(
         "slime",
         "a dump of slime's --save-debug-rollout-data",
         containers=("pickle",),
-        fields={
-            "session_id": "@session",
-            "prompt_ids": "prompt_ids",
-            "output_ids": "output_ids",
-            "output_logprobs": "rollout_log_probs",
-            "output_mask": "loss_mask",
-            "finish_reason": "finish_reason",
-            "trainable": "trainable",
-            "group_id": "group_index|group_id",
-            "weight_versions": "weight_versions",
-        },
+        map="""session_id=@session, prompt_ids=prompt_ids, output_ids=output_ids,
+            output_logprobs=rollout_log_probs, output_mask=loss_mask,
+            finish_reason=finish_reason, trainable=trainable,
+            group_id=group_index|group_id, weight_versions=weight_versions""",
         prepare=_slime,
         knows=("index", "remove_sample", "response_length", "tokens", "label"),
     ),
     Format(
         "atif",
         "a trajectory of Harbor (ATIF)",
-        keys=(("schema_version", "steps"),),
+        keys=("schema_version steps",),
         test=lambda value: str(value["schema_version"]).startswith("ATIF"),
         roots=_atif_roots,
-        each="steps",
+        map="""each=steps, only=source=agent, session_id=/session_id|/trajectory_id,
+            agent_id=/@agent|/agent.name, model=model_name|/agent.model_name,
+            prompt_ids=metrics.prompt_token_ids,
+            output_ids=metrics.completion_token_ids, output_logprobs=metrics.logprobs,
+            usage=metrics, reward=/extra.reward|/reward,
+            started_at=started_at, ended_at=timestamp""",
         item="step",
-        only="source=agent",
-        fields={
-            "session_id": "/session_id|/trajectory_id",
-            "agent_id": "/@agent|/agent.name",
-            "prompt_ids": "metrics.prompt_token_ids",
-            "output_ids": "metrics.completion_token_ids",
-            "output_logprobs": "metrics.logprobs",
-            "model": "model_name|/agent.model_name",
-            "usage": "metrics",
-            "started_at": "",
-            "ended_at": "timestamp",
-            "reward": "/extra.reward|/reward",
-        },
         prepare=_atif,
-        talk=_atif_talk,
         knows=("step_id", "schema_version"),
-        ids=(
-            "Harbor's agents write them with collect_rollout_details, from an engine that "
-            "returns token ids"
-        ),
+        ids="Harbor's agents write them with collect_rollout_details, from an engine that "
+        "returns token ids",
     ),
     Format(
         "inspect",
         "an Inspect log",
-        keys=(("eval", "samples"), ("epoch", "events"), ("epoch", "messages")),
+        keys=("eval samples", "epoch events", "epoch messages"),
         containers=("inspect", "json"),
         unfold="samples",
-        each="events",
+        map="""each=events, only=event=model, session_id=/uuid|/id+/epoch, group_id=/id,
+            agent_id=role, model=model, reward=/scores, request=call.request,
+            response=call.response|output, started_at=timestamp, ended_at=completed""",
         item="event",
-        only="event=model",
-        fields={
-            "session_id": "/uuid|/id+/epoch",
-            "group_id": "/id",
-            "reward": "/scores",
-            "agent_id": "role",
-            "model": "model",
-            "request": "call.request",
-            "response": "call.response|output",
-            "started_at": "timestamp",
-            "ended_at": "completed",
-        },
         talk=_talk_at("messages"),
         ids=f"with token ids only where the provider's raw response has them: {_ENGINES}",
     ),
     Format(
         "sweagent",
         "a trajectory of SWE-agent",
-        keys=(("trajectory", "history"), ("trajectory", "environment")),
+        keys=("trajectory history", "trajectory environment"),
+        map="session_id=session_id|@name",
         talk=_talk_at("history"),
         ids=f"SWE-agent writes no token ids: {_ENGINES}",
     ),
     Format(
         "openhands",
         "events of OpenHands",
-        keys=(
-            ("source", "action"),
-            ("source", "observation"),
-            ("source", "kind", "timestamp"),
-        ),
-        ids=(
-            "OpenHands' events have neither token ids nor the complete requests: import "
-            f"its completion logs (log_completions) instead, and {_ENGINES}"
-        ),
+        keys=("source action", "source observation", "source kind timestamp"),
+        ids="OpenHands' events have neither token ids nor the complete requests: import "
+        f"its completion logs (log_completions) instead, and {_ENGINES}",
     ),
     Format(
         "verl",
         "a rollout dump of verl",
-        keys=(("input", "output", "score"), ("input", "output", "gts")),
+        keys=("input output score", "input output gts"),
         test=lambda value: isinstance(value["output"], str),
-        ids=(
-            "verl's rollout_data_dir has decoded text only: write the AgentLoopOutput of "
-            "each trajectory (prompt_ids, response_ids, response_mask, response_logprobs) "
-            "as JSON lines, which import as records"
-        ),
+        ids="verl's rollout_data_dir has decoded text only: write the AgentLoopOutput of "
+        "each trajectory (prompt_ids, response_ids, response_mask, response_logprobs) "
+        "as JSON lines, which import as records",
     ),
     Format(
         "langfuse",
         "observations of Langfuse",
-        keys=(
-            ("traceId", "type", "input"),
-            ("traceId", "type", "output"),
-            ("observations",),
-        ),
-        each="observations",
+        keys=("traceId type input", "traceId type output", "observations"),
+        map=f"""each=observations, only=type=GENERATION,
+            session_id=sessionId|/sessionId|traceId, request_id=id, model=model,
+            prompt_ids={_within("metadata.", _PROMPT)},
+            output_ids={_within("metadata.", _OUTPUT)},
+            output_logprobs={_within("metadata.", _LOGPROBS)},
+            request=input, response=output, prompt_messages=input.messages|input,
+            response_message=output, finish_reason=metadata.finish_reason, usage=usage,
+            started_at=startTime, ended_at=endTime""",
         item="observation",
-        only="type=GENERATION",
-        fields={
-            "session_id": "sessionId|/sessionId|traceId",
-            "prompt_ids": _within("metadata", _PROMPT),
-            "output_ids": _within("metadata", _OUTPUT),
-            "output_logprobs": _within("metadata", _LOGPROBS),
-            "request": "input",
-            "response": "output",
-            "prompt_messages": "input.messages|input",
-            "response_message": "output",
-            "finish_reason": "metadata.finish_reason",
-            "model": "model",
-            "usage": "usage",
-            "request_id": "id",
-            "started_at": "startTime",
-            "ended_at": "endTime",
-        },
-        ids=(
-            "Langfuse has them only in an observation's metadata (prompt_token_ids, "
-            f"token_ids), or if its output is the engine's whole response: {_ENGINES}"
-        ),
+        ids="Langfuse has them only in an observation's metadata (prompt_token_ids, "
+        f"token_ids), or if its output is the engine's whole response: {_ENGINES}",
     ),
     Format(
         "otel",
         "spans of OpenTelemetry",
         keys=(
-            ("resourceSpans",),
-            ("traceId", "spanId"),
-            ("trace_id", "span_id"),
-            ("context", "attributes", "kind"),
+            "resourceSpans",
+            "traceId spanId",
+            "trace_id span_id",
+            "context attributes kind",
         ),
         unfold="resourceSpans.*.scopeSpans.*.spans",
-        fields={
-            "session_id": "attributes.session.id|attributes.gen_ai.conversation.id|"
-            "attributes.langfuse.session.id|rollout_id|traceId|trace_id|"
-            "context.trace_id",
-            "agent_id": "attributes.gen_ai.agent.id|attributes.gen_ai.agent.name",
-            "prompt_ids": _within("attributes", f"{_PROMPT}|gen_ai.prompt_token_ids"),
-            "output_ids": _within(
-                "attributes",
-                f"{_OUTPUT}|gen_ai.token_ids|gen_ai.completion_token_ids|"
-                "gen_ai.response_token_ids",
-            ),
-            "output_logprobs": _within("attributes", f"{_LOGPROBS}|gen_ai.logprobs"),
-            "finish_reason": "attributes.gen_ai.response.finish_reasons.0",
-            "model": "attributes.gen_ai.response.model|attributes.gen_ai.request.model",
-            "usage": "usage",
-            "reward": "attributes.reward",
-            "request_id": "attributes.gen_ai.response.id|spanId|span_id|context.span_id",
-        },
+        map=f"""
+            session_id=attributes.session.id|attributes.gen_ai.conversation.id|
+            attributes.langfuse.session.id|rollout_id|traceId|trace_id|context.trace_id,
+            agent_id=attributes.gen_ai.agent.id|attributes.gen_ai.agent.name,
+            request_id=attributes.gen_ai.response.id|spanId|span_id|context.span_id,
+            model=attributes.gen_ai.response.model|attributes.gen_ai.request.model,
+            prompt_ids={_within("attributes.", f"{_PROMPT}|gen_ai.prompt_token_ids")},
+            output_ids={_within("attributes.", f"{_OUTPUT}|gen_ai.token_ids")}|
+            attributes.gen_ai.completion_token_ids|attributes.gen_ai.response_token_ids,
+            output_logprobs={_within("attributes.", f"{_LOGPROBS}|gen_ai.logprobs")},
+            finish_reason=attributes.gen_ai.response.finish_reasons.0,
+            usage=usage, reward=attributes.reward""",
         prepare=_span,
-        ids=(
-            "the conventions of OpenTelemetry for gen_ai have no token ids: set the span's "
-            "attributes prompt_token_ids and response_token_ids, and "
-            f"{_ENGINES}"
-        ),
+        ids="the conventions of OpenTelemetry for gen_ai have no token ids: set the span's "
+        f"attributes prompt_token_ids and response_token_ids, and {_ENGINES}",
     ),
     Format(
         "records",
@@ -575,55 +447,123 @@ _ALL = (
         test=_has_ids,
         generic=True,
         needs_reply=True,
-        fields={
-            "session_id": "session_id|metadata.session_id|extra.session_id",
-            "prompt_ids": _PROMPT,
-            "output_ids": _OUTPUT,
-            "output_logprobs": _LOGPROBS,
-            "output_mask": _MASK,
-            "prompt_messages": "prompt_messages|messages",
-            "response_message": "response_message|message|response|completion",
-            "finish_reason": "finish_reason|stop_reason",
-            "weight_version": "weight_version",
-            "weight_versions": "weight_versions",
-            "model": "model",
-            "request_id": "request_id",
-            "usage": "usage",
-            "turn_index": "turn_index",
-        },
+        map=f"""session_id={_SESSION}|extra.session_id, prompt_ids={_PROMPT},
+            output_ids={_OUTPUT}, output_logprobs={_LOGPROBS}, output_mask={_MASK},
+            prompt_messages=prompt_messages|messages,
+            response_message=response_message|message|response|completion,
+            finish_reason=finish_reason|stop_reason, weight_version=weight_version,
+            weight_versions=weight_versions, model=model, request_id=request_id,
+            usage=usage, turn_index=turn_index""",
         ids=_ENGINES,
     ),
     Format(
         "responses",
         "responses of vLLM or SGLang",
-        keys=(
-            ("choices",),
-            ("output_ids", "meta_info"),
-            ("input", "output"),
-            ("messages", "response"),
-        ),
+        keys=("choices", "output_ids meta_info", "input output", "messages response"),
         test=lambda value: is_answer(value.get("output", value.get("response", value))),
         generic=True,
-        fields={
-            "request": "input|@self",
-            "response": "output|response|@self",
-            "prompt_messages": "input.messages|input|messages",
-            "session_id": "session_id|metadata.session_id|input.session_id|"
-            "input.metadata.session_id",
-            "started_at": "started_at|timestamp|created",
-        },
+        map=f"""request=input|@self, response=output|response|@self,
+            prompt_messages=input.messages|input|messages,
+            session_id={_within("|input.", _SESSION)},
+            started_at=started_at|timestamp|created""",
         ids=_ENGINES,
     ),
     Format(
         "chat",
         "chat transcripts",
-        keys=(("messages",), ("conversations",)),
+        keys=("messages", "conversations"),
         test=lambda value: not any(name in value for name in _NOT_CHAT),
         generic=True,
-        fields={"session_id": "session_id|id|conversation_id|uuid|uid"},
+        map="session_id=session_id|id|conversation_id|uuid|uid|@name",
         talk=_talk_at("messages", "conversations"),
     ),
 )
 
 FORMATS: dict[str, Format] = {one.name: one for one in _ALL}
 """The formats by name."""
+
+
+# --- which format a file has
+
+
+def fitting(head: Head) -> list[Format]:
+    """The formats that a file seems to have; a generic one only if no other fits."""
+    values = head.values or (None,)
+    for value in values:
+        fits = [one for one in _ALL if _fits(one, head, value)]
+        if found := [one for one in fits if not one.generic]:
+            return found
+    every = (one for one in _ALL if any(_fits(one, head, value) for value in values))
+    return [] if _is_turn(values[0]) else [*islice(every, 1)]
+
+
+def _fits(format: Format, head: Head, value: Value | None) -> bool:
+    if head.container not in format.containers:
+        return False
+    if head.container not in ("json", "rows"):
+        return True
+    if value is None:
+        # an empty capture of NeMo Gym
+        suffix = format.file_suffix
+        return bool(suffix) and not head.trouble and head.file.name.endswith(suffix)
+    has_keys = any(value.keys() >= {*names.split()} for names in format.keys or ("",))
+    return has_keys and format.test(value)
+
+
+def _is_turn(value: Value | None) -> bool:
+    if value is None or not {"session_id", "prompt_ids", "output_ids"} <= value.keys():
+        return False
+    try:
+        from_records([value])
+    except InvalidTurnsError:
+        return False
+    return True
+
+
+def unknown(head: Head) -> Exception:
+    """The error of a file of no known format: what it has, and what would be right."""
+    if head.trouble:
+        return FormatError(head.trouble)
+    if not any(head.values) and head.container in ("json", "rows"):
+        return InvalidTurnsError(f"{head.name}: no calls, nothing to do")
+    value = head.values[0]
+    if _is_turn(value):
+        return FormatError(f"{head.name} contains turns of trajkit: use read_turns")
+    records = FORMATS["records"]
+    paths = read_map(records.map).fields
+    lacks = [
+        f"{name} ({', '.join(paths[name].text.split('|')[:3])}, ...)"
+        for name in ("prompt_ids", "output_ids")
+        if paths[name].find(value) is None
+    ]
+    near = [
+        (len(value.keys() & {*keys} - {"session_id"}), -len(keys), one, keys)
+        for one in _ALL
+        for keys in map(str.split, one.keys)
+    ]
+    n_same, _, like, keys = max(near, key=lambda each: each[:2])
+    if n_same and len(lacks) == 2:
+        lacks = [name for name in keys if name not in value]
+    else:
+        like = records
+    reason = (
+        f"it lacks {', '.join(lacks)}" if lacks else "its values are of other kinds"
+    )
+    return FormatError(
+        f"{head.name} has an unknown format: its first record has the keys "
+        f"{', '.join(value)}. It is most like {like.name} ({like.title}), but {reason}. "
+        "Name its fields, as in --map session_id=PATH,prompt_ids=PATH,output_ids=PATH, or "
+        "request=PATH,response=PATH for whole responses of an engine (and each=PATH if "
+        "the records are in a list of each object). Records without token ids allow only "
+        f"the import of text (--from chat with --tokenizer): {_ENGINES}"
+    )
+
+
+def text_only(format: Format) -> str:
+    """Why a format gives no turns without a tokenizer."""
+    text = f"it is {format.title}, without token ids: "
+    if format.talk is not None:
+        text += (
+            "pass a tokenizer with a chat template (--tokenizer) to import its text; "
+        )
+    return (text + format.ids).removesuffix("; ")

@@ -10,10 +10,9 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from trajkit.errors import FormatError
 
@@ -23,10 +22,10 @@ _STORAGES = {
     "ShortStorage": "<i2",
     "IntStorage": "<i4",
     "LongStorage": "<i8",
+    "BoolStorage": "?",
     "HalfStorage": "<f2",
     "FloatStorage": "<f4",
     "DoubleStorage": "<f8",
-    "BoolStorage": "?",
 }
 
 
@@ -36,20 +35,10 @@ class Unknown:
     def __init__(self, *given: object, **named: object) -> None:
         pass
 
-    def __setstate__(self, state: object) -> None:
+    def _ignore(self, *given: object) -> None:
         pass
 
-    def __setitem__(self, key: object, value: object) -> None:
-        pass
-
-    def append(self, value: object) -> None:
-        """Ignore an item of a list."""
-
-    def extend(self, values: object) -> None:
-        """Ignore items of a list."""
-
-    def add(self, value: object) -> None:
-        """Ignore an item of a set."""
+    __setstate__ = __setitem__ = append = extend = add = _ignore
 
 
 def load(file: Path) -> object:
@@ -129,9 +118,9 @@ def _tensor(
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if min([offset, *size, *stride]) < 0 or (0 not in size and last >= len(storage)):
         raise pickle.UnpicklingError("a tensor beyond its storage")
-    item = storage.itemsize
-    steps = [step * item for step in stride]
-    return np.ndarray(size, storage.dtype, storage, offset * item, steps).copy()
+    steps = [step * storage.itemsize for step in stride]
+    start = offset * storage.itemsize
+    return np.ndarray(size, storage.dtype, storage, start, steps).copy()
 
 
 class _Type:
@@ -146,11 +135,11 @@ class _Type:
         if state[1] == ">":
             self._text = f">{self._text}"
 
-    def numbers(self) -> npt.DTypeLike:
+    def numbers(self, data: bytes) -> np.ndarray:
         found = np.dtype(self._text)
         if found.kind not in "biuf":
             raise pickle.UnpicklingError(f"an array of {found}")
-        return found
+        return np.frombuffer(data, found)
 
 
 class _Shell:
@@ -161,17 +150,17 @@ class _Shell:
     def __init__(self, *_: object) -> None:
         self.array: object = Unknown()
 
-    def __setstate__(self, state: Sequence[object]) -> None:
+    def __setstate__(self, state: Sequence[Any]) -> None:
         _, shape, type_, by_column, data = state
         if isinstance(type_, _Type) and isinstance(data, bytes):
-            flat = np.frombuffer(data, type_.numbers())
-            self.array = flat.reshape(shape, order="F" if by_column else "C")  # type: ignore[call-overload]
+            self.array = type_.numbers(data).reshape(
+                shape, order="F" if by_column else "C"
+            )
 
 
 def _scalar(type_: object, data: object) -> object:
-    if isinstance(type_, _Type) and isinstance(data, bytes):
-        return np.frombuffer(data, type_.numbers())[0].item()
-    return Unknown()
+    known = isinstance(type_, _Type) and isinstance(data, bytes)
+    return type_.numbers(data)[0].item() if known else Unknown()  # type: ignore[attr-defined]
 
 
 _KNOWN: dict[tuple[str, str], object] = {

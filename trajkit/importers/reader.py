@@ -1,8 +1,12 @@
 """Read files of foreign formats as a table of turns and a report."""
 
+import json
 import os
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -16,6 +20,7 @@ from trajkit.files.group import TEMPORARY, index_sessions
 from trajkit.files.guard import check_outputs, inputs_of, is_parts
 from trajkit.files.run import Watch, folder_of, run
 from trajkit.files.tables import gather, write_tables
+from trajkit.importers.calls import TARGETS, Format, Table, advice
 from trajkit.importers.containers import (
     SUFFIXES,
     Head,
@@ -25,15 +30,13 @@ from trajkit.importers.containers import (
     stem_of,
 )
 from trajkit.importers.findings import KEPT, LEFT_OUT, Finding, has_items, is_array
-from trajkit.importers.formats import FORMATS
-from trajkit.importers.replies import Replies, find_replies
-from trajkit.importers.tables import TARGETS, Format, Table, advice
+from trajkit.importers.formats import FORMATS, fitting, text_only, unknown
 from trajkit.importers.transcripts import ChatTokenizer, Encoder
 from trajkit.schema import IMPORT_REPORT, TURNS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables import limits
 from trajkit.tables.stages import batches_in
-from trajkit.turns.mapping import MapLike, read_map, route
+from trajkit.turns.mapping import MapLike, read_map
 from trajkit.turns.messages import tools_key
 from trajkit.turns.records import Record, from_records
 from trajkit.turns.validation import Nonfinite
@@ -41,35 +44,24 @@ from trajkit.turns.validation import Nonfinite
 Sources: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """A path, or an iterable of paths."""
 
+_TEXT, _TIME = pa.string(), pa.timestamp("us", tz="UTC")
 EXTRAS = pa.schema(
     [
-        # the source's name of the call
-        ("request_id", pa.string()),
-        ("model", pa.string()),
-        ("agent_id", pa.string()),
-        # "transcript": text that a tokenizer encoded. null: a call of an engine
-        ("call_kind", pa.string()),
-        ("started_at", pa.timestamp("us", tz="UTC")),
-        ("ended_at", pa.timestamp("us", tz="UTC")),
-        # of the rollout, as the source has it
-        ("group_id", pa.string()),
-        ("reward", pa.float64()),
-        # false: no engine sampled the output
-        ("sampled", pa.bool_()),
-        # which call continues which, as the source recorded it (schema.ROUTING)
-        ("parent_resolution", pa.string()),
-        ("parent_request", pa.string()),
-        # of the tools that the request offers; of transcripts, those of the conversation
-        ("tools_key", pa.string()),
+        *((name, _TEXT) for name in ("request_id", "model", "agent_id", "call_kind")),
+        *((name, _TIME) for name in ("started_at", "ended_at")),
+        *(("group_id", _TEXT), ("reward", pa.float64()), ("sampled", pa.bool_())),
+        *(
+            (name, _TEXT)
+            for name in ("parent_resolution", "parent_request", "tools_key")
+        ),
     ]
 )
-"""Extra columns of imported turns; null if unknown."""
+"""Extra columns of imported turns; null if unknown. docs/import.md explains them."""
 
 TURNS_IMPORTED = pa.schema([*TURNS, *EXTRAS], metadata=TURNS.metadata)
 """The schema of imported turns."""
 
 Contradicted: TypeAlias = Literal["untrain", "train"]
-"""What becomes of a turn whose usage contradicts its ids."""
 
 # decimals of rounded logprobs, the numbers beyond which they say nothing, and how many
 # values show it
@@ -93,23 +85,19 @@ def import_turns(
     Parameters
     ----------
     source : path, or iterable of paths
-        Files, patterns such as ``runs/*.jsonl``, and directories, in which all files with
-        a suffix of JSON, SQLite, Parquet or Arrow, ``.pt``, ``.pkl``, ``.eval`` or
-        ``.traj`` are read, except hidden ones. Addresses such as ``s3://bucket/log.jsonl``
-        are read through fsspec.
+        Files, patterns (``runs/*.jsonl``), directories, in which files with a known suffix
+        are read, except hidden ones, and addresses of fsspec (``s3://bucket/log.jsonl``).
     format : str
         One of `trajkit.importers.FORMATS`. "auto": recognized by the beginning of each
         file; in a directory, unknown files are skipped if others are recognized.
     map : dict, str or path, optional
-        Where the records have the fields of `trajkit.importers.TARGETS`:
-        ``{"session_id": "run.id"}``, ``"session_id=run.id,reward=score"``, or a TOML
-        file. Other fields are where the format has them.
+        Where the records have fields of `trajkit.importers.TARGETS`, if not where the
+        format has them: ``"session_id=run.id,reward=score"``, a dict, or a TOML file.
     tokenizer : object, optional
         For records of text: a tokenizer with ``encode``, ``decode`` and
         ``apply_chat_template``, as in transformers.
     contradicted : {"untrain", "train"}
-        A turn whose usage states other numbers of tokens than it has ids is context
-        only, or trains.
+        Whether a turn trains whose usage states other numbers of tokens than it has ids.
     nonfinite_logprobs : {"raise", "null"}
         A record with a logprob that is NaN, infinite, or -9999 or less is left out
         ("invalid"), or these logprobs become null.
@@ -126,8 +114,7 @@ def import_turns(
     Raises
     ------
     FormatError
-        The format of a file is unknown or ambiguous, the file cannot be read as the
-        given format, or it is not known which records belong to one session.
+        The format of a file is unknown, ambiguous or another than the given one.
     ArgumentError
         An argument has the wrong type or value.
     """
@@ -141,11 +128,8 @@ def import_file(
     output: str | os.PathLike[str],
     format: str = "auto",
     *,
-    map: MapLike | None = None,
-    tokenizer: ChatTokenizer | None = None,
-    contradicted: Contradicted = "untrain",
-    nonfinite_logprobs: Nonfinite = "raise",
     watch: Watch | None = None,
+    **options: Any,
 ) -> tuple[dict[str, int], pa.Table]:
     """Write the turns that another system recorded, in bounded memory.
 
@@ -156,8 +140,8 @@ def import_file(
 
     Parameters
     ----------
-    source, format, map, tokenizer, contradicted, nonfinite_logprobs
-        As for `trajkit.import_turns`.
+    source, format, **options
+        As for `trajkit.import_turns`, and so are the errors.
     output : path
         A file. It is not written if there are no turns.
     watch : Watch, optional
@@ -168,68 +152,56 @@ def import_file(
     totals : dict of str to int
         ``sessions`` and ``turns``.
     report : Table
-        In the schema `trajkit.schema.IMPORT_REPORT`, in the order of the records.
-
-    Raises
-    ------
-    FormatError
-        As for `trajkit.import_turns`; ``output`` is a directory.
+        As of `trajkit.import_turns`.
     """
-    found = _Import(format, map, tokenizer, contradicted, nonfinite_logprobs)
+    found = _Import(format, **options)
     if is_parts(output):
         raise FormatError(f"{output} is a directory: pass a file")
     tables = found.tables(source)
     sources = [source] if isinstance(source, str | os.PathLike) else source
     check_outputs({"output": (output, "turns")}, inputs_of(sources, None, SUFFIXES))
-    sessions = 0
+    totals = {"sessions": 0, "turns": 0}
 
     def stage(turns: pa.Table) -> pa.Table:
-        nonlocal sessions
-        sessions += pc.count_distinct(turns["session_id"]).as_py()
+        totals["sessions"] += pc.count_distinct(turns["session_id"]).as_py()
         return turns
 
-    folder = folder_of(output)
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder_of(output)) as root:
         path = Path(root, "turns.arrows")
         write_tables(batches_in(tables), path)
-        totals = {"turns": 0}
         if index_sessions([path], "arrows").turns:
-            totals = run(path, stage, output, watch=watch)
-    return {"sessions": sessions, "turns": totals["turns"]}, found.report()
+            totals["turns"] = run(path, stage, output, watch=watch)["turns"]
+    return totals, found.report()
 
 
+@dataclass
 class _Import:
     """Which records become turns, and the report of the others."""
 
-    def __init__(
-        self,
-        format: str,
-        map: MapLike | None,
-        tokenizer: ChatTokenizer | None,
-        contradicted: Contradicted,
-        nonfinite: Nonfinite,
-    ) -> None:
-        self._map = None if map is None else read_map(map, TARGETS)
-        if self._map is not None and self._map.format and format == "auto":
-            format = self._map.format
-        check_choice("format", format, ("auto", *FORMATS))
-        check_choice("contradicted", contradicted, Contradicted)
+    format: str
+    map: Any = None
+    tokenizer: ChatTokenizer | None = None
+    contradicted: Contradicted = "untrain"
+    nonfinite_logprobs: Nonfinite = "raise"
+    lines: list[dict[str, object]] = field(default_factory=list)
+    # of each session: its next number, the places that it was in, its first reward
+    numbers: Counter[str] = field(default_factory=Counter)
+    origins: dict[str, list[str]] = field(default_factory=dict)
+    rewards: dict[str, object] = field(default_factory=dict)
+    # places by session and a turn_index that the source gives
+    indices: dict[tuple[str, Any], str] = field(default_factory=dict)
+    # files by the session that is named after them
+    stems: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.map = None if self.map is None else read_map(self.map, TARGETS)
+        if self.map is not None and self.map.format and self.format == "auto":
+            self.format = self.map.format
+        check_choice("format", self.format, ("auto", *FORMATS))
+        check_choice("contradicted", self.contradicted, Contradicted)
+        nonfinite = self.nonfinite_logprobs
         check_choice("nonfinite_logprobs", nonfinite, get_args(Nonfinite))
-        self._encoder = None if tokenizer is None else Encoder(tokenizer)
-        self._format, self._contradicted, self._nonfinite = (
-            format,
-            contradicted,
-            nonfinite,
-        )
-        self._report: list[dict[str, object]] = []
-        # the next number of each session, and the places that it was in
-        self._numbers: dict[str, int] = {}
-        self._origins: dict[str, list[str]] = {}
-        self._rewards: dict[str, object] = {}
-        # places by session and a turn_index that the source gives
-        self._indices: dict[tuple[object, object], str] = {}
-        # files by the session that is named after them
-        self._stems: dict[str, str] = {}
+        self.encoder = None if self.tokenizer is None else Encoder(self.tokenizer)
 
     def tables(self, source: Sources) -> Iterator[pa.Table]:
         """The turns, of which the first table has none; sessions are not grouped."""
@@ -240,96 +212,134 @@ class _Import:
             taken = (
                 one
                 for name, is_folder, listed in files
-                for head, format in self._recognised(name, is_folder, listed)
-                for one in self._of_file(head, format)
+                for head, format in self.recognised(name, is_folder, listed)
+                for one in self.of_file(head, format)
             )
             while batch := list(islice(taken, limits.IMPORTED_RECORDS)):
-                yield self._table(batch)
+                yield self.table(batch)
 
         return pieces()
 
     def report(self) -> pa.Table:
         """The problems in the order of the records."""
-        return pa.Table.from_pylist(self._report, schema=IMPORT_REPORT)
+        return pa.Table.from_pylist(self.lines, schema=IMPORT_REPORT)
 
-    def _note(
-        self, file: str, found: Finding, problem: str, detail: str, *, kept: bool
+    def note(
+        self, file: str, found: Finding, problem: str = "", detail: str = ""
     ) -> None:
+        """Add a line about a record that is kept, or is left out for its problem."""
+        kept = bool(problem)
+        problem, detail = (problem, detail) if kept else (found.problem, found.detail)
         if problem not in (KEPT if kept else LEFT_OUT):
             raise ValueError(f"{problem!r} is not a known problem")
-        texts = {
-            "place": found.place,
-            "session_id": found.session,
-            "problem": problem,
-            "detail": detail,
-        }
+        names = "place", "session_id", "problem", "detail"
+        texts = (found.place, found.session, problem, detail)
         # lone surrogates are escaped
-        escaped = {
-            name: text and text.encode("utf-8", "backslashreplace").decode()
-            for name, text in texts.items()
+        escaped = (text and text.encode("utf-8", "backslashreplace") for text in texts)
+        line = {
+            name: text and text.decode()
+            for name, text in zip(names, escaped, strict=True)
         }
-        self._report.append({"file": file, **escaped, "kept": kept})
+        self.lines.append({"file": file, **line, "kept": kept})
 
-    def _of_file(
+    def recognised(
+        self, source: str, is_folder: bool, files: list[tuple[str, Path]]
+    ) -> Iterator[tuple[Head, Format]]:
+        """The files to read, each with its format."""
+        heads = [head_of(file, name) for name, file in files]
+        named = [] if self.format == "auto" else [FORMATS[self.format]]
+        own = (
+            [self.fitting(head) for head in heads]
+            if is_folder or not named
+            else [named]
+        )
+        names = sorted({one.name for formats in own for one in formats})
+        if len(names) > 1:
+            raise FormatError(
+                f"{source} fits several formats, {', '.join(names)}: pass one of them as "
+                "the format"
+            )
+        if not names and not is_folder:
+            raise unknown(heads[0])
+        if not names:
+            kind = f"the format {self.format}" if named else "a known format"
+            first = [f": {unknown(head)}" for head in heads if head.values][:1]
+            raise FormatError(f"{source} contains no file of {kind}{''.join(first)}")
+        for head, formats in zip(heads, own, strict=True):
+            if formats:
+                yield head, formats[0]
+            else:
+                self.note(head.name, Finding("file", None, "other_file", head.trouble))
+
+    def fitting(self, head: Head) -> list[Format]:
+        """The formats by which a file may be read."""
+        own = fitting(head)
+        if self.format != "auto":
+            named = FORMATS[self.format]
+            # an empty capture is known by its name, and a mapping may name any keys
+            return [named] if named in own or (named.generic and head.values) else []
+        # the mapping says all
+        mapped = len(own) != 1 and self.map is not None and head.values
+        return [FORMATS["records"]] if mapped else own
+
+    def of_file(
         self, head: Head, format: Format
     ) -> Iterator[tuple[str, Finding, Record]]:
         """The records that become turns, numbered, with the name of the file."""
-        file, name = head.file, head.name
-        table = Table(format, self._map, self._encoder)
-        if not table.has_ids and (self._encoder is None or format.talk is None):
-            raise FormatError(f"{name}: {_text_only(format)}")
+        name, table = head.name, Table(format, self.map, self.encoder, head.file)
+        if not table.has_ids and (self.encoder is None or format.talk is None):
+            raise FormatError(f"{name}: {text_only(format)}")
         unread: dict[str, tuple[Finding, int]] = {}
         seen: set[str] = set()
         session, n_records, named = None, 0, False
         paths: dict[str, np.ndarray] = {}
-        replies = Replies()
-        if format.needs_reply and self._encoder is None:
-            replies = find_replies(_records(head, table))
-        for found in _records(head, table):
-            fields = found.fields
-            replies.add(found, n_records)
-            n_records += 1
+        replies: dict[int, object] = {}
+        silent: set[str | None] = set()
+        if format.needs_reply and self.encoder is None:
+            replies, silent = _find_replies(_records(head, table))
+        for number, found in enumerate(_records(head, table)):
+            fields, n_records = found.fields, number + 1
+            if number in replies:
+                fields["response_message"] = replies[number]
+                found.remarks.append(
+                    ("reply_of_a_request", "a later request repeats it")
+                )
+            elif found.session in silent and fields.pop("prompt_messages", None):
+                text = (
+                    "messages without replies, which no later request repeats, are left "
+                    "out, so that calls are matched by tokens: --map response_message=PATH "
+                    "names the reply"
+                )
+                found.remarks.append(("no_reply", text))
             if found.session is None and not found.problem:
-                named = self._name(file, name, found, noted=named)
+                named = self.named(head, found, noted=named)
             session = session or found.session
-            if isinstance(call := fields.get("request_id"), str):
-                seen.add(call)
+            seen.add(fields.get("request_id") or "")
             for key in found.unread:
                 first, count = unread.get(key, (found, 0))
                 unread[key] = first, count + 1
-            # a record that is left out has a number, too, which leaves a gap
-            number = 0
-            if found.session is not None:
-                number = self._numbers.get(found.session, 0)
-                self._numbers[found.session] = number + 1
-                self._origin(name, found)
-            if "parent_resolution" in table.routes:
-                fields["parent_request"] = fields.get("parent")
-            _follow(found, paths if "delta_ids" in table.routes else None)
-            record = self._record(found, number)
+            _follow(found, paths, table)
+            record = self.record(name, found)
             if record is None:
-                self._note(name, found, found.problem, found.detail, kept=False)
+                self.note(name, found)
                 continue
             for problem, detail in found.remarks:
-                self._note(name, found, problem, detail, kept=True)
+                self.note(name, found, problem, detail)
             yield name, found, record
-        if format.beside is not None:
-            for found in format.beside(file, session, seen):
-                n_records += 1
-                self._note(name, found, found.problem, found.detail, kept=False)
-        for target in table.own if n_records else ():
-            if target not in table.found:
-                text = table.own[target].text
-                raise FormatError(
-                    f"{name}: no record has {text} (map: {target}={text})"
-                )
+        for found in format.beside(head.file, session, seen) if format.beside else ():
+            n_records += 1
+            self.note(name, found)
+        for target, path in table.own.items():
+            if n_records and target not in table.found:
+                text = f"{name}: no record has {path.text} (map: {target}={path.text})"
+                raise FormatError(text)
         if not n_records:
-            self._note(name, Finding("file"), "empty", "it has no calls", kept=False)
+            self.note(name, Finding("file", None, "empty", "it has no calls"))
         for key, (found, count) in unread.items():
             text = f"{key} of {count} records was not read{advice(key)}"
-            self._note(name, found, "unread", text, kept=True)
+            self.note(name, found, "unread", text)
 
-    def _name(self, file: Path, name: str, found: Finding, *, noted: bool) -> bool:
+    def named(self, head: Head, found: Finding, *, noted: bool) -> bool:
         """Name a session after its file, unless a key may name it.
 
         Returns whether the report has a line about it.
@@ -345,27 +355,30 @@ class _Import:
                 "session_id=@file for one run per file",
             )
             return noted
-        stem = stem_of(file)
-        found.session = stem if self._stems.setdefault(stem, name) == name else name
+        stem = stem_of(head.file)
+        first = self.stems.setdefault(stem, head.name)
+        found.session = stem if first == head.name else head.name
         if not noted:
-            self._note(name, found, "no_session_id", "", kept=True)
+            self.note(head.name, found, "no_session_id")
         return True
 
-    def _origin(self, name: str, found: Finding) -> None:
-        """Note a session that continues in another file."""
-        origin = f"{name}, {found.origin}" if found.origin else name
-        known = self._origins.setdefault(str(found.session), [origin])
-        if origin not in known:
-            text = (
-                f"the session is in {known[0]}, too: if these are two runs, "
-                "--map session_id=@file+session_id tells them apart"
-            )
-            found.remarks.append(("session_in_two_files", text))
-            known.append(origin)
-
-    def _record(self, found: Finding, number: int) -> Record | None:
+    def record(self, file: str, found: Finding) -> Record | None:
         """The record for `from_records`; None, with a problem set, if it is left out."""
-        fields, remarks = found.fields, found.remarks
+        fields, remarks, session = found.fields, found.remarks, found.session
+        number = 0
+        if session is not None:
+            # a record that is left out has a number, too, which leaves a gap
+            number = self.numbers[session]
+            self.numbers[session] += 1
+            origin = f"{file}, {found.origin}" if found.origin else file
+            known = self.origins.setdefault(session, [origin])
+            if origin not in known:
+                text = (
+                    f"the session is in {known[0]}, too: if these are two runs, "
+                    "--map session_id=@file+session_id tells them apart"
+                )
+                remarks.append(("session_in_two_files", text))
+                known.append(origin)
         output: Any = fields.get("output_ids")
         logprobs: Any = fields.get("output_logprobs")
         if not found.problem and not has_items(fields.get("prompt_ids")):
@@ -375,20 +388,17 @@ class _Import:
         if found.problem:
             return None
         found.detail = ""
+        unaligned = "logprobs_unaligned" in dict(remarks)
         if not has_items(logprobs):
             fields["output_logprobs"] = None
-            unaligned = "logprobs_unaligned" in dict(remarks)
             if len(output) and not unaligned and fields.get("sampled") is not False:
                 remarks.append(("no_logprobs", ""))
-        else:
-            if isinstance(logprobs, list) and (n_absent := logprobs.count(None)):
-                text = f"for {n_absent} of {len(output)} output ids"
-                remarks.append(("no_logprobs", text))
-            if decimals := rounded(logprobs):
-                text = (
-                    f"they have at most {decimals} decimals: ratios to them are inexact"
-                )
-                remarks.append(("rounded_logprobs", text))
+        elif isinstance(logprobs, list) and (n_absent := logprobs.count(None)):
+            text = f"for {n_absent} of {len(output)} output ids"
+            remarks.append(("no_logprobs", text))
+        if decimals := rounded(logprobs):
+            text = f"they have at most {decimals} decimals: ratios to them are inexact"
+            remarks.append(("rounded_logprobs", text))
         if isinstance(found.tools, list):
             try:
                 fields["tools_key"] = tools_key(found.tools)
@@ -396,114 +406,60 @@ class _Import:
                 remarks.append(("unread", f"its tools: {str(error)[:200]}"))
         # what the source states about numbers of tokens
         for name, target, stated in found.claims:
-            n = len(fields[target])  # type: ignore[arg-type]
+            n = len(fields[target])
             if isinstance(stated, bool) or stated not in (None, n):
                 text = f"{name} is {stated!r}, and the record has {n} {target}"
                 remarks.append(("usage_contradicts", text))
-        if "usage_contradicts" in dict(remarks) and self._contradicted == "untrain":
+        if "usage_contradicts" in dict(remarks) and self.contradicted == "untrain":
             fields["trainable"] = False
-        if (reward := fields.get("reward")) is not None:
-            first = self._rewards.setdefault(str(found.session), reward)
-            if first != reward:
-                text = f"{reward}, after {first} in the same session"
-                remarks.append(("reward_varies", text))
-        known = {name: value for name, value in fields.items() if value is not None}
-        if "response_message" not in known:
-            known["use_tool"] = None
-        if "turn_index" in known:
-            self._check_index(found, known["turn_index"])
-        return {
-            "turn_index": number,
-            "sampled": True,
-            **known,
-            "session_id": found.session,
-        }
+        reward = fields.get("reward")
+        first = (
+            reward if reward is None else self.rewards.setdefault(str(session), reward)
+        )
+        if first != reward:
+            text = f"{reward}, after {first} in the same session"
+            remarks.append(("reward_varies", text))
+        record: dict[str, Any] = {"turn_index": number, "sampled": True}
+        record |= {name: value for name, value in fields.items() if value is not None}
+        if "response_message" not in record:
+            record["use_tool"] = None
+        if fields.get("turn_index") is not None:
+            self.check_index(found)
+        return {**record, "session_id": session}
 
-    def _check_index(self, found: Finding, index: object) -> None:
+    def check_index(self, found: Finding) -> None:
         """Refuse turn numbers that a session has twice."""
-        key = found.session, index
-        if key in self._indices:
+        index = found.fields["turn_index"]
+        first = self.indices.setdefault((str(found.session), index), found.place)
+        if first is not found.place:
             raise FormatError(
                 f"{found.place}: session {found.session!r} has turn_index {index!r} "
-                f"twice, first in {self._indices[key]}: if each agent counts its own "
-                "steps, leave turn_index out of the map: the order of the records counts"
+                f"twice, first in {first}: if each agent counts its own steps, leave "
+                "turn_index out of the map: the order of the records counts"
             )
-        self._indices[key] = found.place
 
-    def _table(self, batch: list[tuple[str, Finding, Record]]) -> pa.Table:
+    def table(self, batch: list[tuple[str, Finding, Record]]) -> pa.Table:
         """The turns of records; records that break a rule are noted instead."""
+        nonfinite = self.nonfinite_logprobs
         try:
-            table = from_records(
-                (record for _, _, record in batch), nonfinite_logprobs=self._nonfinite
-            )
+            records = (record for _, _, record in batch)
+            table = from_records(records, nonfinite_logprobs=nonfinite)
         except InvalidTurnsError as error:
             if len(batch) == 1:
                 ((file, found, _),) = batch
-                self._note(file, found, "invalid", str(error), kept=False)
+                found.refuse("invalid", str(error))
+                self.note(file, found)
                 return TURNS_IMPORTED.empty_table()
             # one by one, each turn would have a copy of its messages
-            good = [one for one in batch if len(self._table([one]))]
+            good = [one for one in batch if len(self.table([one]))]
             if len(good) == len(batch):
                 # they break a rule together
                 raise
-            return self._table(good)
+            return self.table(good)
         for one in EXTRAS:
             if one.name not in table.column_names:
                 table = table.append_column(one, pa.nulls(len(table), one.type))
         return table.select(TURNS_IMPORTED.names).cast(TURNS_IMPORTED)
-
-    def _recognised(
-        self, source: str, is_folder: bool, files: list[tuple[str, Path]]
-    ) -> Iterator[tuple[Head, Format]]:
-        """The files to read, each with its format."""
-        heads = [head_of(file, name) for name, file in files]
-        own = [self._fitting(head) for head in heads]
-        if not is_folder:
-            (head,), (formats,) = heads, own
-            if self._format != "auto":
-                formats = [FORMATS[self._format]]
-            if not formats:
-                has_some = bool(head.trouble) or any(head.values)
-                if head.container in ("json", "rows") and not has_some:
-                    raise InvalidTurnsError(f"{head.name}: no calls, nothing to do")
-                raise FormatError(head.trouble or f"{head.name} {_unknown(head)}")
-            if len(formats) > 1:
-                listed = ", ".join(one.name for one in formats)
-                raise FormatError(
-                    f"{head.name} fits several formats, {listed}: pass one of them as the "
-                    "format"
-                )
-            yield head, formats[0]
-            return
-        names = sorted({one.name for formats in own for one in formats})
-        if not names:
-            known = "a known format"
-            if self._format != "auto":
-                known = f"the format {self._format}"
-            raise FormatError(f"{source} contains no file of {known}")
-        if len(names) > 1:
-            raise FormatError(
-                f"{source} contains files of several formats, {', '.join(names)}: pass "
-                "one of them as the format"
-            )
-        for head, formats in zip(heads, own, strict=True):
-            if formats:
-                yield head, formats[0]
-            else:
-                other = Finding("file")
-                self._note(head.name, other, "other_file", head.trouble, kept=False)
-
-    def _fitting(self, head: Head) -> list[Format]:
-        """The formats by which a file may be read."""
-        own = fitting(head)
-        if self._format != "auto":
-            named = FORMATS[self._format]
-            # an empty capture is known by its name, and a mapping may name any keys
-            return [named] if named in own or (named.generic and head.values) else []
-        if len(own) != 1 and self._map is not None and head.values:
-            # the mapping says all
-            return [FORMATS["records"]]
-        return own
 
 
 def rounded(logprobs: object) -> int:
@@ -513,43 +469,42 @@ def rounded(logprobs: object) -> int:
     of float32 were rounded afterwards.
     """
     try:
-        values = np.asarray(logprobs, np.float64)
+        values = np.asarray(logprobs, np.float64).reshape(-1)
     except (TypeError, ValueError, OverflowError):
-        return 0
-    if values.ndim != 1:
         return 0
     values = values[np.isfinite(values) & (np.abs(values) < _ROUNDED[0][1])]
     exact = values.astype(np.float32) == values
     for decimals, below, least in _ROUNDED:
-        scale = 10.0**decimals
-        if (np.rint(values * scale) / scale == values).all():
+        if (np.rint(values * 10.0**decimals) / 10.0**decimals == values).all():
             return decimals if (~exact & (np.abs(values) < below)).sum() >= least else 0
     return 0
 
 
-def _follow(found: Finding, paths: dict[str, np.ndarray] | None) -> None:
+def _follow(found: Finding, paths: dict[str, np.ndarray], table: Table) -> None:
     """Put together a prompt that continues an earlier path, and keep the path."""
     fields = found.fields
     delta, parent = fields.pop("delta_ids", None), fields.pop("parent", None)
-    if paths is None:
+    if "parent_resolution" in table.routes:
+        fields["parent_request"] = parent
+    if "delta_ids" not in table.routes:
         return
     if delta is not None and not found.problem:
         before = paths.get(str(parent))
         if before is None:
-            detail = f"its prompt continues {parent!r}, which has no path"
-            found.refuse("no_parent", detail)
-        elif isinstance(delta, np.ndarray):
-            fields["prompt_ids"] = np.concatenate([before, delta])
-        elif isinstance(delta, list):
-            # `from_records` reports a value that is not an id
-            fields["prompt_ids"] = [*before.tolist(), *delta] if delta else before
+            text = f"its prompt continues {parent!r}, which has no path"
+            found.refuse("no_parent", text)
+        elif not is_array(delta):
+            text = f"what follows its parent is a {type(delta).__name__}, not a list"
+            found.refuse("unreadable", text)
         else:
-            detail = f"what follows its parent is a {type(delta).__name__}, not a list"
-            found.refuse("unreadable", detail)
-    name, prompt = fields.get("request_id"), fields.get("prompt_ids")
-    output = fields.get("output_ids")
-    if isinstance(prompt, np.ndarray) and isinstance(output, np.ndarray):
-        paths[str(name)] = np.concatenate([prompt, output])
+            # `from_records` reports a value that is not an id
+            is_odd = isinstance(delta, list) and delta
+            delta = delta if is_odd else np.asarray(delta, np.int32)
+            together = [*before.tolist(), *delta] if is_odd else [before, delta]
+            fields["prompt_ids"] = together if is_odd else np.concatenate(together)
+    path: list[Any] = [fields.get("prompt_ids"), fields.get("output_ids")]
+    if all(isinstance(ids, np.ndarray) for ids in path):
+        paths[str(fields.get("request_id"))] = np.concatenate(path)
 
 
 def _records(head: Head, table: Table) -> Iterator[Finding]:
@@ -558,89 +513,66 @@ def _records(head: Head, table: Table) -> Iterator[Finding]:
         if isinstance(value, Finding):
             yield value
         else:
-            yield from table.calls(head.file, place, value)
+            yield from table.calls(place, value)
 
 
-def fitting(head: Head) -> list[Format]:
-    """The formats that a file seems to have; a generic one only if no other fits."""
-    values = head.values or (None,)
-    for value in values:
-        if own := [
-            one
-            for one in FORMATS.values()
-            if not one.generic and _fits(one, head, value)
-        ]:
-            return own
-    generic = (
-        one
-        for one in FORMATS.values()
-        if one.generic and any(_fits(one, head, value) for value in values)
-    )
-    return [] if _is_turn(values[0]) else [*islice(generic, 1)]
+def _find_replies(
+    calls: Iterable[Finding],
+) -> tuple[dict[int, object], set[str | None]]:
+    """Replies by the number of the call, and the sessions of which none was found.
+
+    A later request of the session repeats the messages of a call, and after them its
+    reply. If several calls had the same messages, the tokens of the later prompt tell
+    which of them it continues.
+    """
+    replies: dict[int, object] = {}
+    # calls without a reply by session and digest of the messages: number, and the path as
+    # a length and a digest
+    waiting: dict[Any, list[tuple[int, int, bytes]]] = defaultdict(list)
+    n_calls: Counter[str | None] = Counter()
+    answered: set[str | None] = set()
+    for number, found in enumerate(calls):
+        messages = found.fields.get("prompt_messages")
+        if found.problem or not isinstance(messages, list):
+            continue
+        session, prompt = found.session, _ids(found.fields.get("prompt_ids"))
+        n_calls[session] += 1
+        digest = blake2b(digest_size=16)
+        for message in messages:
+            if isinstance(message, dict) and message.get("role") == "assistant":
+                several = waiting[session, digest.digest()]
+                # the only call, or the only one whose path the prompt begins with
+                fits = several
+                if len(several) > 1:
+                    fits = [c for c in several if _digest(prompt[: c[1]]) == c[2]]
+                if len(fits) == 1:
+                    replies[fits[0][0]] = message
+                    answered.add(session)
+                    several.remove(fits[0])
+            digest.update(_text(message))
+        if found.fields.get("response_message") is not None:
+            answered.add(session)
+            continue
+        path = np.concatenate([prompt, _ids(found.fields.get("output_ids"))])
+        waiting[session, digest.digest()].append((number, len(path), _digest(path)))
+    return replies, {name for name, n in n_calls.items() if n > 1} - answered
 
 
-def _fits(format: Format, head: Head, value: dict[str, object] | None) -> bool:
-    if head.container not in format.containers:
-        return False
-    if head.container not in ("json", "rows"):
-        return True
-    if value is None:
-        # an empty capture of NeMo Gym
-        suffix = format.file_suffix
-        return bool(suffix) and not head.trouble and head.file.name.endswith(suffix)
-    has_keys = any(value.keys() >= {*names} for names in format.keys or ((),))
-    return has_keys and format.test(value)
-
-
-def _is_turn(value: dict[str, object] | None) -> bool:
-    if value is None or not {"session_id", "prompt_ids", "output_ids"} <= value.keys():
-        return False
+def _text(message: object) -> bytes:
+    """A text of a message; of one that is nested too deep, a text of no other."""
     try:
-        from_records([value])
-    except InvalidTurnsError:
-        return False
-    return True
+        return json.dumps(message, sort_keys=True, default=str).encode()
+    except (RecursionError, TypeError, ValueError):
+        return str(id(message)).encode()
 
 
-def _unknown(head: Head) -> str:
-    """What a file of no known format has, and what would be right."""
-    value = head.values[0]
-    if _is_turn(value):
-        return "contains turns of trajkit: use read_turns"
-    text = f"has an unknown format: its first record has the keys {', '.join(value)}"
-    near = [
-        (len(present), -len(names), one, names)
-        for one in FORMATS.values()
-        for names in one.keys
-        if (present := [n for n in names if n in value and n != "session_id"])
-    ]
-    records = FORMATS["records"]
-    absent = [
-        f"{name} ({', '.join(records.fields[name].split('|')[:3])}, ...)"
-        for name in ("prompt_ids", "output_ids")
-        if route(records.fields[name]).find(value) is None
-    ]
-    like = records
-    if near and len(absent) == 2:
-        _, _, like, names = max(near, key=lambda each: each[:2])
-        absent = [name for name in names if name not in value]
-    lacks = (
-        f"it lacks {', '.join(absent)}" if absent else "its values are of other kinds"
-    )
-    text += f". It is most like {like.name} ({like.title}), but {lacks}"
-    return (
-        f"{text}. Name its fields, as in --map session_id=PATH,prompt_ids=PATH,"
-        "output_ids=PATH, or request=PATH,response=PATH for whole responses of an engine "
-        "(and each=PATH if the records are in a list of each object). "
-        "Records without token ids allow only the import of text (--from chat with "
-        f"--tokenizer): {FORMATS['records'].ids}"
-    )
+def _ids(value: Any) -> np.ndarray:
+    """Ids as an array; none for values that are no ids."""
+    try:
+        return np.asarray(value, np.int64).reshape(-1)
+    except (TypeError, ValueError, OverflowError):
+        return np.empty(0, np.int64)
 
 
-def _text_only(format: Format) -> str:
-    """Why a format gives no turns without a tokenizer."""
-    text = f"it is {format.title}, without token ids: "
-    if format.talk is None:
-        return text + format.ids
-    text += "pass a tokenizer with a chat template (--tokenizer) to import its text"
-    return f"{text}; {format.ids}" if format.ids else text
+def _digest(ids: np.ndarray) -> bytes:
+    return blake2b(ids.tobytes(), digest_size=16).digest()

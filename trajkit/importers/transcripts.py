@@ -6,7 +6,7 @@ an engine would sample: the template's text of the reply, with the token that en
 """
 
 from collections.abc import Iterator
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from trajkit.analysis.tokenizer import Codec, Ids, Tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.importers.findings import Finding, Refused, list_of, object_of
 
-_Message: TypeAlias = dict[str, object]
+_Messages: TypeAlias = list[dict[str, Any]]
 
 
 class ChatTokenizer(Tokenizer, Protocol):
@@ -44,26 +44,32 @@ class Encoder:
                 )
         if getattr(tokenizer, "chat_template", "") is None:
             raise ArgumentError("tokenizer has no chat template: set its chat_template")
-        self._tokenizer = tokenizer
-        self._codec = Codec(tokenizer)
+        self._tokenizer, self._codec = tokenizer, Codec(tokenizer)
         # some models mark their roles with added tokens that are not special
         added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
         self._added = {*added.values()}
 
-    def replies(self, found: Finding, messages: object) -> Iterator[Finding]:
+    def replies(self, found: Finding, conversation: object) -> Iterator[Finding]:
         """A call for each reply of a conversation."""
-        listed = [object_of(one) for one in list_of(messages)]
-        replies = [k for k, one in enumerate(listed) if one.get("role") == "assistant"]
+        messages = [object_of(one) for one in list_of(conversation)]
+        replies = [
+            k for k, one in enumerate(messages) if one.get("role") == "assistant"
+        ]
         if not replies:
-            yield found.refuse("no_output_ids", "it has no reply")
+            raise Refused("no_output_ids", "it has no reply")
         for k in replies:
             one = found.copy(f", message {k}", first=k == replies[0])
-            following = listed[k + 1] if k + 1 < len(listed) else None
-            one.fields |= {"prompt_messages": listed[:k], "response_message": listed[k]}
-            yield self.encoded(one, following)
+            one.fields |= {
+                "prompt_messages": messages[:k],
+                "response_message": messages[k],
+            }
+            self.encode(one, messages[k + 1 : k + 2])
+            yield one
 
-    def encoded(self, found: Finding, following: _Message | None = None) -> Finding:
-        """A call with messages and without ids, with the ids of its text."""
+    def encode(self, found: Finding, following: _Messages | None = None) -> None:
+        """Add the ids of its text to a call with messages and without ids."""
+        if found.problem:
+            return
         with found:
             before = found.fields.get("prompt_messages")
             reply = found.fields.get("response_message")
@@ -71,71 +77,58 @@ class Encoder:
                 raise Refused("no_prompt_ids", "no message comes before it")
             if not isinstance(reply, dict):
                 raise Refused("no_output_ids", "it has no reply")
-            prompt, output = self._ids(found, before, reply, following)
+            prompt = self._text(before, found, asks=True)
+            complete = self._text([*before, reply], found)
+            if not complete.startswith(prompt):
+                text = "with the reply, the template renders another prompt"
+                raise Refused("not_a_prefix", text)
+            output = self._codec.ids(complete[len(prompt) :])
+            end = self._end_token([*before, reply], found, following)
+            # what the source counted are other tokens
+            found.claims.clear()
             found.fields |= {
-                "prompt_ids": prompt,
-                "output_ids": output,
+                "prompt_ids": self._codec.ids(prompt),
+                "output_ids": self._ended(output, end, found),
                 "call_kind": "transcript",
                 "sampled": False,
             }
-            # what the source counted are other tokens
-            found.claims.clear()
             found.remarks.append(("not_sampled", ""))
-        return found
 
-    def _ids(
-        self,
-        found: Finding,
-        before: list[_Message],
-        reply: _Message,
-        following: _Message | None,
-    ) -> tuple[Ids, Ids]:
-        tools = found.tools
-        prompt = self._text(before, tools, asks=True)
-        complete = self._text([*before, reply], tools)
-        if not complete.startswith(prompt):
-            detail = "with the reply, the template renders another prompt"
-            raise Refused("not_a_prefix", detail)
-        output = self._codec.ids(complete[len(prompt) :])
-        start = self._codec.ids(prompt)
-        end = self._end_token(before, reply, tools, following)
+    def _ended(self, output: Ids, end: int | None, found: Finding) -> Ids:
         ends = self._codec.special(output)
         if end is not None:
             ends |= output == end
         # what follows an end token, such as a line feed, is the template's
         for last in np.flatnonzero(ends)[-1:].tolist():
             if not self._codec.text(output[last + 1 :]).strip():
-                return start, output[: last + 1]
+                return output[: last + 1]
         if end is None:
             found.remarks.append(("no_end_token", "no special token ends the reply"))
-            return start, output
-        return start, np.append(output, np.int32(end))
+            return output
+        return np.append(output, np.int32(end))
 
     def _end_token(
-        self,
-        before: list[_Message],
-        reply: _Message,
-        tools: object,
-        following: _Message | None,
+        self, talk: _Messages, found: Finding, following: _Messages | None
     ) -> int | None:
         """The token with which the template ends a reply, or else begins the next role."""
-        short: list[_Message] = [
-            {"role": role, "content": "x"} for role in ("user", "assistant")
-        ]
+        short = [{"role": role, "content": "x"} for role in ("user", "assistant")]
         try:
-            shown = self._text(short[:1], tools, asks=True), self._text(short, tools)
+            asked, said = (
+                self._text(short[:1], found, asks=True),
+                self._text(short, found),
+            )
         except Refused:
-            shown = "", ""
-        closing = shown[1].removeprefix(shown[0]).partition("x")[2]
-        if shown[1].startswith(shown[0]) and closing.strip():
+            asked = said = ""
+        closing = said.removeprefix(asked).partition("x")[2]
+        if said.startswith(asked) and closing.strip():
             return self._marker(closing.lstrip())
-        role = "tool" if reply.get("tool_calls") else "user"
-        following = following or {"role": role, "content": "x"}
+        role = "tool" if talk[-1].get("tool_calls") else "user"
+        following = following or [{"role": role, "content": "x"}]
         # what a later message makes of a reply may differ: of its reasoning, above all
-        for messages in ([*before, reply], short):
+        for messages in (talk, short):
             try:
-                text = self._text(messages, tools)
-                longer = self._text([*messages, following], tools)
+                text = self._text(messages, found)
+                longer = self._text([*messages, *following], found)
             except Refused:
                 continue
             if longer.startswith(text):
@@ -149,15 +142,11 @@ class Encoder:
             return int(ids[0])
         return None
 
-    def _text(
-        self, messages: list[_Message], tools: object, *, asks: bool = False
-    ) -> str:
+    def _text(self, talk: _Messages, found: Finding, *, asks: bool = False) -> str:
+        options: Any = {"tools": found.tools, "add_generation_prompt": asks}
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tools=tools, add_generation_prompt=asks, tokenize=False
-                )
-            )
+            made = self._tokenizer.apply_chat_template(talk, tokenize=False, **options)
         # a template may raise an error of jinja2, or anything in its filters
         except Exception as error:
             raise Refused("refused", str(error)) from None
+        return str(made)

@@ -1,20 +1,17 @@
-"""Traces of verifiers and prime-rl: message graphs, and the earlier lists of steps.
+"""Traces of verifiers and prime-rl: graphs of messages.
 
-A graph has a node per message with the ids that the message adds. A sampled node is a call,
-and the ids on the path to it are its prompt. Earlier versions had a
-list of steps with complete prompts.
+A node has a message and the ids that it adds. A sampled node is a call, and the ids on the
+path to it are its prompt.
 """
 
 from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from trajkit.files.json_numbers import EACH, IDS, Shape
 from trajkit.importers.findings import (
     Refused,
-    is_array,
     list_of,
     number_of,
     object_of,
@@ -22,10 +19,7 @@ from trajkit.importers.findings import (
     unless_empty,
 )
 
-SHAPE: Final[Shape] = {
-    "nodes": {EACH: {"token_ids": IDS}},
-    "trajectory": {EACH: {"tokens": {"prompt_ids": IDS, "completion_ids": IDS}}},
-}
+SHAPE: Final[Shape] = {"nodes": {EACH: {"token_ids": IDS}}}
 """The long arrays of a trace."""
 
 # per sampled token of a node, by the orchestrator and the trainer
@@ -34,50 +28,39 @@ _TRAINER = (
     *("loss_weights", "routed_experts", "sampling_mask", "kept_tokens"),
     "multi_modal_data",
 )
+_NO_IDS = np.empty(0, np.int32)
 
-_Ids = npt.NDArray[np.int32]
 _Value: TypeAlias = dict[str, Any]
 
 
-def calls(trace: _Value, named: str) -> Iterator[tuple[str, _Value]]:
-    """The calls of a trace in order, by the fields of the format's table.
-
-    ``@refused`` is why a call is left out, and keys with a dot are what no field reads.
-    """
-    if isinstance(trace.get("nodes"), list):
-        yield from _graph(trace)
-    elif isinstance(trace.get("trajectory"), list):
-        yield from _steps(trace, named)
-    else:
-        refused = Refused("unreadable", "neither nodes nor a trajectory")
-        yield "", {"@refused": refused}
-
-
-def _graph(trace: _Value) -> Iterator[tuple[str, _Value]]:
+def calls(trace: _Value) -> Iterator[tuple[str, _Value]]:
+    """Places and values of the calls of a trace, in order (see `calls.Table`)."""
+    if not isinstance(trace.get("nodes"), list):
+        refused = "unreadable", "its nodes are not a list"
+        yield "", {"session_id": None, "@refused": refused}
     agent, task = object_of(trace.get("agent")), object_of(trace.get("task"))
-    reward, remarks = _reward(trace.get("rewards"))
-    common: _Value = {
-        "@session": text_of(trace.get("id")),
-        "@agent": text_of(agent.get("name")),
-        "@group": text_of(task.get("key")) or text_of(task.get("hash")),
+    reward, remarks = _reward(object_of(trace.get("rewards")))
+    common = {
+        "session_id": text_of(trace.get("id")),
+        "agent_id": text_of(agent.get("name")),
+        "group_id": text_of(task.get("key")) or text_of(task.get("hash")),
         "trainable": False if agent.get("trainable") is False else None,
         "reward": reward,
         "@remarks": remarks,
     }
     # once for the trace
     unread = {"trace.errors": True} if trace.get("errors") else {}
-    nodes = [object_of(node) for node in trace["nodes"]]
-    recorded = [object_of(call) for call in list_of(trace.get("calls"))]
+    nodes = list(map(object_of, list_of(trace.get("nodes"))))
+    recorded = map(object_of, list_of(trace.get("calls")))
     of_node = {call["node"]: call for call in recorded if type(call.get("node")) is int}
-    # ids and messages on the path to each node, including it; None if ids are unknown
-    paths: list[_Ids | None] = []
+    # ids on the path to each node, including it; None if they are unknown
+    paths: list[np.ndarray | None] = []
     for k, node in enumerate(nodes):
         above = _above(nodes, k)
         before = paths[above[0]] if above else None
-        if node.get("parent") is None:
-            before = np.empty(0, np.int32)
-        ids: Any = unless_empty(node.get("token_ids"))
-        ids = np.empty(0, np.int32) if ids is None else ids
+        before = _NO_IDS if node.get("parent") is None else before
+        given = unless_empty(node.get("token_ids"))
+        ids = _NO_IDS if given is None else given
         # the ids of a reply without ids cannot be known
         reply = object_of(node.get("message")).get("role") == "assistant"
         known = before is not None and isinstance(ids, np.ndarray)
@@ -90,24 +73,24 @@ def _graph(trace: _Value) -> Iterator[tuple[str, _Value]]:
         time = object_of(call.get("time"))
         # a root has the tools of its requests, from 0.4.0 on
         tools = nodes[above[-1] if above else k].get("tools")
-        value = {
+        values = {
             **common,
-            "messages": [nodes[at].get("message") for at in reversed(above)],
-            "response": node.get("message"),
-            "finish": call.get("finish_reason") or node.get("finish_reason"),
+            "prompt_messages": [nodes[at].get("message") for at in reversed(above)],
+            "response_message": node.get("message"),
+            "finish_reason": call.get("finish_reason") or node.get("finish_reason"),
             "model": call.get("model"),
-            "started": time.get("start"),
-            "ended": time.get("end"),
+            "started_at": time.get("start"),
+            "ended_at": time.get("end"),
             "tools": trace.get("tools") if tools is None else tools,
-            "usage": _usage(call.get("usage")),
-            **unread,
+            "usage": _usage(object_of(call.get("usage"))),
+            "@unread": unread,
         }
         try:
-            value |= _sampled(node, before, ids)
+            values |= _sampled(node, before, ids)
         except Refused as refused:
-            value["@refused"] = refused
+            values["@refused"] = refused.args
         unread = {}
-        yield f", node {k}", value
+        yield f", node {k}", values
 
 
 def _above(nodes: list[_Value], k: int) -> list[int]:
@@ -120,7 +103,7 @@ def _above(nodes: list[_Value], k: int) -> list[int]:
     return found
 
 
-def _sampled(node: _Value, before: _Ids | None, ids: object) -> _Value:
+def _sampled(node: _Value, before: np.ndarray | None, ids: object) -> _Value:
     """Prompt, output and logprobs; the node's mask marks sampled ids."""
     if not isinstance(ids, np.ndarray):
         raise Refused("unreadable", "token_ids are not ids")
@@ -129,95 +112,40 @@ def _sampled(node: _Value, before: _Ids | None, ids: object) -> _Value:
     listed = list_of(node.get("mask"))
     if not all(isinstance(flag, int) for flag in listed):
         raise Refused("unreadable", "a mask that is not of booleans")
-    flags = np.array(listed, np.bool_)
-    if len(flags) != len(ids):
-        detail = f"a mask of {len(flags)} for {len(ids)} token_ids"
-        raise Refused("unreadable", detail)
-    start = len(ids) - int(flags.sum())
-    if not flags[start:].all():
-        detail = "its sampled ids are not at the end of its token_ids"
-        raise Refused("unreadable", detail)
+    if len(listed) != len(ids):
+        text = f"a mask of {len(listed)} for {len(ids)} token_ids"
+        raise Refused("unreadable", text)
+    start = len(ids) - sum(map(bool, listed))
+    if not all(listed[start:]):
+        text = "its sampled ids are not at the end of its token_ids"
+        raise Refused("unreadable", text)
     return {
-        "prompt": np.concatenate([before, ids[:start]]),
-        "output": ids[start:] if start < len(ids) else None,
-        "logprobs": node.get("logprobs"),
+        "prompt_ids": np.concatenate([before, ids[:start]]),
+        "output_ids": ids[start:] if start < len(ids) else None,
+        "output_logprobs": node.get("logprobs"),
     }
 
 
-def _usage(given: object) -> _Value:
+def _usage(usage: _Value) -> _Value:
     """The usage of a call, whose prompt_tokens lack those that were cached."""
-    usage = object_of(given)
-    counts: list[Any] = [
-        usage.get("prompt_tokens"),
-        usage.get("cached_input_tokens") or 0,
-    ]
-    if all(type(count) is int for count in counts):
-        return {**usage, "prompt_tokens": sum(counts)}
-    return usage
+    counts = [usage.get("prompt_tokens"), usage.get("cached_input_tokens") or 0]
+    if not all(type(count) is int for count in counts):
+        return usage
+    return {**usage, "prompt_tokens": sum(counts)}
 
 
-def _reward(rewards: object) -> tuple[float | None, list[tuple[str, str]]]:
+def _reward(rewards: _Value) -> tuple[float | None, list[tuple[str, str]]]:
     """The sum of a trace's weighted rewards; None, and a remark, if one is missing."""
     total = 0.0
-    for name, reward in object_of(rewards).items():
+    for name, reward in rewards.items():
         # earlier versions have the weighted number
         parts = reward if isinstance(reward, dict) else {"score": reward}
-        score = number_of(parts.get("score"))
-        weight = number_of(parts.get("weight", 1.0))
+        score, weight = (
+            number_of(parts.get("score")),
+            number_of(parts.get("weight", 1.0)),
+        )
         if score is None or weight is None:
             text = f"rewards.{name} is {reward!r}: expected a score and a weight"
             return None, [("reward_unread", text)]
         total += score * weight
-    return (total if object_of(rewards) else None), []
-
-
-def _steps(rollout: _Value, named: str) -> Iterator[tuple[str, _Value]]:
-    # only the steps of a rollout have a name
-    session = text_of(rollout.get("trajectory_id")) or named
-    for k, step in enumerate(map(object_of, rollout["trajectory"])):
-        ids = object_of(step.get("tokens"))
-        replies = list_of(step.get("completion"))
-        cut = ids.get("is_truncated") is True or step.get("is_truncated") is True
-        value = {
-            "@session": session,
-            "@agent": text_of(step.get("trajectory_id")),
-            "@group": text_of(rollout.get("example_id")),
-            "prompt": ids.get("prompt_ids"),
-            "output": ids.get("completion_ids"),
-            "logprobs": ids.get("completion_logprobs"),
-            "messages": unless_empty(step.get("prompt")),
-            "response": replies[0] if len(replies) == 1 else None,
-            "reward": rollout.get("reward"),
-            # of a step that was cut, the provider counted more tokens
-            "usage": None if cut else object_of(step.get("response")).get("usage"),
-            "@remarks": [("cut_output", "is_truncated")] if cut else [],
-        }
-        unread = [
-            name for name in ("advantage", "reward") if step.get(name) is not None
-        ]
-        unread += [
-            f"tokens.{name}"
-            for name in ("routed_experts", "multi_modal_data")
-            if ids.get(name)
-        ]
-        value |= {f"trajectory.{name}": True for name in unread}
-        if refused := _refused(ids):
-            value["@refused"] = refused
-        yield f", step {k}", value
-
-
-def _refused(tokens: _Value) -> Refused | None:
-    """Why a step is refused: a truncated prompt, or a mask that leaves ids out.
-
-    The masks that verifiers writes mark all ids as sampled.
-    """
-    if tokens.get("overlong_prompt") is True:
-        return Refused("truncated", "its prompt was truncated to the maximum length")
-    mask, ids = tokens.get("completion_mask"), tokens.get("completion_ids")
-    n = len(ids) if is_array(ids) else 0  # type: ignore[arg-type]
-    if mask is None or mask == [1] * n:
-        return None
-    detail = f"a completion_mask of another length than {n} completion_ids"
-    if isinstance(mask, list) and len(mask) == n:
-        detail = f"a completion_mask that marks {mask.count(1)} of {n} ids as sampled"
-    return Refused("unreadable", detail)
+    return total if rewards else None, []

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from trajkit.learn.loss import reference_loss as reference_loss
     from trajkit.learn.observations import observation_report as observation_report
     from trajkit.learn.observations import observation_weights as observation_weights
-    from trajkit.learn.observations import (
-        observation_weights_batches as observation_weights_batches,
-    )
     from trajkit.learn.rewards import spread_rewards as spread_rewards
     from trajkit.learn.rewards import spread_rewards_batches as spread_rewards_batches
     from trajkit.learn.weights import add_weights as add_weights

@@ -1,22 +1,19 @@
 """Advantages of rollouts, and of their turns or segments."""
 
+import warnings
 from typing import Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice, check_flag
-from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.learn._checks import (
-    Bools,
-    Floats,
-    Longs,
-    check_finite,
-    check_number,
-    check_once,
-    constant_groups,
-    warn_without_signal,
+from trajkit.errors import (
+    ArgumentError,
+    InvalidTurnsError,
+    NoSignalWarning,
+    SchemaError,
 )
+from trajkit.learn._checks import Bools, Floats, Longs, check_number, facts
 from trajkit.learn.rewards import segment_lines, trained_turns
 from trajkit.schema import LINKS, SEGMENT_REWARDS, SESSIONS, TURN_REWARDS
 from trajkit.tables import lazy_compute as pc
@@ -27,24 +24,17 @@ from trajkit.tables.canonical import (
     canonical_rows,
     place,
 )
+from trajkit.tables.keys import Keys, codes
+from trajkit.tables.ragged import offsets_of, positions
 from trajkit.tables.reshape import with_column
 from trajkit.tables.stages import apply, stage
-from trajkit.tables.take import row_lengths, tuples
+from trajkit.tables.take import row_lengths
 
 Baseline: TypeAlias = Literal["none", "group_mean", "leave_one_out"]
 Scale: TypeAlias = Literal["none", "group_std", "batch_std"]
 Credit: TypeAlias = Literal["to_go", "step"]
 StepBaseline: TypeAlias = Literal["none", "group_mean"]
 StepScale: TypeAlias = Literal["none", "group_std"]
-
-# the columns read from a table of advantages
-_ADVANTAGES = pa.schema(
-    [
-        pa.field("session_id", pa.string(), nullable=False),
-        pa.field("advantage", pa.float64()),
-    ],
-    metadata=SESSIONS.metadata,
-)
 
 
 def advantages(
@@ -57,25 +47,19 @@ def advantages(
 ) -> pa.Table:
     """The baseline and the advantage of each rollout.
 
-    Each rollout counts once, however many rows it has. With the ``n`` rollouts of a
-    group that have a reward ``R``:
+    With the ``n`` rollouts of a group that have a reward ``R``, however many rows each
+    has:
 
-    ============== ================================ ==============
-    baseline       b of rollout i                   advantage A
-    ============== ================================ ==============
-    none           0                                ``R_i``
-    group_mean     ``sum(R) / n``                   ``R_i - b_i``
-    leave_one_out  ``(sum(R) - R_i) / (n - 1)``     ``R_i - b_i``
-    ============== ================================ ==============
+    ============== ==============================================================
+    baseline       ``b`` of rollout i; its advantage is ``A_i = R_i - b_i``
+    ============== ==============================================================
+    none           0
+    group_mean     ``sum(R) / n``
+    leave_one_out  ``(sum(R) - R_i) / (n - 1)``
+    ============== ==============================================================
 
-    ========== ========================================================================
-    scale      advantage
-    ========== ========================================================================
-    none       ``A``
-    group_std  ``A / (std(R) + epsilon)``, over the group
-    batch_std  ``(A - mean(A)) / (std(A) + epsilon)``, over all advantages of the table
-    ========== ========================================================================
-
+    With scale "group_std" the advantage is ``A / (std(R) + epsilon)`` over the group, with
+    "batch_std" ``(A - mean(A)) / (std(A) + epsilon)`` over all advantages of the table;
     ``std`` is the sample standard deviation (divided by ``n - 1``).
 
     Parameters
@@ -85,9 +69,7 @@ def advantages(
         those without rows; or `trajkit.schema.SESSIONS`. A session with a null group_id
         is a group of its own.
     baseline : {"none", "group_mean", "leave_one_out"}
-        See the first table.
     scale : {"none", "group_std", "batch_std"}
-        See the second table.
     epsilon : float
         Added to the standard deviation; 0 or more.
     drop_constant : bool
@@ -98,16 +80,13 @@ def advantages(
     Table
         The sessions followed by these columns, which replace columns of their name:
 
-        scored : bool
-            It has a reward. A rollout without one enters no baseline.
-        trained : bool
-            Some row trains it. A scored rollout that is not trained still shifts the
-            baseline of its group. Null if ``sessions`` has no ``tokens_trained``.
-        constant : bool
-            All rewards of its group are equal but for rounding, and there are two or
-            more: the group has no variance. Null without a reward.
-        baseline, advantage : float64
-            Null without a reward, and if a mean or a deviation needs another rollout.
+        - scored (bool): it has a reward; a rollout without one enters no baseline.
+        - trained (bool): some row trains it; a scored rollout that is not trained still
+          shifts the baseline of its group. Null without a column ``tokens_trained``.
+        - constant (bool): its group has two or more rewards, all equal but for rounding.
+          Null without a reward.
+        - baseline, advantage (float64): null without a reward, and if a mean or a
+          deviation needs another rollout.
 
     Raises
     ------
@@ -135,42 +114,39 @@ def advantages(
     check_flag("drop_constant", drop_constant)
     check_number("epsilon", epsilon, 0)
     source = as_table(sessions)
-    # a report is a table of sessions with more columns
-    table = canonical(source.replace_schema_metadata(None), SESSIONS)
-    check_once(table, ["session_id"])
-    scored, rewards, group, n, mean, constant = _in_groups(
-        table, _groups(table), source
-    )
-    base, known = np.zeros(len(rewards)), scored
+    table = facts(source, SESSIONS, 1, "reward")
+    group = _groups(table)
+    scored, reward, n, mean, constant = _in_groups(source, table, group)
+    base, valid = np.zeros(len(reward)), scored
     if baseline == "group_mean":
-        base = np.where(constant, rewards, mean)
+        base = np.where(constant, reward, mean)
     elif baseline == "leave_one_out":
-        others = (np.bincount(group, rewards)[group] - rewards) / np.maximum(n - 1, 1)
-        base, known = np.where(constant, rewards, others), scored & (n > 1)
-    gain = rewards - base
-    valid = known & ~constant if drop_constant else known
+        others = (np.bincount(group, reward)[group] - reward) / np.maximum(n - 1, 1)
+        base, valid = np.where(constant, reward, others), scored & (n > 1)
+    columns = {"baseline": pa.array(base, mask=~valid)}
+    gain = reward - base
+    if drop_constant:
+        valid = valid & ~constant
     if scale == "group_std":
-        gain = _by_deviation(
-            gain, rewards - mean, scored & ~constant, group, n, epsilon
-        )
+        centred = np.where(scored & ~constant, reward - mean, 0.0)
+        gain = _by_deviation(gain, centred, group, n, epsilon)
         valid = valid & (n > 1)
     elif scale == "batch_std":
-        if np.count_nonzero(valid) < 2:
-            valid = np.zeros_like(valid)
-        else:
+        valid = valid & (np.count_nonzero(valid) > 1)
+        if valid.any():
             gain = _scaled(gain - gain[valid].mean(), gain[valid].std(ddof=1), epsilon)
-    warn_without_signal(gain[valid], rewards[valid], group[valid])
-    trained = pa.nulls(len(rewards), pa.bool_())
+    _warn_without_signal(gain[valid], reward[valid], group[valid])
+    trained = pa.nulls(len(reward), pa.bool_())
     if "tokens_trained" in table.column_names:
         trained = pc.greater(table.column("tokens_trained"), 0)
     out = table.replace_schema_metadata(source.schema.metadata)
-    for name, column in (
-        ("scored", pa.array(scored)),
-        ("trained", trained),
-        ("constant", pa.array(constant, mask=~scored)),
-        ("baseline", pa.array(base, mask=~known)),
-        ("advantage", pa.array(gain, mask=~valid)),
-    ):
+    for name, column in {
+        "scored": pa.array(scored),
+        "trained": trained,
+        "constant": pa.array(constant, mask=~scored),
+        **columns,
+        "advantage": pa.array(gain, mask=~valid),
+    }.items():
         out = with_column(out, name, column)
     return out
 
@@ -203,93 +179,92 @@ def add_advantages(rows: TableLike, sessions: TableLike) -> pa.Table:
         A session, segment or trained turn of the rows has no line in ``sessions``, or
         two; an advantage is NaN or infinite; that of a trained turn is null.
     """
-    # a report is a table of sessions with more columns
-    given = as_table(sessions).replace_schema_metadata(None)
-    if "advantage" not in given.column_names:
+    names = as_table(sessions).column_names
+    if "advantage" not in names:
         raise SchemaError("column 'advantage' of sessions is absent")
-    steps = [name for name in ("turn_index", "row_index") if name in given.column_names]
-    schema = _ADVANTAGES
-    for name in steps:
-        schema = schema.insert(1, pa.field(name, pa.int32(), nullable=False))
-    facts = canonical(given, schema).select(schema.names)
-    check_once(facts, ["session_id", *steps])
-    check_finite(facts, "advantage")
-    return apply(lambda rows: _with_advantages(rows, facts), rows)
+    step = [name for name in ("row_index", "turn_index") if name in names]
+    fields = [
+        pa.field("session_id", pa.string(), nullable=False),
+        *(pa.field(name, pa.int32(), nullable=False) for name in step),
+        pa.field("advantage", pa.float64()),
+    ]
+    schema = pa.schema(fields, metadata=SESSIONS.metadata)
+    given = facts(sessions, schema, 1 + len(step), "advantage").select(schema.names)
+    return apply(lambda rows: _with_advantages(rows, given), rows)
 
 
 add_advantages_batches = add_advantages.batches
 
 
-def _with_advantages(rows: pa.Table, facts: pa.Table) -> pa.Table:
+def _with_advantages(rows: pa.Table, given: pa.Table) -> pa.Table:
     table = canonical_rows(rows)
-    if "turn_index" in facts.column_names:
-        return with_column(table, "advantage", _of_tokens(table, facts))
-    if "row_index" in facts.column_names:
-        found = pa.array(segment_lines(table, facts, "sessions"))
+    if "turn_index" in given.column_names:
+        return with_column(table, "advantage", _of_tokens(table, given))
+    if "row_index" in given.column_names:
+        found = pa.array(segment_lines(table, given, "sessions"))
     else:
-        found = pc.index_in(table.column("session_id"), facts.column("session_id"))
+        found = pc.index_in(table.column("session_id"), given.column("session_id"))
+    _check_known(table, found, "rows")
+    return with_column(table, "advantage", given.column("advantage").take(found))
+
+
+def _check_known(table: pa.Table, found: pa.Array, what: str) -> None:
     if found.null_count:
-        missing = table.column("session_id").filter(found.is_null())[0]
-        raise InvalidTurnsError(
-            f"session {missing.as_py()!r} has rows, but no line in sessions"
-        )
-    return with_column(table, "advantage", facts.column("advantage").take(found))
+        name = table.column("session_id").filter(found.is_null())[0].as_py()
+        raise InvalidTurnsError(f"session {name!r} has {what}, but no line in sessions")
 
 
-def _of_tokens(table: pa.Table, facts: pa.Table) -> pa.LargeListArray:
+def _of_tokens(table: pa.Table, given: pa.Table) -> pa.LargeListArray:
     """Per row a list: the advantage of the turn of each trained token, else 0."""
-    row, start, stop, line = trained_turns(table, facts, "sessions")
-    unknown = np.flatnonzero(np.asarray(facts.column("advantage").is_null())[line])
-    if len(unknown):
-        at = int(line[unknown[0]])
+    row, start, stop, line = trained_turns(table, given, "sessions")
+    gains = given.column("advantage").to_numpy()[line]
+    for k in np.flatnonzero(np.isnan(gains))[:1]:
         raise InvalidTurnsError(
-            f"{place(facts, at)}: advantage is null, but row "
-            f"{table.column('row_index')[int(row[unknown[0]])]} trains the turn. Give it "
+            f"{place(given, int(line[k]))}: advantage is null, but row "
+            f"{table.column('row_index')[int(row[k])]} trains the turn. Give it "
             "a reward, or leave the session out"
         )
-    offsets = np.append(0, np.cumsum(row_lengths(table)))
+    offsets = offsets_of(row_lengths(table))
     values = np.zeros(int(offsets[-1]))
-    first, n = offsets[row] + start, stop - start
-    within = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
-    gains = facts.column("advantage").to_numpy()[line]
-    values[np.repeat(first, n) + within] = np.repeat(gains, n)
+    values[positions(offsets[row] + start, stop - start)] = gains.repeat(stop - start)
     return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 def _groups(table: pa.Table) -> Longs:
     """The number of each session's group; a null group_id is a group of its own."""
-    ids = table.column("group_id")
-    names = pc.unique(ids.drop_null())
-    codes = np.asarray(pc.index_in(ids, names).fill_null(-1)).astype(np.int64)
-    alone = np.asarray(ids.is_null())
-    codes[alone] = len(names) + np.arange(np.count_nonzero(alone))
-    return codes
+    group = codes(table.column("group_id"))
+    alone = np.asarray(table.column("group_id").is_null())
+    return np.where(alone, len(group) + np.arange(len(group)), group)
 
 
 def _in_groups(
-    table: pa.Table, group: Longs, source: pa.Table
-) -> tuple[Bools, Floats, Longs, Longs, Floats, Bools]:
-    """Of each reward: whether it is known, itself, its group, how many known rewards that
-    has, their mean, and whether they are all equal but for rounding.
+    source: pa.Table, table: pa.Table, group: Longs
+) -> tuple[Bools, Floats, Longs, Floats, Bools]:
+    """Of each reward: whether it is known, itself, how many known ones its group has,
+    their mean, and whether these are several and all equal but for rounding.
+
+    ``source`` is the table before its rewards became float64.
     """
-    check_finite(table)
     known = np.asarray(table.column("reward").is_valid())
     reward = table.column("reward").fill_null(0.0).to_numpy()
     n = np.bincount(group, known)[group]
     mean = np.bincount(group, reward)[group] / np.maximum(n, 1)
-    return known, reward, group, n, mean, constant_groups(source, group, reward, known)
+    top, bottom = np.full((2, int(group.max(initial=-1)) + 1), [[-np.inf], [np.inf]])
+    np.maximum.at(top, group[known], reward[known])
+    np.minimum.at(bottom, group[known], reward[known])
+    types = [field.type for field in source.schema if field.name == "reward"]
+    single = any(pa.types.is_floating(t) and t.bit_width <= 32 for t in types)
+    size = np.maximum(1.0, np.maximum(np.abs(top), np.abs(bottom)))
+    with np.errstate(invalid="ignore"):  # groups without a reward
+        close = top - bottom <= (1e-5 if single else 1e-9) * size
+    return known, reward, n, mean, close[group] & (n > 1)
 
 
 def _by_deviation(
-    gain: Floats,
-    centred: Floats,
-    counted: Bools,
-    group: Longs,
-    n: Longs,
-    epsilon: float,
+    gain: Floats, centred: Floats, group: Longs, n: Longs, epsilon: float
 ) -> Floats:
     """Gains divided by the sample deviation of their group."""
-    squares = np.bincount(group, np.where(counted, centred**2, 0.0))[group]
+    squares = np.bincount(group, centred**2)[group]
     return _scaled(gain, np.sqrt(squares / np.maximum(n - 1, 1)), epsilon)
 
 
@@ -297,6 +272,24 @@ def _scaled(gain: Floats, deviation: Floats | np.float64, epsilon: float) -> Flo
     """Gains divided by deviations; 0 if there is no deviation at all."""
     divisor = deviation + epsilon
     return np.divide(gain, divisor, out=np.zeros_like(gain), where=divisor > 0)
+
+
+def _warn_without_signal(gain: Floats, reward: Floats, group: Longs) -> None:
+    if not len(gain) or gain.any():
+        return
+    why = "in every group all rewards are equal"
+    if not reward.any():
+        why = "every reward is 0"
+    elif len(np.unique(group)) == len(group):
+        why = (
+            "every group has one rollout with a reward. Set group_id, so that the "
+            "rollouts of a task share a group"
+        )
+    warnings.warn(
+        f"all {len(gain)} advantages are 0, so a training step changes nothing: {why}",
+        NoSignalWarning,
+        stacklevel=3,
+    )
 
 
 def step_advantages(
@@ -329,16 +322,14 @@ def step_advantages(
         `trajkit.schema.SESSIONS` or the report of `trajkit.linearize`; its ``group_id``
         counts. A session with a null group_id is a group of its own.
     credit : {"to_go", "step"}
-        to_go
-            A step has the sum of ``r'`` of its own and the later steps of the session, each
-            times ``discount`` to the power of its distance in steps.
-        step
-            A step has its own ``r'``.
+        "to_go": a step has the sum of ``r'`` of its own and the later steps of the
+        session, each times ``discount`` to the power of its distance in steps. "step": it
+        has its own ``r'``.
     baseline : {"none", "group_mean"}
         "none": no mean is subtracted.
     scale : {"none", "group_std"}
     epsilon : float
-        Added to the standard deviation; 0 or more.
+        As for `advantages`.
     discount : float
         From 0 to 1.
     links : table, optional
@@ -382,49 +373,39 @@ def step_advantages(
     check_number("discount", discount, 0)
     if discount > 1:
         raise ArgumentError(f"discount={discount!r}: expected a number from 0 to 1")
-    given = as_table(rewards).replace_schema_metadata(None)
-    by_turn = "turn_index" in given.column_names
-    table = canonical(given, TURN_REWARDS if by_turn else SEGMENT_REWARDS)
-    check_once(table, table.column_names[:2])
-    facts = canonical(as_table(sessions).replace_schema_metadata(None), SESSIONS)
-    check_once(facts, ["session_id"])
-    at = pc.index_in(table.column("session_id"), facts.column("session_id"))
-    if at.null_count:
-        name = table.column("session_id").filter(at.is_null())[0]
-        raise InvalidTurnsError(
-            f"session {name.as_py()!r} has rewards, but no line in sessions"
-        )
-    session = np.asarray(at, np.int64)
-    known, reward, group, n, mean, constant = _in_groups(
-        table, _groups(facts)[session], given
-    )
-    centred = np.where(known & ~constant, reward - mean, 0.0)
+    source = as_table(rewards)
+    by_turn = "turn_index" in source.column_names
+    if links is not None and not by_turn:
+        raise ArgumentError("links are of turns, but the rewards are of segments")
+    schema = TURN_REWARDS if by_turn else SEGMENT_REWARDS
+    table = facts(source, schema, 2, "reward")
+    about = facts(sessions, SESSIONS, 1, "reward")
+    at = pc.index_in(table.column("session_id"), about.column("session_id"))
+    _check_known(table, at, "rewards")
+    group = _groups(about)[np.asarray(at, np.int64)]
+    valid, reward, n, mean, constant = _in_groups(source, table, group)
+    centred = np.where(valid & ~constant, reward - mean, 0.0)
     gain = centred if baseline == "group_mean" else reward
-    valid = known
     if scale == "group_std":
-        gain = _by_deviation(gain, centred, known, group, n, epsilon)
-        valid = known & (n > 1)
+        gain = _by_deviation(gain, centred, group, n, epsilon)
     if credit == "to_go":
-        gain = _to_go(table, session, gain, discount, links)
-    warn_without_signal(gain[valid], reward[valid], group[valid])
+        gain = _to_go(table, gain, discount, links)
+    if scale == "group_std":
+        valid = valid & (n > 1)
+    _warn_without_signal(gain[valid], reward[valid], group[valid])
     return with_column(table, "advantage", pa.array(gain, mask=~valid))
 
 
 def _to_go(
-    table: pa.Table,
-    session: Longs,
-    gain: Floats,
-    discount: float,
-    links: TableLike | None,
+    table: pa.Table, gain: Floats, discount: float, links: TableLike | None
 ) -> Floats:
     """The sum of each step's gain and those of its later steps, discounted."""
     index = table.column(1).to_numpy().astype(np.int64)
     if links is None:
+        session = codes(table.column("session_id"))
         order = np.lexsort((index, session))
         before = np.full(len(order), -1)
         before[order[1:]] = np.where(np.diff(session[order]) == 0, order[:-1], -1)
-    elif table.column_names[1] != "turn_index":
-        raise ArgumentError("links are of turns, but the rewards are of segments")
     else:
         before = _parents(table, index, canonical(as_table(links), LINKS))
     found = gain.copy()
@@ -436,23 +417,17 @@ def _to_go(
 
 def _parents(table: pa.Table, index: Longs, links: pa.Table) -> Longs:
     """The line of the turn that each turn continues, or -1."""
-    parents = {
-        (name, turn): parent
-        for name, turn, parent in tuples(links, "session_id", "turn_index", "parent")
-    }
-    keys = zip(table.column("session_id").to_pylist(), index.tolist(), strict=True)
-    own = {key: line for line, key in enumerate(keys)}
-    found = np.full(len(index), -1)
-    for (name, turn), line in own.items():
-        where = f"session {name!r}, turn {turn}"
-        if (name, turn) not in parents:
-            raise InvalidTurnsError(f"{where}: has a reward, but no line in links")
-        parent = parents[name, turn]
-        if parent is not None and (name, parent) not in own:
-            raise InvalidTurnsError(
-                f"{where}: continues turn {parent}, which has no line in rewards: give it "
+    session = codes(links.column("session_id"), table.column("session_id"))
+    own = Keys(session[len(links) :], index)
+    line = Keys(session[: len(links)], links.column("turn_index").to_numpy()).find(own)
+    parent = np.append(links["parent"].fill_null(-1).to_numpy(), -1)[line]
+    found = own.find(Keys(own.session, parent))
+    for k in np.flatnonzero((line < 0) | ((parent >= 0) & (found < 0)))[:1]:
+        fault = "has a reward, but no line in links"
+        if line[k] >= 0:
+            fault = (
+                f"continues turn {parent[k]}, which has no line in rewards: give it "
                 "0 or null"
             )
-        if parent is not None:
-            found[line] = own[name, parent]
+        raise InvalidTurnsError(f"{place(table, int(k))}: {fault}")
     return found

@@ -17,10 +17,11 @@ from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.learn._checks import session_codes
 from trajkit.schema import ROWS
-from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical, is_list, place
-from trajkit.tables.take import list_values
+from trajkit.tables.ragged import Ragged
 
+Floats: TypeAlias = npt.NDArray[np.float64]
+Tokens: TypeAlias = npt.NDArray[np.int64]
 Tensor: TypeAlias = Any
 """A numpy array or a torch tensor; trajkit does not import torch."""
 
@@ -74,8 +75,7 @@ def reference_loss(
     rows : table
         `trajkit.schema.ROWS` with a column ``advantage`` (from
         `trajkit.add_advantages`, per row or per token; default: the reward) and,
-        optionally,
-        ``observation_weight``.
+        optionally, ``observation_weight``.
     logprobs : array, list or torch tensor of floats, shape (n_tokens,)
         Log-probability of every token of every row given the tokens before it in its
         row, rows concatenated. The first of each row is not read.
@@ -100,52 +100,57 @@ def reference_loss(
     """
     check_choice("reduce", reduce, Reduce)
     table = canonical(as_table(rows), ROWS)
-    n_ids = pc.list_value_length(table.column("input_ids")).to_numpy()
-    logprobs = _floats(logprobs)
-    if tuple(logprobs.shape) != (int(n_ids.sum()),):
+    ids = Ragged.of(table.column("input_ids"))
+    row, logprobs = ids.owner, _floats(logprobs)
+    if tuple(logprobs.shape) != row.shape:
         raise InvalidTurnsError(
             f"logprobs has shape {tuple(logprobs.shape)}: the rows have "
-            f"{n_ids.sum()} tokens"
+            f"{len(row)} tokens"
         )
-    row = np.repeat(np.arange(len(table)), n_ids)
-    session, _ = session_codes(table)
+
+    def check_finite(values: Floats, tokens: Tokens, fault: str) -> None:
+        """``fault`` may name the ``value`` and the ``token`` in its row."""
+        for k in np.flatnonzero(~np.isfinite(values))[:1]:
+            of = int(row[tokens[k]])
+            fault = fault.format(value=values[k], token=tokens[k] - ids.offsets[of])
+            raise InvalidTurnsError(f"{place(table, of)}: {fault}")
+
     name = "advantage" if "advantage" in table.column_names else "reward"
-    scored = np.asarray(table.column(name).is_valid())
-    advantage = _advantages(table, name, n_ids)
-    trained = np.flatnonzero(
-        np.asarray(list_values(table.column("loss_mask"))) & scored[row]
-    )
+    counts = np.asarray(table.column(name).is_valid())
+    mask = Ragged.of(table.column("loss_mask"), fill=False).values
+    trained = np.flatnonzero(mask & counts[row])
     of = row[trained]
     weight = table.column("row_weight").fill_null(np.nan).to_numpy()
-    for k in of[~np.isfinite(weight[of])][:1]:
-        raise InvalidTurnsError(
-            f"{place(table, int(k))}: row_weight is {table['row_weight'][int(k)]}, but "
-            "the row trains tokens. Set it with trajkit.add_weights"
-        )
+    check_finite(
+        weight[of],
+        trained,
+        "row_weight is null or not finite, but the row trains tokens. Set it with "
+        "trajkit.add_weights",
+    )
     if reduce == "mean":
         weight = weight / np.maximum(np.bincount(of, minlength=len(table)), 1)
-    behaviour = _behaviour(table, row, trained)
-    factor = weight[of] * advantage[trained]
-    for k in np.flatnonzero(~np.isfinite(factor))[:1]:
-        raise InvalidTurnsError(
-            f"{place(table, int(of[k]))}: {name} of a trained token is "
-            f"{advantage[trained[k]]}: expected a finite number"
-        )
+    behaviour = Ragged.of(table.column("logprobs"), fill=np.nan).values[trained]
+    check_finite(
+        behaviour,
+        trained,
+        "token {token} is trained and has no logprob that is finite: the ratio needs "
+        "the engine's",
+    )
+    advantage = _per_token(table, name, ids)[trained]
+    fault = name + " of a trained token is {value}: expected a finite number"
+    check_finite(advantage, trained, fault)
     ratio = math.e ** (logprobs[trained] - _constant(behaviour, logprobs))
-    rl_sum = -(_constant(factor, logprobs) * ratio).sum()
+    rl_sum = -(_constant(weight[of] * advantage, logprobs) * ratio).sum()
 
-    observed = np.empty(0, np.int64)
-    value = np.empty(0)
+    observed, value = np.empty(0, np.int64), np.empty(0)
     if "observation_weight" in table.column_names:
-        values = _per_token(table, "observation_weight", n_ids)
+        values = _per_token(table, "observation_weight", ids)
         observed = np.flatnonzero(values)
         value = values[observed]
-        for k in observed[~np.isfinite(value)][:1]:
-            raise InvalidTurnsError(
-                f"{place(table, int(row[k]))}: observation_weight {values[k]} of a "
-                "token: expected a finite number"
-            )
+        fault = "observation_weight {value} of a token: expected a finite number"
+        check_finite(value, observed, fault)
     observation_sum = -(_constant(value, logprobs) * logprobs[observed]).sum()
+    session, _ = session_codes(table)
     n_rollouts = len(np.unique(session[of]))
     return Loss(rl_sum, n_rollouts, observation_sum, len(observed))
 
@@ -166,48 +171,23 @@ def _floats(logprobs: Any) -> Tensor:
     return logprobs
 
 
-def _advantages(
-    table: pa.Table, name: str, n_ids: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
+def _constant(values: Floats, like: Tensor) -> Tensor:
+    """The values as an array of the library and device of ``like``."""
+    return values if isinstance(like, np.ndarray) else like.new_tensor(values)
+
+
+def _per_token(table: pa.Table, name: str, ids: Ragged) -> Floats:
+    """The values of a column for all tokens; 0 where a row has none."""
     column = table.column(name)
     if not is_list(column.type):
-        return np.repeat(np.asarray(column.fill_null(0.0), np.float64), n_ids)
-    return _per_token(table, name, n_ids)
-
-
-def _constant(values: npt.NDArray[np.float64], like: Tensor) -> Tensor:
-    """The values as an array of the library and device of ``like``."""
-    if isinstance(like, np.ndarray):
-        return values
-    return like.new_tensor(values)
-
-
-def _per_token(
-    table: pa.Table, name: str, n_ids: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
-    column = table.column(name)
-    given = np.asarray(column.is_valid())
-    n = pc.list_value_length(column).fill_null(0).to_numpy()
-    bad = np.flatnonzero(given & (n != n_ids))
-    if len(bad):
-        row = int(bad[0])
+        return np.asarray(column.fill_null(0.0), np.float64)[ids.owner]
+    given = Ragged.of(column.cast(pa.large_list(pa.float64())), fill=np.nan)
+    there = np.asarray(column.is_valid())
+    for row in np.flatnonzero(there & (given.lengths != ids.lengths))[:1]:
         raise InvalidTurnsError(
-            f"{place(table, row)}: {n[row]} values of {name} for {n_ids[row]} tokens"
+            f"{place(table, int(row))}: {given.lengths[row]} values of {name} for "
+            f"{ids.lengths[row]} tokens"
         )
-    values = np.zeros(int(n_ids.sum()))
-    values[np.repeat(given, n_ids)] = list_values(column).cast(pa.float64())
-    return values
-
-
-def _behaviour(
-    table: pa.Table, row: npt.NDArray[np.int64], trained: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
-    given = list_values(table.column("logprobs")).take(pa.array(trained))
-    values = np.asarray(given.fill_null(np.nan), np.float64)
-    for at in trained[~np.isfinite(values)][:1]:
-        token = at - np.searchsorted(row, row[at])
-        raise InvalidTurnsError(
-            f"{place(table, int(row[at]))}: token {token} is trained and has no "
-            "logprob that is finite: the ratio needs the engine's"
-        )
+    values = np.zeros(len(ids.owner))
+    values[there[ids.owner]] = given.values
     return values

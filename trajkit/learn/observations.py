@@ -7,13 +7,10 @@ predict it, once per rollout however many rows show it.
 from __future__ import annotations  # a signature shows the words below
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from hashlib import blake2b
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
@@ -22,18 +19,9 @@ from trajkit.learn._checks import check_number
 from trajkit.schema import OBSERVATIONS, ROWS
 from trajkit.tables import lazy_compute as pc
 from trajkit.tables.canonical import TableLike, as_table, canonical, place
-from trajkit.tables.ragged import Longs, offsets_of
+from trajkit.tables.ragged import Array, Longs, Ragged
 from trajkit.tables.reshape import with_column
-from trajkit.tables.session_batches import whole_sessions
-from trajkit.tables.stages import (
-    Batches,
-    Source,
-    batches_in,
-    batches_of,
-    in_step,
-    unknown,
-)
-from trajkit.turns.attribution import Ints, Messages, Rendered, SessionCalls, ToolCalls
+from trajkit.turns.attribution import Ints, Messages, SessionCalls, ToolCalls
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import errored, session_facts
 from trajkit.turns.sessions import Sessions
@@ -43,52 +31,39 @@ Names: TypeAlias = Collection[str] | Mapping[str, float]
 
 Missing: TypeAlias = Literal["raise", "skip"]
 Normalization: TypeAlias = Literal["flat", "ratio"]
-Weights: TypeAlias = npt.NDArray[np.float32]
-
-_ALL = np.iinfo(np.int64).max
 
 
-class _Options(TypedDict, total=False):
-    roles: Names | None
-    tool_names: Names | None
-    alpha: float
-    normalization: Normalization
-    missing: Missing
+class _Choice(NamedTuple):
+    # alpha of each role and tool that is selected; None: every tool, at its role's
+    roles: dict[str, float]
+    tools: dict[str, float] | None
+    by_ratio: bool
+    skips: bool
     sessions: TableLike | None
 
 
-class _Selection:
-    def __init__(
-        self,
-        roles: Names | None = None,
-        tool_names: Names | None = None,
-        alpha: float = 1.0,
-        normalization: Normalization = "flat",
-        missing: Missing = "raise",
-        sessions: TableLike | None = None,
-    ) -> None:
-        check_choice("normalization", normalization, Normalization)
-        check_choice("missing", missing, Missing)
-        check_number("alpha", alpha, 0)
-        # alpha of each role and tool that is selected; None: every tool, at its role's
-        self.roles = (
-            {"tool": alpha} if roles is None else _alphas("roles", roles, alpha)
-        )
-        self.tools: dict[str, float] | None = None
-        if tool_names is not None:
-            if "tool" not in self.roles:
-                raise ArgumentError(
-                    f"tool_names={tool_names!r}: roles {sorted(self.roles)} select no tool"
-                )
-            self.tools = _alphas("tool_names", tool_names, self.roles["tool"])
-        self.by_ratio, self.skips = normalization == "ratio", missing == "skip"
-        self.facts = session_facts(None, sessions)
-
-    def of_tool(self, name: str | None) -> float | None:
-        """The alpha of a tool; None: it is not selected."""
-        if self.tools is None:
-            return self.roles.get("tool")
-        return None if name is None else self.tools.get(name)
+def _chosen(
+    roles: Names | None = None,
+    tool_names: Names | None = None,
+    alpha: float = 1.0,
+    normalization: Normalization = "flat",
+    missing: Missing = "raise",
+    sessions: TableLike | None = None,
+) -> _Choice:
+    check_choice("normalization", normalization, Normalization)
+    check_choice("missing", missing, Missing)
+    check_number("alpha", alpha, 0)
+    of_role = {"tool": alpha} if roles is None else _alphas("roles", roles, alpha)
+    tools = None
+    if tool_names is not None:
+        if "tool" not in of_role:
+            raise ArgumentError(
+                f"tool_names={tool_names!r}: roles {sorted(of_role)} select no tool"
+            )
+        tools = _alphas("tool_names", tool_names, of_role["tool"])
+    return _Choice(
+        of_role, tools, normalization == "ratio", missing == "skip", sessions
+    )
 
 
 def _alphas(what: str, names: Names, alpha: float) -> dict[str, float]:
@@ -121,14 +96,12 @@ def observation_weights(
 
     - it is content of a message of a selected role or tool,
     - an assistant message precedes it, after the request that began its conversation
-      (decided by messages or, without messages, by the prompt of that request; drift in
-      the reply does not matter),
+      (drift in the reply does not matter),
     - no model sampled it, and
     - no earlier row of the session gives it a weight.
 
     A message is recognized in other rows by its key, its number among equal messages of
-    the request, and its tool_call_id or, without one, the reply that it follows. Without
-    messages, it is recognized by tool name, content ids and number.
+    the request, and its tool_call_id or, without one, the reply that it follows.
 
     Parameters
     ----------
@@ -136,11 +109,10 @@ def observation_weights(
         `trajkit.schema.ROWS`, made of these turns, with all rows of each session that
         occurs.
     turns : table
-        `trajkit.schema.TURNS` in full or delta form, with the columns
+        `trajkit.schema.TURNS` in full or delta form, with messages and the columns
         `trajkit.schema.ATTRIBUTION`.
     roles : names, or mapping of name to alpha, optional
-        Roles whose messages get a weight. None: ``("tool",)``. Without messages in
-        ``turns``, only tools are known, by their names.
+        Roles whose messages get a weight. None: ``("tool",)``.
     tool_names : names, or mapping of name to alpha, optional
         Tools whose messages get a weight. None: all, including those without a name.
     alpha : float, at least 0
@@ -149,8 +121,9 @@ def observation_weights(
         "ratio" multiplies alpha by ``R / S``: S is the number of observed tokens of the
         rollout and R that of its trained tokens, before ``max_row_tokens`` cut the rows.
     missing : {"raise", "skip"}
-        How to treat turns whose attribution columns are missing or incomplete. "skip":
-        the turn attributes nothing and is counted; other turns may attribute its prefix.
+        How to treat turns whose messages or attribution columns are missing or
+        incomplete. "skip": the turn attributes nothing and is counted; other turns may
+        attribute its prefix.
     sessions : table, optional
         `trajkit.schema.SESSIONS`: a rollout with an error gets no weights.
 
@@ -169,13 +142,11 @@ def observation_weights(
         ``missing="raise"`` and a turn lacks attribution; or a row does not belong to
         these turns.
     """
-    selection = _Selection(roles, tool_names, alpha, normalization, missing, sessions)
-    return _observed(as_turns(turns), as_table(rows), selection)[0]
+    choice = _chosen(roles, tool_names, alpha, normalization, missing, sessions)
+    return _observed(as_turns(turns), as_table(rows), choice)[0]
 
 
-def observation_report(
-    rows: TableLike, turns: TableLike, **options: Unpack[_Options]
-) -> pa.Table:
+def observation_report(rows: TableLike, turns: TableLike, **options: Any) -> pa.Table:
     """The counts of observed, repeated and missing tokens of `observation_weights`.
 
     Parameters
@@ -188,112 +159,68 @@ def observation_report(
     Table
         `trajkit.schema.OBSERVATIONS`, one row per session of ``turns``.
     """
-    return _observed(as_turns(turns), as_table(rows), _Selection(**options))[1]
-
-
-def observation_weights_batches(
-    rows: Source,
-    turns: Source,
-    *,
-    report: list[pa.RecordBatch] | None = None,
-    **options: Unpack[_Options],
-) -> Batches:
-    """From record batches to an iterator of them; see `observation_weights`.
-
-    Both have their sessions in one order. The batches of `observation_report` are
-    appended to ``report`` while the rows are read.
-    """
-    selection = _Selection(**options)
-
-    def made() -> Iterator[pa.Table]:
-        lead = whole_sessions(batches_of(turns))
-        for own, theirs in in_step(lead, batches_of(rows), "turns", "rows"):
-            if own is None:
-                raise unknown(theirs, "rows", "turns")
-            table, counts = _observed(own, theirs, selection)
-            if report is not None:
-                report.extend(counts.to_batches())
-            yield table
-
-    return batches_in(made())
+    return _observed(as_turns(turns), as_table(rows), _chosen(**options))[1]
 
 
 def _observed(
-    turns: pa.Table, rows: pa.Table, selection: _Selection
+    turns: pa.Table, rows: pa.Table, choice: _Choice
 ) -> tuple[pa.Table, pa.Table]:
     calls, table = Sessions.of(turns), canonical(rows, ROWS)
-    failed = errored(selection.facts.of(calls.ids))
-    by_session = _rows_of(table, calls.ids)
-    weights: list[Weights] = [
-        np.zeros(len(ids), np.float32) for ids in table["input_ids"]
-    ]
+    failed = errored(session_facts(None, choice.sessions).of(calls.ids))
+    found = pc.index_in(table.column("session_id"), calls.ids)
+    for row in np.flatnonzero(np.asarray(found.is_null()))[:1]:
+        raise InvalidTurnsError(f"{place(table, int(row))}: the session has no turns")
+    of_session: dict[int, list[int]] = {}
+    for row, session in enumerate(found.to_pylist()):
+        of_session.setdefault(session, []).append(row)
+    shown = _Rows(table)
     lines = []
     for s, name in enumerate(calls.ids.to_pylist()):
         count = dict.fromkeys(OBSERVATIONS.names, 0) | {"session_id": name}
         lines.append(count)
-        if s in by_session and not failed[s]:
-            session = SessionCalls(calls.part(s, s + 1))
-            _echo(session, by_session[s], selection, name, count, weights)
-    column = pa.LargeListArray.from_arrays(
-        pa.array(offsets_of([*map(len, weights)])),
-        pa.array(np.concatenate([*weights, np.zeros(0, np.float32)])),
-    )
+        if s in of_session and not failed[s]:
+            session_calls = SessionCalls(calls.part(s, s + 1))
+            _echo(session_calls, shown, of_session[s], choice, name, count)
+    column = Ragged(shown.weights, shown.ids.offsets).to_arrow()
     table = with_column(table, "observation_weight", column)
     return table, pa.Table.from_pylist(lines, OBSERVATIONS)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    # its number in the table
-    number: int
-    ids: Ints
-    # of its spans
-    start: Ints
-    stop: Ints
-    last_turn: int
-    # tokens that the row trains, or would train if it were not cut
-    trained: int
-    where: str
+class _Rows:
+    """The tokens and spans of all rows, and the weights of the tokens."""
 
-    def last_call(self, calls: SessionCalls) -> int:
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+        self.ids = Ragged.of(table.column("input_ids"), fill=0)
+        self.weights = np.zeros(len(self.ids.values), np.float32)
+        spans = Ragged.of(table.column("spans"))
+        kinds = pc.struct_field(spans.values, "kind").cast(pa.string())
+        self._trained = np.asarray(pc.is_in(kinds, pa.array(["trained", "cut"])))
+        self._offsets = spans.offsets
+        names = ("start", "stop", "turn_index", "output_start", "output_stop")
+        self._spans = {n: np.asarray(pc.struct_field(spans.values, n)) for n in names}
+
+    def span(self, row: int, name: str) -> Array:
+        """A field of each span of a row."""
+        return self._spans[name][self._offsets[row] : self._offsets[row + 1]]
+
+    def n_trained(self, row: int) -> int:
+        """Tokens that a row trains, or would train if it were not cut."""
+        trained = self._trained[self._offsets[row] : self._offsets[row + 1]]
+        sizes = self.span(row, "output_stop") - self.span(row, "output_start")
+        return int(sizes[trained].sum())
+
+    def last_call(self, row: int, calls: SessionCalls) -> int:
         """The call whose path is the row, or begins with it."""
-        for call in range(
-            np.searchsorted(calls.turn_index, self.last_turn), len(calls)
-        ):
-            if begins(calls.path(call), self.ids):
+        ids = self.ids[row]
+        last = self.span(row, "turn_index").max(initial=-1)
+        for call in range(np.searchsorted(calls.turn_index, last), len(calls)):
+            if begins(calls.path(call), ids):
                 return call
         raise InvalidTurnsError(
-            f"{self.where}: no call of the session has its {len(self.ids)} tokens, so what "
-            "they render is unknown"
+            f"{place(self.table, row)}: no call of the session has its {len(ids)} tokens, "
+            "so what they render is unknown"
         )
-
-
-def _rows_of(table: pa.Table, session_ids: pa.Array) -> dict[int, list[_Row]]:
-    found = pc.index_in(table.column("session_id"), session_ids)
-    if found.null_count:
-        row = int(np.flatnonzero(np.asarray(found.is_null()))[0])
-        raise InvalidTurnsError(f"{place(table, row)}: the session has no turns")
-    by_session: dict[int, list[_Row]] = {}
-    for number, session in enumerate(found.to_pylist()):
-        spans = table.column("spans")[number].values
-        start, stop, turn, out_start, out_stop = (
-            np.asarray(pc.struct_field(spans, name))
-            for name in ("start", "stop", "turn_index", "output_start", "output_stop")
-        )
-        kinds = pc.struct_field(spans, "kind").cast(pa.string())
-        trained = np.asarray(pc.is_in(kinds, pa.array(["trained", "cut"])))
-        by_session.setdefault(session, []).append(
-            _Row(
-                number=number,
-                ids=table.column("input_ids")[number].values.to_numpy(),
-                start=start,
-                stop=stop,
-                last_turn=int(turn.max(initial=-1)),
-                trained=int((out_stop - out_start)[trained].sum()),
-                where=place(table, number),
-            )
-        )
-    return by_session
 
 
 def begins(ids: Ints, prefix: Ints) -> bool:
@@ -303,24 +230,28 @@ def begins(ids: Ints, prefix: Ints) -> bool:
 
 def _echo(
     calls: SessionCalls,
-    rows: list[_Row],
-    selection: _Selection,
+    shown: _Rows,
+    rows: list[int],
+    choice: _Choice,
     name: str,
     count: dict[str, Any],
-    weights: list[Weights],
 ) -> None:
-    labels = _Labels(calls, selection, f"session {name!r}")
+    """Weigh the tokens of the ``rows`` of one session, and count them."""
+    labels = _Labels(calls, choice, f"session {name!r}")
     count["turns_skipped"] = labels.skipped
     # by label: its number of tokens in the first row that has it, and how many leading
     # tokens of them an earlier row contains
     sizes, covered = np.zeros((2, 0), np.int64)
     for row in rows:
-        full = labels.of(row.last_call(calls)).copy()
-        n, n_labels = len(row.ids), len(labels.alphas)
-        for start, stop in zip(row.start, row.stop, strict=True):
+        full = labels.of(shown.last_call(row, calls)).copy()
+        weights = shown.weights[shown.ids.offsets[row] : shown.ids.offsets[row + 1]]
+        n_labels = len(labels.alphas)
+        for start, stop in zip(
+            shown.span(row, "start"), shown.span(row, "stop"), strict=True
+        ):
             full[start:stop] = -1
         tokens = np.flatnonzero(full >= 0)
-        label, inside = full[tokens], tokens < n
+        label, inside = full[tokens], tokens < len(weights)
         sizes, covered = (
             np.pad(each, (0, n_labels - len(each))) for each in (sizes, covered)
         )
@@ -329,16 +260,17 @@ def _echo(
         sizes = np.where(sizes == 0, in_path, sizes)
         again = _ranks(label, in_path) < covered[label]
         taken = inside & ~again
-        weights[row.number][tokens[taken]] = np.array(labels.alphas)[label[taken]]
+        weights[tokens[taken]] = np.array(labels.alphas)[label[taken]]
         count["tokens_observed"] += int(taken.sum())
         count["tokens_repeated"] += int((inside & again).sum())
         complete = (in_path > 0) & (seen == in_path)
-        covered = np.where(complete, _ALL, np.maximum(covered, seen))
+        everything = np.iinfo(np.int64).max
+        covered = np.where(complete, everything, np.maximum(covered, seen))
     count["messages_unnamed"] = len(labels.unnamed)
-    if selection.by_ratio and sizes.any():
-        scale = np.float32(sum(row.trained for row in rows) / sizes.sum())
+    if choice.by_ratio and sizes.any():
+        scale = np.float32(sum(map(shown.n_trained, rows)) / sizes.sum())
         for row in rows:
-            weights[row.number] *= scale
+            shown.weights[shown.ids.offsets[row] : shown.ids.offsets[row + 1]] *= scale
 
 
 def _ranks(label: Ints, sizes: Longs) -> Longs:
@@ -357,26 +289,25 @@ class _Labels:
     whose prompts are a prefix of its prompt.
     """
 
-    def __init__(self, calls: SessionCalls, selection: _Selection, where: str) -> None:
-        self.calls, self.selection = calls, selection
+    def __init__(self, calls: SessionCalls, choice: _Choice, where: str) -> None:
+        self.calls, self.choice = calls, choice
         # by label
         self.alphas: list[float] = []
         self.unnamed: set[tuple[bytes, int]] = set()
         self.skipped = 0
         self._tools = ToolCalls(calls)
-        # the label of each prompt token, -1: no weight; and, without messages, how often
-        # each text occurs
-        self._by_call: dict[int, tuple[Ints, Counter[bytes]]] = {}
+        # the label of each prompt token, -1: no weight
+        self._by_call: dict[int, Ints] = {}
         self._numbers: dict[tuple[bytes, int, bytes], int] = {}
         self._first: dict[tuple[bytes, int], int] = {}
-        self._rendered: list[Rendered | None] = []
+        self._rendered = []
         for call in range(len(calls)):
-            fault, flags = calls.gaps(call)
-            if (fault or flags) and not selection.skips:
+            fault = calls.gap(call)
+            if fault is not None and not choice.skips:
                 turn = calls.turn_index[call]
-                raise InvalidTurnsError(f"{where}, turn {turn}: {fault or flags}")
-            self.skipped += bool(fault or flags)
-            self._rendered.append(None if fault or flags else calls.rendered(call))
+                raise InvalidTurnsError(f"{where}, turn {turn}: {fault}")
+            self.skipped += fault is not None
+            self._rendered.append(None if fault is not None else calls.rendered(call))
 
     def of(self, call: int) -> Ints:
         """The label of each prompt token of a call, shape (n_prompt,)."""
@@ -388,7 +319,7 @@ class _Labels:
             here = before
         for here, before in reversed(chain):
             self._by_call[here] = self._label(here, before)
-        return self._by_call[call][0]
+        return self._by_call[call]
 
     def _longest_before(self, call: int) -> int | None:
         """The earlier call with the longest prompt before the call's own attribution."""
@@ -403,55 +334,41 @@ class _Labels:
                 return int(earlier)
         return None
 
-    def _label(self, call: int, before: int | None) -> tuple[Ints, Counter[bytes]]:
+    def _label(self, call: int, before: int | None) -> Ints:
         labels = np.full(int(self.calls.n_prompt[call]), -1, np.int32)
-        texts: Counter[bytes] = Counter()
         if before is not None:
-            inherited, known = self._by_call[before]
-            labels[: len(inherited)] = inherited
-            texts = known.copy()
-        rendered = self._rendered[call]
-        if rendered is None:
-            return labels, texts
+            labels[: len(self._by_call[before])] = self._by_call[before]
+        rendered, messages = self._rendered[call], self.calls.messages(call)
+        if rendered is None or messages is None:
+            return labels
         tokens = np.flatnonzero((rendered.message >= 0) & rendered.is_content)
         message = rendered.message[tokens]
-        shown = np.flatnonzero(np.bincount(message)).tolist()
-        of_message = np.full(max(shown, default=-1) + 1, -1, np.int32)
-        messages = self.calls.messages(call)
-        if messages is not None:
-            after = self._model_turn(call, messages)
-            counts = Counter[bytes]()
-            for i in range(len(messages)):
-                key, at = messages.key(i), i - rendered.first
-                if at in shown and i > after:
-                    name = rendered.names[at] if rendered.names is not None else None
-                    of_message[at] = self._message(messages, i, counts[key], name)
-                counts[key] += 1
-        else:
-            ids, names = self.calls.prompt(call)[tokens], rendered.names or []
-            for at in shown:
-                name, text = names[at], name_digest(names[at], ids[message == at])
-                alpha = None if name is None else self.selection.of_tool(name)
-                if alpha is not None:
-                    of_message[at] = self._number((text, texts[text], b""), alpha)
-                texts[text] += 1
+        of_message = np.full(int(message.max(initial=-1)) + 1, -1, np.int32)
+        shown = set(message.tolist())
+        after = self._model_turn(call, messages)
+        counts = Counter[bytes]()
+        for i in range(len(messages)):
+            key, at = messages.key(i), i - rendered.first
+            if at in shown and i > after:
+                name = rendered.names[at] if rendered.names is not None else None
+                of_message[at] = self._message(messages, i, counts[key], name)
+            counts[key] += 1
         labels[tokens] = of_message[message]
-        if messages is None and shown:
-            labels[: self._first_prompt(call)] = -1
-        return labels, texts
+        return labels
 
     def _message(
         self, messages: Messages, i: int, number: int, name: str | None
     ) -> int:
         """The label of message i of a request, -1 if it is not selected."""
         key, role = messages.key(i), messages.roles[i]
-        alpha, call_id = self.selection.roles.get(role), None
+        alpha, call_id = self.choice.roles.get(role), None
         if role == "tool" and alpha is not None:
-            answered = self._tools.answered(messages, i)
-            call_id, name = answered.call_id, name or answered.name
-            alpha = self.selection.of_tool(name)
-            if alpha is None and name is None:
-                self.unnamed.add((key, number))
+            call_id, known = self._tools.answered(messages, i)
+            name = name or known
+            if self.choice.tools is not None:
+                alpha = None if name is None else self.choice.tools.get(name)
+                if name is None:
+                    self.unnamed.add((key, number))
         if alpha is None:
             return -1
         if call_id is not None:
@@ -489,19 +406,3 @@ class _Labels:
             ):
                 return i
         return len(messages)
-
-    def _first_prompt(self, call: int) -> int:
-        """Prompt tokens before any reply, if there are no messages."""
-        prompt = self.calls.prompt(call)
-        for earlier in range(call):
-            asked = self.calls.prompt(earlier)
-            if 0 < len(asked) < len(prompt) and begins(prompt, asked):
-                return len(asked)
-        return len(prompt)
-
-
-def name_digest(name: str | None, ids: Ints) -> bytes:
-    """16 bytes that identify a text of a tool."""
-    digest = blake2b(ids.tobytes(), digest_size=16)
-    digest.update(b"\0" + (name or "").encode())
-    return digest.digest()

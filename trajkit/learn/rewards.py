@@ -8,27 +8,15 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.learn._checks import (
-    Bools,
-    Longs,
-    check_finite,
-    check_once,
-    session_codes,
-)
+from trajkit.learn._checks import Bools, Floats, Longs, facts, session_codes
 from trajkit.schema import SEGMENT_REWARDS, TURN_REWARDS
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.canonical import (
-    TableLike,
-    as_table,
-    canonical,
-    canonical_rows,
-    place,
-)
+from trajkit.tables.canonical import TableLike, canonical_rows, place
+from trajkit.tables.keys import Keys, codes
+from trajkit.tables.ragged import Ragged
 from trajkit.tables.reshape import with_column
 from trajkit.tables.stages import apply, stage
-from trajkit.tables.take import list_values
 
-Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Spread: TypeAlias = Literal[
     "copy", "uniform", "final_only", "per_turn", "last_turn", "per_segment"
@@ -110,10 +98,7 @@ def spread_rewards(
                 f"{' and '.join(modes)} need {name}, and no other mode takes it"
             )
         if table is not None:
-            given = as_table(table).replace_schema_metadata(None)
-            given = canonical(given, schema)
-            check_once(given, schema.names[:2])
-            check_finite(given)
+            given = facts(table, schema, 2, "reward")
     return apply(lambda rows: _spread_over(rows, mode, given), rows)
 
 
@@ -122,19 +107,33 @@ spread_rewards_batches = spread_rewards.batches
 
 def _spread_over(rows: pa.Table, mode: Spread, given: pa.Table | None) -> pa.Table:
     table = canonical_rows(rows)
-    if given is not None:
-        of_step = {
-            "per_turn": _per_turn,
-            "last_turn": _last_turn,
-            "per_segment": _per_segment,
-        }[mode]
-        return with_column(table, "reward", of_step(table, given))
-    known = np.asarray(table.column("reward").is_valid())
-    reward = table.column("reward").fill_null(0.0).to_numpy()
-    if len(table):
-        session, _ = session_codes(table)
-        reward = spread(reward, mode, session, _final(table, session))
-    return with_column(table, "reward", pa.array(reward, mask=~known))
+    if given is None:
+        known = np.asarray(table.column("reward").is_valid())
+        reward = table.column("reward").fill_null(0.0).to_numpy()
+        if len(table):
+            session, _ = session_codes(table)
+            kinds = table.column("segment_kind").cast(pa.string())
+            final = final_rows(
+                session,
+                table.column("row_index").to_numpy(),
+                np.asarray(kinds.is_valid()),
+                np.asarray(pc.equal(kinds, "final").fill_null(False)),
+            )
+            reward = spread(reward, mode, session, final)
+        shared = pa.array(reward, mask=~known)
+    elif mode == "per_turn":
+        shared = _per_turn(table, given)
+    elif mode == "last_turn":
+        last = table.column("last_turn")
+        for row in np.flatnonzero(np.asarray(last.is_null()))[:1]:
+            raise InvalidTurnsError(f"{place(table, int(row))}: last_turn is null")
+        words = "ends with turn {}, which has no line in turn_rewards"
+        line = _lines(table, np.arange(len(table)), last.to_numpy(), given, words)
+        shared = given.column("reward").take(pa.array(line))
+    else:
+        line = segment_lines(table, given, "segment_rewards")
+        shared = given.column("reward").take(pa.array(line))
+    return with_column(table, "reward", shared)
 
 
 def spread(reward: Floats, mode: Spread, session: Ints, final: Bools) -> Floats:
@@ -158,6 +157,23 @@ def final_rows(session: Ints, index: Ints, of_kind: Bools, final: Bools) -> Bool
     return result
 
 
+def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
+    names = pc.unique(table.column("session_id"))
+    ours = given.filter(pc.is_in(given.column("session_id"), names))
+    row, start, stop, line = trained_turns(table, ours, "turn_rewards")
+    n_tokens = (stop - start).astype(np.float64)
+    n_trained = np.bincount(line, n_tokens, len(ours))
+    known = np.asarray(ours.column("reward").is_valid())
+    rewards = ours.column("reward").fill_null(0.0).to_numpy()
+    for k in np.flatnonzero((n_trained == 0) & (rewards != 0))[:1]:
+        raise InvalidTurnsError(
+            f"{place(ours, int(k))}: reward {rewards[k]}, but no row trains the turn"
+        )
+    shares = rewards[line] * n_tokens / np.maximum(n_trained[line], 1)
+    unknown = np.bincount(row, ~known[line], len(table)) > 0
+    return pa.array(np.bincount(row, shares, len(table)), mask=unknown)
+
+
 def trained_turns(
     table: pa.Table, given: pa.Table, what: str
 ) -> tuple[Longs, Longs, Longs, Longs]:
@@ -165,18 +181,38 @@ def trained_turns(
 
     Raises `InvalidTurnsError` if a trained turn has no line; ``what`` names the table.
     """
-    spans = list_values(table.column("spans"))
-    row = np.repeat(
-        np.arange(len(table)), pc.list_value_length(table.column("spans")).to_numpy()
+    spans = Ragged.of(table.column("spans"))
+    trained = np.asarray(pc.equal(pc.struct_field(spans.values, "kind"), "trained"))
+    start, stop, turn = (
+        np.asarray(pc.struct_field(spans.values, name))[trained]
+        for name in ("start", "stop", "turn_index")
     )
-    trained = np.asarray(pc.equal(pc.struct_field(spans, "kind"), "trained"))
-    stop, start, turn = (
-        np.asarray(pc.struct_field(spans, name))[trained]
-        for name in ("stop", "start", "turn_index")
-    )
-    row = row[trained]
+    row = spans.owner[trained]
     words = f"trains turn {{}}, which has no line in {what}"
     return row, start, stop, _lines(table, row, turn, given, words)
+
+
+def segment_lines(table: pa.Table, given: pa.Table, what: str) -> Longs:
+    """The line that ``given`` has for the segment of each row.
+
+    Raises `InvalidTurnsError` if a row is no segment or has no line, or a line has no row;
+    ``what`` names the table.
+    """
+    for row in np.flatnonzero(np.asarray(table.column("segment_kind").is_null()))[:1]:
+        raise InvalidTurnsError(
+            f"{place(table, int(row))}: segment_kind is null, and {what} has "
+            "lines of segments: make rows with the policy segments"
+        )
+    index = table.column("row_index").to_numpy()
+    words = f"the segment has no line in {what}"
+    line = _lines(table, np.arange(len(table)), index, given, words)
+    ours = pc.is_in(given.column("session_id"), pc.unique(table.column("session_id")))
+    for unused in np.setdiff1d(np.flatnonzero(np.asarray(ours)), line)[:1]:
+        raise InvalidTurnsError(
+            f"{place(given, int(unused))}: {what} has a line, but the rows have no "
+            "such segment"
+        )
+    return line
 
 
 def _lines(
@@ -186,89 +222,10 @@ def _lines(
 
     Raises `InvalidTurnsError` if there is none; ``words`` say what the row does.
     """
-    known = pc.unique(given.column("session_id"))
-    wanted, there = (
-        # one number per pair
-        np.asarray(pc.index_in(names, known).fill_null(-1), np.int64) << 32 | number
-        for names, number in (
-            (table.column("session_id").take(pa.array(row)), index.astype(np.int64)),
-            (given.column("session_id"), given.column(1).to_numpy().astype(np.int64)),
-        )
-    )
-    found = pc.index_in(pa.array(wanted), pa.array(there)).fill_null(-1)
-    lines = np.asarray(found, np.int64)
+    session = codes(given.column("session_id"), table.column("session_id"))
+    have = Keys(session[: len(given)], given.column(1).to_numpy())
+    lines = have.find(Keys(session[len(given) :][row], index))
     for k in np.flatnonzero(lines < 0)[:1]:
         where = place(table, int(row[k]))
         raise InvalidTurnsError(f"{where}: {words.format(index[k])}")
     return lines
-
-
-def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
-    names = pc.unique(table.column("session_id"))
-    ours = given.filter(pc.is_in(given.column("session_id"), names))
-    row, start, stop, line = trained_turns(table, ours, "turn_rewards")
-    n_tokens = (stop - start).astype(np.float64)
-    n_trained = np.bincount(line, n_tokens, len(ours))
-    known = np.asarray(ours.column("reward").is_valid())
-    rewards = ours.column("reward").fill_null(0.0).to_numpy()
-    lost = np.flatnonzero((n_trained == 0) & (rewards != 0))
-    if len(lost):
-        k = int(lost[0])
-        raise InvalidTurnsError(
-            f"{place(ours, k)}: reward {rewards[k]}, but no row trains the turn"
-        )
-    shares = rewards[line] * n_tokens / np.maximum(n_trained[line], 1)
-    unknown = np.bincount(row, ~known[line], len(table)) > 0
-    return pa.array(np.bincount(row, shares, len(table)), mask=unknown)
-
-
-def _last_turn(table: pa.Table, given: pa.Table) -> pa.Array:
-    last = table.column("last_turn")
-    if last.null_count:
-        row = int(np.flatnonzero(np.asarray(last.is_null()))[0])
-        raise InvalidTurnsError(f"{place(table, row)}: last_turn is null")
-    words = "ends with turn {}, which has no line in turn_rewards"
-    line = _lines(table, np.arange(len(table)), last.to_numpy(), given, words)
-    return given.column("reward").combine_chunks().take(pa.array(line))
-
-
-def _per_segment(table: pa.Table, given: pa.Table) -> pa.Array:
-    line = segment_lines(table, given, "segment_rewards")
-    return given.column("reward").combine_chunks().take(pa.array(line))
-
-
-def segment_lines(table: pa.Table, given: pa.Table, what: str) -> Longs:
-    """The line that ``given`` has for the segment of each row.
-
-    Raises `InvalidTurnsError` if a row is no segment or has no line, or a line has no row;
-    ``what`` names the table.
-    """
-    without = np.flatnonzero(np.asarray(table.column("segment_kind").is_null()))
-    if len(without):
-        raise InvalidTurnsError(
-            f"{place(table, int(without[0]))}: segment_kind is null, and {what} has "
-            "lines of segments: make rows with the policy segments"
-        )
-    index, words = (
-        table.column("row_index").to_numpy(),
-        f"the segment has no line in {what}",
-    )
-    line = _lines(table, np.arange(len(table)), index, given, words)
-    ours = pc.is_in(given.column("session_id"), pc.unique(table.column("session_id")))
-    unused = np.setdiff1d(np.flatnonzero(np.asarray(ours)), line)
-    if len(unused):
-        raise InvalidTurnsError(
-            f"{place(given, int(unused[0]))}: {what} has a line, but the rows have no "
-            "such segment"
-        )
-    return line
-
-
-def _final(table: pa.Table, session: Longs) -> Bools:
-    kinds = table.column("segment_kind").cast(pa.string())
-    return final_rows(
-        session,
-        table.column("row_index").to_numpy(),
-        np.asarray(kinds.is_valid()),
-        np.asarray(pc.equal(kinds, "final").fill_null(False)),
-    )

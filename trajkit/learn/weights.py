@@ -45,7 +45,6 @@ def add_weights(
     rows : table
         `trajkit.schema.ROWS` with all rows of each session.
     weigh_by : {"token", "row", "rollout", "constant"}
-        The definition of the weight; see the table.
     constant : float, for weigh_by="constant"
         ``c``, in tokens; above 0.
 
@@ -59,14 +58,6 @@ def add_weights(
     ------
     ArgumentError
         ``weigh_by`` does not exist, or it does not go with ``constant``.
-
-    Examples
-    --------
-    >>> import trajkit as tk
-    >>> call = {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}
-    >>> turns = tk.from_records([call, {**call, "prompt_ids": [4]}])
-    >>> add_weights(tk.linearize(turns), weigh_by="rollout")["row_weight"].to_pylist()
-    [0.25, 0.25]
 
     References
     ----------
@@ -101,6 +92,5 @@ def _weighed(rows: pa.Table, weigh_by: Weighing, constant: float | None) -> pa.T
         weight = trains / np.maximum(n_rows, 1)
     else:
         weight = trains / (np.maximum(mask_sum, 1) if constant is None else constant)
-    weights = pa.array(weight, mask=mask_sum == 0)
-    table = with_column(table, "row_weight", weights)
+    table = with_column(table, "row_weight", pa.array(weight, mask=mask_sum == 0))
     return with_column(table, "rollout_mask_sum", pa.array(mask_sum))

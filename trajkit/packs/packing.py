@@ -1,30 +1,38 @@
-"""`pack`: rows to micro-batches of trees, with an edge for every trained token."""
+"""`pack`: rows to micro-batches of trees, with an edge for every trained token; and back.
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, TypedDict, Unpack
+Rows become a forest in pre-order, its trees are cut to size, and the parts fill packs.
+"""
+
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arguments import check_choice, chosen_int, chosen_names
-from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.learn.loss import Reduce
-from trajkit.packs import forest
-from trajkit.packs.forest import (
-    OBSERVED,
-    Bins,
-    add_observed,
-    edge_values,
-    fill_bins,
-    pack_items,
-    row_records,
+from trajkit._arguments import (
+    check_choice,
+    chosen_int,
+    chosen_names,
+    did_you_mean,
+    plain_array,
 )
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.learn._checks import trained_tokens
+from trajkit.learn.loss import Reduce
 from trajkit.schema import PACKS
+from trajkit.schema.engine import lookup, nulls
 from trajkit.tables import lazy_compute as pc
-from trajkit.tables.canonical import TableLike, as_table, canonical_rows, place
+from trajkit.tables.canonical import (
+    TableLike,
+    as_table,
+    canonical,
+    canonical_rows,
+    is_list,
+    place,
+)
 from trajkit.tables.export import pooled
 from trajkit.tables.ragged import (
     Bools,
@@ -32,69 +40,33 @@ from trajkit.tables.ragged import (
     Longs,
     Ragged,
     Records,
+    lengths,
     offsets_of,
     positions,
 )
-from trajkit.tables.session_batches import concat, whole_sessions
-from trajkit.tables.stages import Batches, Source, batches_in, batches_of
-from trajkit.tables.take import row_lengths
+from trajkit.tables.session_batches import concat
+from trajkit.tables.stages import apply, stage
+from trajkit.tables.take import list_values, row_lengths, take_values, without_views
+from trajkit.turns.images import (
+    FIRST_CONTENT_ID,
+    Item,
+    has_items,
+    item_ids,
+    same_image,
+)
+from trajkit.turns.structs import PACK_ROW
 from trajkit.turns.validation import check_layout
 
 Layout: TypeAlias = Literal["tree", "rows"]
 Share: TypeAlias = Literal["session", "group"]
 Oversize: TypeAlias = Literal["repeat", "carry", "error"]
 
+OBSERVED = "observation_weight"
 # Sessions of a stream are packed together until they fill about this many packs.
 _PACKS_AT_A_TIME = 64
 
 
-class _Choices(TypedDict, total=False):
-    layout: Layout
-    share: Share
-    oversize: Oversize
-    align: int
-    same: Sequence[str]
-    columns: Sequence[str]
-    reduce: Reduce
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    max_tokens: int
-    layout: Layout = "tree"
-    share: Share = "session"
-    oversize: Oversize = "repeat"
-    align: int = 1
-    same: Sequence[str] = ()
-    columns: Sequence[str] = ()
-    reduce: Reduce = "mean"
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "align"):
-            chosen = chosen_int(name, getattr(self, name), 1)
-            object.__setattr__(self, name, chosen)
-        if self.max_tokens >= 2**31:
-            words = f"max_tokens={self.max_tokens}: positions are of 32 bits"
-            raise ArgumentError(words)
-        check_choice("layout", self.layout, Layout)
-        check_choice("share", self.share, Share)
-        check_choice("oversize", self.oversize, Oversize)
-        check_choice("reduce", self.reduce, Reduce)
-        if self.max_tokens % self.align:
-            raise ArgumentError(
-                f"align={self.align} does not divide max_tokens={self.max_tokens}: a full "
-                "pack would be padded beyond it"
-            )
-        for argument in ("same", "columns"):
-            chosen_names(argument, getattr(self, argument))
-        for name in self.columns:
-            if f"edge_{name}" in PACKS.names or list(self.columns).count(name) > 1:
-                raise SchemaError(
-                    f"columns has {name!r}, but packs have edge_{name} already: name "
-                    "each column once, and copy this one under another name"
-                )
-
-
+@stage
 def pack(
     rows: TableLike,
     max_tokens: int,
@@ -112,7 +84,8 @@ def pack(
     Each shared prefix is stored once. Token q of a pack attends to token k if
     ``k <= q < subtree_end[k]``, that is, to the tokens before it in its row. So a model
     gives each token the same hidden state as in the row, and a loss over edges equals
-    the loss over rows.
+    the loss over rows. `pack_batches` packs a few sessions of a stream at a time; lines
+    of rows and packs count from its first row and pack.
 
     Parameters
     ----------
@@ -125,7 +98,7 @@ def pack(
         With "rows", rows share nothing: each is a tree of its own.
     share : {"session", "group"}
         With "group", the first rows of all sessions of a ``group_id`` also share their
-        common prefix.
+        common prefix. In a stream, the sessions of a group are consecutive.
     oversize : {"repeat", "carry", "error"}
         How to treat a tree of more than ``max_tokens``.
 
@@ -167,7 +140,7 @@ def pack(
         A tree or a row is too large; a pack has a part of an image, because
         ``max_row_tokens`` or ``carry`` cut it; a row trains its first token, which nothing
         predicts; a row that trains something has no row_weight; a parent_row is not
-        there; a session comes back after another began.
+        there; a session or group of a stream comes back after another began.
     ArgumentError
         A choice does not exist, or ``align`` does not divide ``max_tokens``.
 
@@ -186,231 +159,447 @@ def pack(
     >>> packs["edge_source"], packs["edge_target"], packs["edge_row"]
     ([1, 2, 4], [3, 4, 5], [0, 0, 1])
     """
-    options = _Options(
-        max_tokens, layout, share, oversize, align, same, columns, reduce
-    )
-    return _packed(as_table(rows), options)
+    max_tokens = chosen_int("max_tokens", max_tokens, 1)
+    align = chosen_int("align", align, 1)
+    if max_tokens >= 2**31:
+        raise ArgumentError(f"max_tokens={max_tokens}: positions are of 32 bits")
+    if max_tokens % align:
+        raise ArgumentError(
+            f"align={align} does not divide max_tokens={max_tokens}: a full pack would "
+            "be padded beyond it"
+        )
+    check_choice("layout", layout, Layout)
+    check_choice("share", share, Share)
+    check_choice("oversize", oversize, Oversize)
+    check_choice("reduce", reduce, Reduce)
+    same = chosen_names("same", same)
+    columns = chosen_names("columns", columns)
+    for name in columns:
+        if f"edge_{name}" in PACKS.names or columns.count(name) > 1:
+            raise SchemaError(
+                f"columns has {name!r}, but packs have edge_{name} already: name each "
+                "column once, and copy this one under another name"
+            )
+    first_row = first_pack = 0
+
+    def one(source: pa.Table) -> pa.Table:
+        nonlocal first_row, first_pack
+        table = canonical_rows(source)
+        check_layout(table, read_ids=False)
+        mask = table.column("loss_mask")
+        if OBSERVED in columns:
+            mask = _with_observed(table)
+        # they point into the table and the mask
+        records = _records(table, mask)
+        if layout == "rows":
+            records["parent"], records["shared"] = -1, 0
+        elif share == "group":
+            records = _join_groups(table, records, same)
+        records = _in_pre_order(table, records, same)
+        starts = _cut(table, records, max_tokens, oversize)
+        packs = _Packs(table, records, starts, max_tokens, align)
+        made = packs.table(packs.edges(columns, reduce, first_row), first_pack)
+        first_row += table.num_rows
+        first_pack += made.num_rows
+        return made
+
+    def together(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+        return _together(tables, _PACKS_AT_A_TIME * max_tokens, share)
+
+    return apply(one, rows, regroup=together)
 
 
-def pack_batches(rows: Source, max_tokens: int, **options: Unpack[_Choices]) -> Batches:
-    """From record batches to an iterator of them, a few sessions at a time; see `pack`.
-
-    The batches of a session are consecutive and, with ``share="group"``, the sessions
-    of a group. Lines of rows and packs count from the first row and the first pack.
-    """
-    chosen = _Options(max_tokens, **options)
-    return batches_in(_streamed(batches_of(rows), chosen))
+pack_batches = pack.batches
 
 
-def _streamed(
-    batches: Iterable[pa.RecordBatch], options: _Options
+def _together(
+    tables: Iterator[pa.Table], most: int, share: Share
 ) -> Iterator[pa.Table]:
-    n_rows = n_packs = 0
-    for table in _together(whole_sessions(batches, "rows"), options):
-        packs = _packed(table, options, n_rows, n_packs)
-        n_rows += table.num_rows
-        n_packs += packs.num_rows
-        yield packs
-
-
-def _together(tables: Iterator[pa.Table], options: _Options) -> Iterator[pa.Table]:
-    """Tables of as many sessions as are packed together, the groups complete."""
-    groups = _Groups() if options.share == "group" else None
+    """Tables of sessions until these have so many tokens, the groups complete."""
     kept: list[pa.Table] = []
-    n_tokens = 0
-    for table in tables:
-        table = canonical_rows(table)
-        sizes = row_lengths(table) - table.column("shared_length").to_numpy()
-        full = n_tokens >= _PACKS_AT_A_TIME * options.max_tokens
-        if groups is not None:
-            full &= groups.begins_new(table)
-        if full:
+    n_tokens, current, begun = 0, None, set[str]()
+    for table in map(canonical_rows, tables):
+        groups = table.column("group_id").to_pylist() if share == "group" else []
+        goes_on = bool(groups) and groups[0] is not None and groups[0] == current
+        for row, group in enumerate(groups):
+            if group != current and group in begun:
+                raise InvalidTurnsError(
+                    f"{place(table, row)}: group {group!r} comes back after another group "
+                    "began. Sort the rows by group_id, session_id and row_index, or pack "
+                    "with share='session'"
+                )
+            current = group
+            if group is not None:
+                begun.add(group)
+        if n_tokens >= most and not goes_on:
             yield concat(kept)
             kept, n_tokens = [], 0
         kept.append(table)
-        n_tokens += int(sizes.sum())
+        shared = table.column("shared_length").to_numpy()
+        n_tokens += int((row_lengths(table) - shared).sum())
     if kept:
         yield concat(kept)
 
 
-@dataclass
-class _Groups:
-    """The groups of a stream, which must come one after another."""
-
-    ended: set[str] = field(default_factory=set)
-    current: str | None = None
-
-    def begins_new(self, table: pa.Table) -> bool:
-        """Whether a table of further sessions begins with another group than the last."""
-        first = None
-        for k, group in enumerate(table.column("group_id").to_pylist()):
-            if k == 0:
-                first = group is None or group != self.current
-            if group == self.current and group is not None:
-                continue
-            if group in self.ended:
-                raise InvalidTurnsError(
-                    f"{place(table, k)}: group {group!r} comes back after another group "
-                    "began. Sort the rows by group_id, session_id and row_index, or pack "
-                    "with share='session'"
-                )
-            if self.current is not None:
-                self.ended.add(self.current)
-            self.current = group
-        return first is not False
+# ---
+# Rows as a forest: records of dtype PACK_ROW.
 
 
-def _packed(
-    rows: pa.Table, options: _Options, first_row: int = 0, first_pack: int = 0
-) -> pa.Table:
-    table = canonical_rows(rows)
-    check_layout(table, read_ids=False)
-    records, keep = row_records(table)
-    trained = None
-    if OBSERVED in options.columns:
-        trained, more = add_observed(table, records)
-        keep += more
-    records = _forest(table, records, options)
-    starts = _parts(table, records, options)
-    forest.detach_parts(records, starts)
-    packs = _Packs(table, records, starts, options, first_pack)
-    packs.fill()
-    packs.add_edges(trained, first_row)
-    del keep
-    return packs.table()
+def _records(table: pa.Table, mask: pa.ChunkedArray) -> Records:
+    """Rows, which passed `check_layout`; ``mask`` says which tokens have an edge.
 
-
-def _forest(table: pa.Table, records: Records, options: _Options) -> Records:
-    """The rows in pre-order, those without a token left out."""
-    if options.layout == "rows":
-        forest.share_nothing(records)
-    elif options.share == "group":
-        records = forest.join_groups(table, records, options.same)
-    forest.limit_shared(table, records, options.same)
-    records = forest.taken(records, np.flatnonzero(records["length"]))
-    return forest.in_pre_order(records)
-
-
-def _parts(table: pa.Table, records: Records, options: _Options) -> Longs:
-    """Where the parts begin that packs are filled with."""
-    limit = options.max_tokens
-    starts = forest.trees(records)
-    sizes = forest.part_sizes(records, starts)
-    large = np.flatnonzero(sizes > limit)
-    if options.oversize == "carry" or not len(large):
-        return starts
-    if options.oversize == "error":
-        tree = int(large[0])
-        first, last = starts[tree], starts[tree + 1] - 1
-        where = place(table, int(records["line"][first]))
+    ``parent`` and ``line`` are lines of the table. Raises `InvalidTurnsError` if the
+    parent of a row is not in the table.
+    """
+    records = np.zeros(table.num_rows, PACK_ROW)
+    records["line"] = np.arange(table.num_rows)
+    data, _, first = _addresses(table.column("input_ids"))
+    records["ids"], records["length"] = data + 4 * first, row_lengths(table)
+    records["mask"], _, records["mask_bit"] = _addresses(mask)
+    data, records["valid"], first = _addresses(table.column("logprobs"))
+    records["logprobs"], records["valid_bit"] = data + 4 * first, first
+    column = table.column("parent_row")
+    parent, found = lookup(table, "row_index", column)
+    shared = table.column("shared_length").to_numpy()
+    for row in np.flatnonzero((shared > 0) & ~found & ~nulls(column))[:1].tolist():
         raise InvalidTurnsError(
-            f"{where}: its tree, with {last - first} more rows, has {sizes[tree]} tokens, "
-            f"and max_tokens is {limit}. Raise max_tokens, or cut such trees with "
+            f"{place(table, row)}: its parent_row {column[row]} is not in the table. Pass "
+            "all rows of a session; to leave some out of the loss, clear their loss_mask"
+        )
+    records["parent"] = np.where(found & (shared > 0), parent, -1)
+    records["shared"] = np.where(found, np.maximum(shared, 0), 0)
+    return records
+
+
+def _addresses(column: pa.ChunkedArray) -> Longs:
+    """Of each list: addresses of values and of their validity (0: none), first value."""
+    parts = [np.empty((3, 0), np.int64)]
+    for chunk in column.chunks:
+        valid, data = (
+            0 if one is None else one.address for one in chunk.values.buffers()
+        )
+        part = np.empty((3, len(chunk)), np.int64)
+        part[:2] = [[data], [valid]]
+        part[2] = chunk.values.offset + chunk.offsets.to_numpy()[:-1]
+        parts.append(part)
+    return np.concatenate(parts, axis=1)
+
+
+def _with_observed(table: pa.Table) -> pa.ChunkedArray:
+    """The loss masks of rows, with the observed tokens added."""
+    column, each_token = column_of(table, OBSERVED, "columns")
+    if not each_token:
+        raise SchemaError(f"{OBSERVED} is {column.type}: expected a weight per token")
+    trained = Ragged.of(table.column("loss_mask"), False)
+    edges = trained.values | observed_tokens(table)
+    return pa.chunked_array([Ragged(edges, trained.offsets).to_arrow()])
+
+
+def _join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Records:
+    """Let the first rows of a group's sessions share what they begin with.
+
+    ``records`` are in the order of the table; in those returned, parents come first.
+    Only rows that agree on the columns ``same`` with a value per row are joined.
+    """
+    roots = np.flatnonzero(records["parent"] < 0)
+    kinds = [
+        value_codes(column, name)[roots].tolist()
+        for name in same
+        for column, each_token in [column_of(table, name, "same")]
+        if not each_token
+    ]
+    names = table.column("group_id").take(pa.array(roots)).to_pylist()
+    ids = Ragged.of(table.column("input_ids"), -1)
+    # two rows that start alike for longest are neighbours in lexical order
+    ranked = sorted(
+        (group, ids[row].tobytes(), row)
+        for row, *group in zip(roots.tolist(), names, *kinds, strict=True)
+        if group[0] is not None
+    )
+    for (group, _, before), (other, _, row) in itertools.pairwise(ranked):
+        shared = _core.lcp(ids[before], ids[row]) if group == other else 0
+        if shared:
+            records["parent"][row], records["shared"][row] = before, shared
+    joined = np.array([row for _, _, row in ranked], np.int64)
+    rest = np.setdiff1d(records["line"], joined)
+    return _taken(records, np.concatenate([joined, rest]))
+
+
+def _in_pre_order(table: pa.Table, records: Records, same: Sequence[str]) -> Records:
+    """The rows that have a token in pre-order: branches follow from the deepest on.
+
+    They share tokens up to the first at which one of the columns ``same`` differs; rows
+    where a column with a value per row differs share nothing. Branches that leave a row
+    at one token are in the order of the records.
+    """
+    child = np.flatnonzero(records["parent"] >= 0)
+    rows, others = records["line"][child], records["line"][records["parent"][child]]
+    for name in same:
+        column, each_token = column_of(table, name, "same")
+        if each_token:
+            agree = _agree(table, name, rows, others)
+        else:
+            codes = value_codes(column, name)
+            agree = np.where(codes[rows] == codes[others], row_lengths(table)[rows], 0)
+        records["shared"][child] = np.minimum(records["shared"][child], agree)
+    records["parent"][records["shared"] == 0] = -1
+    records = _taken(records, np.flatnonzero(records["length"]))
+    _core.attach_rows(records)
+    children = np.lexsort((-records["shared"], records["parent"]))
+    order = np.empty(len(records), np.int64)
+    _core.order_rows(records, children, order)
+    return _taken(records, order)
+
+
+def _agree(table: pa.Table, name: str, rows: Longs, others: Longs) -> Longs:
+    """At how many tokens from the first on each row has the values of the other one."""
+    column, n_tokens = table.column(name), row_lengths(table)
+    values = list_values(column)
+    width = 1
+    while pa.types.is_fixed_size_list(values.type):
+        width *= values.type.list_size
+        values = values.flatten()
+    if pa.types.is_nested(values.type) or len(values) != width * n_tokens.sum():
+        raise SchemaError(
+            f"same has {name!r}, a column of {column.type}: expected numbers, text, or "
+            "lists of one size of these, per token, and none of these lists null"
+        )
+    codes = value_codes(pa.chunked_array([values]), name)
+    lists = Ragged(codes, width * offsets_of(n_tokens))
+    agree = [
+        _core.lcp(lists[row], lists[other]) // width
+        for row, other in zip(rows, others, strict=True)
+    ]
+    return np.array(agree, np.int64)
+
+
+def _taken(records: Records, order: Longs) -> Records:
+    """The records in another order, which their parents follow."""
+    moved = np.full(len(records) + 1, -1, np.int64)
+    moved[order] = np.arange(len(order))
+    out = records[order]
+    out["parent"] = moved[out["parent"]]
+    return out
+
+
+def _cut(
+    table: pa.Table, records: Records, max_tokens: int, oversize: Oversize
+) -> Longs:
+    """Make each part that packs are filled with a tree of its own.
+
+    ``records`` are in pre-order. Return where the parts begin, and the end.
+    """
+    starts = np.append(np.flatnonzero(records["parent"] < 0), len(records))
+    sizes = _part_sizes(records, starts)
+    large = np.flatnonzero(sizes > max_tokens)
+    if len(large) and oversize == "error":
+        first, end = starts[large[0]], starts[large[0] + 1]
+        raise InvalidTurnsError(
+            f"{place(table, int(records['line'][first]))}: its tree, with "
+            f"{end - first - 1} more rows, has {sizes[large[0]]} tokens, and max_tokens "
+            f"is {max_tokens}. Raise max_tokens, or cut such trees with "
             "oversize='repeat' or 'carry'"
         )
-    starts, bad = forest.cut_trees(records, limit)
-    if bad >= 0:
-        where = place(table, int(records["line"][bad]))
-        raise InvalidTurnsError(
-            f"{where}: {records['length'][bad]} tokens, and max_tokens is {limit}. Raise "
-            "max_tokens, pack with oversize='carry', or cut rows when they are made "
-            "(linearize with max_row_tokens)"
-        )
+    if len(large) and oversize == "repeat":
+        n = len(records)
+        sums, steps = np.empty((2, 2, n + 1), np.int64)
+        bad = _core.cut_rows(records, max_tokens, sums, steps)
+        if bad >= 0:
+            raise InvalidTurnsError(
+                f"{place(table, int(records['line'][bad]))}: {records['length'][bad]} "
+                f"tokens, and max_tokens is {max_tokens}. Raise max_tokens, pack with "
+                "oversize='carry', or cut rows when they are made (linearize with "
+                "max_row_tokens)"
+            )
+        ends = [n]
+        while ends[-1]:
+            ends.append(int(steps[0, ends[-1]]))
+        starts = np.array(ends[::-1], np.int64)
+    # A row whose parent is in an earlier part leaves the first row where it left its
+    # parent, since pre-order goes from the deepest branch to the shallowest.
+    first = np.repeat(starts[:-1], np.diff(starts))
+    outside = records["parent"] < first
+    records["parent"][outside] = first[outside]
+    records["parent"][starts[:-1]] = -1
+    records["shared"][starts[:-1]] = 0
     return starts
 
 
-class _Packs:
-    """The columns of packs, as they are filled.
+def _part_sizes(records: Records, starts: Longs) -> Longs:
+    """Tokens of each part of rows in pre-order."""
+    ends = offsets_of(records["length"] - records["shared"])
+    return np.asarray(np.diff(ends[starts]) + records["shared"][starts[:-1]])
 
-    ``records`` are rows in pre-order, each part a tree of its own, and ``starts`` where
-    the parts begin, with the end. Lines of packs count from ``first_pack``.
+
+# ---
+# Columns of rows, by edge.
+
+
+def column_of(
+    table: pa.Table, name: str, argument: str
+) -> tuple[pa.ChunkedArray, bool]:
+    """A column that an argument names, and whether rows have a list of a value per token.
+
+    Raises `SchemaError` without it, and `InvalidTurnsError` if only some rows have that.
     """
+    if name not in table.column_names:
+        hint = did_you_mean(name, table.column_names)
+        raise SchemaError(f"{argument} has {name!r}: rows have no such column{hint}")
+    column, n_tokens = table.column(name), row_lengths(table)
+    if not is_list(column.type):
+        return column, False
+    n = lengths(column)
+    fits = nulls(column) | (n == n_tokens)
+    if not fits.all() and (n == n_tokens)[~nulls(column)].any():
+        row = int(np.argmin(fits))
+        raise InvalidTurnsError(
+            f"{place(table, row)}: {name} has {n[row]} values for {n_tokens[row]} "
+            "tokens: expected one per token, as in other rows"
+        )
+    return column, bool(fits.all())
+
+
+def edge_values(
+    table: pa.Table, name: str, line: Longs, position: Ints | Longs
+) -> pa.Array:
+    """The values of a column at tokens of rows; null where the row has no list."""
+    column, each_token = column_of(table, name, "columns")
+    if not each_token:
+        plain = pa.concat_arrays(column.chunks or [pa.array([], column.type)])
+        return take_values(plain, pa.array(line), name)
+    lists = Ragged.of(column)
+    at = pa.array(lists.offsets[line] + position, mask=nulls(column)[line])
+    return take_values(lists.values, at, name)
+
+
+def observed_tokens(table: pa.Table) -> Bools:
+    """Which tokens of the rows, end to end, have an observation weight but 0."""
+    column = table.column(OBSERVED)
+    observed = np.zeros(int(row_lengths(table).sum()), np.bool_)
+    at = positions(offsets_of(row_lengths(table))[:-1], lengths(column))
+    observed[at] = np.asarray(list_values(column).fill_null(0)) != 0
+    return observed
+
+
+def value_codes(column: pa.ChunkedArray, name: str) -> Ints:
+    """Equal numbers for equal values; nulls are equal."""
+    if pa.types.is_nested(column.type):
+        column = pa.chunked_array([list(map(repr, column.to_pylist()))], pa.string())
+    try:
+        plain = column.cast(without_views(column.type)).combine_chunks()
+        if pa.types.is_dictionary(plain.type):
+            plain = plain.dictionary_decode()
+        return np.asarray(plain.dictionary_encode("encode").indices, np.int32)
+    except pa.ArrowNotImplementedError:
+        raise SchemaError(
+            f"{name!r} has the type {column.type}, whose values cannot be compared"
+        ) from None
+
+
+# ---
+# Packs.
+
+
+def _bins(sizes: Longs, max_tokens: int) -> tuple[Longs, Longs]:
+    """Best-fit decreasing: each part goes to the fullest pack that has room for it.
+
+    Return the packs in which the parts begin and end. A part of more than ``max_tokens``
+    fills whole packs; its rest begins another.
+    """
+    first, last = np.empty((2, len(sizes)), np.int64)
+    # room and number of each pack that is not full, by room
+    rooms: list[tuple[int, int]] = []
+    n_packs = 0
+    for part in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[part])
+        k = bisect_left(rooms, (size, -1))
+        if size > max_tokens or k == len(rooms):
+            first[part] = n_packs
+            n_packs += -(-size // max_tokens)
+            last[part] = n_packs - 1
+            room = -size % max_tokens
+        else:
+            room, pack = rooms.pop(k)
+            first[part] = last[part] = pack
+            room -= size
+        if room:
+            insort(rooms, (room, int(last[part])))
+    return first, last
+
+
+class _Packs:
+    """Packs with their tokens, of rows in pre-order that `_cut` returned."""
 
     def __init__(
         self,
         table: pa.Table,
         records: Records,
         starts: Longs,
-        options: _Options,
-        first_pack: int,
+        max_tokens: int,
+        align: int,
     ) -> None:
-        self._table, self._options, self._first_pack = table, options, first_pack
-        limit = options.max_tokens
-        sizes = forest.part_sizes(records, starts)
-        bins = fill_bins(sizes, limit)
+        self._table, self._limit = table, max_tokens
+        sizes = _part_sizes(records, starts)
+        first, last = _bins(sizes, max_tokens)
         # a part that continues the previous pack comes first in its last pack
-        self._by_pack = np.lexsort((np.arange(len(sizes)), sizes <= limit, bins.last))
-        rows = positions(starts[self._by_pack], np.diff(starts)[self._by_pack])
-        self._records = forest.taken(records, rows)
-        sizes = sizes[self._by_pack]
-        self._bins = Bins(
-            bins.first[self._by_pack], bins.last[self._by_pack], bins.n_packs
-        )
-        self._sizes = sizes
-        self._n_rows = np.diff(starts)[self._by_pack]
+        by_pack = np.lexsort((sizes <= max_tokens, last))
+        sizes, first, last = sizes[by_pack], first[by_pack], last[by_pack]
+        n_rows = np.diff(starts)[by_pack]
+        records = _taken(records, positions(starts[:-1][by_pack], n_rows))
+        self._first, self._last = first, last
+        # the part of each row
+        self._part = np.repeat(np.arange(len(n_rows)), n_rows)
         # tokens of each pack, and where it begins among those of all, with padding
-        first, last = self._bins.first, self._bins.last
-        rest = sizes - (last - first) * limit
-        used = np.bincount(last, rest, minlength=bins.n_packs).astype(np.int64)
-        self._n_tokens = used
-        full = positions(first, last - first)
-        self._n_tokens[full] = limit
-        self._padded = -(-self._n_tokens // options.align) * options.align
+        rest = sizes - (last - first) * max_tokens
+        used = np.bincount(last, rest).astype(np.int64)
+        self._n_tokens = np.where(used > 0, used, max_tokens)
+        self._padded = -(-self._n_tokens // align) * align
         self._offsets = offsets_of(self._padded)
-        before = offsets_of(rest)[:-1]
-        opens = np.searchsorted(last, np.arange(bins.n_packs))
-        within = before - before[opens[last]] if len(last) else before
         # where each part begins among the tokens of all packs
-        self._start = self._offsets[last] + within - (last - first) * limit
-        own = self._records["length"] - self._records["shared"]
-        ends = offsets_of(own)[:-1]
-        head = offsets_of(self._n_rows)[:-1]
-        self._records["start"] = (
-            np.repeat(self._start - ends[head], self._n_rows) + ends
-        )
-        base = np.where(last > first, self._start, self._offsets[last])
-        self._records["base"] = np.repeat(base, self._n_rows)
+        self._start = self._offsets[last] - (last - first) * max_tokens
+        self._start += offsets_of(rest)[:-1] - offsets_of(used)[last]
+        own = records["length"] - records["shared"]
+        self._records = records
+        records["start"] = offsets_of(own)[:-1]
+        records["start"] += (self._start - offsets_of(sizes)[:-1])[self._part]
+        records["base"] = self._offsets[first][self._part]
         self._ids, self._positions, self._ends = (
             pooled(int(self._offsets[-1]), np.int32) for _ in range(3)
         )
-        self._prefixes: dict[int, tuple[Longs, Longs]] = {}
-        self._edges: dict[str, pa.Array] = {}
-        self._edge_offsets = np.zeros(bins.n_packs + 1, np.int64)
-
-    def fill(self) -> None:
         padding = self._padded - self._n_tokens
-        at = positions(self._offsets[:-1] + self._n_tokens, padding)
-        self._ids[at] = self._positions[at] = 0
-        self._ends[at] = 1 + positions(self._n_tokens, padding)
-        _core.fill_packs(self._records, self._ids, self._positions, self._ends)
+        self._padding = positions(self._offsets[:-1] + self._n_tokens, padding)
+        self._ids[self._padding] = self._positions[self._padding] = 0
+        self._ends[self._padding] = 1 + positions(self._n_tokens, padding)
+        _core.fill_packs(records, self._ids, self._positions, self._ends)
         if len(self._ids) and self._ids.min() < 0:
-            check_layout(self._table)
-        for part in np.flatnonzero(self._bins.last > self._bins.first):
-            self._cut(int(part))
+            check_layout(table)
+        # the packs that continue a tree; their prefix_source and prefix_end
+        self._continues = np.zeros(len(used), np.bool_)
+        self._prefixes: dict[int, tuple[Longs, Longs]] = {}
+        for part in np.flatnonzero(last > first).tolist():
+            self._carry(int(first[part]), int(self._start[part]), int(sizes[part]))
 
-    def _cut(self, part: int) -> None:
-        limit, size = self._options.max_tokens, int(self._sizes[part])
-        begin = int(self._start[part])
+    def _carry(self, pack: int, begin: int, size: int) -> None:
+        """Cut the tree of a part into packs, each with the prefix that it attends."""
         ends = self._ends[begin : begin + size].astype(np.int64)
         seen = np.empty(0, np.int64)
-        for k, start in enumerate(range(0, size, limit)):
-            stop = min(start + limit, size)
+        for k, start in enumerate(range(0, size, self._limit)):
+            stop = min(start + self._limit, size)
             if k:
                 source = np.flatnonzero(ends[seen] > start)
                 seen = seen[source]
                 reach = np.minimum(ends[seen], stop) - start
-                self._prefixes[int(self._bins.first[part]) + k] = source, reach
-            self._ends[begin + start : begin + stop] = (
-                np.minimum(ends[start:stop], stop) - start
-            )
+                self._prefixes[pack + k] = source, reach
+                self._continues[pack + k] = True
+            own = np.minimum(ends[start:stop], stop) - start
+            self._ends[begin + start : begin + stop] = own
             seen = np.concatenate([seen, np.arange(start, stop)])
 
-    def add_edges(self, trained: Bools | None, first_row: int) -> None:
-        """Write the edges; lines of rows count from ``first_row``.
-
-        ``trained``: the loss masks of the rows, where other tokens have edges as well.
-        """
-        records, table, options = self._records, self._table, self._options
+    def edges(
+        self, columns: Sequence[str], reduce: Reduce, first_row: int
+    ) -> dict[str, pa.Array]:
+        """The columns of edges; lines of rows count from ``first_row``."""
+        records, table = self._records, self._table
         counts = np.empty(len(records), np.int64)
         bad = _core.count_edges(records, counts)
         if bad >= 0:
@@ -425,171 +614,224 @@ class _Packs:
         _core.fill_edges(
             records, self._ids, offsets, source, target, position, logprob, given
         )
-        row_pack = np.repeat(self._bins.last, self._n_rows)
-        packs = np.arange(self._bins.n_packs + 1)
-        self._edge_offsets = offsets[np.searchsorted(row_pack, packs)]
         line = np.repeat(records["line"], counts)
-        weight = self._weights(trained, line, position, counts)
-        if self._prefixes:
-            # a source counts from the first pack of its part
-            pack = np.repeat(row_pack, counts)
-            first = np.repeat(np.repeat(self._bins.first, self._n_rows), counts)
-            carried = np.flatnonzero(pack > first)
-            on, source[carried] = np.divmod(source[carried], options.max_tokens)
-            pack[carried] = first[carried] + on
-            order = np.argsort(pack, kind="stable")
-            line, weight = line[order], weight[order]
-            source, target, position = source[order], target[order], position[order]
-            logprob, given = logprob[order], given[order]
-            self._edge_offsets = np.searchsorted(pack[order], packs)
-        valid = None if given.all() else pa.array(given.view(np.bool_)).buffers()[1]
-        self._edges = {
-            "edge_source": pa.array(source),
-            "edge_target": pa.array(target),
-            "edge_row": pa.array(line + first_row),
-            "edge_position": pa.array(position),
-            "edge_weight": pa.array(weight),
-            "edge_logprob": pa.Array.from_buffers(
-                pa.float32(), n, [valid, pa.py_buffer(logprob)]
-            ),
-        }
-        for name in options.columns:
-            self._edges[f"edge_{name}"] = edge_values(
-                table, name, row_lengths(table), line, position
-            )
-
-    def _weights(
-        self, trained: Bools | None, line: Longs, position: Ints, counts: Longs
-    ) -> npt.NDArray[np.float64]:
-        """The weight of each edge in the loss, for the edges in the order of records."""
-        table, lines = self._table, self._records["line"]
-        if trained is not None:
-            of_edge = trained[offsets_of(row_lengths(table))[line] + position]
-            n_trained = np.bincount(line, of_edge, minlength=table.num_rows)[lines]
+        if OBSERVED in columns:
+            n_trained = trained_tokens(table)[records["line"]]
+            trained = np.asarray(edge_values(table, "loss_mask", line, position))
+            weight = np.repeat(self._weights(n_trained, reduce), counts)
+            weight[~trained] = 0.0
         else:
-            n_trained = counts
-        lacking = np.asarray(table.column("row_weight").is_null())[lines]
-        lacking &= n_trained > 0
+            weight = np.repeat(self._weights(counts, reduce), counts)
+        edges: dict[str, Any] = {
+            "source": source,
+            "target": target,
+            "row": line + first_row,
+            "position": position,
+            "weight": weight,
+            "logprob": pa.array(logprob, mask=given == 0),
+            **{name: edge_values(table, name, line, position) for name in columns},
+        }
+        packs = np.arange(len(self._n_tokens) + 1)
+        bounds = offsets[np.searchsorted(self._last[self._part], packs)]
+        if self._continues.any():
+            # a source counts from the first pack of its part
+            on, edges["source"] = np.divmod(source, self._limit)
+            pack = np.repeat(self._first[self._part], counts) + on
+            order = np.argsort(pack, kind="stable")
+            bounds = np.searchsorted(pack[order], packs)
+            edges = {
+                name: take_values(pa.array(values), pa.array(order), name)
+                for name, values in edges.items()
+            }
+        return {f"edge_{k}": Ragged(v, bounds).to_arrow() for k, v in edges.items()}
+
+    def _weights(self, n_trained: Longs, reduce: Reduce) -> Any:
+        """The weight of each row's edges in the loss."""
+        column, lines = self._table.column("row_weight"), self._records["line"]
+        lacking = nulls(column)[lines] & (n_trained > 0)
         if lacking.any():
             raise InvalidTurnsError(
-                f"{place(table, int(lines[lacking].min()))}: row_weight is null, though "
-                "it trains tokens. trajkit.add_weights makes weights"
+                f"{place(self._table, int(lines[lacking].min()))}: row_weight is null, "
+                "though it trains tokens. trajkit.add_weights makes weights"
             )
-        weight = table.column("row_weight").fill_null(0.0).to_numpy()[lines]
-        if self._options.reduce == "mean":
-            weight = weight / np.maximum(n_trained, 1)
-        weights = np.repeat(weight, counts)
-        if trained is not None:
-            weights[~of_edge] = 0.0
-        return weights
+        weight = column.fill_null(0.0).to_numpy()[lines]
+        return weight / np.maximum(n_trained, 1) if reduce == "mean" else weight
 
-    def table(self) -> pa.Table:
-        offsets, n_packs = self._offsets, self._bins.n_packs
-        columns: dict[str, pa.Array] = {
-            "input_ids": _lists(offsets, pa.array(self._ids)),
-            "position_ids": _lists(offsets, pa.array(self._positions)),
-            "subtree_end": _lists(offsets, pa.array(self._ends)),
-            "n_tokens": pa.array(self._n_tokens.astype(np.int32)),
+    def table(self, edges: dict[str, pa.Array], first_pack: int) -> pa.Table:
+        """The table of packs; their lines count from ``first_pack``."""
+        n_packs = len(self._n_tokens)
+        prefixes = [self._prefixes.get(pack, ((), ())) for pack in range(n_packs)]
+        tokens = {
+            "input_ids": self._ids,
+            "position_ids": self._positions,
+            "subtree_end": self._ends,
         }
-        columns |= self._segments()
-        columns |= self._trees()
-        starts = columns["tree_start"]
-        starts = Ragged(starts.values.to_numpy(), starts.offsets.to_numpy())
-        n_segments = columns["segment_start"].value_lengths().to_numpy()
-        plain = n_segments == starts.lengths
-        plain[list(self._prefixes)] = False
-        columns["cu_seqlens"] = self._cu_seqlens(starts, plain)
-        for name, values in self._edges.items():
-            columns[name] = _lists(self._edge_offsets, values)
-        columns["mm_items"] = pa.array(
-            pack_items(self._table, self._ids, offsets), PACKS.field("mm_items").type
-        )
-        lines = np.arange(n_packs)
-        continues = np.isin(lines, list(self._prefixes))
-        before = self._first_pack + lines - 1
-        columns["prefix_pack"] = pa.array(before, mask=~continues)
-        for at, name in enumerate(("prefix_source", "prefix_end")):
-            lists = [self._prefixes.get(k, ((), ()))[at] for k in range(n_packs)]
-            columns[name] = pa.array(lists, pa.large_list(pa.int32()))
+        before = first_pack + np.arange(n_packs) - 1
+        columns = {
+            **{k: Ragged(v, self._offsets).to_arrow() for k, v in tokens.items()},
+            "n_tokens": pa.array(self._n_tokens, pa.int32()),
+            **self._trees(),
+            **edges,
+            "prefix_pack": pa.array(before, mask=~self._continues),
+            "prefix_source": [source for source, _ in prefixes],
+            "prefix_end": [end for _, end in prefixes],
+            "mm_items": self._items(),
+        }
         further = [
             pa.field(name, column.type, nullable=False)
-            for name, column in columns.items()
+            for name, column in edges.items()
             if name not in PACKS.names
         ]
         schema = pa.schema([*PACKS, *further], metadata=PACKS.metadata)
-        return pa.Table.from_arrays(
-            [columns[name] for name in schema.names], schema=schema
-        )
+        return pa.table({name: columns[name] for name in schema.names}, schema)
 
-    def _segments(self) -> dict[str, pa.Array]:
-        """Runs of tokens whose subtrees end at one token: they have no branch inside."""
-        ends, offsets = self._ends, self._offsets
-        begins = np.ones(len(ends), np.bool_)
-        np.not_equal(ends[1:], ends[:-1], out=begins[1:])
-        begins[offsets[:-1]] = True
-        begins[
-            positions(offsets[:-1] + self._n_tokens, self._padded - self._n_tokens)
-        ] = False
+    def _trees(self) -> dict[str, Any]:
+        """Segments and trees; a part is a tree in each of its packs."""
+        begins = np.diff(self._ends, prepend=0) != 0
+        begins[self._offsets[:-1]] = True
+        begins[self._padding] = False
         at = np.flatnonzero(begins)
-        bounds = np.searchsorted(at, offsets)
-        pack = np.repeat(np.arange(self._bins.n_packs), np.diff(bounds))
-        starts = (at - offsets[pack]).astype(np.int32)
+        segments = np.searchsorted(at, self._offsets)
+        first = np.repeat(self._offsets[:-1], np.diff(segments))
+        starts = (at - first).astype(np.int32)
         parents = np.empty(len(at), np.int32)
-        _core.segment_parents(starts, ends[at], bounds, parents)
-        return {
-            "segment_start": _lists(bounds, pa.array(starts)),
-            "segment_parent": _lists(bounds, pa.array(parents)),
-        }
-
-    def _trees(self) -> dict[str, pa.Array]:
-        """Where trees start, and whose they are; a part is a tree in each of its packs."""
-        n_packs = self._bins.n_packs
-        spread = 1 + self._bins.last - self._bins.first
-        pack = positions(self._bins.first, spread)
+        _core.segment_parents(starts, self._ends[at], segments, parents)
+        # parts are in the order of the packs in which they end
+        spread = 1 + self._last - self._first
+        pack = positions(self._first, spread)
         part = np.repeat(np.arange(len(spread)), spread)
-        start = np.maximum(self._start[part] - self._offsets[pack], 0)
-        order = np.lexsort((start, pack))
-        pack, part, start = pack[order], part[order], start[order]
-        names = self._table.column("session_id").unique()
-        codes = pc.index_in(self._table.column("session_id"), names)
-        of_row = np.asarray(codes, np.int64)[self._records["line"]]
-        head = offsets_of(self._n_rows)[:-1]
-        owner = np.repeat(np.arange(len(head)), self._n_rows)
-        mixed = np.bincount(
-            owner, of_row != of_row[head[owner]], minlength=len(head)
-        ).astype(np.bool_)
-        whose = pa.array(of_row[head][part], mask=mixed[part])
-        # every session of every part, once for each of its packs
-        pairs = np.unique(np.stack([owner, of_row], axis=1), axis=0)
-        spread = spread[pairs[:, 0]]
-        keys = np.unique(
-            np.stack(
-                [
-                    positions(self._bins.first[pairs[:, 0]], spread),
-                    np.repeat(pairs[:, 1], spread),
-                ],
-                axis=1,
-            ),
-            axis=0,
-        )
-        bounds = np.searchsorted(pack, np.arange(n_packs + 1))
+        tree_start = np.maximum(self._start[part] - self._offsets[pack], 0)
+        trees = np.searchsorted(pack, np.arange(len(self._n_tokens) + 1))
+        parts = [part[a:b].tolist() for a, b in itertools.pairwise(trees.tolist())]
+        plain = (np.diff(segments) == np.diff(trees)) & ~self._continues
+        stops = np.stack([self._n_tokens, self._padded], axis=1)
+        column = self._table.column("session_id")
+        names = column.unique().to_pylist()
+        codes = np.asarray(pc.index_in(column, column.unique()))
+        session = codes[self._records["line"]].tolist()
+        bounds = np.searchsorted(self._part, np.arange(len(spread) + 1)).tolist()
+        # of each part, by their first rows
+        own = [sorted({*session[a:b]}) for a, b in itertools.pairwise(bounds)]
         return {
-            "tree_start": _lists(bounds, pa.array(start.astype(np.int32))),
-            "tree_session": _lists(bounds, names.take(whose)),
-            "sessions": _lists(
-                np.searchsorted(keys[:, 0], np.arange(n_packs + 1)),
-                names.take(pa.array(keys[:, 1])),
-            ),
+            "segment_start": Ragged(starts, segments).to_arrow(),
+            "segment_parent": Ragged(parents, segments).to_arrow(),
+            "tree_start": Ragged(tree_start.astype(np.int32), trees).to_arrow(),
+            "tree_session": [
+                [names[own[k][0]] if len(own[k]) == 1 else None for k in here]
+                for here in parts
+            ],
+            "sessions": [
+                [
+                    names[code]
+                    for code in sorted({code for k in here for code in own[k]})
+                ]
+                for here in parts
+            ],
+            "cu_seqlens": [
+                np.append(tree_start[a:b], np.unique(stops[k])) if plain[k] else None
+                for k, (a, b) in enumerate(itertools.pairwise(trees.tolist()))
+            ],
         }
 
-    def _cu_seqlens(self, starts: Ragged, plain: Bools) -> pa.Array:
-        """The bounds of the sequences of packs without a branch; null for the others."""
-        lists: list[Longs | None] = []
-        for k in range(len(starts)):
-            stops = np.unique([self._n_tokens[k], self._padded[k]])
-            lists.append(np.append(starts[k], stops) if plain[k] else None)
-        return pa.array(lists, pa.large_list(pa.int32()))
+    def _items(self) -> list[list[Item] | None]:
+        """The images of each pack; raises InvalidTurnsError if it has a part of one."""
+        found: list[list[Item] | None] = [None] * len(self._n_tokens)
+        if not has_items(self._table):
+            return found
+        known: dict[int, dict[object, Item]] = {}
+        for item in list_values(self._table.column("mm_items")).to_pylist():
+            alike = known.setdefault(int(item_ids(item)[0]), {})
+            alike.setdefault(same_image(item), item)
+        token = 0
+        for here in np.flatnonzero(self._ids >= FIRST_CONTENT_ID).tolist():
+            if here < token:
+                continue
+            pack = int(np.searchsorted(self._offsets, here, side="right")) - 1
+            first, end = self._offsets[pack : pack + 2].tolist()
+            for item in known.get(int(self._ids[here]), {}).values():
+                due = item_ids(item)
+                token = here + len(due)
+                if token <= end and np.array_equal(self._ids[here:token], due):
+                    break
+            else:
+                raise InvalidTurnsError(
+                    f"token {here - first} of pack {pack} is of an image of which the "
+                    "pack has a part: make rows without max_row_tokens or with another "
+                    "one, or pack with oversize='repeat'"
+                )
+            at = {"start": here - first, "stop": token - first}
+            found[pack] = [*(found[pack] or ()), {**item, **at}]
+        return found
 
 
-def _lists(offsets: Longs, values: pa.Array) -> pa.LargeListArray:
-    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values)
+def unpack(packs: TableLike, values: Any, rows: TableLike) -> pa.LargeListArray:
+    """Values of edges as a list per row with a value per token.
+
+    Parameters
+    ----------
+    packs : table
+        `trajkit.schema.PACKS`.
+    values : array or torch tensor, or sequence of these
+        A number for each edge of all packs (logprobs, entropies), in their order; or
+        such an array for each pack.
+    rows : table
+        `trajkit.schema.ROWS`: those that were packed.
+
+    Returns
+    -------
+    LargeListArray
+        Of the values' type, as long as the rows. Tokens without an edge are null.
+
+    Raises
+    ------
+    SchemaError
+        A column is absent, or has a type that cannot be taken for its own.
+    InvalidTurnsError
+        There is another number of values than of edges; an edge is of no token of the
+        rows, or of one that has two.
+
+    Examples
+    --------
+    >>> import trajkit as tk
+    >>> turns = tk.from_records(
+    ...     [{"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}]
+    ... )
+    >>> rows = tk.linearize(turns)
+    >>> packs = tk.pack(rows, 4)
+    >>> tk.unpack(packs, [[-0.5, -0.25]], rows).to_pylist()
+    [[None, -0.5, -0.25]]
+    """
+    given = canonical(as_table(packs), PACKS)
+    table = canonical_rows(as_table(rows))
+    row, position = (
+        list_values(given.column(name)).to_numpy().astype(np.int64)
+        for name in ("edge_row", "edge_position")
+    )
+    values = plain_array(values)
+    if isinstance(values, Sequence):
+        parts = [np.asarray(plain_array(part)) for part in values]
+        values = np.concatenate(parts) if any(part.ndim for part in parts) else parts
+    numbers = np.asarray(values)
+    if numbers.shape != row.shape:
+        raise InvalidTurnsError(
+            f"values are of shape {numbers.shape}: the packs have {len(row)} edges"
+        )
+    n_tokens = row_lengths(table)
+    ends = offsets_of(n_tokens)
+    known = (row >= 0) & (row < len(table)) & (position >= 0)
+    known &= position < np.append(n_tokens, 0)[np.where(known, row, -1)]
+    for edge in np.flatnonzero(~known)[:1]:
+        raise InvalidTurnsError(
+            f"edge {edge} is token {position[edge]} of row {row[edge]}, which the rows "
+            "do not have: pass the rows that were packed"
+        )
+    at = ends[row] + position
+    times = np.bincount(at, minlength=int(ends[-1]))
+    for again in np.flatnonzero(times > 1)[:1]:
+        line = int(np.searchsorted(ends, again, side="right")) - 1
+        raise InvalidTurnsError(
+            f"{place(table, line)}: token {again - ends[line]} has two edges"
+        )
+    out = np.zeros(len(times), numbers.dtype)
+    out[at] = numbers
+    return Ragged(pa.array(out, mask=times == 0), ends).to_arrow()

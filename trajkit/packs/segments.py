@@ -1,11 +1,64 @@
-"""`varlen`: a pack for attention kernels that take sequences of unequal length."""
+"""Packs as runs of tokens without a branch inside, and `varlen`, which attends by them."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from trajkit.errors import LayoutError
+from trajkit.tables.ragged import Longs, offsets_of
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The longest runs of tokens that share one subtree_end.
+
+    A run has no branch inside: the first token of another follows the last one of the run
+    above it.
+    """
+
+    # shape (n_runs,): the first token, the end, tokens above the first one, and the
+    # number of the run above; -1: none
+    start: Longs
+    stop: Longs
+    depth: Longs
+    above: Longs
+    # a token whose subtree is not nested, and what is wrong with it
+    fault: tuple[int, str] | None = None
+
+    @classmethod
+    def of(cls, end: Longs, n_prefix: int = 0) -> Self:
+        """Cut tokens with these ends of subtrees; faults count after ``n_prefix``."""
+        start = np.flatnonzero(np.diff(end, prepend=end[:1] + 1))
+        stop = np.append(start, len(end))[1:]
+        depth, above = np.zeros((2, len(start)), np.int64)
+        open_runs: list[int] = []
+        for run, first in enumerate(start.tolist()):
+            while open_runs and end[start[open_runs[-1]]] <= first:
+                open_runs.pop()
+            above[run] = top = open_runs[-1] if open_runs else -1
+            limit = end[start[top]] if open_runs else len(end)
+            if open_runs:
+                depth[run] = depth[top] + stop[top] - start[top]
+            if not stop[run] <= end[first] <= limit:
+                found = f"subtree_end is {end[first] - n_prefix}, and the run of tokens"
+                found += f" that share it ends at {stop[run] - n_prefix}, the subtree"
+                found += f" around it at {limit - n_prefix}"
+                return cls(start, stop, depth, above, (first - n_prefix, found))
+            open_runs.append(run)
+        return cls(start, stop, depth, above)
+
+    def at(self, tokens: Longs) -> Longs:
+        """The run of each token."""
+        return np.searchsorted(self.start, tokens, side="right") - 1
+
+    def path(self, run: int) -> Longs:
+        """The tokens from the root to the last one of a run."""
+        parts = []
+        while run >= 0:
+            parts.append(np.arange(self.start[run], self.stop[run]))
+            run = int(self.above[run])
+        return np.concatenate(parts[::-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,48 +124,30 @@ def varlen(pack: Any) -> Varlen:
     >>> layout.kv_index.tolist()
     [0, 1, 0, 1, 2, 3, 0, 1, 4, 5]
     """
-    given = _field(pack, "subtree_end", pack)
     for name in ("prefix_end", "next_source"):
-        if len(_field(pack, name, ())):
+        part = _field(pack, name)
+        if part is not None and len(part):
             raise LayoutError(
                 f"the pack has {name}: a tree goes on in another pack, whose keys and "
                 "values are not here. Pack with oversize='repeat'"
             )
-    end = np.asarray(given.cpu() if hasattr(given, "cpu") else given, np.int64)
-    n = len(end)
-    starts = np.flatnonzero(np.diff(end, prepend=-1))
-    stops = np.append(starts[1:], n)
-    paths: list[np.ndarray[Any, Any]] = []
-    open_segments: list[tuple[int, int]] = []
-    for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        while open_segments and open_segments[-1][0] <= start:
-            open_segments.pop()
-        limit, parent = open_segments[-1] if open_segments else (n, -1)
-        if not stop <= end[start] <= limit:
-            raise LayoutError(
-                f"token {start}: subtree_end is {end[start]}, and the run of tokens that "
-                f"share it ends at {stop}, the subtree around it at {limit}"
-            )
-        own = np.arange(start, stop)
-        paths.append(np.concatenate([paths[parent], own]) if parent >= 0 else own)
-        open_segments.append((int(end[start]), number))
-    lengths = np.array([len(path) for path in paths], np.int64)
-    kv_index = np.concatenate(paths) if paths else np.zeros(0, np.int64)
-    bounds = np.append(starts, n), np.append(0, np.cumsum(lengths))
-    q, k = (x.astype(np.int32) for x in bounds)
-    most = (int((stops - starts).max(initial=0)), int(lengths.max(initial=0)))
+    given = _field(pack, "subtree_end")
+    given = pack if given is None else given
+    runs = Runs.of(
+        np.asarray(given.cpu() if hasattr(given, "cpu") else given, np.int64)
+    )
+    if runs.fault is not None:
+        raise LayoutError("token {}: {}".format(*runs.fault))
+    paths = [runs.path(run) for run in range(len(runs.start))]
+    kv_index: Any = np.concatenate([np.zeros(0, np.int64), *paths])
+    n_queries, n_keys = runs.stop - runs.start, runs.depth + runs.stop - runs.start
+    q, k = (offsets_of(n).astype(np.int32) for n in (n_queries, n_keys))
     if hasattr(given, "new_tensor"):
-        tensors = (given.new_tensor(x) for x in (kv_index, q, k))
-        kv_index, q, k = (
-            x.long() if at == 0 else x.int() for at, x in enumerate(tensors)
-        )
+        kv_index = given.new_tensor(kv_index).long()
+        q, k = (given.new_tensor(bounds).int() for bounds in (q, k))
+    most = (int(n.max(initial=0)) for n in (n_queries, n_keys))
     return Varlen(kv_index, q, k, *most)
 
 
-def _field(pack: Any, name: str, absent: Any) -> Any:
-    """A field of a pack, whatever holds it; a null as ``absent``."""
-    if isinstance(pack, dict):
-        value = pack.get(name)
-    else:
-        value = getattr(pack, name, None)
-    return absent if value is None else value
+def _field(pack: Any, name: str) -> Any:
+    return pack.get(name) if isinstance(pack, dict) else getattr(pack, name, None)

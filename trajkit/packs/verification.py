@@ -5,41 +5,35 @@ compared with the rows, and the columns that follow from the trees are computed 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
+from trajkit import _core
 from trajkit._arguments import check_choice, chosen_int
-from trajkit.errors import SchemaError
 from trajkit.learn.loss import Reduce
-from trajkit.packs.forest import OBSERVED, edge_values, per_token, value_codes
+from trajkit.packs import packing
+from trajkit.packs.packing import OBSERVED
+from trajkit.packs.segments import Runs
 from trajkit.schema import PACK_VIOLATIONS, PACKS
-from trajkit.schema.engine import Violation, as_lines
-from trajkit.tables import lazy_compute as pc
-from trajkit.tables.canonical import (
-    TableLike,
-    as_table,
-    canonical,
-    canonical_rows,
-    is_list,
-)
-from trajkit.tables.ragged import Longs, Ragged, offsets_of, positions
-from trajkit.tables.take import list_values, take_values
-from trajkit.turns.flat_buffers import FlatRows, flat_rows
-from trajkit.turns.images import Image, image_faults, same_image
+from trajkit.schema.engine import Violation, as_lines, repeated
+from trajkit.tables import canonical as tables
+from trajkit.tables.canonical import TableLike
+from trajkit.tables.ragged import Array, Bools, Longs, Ragged, positions
+from trajkit.tables.take import take_values, tuples
+from trajkit.turns.flat_buffers import flat_rows
+from trajkit.turns.images import image_faults, same_image
 
-Bools: TypeAlias = npt.NDArray[np.bool_]
-Array: TypeAlias = npt.NDArray[Any]
+# a line of packs: an array for lists of integers, None for null
+_Pack: TypeAlias = dict[str, Any]
 
 _NEEDED = ("input_ids", "subtree_end", "edge_source", "edge_row", "edge_position")
 _ANY_PACKS = pa.schema(
     [one if one.name in _NEEDED else one.with_nullable(True) for one in PACKS],
     metadata=PACKS.metadata,
 )
-_NOTHING = np.empty(0, np.int64)
 
 
 def verify_packs(
@@ -83,468 +77,354 @@ def verify_packs(
     ...     [{"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}]
     ... )
     >>> rows = tk.linearize(turns)
-    >>> packs = tk.pack(rows, 4)
-    >>> tk.verify_packs(packs, rows).num_rows
-    0
-    >>> other = [packs.to_pylist()[0] | {"subtree_end": [3, 2, 3]}]
-    >>> tk.verify_packs(other, rows)["rule"].to_pylist()
+    >>> pack = tk.pack(rows, 4).to_pylist()[0] | {"subtree_end": [3, 2, 3]}
+    >>> tk.verify_packs([pack], rows)["rule"].to_pylist()
     ['position', 'segment', 'segment', 'cu_seqlens']
     """
     if max_tokens is not None:
         max_tokens = chosen_int("max_tokens", max_tokens, 1)
     check_choice("reduce", reduce, Reduce)
-    table = canonical_rows(as_table(rows))
-    source = as_table(packs)
-    given = canonical(source, _ANY_PACKS)
-    images = None
-    if "mm_items" in source.column_names:
-        listed = table.column("mm_items").to_pylist()
-        images = {same_image(item) for items in listed for item in items or ()}
-    check = _Check(given, flat_rows(table), images)
-    for line in range(given.num_rows):
+    source = tables.as_table(packs)
+    given = tables.canonical(source, _ANY_PACKS)
+    table = tables.canonical_rows(tables.as_table(rows))
+    check = _Check(given, table, source.column_names)
+    for line in range(len(given)):
         check.pack(line, max_tokens)
-    check.edges(reduce)
+    check.trained()
+    check.contexts()
+    check.values(reduce)
     last = np.iinfo(np.int64).max  # what is of no pack comes last
     check.found.sort(key=lambda one: last if one.pack is None else one.pack)
     return as_lines(check.found, PACK_VIOLATIONS)
 
 
 class _FaultError(Exception):
-    def __init__(self, rule: str, detail: str, token: int | None = None) -> None:
-        super().__init__(rule, detail, token)
-        self.fault = rule, detail, token
+    """A pack that cannot be read as trees: rule, detail and perhaps a token."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Trees:
-    """A pack as runs of tokens, prefix first, that share one subtree_end.
-
-    A run has no branch inside: the first token of the next one leaves it at its last.
-    """
-
+class _Trees(NamedTuple):
+    # the ids and runs of the prefix and of the pack's own tokens without padding
     ids: Array
-    # tokens of the prefix
     n_prefix: int
-    # shape (n_runs,): first token, its position, and the run above; -1: none
-    start: Longs
-    depth: Longs
-    above: Longs
-
-    def path(self, token: int) -> Longs:
-        """The tokens that one attends, from the root to itself."""
-        parts: list[Longs] = []
-        run = int(np.searchsorted(self.start, token, side="right")) - 1
-        stop = token + 1
-        while run >= 0:
-            parts.append(np.arange(self.start[run], stop))
-            run = int(self.above[run])
-            # the next run leaves this one at its last token
-            stop = int(self.start[run + 1])
-        return np.concatenate(parts[::-1])
-
-    def derived(self, n_padded: int) -> Iterator[tuple[str, str, Array | None]]:
-        """Rule, name and value of each column that follows from the trees."""
-        n_prefix, n = self.n_prefix, len(self.ids) - self.n_prefix
-        sizes = np.diff(np.append(self.start, len(self.ids)))
-        position = positions(self.depth, sizes)[n_prefix:]
-        yield "position", "position_ids", np.append(position, np.zeros(n_padded - n))
-        own = self.start >= n_prefix
-        if n and n_prefix and n_prefix not in self.start:
-            # the pack's first token continues the prefix
-            own[np.searchsorted(self.start, n_prefix) - 1] = True
-        starts = np.maximum(self.start - n_prefix, 0)[own]
-        number = np.cumsum(own) - 1
-        above = np.where((self.above >= 0) & own[self.above], number[self.above], -1)
-        yield "segment", "segment_start", starts
-        yield "segment", "segment_parent", above[own]
-        roots = np.maximum(self.start - n_prefix, 0)[own & (self.above < 0)]
-        if n and n_prefix:
-            roots = np.union1d([0], roots)
-        yield "tree", "tree_start", roots
-        # no branch and no prefix
-        plain = not n_prefix and len(roots) == len(starts)
-        bounds = np.append(roots, np.unique([n, n_padded])) if plain else None
-        yield "cu_seqlens", "cu_seqlens", bounds
-
-
-class _Edges(NamedTuple):
-    """Edges of all packs, by pack; shape (n_edges,)."""
-
-    pack: Longs
-    # which edge of its pack it is
-    within: Longs
-    source: Longs
-    row: Longs
-    position: Longs
-    # the token in ``rows.ids.values``
-    at: Longs
+    runs: Runs
 
 
 class _Check:
-    def __init__(
-        self, table: pa.Table, rows: FlatRows, images: set[Image] | None
-    ) -> None:
-        self.table, self.rows = table, rows
-        # those of the rows; None: the packs lack the column mm_items
-        self.images = images
-        # by column: the lists of all packs. Columns of which no pack has one are absent
-        self.lists = {
-            name: runs
-            for name in table.column_names
-            if is_list(table.schema.field(name).type)
-            if (runs := _runs(table.column(name))) is not None
-        }
+    def __init__(self, packs: pa.Table, rows: pa.Table, given: list[str]) -> None:
+        self.table, self.rows = packs, flat_rows(rows)
+        self.row_keys = list(tuples(rows, "session_id", "row_index"))
+        names = [name for name in PACKS.names if name in given]
+        plain = [name for name in names if not name.startswith("edge_")]
+        columns = [_elements(packs.column(name)) for name in plain]
+        absent = dict.fromkeys(PACKS.names)
+        self.packs: list[_Pack] = [
+            absent | dict(zip(plain, values, strict=True))
+            for values in zip(*columns, strict=True)
+        ]
+        items = rows.column("mm_items").drop_null().to_pylist()
+        self.images = {same_image(item) for listed in items for item in listed}
+        self.given = given
         self.trees: dict[int, _Trees] = {}
         self.found: list[Violation] = []
+        self._read_edges()
 
     def report(
-        self,
-        rule: str,
-        detail: str,
-        pack: int | None,
-        token: int | None = None,
-        row: int | None = None,
-        row_token: int | None = None,
+        self, rule: str, detail: str, pack: int | None, *where: int | None
     ) -> None:
-        session = row_index = None
-        if row is not None:
-            session = self.rows.text("session_id", row)
-            row_index = self.rows.number("row_index", row)
-        self.found.append(
-            Violation(
-                rule,
-                detail,
-                session,
-                row_index,
-                token=token,
-                pack=pack,
-                row_token=row_token,
+        """Add a violation; where: a token of the pack, a row, a position in it."""
+        token, row, row_token = (*where, None, None, None)[:3]
+        session, index = (None, None) if row is None else self.row_keys[row]
+        place = session, index, None, token, pack, row_token
+        self.found.append(Violation(rule, detail, *place))
+
+    def _read_edges(self) -> None:
+        """Keep the edges that name a token, a row and a position that exist.
+
+        ``at`` is their token in ``rows.ids.values``, ``edges`` their columns of packs.
+        """
+        lists = {
+            name: Ragged.of(column)
+            for name, column in zip(
+                self.table.column_names, self.table.columns, strict=True
             )
+            if name.startswith("edge_") and not column.null_count == len(column) > 0
+        }
+        n_edges = lists["edge_source"].lengths
+        sound = np.ones(len(n_edges), np.bool_)
+        for name, runs in lists.items():
+            for line in np.flatnonzero(sound & (runs.lengths != n_edges)).tolist():
+                detail = f"{name} has {runs.lengths[line]} elements, edge_source"
+                self.report("length", f"{detail} {n_edges[line]}", line)
+                sound[line] = False
+        lines = np.flatnonzero(sound)
+        pack = np.repeat(lines, n_edges[lines])
+        where = {
+            name: positions(runs.offsets[lines], n_edges[lines])
+            for name, runs in lists.items()
+        }
+        source, row, position = (
+            lists[name].values.fill_null(-1).to_numpy()[where[name]].astype(np.int64)
+            for name in ("edge_source", "edge_row", "edge_position")
         )
-
-    def list(self, name: str, line: int) -> Array | None:
-        if name not in self.lists or not self.table.column(name)[line].is_valid:
-            return None
-        values: npt.NDArray[Any] = self.lists[name][line]
-        return values
-
-    def number(self, name: str, line: int, absent: int) -> int:
-        value = self.table.column(name)[line].as_py()
-        return absent if value is None else int(value)
+        ids = self.rows.ids
+        sizes = [
+            len(one["input_ids"]) if one["n_tokens"] is None else one["n_tokens"]
+            for one in self.packs
+        ]
+        n_tokens = np.array(sizes, np.int64)[pack]
+        no_row = (row < 0) | (row >= len(ids))
+        n_row = np.append(ids.lengths, 0)[np.where(no_row, -1, row)]
+        no_source = (source < 0) | (source >= n_tokens)
+        no_position = ~no_row & ((position < 1) | (position >= n_row))
+        for bad, words, *values in (
+            (no_source, "edge_source is {}: the pack has {} tokens", source, n_tokens),
+            (no_row, f"edge_row is {{}}: there are {len(ids)} rows", row),
+            (no_position, "edge_position is {} in a row of {} tokens", position, n_row),
+        ):
+            for k, detail in _first(bad, words, *values):
+                self.report("range", detail, int(pack[k]))
+        good = np.flatnonzero(~(no_source | no_row | no_position))
+        self.source, self.row, self.position = source[good], row[good], position[good]
+        self.pack_of, self.at = pack[good], ids.offsets[self.row] + self.position
+        self.edges = {
+            name: take_values(runs.values, pa.array(where[name][good]), name)
+            for name, runs in lists.items()
+        }
 
     def pack(self, line: int, max_tokens: int | None) -> None:
-        n_padded = len(self.lists["input_ids"][line])
-        if max_tokens is not None and n_padded > max_tokens:
-            detail = f"{n_padded} tokens: expected at most {max_tokens}"
+        """A pack is a forest, and its columns follow from that."""
+        pack = self.packs[line]
+        n = len(pack["input_ids"])
+        if max_tokens is not None and n > max_tokens:
+            detail = f"{n} tokens: expected at most {max_tokens}"
             self.report("max_tokens", detail, line)
         try:
-            trees = self._trees(line)
+            trees = self.trees[line] = self._read(pack)
         except _FaultError as error:
-            rule, detail, token = error.fault
-            self.report(rule, detail, line, token)
+            rule, detail, *token = error.args
+            self.report(rule, detail, line, *token)
             return
-        self.trees[line] = trees
-        for rule, name, expected in trees.derived(n_padded):
-            self._compare(line, rule, name, expected)
-        starts, whose = self.list("tree_start", line), self.list("tree_session", line)
+        for rule, name, expected in _derived(trees, n):
+            given = pack[name]
+            if given is None and name == "cu_seqlens" and name in self.given:
+                given = ()
+            if given is not None and not np.array_equal(given, expected):
+                pairs = enumerate(zip_longest(given, expected))
+                bad = [(k, own, due) for k, (own, due) in pairs if own != due]
+                k, own, due = bad[0]
+                detail = f"{name}[{k}] is {own}: expected {due}{_more(len(bad))}"
+                self.report(rule, detail, line)
+        starts, whose = pack["tree_start"], pack["tree_session"]
         if starts is not None and whose is not None and len(whose) != len(starts):
             detail = f"{len(whose)} elements of tree_session for {len(starts)} trees"
             self.report("length", detail, line)
-        if self.images is not None:
-            items = self.table.column("mm_items")[line].as_py() or ()
-            own = trees.ids[trees.n_prefix :]
+        if "mm_items" in self.given:
+            own, items = trees.ids[trees.n_prefix :], pack["mm_items"] or ()
             found = image_faults(items, own, may_be_cut=True, known=self.images)
-            for token, detail in found:
-                self.report("mm_items", detail, line, token)
+            for at, detail in found:
+                self.report("mm_items", detail, line, at)
 
-    def _compare(self, line: int, rule: str, name: str, expected: Array | None) -> None:
-        given = self.list(name, line)
-        if name not in self.lists or (given is None and name != "cu_seqlens"):
-            return
-        if given is None or expected is None:
-            if given is not None:
-                detail = f"{name} is given in a pack with a branch or a prefix"
-                self.report(rule, detail, line)
-            elif expected is not None:
-                self.report(rule, f"{name} is null in a pack without a branch", line)
-        elif len(given) != len(expected):
-            detail = f"{name} has {len(given)} elements: expected {len(expected)}"
-            self.report(rule, detail, line)
-        elif len(bad := np.flatnonzero(given != expected)):
-            k = bad[0]
-            detail = f"{name}[{k}] is {given[k]}: expected {int(expected[k])}"
-            self.report(rule, f"{detail}{_more(bad)}", line)
-
-    def _trees(self, line: int) -> _Trees:
-        own = self.lists["input_ids"][line]
-        ends = self.lists["subtree_end"][line].astype(np.int64)
-        n = self.number("n_tokens", line, len(own))
+    def _read(self, pack: _Pack) -> _Trees:
+        ids, ends = pack["input_ids"], pack["subtree_end"]
         for name in ("subtree_end", "position_ids"):
-            given = self.list(name, line)
-            if given is not None and len(given) != len(own):
-                detail = f"{name} has {len(given)} elements for {len(own)} tokens"
+            if pack[name] is not None and len(pack[name]) != len(ids):
+                detail = f"{name} has {len(pack[name])} elements for {len(ids)} tokens"
                 raise _FaultError("length", detail)
-        if not 0 <= n <= len(own):
-            raise _FaultError("range", f"n_tokens is {n}, and there are {len(own)} ids")
-        for at in np.flatnonzero(own < 0).tolist():
-            raise _FaultError("range", f"the id is {own[at]}", at)
-        padding = np.arange(n, len(own))
-        wrong = padding[ends[n:] != padding + 1]
-        if len(wrong):
-            detail = f"padding has subtree_end {ends[wrong[0]]}{_more(wrong)}"
-            self.report("padding", detail, line, int(wrong[0]))
-        wrong = np.flatnonzero(ends[:n] > n)
-        if len(wrong):
-            rule = "padding" if ends[wrong].max() <= len(own) else "subtree_end"
-            detail = f"subtree_end is {ends[wrong[0]]}, with padding from {n} on"
-            raise _FaultError(rule, f"{detail}{_more(wrong)}", int(wrong[0]))
-        prefix, reach = self._prefix(line, n)
-        n_prefix = len(prefix)
-        ends = np.concatenate([reach, ends[:n]]) + n_prefix
-        wrong = np.flatnonzero(ends <= np.arange(len(ends)))
-        if len(wrong):
-            detail = f"subtree_end is {ends[wrong[0]] - n_prefix}{_more(wrong)}"
-            raise _FaultError("subtree_end", detail, int(wrong[0]) - n_prefix)
-        start = np.flatnonzero(np.append([True] * (len(ends) > 0), np.diff(ends) != 0))
-        depth, above = np.zeros((2, len(start)), np.int64)
-        open_runs: list[int] = []
-        for run, token in enumerate(start.tolist()):
-            while open_runs and ends[start[open_runs[-1]]] <= token:
-                open_runs.pop()
-            above[run] = top = open_runs[-1] if open_runs else -1
-            if top >= 0:
-                if ends[token] > ends[start[top]]:
-                    where = start[top + 1] - 1 - n_prefix
-                    detail = (
-                        f"subtree_end is {ends[token] - n_prefix}, beyond that of token "
-                        f"{where} above it"
-                    )
-                    raise _FaultError("subtree_end", detail, token - n_prefix)
-                depth[run] = depth[top] + start[top + 1] - start[top]
-            open_runs.append(run)
-        ids = np.concatenate([prefix, own[:n]])
-        return _Trees(ids, n_prefix, start, depth, above)
+        n = len(ids) if pack["n_tokens"] is None else pack["n_tokens"]
+        if not 0 <= n <= len(ids):
+            raise _FaultError("range", f"n_tokens is {n}, and there are {len(ids)} ids")
+        for at, detail in _first(ids < 0, "the id is {}", ids):
+            raise _FaultError("range", detail, at)
+        token = np.arange(len(ids))
+        spans = (ends > n) & (ends <= len(ids))
+        wrong = np.where(token < n, spans, ends != token + 1)
+        words = f"subtree_end is {{}}, with padding from {n} on"
+        for at, detail in _first(wrong, words, ends):
+            raise _FaultError("padding", detail, at)
+        prefix, reach = self._prefix(pack, n)
+        ends = np.concatenate([reach, ends[:n]]).astype(np.int64) + len(prefix)
+        runs = Runs.of(ends, len(prefix))
+        if runs.fault is not None:
+            raise _FaultError("subtree_end", *runs.fault[::-1])
+        return _Trees(np.concatenate([prefix, ids[:n]]), len(prefix), runs)
 
-    def _prefix(self, line: int, n: int) -> tuple[Array, Longs]:
+    def _prefix(self, pack: _Pack, n: int) -> tuple[Array, Array]:
         """The ids of a pack's prefix, and their subtree_end."""
-        reach, source = (
-            _NOTHING if (given := self.list(name, line)) is None else given.astype(int)
-            for name in ("prefix_end", "prefix_source")
+        source, reach, before = (
+            pack[name] for name in ("prefix_source", "prefix_end", "prefix_pack")
         )
-        before = self.number("prefix_pack", line, -1)
+        if source is None or reach is None:
+            source = reach = np.empty(0, np.int32)
         if len(reach) != len(source):
-            detail = f"prefix_source has {len(source)} elements, prefix_end"
-            raise _FaultError("length", f"{detail} {len(reach)}")
-        if before < 0 and not len(source):
-            return _NOTHING, _NOTHING
-        trees = self.trees.get(before) if before < line else None
-        if trees is None:
-            detail = f"prefix_pack is {before}: expected an earlier pack"
-            raise _FaultError("prefix", f"{detail} without a violation")
-        outside = source[(source < 0) | (source >= len(trees.ids))]
-        if len(outside):
-            detail = f"prefix_source has {outside[0]}, and pack {before} has"
-            raise _FaultError(
-                "range", f"{detail} {len(trees.ids)} tokens with its prefix"
+            detail = (
+                f"prefix_source has {len(source)} elements, prefix_end {len(reach)}"
             )
-        if len(source) and not np.array_equal(trees.path(int(source[-1])), source):
+            raise _FaultError("length", detail)
+        if before is None and not len(source):
+            return source, reach
+        if before not in self.trees:
+            detail = (
+                f"prefix_pack is {before}: expected an earlier pack without a fault"
+            )
+            raise _FaultError("prefix", detail)
+        ids, _, runs = self.trees[before]
+        words = f"prefix_source has {{}}: pack {before} with its prefix has {len(ids)}"
+        for _, detail in _first((source < 0) | (source >= len(ids)), words, source):
+            raise _FaultError("range", detail)
+        path = runs.path(int(runs.at(source[-1:]).sum())) if len(source) else source
+        if not np.array_equal(path[: len(source)], source):
             detail = f"prefix_source is not a path from a root in pack {before}"
             raise _FaultError("prefix", detail)
         if (reach < 1).any() or (reach > n).any() or (np.diff(reach) > 0).any():
             detail = "prefix_end does not fall from at most n_tokens to at least 1"
             raise _FaultError("prefix", detail)
-        return trees.ids[source], reach
+        return ids[source], reach
 
-    def edges(self, reduce: Reduce) -> None:
-        edges = self._edges()
-        self._trained(edges)
-        self._contexts(edges)
-        self._values(edges, reduce)
-        self._sessions(edges)
-
-    def _edges(self) -> _Edges:
-        """The edges that name a token, a row and a position that exist."""
-        sources = self.lists["edge_source"]
-        sound = np.ones(len(sources), np.bool_)
-        for name, runs in self.lists.items():
-            if not name.startswith("edge_"):
-                continue
-            for line in np.flatnonzero(sound & (runs.lengths != sources.lengths)):
-                detail = f"{name} has {len(runs[line])} elements, edge_source"
-                self.report("length", f"{detail} {len(sources[line])}", int(line))
-                sound[line] = False
-        which = np.flatnonzero(sound[sources.owner])
-        pack = sources.owner[which]
-        within = which - sources.offsets[pack]
-        names = ("edge_source", "edge_row", "edge_position")
-        source, row, position = (self._of(pack, within, n).astype(int) for n in names)
-        ids = self.rows.ids
-        n_tokens = self.table.column("n_tokens").fill_null(2**31 - 1).to_numpy()
-        n_tokens = np.minimum(n_tokens, self.lists["input_ids"].lengths)[pack]
-        row_ok = (row >= 0) & (row < len(ids))
-        n_row = np.append(ids.lengths, 0)[np.where(row_ok, row, -1)]
-        position_ok = (position >= 1) & (position < n_row)
-        source_ok = (source >= 0) & (source < n_tokens)
-        for ok, words in (
-            (source_ok, "edge_source is {}: the pack has {} tokens"),
-            (row_ok, f"edge_row is {{2}}: there are {len(ids)} rows"),
-            (position_ok | ~row_ok, "edge_position is {3} in a row of {4} tokens"),
-        ):
-            bad = np.flatnonzero(~ok)
-            for k in bad[:1]:
-                values = (source, n_tokens, row, position, n_row)
-                detail = words.format(*(value[k] for value in values))
-                self.report("range", f"{detail}{_more(bad)}", int(pack[k]))
-        good = row_ok & position_ok & source_ok
-        pack, within, source, row, position = (
-            column[good] for column in (pack, within, source, row, position)
-        )
-        return _Edges(pack, within, source, row, position, ids.offsets[row] + position)
-
-    def _of(self, pack: Longs, within: Longs, name: str) -> Array:
-        runs = self.lists[name]
-        values: Array = runs.values[runs.offsets[pack] + within]
-        return values
-
-    def _each(
-        self, rule: str, edges: _Edges, bad: Bools, words: str, *values: Any
-    ) -> None:
+    def _each(self, rule: str, bad: Bools, words: str, *values: Any) -> None:
         """Report the first bad edge of each row in each pack, and how many follow."""
         at = np.flatnonzero(bad)
-        keys = np.stack([edges.pack[at], edges.row[at]], axis=1)
-        _, first, n = np.unique(keys, axis=0, return_index=True, return_counts=True)
+        keys = [self.pack_of[at], self.row[at]]
+        _, first, n = np.unique(keys, axis=1, return_index=True, return_counts=True)
         for k, count in zip(at[first].tolist(), n.tolist(), strict=True):
-            detail = words.format(*(value[k] for value in values))
-            detail += f", and {count - 1} more" if count > 1 else ""
-            where = (edges.pack, edges.source, edges.row, edges.position)
+            detail = words.format(*(value[k] for value in values)) + _more(count)
+            where = (self.pack_of, self.source, self.row, self.position)
             self.report(rule, detail, *(int(column[k]) for column in where))
 
-    def _trained(self, edges: _Edges) -> None:
-        offsets = self.rows.ids.offsets
+    def trained(self) -> None:
+        """Every token that a row trains has one edge, and others have none."""
+        ids, table = self.rows.ids, self.rows.table
         wanted = may = self.rows.mask
-        if OBSERVED in self.rows.table.column_names:
-            ids, table = self.rows.ids, self.rows.table
-            if per_token(table, OBSERVED, ids.lengths):
-                within = np.arange(len(wanted)) - ids.offsets[ids.owner]
-                weights = edge_values(table, OBSERVED, ids.lengths, ids.owner, within)
-                may = wanted | (np.asarray(weights.fill_null(0)) != 0)
-            if f"edge_{OBSERVED}" in self.table.column_names:
-                wanted = may
-        self._each("not_trained", edges, ~may[edges.at], "the row does not train it")
-        counts = np.bincount(edges.at, minlength=len(wanted))
-        again = np.ones(len(edges.at), np.bool_)
-        again[np.unique(edges.at, return_index=True)[1]] = False
-        self._each("packed_twice", edges, again, "it has {} edges", counts[edges.at])
+        if OBSERVED in table.column_names and packing.column_of(table, OBSERVED, "")[1]:
+            may = wanted | packing.observed_tokens(table)
+        if f"edge_{OBSERVED}" in self.edges:
+            wanted = may
+        self._each("not_trained", ~may[self.at], "the row does not train it")
+        counts = np.bincount(self.at, minlength=len(wanted))
+        again = repeated(self.at)
+        self._each("packed_twice", again, "it has {} edges", counts[self.at])
         missing = np.flatnonzero(wanted & (counts == 0))
-        rows = np.searchsorted(offsets, missing, side="right") - 1
-        for row in np.unique(rows).tolist():
-            tokens = missing[rows == row] - offsets[row]
-            detail = f"the row trains it, and no pack has its edge{_more(tokens)}"
-            self.report("not_packed", detail, None, None, row, int(tokens[0]))
+        rows, first, n = np.unique(
+            ids.owner[missing], return_index=True, return_counts=True
+        )
+        tokens = missing[first] - ids.offsets[rows]
+        for row, token, count in np.stack([rows, tokens, n], axis=1).tolist():
+            detail = "the row trains it, and no pack has its edge" + _more(count)
+            self.report("not_packed", detail, None, None, row, token)
 
-    def _contexts(self, edges: _Edges) -> None:
-        """The path to each edge's source is the row, the longest path of a row first."""
-        order = np.lexsort((-edges.position, edges.row, edges.pack))
-        keys = np.stack([edges.pack[order], edges.row[order]], axis=1)
-        _, first = np.unique(keys, axis=0, return_index=True)
-        wrong = np.full(len(edges.pack), -1)
-        for group in np.split(order, first[1:]):
-            trees = self.trees.get(int(edges.pack[group[0]])) if len(group) else None
-            while trees is not None and len(group):
-                row = self.rows.ids[edges.row[group[0]]]
-                source = edges.source[group] + trees.n_prefix
-                path = trees.path(int(source[0]))
-                before = row[: edges.position[group[0]]]
-                n = min(len(path), len(before))
-                differ = np.flatnonzero(trees.ids[path[:n]] != before[:n])
-                departs = int(differ[0]) if len(differ) else n
-                # the edges whose sources are on this path
-                at = np.minimum(edges.position[group] - 1, len(path) - 1)
-                here = path[at] == source
-                here[0] = True
-                bad = here & (edges.position[group] > departs)
-                bad[0] |= len(path) != len(before)
-                wrong[group[bad]] = departs
-                group = group[~here]
+    def contexts(self) -> None:
+        """The path to each edge's source is the row before it, of a session named."""
+        agree, n_seen = self.position.copy(), self.position.copy()
+        lines, first = np.unique(self.pack_of, return_index=True)
+        groups = np.split(np.arange(len(self.at)), first[1:])
+        for line, mine in zip(lines.tolist(), groups, strict=False):
+            self._sessions(line, self.source[mine], self.row[mine])
+            if line not in self.trees:
+                continue
+            ids, n_prefix, runs = self.trees[line]
+            token = self.source[mine] + n_prefix
+            run = runs.at(token)
+            n_seen[mine] = runs.depth[run] + token - runs.start[run] + 1
+            keys = [run, self.row[mine]]
+            pairs, which = np.unique(keys, axis=1, return_inverse=True)
+            common = [
+                _core.lcp(ids[runs.path(own)], self.rows.ids[row])
+                for own, row in pairs.T.tolist()
+            ]
+            agree[mine] = np.array(common)[which]
+        agree = np.minimum(agree, np.minimum(n_seen, self.position))
+        bad = agree < np.maximum(n_seen, self.position)
         words = "its source attends other tokens than the row has, from position {} on"
-        self._each("context", edges, wrong >= 0, words, wrong)
+        self._each("context", bad, words, agree)
 
-    def _values(self, edges: _Edges, reduce: Reduce) -> None:
-        rows, table, at = self.rows, self.rows.table, edges.at
-        n_trained = np.bincount(rows.ids.owner, rows.mask, len(rows.ids))
+    def _sessions(self, line: int, source: Longs, rows: Longs) -> None:
+        """The sessions of a pack and of its trees are those of its edges' rows."""
+        named, starts, whose = (
+            self.packs[line][name]
+            for name in ("sessions", "tree_start", "tree_session")
+        )
+        for row in np.unique(rows).tolist() if named is not None else ():
+            if self.row_keys[row][0] not in named:
+                self.report("sessions", "its session is not named", line, None, row)
+        if starts is None or whose is None:
+            return
+        tree = np.searchsorted(starts, source, side="right") - 1
+        of_tree = dict(enumerate(whose))
+        for at, row in np.unique([tree, rows], axis=1).T.tolist():
+            if of_tree.get(at) not in (None, self.row_keys[row][0]):
+                detail = f"tree_session[{at}] is {of_tree[at]!r}"
+                self.report("sessions", detail, line, int(starts[at]), row)
+
+    def values(self, reduce: Reduce) -> None:
+        """The columns of edges are those of the rows."""
+        rows, table, at = self.rows, self.rows.table, self.at
         weight = table.column("row_weight").fill_null(0.0).to_numpy()
         if reduce == "mean":
+            n_trained = np.bincount(rows.ids.owner, rows.mask, len(rows.ids))
             weight = weight / np.maximum(n_trained, 1)
-        weights = np.where(rows.mask[at], weight[edges.row], 0.0)
-        if "edge_target" in self.lists:
-            given, due = self._of(*edges[:2], "edge_target"), rows.ids.values[at]
-            words = "edge_target is {}: the row has {}"
-            self._each("target", edges, given != due, words, given, due)
-        if "edge_weight" in self.lists:
-            given = self._of(*edges[:2], "edge_weight")
-            bad = ~np.isclose(given, weights, rtol=1e-9, atol=0.0)
-            words = "edge_weight is {}: expected {}"
-            self._each("weight", edges, bad, words, given, weights)
-        for name in self.table.column_names:
-            if not name.startswith("edge_") or name not in self.lists:
+        weights = np.where(rows.mask[at], weight[self.row], 0.0)
+        for name, given in self.edges.items():
+            column = name.removeprefix("edge_")
+            if name == "edge_target":
+                own = pa.array(rows.ids.values[at])
+            elif name == "edge_logprob":
+                own = pa.array(rows.logprobs[at], mask=~rows.given[at])
+            elif name == "edge_weight":
+                plain = given.fill_null(np.nan).to_numpy()
+                close = np.isclose(plain, weights, rtol=1e-9, atol=0.0)
+                own = pa.array(np.where(close, plain, weights))
+            elif name not in _NEEDED:
+                own = packing.edge_values(table, column, self.row, self.position)
+            else:
                 continue
-            own = name.removeprefix("edge_")
-            if name == "edge_logprob":
-                due = pa.array(rows.logprobs[at], mask=~rows.given[at])
-                self._column(edges, "logprob", name, due)
-            elif name not in PACKS.names:
-                if own not in table.column_names:
-                    raise SchemaError(
-                        f"packs have {name!r}, and rows no column {own!r}"
-                    )
-                where = rows.ids.lengths, edges.row, edges.position
-                due = edge_values(table, own, *where)
-                self._column(edges, "column", name, due)
-
-    def _column(self, edges: _Edges, rule: str, name: str, due: Any) -> None:
-        which = self.lists[name].offsets[edges.pack] + edges.within
-        values = list_values(self.table.column(name))
-        given = take_values(values, pa.array(which), name)
-        words = f"{name} is {{}}: the row has {{}}"
-        both = value_codes(pa.chunked_array([given, due.cast(given.type)]), name)
-        bad = both[: len(given)] != both[len(given) :]
-        shown = [[None] * len(bad)] * 2
-        if bad.any():
-            shown = [given.to_pylist(), due.to_pylist()]
-        self._each(rule, edges, bad, words, *shown)
-
-    def _sessions(self, edges: _Edges) -> None:
-        names = self.rows.table.column("session_id").to_pylist()
-        keys = np.unique(np.stack([edges.pack, edges.row], axis=1), axis=0)
-        for line, row in keys.tolist():
-            given = self.list("sessions", line)
-            if given is not None and names[row] not in given:
-                self.report("sessions", "its session is not named", line, None, row)
-        lines, first = np.unique(edges.pack, return_index=True)
-        groups = np.split(np.arange(len(edges.pack)), first[1:])
-        for line, mine in zip(lines.tolist(), groups, strict=False):
-            starts, whose = (self.list(f"tree_{n}", line) for n in ("start", "session"))
-            if starts is None or whose is None:
-                continue
-            tree = np.searchsorted(starts, edges.source[mine], side="right") - 1
-            pairs = np.unique(np.stack([tree, edges.row[mine]], axis=1), axis=0)
-            for k, row in pairs.tolist():
-                if 0 <= k < len(whose) and whose[k] not in (None, names[row]):
-                    detail = f"tree_session[{k}] is {whose[k]!r}"
-                    self.report("sessions", detail, line, int(starts[k]), row)
+            both = [given, own.cast(given.type)]
+            codes = packing.value_codes(pa.chunked_array(both), name)
+            bad = codes[: len(given)] != codes[len(given) :]
+            shown = [one.to_pylist() if bad.any() else () for one in both]
+            rule = column if name in PACKS.names else "column"
+            self._each(rule, bad, f"{name} is {{}}: expected {{}}", *shown)
 
 
-def _runs(column: pa.ChunkedArray) -> Ragged | None:
-    """Lists end to end, null numbers as -1; None where no pack has one."""
-    if column.null_count == len(column) > 0:
-        return None
-    n = np.asarray(pc.list_value_length(column).fill_null(0), np.int64)
-    values = list_values(column)
-    if pa.types.is_integer(values.type) or pa.types.is_floating(values.type):
-        values = values.fill_null(-1)
-    return Ragged(values.to_numpy(zero_copy_only=False), offsets_of(n))
+def _elements(column: pa.ChunkedArray) -> list[Any]:
+    """The elements of a column; lists of integers as arrays, in which -1 is null."""
+    value_type = getattr(column.type, "value_type", None)
+    if value_type is None or not pa.types.is_integer(value_type):
+        return list(column.to_pylist())
+    lists, valid = Ragged.of(column, -1), column.is_valid().to_pylist()
+    return [lists[k] if there else None for k, there in enumerate(valid)]
 
 
-def _more(bad: Longs) -> str:
-    """How many elements are wrong besides the first, in words."""
-    return f", and {len(bad) - 1} more" if len(bad) > 1 else ""
+def _derived(trees: _Trees, n_padded: int) -> Iterator[tuple[str, str, Any]]:
+    """Rule, name and value of each column that follows from the trees."""
+    n_prefix, runs = trees.n_prefix, trees.runs
+    n = len(trees.ids) - n_prefix
+    position = positions(runs.depth, runs.stop - runs.start)[n_prefix:]
+    position = np.append(position, np.zeros(n_padded - n, np.int64))
+    yield "position", "position_ids", position
+    # the pack's first token may continue the last run of the prefix
+    own = runs.stop > n_prefix
+    start = np.maximum(runs.start - n_prefix, 0)
+    number = np.cumsum(own) - 1
+    hangs = (runs.above >= 0) & own[runs.above]
+    yield "segment", "segment_start", start[own]
+    yield "segment", "segment_parent", np.where(hangs, number[runs.above], -1)[own]
+    roots = start[own & (runs.above < 0)]
+    if n and n_prefix:
+        roots = np.union1d([0], roots)
+    yield "tree", "tree_start", roots
+    # no branch and no prefix
+    plain = not n_prefix and len(roots) == len(runs.start)
+    bounds = np.append(roots, np.unique([n, n_padded])) if plain else ()
+    yield "cu_seqlens", "cu_seqlens", bounds
+
+
+def _first(bad: Bools, words: str, *values: Array) -> list[tuple[int, str]]:
+    """The first element that is bad, with its values and how many more there are."""
+    at = np.flatnonzero(bad)
+    return [
+        (k, words.format(*(value[k] for value in values)) + _more(len(at)))
+        for k in at[:1].tolist()
+    ]
+
+
+def _more(n: int) -> str:
+    return f", and {n - 1} more" if n > 1 else ""

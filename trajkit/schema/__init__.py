@@ -19,7 +19,6 @@ from trajkit.schema.links import LABELS as LABELS
 from trajkit.schema.links import LINK_REASONS as LINK_REASONS
 from trajkit.schema.links import LINKS as LINKS
 from trajkit.schema.links import REGIONS as REGIONS
-from trajkit.schema.links import ROUNDTRIP as ROUNDTRIP
 from trajkit.schema.links import SEGMENT_KINDS as SEGMENT_KINDS
 from trajkit.schema.links import TEXT_CAUSES as TEXT_CAUSES
 from trajkit.schema.packs import ASSIGNMENT as ASSIGNMENT

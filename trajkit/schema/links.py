@@ -248,21 +248,6 @@ FINDINGS = table(
 )
 """Each span where a prompt departs from the parent's path, with its cause."""
 
-ROUNDTRIP = table(
-    "roundtrip",
-    *TURN,
-    # encode(decode(output_ids)) gives output_ids
-    required("exact", pa.bool_()),
-    # the first position in the output that differs. null: exact
-    pa.field("first_difference", pa.int32()),
-    # number of output ids, and of ids that encoding gives
-    required("n_output", pa.int32()),
-    required("n_encoded", pa.int32()),
-    # the turn's own value, and false if the text does not give the ids back
-    required("trainable", pa.bool_()),
-)
-"""Whether each output survives the round trip through its text, one row per turn."""
-
 LABELS = ("sub_agent", "retry", "sibling", "rollback", "compaction", "rewrite")
 """Kinds of branches (see `analysis.label_branches`)."""
 

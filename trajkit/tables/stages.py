@@ -105,17 +105,19 @@ def apply(
     *,
     table_of: Callable[..., pa.Table] = as_table,
     what: str | None = None,
+    regroup: Callable[[Iterator[pa.Table]], Iterator[pa.Table]] = iter,
     **others: Source,
 ) -> pa.Table:
     """The result of a stage: ``work`` of the tables, or of the sessions of a stream.
 
-    For a stream this is an iterator of batches, which only `stage` sees. The ``others``
-    follow it in its order of sessions; they may be tables then, too.
+    For a stream this is an iterator of batches, which only `stage` sees; ``regroup`` may
+    put sessions together. The ``others`` follow it in its order of sessions; they may be
+    tables then, too.
     """
     if not isinstance(lead, _Stream):
         return work(table_of(lead), *(as_table(other) for other in others.values()))
     what = what or lead.what
-    tables: Iterator[Any] = whole_sessions(batches_of(lead.source), what)
+    tables: Iterator[Any] = regroup(whole_sessions(batches_of(lead.source), what))
     if others:
         ((name, other),) = others.items()
         made = _in_pairs(

@@ -1,4 +1,4 @@
-"""Tree packs in torch: datasets, masks, attention for transformers, logprobs, losses.
+"""Tree packs in torch: packs, masks, attention for transformers, logprobs, losses.
 
 Needs torch and transformers (``pip install trajkit[torch]``); nothing else of trajkit
 imports them.
@@ -12,17 +12,13 @@ if TYPE_CHECKING:
     from trajkit.torch.attention import TreeAttention as TreeAttention
     from trajkit.torch.datasets import Pack as Pack
     from trajkit.torch.datasets import PackDataset as PackDataset
-    from trajkit.torch.datasets import RowDataset as RowDataset
-    from trajkit.torch.datasets import pad_rows as pad_rows
     from trajkit.torch.losses import gather_logprobs as gather_logprobs
     from trajkit.torch.losses import nll_loss as nll_loss
     from trajkit.torch.losses import observation_loss as observation_loss
     from trajkit.torch.losses import policy_loss as policy_loss
     from trajkit.torch.masks import cu_seqlens as cu_seqlens
     from trajkit.torch.masks import dense_mask as dense_mask
-    from trajkit.torch.masks import flashmask_columns as flashmask_columns
     from trajkit.torch.masks import flex_block_mask as flex_block_mask
-    from trajkit.torch.masks import magi_slices as magi_slices
     from trajkit.torch.models import PackedModel as PackedModel
     from trajkit.torch.models import carry_backward as carry_backward
     from trajkit.torch.models import carry_logprobs as carry_logprobs

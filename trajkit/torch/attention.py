@@ -26,24 +26,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.flex_attention import (
-    compile_friendly_flex_attention,
-    flex_attention_forward,
-)
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from trajkit._arguments import check_choice
 from trajkit.errors import LayoutError, UnsupportedModelError
 from trajkit.torch.datasets import Pack
 from trajkit.torch.masks import (
-    Ints,
     MaskMod,
-    TokenRanges,
+    Tokens,
     Window,
     block_mask,
-    host_ints,
     pair_mask,
-    token_ranges,
+    tokens_of,
 )
 from trajkit.torch.states import CarriedStates, Segments
 
@@ -53,18 +48,37 @@ ATTENTION = "trajkit"
 Kernel: TypeAlias = Literal["masked", "trunk"]
 Mask: TypeAlias = Tensor | BlockMask
 
+_LEAST_SHARE = 0.01
+"""Of the attended pairs of a pack, for a trunk that is attended apart."""
+_REFUSED = {
+    "position_bias": "adds a bias that depends on places in the pack, not in a row",
+    "block_indices": "attends chosen blocks of the pack, not of a row",
+}
+"""What a layer may pass to its attention that a tree cannot follow."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerMask:
-    """What a model lets layers attend of a row, in the place of their attention mask.
-
-    Attributes
-    ----------
-    window : int, callable or None
-        The last tokens, pairs by a function of their positions, or all.
-    """
+    """What a model lets layers attend of a row, in the place of their attention mask."""
 
     window: Window
+
+
+_TENSOR_MASKS: ContextVar[TreeAttention | None] = ContextVar("tree", default=None)
+
+
+@contextlib.contextmanager
+def tensor_masks(tree: TreeAttention) -> Iterator[None]:
+    """Gives layers the tree as one bool for each pair of tokens.
+
+    For layers that choose the tokens that they attend, among those of the mask.
+    """
+    tree.gave_tensors = True
+    token = _TENSOR_MASKS.set(tree)
+    try:
+        yield
+    finally:
+        _TENSOR_MASKS.reset(token)
 
 
 def layer_mask(
@@ -80,26 +94,8 @@ def layer_mask(
     return LayerMask(window) if tree is None else tree.pairs(window)
 
 
-_TENSOR_MASKS: ContextVar[TreeAttention | None] = ContextVar("tree", default=None)
-
-
-@contextlib.contextmanager
-def tensor_masks(tree: TreeAttention) -> Iterator[None]:
-    """Gives layers the tree as one bool for each pair of tokens.
-
-    For layers that choose the tokens that they attend (sparse attention): among those
-    that the mask allows.
-    """
-    tree.gave_tensors = True
-    token = _TENSOR_MASKS.set(tree)
-    try:
-        yield
-    finally:
-        _TENSOR_MASKS.reset(token)
-
-
 def _window(
-    mask_function: MaskMod, local_size: int | None, device: torch.device | str
+    mask_function: MaskMod, size: int | None, device: torch.device | str
 ) -> Window:
     if mask_function is causal_mask_function:
         return None
@@ -113,19 +109,9 @@ def _window(
             "a layer lets tokens attend those after them, which a tree cannot express: "
             "train on rows"
         )
-    size = local_size
-    if (
-        size
-        and not attends(size, 0)
-        and attends(size, 1)
-        and attends(2 * size, size + 1)
-    ):
-        return size
+    if size and attends(size, 1) and attends(2 * size, size + 1):
+        return mask_function if attends(size, 0) else size
     return mask_function
-
-
-_LEAST_SHARE = 0.01
-"""Of the attended pairs of a pack, for a trunk that is attended apart."""
 
 
 class TreeAttention:
@@ -137,6 +123,7 @@ class TreeAttention:
 
     Parameters
     ----------
+    pack : Pack
     device : torch device
         Where the model's attention runs.
     kernel : {"masked", "trunk"}
@@ -173,124 +160,70 @@ class TreeAttention:
             )
         self.device = torch.device(device)
         self.kernel_options = kernel_options
-        self.n_tokens = len(pack.subtree_end)
         self.carried = carried
         self.gave_tensors = False
-        self._tokens = token_ranges(pack.subtree_end, pack.position_ids)
-        self._keys = _after_prefix(self._tokens, host_ints(pack.prefix_end))
+        self.tokens = self.keys = tokens_of(pack.subtree_end, pack.position_ids)
         self._masks: dict[Window, Mask] = {}
-        self._trunks: Trunks | None = None
-        if kernel == "trunk" and self._keys is self._tokens:
-            self._trunks = Trunks(self._tokens, self.device)
+        n_prefix = len(pack.prefix_end)
+        self._trunks = kernel == "trunk" and not n_prefix
+        if n_prefix:
+            # a path from a root, before all tokens of the pack
+            depth = np.arange(n_prefix)
+            path = [depth - n_prefix, pack.prefix_end.cpu().numpy(), depth]
+            self.keys = np.concatenate([np.stack(path), self.tokens], 1, dtype=np.int32)
 
     def mask(self, window: Window) -> Mask:
         """The mask of a layer with this window."""
         if window not in self._masks:
-            self._masks[window] = _mask(self._tokens, self._keys, self.device, window)
+            self._masks[window] = self.part(self.tokens, self.keys, window)
         return self._masks[window]
+
+    def part(self, query: Tokens, key: Tokens, window: Window = None) -> Mask:
+        """The mask of some queries against some keys."""
+        build = block_mask if self.device.type == "cuda" else pair_mask
+        return build(query, key, self.device, window)
 
     def pairs(self, window: Window) -> Tensor:
         """As `mask`, as one bool for each pair of tokens on every device."""
-        return pair_mask(self._tokens, self._keys, self.device, window)
+        return pair_mask(self.tokens, self.keys, self.device, window)
 
     @functools.cached_property
     def segments(self) -> Segments:
         """The segments of the pack, for layers with a state."""
-        return Segments(self._tokens, self.device)
+        return Segments(self.tokens, self.device)
 
-    def trunks(self, window: Window) -> Trunks | None:
-        """The trunks of the pack, if layers with this window attend them apart."""
-        return self._trunks if window is None else None
+    @functools.cached_property
+    def trunks(self) -> tuple[list[int], Tensor, Tensor, Mask | None] | None:
+        """The trunks that are attended apart, if the kernel is "trunk".
 
-
-def _after_prefix(tokens: TokenRanges, prefix_end: Ints) -> TokenRanges:
-    """The tokens of a pack after those of its prefix, which is a path from a root."""
-    n = len(prefix_end)
-    if not n:
-        return tokens
-    return TokenRanges(
-        np.concatenate([np.arange(-n, 0), tokens.enter]),
-        np.concatenate([prefix_end, tokens.end]),
-        np.concatenate([np.arange(n), tokens.position]),
-    )
-
-
-def _mask(
-    query: TokenRanges, key: TokenRanges, device: torch.device, window: Window
-) -> Mask:
-    if device.type == "cuda":
-        return block_mask(query, key, device, window)
-    return pair_mask(query, key, device, window)
+        Bounds of the trunks in an order of the tokens that begins with them; the token
+        at each place of this order, and the place of each token; and the mask of the
+        tokens on no trunk against all, in this order.
+        """
+        if not self._trunks:
+            return None
+        bounds, order = trunks(self.tokens)
+        inverse = np.argsort(order)
+        at, places = (torch.from_numpy(x).to(self.device) for x in (order, inverse))
+        tokens = self.tokens[:, order]
+        rest = tokens[:, bounds[-1] :]
+        return bounds, at, places, self.part(rest, tokens) if rest.size else None
 
 
-class Trunks:
-    """The deepest paths of large trees, and an order of tokens that begins with them.
-
-    Attributes
-    ----------
-    bounds : list of int, length n_trunks + 1
-        Bounds of the trunks in that order.
-    order, inverse : int64 tensor, shape (n_tokens,)
-        The token at each place, and the place of each token.
-    branches : BlockMask, bool tensor or None
-        The mask of the tokens on no trunk against all, in that order.
-    """
-
-    def __init__(self, tokens: TokenRanges, device: torch.device) -> None:
-        enter, end, position = tokens.enter, tokens.end, tokens.position
-        roots = _roots(end)
-        # A token is on the trunk of its tree if the tree's first deepest token is below.
-        tree = np.searchsorted(roots, enter, side="right") - 1
-        deepest = np.array(
-            [
-                a + int(position[a:b].argmax())
-                for a, b in itertools.pairwise([*roots, len(end)])
-            ],
-            np.int64,
-        )
-        leaf = deepest[tree]
-        on_trunk = (enter <= leaf) & (leaf < end)
-        lengths = np.bincount(tree[on_trunk], minlength=len(roots))
-        # Each trunk is a kernel call: those with little work (padding) stay masked.
-        work = lengths * (lengths + 1) / 2
-        apart = work >= _LEAST_SHARE * (end - enter).sum(dtype=np.float64)
-        on_trunk &= apart[tree]
-        self.bounds: list[int] = [0, *np.cumsum(lengths[apart]).tolist()]
-        order = np.concatenate([np.flatnonzero(on_trunk), np.flatnonzero(~on_trunk)])
-        inverse = np.empty_like(order)
-        inverse[order] = np.arange(len(order))
-        self.order = torch.from_numpy(order).to(device)
-        self.inverse = torch.from_numpy(inverse).to(device)
-        query = tokens.select(order[self.bounds[-1] :])
-        self.branches: Mask | None = None
-        if len(query.enter):
-            self.branches = _mask(query, tokens.select(order), device, None)
-
-
-def _roots(end: Ints) -> list[int]:
-    roots, start = [], 0
-    while start < len(end):
-        roots.append(start)
-        start = int(end[start])
-    return roots
-
-
-class _Reorder(torch.autograd.Function):  # type: ignore[misc]
-    """``x[:, :, order]``, whose gradient is gathered rather than scattered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.inverse = inverse
-        return x.index_select(2, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(2, ctx.inverse), None, None
-
-
-def _reorder(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    result: Tensor = _Reorder.apply(x, order, inverse)
-    return result
+def trunks(tokens: Tokens) -> tuple[list[int], Any]:
+    """The bounds of the deepest paths of large trees, and the order of tokens for them."""
+    enter, end, depth = tokens
+    roots = np.flatnonzero(depth == 0)
+    tree = np.cumsum(depth == 0) - 1
+    # A token is on the trunk of its tree if the tree's first deepest token is below.
+    leaf = np.lexsort((-depth, tree))[roots]
+    on_trunk = (enter <= leaf[tree]) & (leaf[tree] < end)
+    lengths = depth[leaf].astype(np.int64) + 1
+    # Each trunk is a kernel call: those with little work (padding) stay masked.
+    work = lengths * (lengths + 1) / 2
+    apart = work >= _LEAST_SHARE * (end - enter).sum(dtype=np.float64)
+    order = np.argsort(~(on_trunk & apart[tree]), kind="stable")
+    return [0, *np.cumsum(lengths[apart]).tolist()], order
 
 
 def tree_attention(
@@ -303,118 +236,47 @@ def tree_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     tree: TreeAttention | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     indices: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, None]:
     """The attention function that transformers calls in each layer.
 
     ``query`` is of shape (1, n_heads, n_tokens, head_dim), ``key`` and ``value`` have
     n_key_heads, and the output is of shape (1, n_tokens, n_heads, head_dim). A dropout is
     refused: a dropped weight of a shared token would be dropped for all rows. What the
     mask says of a window counts, as in transformers' own attention; ``sliding_window``
-    is for models that build none. ``s_aux`` are attention sinks, ``indices`` the tokens
-    that a layer chose for each query under a mask of `tensor_masks`.
+    is for models that build none. ``indices`` are the tokens that a layer chose for each
+    query under a mask of `tensor_masks`; other keyword arguments are a ``softcap`` and
+    ``s_aux``, attention sinks.
     """
-    _check_call(module, query, key, attention_mask, dropout, tree, kwargs)
-    assert tree is not None
+    tree = _checked(module, query, key, attention_mask, dropout, tree, kwargs)
     if tree.carried is not None:
         key, value = tree.carried.extend(module, key, value)
-    plain = softcap is None and s_aux is None
+    options = {name: kwargs.get(name) for name in ("softcap", "s_aux")}
+    plain = not any(x is not None for x in options.values())
+    options |= {"scaling": scaling, "kernel_options": tree.kernel_options}
     if isinstance(attention_mask, Tensor):
-        mask: Mask = attention_mask
         if indices is not None:
             chosen = torch.zeros_like(attention_mask[:, 0])
             chosen.scatter_(-1, indices.long(), True)
-            mask = attention_mask & chosen[:, None]
-    else:
-        window = attention_mask.window if attention_mask else sliding_window
-        trunks = tree.trunks(window)
-        if trunks is not None and plain:
-            return _trunk_attention(query, key, value, trunks, scaling, tree), None
-        mask = tree.mask(window)
-    if isinstance(mask, BlockMask):
-        flex: tuple[Tensor, Tensor | None] = flex_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            mask,
-            scaling=scaling,
-            softcap=softcap,
-            s_aux=s_aux,
-            kernel_options=tree.kernel_options,
-        )
-        return flex
-    if plain:
-        output = _masked(query, key, value, mask, scaling, None)
-    else:
-        output = _capped(query, key, value, mask, scaling, softcap, s_aux)
-    # layers may view it, as they may the output of transformers' own attention
-    return output.transpose(1, 2).contiguous(), None
+            attention_mask = attention_mask & chosen[:, None]
+        return _attend(module, query, key, value, attention_mask, **options), None
+    window = attention_mask.window if attention_mask else sliding_window
+    if window is not None or not plain or tree.trunks is None:
+        return _attend(module, query, key, value, tree.mask(window), **options), None
+    bounds, order, places, mask = tree.trunks
+    query, key, value = (x.index_select(2, order) for x in (query, key, value))
+    parts = []
+    for a, b in itertools.pairwise(bounds):
+        q, k, v = (x[:, :, a:b] for x in (query, key, value))
+        parts.append(_attend(module, q, k, v, None, **options))
+    if mask is not None:
+        rest = query[:, :, bounds[-1] :]
+        parts.append(_attend(module, rest, key, value, mask, **options))
+    return torch.cat(parts, 1).index_select(1, places), None
 
 
-def _capped(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention with a soft cap or sinks, written out: no kernel of the CPU has them."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
-    scores = query @ key.transpose(2, 3) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        column = sinks.to(scores).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column], 3)
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    shares = scores.softmax(3, dtype=wide).to(value.dtype)
-    return shares[..., : key.shape[2]] @ value
-
-
-def _masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    scaling: float | None,
-    kernel_options: dict[str, Any] | None,
-) -> Tensor:
-    shared = query.shape[1] != key.shape[1]
-    if isinstance(mask, BlockMask):
-        output: Tensor = compile_friendly_flex_attention(
-            query,
-            key,
-            value,
-            training=True,
-            block_mask=mask,
-            scale=scaling,
-            enable_gqa=shared,
-            kernel_options=kernel_options,
-        )
-        return output
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, scale=scaling, enable_gqa=shared
-    )
-
-
-_REFUSED = {
-    "position_bias": "adds a bias that depends on places in the pack, not in a row",
-    "block_indices": "attends chosen blocks of the pack, not of a row",
-}
-"""What a layer may pass to its attention that a tree cannot follow."""
-
-
-def _check_call(
+def _checked(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -422,7 +284,7 @@ def _check_call(
     dropout: float,
     tree: TreeAttention | None,
     kwargs: dict[str, Any],
-) -> None:
+) -> TreeAttention:
     name = type(module).__name__
     if tree is None:
         raise LayoutError(
@@ -437,12 +299,12 @@ def _check_call(
             "model_inputs as they are; a model that builds its mask by itself cannot "
             "train on packs"
         )
-    shape = (query.shape[0], query.shape[2], key.shape[2])
-    if shape != (1, tree.n_tokens, tree.n_tokens):
+    n = tree.tokens.shape[1]
+    if (query.shape[0], query.shape[2], key.shape[2]) != (1, n, n):
         raise LayoutError(
             f"{name} got queries and keys of shape {tuple(query.shape)} and "
-            f"{tuple(key.shape)} for a pack of {tree.n_tokens} tokens: pass one pack a "
-            "call, without a cache"
+            f"{tuple(key.shape)} for a pack of {n} tokens: pass one pack a call, without "
+            "a cache"
         )
     if dropout:
         raise UnsupportedModelError(
@@ -454,32 +316,51 @@ def _check_call(
             raise UnsupportedModelError(f"{name} {what}: train on rows")
     if not getattr(module, "is_causal", True):
         raise UnsupportedModelError(f"{name} attends in both directions")
+    return tree
 
 
-def _trunk_attention(
+def _attend(
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    trunks: Trunks,
-    scaling: float | None,
-    tree: TreeAttention,
+    mask: Mask | None,
+    **options: Any,
 ) -> Tensor:
-    q, k, v = (_reorder(x, trunks.order, trunks.inverse) for x in (query, key, value))
-    parts = [
-        F.scaled_dot_product_attention(
-            q[:, :, a:b],
-            k[:, :, a:b],
-            v[:, :, a:b],
-            is_causal=True,
+    """Attention under a mask, or causal without one: (1, n_tokens, n_heads, head_dim)."""
+    if isinstance(mask, BlockMask):
+        found: Tensor = flex_attention_forward(
+            module, query, key, value, mask, **options
+        )[0]
+        return found
+    scaling, softcap, sinks = (options[k] for k in ("scaling", "softcap", "s_aux"))
+    if mask is None or (softcap is None and sinks is None):
+        output = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask,
+            is_causal=mask is None,
             scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
+            enable_gqa=query.shape[1] != key.shape[1],
         )
-        for a, b in itertools.pairwise(trunks.bounds)
-    ]
-    if trunks.branches is not None:
-        rest = q[:, :, trunks.bounds[-1] :]
-        parts.append(_masked(rest, k, v, trunks.branches, scaling, tree.kernel_options))
-    output = _reorder(torch.cat(parts, 2), trunks.inverse, trunks.order)
+    else:
+        # written out: no kernel of the CPU has them
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = query @ key.transpose(2, 3) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            column = sinks.to(scores).reshape(1, -1, 1, 1)
+            column = column.expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, column], 3)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        shares = scores.softmax(3, dtype=wide).to(value.dtype)
+        output = shares[..., : key.shape[2]] @ value
+    # layers may view it, as they may the output of transformers' own attention
     return output.transpose(1, 2).contiguous()
 
 

@@ -3,8 +3,7 @@
 import contextlib
 import re
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from trajkit._arguments import check_choice
@@ -27,7 +27,7 @@ _RECURRENT = re.compile(
     "MambaMixer|Mamba2Mixer|SSM|DeltaNet|LightningAttention|RecurrentBlock|RgLru|Rwkv"
     "|Retention|ShortConv"
 )
-_MULTI_TOKEN = re.compile(r"(^|[._])(mtp|nextn)([._]|$)|multi_?token", re.IGNORECASE)
+_MULTI_TOKEN = re.compile(r"(^|[._ ])(mtp|nextn)([._ ]|$)|multi_?token", re.IGNORECASE)
 _ROPE_OF_LENGTH = ("dynamic", "longrope")
 _RANDOM = re.compile(
     r"(^|_)(dropout|dropout_p|p?drop|drop_(prob|path|rate)|layerdrop)($|_)"
@@ -56,13 +56,6 @@ def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
         It is in a wrapper that must run itself, or is no model of transformers.
     """
     name = type(model).__name__
-    if isinstance(model, DistributedDataParallel | DataParallel) or (
-        name == "FullyShardedDataParallel"
-    ):
-        raise UnsupportedModelError(
-            f"{name} averages gradients only if its own forward runs: give it "
-            "trajkit.torch.PackedModel(model) to wrap, and call the result with a pack"
-        )
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
         return unwrapped(model._orig_mod)
     if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
@@ -76,6 +69,13 @@ def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
                     "weights, such as LoRA"
                 )
         return unwrapped(model.get_base_model())
+    if isinstance(model, DistributedDataParallel | DataParallel) or (
+        name == "FullyShardedDataParallel"
+    ):
+        raise UnsupportedModelError(
+            f"{name} averages gradients only if its own forward runs: give it "
+            "trajkit.torch.PackedModel(model) to wrap, and call the result with a pack"
+        )
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"{name} is no model of transformers: pass a causal language model, or call "
@@ -87,46 +87,71 @@ def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
 def check_known(model: torch.nn.Module) -> PreTrainedModel:
     """The transformers model, after a look for what is known to be wrong on trees."""
     causal = unwrapped(model)
-    name = type(causal).__name__
     follow_trees(causal)
-    linear = any(follows(module) for module in causal.modules())
-    for config in _configs(causal.config):
-        used = config._attn_implementation
-        if used != ATTENTION:
-            raise UnsupportedModelError(
-                f"{name} runs attention {used!r}, which does not read the tree of a pack: "
-                f"call model.set_attn_implementation({ATTENTION!r})"
+    for fault in _known_faults(causal):
+        raise UnsupportedModelError(f"{type(causal).__name__}{fault}")
+    return causal
+
+
+def _known_faults(model: PreTrainedModel) -> Iterator[str]:
+    for config in _configs(model.config):
+        if (used := config._attn_implementation) != ATTENTION:
+            yield (
+                f" runs attention {used!r}, which does not read the tree of a pack: call "
+                f"model.set_attn_implementation({ATTENTION!r})"
             )
-    if not (causal._supports_attention_backend or linear):
-        raise UnsupportedModelError(
-            f"{name} does not hand keyword arguments to its attention layers "
+    if not (
+        model._supports_attention_backend or any(follows(m) for m in model.modules())
+    ):
+        yield (
+            " does not hand keyword arguments to its attention layers "
             "(_supports_attention_backend is false): the tree would not reach them"
         )
-    if causal.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} has an encoder: packs are for decoders")
-    if layers_of(causal) is causal:
-        raise UnsupportedModelError(
-            f"{name} has no output projection apart from its layers: load it as a causal "
+    if model.config.is_encoder_decoder:
+        yield " has an encoder: packs are for decoders"
+    if layers_of(model) is model:
+        yield (
+            " has no output projection apart from its layers: load it as a causal "
             "language model"
         )
     # not those that read images and sounds
-    decoder = {*causal.get_decoder().modules()}  # type: ignore[no-untyped-call]
-    for path, module in not_following(causal):
+    decoder = {*model.get_decoder().modules()}  # type: ignore[no-untyped-call]
+    for path, module in not_following(model):
         kind = type(module).__name__
         mixes = _RECURRENT.search(kind) or isinstance(module, torch.nn.Conv1d)
         if mixes and module in decoder:
-            raise UnsupportedModelError(
-                f"{name}: {path} ({kind}) mixes tokens along the pack and not along a "
-                "row, so branches would leak into each other: train on padded or "
-                "varlen rows"
+            yield (
+                f": {path} ({kind}) mixes tokens along the pack and not along a row, so "
+                "branches would leak into each other: train on padded or varlen rows"
             )
-        if _MULTI_TOKEN.search(path) or _MULTI_TOKEN.search(kind):
-            raise UnsupportedModelError(
-                f"{name}: {path} ({kind}) predicts several tokens ahead, which are not "
-                "the next tokens of a pack: remove these layers or train on rows"
+        if _MULTI_TOKEN.search(f"{path} {kind}"):
+            yield (
+                f": {path} ({kind}) predicts several tokens ahead, which are not the "
+                "next tokens of a pack: remove these layers or train on rows"
             )
-    _check_random(causal)
-    return causal
+    for where, key, value in _random_values(model):
+        if isinstance(value, float) and value > 0:
+            yield (
+                f": {where} has {key}={value} in training mode: rows that share a token "
+                "would share what is drawn for it. Set it to 0"
+            )
+
+
+def _random_values(model: PreTrainedModel) -> Iterator[tuple[str, str, Any]]:
+    """What is named as a probability, of modules in training mode and of the model."""
+    for path, module in model.named_modules():
+        if module.training:
+            kind = type(module).__name__
+            if isinstance(module, _DropoutNd):
+                yield f"{path} ({kind})", "p", module.p
+            for key, value in vars(module).items():
+                if _RANDOM.search(key) or (key == "p" and "Drop" in kind):
+                    yield f"{path} ({kind})", key, value
+    if model.training:
+        config = model.config.get_text_config(decoder=True)
+        for key, value in config.to_dict().items():
+            if _RANDOM.search(key) and not _OF_OTHER_HEADS.search(key):
+                yield "its configuration", key, value
 
 
 def layers_of(model: PreTrainedModel) -> torch.nn.Module:
@@ -148,6 +173,13 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     text = config.get_text_config(decoder=True)
     if text is not config:
         yield text
+
+
+def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configurations of a model and of all modules in it."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    found = (_configs(value) for value in values if isinstance(value, PreTrainedConfig))
+    return [*{id(config): config for configs in found for config in configs}.values()]
 
 
 def check_lengths(model: PreTrainedModel, n: int) -> None:
@@ -175,52 +207,13 @@ def _rope_of_length(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
                 yield kind, short or config.max_position_embeddings
 
 
-def _check_random(model: PreTrainedModel) -> None:
-    for path, module in model.named_modules():
-        if not module.training:
-            continue
-        kind = type(module).__name__
-        found = {
-            key: value
-            for key, value in vars(module).items()
-            if _RANDOM.search(key) or (key == "p" and "Drop" in kind)
-        }
-        if isinstance(module, _DropoutNd):
-            found["p"] = module.p
-        for key, value in found.items():
-            if isinstance(value, float) and value > 0:
-                _refuse_random(model, f"{path} ({kind})", key, value)
-    if model.training:
-        config = model.config.get_text_config(decoder=True)
-        for key, value in config.to_dict().items():
-            plain = isinstance(value, float) and not _OF_OTHER_HEADS.search(key)
-            if plain and value > 0 and _RANDOM.search(key):
-                _refuse_random(model, "its configuration", key, value)
-
-
-def _refuse_random(model: PreTrainedModel, where: str, key: str, value: float) -> None:
-    raise UnsupportedModelError(
-        f"{type(model).__name__}: {where} has {key}={value} in training mode: rows that "
-        "share a token would share what is drawn for it. Set it to 0"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """A tree of three branches, its rows, and which edges are of which branch."""
-
-    pack: Pack
-    rows: list[Tensor]
-    branch: Tensor
-
-
 def try_model(
-    model: torch.nn.Module,
-    check: Check,
-    tree_logprobs: Callable[[PreTrainedModel, Pack, Any], Tensor],
-    options: Any,
+    model: torch.nn.Module, check: Check, options: Any, run: Callable[[Pack], Tensor]
 ) -> None:
-    """Compares a tree with its rows, unless the model passed and did not change."""
+    """Compares a tree with its rows, unless the model passed and did not change.
+
+    ``run`` gives the logprobs of a pack, under these options.
+    """
     check_choice("check", check, Check)
     causal = unwrapped(model)
     if check == "never" or any(p.is_meta for p in causal.parameters()):
@@ -228,13 +221,12 @@ def try_model(
     kind, passed = _kind(model), _CHECKED.setdefault(causal, {})
     if check == "once" and passed.get(repr(options)) == kind:
         return
-    trial = _trial(causal)
+    pack, rows, branch = _trial(causal)
     with _undisturbed(causal):
         try:
-            _check_repeats(causal, lambda: tree_logprobs(causal, trial.pack, options))
-            for module in causal.modules():
-                module.training = False
-            found = tree_logprobs(causal, trial.pack, options)
+            _check_repeats(causal, lambda: run(pack))
+            with swapped(causal.modules(), "training", False):
+                found = run(pack).double().cpu()
         except UnsupportedModelError:
             raise
         except Exception as error:
@@ -242,152 +234,128 @@ def try_model(
                 f"{type(causal).__name__} ({_layer_kinds(causal)}) cannot run on a pack: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        expected, size, dtype = _row_logprobs(model, causal, trial)
-    if _compare(causal, trial, found, expected, size, dtype):
-        passed[repr(options)] = kind
-
-
-def _compare(
-    model: PreTrainedModel,
-    trial: _Trial,
-    found: Tensor,
-    expected: Tensor,
-    size: float,
-    dtype: torch.dtype,
-) -> bool:
-    """Raise if logprobs differ; whether they say something of the model."""
-    name = type(model).__name__
+        with swapped(causal.modules(), "training", False):
+            by_row, size, dtype = _row_logprobs(model, causal, rows)
+    expected = by_row[pack.edge_row, pack.edge_position - 1]
     if not bool(torch.isfinite(expected).all()):
         raise UnsupportedModelError(
-            f"{name} gives logprobs that are not finite for a row of {len(trial.rows[0])} "
-            "tokens: load its weights first"
+            f"{type(causal).__name__} gives logprobs that are not finite for a row of "
+            f"{len(rows[0])} tokens: load its weights first"
         )
-    found, expected = found.double().cpu(), expected.double().cpu()
     difference = (found - expected).abs().nan_to_num(torch.inf)
-    kinds = {p.dtype for p in model.parameters() if p.dtype in _PRECISIONS}
-    narrow = max(kinds | {dtype}, key=lambda kind: torch.finfo(kind).eps)
-    bound = _BOUNDS.get(narrow, _BOUND) * size + 1e-5
-    if narrow in _BOUNDS:
+    parts = [difference[branch == k] for k in range(4)]
+    bound = _BOUNDS.get(dtype, _BOUND) * size + 1e-5
+    if dtype in _BOUNDS:
         # One token may go to another expert by rounding alone, not those of a branch.
-        parts = [difference[trial.branch == k].mean() for k in range(4)]
+        values = [float(part.mean()) for part in parts]
     else:
+        values = [float(part.max()) for part in parts]
         if torch.get_float32_matmul_precision() != "highest":
             bound *= 20
-        parts = [difference[trial.branch == k].max() for k in range(4)]
-    worst = max(range(4), key=lambda k: float(parts[k]))
-    if float(parts[worst]) > bound:
-        at = int(torch.where(trial.branch == worst, difference, -1.0).argmax())
+    if max(values) > bound:
+        worst = branch == values.index(max(values))
+        at = int(torch.where(worst, difference, -1.0).argmax())
         raise UnsupportedModelError(
-            f"{name} ({_layer_kinds(model)}) gives a tree other logprobs than its rows: "
-            f"{float(found[at]):.6g} in the tree and {float(expected[at]):.6g} in the "
-            f"row for token {int(trial.pack.edge_position[at])} of row "
-            f"{int(trial.pack.edge_row[at])} of a trial (largest difference for "
-            f"{narrow}: {bound:.2g}). Its layers mix tokens in a way that trajkit does "
-            "not know: train on rows"
+            f"{type(causal).__name__} ({_layer_kinds(causal)}) gives a tree other "
+            f"logprobs than its rows: {float(found[at]):.6g} in the tree and "
+            f"{float(expected[at]):.6g} in the row for token "
+            f"{int(pack.edge_position[at])} of row {int(pack.edge_row[at])} of a trial "
+            f"(largest difference for {dtype}: {bound:.2g}). Its layers mix tokens in a "
+            "way that trajkit does not know: train on rows"
         )
-    return float(expected.std()) > 1e-6
+    if float(expected.std()) > 1e-6:  # or they say nothing of the model
+        passed[repr(options)] = kind
 
 
 def _layer_kinds(model: PreTrainedModel) -> str:
     config = model.config.get_text_config(decoder=True)
     kinds = {*(getattr(config, "layer_types", None) or ())}
-    names = {
-        type(module).__name__
-        for module in model.modules()
-        if re.search("Attention|Mixer|Conv1d", type(module).__name__)
-    }
-    return ", ".join(sorted(kinds | names)) or "layers of unknown kinds"
+    names = {type(module).__name__ for module in model.modules()}
+    kinds |= {name for name in names if re.search("Attention|Mixer|Conv1d", name)}
+    return ", ".join(sorted(kinds)) or "layers of unknown kinds"
 
 
 def _row_logprobs(
-    model: torch.nn.Module, causal: PreTrainedModel, trial: _Trial
+    model: torch.nn.Module, causal: PreTrainedModel, rows: list[Tensor]
 ) -> tuple[Tensor, float, torch.dtype]:
-    """The logprob of each edge in its row by the model itself; its logits' size, dtype."""
-    longest = max(map(len, trial.rows))
-    plain = causal._supports_sdpa and longest > 1024
-    with _modes(causal, {ATTENTION: "sdpa" if plain else "eager"}):
-        parts = []
-        for row in trial.rows:
-            ids = row[None].to(causal.get_input_embeddings().weight.device)
-            parts.append(model(input_ids=ids, use_cache=False).logits[0])
-    size = float(torch.cat(parts).double().square().mean().sqrt())
-    wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
-    values = []
-    pack = trial.pack
-    for row, position, target in zip(
-        pack.edge_row.tolist(),
-        pack.edge_position.tolist(),
-        pack.edge_target.tolist(),
-        strict=True,
-    ):
-        values.append(wide[row][position - 1].log_softmax(0)[target])
-    return torch.stack(values), size, parts[0].dtype
+    """Logprobs by row and place by the model itself; its logits' size; least precision."""
+    plain = causal._supports_sdpa and max(map(len, rows)) > 1024
+    configs = [c for c in configs_of(causal) if c._attn_implementation == ATTENTION]
+    attention = "sdpa" if plain else "eager"
+    logprobs, squares = [], []
+    with swapped(configs, "_attn_implementation_internal", attention):
+        for row in rows:
+            ids = row.to(causal.get_input_embeddings().weight.device)
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            squares.append(float(logits.float().square().mean()))
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            chosen = wide.gather(1, ids[1:, None].to(wide.device))[:, 0]
+            logprobs.append((chosen - wide.logsumexp(1)).double().cpu())
+    dtypes = {p.dtype for p in causal.parameters()} & {*_PRECISIONS} | {logits.dtype}
+    narrow = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    size = (sum(squares) / len(squares)) ** 0.5
+    return pad_sequence(logprobs, batch_first=True), size, narrow
 
 
 def _check_repeats(model: PreTrainedModel, run: Callable[[], Tensor]) -> None:
     if not any(module.training for module in model.modules()):
         return
-    devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
 
-    def state() -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]
+    def random_states() -> list[Tensor]:
+        states = [torch.cuda.get_rng_state(device) for device in _cuda(model)]
+        return [torch.get_rng_state(), *states]
 
-    before = state()
-    one = run()
-    if all(map(torch.equal, before, state())):
-        return
-    if not torch.equal(one, run()):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} draws random numbers in training mode, which change "
-            "its logprobs: rows that share a token would share what is drawn for it. "
-            "Call model.eval(), or find the layer and set its probability to 0"
-        )
+    before, first = random_states(), run()
+    if not all(map(torch.equal, before, random_states())):
+        if not torch.equal(first, run()):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} draws random numbers in training mode, which "
+                "change its logprobs: rows that share a token would share what is drawn "
+                "for it. Call model.eval(), or find the layer and set its probability to 0"
+            )
+
+
+def _cuda(model: PreTrainedModel) -> list[torch.device]:
+    return [*{p.device for p in model.parameters() if p.is_cuda}]
 
 
 @contextlib.contextmanager
 def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
-    """Modes, buffers and random states as they were, afterwards."""
-    training = [(module, module.training) for module in model.modules()]
+    """Eager, without gradients; buffers and random states as they were, afterwards."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    places = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    kind = next(iter(places)).type if places else "cpu"
+    devices = _cuda(model)
     with (
         torch.no_grad(),
-        torch.random.fork_rng(sorted(place.index or 0 for place in places)),
-        torch.autocast(kind, enabled=False),
+        torch.random.fork_rng(devices),
+        torch.autocast("cuda" if devices else "cpu", enabled=False),
         torch.compiler.set_stance("force_eager"),
     ):
         try:
             yield
         finally:
-            for module, mode in training:
-                module.training = mode
             for buffer, value in buffers:
                 buffer.copy_(value)
 
 
 @contextlib.contextmanager
-def _modes(model: PreTrainedModel, attention: dict[str, str]) -> Iterator[None]:
-    configs = {id(c): c for c in _all_configs(model)}.values()
-    before = [(c, c._attn_implementation_internal) for c in configs]
+def swapped(targets: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    """Another value of an attribute of objects, for a while."""
+    before = [(x, name in vars(x), getattr(x, name)) for x in targets]
     try:
-        for config, used in before:
-            config._attn_implementation_internal = attention.get(str(used), used)
+        for target, _, _ in before:
+            setattr(target, name, value)
         yield
     finally:
-        for config, used in before:
-            config._attn_implementation_internal = used
+        for target, own, old in before:
+            setattr(target, name, old) if own else delattr(target, name)
 
 
-def _all_configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, PreTrainedConfig):
-                yield from _configs(value)
+def _trial(model: PreTrainedModel) -> tuple[Pack, list[Tensor], Tensor]:
+    """A tree, its rows, and the branch of each edge.
 
-
-def _trial(model: PreTrainedModel) -> _Trial:
-    """A trunk beyond the longest window, with branches at its end and before it."""
+    A trunk (branch 0) beyond the longest window, with two branches at its end and one
+    before it (1 to 3).
+    """
     # packs that exist train without the compiled core
     from trajkit.packs.packing import pack as pack_rows
     from trajkit.rows.linearize import linearize
@@ -416,23 +384,20 @@ def _trial(model: PreTrainedModel) -> _Trial:
     ]
     tree = pack_rows(linearize(from_records(calls), "per_call"), n + 21)
     pack = PackDataset(tree)[0]
-    of_trunk = (pack.edge_row == 0) & (pack.edge_position < n)
-    return _Trial(pack, rows, torch.where(of_trunk, 0, pack.edge_row + 1))
+    on_trunk = (pack.edge_row == 0) & (pack.edge_position < n)
+    return pack, rows, torch.where(on_trunk, 0, pack.edge_row + 1)
 
 
 def _windows(model: PreTrainedModel) -> Iterator[int]:
     """Numbers of tokens that a configuration or a module calls a window or a chunk."""
     places = [vars(module) for module in model.modules()]
-    for config in _configs(model.config):
-        places.append(config.to_dict())
+    places += [config.to_dict() for config in _configs(model.config)]
     for place in places:
         for key, value in place.items():
             if _WINDOW.search(key):
-                values = [value]
-                if isinstance(value, dict):
-                    values = [*value.values()]
-                elif isinstance(value, list | tuple):
-                    values = [*value]
+                values = value.values() if isinstance(value, dict) else value
+                if not isinstance(value, dict | list | tuple):
+                    values = [value]
                 yield from (v for v in values if type(v) is int and v > 0)
 
 

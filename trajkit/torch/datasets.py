@@ -1,25 +1,21 @@
-"""Tables of packs and of rows as torch datasets."""
+"""A table of packs as a torch dataset."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-from trajkit._arguments import check_choice, chosen_int
+from trajkit._arguments import check_choice
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import PACKS
-from trajkit.tables.canonical import (
-    TableLike,
-    as_table,
-    canonical,
-    canonical_rows,
-    place,
-)
+from trajkit.tables.canonical import TableLike, as_table, canonical
 from trajkit.turns.images import Item, engine_ids, has_items
+
+Images: TypeAlias = Literal["error", "items"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +80,8 @@ class Pack:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Pack":
         """The pack with a function applied to every tensor."""
-        tensors = {
-            f.name: function(getattr(self, f.name))
-            for f in fields(self)
-            if f.name not in ("columns", "mm_items")
-        }
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors = {k: function(x) for k, x in values.items() if isinstance(x, Tensor)}
         columns = {name: function(x) for name, x in self.columns.items()}
         return replace(self, **tensors, columns=columns)
 
@@ -108,19 +101,20 @@ class Pack:
         return self.columns[name]
 
 
-Images: TypeAlias = Literal["error", "items"]
-
-_INT64 = (
-    "edge_source",
-    "edge_target",
-    "edge_row",
-    "edge_position",
-    "prefix_source",
-    "next_source",
-)
-_TENSORS = {*Pack.__slots__} - {"columns", "mm_items"}
-_FLOAT64 = ("edge_weight", "edge_logprob")
-_PADDING = {"input_ids": 0, "loss_mask": False, "logprobs": float("nan")}
+_TENSORS = [
+    n for n in Pack.__slots__ if n not in ("next_source", "columns", "mm_items")
+]
+# torch indexes with int64, and losses are summed in the widest type
+_WIDE = {
+    "edge_source": torch.int64,
+    "edge_target": torch.int64,
+    "edge_row": torch.int64,
+    "edge_position": torch.int64,
+    "edge_weight": torch.float64,
+    "edge_logprob": torch.float64,
+    "prefix_source": torch.int64,
+    "next_source": torch.int64,
+}
 
 
 class PackDataset:
@@ -136,60 +130,75 @@ class PackDataset:
         `trajkit.schema.PACKS` and further ``edge_`` columns, from `trajkit.pack`.
     images : {"error", "items"}
         How to treat packs with images. Their ids are the engine's, with one placeholder
-        per token of an image, and a dataset has no pixels.
-
-        error
-            Raise.
-        items
-            Add ``mm_items`` to each item, for a model that gets the pixels from there.
+        per token of an image, and a dataset has no pixels. "error": raise. "items": add
+        ``mm_items`` to each item, for a model that gets the pixels from there.
 
     Raises
     ------
     SchemaError
         A column is absent or of another type.
     InvalidTurnsError
-        A pack has images, and ``images`` is "error".
-        A pack continues a tree (``oversize="carry"``) that the line before does not
-        have.
+        A pack has images, and ``images`` is "error"; or a pack continues a tree
+        (``oversize="carry"``) that the line before does not have.
     """
 
     def __init__(self, packs: TableLike, *, images: Images = "error") -> None:
-        self._table = _with_engine_ids(canonical(as_table(packs), PACKS), images)
+        check_choice("images", images, Images)
+        table = canonical(as_table(packs), PACKS)
+        if has_items(table):
+            if images == "error":
+                line = int(np.flatnonzero(table.column("mm_items").is_valid())[0])
+                raise InvalidTurnsError(
+                    f"pack {line} has images: the dataset gives the engine's placeholder "
+                    "ids and no pixels. Pass images='items' if the model gets the pixels "
+                    "from mm_items, which each item then has"
+                )
+            table = engine_ids(table)
+        self._table = table
         self._images = images
-        self._continues = np.asarray(self._table.column("prefix_pack").is_valid())
+        self._continues = np.asarray(table.column("prefix_pack").is_valid())
         for line in np.flatnonzero(self._continues).tolist():
-            _check_prefix(self._table, line)
+            self._check_prefix(line)
+
+    def _check_prefix(self, line: int) -> None:
+        """Raise unless a pack's prefix is the path at the end of the line before it."""
+        source = _values(self._table, line, "prefix_source").to_numpy()
+        before = max(line - 1, 0)
+        end, prefix_end, positions = (
+            _values(self._table, before, name).to_numpy()
+            for name in ("subtree_end", "prefix_end", "position_ids")
+        )
+        positions = np.concatenate([np.arange(len(prefix_end)), positions])
+        ends = np.concatenate([prefix_end, end])
+        if (
+            line == 0
+            or not np.all(source < len(ends))
+            or not np.array_equal(positions[source], np.arange(len(source)))
+            or np.any(ends[source] != len(end))
+        ):
+            raise InvalidTurnsError(
+                f"pack {line} continues a tree of pack "
+                f"{self._table['prefix_pack'][line]}, which must be the line before it: "
+                "keep the packs of a tree together and in order"
+            )
 
     def __len__(self) -> int:
         return len(self._table)
 
     def __getitem__(self, index: int) -> Pack:
-        line = self._table.slice(range(len(self))[index], 1)
-        values = {
-            name: _tensor(_element(line, name), f"pack {index}: {name}")
-            for name in line.column_names
-            if name.startswith("edge_") or name in _TENSORS
-        }
-        after = self._table.slice(range(len(self))[index] + 1, 1)
-        values["next_source"] = torch.empty(0, dtype=torch.int64)
-        if len(after):
-            source = _element(after, "prefix_source")
-            values["next_source"] = _tensor(source, f"pack {index + 1}: prefix_source")
-        # torch indexes with int64, and losses are summed in the widest type
-        values |= {name: values[name].long() for name in _INT64}
-        values |= {name: values[name].double() for name in _FLOAT64}
-        columns = {
-            name.removeprefix("edge_"): values.pop(name)
-            for name in [*values]
-            if name not in Pack.__slots__
-        }
+        line = range(len(self))[index]
+        more = {n for n in self._table.column_names if n.startswith("edge_")}
+        more = more.difference(_TENSORS)
+        values = {n: _tensor(self._table, line, n) for n in [*_TENSORS, *more]}
+        values["next_source"] = values["prefix_source"][:0]
+        if line + 1 < len(self):
+            values["next_source"] = _tensor(self._table, line + 1, "prefix_source")
+        values |= {name: values[name].to(kind) for name, kind in _WIDE.items()}
+        columns = {name.removeprefix("edge_"): values.pop(name) for name in more}
         if not len(values["input_ids"]):
-            values["input_ids"] = values["position_ids"] = torch.zeros(
-                1, dtype=torch.int32
-            )
-            values["subtree_end"] = torch.ones(1, dtype=torch.int32)
-        items = _items(line) if self._images == "items" else ()
-        return Pack(**values, columns=columns, mm_items=items)
+            values |= _padding()
+        items = self._table["mm_items"][line].as_py() if self._images == "items" else ()
+        return Pack(**values, columns=columns, mm_items=items or [])
 
     def parts(self) -> list[list[int]]:
         """The packs that must run together, for each of the trees in several packs.
@@ -208,173 +217,32 @@ class PackDataset:
         `trajkit.balance` names them null. The rank takes part in forward and backward,
         and every parameter gets a gradient of zero.
         """
-        one = torch.zeros(1, dtype=torch.int32)
-        return replace(
-            self[0].map(lambda values: values[:0]),
-            input_ids=one,
-            position_ids=one,
-            subtree_end=one + 1,
-            mm_items=(),
-        )
+        nothing = self[0].map(lambda values: values[:0])
+        return replace(nothing, **_padding(), mm_items=())
 
 
-class RowDataset:
-    """Rows one by one, for trainers that pad them (`pad_rows`).
-
-    Each item maps ``input_ids``, ``loss_mask``, ``logprobs`` (NaN if unknown)
-    and ``row_weight`` to tensors, and each of ``columns``.
-
-    Parameters
-    ----------
-    rows : table
-        `trajkit.schema.ROWS`.
-    columns : sequence of str
-        Further columns, a number per row or per token, such as ``advantage``.
-    images : {"error", "items"}
-        As for `PackDataset`. With "items", each item also has a list ``mm_items``.
-
-    Raises
-    ------
-    SchemaError
-        A column is absent.
-    InvalidTurnsError
-        A row has images, and ``images`` is "error".
-    """
-
-    def __init__(
-        self,
-        rows: TableLike,
-        columns: Sequence[str] = (),
-        *,
-        images: Images = "error",
-    ) -> None:
-        table = canonical_rows(as_table(rows))
-        self._table = _with_engine_ids(table, images)
-        self._images = images
-        self._names = [*_PADDING, "row_weight", *columns]
-        missing = [n for n in columns if n not in self._table.column_names]
-        if missing:
-            raise SchemaError(f"the rows have no columns {missing}")
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        line = self._table.slice(range(len(self))[index], 1)
-        item: dict[str, Any] = {}
-        for name in self._names:
-            column = line.column(name)
-            where = f"{place(line, 0)}: {name}"
-            if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-                item[name] = _tensor(_element(line, name), where)
-            else:
-                item[name] = _tensor(column.chunk(0), where)[0]
-        if self._images == "items":
-            item["mm_items"] = _items(line)
-        return item
+def _padding() -> dict[str, Tensor]:
+    one = torch.ones(1, dtype=torch.int32)
+    return {"input_ids": one - 1, "position_ids": one - 1, "subtree_end": one}
 
 
-def pad_rows(
-    rows: Sequence[dict[str, Any]], *, pad_id: int = 0, multiple_of: int = 1
-) -> dict[str, Any]:
-    """A batch of rows, padded on the right: the ``collate_fn`` of a `RowDataset`.
-
-    Parameters
-    ----------
-    rows : sequence of dict
-        Items of a `RowDataset`.
-    pad_id : int
-        The id of padding tokens.
-    multiple_of : int
-        The length of the batch is a multiple of it.
-
-    Returns
-    -------
-    dict of str to tensor
-        Values per token have shape (n_rows, length); beyond a row ``loss_mask`` is
-        False, ``logprobs`` NaN and other columns 0. Values per row have shape (n_rows,).
-        ``attention_mask`` (bool) and ``position_ids`` (int64) are added. ``mm_items`` is
-        a list of the rows' lists.
-    """
-    multiple_of = chosen_int("multiple_of", multiple_of, 1)
-    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-    length = -(-int(lengths.max()) // multiple_of) * multiple_of
-    index = torch.arange(length)
-    batch: dict[str, Any] = {
-        "attention_mask": index < lengths[:, None],
-        "position_ids": index.expand(len(rows), length),
-    }
-    padding = _PADDING | {"input_ids": pad_id}
-    for name in rows[0]:
-        values = [row[name] for row in rows]
-        if name == "mm_items":
-            batch[name] = values
-            continue
-        if values[0].ndim == 0:
-            batch[name] = torch.stack(values)
-            continue
-        batch[name] = values[0].new_full((len(rows), length), padding.get(name, 0))
-        for line, value in zip(batch[name], values, strict=True):
-            line[: len(value)] = value
-    return batch
+def _values(packs: pa.Table, line: int, name: str) -> pa.Array:
+    return packs.slice(line, 1).column(name).chunk(0).flatten()
 
 
-def _with_engine_ids(table: pa.Table, images: Images) -> pa.Table:
-    """Packs or rows with the ids that the engine consumed."""
-    check_choice("images", images, Images)
-    if not has_items(table):
-        return table
-    if images == "error":
-        line = int(np.flatnonzero(table.column("mm_items").is_valid())[0])
-        where = f"pack {line}" if "subtree_end" in table.column_names else ""
-        raise InvalidTurnsError(
-            f"{where or place(table, line)} has images: the dataset gives the engine's "
-            "placeholder ids and no pixels. Pass images='items' if the model gets the "
-            "pixels from mm_items, which each item then has"
-        )
-    return engine_ids(table)
-
-
-def _items(line: pa.Table) -> list[Item]:
-    return line.column("mm_items")[0].as_py() or []
-
-
-def _check_prefix(packs: pa.Table, line: int) -> None:
-    """Raise unless the prefix of a pack is the path at the end of the line before it."""
-    source = _element(packs.slice(line, 1), "prefix_source").to_numpy()
-    before = packs.slice(max(line - 1, 0), 1)
-    own, prefix = (
-        _element(before, name).to_numpy() for name in ("subtree_end", "prefix_end")
-    )
-    positions = _element(before, "position_ids").to_numpy()
-    positions = np.concatenate([np.arange(len(prefix)), positions])
-    ends = np.concatenate([prefix, own])
-    if (
-        line == 0
-        or not np.all(source < len(ends))
-        or not np.array_equal(positions[source], np.arange(len(source)))
-        or np.any(ends[source] != len(own))
-    ):
-        raise InvalidTurnsError(
-            f"pack {line} continues a tree of pack {packs['prefix_pack'][line]}, which "
-            "must be the line before it: keep the packs of a tree together and in order"
-        )
-
-
-def _element(line: pa.Table, name: str) -> pa.Array:
-    return line.column(name).chunk(0).flatten()
-
-
-def _tensor(values: pa.Array, where: str) -> Tensor:
-    """An Arrow array as a tensor, in its own memory if it has neither nulls nor bits."""
-    if pa.types.is_boolean(values.type):
-        return _tensor(values.cast(pa.uint8()), where).bool()
+def _tensor(packs: pa.Table, line: int, name: str) -> Tensor:
+    """A value of a table as a tensor, in Arrow's memory if it has no nulls or bits."""
+    values = _values(packs, line, name)
     if pa.types.is_floating(values.type):
         values = values.fill_null(float("nan"))
-    elif values.null_count or not pa.types.is_integer(values.type):
+    elif values.null_count or not (
+        pa.types.is_integer(values.type) or pa.types.is_boolean(values.type)
+    ):
         raise SchemaError(
-            f"{where} has {values.null_count} nulls of type {values.type}: tensors hold "
-            "numbers, and a null only as a float's NaN"
+            f"pack {line}: {name} has {values.null_count} nulls of type {values.type}: "
+            "tensors hold numbers, and a null only as a float's NaN"
         )
+    if pa.types.is_boolean(values.type):
+        return torch.from_dlpack(values.cast(pa.uint8())).bool()
     tensor: Tensor = torch.from_dlpack(values)
     return tensor

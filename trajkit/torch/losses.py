@@ -5,7 +5,6 @@ loss is a mean of, such as the number of rollouts in the step. What
 `trajkit.learn.reference_loss` gives for the rows is what these give for their packs.
 """
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Literal, TypeAlias
@@ -20,6 +19,7 @@ from trajkit.torch.datasets import Pack
 
 Head: TypeAlias = Callable[[Tensor], Tensor]
 """From hidden states to logits, such as a model's output projection."""
+Ratio: TypeAlias = Literal["token", "sequence"]
 
 
 def gather_logprobs(
@@ -63,44 +63,39 @@ def gather_logprobs(
         raise LayoutError(
             f"hidden states of shape {tuple(hidden.shape)} for a pack of {n} tokens"
         )
-    hidden = hidden.reshape(n, hidden.shape[-1])
-    # Bounds of chunks are needed on the host, where packs come from.
-    source = pack.edge_source.cpu()
-    unique, slot = torch.unique(source, return_inverse=True)
+    # Sizes of chunks are needed on the host, where packs come from.
+    source, slot, counts = torch.unique(
+        pack.edge_source.cpu(), return_inverse=True, return_counts=True
+    )
     order = torch.argsort(slot, stable=True)
-    slot = slot[order]
     # One chunk at least: without an edge, the head takes part with zero gradients.
-    bounds = torch.arange(0, max(len(unique), 1) + chunk_size, chunk_size)
-    edges = torch.searchsorted(slot, bounds).tolist()
-    place = hidden.device
-    target = pack.edge_target.cpu()[order].to(place, non_blocking=True)
-    unique, slot = (x.to(place, non_blocking=True) for x in (unique, slot))
-    states = hidden[unique]
-    parts = []
-    for k, (a, b) in enumerate(itertools.pairwise(edges)):
-        start = k * chunk_size
-        here, at = states[start : start + chunk_size], slot[a:b] - start
-        given = (here, lm_head, at, target[a:b], temperature)
-        parts.append(checkpoint(_chunk, *given, use_reentrant=False))
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order))
-    return torch.cat(parts)[inverse.to(place)]
+    sizes = [int(count.sum()) for count in counts.split(chunk_size)]
+    source, slot, target, places = (
+        x.to(hidden.device, non_blocking=True)
+        for x in (
+            source,
+            slot[order] % chunk_size,
+            pack.edge_target.cpu()[order],
+            torch.argsort(order),
+        )
+    )
+    states = hidden.reshape(n, hidden.shape[-1])[source].split(chunk_size)
+    chunks = zip(states, slot.split(sizes), target.split(sizes), strict=True)
+    parts = [
+        checkpoint(_chunk, *chunk, lm_head, temperature, use_reentrant=False)
+        for chunk in chunks
+    ]
+    return torch.cat(parts)[places]
 
 
 def _chunk(
-    states: Tensor, lm_head: Head, slot: Tensor, target: Tensor, temperature: float
+    states: Tensor, slot: Tensor, target: Tensor, lm_head: Head, temperature: float
 ) -> Tensor:
     logits = lm_head(states)
-    logits = logits.to(_wide(logits.dtype)) / temperature
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logits = logits.to(wide) / temperature
     total: Tensor = logits.logsumexp(1)
     return logits[slot, target] - total[slot]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-Ratio: TypeAlias = Literal["token", "sequence"]
 
 
 def policy_loss(
@@ -147,67 +142,32 @@ def policy_loss(
         a part of a tree that was cut.
     """
     check_choice("ratio", ratio, Ratio)
-    _check_length(logprobs, pack)
     if ratio == "sequence" and pack.is_part:
         raise LayoutError(
             "ratio='sequence' needs all edges of a row in one pack, and a tree of this "
             "pack continues in another one: pack with oversize='repeat'"
         )
-    used = _used(pack, pack.edge_weight, "row_weight")
-    _check_finite(pack, pack.column(advantage), used, advantage)
+    weight = _finite(logprobs, pack, "row_weight", pack.edge_weight)
+    used = weight != 0
+    value = _finite(logprobs, pack, advantage, None, used)
     if old_logprobs is None:
-        _check_finite(pack, pack.edge_logprob, used, "logprob")
-        old_logprobs = pack.edge_logprob
+        old = _finite(logprobs, pack, "logprob", pack.edge_logprob, used)
     else:
-        _check_finite(pack, old_logprobs, used, "old logprob")
-    old, weight, value = (
-        x.to(logprobs) for x in (old_logprobs, pack.edge_weight, pack.column(advantage))
-    )
-    used = used.to(logprobs.device)
-    # An edge without a weight has no part in the loss, whatever its values.
-    old, value = (torch.where(used, x, 0.0) for x in (old, value))
+        old = _finite(logprobs, pack, "old logprob", old_logprobs, used)
     difference = torch.where(used, logprobs - old, 0.0)
     if ratio == "sequence":
-        difference = _row_means(difference, used, pack.edge_row.to(logprobs.device))
+        _, row = torch.unique(pack.edge_row.to(used.device), return_inverse=True)
+        total, count = (
+            torch.zeros_like(difference).index_add(0, row, x.to(difference))
+            for x in (difference, used)
+        )
+        difference = torch.where(used, (total / count.clamp(min=1))[row], 0.0)
     ratios = difference.exp()
     gain = ratios * value
     if clip is not None:
         low, high = clip
         gain = torch.minimum(gain, ratios.clamp(1 - low, 1 + high) * value)
-    return -(weight * torch.where(used, gain, 0.0)).sum()
-
-
-def _used(pack: Pack, weight: Tensor, name: str) -> Tensor:
-    """The edges that a loss counts, after a check of what it weighs them with."""
-    everywhere = torch.ones_like(weight, dtype=torch.bool)
-    _check_finite(pack, weight, everywhere, name)
-    return weight != 0
-
-
-def _check_finite(pack: Pack, values: Tensor, used: Tensor, name: str) -> None:
-    bad = ~torch.isfinite(values) & used.to(values.device)
-    if not bool(bad.any()):
-        return
-    edge = int(bad.nonzero()[0])
-    value = float(values[edge])
-    rows = pack.edge_row[bad.to(pack.edge_row.device)].unique().tolist()
-    listed = ", ".join(map(str, rows[:10])) + (" ..." if len(rows) > 10 else "")
-    raise InvalidTurnsError(
-        f"{name} is {'null or NaN' if math.isnan(value) else value} for {len(rows)} of "
-        f"the pack's rows ({listed}), first at edge {edge} (row "
-        f"{int(pack.edge_row[edge])}, position {int(pack.edge_position[edge])}): the "
-        "loss and every gradient would be NaN or infinite. Give these rows a number, "
-        "or leave them out before packing"
-    )
-
-
-def _row_means(values: Tensor, used: Tensor, row: Tensor) -> Tensor:
-    """For each edge, the mean over the used edges of its row."""
-    _, code = torch.unique(row, return_inverse=True)
-    zeros = values.new_zeros(len(row))
-    total = zeros.index_add(0, code, values)
-    count = zeros.index_add(0, code, used.to(values)).clamp(min=1)
-    return (total / count)[code]
+    return -(weight * gain).sum()
 
 
 def nll_loss(logprobs: Tensor, pack: Pack) -> Tensor:
@@ -215,17 +175,15 @@ def nll_loss(logprobs: Tensor, pack: Pack) -> Tensor:
 
     Parameters
     ----------
-    logprobs : float tensor, shape (n_edges,)
-        As `gather_logprobs` gives them.
-    pack : Pack
+    logprobs, pack
+        As for `policy_loss`.
 
     Raises
     ------
     InvalidTurnsError
         A weight is null, NaN or infinite.
     """
-    _check_length(logprobs, pack)
-    return _weighed(logprobs, pack, pack.edge_weight, "row_weight")
+    return _weighed(logprobs, _finite(logprobs, pack, "row_weight", pack.edge_weight))
 
 
 def observation_loss(
@@ -235,10 +193,8 @@ def observation_loss(
 
     Parameters
     ----------
-    logprobs : float tensor, shape (n_edges,)
-        As `gather_logprobs` gives them.
-    pack : Pack
-        With a column of observation weights, ``v``.
+    logprobs, pack
+        As for `policy_loss`; the pack has a column of observation weights, ``v``.
     weight : str
         The column that holds them.
 
@@ -247,18 +203,39 @@ def observation_loss(
     InvalidTurnsError
         A weight is null, NaN or infinite.
     """
-    _check_length(logprobs, pack)
-    return _weighed(logprobs, pack, pack.column(weight), weight)
+    return _weighed(logprobs, _finite(logprobs, pack, weight))
 
 
-def _weighed(logprobs: Tensor, pack: Pack, weight: Tensor, name: str) -> Tensor:
-    used = _used(pack, weight, name).to(logprobs.device)
+def _weighed(logprobs: Tensor, weight: Tensor) -> Tensor:
     # An edge without a weight has no part in the loss, whatever its logprob.
-    return -torch.where(used, weight.to(logprobs) * logprobs, 0.0).sum()
+    return -(weight * torch.where(weight != 0, logprobs, 0.0)).sum()
 
 
-def _check_length(logprobs: Tensor, pack: Pack) -> None:
+def _finite(
+    logprobs: Tensor,
+    pack: Pack,
+    name: str,
+    values: Tensor | None = None,
+    used: Tensor | None = None,
+) -> Tensor:
+    """Values of edges, by default of a column, as ``logprobs``; 0 where not used."""
     if logprobs.shape != pack.edge_source.shape:
         raise LayoutError(
             f"logprobs of shape {tuple(logprobs.shape)} for {len(pack.edge_source)} edges"
         )
+    values = (pack.column(name) if values is None else values).to(logprobs.device)
+    bad = ~torch.isfinite(values) & (True if used is None else used)
+    if bool(bad.any()):
+        edge = int(bad.nonzero()[0])
+        value = float(values[edge])
+        rows = pack.edge_row[bad.to(pack.edge_row.device)].unique().tolist()
+        listed = ", ".join(map(str, rows[:10])) + (" ..." if len(rows) > 10 else "")
+        raise InvalidTurnsError(
+            f"{name} is {'null or NaN' if math.isnan(value) else value} for {len(rows)} "
+            f"of the pack's rows ({listed}), first at edge {edge} (row "
+            f"{int(pack.edge_row[edge])}, position {int(pack.edge_position[edge])}): the "
+            "loss and every gradient would be NaN or infinite. Give these rows a number, "
+            "or leave them out before packing"
+        )
+    values = values.to(logprobs.dtype)
+    return values if used is None else torch.where(used, values, 0.0)

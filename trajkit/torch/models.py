@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -19,12 +19,24 @@ from trajkit.torch.checks import (
     check_lengths,
     chooses_tokens,
     layers_of,
+    swapped,
     try_model,
     unwrapped,
 )
 from trajkit.torch.datasets import Pack
 from trajkit.torch.losses import gather_logprobs
 from trajkit.torch.states import CarriedStates, States, follows
+
+
+class Options(TypedDict, total=False):
+    """How a model runs on packs: see `edge_logprobs`."""
+
+    kernel: Kernel
+    kernel_options: dict[str, Any] | None
+    temperature: float
+    chunk_size: int
+    check: Check
+    local: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +47,6 @@ class _Options:
     chunk_size: int = 2048
     check: Check = "once"
     local: bool = False
-
-
-class _Given(TypedDict, total=False):
-    kernel: Kernel
-    kernel_options: dict[str, Any] | None
-    temperature: float
-    chunk_size: int
-    check: Check
-    local: bool
 
 
 def check_model(model: torch.nn.Module, *, check: Check = "once") -> None:
@@ -57,7 +60,8 @@ def check_model(model: torch.nn.Module, *, check: Check = "once") -> None:
     Parameters
     ----------
     model : PreTrainedModel
-        A causal language model of transformers, or one compiled or with adapters (PEFT).
+        A causal language model of transformers, or one compiled or with adapters (PEFT),
+        loaded with ``attn_implementation="trajkit"``.
     check : {"always", "once", "never"}
         When to make the trial. "once": unless the model passed it and has the layers,
         hooks and configuration of then. A model on the meta device is not tried.
@@ -84,29 +88,14 @@ def check_model(model: torch.nn.Module, *, check: Check = "once") -> None:
 
 
 def model_inputs(
-    model: torch.nn.Module,
-    pack: Pack,
-    *,
-    kernel: Kernel = "masked",
-    kernel_options: dict[str, Any] | None = None,
-    check: Check = "once",
-    local: bool = False,
+    model: torch.nn.Module, pack: Pack, **options: Unpack[Options]
 ) -> dict[str, Any]:
     """Keyword arguments with which a model runs on a pack.
 
     Parameters
     ----------
-    model : PreTrainedModel
-        Loaded with ``attn_implementation="trajkit"``; also compiled, or with adapters.
-    pack : Pack
-        Its masks are built on the CPU, so pass the pack as the dataset gives it.
-    kernel, kernel_options
-        As for `TreeAttention`.
-    check
-        As for `check_model`, which looks at the model.
-    local : bool
-        Gradients stay on this rank, or the caller reduces them. Without it a model that
-        several ranks train must be in a wrapper: see `PackedModel`.
+    model, pack, **options
+        As for `edge_logprobs`.
 
     Returns
     -------
@@ -116,30 +105,70 @@ def model_inputs(
 
     Raises
     ------
+    UnsupportedModelError, LayoutError
+        As for `edge_logprobs`.
+    """
+    chosen = _Options(**options)
+    return _inputs(_ready(model, chosen), pack, chosen)
+
+
+def edge_logprobs(
+    model: torch.nn.Module, pack: Pack, **options: Unpack[Options]
+) -> Tensor:
+    """The logprob that a model gives the target of each edge of a pack.
+
+    Logits are what the model's own forward makes of its last hidden states, with soft
+    caps and scales.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        As for `check_model`, which looks at it.
+    pack : Pack
+        Its masks are built on the CPU, so pass the pack as the dataset gives it.
+    **options
+        ``kernel`` ("masked") and ``kernel_options`` (None) are those of `TreeAttention`,
+        ``temperature`` (1.0) and ``chunk_size`` (2048) of `gather_logprobs`, ``check``
+        ("once") of `check_model`. With ``local`` (False) gradients stay on this rank, or
+        the caller reduces them; without it a model that several ranks train must be in a
+        wrapper: see `PackedModel`.
+
+    Returns
+    -------
+    float tensor, shape (n_edges,)
+
+    Raises
+    ------
     UnsupportedModelError
         As for `check_model`; or RoPE has frequencies of the longest row, and a row of
         the pack is long enough to change them.
     LayoutError
-        A tree of the pack continues in another pack; or several ranks run, and the model
-        is not in a wrapper.
+        A tree of the pack continues in another pack (see `carry_backward`); or several
+        ranks run, and the model is not in a wrapper.
     """
-    options = _Options(kernel, kernel_options, check=check, local=local)
-    return _inputs(_ready(model, options), pack, options)
+    chosen = _Options(**options)
+    causal = _ready(model, chosen)
+    found: Tensor = _inside(causal, lambda: _logprobs(causal, pack, chosen))
+    return found
 
 
 def _ready(model: torch.nn.Module, options: _Options) -> PreTrainedModel:
     """The transformers model in ``model``, after all checks."""
     causal = check_known(model)
     if not (options.local or isinstance(causal, FSDPModule)):
-        check_single_rank()
-    tried = replace(
-        options, temperature=1.0, chunk_size=2048, check="never", local=True
-    )
-    _inside(causal, lambda: try_model(model, options.check, _logprobs, tried))
+        _check_single_rank()
+    tried = _Options(options.kernel, options.kernel_options)
+
+    def trial() -> None:
+        try_model(
+            model, options.check, tried, lambda pack: _logprobs(causal, pack, tried)
+        )
+
+    _inside(causal, trial)
     return causal
 
 
-def check_single_rank() -> None:
+def _check_single_rank() -> None:
     """Raise if other ranks train the model, too."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -191,44 +220,6 @@ def _inputs(
     }
 
 
-def edge_logprobs(
-    model: torch.nn.Module,
-    pack: Pack,
-    *,
-    temperature: float = 1.0,
-    chunk_size: int = 2048,
-    kernel: Kernel = "masked",
-    kernel_options: dict[str, Any] | None = None,
-    check: Check = "once",
-    local: bool = False,
-) -> Tensor:
-    """The logprob that a model gives the target of each edge of a pack.
-
-    Logits are what the model's own forward makes of its last hidden states, with soft
-    caps and scales.
-
-    Parameters
-    ----------
-    model, pack, kernel, kernel_options, check, local
-        As for `model_inputs`.
-    temperature, chunk_size
-        As for `gather_logprobs`.
-
-    Returns
-    -------
-    float tensor, shape (n_edges,)
-
-    Raises
-    ------
-    UnsupportedModelError, LayoutError
-        As for `model_inputs`; for a part of a tree see `carry_backward`.
-    """
-    options = _Options(kernel, kernel_options, temperature, chunk_size, check, local)
-    causal = _ready(model, options)
-    found: Tensor = _inside(causal, lambda: _logprobs(causal, pack, options))
-    return found
-
-
 def _outputs(
     model: PreTrainedModel,
     pack: Pack,
@@ -252,17 +243,14 @@ def _logprobs(
 
     def head(states: Tensor) -> Tensor:
         """The model's forward after its layers, whatever it does there."""
-        layers = layers_of(model)
-        before = vars(layers).get("forward")
-        layers.forward = lambda *args, **kwargs: kind(last_hidden_state=states[None])
-        try:
-            # not the call: hooks of the model run once, for the pack
+
+        def layers(*args: Any, **kwargs: Any) -> Any:
+            return kind(last_hidden_state=states[None])
+
+        # not the call of the model: its hooks run once, for the pack
+        with swapped([layers_of(model)], "forward", layers):
             none = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
             logits: Tensor = model.forward(input_ids=none, use_cache=False).logits[0]
-        finally:
-            del layers.forward
-            if before is not None:
-                layers.forward = before
         return logits
 
     return gather_logprobs(
@@ -275,9 +263,7 @@ def _logprobs(
 
 
 def carry_logprobs(
-    model: torch.nn.Module,
-    parts: Sequence[Pack],
-    **options: Unpack[_Given],
+    model: torch.nn.Module, parts: Sequence[Pack], **options: Unpack[Options]
 ) -> list[Tensor]:
     """As `edge_logprobs`, without gradients, for the packs of a tree in several packs.
 
@@ -320,7 +306,7 @@ def carry_backward(
     model: torch.nn.Module,
     parts: Sequence[Pack],
     loss: Callable[[Tensor, Pack], Tensor],
-    **options: Unpack[_Given],
+    **options: Unpack[Options],
 ) -> Tensor:
     """Forward and backward of a tree in several packs, with one pack in memory at a time.
 
@@ -332,10 +318,8 @@ def carry_backward(
 
     Parameters
     ----------
-    model, **options
-        As for `edge_logprobs`. Gradients are added to ``grad`` of its parameters.
-    parts : sequence of Pack
-        The packs of one list of `PackDataset.parts`, in order.
+    model, parts, **options
+        As for `carry_logprobs`. Gradients are added to ``grad`` of the parameters.
     loss : callable
         From the logprobs of a pack's edges and the pack to a scalar tensor. The losses
         of the packs are summed.
@@ -404,9 +388,7 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]
 
     Parameters
     ----------
-    model : PreTrainedModel
-        As for `edge_logprobs`; also with adapters (PEFT).
-    **options
+    model, **options
         As for `edge_logprobs`. ``local``: several ranks may call the module without a
         wrapper that this class knows (`DistributedDataParallel`, FSDP2).
 
@@ -420,13 +402,12 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]
     Attributes that the module lacks are those of ``model``, such as ``config``.
     """
 
-    def __init__(self, model: torch.nn.Module, **options: Unpack[_Given]) -> None:
+    def __init__(self, model: torch.nn.Module, **options: Unpack[Options]) -> None:
         super().__init__()
         unwrapped(model)
         self.model = model
-        self.local = options.pop("local", False)
-        self._options = options
-        _Options(**options)  # raises TypeError for another name
+        self.local = _Options(**options).local
+        self._options = {**options, "local": True}
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -442,8 +423,8 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]
             or DistributedDataParallel._active_ddp_module is not None
         )
         if not (wrapped or self.local):
-            check_single_rank()
+            _check_single_rank()
         # Masks are built on the host. Layers that are compiled themselves stay so.
         run = torch.compiler.disable(edge_logprobs)
-        found: Tensor = run(self.model, pack, local=True, **self._options)
+        found: Tensor = run(self.model, pack, **self._options)
         return found

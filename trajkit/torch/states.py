@@ -2,7 +2,8 @@
 
 Linear attention, Mamba and short convolutions run through whatever order their tokens
 have. Here a tree is cut into segments without a branch, and a layer's own forward runs on
-them, with a cache that holds what it stored after the parent of each segment.
+them, with a cache that holds what it stored after the parent of each segment. Attention
+layers hand keys and values of a prefix from pack to pack (`CarriedStates`).
 """
 
 import functools
@@ -17,10 +18,12 @@ from transformers import PreTrainedModel
 
 from trajkit.errors import UnsupportedModelError
 from trajkit.torch.datasets import Pack
-from trajkit.torch.masks import Ints, TokenRanges
+from trajkit.torch.masks import Tokens
 
-States: TypeAlias = dict[torch.nn.Module, tuple[Tensor, Tensor]]
-"""Per attention layer two tensors of shape (1, n_key_heads, n_prefix, head_dim)."""
+States: TypeAlias = dict[torch.nn.Module, list[Tensor]]
+"""Per attention layer key and value, of shape (1, n_key_heads, n_prefix, head_dim)."""
+
+_STORES = ("cache.update_recurrent_state(", "cache.update_conv_state(")
 
 
 class CarriedStates:
@@ -31,15 +34,11 @@ class CarriedStates:
 
     Parameters
     ----------
-    prefix : dict of layer to (key, value)
+    pack : Pack
+    prefix : dict of layer to [key, value]
         ``handed`` of the pack before; empty for the first pack of a tree.
-    gradients : dict of layer to (key, value), optional
+    gradients : dict of layer to [key, value], optional
         What `prefix_gradients` gave for the next pack.
-
-    Attributes
-    ----------
-    handed : dict of layer to (key, value)
-        Of the tokens that the next pack attends.
     """
 
     def __init__(
@@ -51,68 +50,43 @@ class CarriedStates:
         # Leaves: inside checkpointed layers, too, their gradients add up in ``grad``.
         with_grad = torch.is_grad_enabled()
         self._prefix = {
-            layer: (
-                key.detach().requires_grad_(with_grad),
-                value.detach().requires_grad_(with_grad),
-            )
-            for layer, (key, value) in prefix.items()
+            layer: [x.detach().requires_grad_(with_grad) for x in states]
+            for layer, states in prefix.items()
         }
 
-    def extend(
-        self, layer: torch.nn.Module, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The keys and values of the prefix and of the pack, in this order.
+    def extend(self, layer: torch.nn.Module, *states: Tensor) -> list[Tensor]:
+        """Keys and values of the prefix and then of the pack.
 
         Raises
         ------
         UnsupportedModelError
             A layer runs more than once.
         """
-        if layer in self._prefix:
-            before = self._prefix[layer]
-            key, value = (
-                torch.cat([before[0], key], 2),
-                torch.cat([before[1], value], 2),
-            )
+        found = [*states]
+        if before := self._prefix.get(layer):
+            found = [torch.cat(x, 2) for x in zip(before, states, strict=True)]
+        source = self._source.to(found[0].device)
         if layer in self._gradients:
-            handed = self._gradients[layer]
-            key = _Handed.apply(key, self._source, handed[0])
-            value = _Handed.apply(value, self._source, handed[1])
-        elif len(self._source) and not torch.is_grad_enabled():
+            for x, handed in zip(found, self._gradients[layer], strict=True):
+                if x.requires_grad:
+                    x.register_hook(functools.partial(_added, source, handed))
+        elif len(source) and not torch.is_grad_enabled():
             if layer in self.handed:
                 raise UnsupportedModelError(
                     f"{type(layer).__name__} runs twice in one forward pass, so its keys "
                     "and values cannot be carried: pack with oversize='repeat'"
                 )
-            at = self._source.to(key.device)
-            self.handed[layer] = key.index_select(2, at), value.index_select(2, at)
-        return key, value
+            self.handed[layer] = [x.index_select(2, source) for x in found]
+        return found
 
     def prefix_gradients(self) -> States:
         """The gradients of the prefix, after the backward pass."""
-        found: States = {}
-        for layer, (key, value) in self._prefix.items():
-            assert key.grad is not None
-            assert value.grad is not None
-            found[layer] = key.grad, value.grad
-        return found
+        return {k: [x.grad for x in states] for k, states in self._prefix.items()}
 
 
-class _Handed(torch.autograd.Function):  # type: ignore[misc]
-    """Its first argument; its gradient also has that of tokens handed to another pack."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, handed: Tensor) -> Tensor:
-        ctx.save_for_backward(source.to(x.device), handed)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        source, handed = ctx.saved_tensors
-        return grad.index_add(2, source, handed), None, None
-
-
-_STORES = ("cache.update_recurrent_state(", "cache.update_conv_state(")
+def _added(source: Tensor, handed: Tensor, grad: Tensor) -> Tensor:
+    """A gradient with that of the tokens that were handed to another pack."""
+    return grad.index_add(2, source, handed)
 
 
 class Segments:
@@ -131,58 +105,38 @@ class Segments:
         Where each token is among the own tokens of all batches.
     """
 
-    def __init__(self, tokens: TokenRanges, device: torch.device) -> None:
-        end = tokens.end
-        starts = np.flatnonzero(np.diff(end, prepend=-1))
-        stops = np.append(starts[1:], len(end))
-        parents, depth = _parents(starts, end)
-        runs: dict[tuple[int, int, int, bool], list[tuple[int, int, Ints]]] = {}
-        for number, (start, stop, parent) in enumerate(
-            zip(starts, stops, parents, strict=True)
-        ):
-            own, source = stop - start, parent
+    def __init__(self, tokens: Tokens, device: torch.device) -> None:
+        end = tokens[1]
+        starts = np.flatnonzero(np.diff(end, prepend=-1)).tolist()
+        stops = [*starts[1:], len(end)]
+        parents, depth = [-1], [0]  # of each segment, with one before all
+        runs: dict[tuple[int, int, int, bool], list[tuple[int, int, Any]]] = {}
+        for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            source = number - 1
+            while source >= 0 and end[starts[source]] <= start:
+                source = parents[source + 1]
+            parents.append(source)
+            depth.append(depth[source + 1] + 1)
             run = np.arange(start, stop)
-            if own == 1 and parent >= 0:
-                source = parents[parent]
-                run = np.append(np.arange(starts[parent], stops[parent]), run)
-            key = (int(depth[number]), len(run), own, source >= 0)
+            if len(run) == 1 and source >= 0:
+                run = np.append(np.arange(starts[source], stops[source]), run)
+                source = parents[source + 1]
+            key = depth[-1], len(run), stop - start, source >= 0
             runs.setdefault(key, []).append((number, source, run))
         self.batches: list[tuple[list[int], list[int], Tensor, int]] = []
-        places = []
         for (_, _, own, _), group in sorted(runs.items()):
             numbers, sources, parts = map(list, zip(*group, strict=True))
-            at = np.stack(parts)
-            places.append(at[:, -own:].ravel())
-            self.batches.append(
-                (numbers, sources, torch.from_numpy(at).to(device), int(own))
-            )
-        inverse = np.argsort(np.concatenate(places))
-        self.inverse = torch.from_numpy(inverse).to(device)
-
-
-def _parents(starts: Ints, end: Ints) -> tuple[list[int], Ints]:
-    """The segment before each segment, and the number of segments above it."""
-    parents: list[int] = []
-    depth = []
-    path: list[int] = []
-    for number, start in enumerate(starts):
-        while path and end[starts[path[-1]]] <= start:
-            path.pop()
-        parents.append(path[-1] if path else -1)
-        depth.append(len(path))
-        path.append(number)
-    return parents, np.array(depth)
+            at = torch.from_numpy(np.stack(parts)).to(device)
+            self.batches.append((numbers, sources, at, own))
+        places = [at[:, -own:].flatten() for _, _, at, own in self.batches]
+        self.inverse = torch.argsort(torch.cat(places))
 
 
 class _SegmentCache:
     """What one layer stores after a segment, in the place of transformers' cache.
 
     It differs from `transformers.DynamicCache` in that states keep their gradients.
-
-    Parameters
-    ----------
-    before : dict
-        The states that the segments start from, stacked; empty at a root.
+    ``before`` has the states that the segments start from, stacked; none at a root.
     """
 
     def __init__(self, before: dict[Any, Tensor]) -> None:
@@ -242,8 +196,7 @@ def _stores(kind: Any) -> bool:
 
 def follows(module: torch.nn.Module) -> bool:
     """Whether `follow_trees` made a module follow trees."""
-    forward = module.forward
-    return isinstance(forward, functools.partial) and forward.func is _along_tree
+    return getattr(module.forward, "func", None) is _along_tree
 
 
 def _along_tree(
@@ -264,10 +217,8 @@ def _along_tree(
     states: dict[int, dict[Any, Tensor]] = {}
     outputs = []
     for numbers, sources, tokens, n_own in tree.segments.batches:
-        before: dict[Any, Tensor] = {}
-        if sources[0] >= 0:
-            given = [states[source] for source in sources]
-            before = {key: torch.cat([s[key] for s in given]) for key in given[0]}
+        given = [states[source] for source in sources if source >= 0]
+        before = {key: torch.cat([s[key] for s in given]) for key in (given or [{}])[0]}
         cache = _SegmentCache(before)
         output = rows(hidden_states[0, tokens], **kwargs | {"cache": cache})
         outputs.append(output[:, -n_own:].flatten(0, 1))

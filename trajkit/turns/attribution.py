@@ -127,7 +127,7 @@ class SessionCalls:
     def rendered(self, call: int) -> Rendered | None:
         """What the prompt tokens render; None if no message index is known.
 
-        Missing flags and names are replaced by values that select nothing; `gaps`
+        Missing flags and names are replaced by values that select nothing; `gap`
         describes them.
         """
         if self._length_fault("prompt_message_index", call) is not None:
@@ -144,34 +144,31 @@ class SessionCalls:
             first = max(len(messages) - len(names), 0)
         return Rendered(message, is_content, first, names)
 
-    def gaps(self, call: int) -> tuple[str | None, str | None]:
-        """Error texts for missing or short indices or names, and for flags."""
-        flags = self._length_fault("prompt_is_content", call)
+    def gap(self, call: int) -> str | None:
+        """What the attribution of a call lacks."""
         fault = self._length_fault("prompt_message_index", call)
-        if fault is not None:
-            return fault, flags
-        highest = pc.max(self._list("prompt_message_index", call)).as_py()
-        highest = -1 if highest is None else highest
+        fault = fault or self._length_fault("prompt_is_content", call)
         names, messages = self._names(call), self.messages(call)
-        if names is None and messages is None:
-            return "message_tool_names is null, and there are no messages", flags
-        n_messages = len(messages or names or [])
+        if fault is not None or messages is None:
+            return fault or "there are no messages"
+        n_messages = len(messages)
         if names is not None and len(names) > n_messages:
-            return f"{len(names)} message_tool_names for {n_messages} messages", flags
+            return f"{len(names)} message_tool_names for {n_messages} messages"
         n_known = len(names) if names is not None else n_messages
+        index = self._per_token("prompt_message_index", call, -1)
+        highest = int(index.max(initial=-1))
         if highest >= n_known:
             what = "messages" if names is None else "message_tool_names"
-            return f"prompt_message_index {highest} of {n_known} {what}", flags
+            return f"prompt_message_index {highest} of {n_known} {what}"
         n_before = n_messages - n_known
         # where the first token has a message, no tokens before are left to other turns
-        begins = (self._per_token("prompt_message_index", call, -1)[:1] >= 0).any()
-        of_tail = n_before > 0 and not begins
-        if messages and of_tail and not self._is_known(messages, n_before):
+        begins = (index[:1] >= 0).any()
+        if n_before and not begins and not self._is_known(messages, n_before):
             return (
                 f"the first {n_before} of {n_messages} messages are attributed by a turn "
                 "that is not in the table"
-            ), flags
-        return None, flags
+            )
+        return None
 
     def _is_known(self, messages: Messages, n: int) -> bool:
         """Whether the first messages are those of another call and its reply.
@@ -212,46 +209,38 @@ class SessionCalls:
         return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
-    """The tool call that a message answers; None for what is unknown."""
-
-    call_id: str | None
-    name: str | None
-
-
 class ToolCalls:
     """Finds the tool call that a message answers, in its body and earlier ones."""
 
     def __init__(self, calls: SessionCalls) -> None:
         self._calls = calls
-        self._parsed: dict[bytes, dict[str, object]] = {}
+        self._parsed: dict[bytes, dict[str, Any]] = {}
 
-    def answered(self, messages: Messages, i: int) -> Called:
-        """The tool call of message i.
+    def answered(self, messages: Messages, i: int) -> tuple[str | None, str | None]:
+        """The id and the name of the tool call of message i; None for what is unknown.
 
         Its name is the message's own, else that of the nearest earlier call with its id.
         """
         body = self._body(messages.key(i))
         call_id, name = body.get("tool_call_id"), body.get("name")
-        known_id = call_id if isinstance(call_id, str) else None
+        if not isinstance(call_id, str):
+            call_id = None
         if isinstance(name, str) and name:
-            return Called(known_id, name)
-        if known_id is not None:
-            for before in range(i - 1, -1, -1):
-                if messages.roles[before] == "assistant":
-                    found = _called(self._body(messages.key(before)), known_id)
-                    if found is not None:
-                        return Called(known_id, found)
-        return Called(known_id, None)
+            return call_id, name
+        for before in range(i - 1, -1, -1):
+            if call_id is not None and messages.roles[before] == "assistant":
+                found = _called(self._body(messages.key(before)), call_id)
+                if found is not None:
+                    return call_id, found
+        return call_id, None
 
-    def _body(self, key: bytes) -> dict[str, object]:
+    def _body(self, key: bytes) -> dict[str, Any]:
         if key not in self._parsed:
             self._parsed[key] = json.loads(self._calls.bodies.get(key, "{}"))
         return self._parsed[key]
 
 
-def _called(body: dict[str, object], call_id: str) -> str | None:
+def _called(body: dict[str, Any], call_id: str) -> str | None:
     """The function that an assistant message calls with this id."""
     tool_calls = body.get("tool_calls")
     for tool_call in tool_calls if isinstance(tool_calls, list) else []:

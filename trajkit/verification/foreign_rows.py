@@ -4,7 +4,8 @@ First, each turn is searched after its complete prompt. Trained tokens that this
 explain are then searched anywhere in the row, after the last tokens of a prompt.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +14,9 @@ import pyarrow as pa
 from trajkit.errors import SchemaError
 from trajkit.schema.engine import Bools
 from trajkit.tables.canonical import canonical
-from trajkit.tables.ragged import Longs
-from trajkit.verification.context import Case, consecutive
+from trajkit.tables.ragged import Ints, Longs
+from trajkit.turns.flat_buffers import Floats, TurnTokens
+from trajkit.verification.context import Case
 from trajkit.verification.rules import not_trained
 
 FOREIGN = pa.schema(
@@ -32,6 +34,8 @@ FOREIGN = pa.schema(
 
 PROMPT_END = 16
 """Tokens of the prompt that must precede an output found out of context."""
+TOLERANCE = 1e-2
+"""Engines and trainers write logprobs with 32 or 16 bits."""
 
 _ID_BYTES = 4
 
@@ -62,31 +66,72 @@ def foreign_rows(table: pa.Table, first: int = 0) -> pa.Table:
 
 def verify_located(case: Case) -> None:
     """Check rows without spans: every masked token must belong to a turn's output."""
-    rows, ids = case.rows, case.rows.ids
+    rows, turns = case.rows, case.turns
     _lengths(case)
-    located = _Located(case)
-    for row in range(len(ids)):
-        session = int(case.session[row])
-        calls = range(len(case.turns.outputs))
-        if session >= 0:
-            calls = case.turns.calls_of(session)
-        left = rows.mask[ids.offsets[row] : ids.offsets[row + 1]].copy()
-        places = [one for call in calls if (one := _in_context(case, row, call))]
-        located.take(row, left, places)
-        if left.any():
-            known = {one.call for one in places if one.complete}
-            others = (call for call in calls if call not in known)
-            moved = [one for call in others for one in _elsewhere(case, row, call)]
-            located.take(row, left, moved)
-        at = np.flatnonzero(left)
-        for first, n in consecutive(at):
-            detail = f"loss_mask is true for {n} tokens that are no turn's output"
-            case.report("mask", detail, row, None, at[first])
+    sampled = Sampled(turns, case.may_train)
+    source, again = np.full((2, len(rows.mask)), -1)
+    in_context = np.zeros(len(rows.mask), np.bool_)
+    for row, (start, stop) in enumerate(pairwise(rows.ids.offsets.tolist())):
+        part = slice(start, stop)
+        calls = range(len(turns.outputs))
+        if case.session[row] >= 0:
+            calls = case.calls_of(row)
+        mask = rows.mask[part]
+        logprobs = rows.logprobs[part] if rows.n_logprobs[row] else None
+        found = sampled.find(rows.ids[row], calls, mask, logprobs)
+        source[part], in_context[part], _ = found
+        at = start + np.flatnonzero(mask & (source[part] >= 0))
+        again[at] = sampled.train(row, source[at])
+    at = np.flatnonzero(rows.mask)
+    source, row_of = source[at], rows.ids.owner[at]
+    known, call = source >= 0, np.append(turns.outputs.owner, -1)[source]
+
+    def report(rule: str, wrong: Bools, words: Callable[[int, int], str]) -> None:
+        which = np.flatnonzero(wrong)
+        case.report_tokens(
+            rule, at[which], lambda k, n: words(which[k], n), call[which]
+        )
+
+    report(
+        "mask",
+        ~known,
+        lambda _, n: f"loss_mask is true for {n} tokens that are no turn's output",
+    )
+    report(
+        "untrainable",
+        ~sampled.due[source],
+        lambda _, n: f"{n} tokens that may not be trained",
+    )
+    here, due = rows.logprobs[at], np.append(turns.logprobs, 0)[source]
+    given = np.append(turns.given, False)[source]
+    nothing = ~rows.given[at] | _none(here)
+    report(
+        "logprob",
+        known & (rows.n_logprobs[row_of] > 0) & np.where(given, here != due, ~nothing),
+        lambda k, n: (
+            f"{n} tokens: the first has {here[k]}, expected "
+            f"{due[k] if given[k] else 'null'}, the engine's"
+        ),
+    )
+    if case.policy is not None and case.policy.train_in != "every":
+        report(
+            "trained_twice",
+            again[at] >= 0,
+            lambda _, n: f"{n} tokens that an earlier row trains",
+        )
+    moved = np.flatnonzero(known & ~in_context[at] & (not case.may_splice))
+    _, first = np.unique([row_of[moved], call[moved]], axis=1, return_index=True)
+    for k in moved[first]:
+        token = at[k] - rows.ids.offsets[row_of[k]]
+        start = token - (source[k] - turns.outputs.offsets[call[k]])
+        n_prompt = len(turns.prompts[call[k]])
+        detail = f"trained at {start}, sampled at {n_prompt} or after other tokens"
+        case.report("context", detail, row_of[k], call[k], token)
     if case.accounts == ("trained",):
-        not_trained(case, np.flatnonzero(located.trained))
+        not_trained(case, np.flatnonzero(sampled.trained_by[:-1] >= 0))
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """A range of a row that equals a turn's output."""
 
     call: int
@@ -98,111 +143,105 @@ class _Place(NamedTuple):
     in_context: bool
 
 
-class _Located:
-    """Output tokens that were located in rows so far."""
+class Sampled:
+    """Finds sampled tokens in rows, row by row, and knows which were trained."""
 
-    def __init__(self, case: Case) -> None:
-        self._case = case
-        # shape (n_sampled,): tokens of outputs that a row trains
-        self.trained = np.zeros(len(case.turns.outputs.values), np.bool_)
-        self._may_train = case.may_train
-        self._once = case.policy is not None and case.policy.train_in != "every"
+    def __init__(self, turns: TurnTokens, due: Bools) -> None:
+        self._turns = turns
+        # By sampled token, and as the last element for a token that nobody sampled:
+        # whether it is expected to be trained, and the row that trains it first.
+        self.due = np.append(due, True)
+        self.trained_by = np.full(len(self.due), -1)
 
-    def take(self, row: int, left: Bools, places: list[_Place]) -> None:
-        """Assign trained tokens to the turns at their positions; ``left`` are the rest.
+    def find(
+        self,
+        ids: Ints,
+        calls: Iterable[int],
+        mask: Bools,
+        logprobs: Floats | None = None,
+        *,
+        everywhere: bool = False,
+    ) -> tuple[Longs, Bools, bool]:
+        """Which sampled token each token of a row is, or -1.
 
-        If several turns match at a token, the first whose token is not trained yet takes
-        it. Among equal replies those come first whose logprobs match, then complete
-        outputs, then trainable ones, then the longer ones.
+        Also whether it follows the prompt that it was sampled after, and whether the row
+        has a complete prompt. Outputs after other tokens are searched if trained tokens
+        do not follow their prompts, or ``everywhere``.
         """
-        case, outputs = self._case, self._case.turns.outputs
+        turns, places, rest, begins = self._turns, [], [], False
+        for call in calls:
+            n_prompt, shared = len(turns.prompts[call]), turns.shared(ids, call)
+            begins |= 0 < min(n_prompt, len(ids)) <= shared
+            if shared > n_prompt:
+                complete = shared == min(turns.path_len(call), len(ids))
+                places.append(Place(call, n_prompt, shared, complete, in_context=True))
+            else:
+                rest.append(call)
+        source = np.full(len(ids), -1)
+        self._assign(places, source, mask, logprobs)
+        in_context = source >= 0
+        if everywhere or (mask & ~in_context).any():
+            places = [one for call in rest for one in _elsewhere(turns, ids, call)]
+            self._assign(places, source, mask, logprobs)
+        return source, in_context, begins or bool((source >= 0).any())
+
+    def train(self, row: int, source: Longs) -> Longs:
+        """Note the sampled tokens that a row trains; the earlier rows that do, or -1."""
+        again = self.trained_by[source]
+        self.trained_by[source] = np.where(again < 0, row, again)
+        return again
+
+    def _assign(
+        self, places: list[Place], source: Longs, mask: Bools, logprobs: Floats | None
+    ) -> None:
+        """Give the tokens of a row to the likeliest outputs at their places."""
+        placed = set()
         if len(places) > 1:
-            places.sort(key=lambda place: self._unlikely(row, place))
-        twice = np.full(len(left), -1)
+            places.sort(key=lambda place: self._unlikely(place, mask, logprobs))
         for call, start, stop, _, in_context in places:
-            here = self.trained[outputs.offsets[call] :][: stop - start]
-            wanted = left[start:stop]
-            twice[start:stop][wanted & here] = call
-            fresh = wanted & ~here
-            if not fresh.any():
-                continue
-            here |= fresh
-            at = start + np.flatnonzero(fresh)
-            left[at], twice[at] = False, -1
-            self._compare(row, call, start, at)
-            if not (in_context or case.may_splice):
-                sampled = len(case.turns.prompts[call])
-                detail = (
-                    f"trained at {start}, sampled at {sampled} or after other tokens"
-                )
-                case.report("context", detail, row, call, at[0])
-        again = np.flatnonzero(twice >= 0)
-        left[again] = False
-        for first, n in consecutive(again, twice[again]) if self._once else ():
-            detail = f"{n} tokens that an earlier row trains"
-            case.report("trained_twice", detail, row, twice[again[first]], again[first])
+            here = source[start:stop]
+            free = here < 0
+            if in_context or (call not in placed and free.all()):
+                first = self._turns.outputs.offsets[call]
+                here[free] = np.arange(first, first + len(here))[free]
+                placed.add(call)
 
-    def _unlikely(self, row: int, place: _Place) -> tuple[int, bool, bool, int]:
-        at = np.arange(place.start, place.stop)
-        at = at[self._case.rows.mask[self._case.rows.ids.offsets[row] + at]]
-        wrong = self._wrong_logprobs(row, place.call, place.start, at)
-        may = bool(self._case.trainable[place.call])
-        return len(wrong), not place.complete, not may, place.start - place.stop
-
-    def _compare(self, row: int, call: int, start: int, at: Longs) -> None:
-        """Check the logprobs of trained tokens, and that they may be trained."""
-        case, rows, turns = self._case, self._case.rows, self._case.turns
-        source = turns.outputs.offsets[call] + at - start
-        barred = at[~self._may_train[source]]
-        if len(barred):
-            detail = f"{len(barred)} tokens that may not be trained"
-            case.report("untrainable", detail, row, call, barred[0])
-        bad = self._wrong_logprobs(row, call, start, at)
-        for first, n in consecutive(at[bad]):
-            k = bad[first]
-            here = rows.logprobs[rows.ids.offsets[row] + at[k]]
-            due = turns.logprobs[source[k]] if turns.given[source[k]] else "null"
-            detail = f"{n} tokens: the first has {here}, expected {due}, the engine's"
-            case.report("logprob", detail, row, call, at[k])
-
-    def _wrong_logprobs(self, row: int, call: int, start: int, at: Longs) -> Longs:
-        """Indices into ``at`` of the positions whose logprob is not the turn's."""
-        rows, turns = self._case.rows, self._case.turns
-        if not rows.n_logprobs[row]:
-            return at[:0]
-        flat = rows.ids.offsets[row] + at
-        source = turns.outputs.offsets[call] + at - start
-        here, due = rows.logprobs[flat], turns.logprobs[source]
-        # Other systems write 0.0 or NaN for a missing logprob.
-        nothing = ~rows.given[flat] | (here == 0) | np.isnan(here)
-        return np.flatnonzero(np.where(turns.given[source], here != due, ~nothing))
+    def _unlikely(
+        self, place: Place, mask: Bools, logprobs: Floats | None
+    ) -> tuple[float, ...]:
+        """First come outputs whose logprobs match, complete, due, not yet trained ones."""
+        turns, (call, start, stop, complete, _) = self._turns, place
+        n, wrong, first = stop - start, 0.0, int(turns.outputs.offsets[call])
+        mine, trained = slice(first, first + n), mask[start:stop]
+        if logprobs is not None and trained.any():
+            here, due = logprobs[start:stop], turns.logprobs[mine]
+            near = np.abs(here - due) <= TOLERANCE * np.maximum(1, np.abs(due))
+            wrong = 1 - float(
+                np.where(turns.given[mine], near, _none(here))[trained].mean()
+            )
+        n_due, again = (
+            int(self.due[mine].sum()),
+            bool((self.trained_by[mine] >= 0).any()),
+        )
+        return wrong, not complete, -n_due, again, -n, n < len(turns.outputs[call])
 
 
-def _in_context(case: Case, row: int, call: int) -> _Place | None:
-    """The output's place after the turn's complete prompt, if the row has both."""
-    ids = case.rows.ids[row]
-    n_prompt = len(case.turns.prompts[call])
-    stop = case.turns.shared(ids, call)
-    if stop <= n_prompt:
-        return None
-    complete = stop == min(case.turns.path_len(call), len(ids))
-    return _Place(call, n_prompt, stop, complete, in_context=True)
+def _none(logprobs: Floats) -> Bools:
+    """Where there is no logprob: other systems write 0.0 or NaN."""
+    nothing: Bools = (logprobs == 0) | np.isnan(logprobs)
+    return nothing
 
 
-def _elsewhere(case: Case, row: int, call: int) -> Iterator[_Place]:
+def _elsewhere(turns: TurnTokens, ids: Ints, call: int) -> Iterator[Place]:
     """Places in a row of the end of a turn's prompt followed by its output."""
-    before, output = case.turns.prompts[call][-PROMPT_END:], case.turns.outputs[call]
-    if len(output) == 0:
-        return
-    wanted = np.concatenate([before, output]).tobytes()
-    row_bytes = case.rows.ids[row].tobytes()
-    at = row_bytes.find(wanted)
+    before, output = turns.prompts[call][-PROMPT_END:], turns.outputs[call]
+    wanted, row = np.concatenate([before, output]).tobytes(), ids.tobytes()
+    at = row.find(wanted) if len(output) else -1
     while at >= 0:
         if at % _ID_BYTES == 0:
             start = at // _ID_BYTES + len(before)
-            stop = start + len(output)
-            yield _Place(call, start, stop, complete=True, in_context=False)
-        at = row_bytes.find(wanted, at + 1)
+            yield Place(call, start, start + len(output), True, in_context=False)
+        at = row.find(wanted, at + 1)
 
 
 def _lengths(case: Case) -> None:

@@ -30,58 +30,29 @@ def train_steps(
     ``work`` has agents work for a step and returns their sessions with rewards. ``log`` is
     the gateway's, and ``weights`` a folder that the engine can read.
     """
-    for step in range(settings.steps):
-        sessions = work(step)
+    for number in range(settings.steps):
+        sessions, apart = work(number), []
         turns = turns_of(sessions, log)
-        packs, report = packs_of(turns, sessions, policy, settings.pack_tokens)
-        apart = update(model, optimizer, packs, len(sessions), settings)
+        rows = tk.linearize(turns, policy, sessions=sessions)
+        report = tk.report(turns, policy, sessions=sessions)
+        scored = advantages(report, "group_mean", scale="group_std")
+        rows = tk.add_advantages(rows, scored)
+        packs = PackDataset(tk.pack(rows, settings.pack_tokens, columns=["advantage"]))
+        for epoch in range(settings.epochs):
+            for pack in (packs[k] for k in range(len(packs))):
+                logprobs = edge_logprobs(model, pack)
+                loss = policy_loss(logprobs, pack, clip=settings.clip) / len(sessions)
+                loss.backward()
+                if not epoch:
+                    # from those that the engine recorded
+                    apart.append((logprobs.detach().cpu() - pack.edge_logprob).abs())
+            step(model, optimizer)
         model.save_pretrained(weights)
         gateway.pause()
-        gateway.update_weights(str(weights), f"step-{step + 1}")
+        gateway.update_weights(str(weights), f"step-{number + 1}")
         gateway.resume()
-        yield {
-            "step": step,
-            "sessions": sessions,
-            "turns": turns,
-            "report": report,
-            "packs": packs,
-            "apart": apart,
-        }
-
-
-def packs_of(
-    turns: pa.Table, sessions: pa.Table, policy: str, pack_tokens: int
-) -> tuple[PackDataset, pa.Table]:
-    """Return the packs of a policy's rows, with advantages over groups, and the report."""
-    rows = tk.linearize(turns, policy, sessions=sessions)
-    report = tk.report(turns, policy, sessions=sessions)
-    scored = advantages(report, "group_mean", scale="group_std")
-    rows = tk.add_advantages(rows, scored)
-    return PackDataset(tk.pack(rows, pack_tokens, columns=["advantage"])), report
-
-
-def update(
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    packs: PackDataset,
-    n_sessions: int,
-    settings: Settings,
-) -> torch.Tensor:
-    """Update the weights once per epoch.
-
-    Returns how far the logprobs that the engine recorded are from those of the weights
-    before the update, in nats per trained token.
-    """
-    apart = []
-    for epoch in range(settings.epochs):
-        for pack in (packs[k] for k in range(len(packs))):
-            logprobs = edge_logprobs(model, pack)
-            loss = policy_loss(logprobs, pack, clip=settings.clip) / n_sessions
-            loss.backward()
-            if not epoch:
-                apart.append((logprobs.detach().cpu() - pack.edge_logprob).abs())
-        step(model, optimizer)
-    return torch.cat(apart)
+        facts = {"sessions": sessions, "turns": turns, "report": report, "packs": packs}
+        yield {"step": number, "apart": torch.cat(apart), **facts}
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -27,14 +27,12 @@ from trajkit.cli import main
 from trajkit.cli.screen import text_table
 from trajkit.policies import PRESETS
 from trajkit.schema import LABELS
-from trajkit_rollout.agents.harness import HARNESSES, Job
-from trajkit_rollout.agents.sandboxes.local import LocalSandbox
-from trajkit_rollout.files import Texts
-from trajkit_rollout.one import Settings
+from trajkit_rollout.harness import HARNESSES, Job
+from trajkit_rollout.rollout import Rollout, Settings
 from trajkit_rollout.run import Rollouts
-from trajkit_rollout.run_log import Rollout
+from trajkit_rollout.sandbox import pack, unpack
 from trajkit_rollout.solver import SUBMIT, solve
-from trajkit_rollout.tasks import Task, read_tasks
+from trajkit_rollout.tasks import Files, Task, read_tasks
 from trajkit_shim.app import create_app
 from trajkit_shim.call import Options
 from trajkit_shim.engines.embedded import (
@@ -107,7 +105,6 @@ def run_demo(
     settings = Settings(
         harness=MINI_SWE_AGENT,
         argument=_OPTIONS,
-        sandbox=LocalSandbox,
         repeat=min(sessions, _GROUP),
         parallel=sessions,
     )
@@ -160,10 +157,10 @@ def _tasks(n_tasks: int) -> list[Task]:
     tasks = []
     for i in range(n_tasks):
         task, again = known[i % len(known)], i // len(known)
-        assert isinstance(task.workspace, Texts)
-        files = Texts({**task.workspace.texts, "subagent": subagent})
+        assert task.workspace is not None
+        files = unpack(task.workspace.archive()) | {"subagent": subagent.encode()}
         name = f"{task.id}-{again + 1}" if again else task.id
-        tasks.append(replace(task, id=name, workspace=files))
+        tasks.append(replace(task, id=name, workspace=Files(packed=pack(files))))
     return tasks
 
 

@@ -22,35 +22,29 @@ if TYPE_CHECKING:
     _Outcome = tuple[int, dict[str, bool] | None, list[str]]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-
 _KINDS = (
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    type,
-    staticmethod,
-    classmethod,
-    property,
+    *(types.FunctionType, types.BuiltinFunctionType, type),
+    *(staticmethod, classmethod, property),
 )
 
 
 def _watched() -> _Watched:
     """What a module under test must not change: identities of functions and classes."""
     found: _Watched = {}
+
+    def add(key: tuple[str, ...], value: object) -> None:
+        if isinstance(value, _KINDS):
+            function = getattr(value, "__func__", value)
+            found[key] = id(value), id(getattr(function, "__code__", None))
+
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("unittest", "_pytest", "pluggy", "builtins"):
             for key, value in list(vars(module).items()):
-                if isinstance(value, _KINDS):
-                    found[name, key] = _identity(value)
-                    if isinstance(value, type) and value.__module__ == name:
-                        for inner, method in list(vars(value).items()):
-                            if isinstance(method, _KINDS):
-                                found[name, key, inner] = _identity(method)
+                add((name, key), value)
+                if isinstance(value, type) and value.__module__ == name:
+                    for inner, method in list(vars(value).items()):
+                        add((name, key, inner), method)
     return found
-
-
-def _identity(value: object) -> tuple[int, int]:
-    function = getattr(value, "__func__", value)
-    return id(value), id(getattr(function, "__code__", None))
 
 
 def _changed(before: _Watched, after: _Watched | None = None) -> list[str]:
@@ -58,24 +52,38 @@ def _changed(before: _Watched, after: _Watched | None = None) -> list[str]:
     return sorted(".".join(key) for key, was in before.items() if after.get(key) != was)
 
 
-class _Tests:
-    """Which tests passed. One with several results passed if all of them did."""
+def _raiser(error: BaseException | None, test: str, places: list[str]) -> str | None:
+    """The file of the workspace, no test, whose code raised an exception.
 
-    def __init__(self) -> None:
-        self.results: dict[str, bool] = {}
-
-    def add(self, name: str, passed: bool) -> None:
-        self.results[name] = self.results.get(name, True) and passed
+    Or whose exception made a test skip itself.
+    """
+    tests, workspace = (os.path.realpath(place) + os.sep for place in places)
+    while error is not None:
+        trace = error.__traceback__
+        while trace is not None:
+            name = trace.tb_frame.f_code.co_filename
+            file = os.path.realpath(name)
+            is_test = file == test or (tests != workspace and file.startswith(tests))
+            # what exec runs may have any name
+            made = name.startswith("<") and not name.startswith("<frozen ")
+            if made or (file.startswith(workspace) and not is_test):
+                return name
+            trace = trace.tb_next
+        error = None if isinstance(error, SystemExit) else error.__context__
+    return None
 
 
 def _pytest(arguments: list[str], places: list[str]) -> _Outcome:
     import pytest
 
-    class Plugin(_Tests):
+    results: dict[str, bool] = {}
+
+    class Plugin:
         # some of the plugins that load themselves change pytest, until its end
         before = _watched()
         after: _Watched | None = None
         own = "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in os.environ
+        ended = False
 
         @pytest.hookimpl(trylast=True)
         def pytest_configure(self, config: Any) -> None:
@@ -90,49 +98,79 @@ def _pytest(arguments: list[str], places: list[str]) -> _Outcome:
             if not self.own:
                 self.after = _watched()
 
-        def name(self, report: Any) -> str:
+        def pytest_keyboard_interrupt(self) -> None:
+            # also by pytest.exit
+            self.ended = True
+
+        def judge(self, report: Any, path: object, error: BaseException | None) -> None:
+            raiser = _raiser(error, os.path.realpath(str(path)), places)
+            if report.outcome == "skipped" and raiser is not None:
+                report.outcome, report.longrepr = "failed", f"skipped by {raiser}"
+                vars(report).pop("wasxfail", None)
+
+        @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+        def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+            error = call.excinfo and call.excinfo.value
+            self.judge((yield).get_result(), item.fspath, error)
+
+        @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+        def pytest_make_collect_report(self, collector: Any) -> Any:
+            report = (yield).get_result()
+            error = report.call.excinfo and report.call.excinfo.value
+            self.judge(report, getattr(collector, "fspath", ""), error)
+
+        def add(self, report: Any, passed: bool) -> None:
             # as `pytest -rA` prints it
-            nodeid: str = report.nodeid
-            file, colons, rest = nodeid.partition("::")
+            file, colons, rest = report.nodeid.partition("::")
             root: object = getattr(self.config, "rootpath", None) or self.config.rootdir
-            return os.path.relpath(os.path.join(str(root), file)) + colons + rest
+            name = os.path.relpath(os.path.join(str(root), file)) + colons + rest
+            results[name] = results.get(name, True) and passed
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.when == "call" or report.outcome != "passed":
                 # an expected failure is no pass
-                passed = report.outcome == "passed" and not hasattr(report, "wasxfail")
-                self.add(self.name(report), passed)
+                expected = hasattr(report, "wasxfail")
+                self.add(report, report.outcome == "passed" and not expected)
 
         def pytest_collectreport(self, report: Any) -> None:
             if report.outcome == "failed":
-                self.add(self.name(report), False)
+                self.add(report, False)
 
     plugin = Plugin()
-    code = int(pytest.main(arguments, plugins=[plugin]))
-    return code, plugin.results, _changed(plugin.before, plugin.after)
+    code = int(pytest.main(arguments, plugins=[plugin])) or int(plugin.ended)
+    return code, results, _changed(plugin.before, plugin.after)
 
 
 def _unittest(arguments: list[str], places: list[str]) -> _Outcome:
-    tests = _Tests()
+    results: dict[str, bool] = {}
 
     class Result(unittest.TextTestResult):
+        def addSkip(self, test: Any, reason: str) -> None:
+            error = sys.exc_info()[1]
+            file = getattr(sys.modules.get(type(test).__module__), "__file__", "")
+            raiser = _raiser(error, os.path.realpath(str(file)), places)
+            # a module that was skipped as a whole does not say by whom
+            if raiser is not None or type(test).__name__ == "ModuleSkipped":
+                self.failures.append((test, f"skipped by {raiser}: {reason}"))
+            super().addSkip(test, reason)
+
         def addSuccess(self, test: Any) -> None:
             super().addSuccess(test)
-            tests.add(test.id(), True)
-
-        def stopTest(self, test: Any) -> None:
-            super().stopTest(test)
-            # neither a success nor reported as anything else
-            tests.results.setdefault(test.id(), False)
+            results[test.id()] = results.get(test.id(), True)
 
         def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
             super().addSubTest(test, subtest, err)
             if err is not None:
-                tests.add(test.id(), False)
+                results[test.id()] = False
 
         def addError(self, test: Any, err: Any) -> None:
             super().addError(test, err)
-            tests.add(test.id(), False)
+            results[test.id()] = False
+
+        def stopTest(self, test: Any) -> None:
+            super().stopTest(test)
+            # neither a success nor reported as anything else
+            results.setdefault(test.id(), False)
 
     sys.path += places
     before = _watched()
@@ -142,7 +180,7 @@ def _unittest(arguments: list[str], places: list[str]) -> _Outcome:
     done = unittest.main(module=None, argv=argv, testRunner=runner, exit=False).result
     # before Python 3.12, no test at all is a success
     code = 0 if done.wasSuccessful() and done.testsRun else 1
-    return code, tests.results, _changed(before)
+    return code, results, _changed(before)
 
 
 def _script(arguments: list[str], places: list[str]) -> _Outcome:
@@ -150,25 +188,20 @@ def _script(arguments: list[str], places: list[str]) -> _Outcome:
 
     sys.argv = arguments
     script, code = os.path.realpath(arguments[0]), 0
-    isolated = sys.flags.isolated
-    sys.path += [os.path.dirname(script)] if isolated else places
+    sys.path += [os.path.dirname(script)] if sys.flags.isolated else places
     before = _watched()
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
+        # the program ended, but was it the program that ended it?
+        raiser = _raiser(end, script, places)
+        if raiser is not None and not end.code:
+            sys.exit(f"{raiser} ended the tests")
         if isinstance(end.code, int):
             code = end.code
         elif end.code is not None:
             sys.stderr.write(f"{end.code}\n")
             code = 1
-        # the program ended, but was it the program that ended it?
-        trace, workspace = end.__traceback__, places[-1] + os.sep
-        while trace is not None:
-            name = trace.tb_frame.f_code.co_filename
-            file = os.path.realpath(name)
-            if name[0] != "<" and file != script and file.startswith(workspace):
-                sys.exit(f"{file} ended the tests")
-            trace = trace.tb_next
     except Exception:
         traceback.print_exc()
         code = 1
@@ -182,18 +215,18 @@ def _main() -> int:
     with open(path) as file:
         nonce = file.read()
     os.unlink(path)
-    del sys.argv[0]
-    kinds = {"pytest": _pytest, "unittest": _unittest}
-    first = sys.argv[0]
-    if first in kinds:
-        code, results, changed = kinds[first](sys.argv[1:], places)
+    first, *rest = sys.argv[1:]
+    if first == "pytest":
+        code, results, changed = _pytest(rest, places)
+    elif first == "unittest":
+        code, results, changed = _unittest(rest, places)
     else:
-        code, results, changed = _script(list(sys.argv), places)
+        code, results, changed = _script([first, *rest], places)
     sys.stdout.flush()
     sys.stderr.flush()
-    proof = {"code": code, "results": results, "changed": changed}
+    proof = {"code": code, "results": results, "changed": changed, "nonce": nonce}
     with open(os.path.join(_HERE, "results"), "a") as file:
-        file.write(json.dumps(dict(proof, nonce=nonce)) + "\n")
+        file.write(json.dumps(proof) + "\n")
     with open(path, "w") as file:
         file.write(nonce)
     return code

@@ -32,12 +32,10 @@ def _begin() -> None:
     words = arguments[k:]
     if not words:
         return
-    script = os.path.realpath(words[0])
+    script, runner = os.path.realpath(words[0]), None
     if words[0][0] == "-":
         if words[0][-1] == "m" and words[1:2] in (["pytest"], ["unittest"]):
             runner = words[1:]
-        else:
-            runner = None
     elif os.path.basename(script) in ("pytest", "py.test"):
         runner = ["pytest", *words[1:]]
     elif script.startswith(tests + os.sep) or (
@@ -46,18 +44,14 @@ def _begin() -> None:
         and os.path.basename(script).startswith("test_")
     ):
         runner = [script, *words[1:]]
-    else:
-        runner = None
+    if runner is not None and os.path.exists(os.path.join(_HERE, "nonce")):
+        # -m is one word with options before it, such as -Bm
+        own = os.path.join(_HERE, "run_tests.py")
+        os.execv(sys.executable, [sys.executable, *arguments[1:k], own, *runner])
+    sys.path += [tests, workspace]
     if runner is None:
         # a program of the workspace
-        sys.path += [tests, workspace, os.path.dirname(script)]
-    elif os.path.exists(os.path.join(_HERE, "nonce")):
-        # -m is one word with options before it, such as -Bm
-        options = arguments[1:k]
-        own = os.path.join(_HERE, "run_tests.py")
-        os.execv(sys.executable, [sys.executable, *options, own, *runner])
-    else:
-        sys.path += [tests, workspace]
+        sys.path.append(os.path.dirname(script))
 
 
 _begin()

@@ -25,7 +25,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """One tool call of a reply."""
 
     name: str
@@ -37,7 +37,7 @@ class Call:
 class Parsed:
     """What a parser finds in a reply."""
 
-    parts: tuple[str | Call, ...]  # text and calls in sampled order; no empty text
+    parts: tuple[str | ToolCall, ...]  # text and calls in sampled order; no empty text
     sampled: str  # the text of all parts as sampled
     ill_formed: bool = False
     reasoning: str | None = None  # None: the reply has no reasoning
@@ -47,8 +47,8 @@ class Parsed:
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
-    def calls(self) -> list[Call]:
-        return [part for part in self.parts if isinstance(part, Call)]
+    def calls(self) -> list[ToolCall]:
+        return [part for part in self.parts if isinstance(part, ToolCall)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Sampling parameters: of a client's request, of a session, and of an engine call.
 
-Whoever opens a session (the trainer) pins parameters. Pins replace the client's values,
+Whoever opens a session (the trainer) fixes parameters. They replace the client's values,
 so an agent cannot change what it is trained under. Parameters that shape the
 distribution are ignored in a client's request even if they are not pinned, unless the
 session lets its client set them; a pin is then the default.
@@ -28,7 +28,7 @@ class SamplingParams:
     top_k: int | None = None
     stop: tuple[str, ...] | None = None
     seed: int | None = None
-    # engine-specific parameters; only in a session's pins
+    # engine-specific parameters; only in a session's own
     extra: Json = field(default_factory=dict)
 
 
@@ -97,7 +97,7 @@ def parse_sampling(
     return SamplingParams(**{**found, "max_tokens": found["max_tokens"] or longer})
 
 
-def parse_pins(value: object) -> SamplingParams:
+def parse_fixed(value: object) -> SamplingParams:
     """Read a session's ``sampling``: as in a chat request, with ``extra`` as it is."""
     if value is None:
         return SamplingParams()
@@ -118,7 +118,7 @@ def parse_client_sampling(value: object) -> frozenset[str]:
 
 def resolve(
     requested: SamplingParams,
-    pins: SamplingParams,
+    fixed: SamplingParams,
     *,
     max_tokens: int,
     room: int,
@@ -129,36 +129,36 @@ def resolve(
     """Return the parameters of one engine call.
 
     The limit on new tokens is the smallest of the client's (``requested``), the
-    session's (``pins``), the gateway's (``max_tokens``) and the ``room`` left in the
+    session's (``fixed``), the gateway's (``max_tokens``) and the ``room`` left in the
     context. ``client`` has the names in `CLIENT` that the client may set.
     """
-    shaping = {name: getattr(pins, name) for name in SHAPING}
+    shaping = {name: getattr(fixed, name) for name in SHAPING}
     for name in shaping.keys() & client:
         shaping[name] = _first(getattr(requested, name), shaping[name])
-    limits = (requested.max_tokens, pins.max_tokens, max_tokens, room)
+    limits = (requested.max_tokens, fixed.max_tokens, max_tokens, room)
     return Sampling(
         max_new_tokens=min(limit for limit in limits if limit is not None),
         **shaping,
-        stop=_first(pins.stop, requested.stop) or (),
+        stop=_first(fixed.stop, requested.stop) or (),
         stop_token_ids=end_ids,
-        seed=_first(pins.seed, requested.seed),
+        seed=_first(fixed.seed, requested.seed),
         structural_tag=structural_tag,
-        extra=dict(pins.extra),
+        extra=dict(fixed.extra),
     )
 
 
 def without_fixed(
-    requested: SamplingParams, pins: SamplingParams, client: Collection[str]
+    requested: SamplingParams, fixed: SamplingParams, client: Collection[str]
 ) -> SamplingParams:
-    """Return what a client requested without what a session with ``pins`` fixes."""
-    fixed = [name for name in FIXED[:3] if is_fixed(name, pins, client)]
-    nothing: dict[str, Any] = dict.fromkeys(fixed)
+    """Return what a client requested without what a session fixes."""
+    names = [name for name in FIXED[:3] if is_fixed(name, fixed, client)]
+    nothing: dict[str, Any] = dict.fromkeys(names)
     return replace(requested, **nothing)
 
 
-def is_fixed(name: str, pins: SamplingParams, client: Collection[str]) -> bool:
+def is_fixed(name: str, fixed: SamplingParams, client: Collection[str]) -> bool:
     """Return whether the session decides one of `FIXED`, because it fixes sampling."""
-    return name not in client and pins != SamplingParams()
+    return name not in client and fixed != SamplingParams()
 
 
 def ignored_params(requested: SamplingParams, resolved: Sampling) -> list[str]:

@@ -77,7 +77,7 @@ class Connections:
             await self._session.close()
 
 
-class EngineServer:
+class EngineClient:
     """One server or router; ``name`` is its name in error messages.
 
     ``hints`` say what a server needs that answers 404 at a path. `get` and `post` raise
@@ -281,7 +281,7 @@ class HttpEngine(ABC):
     async def _ask_info(self) -> EngineInfo:
         return await self._describe((await self._members())[0])
 
-    async def _describe(self, server: EngineServer) -> EngineInfo:
+    async def _describe(self, server: EngineClient) -> EngineInfo:
         served = cast(Any, await server.get("/v1/models"))
         with reading(self.server_name, "id and max_model_len of /v1/models"):
             model = served["data"][0]
@@ -291,7 +291,7 @@ class HttpEngine(ABC):
                 max_context_tokens=int(model["max_model_len"]),
             )
 
-    async def _members(self) -> Sequence[EngineServer]:
+    async def _members(self) -> Sequence[EngineClient]:
         """The servers of the model; at least one."""
         return self._servers
 
@@ -302,8 +302,8 @@ class HttpEngine(ABC):
         task.add_done_callback(self._unfinished.discard)
         await asyncio.shield(task)
 
-    def _server(self, url: str) -> EngineServer:
-        return EngineServer(self.server_name, url, self._connections, self.hints)
+    def _server(self, url: str) -> EngineClient:
+        return EngineClient(self.server_name, url, self._connections, self.hints)
 
     async def _order(self, path: str, body: Json) -> list[Json]:
         """Send a request to all servers; return once each has answered or failed."""

@@ -88,13 +88,13 @@ class SGLangEngine(http.HttpEngine):
             error.message += f". Weight versions: {', '.join(versions)}"
             raise
 
-    async def _describe(self, server: http.EngineServer) -> base.EngineInfo:
+    async def _describe(self, server: http.EngineClient) -> base.EngineInfo:
         model = await server.get("/model_info")
         preferred = model.get("preferred_sampling_params")
         self._preferred = preferred if isinstance(preferred, dict) else {}
         return await super()._describe(server)
 
-    async def _members(self) -> Sequence[http.EngineServer]:
+    async def _members(self) -> Sequence[http.EngineClient]:
         """See `HttpEngine`. A router passes on only calls, but lists its servers."""
         urls: list[str] = []
         for server in self._servers:

@@ -52,11 +52,8 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # what every template is given; a client cannot set it
 _GIVEN = frozenset("messages tools documents add_generation_prompt".split())
-# methods of texts that the template sandbox returns as they are
-_SAFE_METHODS = frozenset(name for name in dir(str) if name[0] != "_") - {
-    "format",
-    "format_map",
-}
+# what a dict has as attributes; other names can only be keys
+_DICT = frozenset(dir(dict))
 # the special tokens that have a name, which templates use
 _NAMED = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 # the keys under which templates look for the reasoning of a reply
@@ -89,12 +86,24 @@ class Encoded:
     offsets: npt.NDArray[np.int32]
 
 
+def _names(kind: type) -> frozenset[str]:
+    """The public attributes of a type."""
+    return frozenset(name for name in dir(kind) if not name.startswith("_"))
+
+
 def _template(source: str) -> tuple[Any, frozenset[str]]:
     """Compile a chat template as transformers does; return it and its variables."""
     from jinja2 import TemplateError as JinjaError
     from jinja2 import TemplateSyntaxError, meta
     from jinja2.ext import Extension, loopcontrols
+    from jinja2.runtime import LoopContext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    # attributes that the sandbox returns as they are
+    safe = {
+        str: _names(str) - {"format", "format_map"},
+        LoopContext: _names(LoopContext),
+    }
 
     class Generation(Extension):
         """The block ``generation``, which marks replies; here it has no effect."""
@@ -110,9 +119,11 @@ def _template(source: str) -> tuple[Any, frozenset[str]]:
 
         def getattr(self, obj: Any, attribute: str) -> Any:
             kind = type(obj)
-            if kind is dict and attribute in obj and not hasattr(dict, attribute):
-                return obj[attribute]
-            if kind is str and attribute in _SAFE_METHODS:
+            if kind is dict and attribute not in _DICT:
+                if attribute in obj:
+                    return obj[attribute]
+                return self.undefined(obj=obj, name=attribute)
+            if attribute in safe.get(kind, ()):
                 return getattr(obj, attribute)
             return super().getattr(obj, attribute)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.reply import Call, Reply
+from trajkit_shim.chat.reply import Reply, ToolCall
 from trajkit_shim.chat.sampling_params import parse_sampling
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Fields, Json, as_object
@@ -184,7 +184,7 @@ _REASONS = {"cut": "max_tokens", "calls": "tool_use", "end": "end_turn"}
 def _block(block: Block, reply: Reply) -> dict[str, Any]:
     if isinstance(block, str):
         return {"type": "text", "text": block}
-    if isinstance(block, Call):
+    if isinstance(block, ToolCall):
         call: Json = {"type": "tool_use", "id": block.call_id, "name": block.name}
         return {**call, "input": stream.RawJson(block.arguments)}
     signed = stream.signature(reply)
@@ -206,7 +206,7 @@ def _events(reply: Reply, request: chat.ChatRequest, _: int) -> Iterator[Json]:
             case Thought(text=text):
                 deltas = [("thinking_delta", "thinking", text)]
                 deltas.append(("signature_delta", "signature", whole["signature"]))
-            case Call(arguments=text):
+            case ToolCall(arguments=text):
                 deltas = [("input_json_delta", "partial_json", text)]
             case text:
                 deltas = [("text_delta", "text", text)]

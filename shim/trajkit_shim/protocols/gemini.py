@@ -12,7 +12,7 @@ from typing import Any
 
 from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.reply import Call, Reply
+from trajkit_shim.chat.reply import Reply, ToolCall
 from trajkit_shim.chat.sampling_params import SamplingParams, parse_sampling
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Fields, Json, as_list, refuse
@@ -231,7 +231,7 @@ def _write(reply: Reply, _: chat.ChatRequest) -> Json:
 
 
 def _part(block: Block, reply: Reply) -> Json:
-    if isinstance(block, Call):
+    if isinstance(block, ToolCall):
         args = stream.RawJson(block.arguments)
         return {"functionCall": {"id": block.call_id, "name": block.name, "args": args}}
     if isinstance(block, str):

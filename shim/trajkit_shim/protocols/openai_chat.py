@@ -8,7 +8,7 @@ from functools import partial
 
 from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.images import GivenImage, Part, Readers, joined, read_parts
-from trajkit_shim.chat.reply import Call, Reply, Token, Usage
+from trajkit_shim.chat.reply import Reply, Token, ToolCall, Usage
 from trajkit_shim.chat.sampling_params import PARAM_NAMES, parse_sampling
 from trajkit_shim.errors import error_body
 from trajkit_shim.json_input import Fields, Json, as_flag
@@ -211,7 +211,7 @@ def token_logprobs(tokens: Sequence[Token]) -> list[Json]:
     ]
 
 
-def _call(call: Call) -> Json:
+def _call(call: ToolCall) -> Json:
     return chat.tool_call(call.call_id, call.name, call.arguments)
 
 
@@ -228,7 +228,7 @@ def _chunks(reply: Reply, request: chat.ChatRequest, _: int) -> Iterator[Json]:
     n_calls = 0
     # here white space alone is content too
     for block in blocks(reply, spaces=True):
-        if isinstance(block, Call):
+        if isinstance(block, ToolCall):
             yield chunk({"tool_calls": [{"index": n_calls, **_call(block)}]})
             n_calls += 1
         elif isinstance(block, Thought):

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from trajkit_shim.chat import images
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.reply import Call, Reply
+from trajkit_shim.chat.reply import Reply, ToolCall
 from trajkit_shim.chat.sampling_params import parse_sampling
 from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import Fields, Json, as_list, as_name
@@ -248,7 +248,7 @@ def _items(reply: Reply, request: chat.ChatRequest) -> list[dict[str, Any]]:
                 "content": [{"type": "reasoning_text", "text": block.text}],
                 "encrypted_content": _PACKED + encoded,
             }
-        elif isinstance(block, Call):
+        elif isinstance(block, ToolCall):
             item = {
                 "type": "function_call",
                 "id": f"fc_{reply.reply_id}_{number}",

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from trajkit_shim.chat.reply import Call, Reply
+from trajkit_shim.chat.reply import Reply, ToolCall
 from trajkit_shim.chat.request import assistant_message
 from trajkit_shim.json_input import Json
 
@@ -19,7 +19,7 @@ class Thought:
     text: str
 
 
-Block: TypeAlias = Thought | str | Call
+Block: TypeAlias = Thought | str | ToolCall
 
 
 def blocks(reply: Reply, *, spaces: bool = False) -> list[Block]:
@@ -28,7 +28,7 @@ def blocks(reply: Reply, *, spaces: bool = False) -> list[Block]:
     White space alone is a block only with ``spaces``, because clients reject it.
     """
     thought = [] if reply.reasoning is None else [Thought(reply.reasoning)]
-    parts = (p for p in reply.parts if spaces or isinstance(p, Call) or p.strip())
+    parts = (p for p in reply.parts if spaces or isinstance(p, ToolCall) or p.strip())
     return [*thought, *parts] or [reply.text]
 
 

@@ -10,8 +10,8 @@ import json
 from contextlib import suppress
 from typing import Any, cast
 
-from trajkit_shim.chat.reply import Call, Parsed
-from trajkit_shim.engines.http import Connections, EngineServer, reading
+from trajkit_shim.chat.reply import Parsed, ToolCall
+from trajkit_shim.engines.http import Connections, EngineClient, reading
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.render import Ids
@@ -27,7 +27,7 @@ class SGLangParser(ReplyParser):
 
     def __init__(self, base_url: str) -> None:
         self._connections = Connections()
-        self._server = EngineServer("SGLang", base_url, self._connections)
+        self._server = EngineClient("SGLang", base_url, self._connections)
         self._names: tuple[str | None, str | None] | None = None
 
     async def names(self) -> tuple[str | None, str | None]:
@@ -69,7 +69,7 @@ class SGLangParser(ReplyParser):
             if error.status != 400:
                 raise
             return unread
-        parts: list[str | Call] = [str(rest)] if rest else []
+        parts: list[str | ToolCall] = [str(rest)] if rest else []
         offset = 0
         for call in found:
             with reading("SGLang", "tool calls"):
@@ -83,7 +83,7 @@ class SGLangParser(ReplyParser):
             except (ValueError, RecursionError):
                 # no protocol can send such a call
                 return unread
-            parts.append(Call(name, sampled))
+            parts.append(ToolCall(name, sampled))
         thought = str(reasoning) if reasoning else None
         return Parsed(parts=tuple(parts), sampled=text, reasoning=thought)
 

@@ -14,14 +14,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from trajkit_shim.chat.reply import Call, Parsed
+from trajkit_shim.chat.reply import Parsed, ToolCall
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.render import ChatRenderer, Ids
 
 Tools: TypeAlias = Sequence[Json]
 """The offered tools, in OpenAI's format."""
 
-ReadCalls: TypeAlias = Callable[[str, int, Tools], tuple[list[Call], int] | None]
+ReadCalls: TypeAlias = Callable[[str, int, Tools], tuple[list[ToolCall], int] | None]
 """Returns the calls at an offset of a text and their end, or None."""
 
 SPACE = " \t\n\r"
@@ -63,7 +63,7 @@ class ToolForm:
     # splits a complete reply of another structure into reasoning and the rest
     split: Callable[[str], tuple[str, str]] | None = None
     # a chat template that contains all of them uses this format
-    known_by: tuple[str, ...] = ()
+    template_marks: tuple[str, ...] = ()
     grammar: CallForm | None = None  # None: no grammar can enforce calls
 
 
@@ -131,7 +131,7 @@ def parse(
         thought, rest = form.split(text)
     else:
         thought, rest = _without_reasoning(text, tags, opened)
-    parts, ill_formed, offset = list[str | Call](), False, 0
+    parts, ill_formed, offset = list[str | ToolCall](), False, 0
 
     def add_text(piece: str) -> None:
         if parts and isinstance(parts[-1], str):
@@ -158,7 +158,7 @@ def parse(
         parts=tuple(
             part
             for i, part in enumerate(parts)
-            if isinstance(part, Call) or part.strip(SPACE) or i in kept
+            if isinstance(part, ToolCall) or part.strip(SPACE) or i in kept
         ),
         sampled=rest,
         ill_formed=ill_formed,

@@ -32,7 +32,7 @@ import re
 from functools import cache, partial
 from typing import Any
 
-from trajkit_shim.chat.reply import Call
+from trajkit_shim.chat.reply import ToolCall
 from trajkit_shim.chat.request import function_of
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.render import ChatRenderer
@@ -101,7 +101,7 @@ def _json_reader(
 ) -> ReadCalls:
     """Read a JSON object, or a list of some, between two `_pattern`."""
 
-    def read(text: str, offset: int, _: Tools) -> tuple[list[Call], int] | None:
+    def read(text: str, offset: int, _: Tools) -> tuple[list[ToolCall], int] | None:
         calls = []
         try:
             offset = _after(opening, text, offset)
@@ -122,7 +122,7 @@ def _json_reader(
     return read
 
 
-def _json_call(fields: dict[str, str], needs_arguments: bool) -> Call:
+def _json_call(fields: dict[str, str], needs_arguments: bool) -> ToolCall:
     """The call with these fields; raises `ValueError` or `KeyError` if it is none."""
     name = json.loads(fields["name"])
     given = [fields[key] for key in _ARGUMENTS if key in fields]
@@ -132,13 +132,13 @@ def _json_call(fields: dict[str, str], needs_arguments: bool) -> Call:
     call_id = json.loads(fields.get("id", '""'))
     if not isinstance(name, str) or not name or not arguments.startswith("{"):
         raise ValueError("not a call")
-    return Call(name, arguments, call_id if isinstance(call_id, str) else "")
+    return ToolCall(name, arguments, call_id if isinstance(call_id, str) else "")
 
 
 def _named_reader(opening: str, head: str, tail: str, closing: str) -> ReadCalls:
     """Read calls whose arguments are JSON after a `_pattern` with groups name and id."""
 
-    def read(text: str, offset: int, _: Tools) -> tuple[list[Call], int] | None:
+    def read(text: str, offset: int, _: Tools) -> tuple[list[ToolCall], int] | None:
         calls = []
         try:
             offset = _after(opening, text, offset)
@@ -149,7 +149,7 @@ def _named_reader(opening: str, head: str, tail: str, closing: str) -> ReadCalls
                 named = begun.groupdict()
                 name = next(v for k, v in named.items() if k.startswith("name") and v)
                 arguments = text[begun.end() : stop]
-                calls.append(Call(name.strip(), arguments, named.get("id") or ""))
+                calls.append(ToolCall(name.strip(), arguments, named.get("id") or ""))
                 offset = _after(tail, text, stop)
                 if not closing:
                     break
@@ -171,8 +171,8 @@ def _tag_reader(
     """
     first, pair, ends = map(_pattern, (head, value, last))
 
-    def read(text: str, offset: int, tools: Tools) -> tuple[list[Call], int] | None:
-        begun, calls = _pattern(opening).match(text, offset), list[Call]()
+    def read(text: str, offset: int, tools: Tools) -> tuple[list[ToolCall], int] | None:
+        begun, calls = _pattern(opening).match(text, offset), list[ToolCall]()
         if begun is None:
             return None
         offset = begun.end()
@@ -194,7 +194,7 @@ def _tag_reader(
             if closed is None:
                 return None
             pairs = (f"{_dumps(key)}: {text}" for key, text in values.items())
-            calls.append(Call(opened[1], "{" + ", ".join(pairs) + "}"))
+            calls.append(ToolCall(opened[1], "{" + ", ".join(pairs) + "}"))
             offset = closed.end()
             if not closing:
                 break
@@ -204,7 +204,9 @@ def _tag_reader(
     return read
 
 
-def _read_pythonic(text: str, offset: int, _: Tools) -> tuple[list[Call], int] | None:
+def _read_pythonic(
+    text: str, offset: int, _: Tools
+) -> tuple[list[ToolCall], int] | None:
     """Read a list of Python calls with keywords, which is all of a text."""
     calls = []
     try:
@@ -213,7 +215,9 @@ def _read_pythonic(text: str, offset: int, _: Tools) -> tuple[list[Call], int] |
             given = {one.arg: ast.literal_eval(one.value) for one in item.keywords}
             if item.args or None in given:
                 return None
-            calls.append(Call(ast.unparse(item.func), _dumps(given, allow_nan=False)))
+            calls.append(
+                ToolCall(ast.unparse(item.func), _dumps(given, allow_nan=False))
+            )
     except (AttributeError, ValueError, SyntaxError, TypeError, RecursionError):
         return None
     return calls, len(text)
@@ -290,12 +294,14 @@ FORMS: dict[str, ToolForm] = {}
 
 
 def _form(
-    name: str, known_by: str, read: ReadCalls, starts: str = "", **more: Any
+    name: str, template_marks: str, read: ReadCalls, starts: str = "", **more: Any
 ) -> None:
     """Add a format; its calls start with its first mark, or with a pattern."""
-    marks = tuple(known_by.split())
+    marks = tuple(template_marks.split())
     pattern = re.compile(starts or re.escape(marks[0]))
-    FORMS[name] = ToolForm(name=name, known_by=marks, read=read, starts=pattern, **more)
+    FORMS[name] = ToolForm(
+        name=name, template_marks=marks, read=read, starts=pattern, **more
+    )
 
 
 _form(
@@ -460,7 +466,7 @@ def form_of(renderer: ChatRenderer) -> ToolForm | None:
     # quotes within a string of the template may be escaped
     text = renderer.chat_template.replace('\\"', '"')
     for form in FORMS.values():
-        if all(mark in text for mark in form.known_by):
+        if all(mark in text for mark in form.template_marks):
             return form
     if not renderer.shows_tools():
         return None

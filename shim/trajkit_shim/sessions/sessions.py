@@ -59,10 +59,10 @@ and those of prompt and output of one call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """The terms of a session, set when it is opened."""
+class SessionOptions:
+    """The options of a session, set when it is opened."""
 
-    pins: SamplingParams = field(default_factory=SamplingParams)
+    fixed: SamplingParams = field(default_factory=SamplingParams)
     # what the client may set (`chat.sampling_params.CLIENT`)
     client_sampling: frozenset[str] = frozenset()
     limits: Mapping[str, int | None] = field(default_factory=dict)  # by `LIMITS`
@@ -129,7 +129,7 @@ class Record:
 
     session_id: str
     api_key: str  # secret; names the session in calls
-    terms: Terms
+    options: SessionOptions
     outcome: Outcome
     counts: Counts = field(default_factory=Counts)
     ended_by: EndedBy | None = None
@@ -143,9 +143,9 @@ class Record:
             "ended_by": self.ended_by,
             **vars(self.counts),
             "in_flight": 0,
-            **{name: self.terms.limits.get(name) for name in LIMITS},
-            "ttl_seconds": self.terms.ttl_seconds,
-            "group_id": self.terms.group_id,
+            **{name: self.options.limits.get(name) for name in LIMITS},
+            "ttl_seconds": self.options.ttl_seconds,
+            "group_id": self.options.group_id,
             **self.outcome,
         }
 
@@ -169,7 +169,7 @@ class Session:
         self, record: Record, clock: asyncio.AbstractEventLoop, log: TurnLog
     ) -> None:
         self.record, self.clock, self.log = record, clock, log
-        self.session_id, self.terms = record.session_id, record.terms
+        self.session_id, self.options = record.session_id, record.options
         self.api_key, self.counts = record.api_key, record.counts
         self.closing = False  # accepts no new calls
         self.closed = False  # records no more turns
@@ -199,7 +199,7 @@ class Session:
         is left than needed.
         """
         unit = "turns" if name == "answered" else name
-        limit = self.terms.limits.get(f"max_{unit}")
+        limit = self.options.limits.get(f"max_{unit}")
         if limit is None:
             return None
         used: int = getattr(self.counts, name)
@@ -293,7 +293,7 @@ class SessionStore:
     def open(
         self,
         session_id: str | None = None,
-        terms: Terms | None = None,
+        options: SessionOptions | None = None,
         outcome: Outcome | None = None,
     ) -> Session:
         """Open a session under the given id, which must be new, or a generated one."""
@@ -311,7 +311,7 @@ class SessionStore:
             Record(
                 session_id=session_id,
                 api_key=f"tk-{secrets.token_hex(16)}",
-                terms=terms or Terms(),
+                options=options or SessionOptions(),
                 outcome=_updated(_NOTHING_KNOWN, outcome or {}),
             )
         )
@@ -334,12 +334,14 @@ class SessionStore:
         session = Session(record, clock, self._log)
         self._open[record.session_id] = session
         self._ids[record.api_key] = record.session_id
-        ttl = record.terms.ttl_seconds
+        ttl = record.options.ttl_seconds
         if ttl is not None:
-            session.timer = clock.call_later(ttl, partial(self._look, session, ttl))
+            session.timer = clock.call_later(
+                ttl, partial(self._close_if_idle, session, ttl)
+            )
         return session
 
-    def _look(self, session: Session, ttl: float) -> None:
+    def _close_if_idle(self, session: Session, ttl: float) -> None:
         """Close a session that has been idle for that long, or look again later."""
         busy = session.requests or session.closing
         idle = 0.0 if busy else session.clock.time() - session.active_at
@@ -350,7 +352,7 @@ class SessionStore:
                 # it does not end before they are written
                 idle = 0.0
         if idle < ttl:
-            look = partial(self._look, session, ttl)
+            look = partial(self._close_if_idle, session, ttl)
             session.timer = session.clock.call_later(ttl - idle, look)
         else:
             self.end(session, "idle")
@@ -390,7 +392,7 @@ class SessionStore:
             facts = {
                 "status": "open" if record.ended_by is None else "closed",
                 "ended_by": record.ended_by,
-                "group_id": record.terms.group_id,
+                "group_id": record.options.group_id,
             }
             if all(facts[name] == value for name, value in wanted.items()):
                 yield self.describe(record.session_id)

@@ -23,7 +23,7 @@ from trajkit_shim.engines.payloads import EXPERTS, MASK, experts_cell, mask_cell
 from trajkit_shim.json_input import Json
 from trajkit_shim.sessions.append_log import AppendLog
 
-Form: TypeAlias = Literal["full", "delta"]
+LogForm: TypeAlias = Literal["full", "delta"]
 """Whether the log holds full prompts, or only what each adds to an earlier turn."""
 
 # which message each prompt token belongs to
@@ -154,7 +154,7 @@ class TurnLog:
         self,
         directory: str | Path,
         *,
-        form: Form = "full",
+        form: LogForm = "full",
         fsync: bool = False,
         max_file_bytes: int | None = 1 << 30,
         max_total_bytes: int | None = None,

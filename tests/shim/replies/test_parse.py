@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from tests.shim.fakes import parse_reply
 from tests.strategies import good_calls, plain_texts
-from trajkit_shim.chat.reply import Call
+from trajkit_shim.chat.reply import ToolCall
 
 
-def taken(text: str) -> tuple[str, tuple[Call, ...], bool]:
+def taken(text: str) -> tuple[str, tuple[ToolCall, ...], bool]:
     parsed = parse_reply(text)
     return parsed.text, tuple(parsed.calls), parsed.ill_formed
 
@@ -28,57 +28,57 @@ def block(name: str = "bash", arguments: str = "{}") -> str:
         pytest.param(" just text\n", (" just text\n", (), False), id="text"),
         pytest.param(
             block(arguments='{"a":  1.50}'),
-            ("", (Call("bash", '{"a":  1.50}'),), False),
+            ("", (ToolCall("bash", '{"a":  1.50}'),), False),
             id="arguments as they were sampled",
         ),
         pytest.param(
             f"Look. \n{block()} \ndone ",
-            ("Look. \n \ndone ", (Call("bash", "{}"),), False),
+            ("Look. \n \ndone ", (ToolCall("bash", "{}"),), False),
             id="text on both sides",
         ),
         pytest.param(
             f"{block('a')}\n{block('b')} \n\t{block('a')}",
             (
                 "",
-                (Call("a", "{}"), Call("b", "{}"), Call("a", "{}")),
+                (ToolCall("a", "{}"), ToolCall("b", "{}"), ToolCall("a", "{}")),
                 False,
             ),
             id="white space between calls is their frame",
         ),
         pytest.param(
             f"{block('a')} then {block('b')}",
-            (" then ", (Call("a", "{}"), Call("b", "{}")), False),
+            (" then ", (ToolCall("a", "{}"), ToolCall("b", "{}")), False),
             id="text between calls",
         ),
         pytest.param(
             f"\n{block()}\n",
-            ("\n\n", (Call("bash", "{}"),), False),
+            ("\n\n", (ToolCall("bash", "{}"),), False),
             id="white space around calls",
         ),
         pytest.param(
             '<tool_call>{"arguments":{"x":"</tool_call>"},"id":[1],"name":"f"}'
             "</tool_call>",
-            ("", (Call("f", '{"x":"</tool_call>"}'),), False),
+            ("", (ToolCall("f", '{"x":"</tool_call>"}'),), False),
             id="an end marker inside a string, fields in another order",
         ),
         pytest.param(
             '<tool_call>{"name": "now"}</tool_call>',
-            ("", (Call("now", "{}"),), False),
+            ("", (ToolCall("now", "{}"),), False),
             id="no arguments",
         ),
         pytest.param(
             '<tool_call>{"name": "caf\\u00e9", "arguments": {}}</tool_call>',
-            ("", (Call("café", "{}"),), False),
+            ("", (ToolCall("café", "{}"),), False),
             id="an escaped name",
         ),
         pytest.param(
             f"<tool_call> {block()}",
-            ("<tool_call> ", (Call("bash", "{}"),), True),
+            ("<tool_call> ", (ToolCall("bash", "{}"),), True),
             id="a call after a marker that opens none",
         ),
         pytest.param(
             f"{block('a')}\n<tool_call>no\n{block('b')}",
-            ("\n<tool_call>no\n", (Call("a", "{}"), Call("b", "{}")), True),
+            ("\n<tool_call>no\n", (ToolCall("a", "{}"), ToolCall("b", "{}")), True),
             id="white space beside a broken call is kept",
         ),
         pytest.param("a </tool_call> b", ("a </tool_call> b", (), False), id="end"),

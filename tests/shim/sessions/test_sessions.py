@@ -15,7 +15,7 @@ from tests.shim.clients import in_process, on_socket
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.sessions import sessions as sessions_module
-from trajkit_shim.sessions.sessions import Session, SessionStore, Terms
+from trajkit_shim.sessions.sessions import Session, SessionOptions, SessionStore
 
 USER = {"role": "user", "content": "hi"}
 
@@ -282,10 +282,10 @@ async def test_an_ended_session_is_released(tmp_path, how):
 
 
 def test_a_hundred_thousand_sessions_leave_little_behind():
-    lines, terms = Lines(max_ended=100), Terms(ttl_seconds=60.0)
+    lines, options = Lines(max_ended=100), SessionOptions(ttl_seconds=60.0)
     keys = []
     for k in range(100_000):
-        session = lines.store.open(f"s{k}", terms)
+        session = lines.store.open(f"s{k}", options)
         keys.append(session.api_key)
         session.conversation.logged.add(b"key")
         session.counts.turns += 1

@@ -5,46 +5,88 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from types import SimpleNamespace
-from typing import Self
+from typing import Any, Self
 
-from trajkit_rollout.agents.harness import HARNESSES, Harness, Job
-from trajkit_rollout.agents.sandbox import (
-    LimitError,
-    Sandbox,
-    SandboxError,
-    Spec,
-    remove,
-)
-from trajkit_rollout.agents.sandboxes import SANDBOXES
-from trajkit_rollout.grade import Work, grade
-from trajkit_rollout.run_log import Rollout
+import pyarrow as pa
+
+from trajkit.cli.screen import visible
+from trajkit.schema import SESSIONS
+from trajkit_rollout.grade import grade
+from trajkit_rollout.harness import HARNESSES, Harness, Job
+from trajkit_rollout.remote import SANDBOXES
+from trajkit_rollout.sandbox import LimitError, Sandbox, SandboxError, Spec, remove
 from trajkit_rollout.tasks import Task
 from trajkit_rollout.workspace import AGENT_ENV, AgentError, StageError, Workspace
 from trajkit_shim.client import GatewayClient
 from trajkit_shim.errors import GatewayError
 
 _LOG = logging.getLogger(__name__)
-
+# prefixes of the expected errors of a rollout
 _STAGES: Mapping[type[Exception], str] = {
     StageError: "",
     SandboxError: "sandbox: ",
     GatewayError: "gateway: ",
     ConnectionError: "gateway: ",
 }
-"""Prefixes of the expected errors of a rollout, by type."""
-
 _MAX_FINDINGS = 100
+# how changes are named, by their verdict (`trajkit_rollout.workspace.choose`)
 _FINDINGS = {
     "refused": "not graded",
     "risky": "graded, but it can change how tests run",
 }
-"""How the changes in a list of `Choice` are named."""
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One session of a run; a row of the ``sessions`` table."""
+
+    session_id: str
+    group_id: str
+    harness: str
+    sandbox: str
+    sample: int = 0  # index among the task's rollouts
+    attempt: int = 1
+    started_at: float = field(default_factory=time.time)  # in the table a timestamp
+    reward: float | None = None
+    error: str | None = None
+    # finished, timed_out, turn_limit or failed; None: it did not run
+    agent_end: str | None = None
+    exit_code: int | None = None  # None: killed
+    turns: int | None = None  # answered turns
+    patch_bytes: int | None = None  # None: no patch
+    # changes that were not graded, because they could change how tests run
+    findings: list[str] = field(default_factory=list)
+    # of the agent, and of the entire rollout; the latter is None until it has ended
+    agent_seconds: float | None = None
+    seconds: float | None = None
+
+
+_OWN = {
+    **dict.fromkeys(("sample", "attempt"), pa.int32()),
+    **dict.fromkeys(("harness", "sandbox"), pa.string()),
+    "started_at": pa.timestamp("us", tz="UTC"),
+    "agent_end": pa.string(),
+    **dict.fromkeys(("exit_code", "turns"), pa.int32()),
+    "patch_bytes": pa.int64(),
+    "findings": pa.list_(pa.string()),
+    **dict.fromkeys(("agent_seconds", "seconds"), pa.float64()),
+}
+ROLLOUTS = pa.schema([*SESSIONS, *_OWN.items()], metadata=SESSIONS.metadata)
+"""``sessions``, with the columns of a rollout."""
+
+
+def sessions_table(rollouts: Iterable[Rollout]) -> pa.Table:
+    """Return rollouts as a table of `ROLLOUTS`."""
+    rows = [asdict(rollout) for rollout in rollouts]
+    for row in rows:
+        row["started_at"] = int(row["started_at"] * 1e6)
+    return pa.Table.from_pylist(rows, schema=ROLLOUTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,46 +97,45 @@ class Settings:
     argument: Sequence[str] = ()  # extra arguments of its command
     install: bool = False  # install it in each sandbox if it is missing
     sandbox: type[Sandbox] = SANDBOXES["local"]
-    # See `agents.sandbox.Spec`. A task's own image has precedence.
+    # See `trajkit_rollout.sandbox.Spec`. A task's own image has precedence.
     sandbox_option: Mapping[str, str] = field(default_factory=dict)
     path: Sequence[str] = ()
     gateway_url: str | None = None
     image: str | None = None
     repeat: int = 1  # rollouts per task, which form a group
     parallel: int = 1  # concurrent rollouts
-    # repeat rollouts of an earlier run that ended with an error
-    retry_failed: bool = False
+    retry_failed: bool = (
+        False  # repeat those of an earlier run that ended with an error
+    )
     timeout: float | None = None  # seconds of every agent, overriding its task
     untrusted: bool = False  # refuse a sandbox that exposes something
 
     @classmethod
-    def chosen(cls, arguments: SimpleNamespace) -> Self:
+    def chosen(cls, given: Mapping[str, Any]) -> Self:
         """Return the settings of a command's options; `ValueError` if one is invalid."""
-        given = vars(arguments)
-        pairs = [option.partition("=") for option in arguments.sandbox_option]
+        pairs = [option.partition("=") for option in given["sandbox_option"]]
         for name, equals, _ in pairs:
             if not equals:
                 raise ValueError(f"--sandbox-option {name}: NAME=VALUE is expected")
-        if arguments.timeout is not None and not 0 < arguments.timeout < math.inf:
-            raise ValueError(f"--timeout {arguments.timeout:g} is not above 0")
-        given["harness"] = harness = _find(arguments.harness, HARNESSES)
+        if given["timeout"] is not None and not 0 < given["timeout"] < math.inf:
+            raise ValueError(f"--timeout {given['timeout']:g} is not above 0")
+        harness = _find(given["harness"], HARNESSES)
         if not isinstance(harness, Harness):
-            rule = f"{harness!r}, not an instance of Harness"
-            raise ValueError(f"--harness {arguments.harness} is {rule}")
-        given["sandbox"] = sandbox = _find(arguments.sandbox, SANDBOXES)
+            raise ValueError(f"--harness {harness!r}, not an instance of Harness")
+        sandbox = _find(given["sandbox"], SANDBOXES)
         if not (isinstance(sandbox, type) and issubclass(sandbox, Sandbox)):
-            rule = f"{sandbox!r}, not a subclass of Sandbox"
-            raise ValueError(f"--sandbox {arguments.sandbox} is {rule}")
-        given["sandbox_option"] = {name: value for name, _, value in pairs}
-        return cls(**{each.name: given[each.name] for each in fields(cls)})
+            raise ValueError(f"--sandbox {sandbox!r}, not a subclass of Sandbox")
+        options = {name: value for name, _, value in pairs}
+        own = {"harness": harness, "sandbox": sandbox, "sandbox_option": options}
+        return cls(**{each.name: {**given, **own}[each.name] for each in fields(cls)})
 
     @property
-    def sandbox_name(self) -> str:
-        """The name of its kind of sandbox, or the import path of another one."""
+    def names(self) -> tuple[str, str]:
+        """The names of its harness and kind of sandbox, or the latter's import path."""
         kind = self.sandbox
-        if SANDBOXES.get(kind.kind) is kind:
-            return kind.kind
-        return f"{kind.__module__}:{kind.__qualname__}"
+        ours = SANDBOXES.get(kind.kind) is kind
+        path = f"{kind.__module__}:{kind.__qualname__}"
+        return self.harness.name, kind.kind if ours else path
 
 
 def _find(name: str, known: Mapping[str, object]) -> object:
@@ -146,12 +187,8 @@ def run_task(
     if not isinstance(gateway, GatewayClient):
         with GatewayClient(gateway, token) as client:
             return run_task(task, settings, client, out, rollout=rollout)
-    rollout = rollout or Rollout(
-        session_id=f"{task.id}.0.{secrets.token_hex(8)}",
-        group_id=task.id,
-        harness=settings.harness.name,
-        sandbox=settings.sandbox_name,
-    )
+    name = f"{task.id}.0.{secrets.token_hex(8)}"
+    rollout = rollout or Rollout(name, task.id, *settings.names)
     scratch = out / "sandboxes" / rollout.session_id.replace("~", "-")
     Attempt(task, settings, rollout, out, scratch).run(gateway)
     with suppress(OSError):
@@ -159,30 +196,19 @@ def run_task(
     return rollout
 
 
+@dataclass(slots=True)
 class Attempt:
-    """A rollout that runs: fills the fields of a `Rollout`.
+    """A rollout that runs: fills the fields of a `Rollout`."""
 
-    ``sandboxes``: those that exist, which the end of a run stops; it sets ``stopping``
-    before. ``digest``: of the task as the run started (`Task.digest`).
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        settings: Settings,
-        rollout: Rollout,
-        out: Path,
-        scratch: Path,
-        *,
-        sandboxes: set[Sandbox] | None = None,
-        stopping: threading.Event | None = None,
-        digest: str | None = None,
-    ) -> None:
-        self.task, self.settings, self.rollout = task, settings, rollout
-        self._out, self._scratch = out, scratch
-        self._sandboxes = set() if sandboxes is None else sandboxes
-        self._stopping = stopping or threading.Event()
-        self._digest = digest or task.digest()
+    task: Task
+    settings: Settings
+    rollout: Rollout
+    out: Path
+    scratch: Path  # for sandboxes
+    # sandboxes that exist, which the end of a run stops; it sets ``stopping`` before
+    live: set[Sandbox] = field(default_factory=set)
+    stopping: threading.Event = field(default_factory=threading.Event)
+    digest: str | None = None  # of the task as the run started (`Task.digest`)
 
     def run(self, gateway: GatewayClient) -> None:
         """Run it to a reward or an error. Raises `Stopped`."""
@@ -191,26 +217,24 @@ class Attempt:
             self._work(gateway)
         except Exception as error:
             stage = next((v for k, v in _STAGES.items() if isinstance(error, k)), None)
-            if stage is None and not self._stopping.is_set():
+            if stage is None and not self.stopping.is_set():
                 # other rollouts continue
                 _LOG.exception("rollout %s", rollout.session_id)
                 stage = f"{type(error).__name__}: "
-            rollout.error, rollout.reward = escaped(f"{stage}{error}"), None
-        if self._stopping.is_set():
+            rollout.error, rollout.reward = visible(f"{stage}{error}"), None
+        if self.stopping.is_set():
             # its processes were killed, so its result is not valid
             raise Stopped
         rollout.seconds = time.monotonic() - clock
 
     def _work(self, gateway: GatewayClient) -> None:
         """Run the agent and grade its work."""
-        rollout = self.rollout
-        folder = self._out / "sessions" / rollout.session_id
+        rollout, digest = self.rollout, self.digest or self.task.digest()
+        folder = self.out / "sessions" / rollout.session_id
         folder.mkdir(parents=True)
         fault, patch = None, b""
         with self.sandbox(f"{rollout.session_id}-agent") as sandbox:
-            sandbox.hide([self._out])
-            if sandbox.exposes and self.settings.untrusted:
-                raise SandboxError(f"--untrusted: {sandbox.exposes}")
+            self.hide(sandbox, [self.out])
             workspace = Workspace(self.task, sandbox)
             workspace.prepare()
             try:
@@ -218,27 +242,29 @@ class Attempt:
                 patch = workspace.diff()
             except (AgentError, SandboxError) as error:
                 # without a turn there is nothing to train
-                if self._stopping.is_set() or not rollout.turns:
+                if self.stopping.is_set() or not rollout.turns:
                     raise
                 fault = error
         # the agent, its processes and everything that they could write are gone
         (folder / "patch.diff").write_bytes(patch)
         rollout.patch_bytes = len(patch)
-        if self.task.digest() != self._digest:
+        if self.task.digest() != digest:
             raise StageError("grade", "the task's files changed while the agent worked")
         self.judge(patch, fault)
 
+    def hide(self, sandbox: Sandbox, paths: Iterable[Path]) -> None:
+        """Raise `SandboxError` if an agent would see or reach more than it may."""
+        sandbox.hide(paths)
+        if sandbox.exposes and self.settings.untrusted:
+            raise SandboxError(f"--untrusted: {sandbox.exposes}")
+
     def _agent(self, workspace: Workspace, log: Path, gateway: GatewayClient) -> None:
         """Have the agent work; `StageError` if it failed."""
-        task, rollout = self.task, self.rollout
+        task, rollout, limit = self.task, self.rollout, self.task.agent.max_turns
         sandbox, harness = workspace.sandbox, self.settings.harness
         harness.ready(sandbox, install=self.settings.install)
-        limit = task.agent.max_turns
-        session = gateway.open(
-            rollout.session_id,
-            max_turns=limit,
-            metadata={"task": task.id, "sample": rollout.sample},
-        )
+        about = {"task": task.id, "sample": rollout.sample}
+        session = gateway.open(rollout.session_id, max_turns=limit, metadata=about)
         job = Job(
             api_key=session.api_key,
             base_url=sandbox.map_url(session.base_url),
@@ -279,22 +305,22 @@ class Attempt:
 
         ``fault``: why there is no patch.
         """
-        name = f"{self.rollout.session_id}-grade"
-        with self.sandbox(name, stop=stop_or_log) as sandbox:
+        with self.sandbox(f"{self.rollout.session_id}-grade", log_stop=True) as sandbox:
             copy = Workspace(self.task, sandbox)
             copy.prepare()
             changed = bool(patch)
             try:
                 if fault is not None:
                     raise AgentError(str(fault))
-                changed = self._apply(copy, patch)
+                verdicts = copy.apply(patch)
+                self._list(verdicts)
+                changed = any(verdict != "refused" for verdict in verdicts.values())
                 finished = self.rollout.agent_end == "finished"
-                work = Work(workspace=copy, patch=patch, finished=finished)
-                self.rollout.reward = grade(work)
+                self.rollout.reward = grade(copy, patch, finished=finished)
                 return
             except (StageError, SandboxError) as error:
                 caused = changed or isinstance(error, AgentError | LimitError)
-                if self._stopping.is_set() or not caused:
+                if self.stopping.is_set() or not caused:
                     raise
                 reason = error
         # unless no sandbox starts here any more, the agent's changes are the reason
@@ -303,16 +329,17 @@ class Attempt:
         self._find(f"cannot be graded: {reason}")
         self.rollout.reward = 0.0
 
-    def _apply(self, copy: Workspace, patch: bytes) -> bool:
-        """Apply what is graded of a patch, list the rest; return whether there is any."""
-        choice = copy.apply(patch)
-        for name, text in _FINDINGS.items():
-            files: Sequence[str] = getattr(choice, name)
-            for each in files[:_MAX_FINDINGS]:
-                self._find(f"{text}: {each}")
-            if len(files) > _MAX_FINDINGS:
-                self._find(f"{text}: {len(files):,} files in all")
-        return bool(choice.graded)
+    def _list(self, verdicts: Mapping[str, str]) -> None:
+        """Add changes that are not graded, or risky, to the findings."""
+        listed = Counter[str]()
+        for name, verdict in verdicts.items():
+            if verdict in _FINDINGS:
+                listed[verdict] += 1
+                if listed[verdict] <= _MAX_FINDINGS:
+                    self._find(f"{_FINDINGS[verdict]}: {name}")
+        for verdict, count in listed.items():
+            if count > _MAX_FINDINGS:
+                self._find(f"{_FINDINGS[verdict]}: {count:,} files in all")
 
     def solution(self) -> bytes:
         """Return the patch of the task's solution."""
@@ -326,27 +353,26 @@ class Attempt:
             sandbox.put(task.solution.archive(), folder)
             if task.solve:
                 command = task.solve.replace("{solution}", folder)
-                seconds = task.agent.timeout_s
-                shell = ["sh", "-c", command]
+                seconds, shell = task.agent.timeout_s, ["sh", "-c", command]
                 done = sandbox.exec(shell, timeout_s=seconds, cwd=workspace.path)
                 if done.code != 0:
                     raise StageError("self-test", command, done.summary)
             return workspace.diff()
 
     @contextmanager
-    def sandbox(
-        self, name: str, stop: Callable[[Sandbox], None] = Sandbox.stop
-    ) -> Iterator[Sandbox]:
-        """Create a sandbox for the ``with`` block."""
+    def sandbox(self, name: str, *, log_stop: bool = False) -> Iterator[Sandbox]:
+        """Create a sandbox for the ``with`` block.
+
+        ``log_stop``: if it cannot be stopped, that is logged and not raised.
+        """
         task, settings = self.task, self.settings
-        unenforced = dict.fromkeys(self.unenforced())
         sandbox = settings.sandbox(
             Spec(
                 # container names must not contain ~
                 name=f"trajkit-{name.replace('~', '-')}",
-                scratch=self._scratch,
+                scratch=self.scratch,
                 image=task.image or settings.image,
-                limits=replace(task.limits, **unenforced),
+                limits=replace(task.limits, **dict.fromkeys(self.unenforced())),
                 path=tuple(settings.path),
                 gateway=settings.gateway_url,
                 options=settings.sandbox_option,
@@ -356,25 +382,26 @@ class Attempt:
             )
         )
         # before the check: either the end of the run finds it, or the check finds the end
-        self._sandboxes.add(sandbox)
+        self.live.add(sandbox)
         try:
-            if self._stopping.is_set():
+            if self.stopping.is_set():
                 raise Stopped
             sandbox.start()
             yield sandbox
         finally:
-            self._sandboxes.discard(sandbox)
-            stop(sandbox)
+            self.live.discard(sandbox)
+            (stop_or_log if log_stop else Sandbox.stop)(sandbox)
 
     def unenforced(self) -> list[str]:
         """Return limits of another project's task that this kind of sandbox has not."""
         # in a task of trajkit's own form they are refused
         given = asdict(self.task.limits).items() if self.task.places else ()
-        kind = self.settings.sandbox
-        return [name for name, value in given if value and name not in kind.limits]
+        known = self.settings.sandbox.limits
+        return [name for name, value in given if value and name not in known]
 
     def _find(self, text: str) -> None:
-        self.rollout.findings.append(escaped(text))
+        # names of files and output of agents may be any bytes
+        self.rollout.findings.append(visible(text))
 
 
 def stop_or_log(sandbox: Sandbox) -> None:
@@ -383,11 +410,3 @@ def stop_or_log(sandbox: Sandbox) -> None:
         sandbox.stop()
     except Exception:
         _LOG.exception("sandbox %s", sandbox.spec.name)
-
-
-def escaped(text: str) -> str:
-    """Return a text in one line, for a terminal, that UTF-8 can encode.
-
-    Names of files and output of agents may be any bytes.
-    """
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
-from trajkit_rollout.agents.sandbox import CommandResult, Sandbox, SandboxError, pack
+from trajkit_rollout.sandbox import CommandResult, Sandbox, SandboxError, pack
 
 _INSTALL_SECONDS = 900.0
 _CHECK_SECONDS = 120.0
@@ -65,8 +65,7 @@ class Harness:
     # split into arguments as a shell does, before values are filled in
     command: str
     stdin: str = ""
-    # added to the sandbox's own variables
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)  # added to the sandbox's own
     # configuration files by path below the home directory; in these the fields are
     # escaped as in JSON, for a place between quotes
     files: Mapping[str, str] = field(default_factory=dict)
@@ -122,9 +121,8 @@ class Harness:
         The harness's own variables override ``env``.
         """
         launch = self.launch(job)
-        if launch.files:
-            files = {name: text.encode() for name, text in launch.files.items()}
-            sandbox.put(pack(files), job.home)
+        files = {name: text.encode() for name, text in launch.files.items()}
+        sandbox.put(pack(files), job.home)
         return sandbox.exec(
             launch.command,
             timeout_s=timeout_s,
@@ -143,15 +141,15 @@ def _claude_failed(done: CommandResult) -> str | None:
     """Return the error in its last line, a JSON object, or by its exit code."""
     try:
         result = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        return failed_by_code(done)
-    if isinstance(result, dict) and result.get("is_error"):
-        return f"{result.get('subtype')}: {result.get('result')}"[:300]
+        if result["is_error"]:
+            return f"{result.get('subtype')}: {result.get('result')}"[:300]
+    except (LookupError, TypeError, ValueError):
+        pass
     return failed_by_code(done)
 
 
 _FAILED = {"claude-code": _claude_failed}
-_RECORDS = files("trajkit_rollout.agents").joinpath("harnesses.toml").read_text("utf-8")
+_RECORDS = files("trajkit_rollout").joinpath("harnesses.toml").read_text("utf-8")
 
 HARNESSES: Mapping[str, Harness] = {
     name: Harness(name=name, failed=_FAILED.get(name, failed_by_code), **record)

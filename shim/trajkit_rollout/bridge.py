@@ -35,53 +35,49 @@ def bridge(host: str, port: int) -> Iterator[int]:
     Yields the descriptor that `OPEN` gets. More than 128 connections at once are closed.
     """
     near, far = socket.socketpair()
+
+    def serve() -> None:
+        # a line that ends brings none
+        for number in socket.recv_fds(near, 1, 1)[1]:
+            asyncio.run(_forward(near, socket.socket(fileno=number), host, port))
+
     with near, far:
-        thread = threading.Thread(
-            target=lambda: asyncio.run(_serve(near, host, port)), daemon=True
-        )
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         try:
             yield far.fileno()
         finally:
-            # the end of both lines ends the thread
             far.close()
             near.shutdown(socket.SHUT_RDWR)
             thread.join()
 
 
-async def _serve(line: socket.socket, host: str, port: int) -> None:
-    """Forward what comes to the listener that a line brings, until the line ends."""
-    loop, connections = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+async def _forward(
+    line: socket.socket, listener: socket.socket, host: str, port: int
+) -> None:
+    """Forward what comes to a listener until the line ends."""
+    connections = set[asyncio.Task[None] | None]()
 
-    async def forward(
+    async def connected(
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         task = asyncio.current_task()
-        assert task is not None
-        if len(connections) < _MAX_CONNECTIONS:
-            connections.add(task)
-            task.add_done_callback(connections.discard)
-            with suppress(OSError):
+        try:
+            if len(connections) < _MAX_CONNECTIONS:
+                connections.add(task)
                 far_reader, far_writer = await asyncio.open_connection(host, port)
                 both = (_copy(reader, far_writer), _copy(far_reader, writer))
                 await asyncio.gather(*both)
-        writer.close()
+        except (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            connections.discard(task)
+            writer.close()
 
-    arrived = asyncio.Event()
-    loop.add_reader(line, arrived.set)
-    server = None
-    await arrived.wait()
-    while received := socket.recv_fds(line, 1, 1)[1]:
-        listener = socket.socket(fileno=received[0])
-        server = await asyncio.start_server(forward, sock=listener)
-        arrived.clear()
-        await arrived.wait()
-    loop.remove_reader(line)
-    if server is not None:
-        server.close()
-    for task in connections:
-        task.cancel()
-    await asyncio.gather(*connections, return_exceptions=True)
+    server = await asyncio.start_server(connected, sock=listener)
+    line.setblocking(False)
+    await asyncio.get_running_loop().sock_recv(line, 1)
+    server.close()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

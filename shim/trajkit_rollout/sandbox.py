@@ -17,27 +17,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, ClassVar, Self, TypeAlias
+from typing import IO, ClassVar, Self
 
-_LOOK_SECONDS = 0.5
-_MAX_OUTPUT = 1 << 28
+_LOOK_SECONDS = 0.05
 _PIPE_SECONDS = 0.1
 _PIECE_BYTES = 1 << 16
 _COPY_SECONDS = 600.0
-_STOP_SECONDS = 60.0
-# some container clients set HOME themselves and do not accept another one from outside
-_SCRIPT = (
-    'PATH="$1$PATH" HOME=/home TMPDIR=/tmp; export PATH HOME TMPDIR; shift; exec "$@"'
-)
-# kills the processes with a mark again and again, until it finds no more
-_KILL = (
-    "found=1; while test $found; do found=; for each in /proc/[0-9]*; do "
-    "tr '\\0' '\\n' < $each/environ 2> /dev/null | "
-    'grep -qxF "$0" && kill -9 ${each#/proc/} && found=1; done; done; true'
-)
+_MAX_OUTPUT = 1 << 28
+_MAX_FILE = 1 << 26
 
 SHARED_NETWORK = (
     "the sandbox shares this machine's network: an agent can reach the engine and every "
@@ -63,10 +53,7 @@ class LimitError(SandboxError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command to run; see `Sandbox.exec`. ``env`` includes its mark.
-
-    ``log_bytes``: the longest log that it may write.
-    """
+    """A command to run; see `Sandbox.exec`. ``env`` includes its mark."""
 
     arguments: tuple[str, ...]
     timeout_s: float
@@ -74,7 +61,7 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
     stdin: bytes = b""
     log: Path | None = None
-    log_bytes: int = _MAX_OUTPUT
+    max_bytes: int | None = None  # of its output
     pass_fds: tuple[int, ...] = ()  # descriptors that it inherits
 
 
@@ -92,9 +79,8 @@ class CommandResult:
     @property
     def last_line(self) -> str:
         """The last line that is not blank, cut to 300 characters."""
-        text = (self.stdout + b"\n" + self.stderr).decode(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return lines[-1][:300] if lines else "no output"
+        text = (self.stdout + b"\n" + self.stderr).decode(errors="replace").strip()
+        return text.splitlines()[-1].strip()[:300] if text else "no output"
 
     @property
     def summary(self) -> str:
@@ -126,12 +112,9 @@ class Spec:
     scratch: Path  # directory of this machine for the sandbox's files
     image: str | None = None  # for kinds that need one
     limits: Limits = field(default_factory=Limits)
-    # directories to put first on ``PATH``, as paths in the sandbox
-    path: tuple[str, ...] = ()
-    # URL of the gateway as seen from the sandbox. Default: the sandbox derives it.
-    gateway: str | None = None
-    # options of one kind of sandbox
-    options: Mapping[str, str] = field(default_factory=dict)
+    path: tuple[str, ...] = ()  # folders of the sandbox to put first on ``PATH``
+    gateway: str | None = None  # its URL as seen from there; default: derived
+    options: Mapping[str, str] = field(default_factory=dict)  # of one kind of sandbox
     # of the task: see `trajkit_rollout.tasks.Task`
     build: str | None = None
     plain: bool = False
@@ -151,14 +134,12 @@ class Sandbox(ABC):
     # allowed keys of `Spec.options` and their defaults, or their choices: "first|second"
     options: ClassVar[Mapping[str, str]] = {}
     limits: ClassVar[Collection[str]] = ()  # fields of `Limits` that it enforces
-    # what an agent can reach that it should not; None: nothing that is known
-    exposes: str | None = None
-    # limits that are not those of the sum of its processes, as far as one is asked for
-    loose: str | None = None
+    exposes: str | None = None  # what an agent can reach that it should not
+    loose: str | None = None  # limits that hold for each process only, or not at all
 
     def __init__(self, spec: Spec) -> None:
-        self.chosen = {name: text.split("|")[0] for name, text in self.options.items()}
-        self.chosen |= spec.options
+        defaults = {name: text.split("|")[0] for name, text in self.options.items()}
+        self.spec, self.chosen = spec, {**defaults, **spec.options}
         for name, value in spec.options.items():
             if name not in self.options:
                 known = f"known options: {', '.join(self.options) or 'none'}"
@@ -171,7 +152,6 @@ class Sandbox(ABC):
             if value is not None and name not in self.limits:
                 rule = f"a sandbox of kind {self.kind} cannot enforce it"
                 raise SandboxError(f"{name} = {value}: {rule}")
-        self.spec = spec
         self._stopped = threading.Event()
         self._removing = threading.Lock()
 
@@ -194,8 +174,7 @@ class Sandbox(ABC):
         with self._removing:
             self._remove()
 
-    def _check(self, pid: int) -> None:
-        """Raise `SandboxError` if a command of this machine has to end."""
+    def _check(self) -> None:
         if self._stopped.is_set():
             raise SandboxError("the sandbox was stopped")
 
@@ -249,25 +228,26 @@ class Sandbox(ABC):
                 env={**(env or {}), MARK: mark},
                 stdin=stdin,
                 log=log,
-                log_bytes=min((self.spec.limits.disk_mb or 1024) << 20, _MAX_OUTPUT),
+                max_bytes=(self.spec.limits.disk_mb or 1024) << 20,
             )
         )
 
     def put(self, archive: bytes, directory: str) -> None:
         """Unpack a tar archive into a directory of the sandbox, created if missing."""
         where = shlex.quote(directory)
-        self._shell(f"mkdir -p {where} && tar -xof - -C {where}", archive)
-
-    def get(self, path: str) -> bytes:
-        """Return the content of a file; raise `SandboxError` if it does not exist."""
-        return self._shell(f"cat {shlex.quote(path)}")
-
-    def _shell(self, script: str, stdin: bytes = b"", cwd: str | None = None) -> bytes:
+        script = f"mkdir -p {where} && tar -xof - -C {where}"
         shell = ["sh", "-c", script]
-        done = self.exec(shell, timeout_s=_COPY_SECONDS, stdin=stdin, cwd=cwd)
+        # the default directory may not exist yet
+        done = self.exec(shell, timeout_s=_COPY_SECONDS, stdin=archive, cwd="/")
         if done.code != 0:
             raise SandboxError(f"{script}: {done.summary}")
-        return done.stdout
+
+    def get(self, path: str) -> bytes | None:
+        """Return the start of a regular file, 64 MiB at most; None if there is none."""
+        where = shlex.quote(path)
+        script = f"test -f {where} && ! test -L {where} && head -c {_MAX_FILE} {where}"
+        done = self.exec(["sh", "-c", script], timeout_s=_COPY_SECONDS)
+        return done.stdout if done.code == 0 else None
 
     def __enter__(self) -> Self:
         try:
@@ -281,74 +261,54 @@ class Sandbox(ABC):
         self.stop()
 
 
-class ForeignSandbox(Sandbox):
-    """A sandbox whose processes this one cannot end itself, such as a container."""
-
-    def _run(self, command: Command) -> CommandResult:
-        """Run one command, and end its processes if it takes too long."""
-        first = "".join(f"{folder}:" for folder in self.spec.path)
-        wrapped = ("sh", "-c", _SCRIPT, "sh", first, *command.arguments)
-        done = self._enter(replace(command, arguments=wrapped))
-        if done.code is None:
-            kill = ("sh", "-c", _KILL, f"{MARK}={command.env[MARK]}")
-            self._enter(Command(arguments=kill, timeout_s=_STOP_SECONDS))
-        return done
-
-    @abstractmethod
-    def _enter(self, command: Command) -> CommandResult:
-        """Run one command, whose processes may continue after its timeout."""
-
-    def _make_directories(self) -> None:
-        self._shell("mkdir -p /home /tmp /work", cwd="/")
-
-
-Check: TypeAlias = Callable[[int], None]
-"""Raises if a command has to end, by its process's id."""
-
-
 def run_here(
     command: Command,
-    check: Check = lambda _: None,
+    check: Callable[[], None] = lambda: None,
     end: Callable[[], None] = lambda: None,
 ) -> CommandResult:
     """Run a command of this machine, with ``env`` as its complete environment.
 
-    Its process group ends with it. ``check`` is called twice a second, ``end`` when the
-    group has ended, before the output is complete. Raises `SandboxError`: it cannot be
-    started, or its output is too long.
+    Its process group ends with it. ``check`` is called often, and raises if the command
+    has to end; ``end`` when the group has ended, before the output is complete. Raises
+    `SandboxError`: it cannot be started, or its output is too long.
     """
     try:
         with ExitStack() as stack:
             given = stack.enter_context(TemporaryFile())
             given.write(command.stdin)
             given.seek(0)
-            out = _Output(stack, command.log, command.log_bytes)
-            err = out if command.log else _Output(stack, None, command.log_bytes)
-            process = subprocess.Popen(
-                command.arguments,
-                stdin=given,
-                stdout=out.target,
-                stderr=err.target,
-                env=command.env,
-                start_new_session=True,  # its own process group
-                pass_fds=command.pass_fds,
+            path = command.log
+            log = None if path is None else stack.enter_context(path.open("wb"))
+            process = stack.enter_context(
+                subprocess.Popen(
+                    command.arguments,
+                    stdin=given,
+                    # no file, which a program could empty
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT if log else subprocess.PIPE,
+                    env=command.env,
+                    start_new_session=True,  # its own process group
+                    pass_fds=command.pass_fds,
+                )
             )
+            limit = min(command.max_bytes or _MAX_OUTPUT, _MAX_OUTPUT)
+            output = stack.enter_context(_Output(process, log, limit))
             code, until = None, time.monotonic() + command.timeout_s
             try:
-                while code is None and (left := until - time.monotonic()) > 0:
-                    try:
-                        code = process.wait(min(left, _LOOK_SECONDS))
-                    except subprocess.TimeoutExpired:
-                        check(process.pid)
-                        out.check()
-                        err.check()
+                while code is None and time.monotonic() < until:
+                    check()
+                    output.copy(_LOOK_SECONDS)
+                    code = process.poll()
             finally:
                 # also what it started and left running
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 end()
-            return CommandResult(code, out.end(), b"" if err is out else err.end())
+            # a process that outlives the command may keep the other end open
+            while output.copy(_PIPE_SECONDS):
+                pass
+            return CommandResult(code, *map(bytes, output.texts.values()))
     except SandboxError:
         raise
     # an argument may be too long, or contain a null character
@@ -356,55 +316,40 @@ def run_here(
         raise SandboxError(f"{command.arguments[0]} cannot be run: {error}") from error
 
 
-class _Output:
-    """What a command writes to a pipe, copied on a thread up to a length.
+class _Output(selectors.DefaultSelector):
+    """What a process writes to its pipes, up to a length."""
 
-    A program could empty a file that it writes to.
-    """
+    def __init__(
+        self, process: subprocess.Popen[bytes], log: IO[bytes] | None, limit: int
+    ) -> None:
+        super().__init__()
+        self._process, self._log, self._limit = process, log, limit
+        pipes = [pipe for pipe in (process.stdout, process.stderr) if pipe is not None]
+        self.texts = {pipe.fileno(): bytearray() for pipe in pipes}
+        self._lengths = dict.fromkeys(self.texts, 0)
+        for pipe in pipes:
+            self.register(pipe, selectors.EVENT_READ)
 
-    def __init__(self, stack: ExitStack, log: Path | None, limit: int) -> None:
-        near, far = os.pipe()
-        self._source = stack.enter_context(open(near, "rb", buffering=0))
-        self.target = stack.enter_context(open(far, "wb", buffering=0))
-        file: IO[bytes] = TemporaryFile() if log is None else log.open("w+b")
-        self._copy = stack.enter_context(file)
-        self._tail = None if log is None else TAIL_BYTES
-        self._limit, self._length = limit, 0
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        stack.callback(self._finish)
-
-    def _run(self) -> None:
-        with selectors.PollSelector() as selector:
-            selector.register(self._source, selectors.EVENT_READ)
-            while self._length <= self._limit:
-                if not selector.select(_PIPE_SECONDS):
-                    # a process that outlives the command may keep the other end open
-                    if self._ending.is_set():
-                        return
-                elif data := self._source.read(_PIECE_BYTES):
-                    self._copy.write(data[: self._limit - self._length])
-                    self._length += len(data)
-                else:
-                    return
-
-    def check(self) -> None:
-        """Raise `LimitError` if there was more than fits."""
-        if self._length > self._limit:
-            raise LimitError(f"its output is longer than {self._limit} bytes")
-
-    def end(self) -> bytes:
-        """Wait until what was written is copied; return it, or the end of a log."""
-        self._finish()
-        self.check()
-        self._copy.seek(max(0, self._length - (self._tail or self._length)))
-        return self._copy.read()
-
-    def _finish(self) -> None:
-        self.target.close()
-        self._ending.set()
-        self._thread.join()
+    def copy(self, wait_s: float) -> bool:
+        """Copy what is there, or wait for it or the process's end; False: nothing was."""
+        if not self.get_map():
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(wait_s)
+            return False
+        ready = self.select(wait_s)
+        for key, _ in ready:
+            data = os.read(key.fd, _PIECE_BYTES)
+            if not data:
+                self.unregister(key.fileobj)
+            fits = data[: self._limit - self._lengths[key.fd]]
+            self._lengths[key.fd] += len(fits)
+            self.texts[key.fd] += fits
+            if self._log is not None:
+                self._log.write(fits)
+                del self.texts[key.fd][:-TAIL_BYTES]
+            if len(fits) < len(data):
+                raise LimitError(f"its output is longer than {self._limit} bytes")
+        return bool(ready)
 
 
 def remove(root: Path) -> None:
@@ -414,9 +359,8 @@ def remove(root: Path) -> None:
     """
     if root.is_dir():
         script = 'chmod -R u+rwx "$0"; rm -rf "$0"'
-        done = subprocess.run(
-            ("sh", "-c", script, str(root)), capture_output=True, check=False
-        )
+        shell = ("sh", "-c", script, str(root))
+        done = subprocess.run(shell, capture_output=True, check=False)
         if done.returncode:
             raise OSError(done.stderr.decode(errors="replace").strip()[-300:])
 
@@ -432,3 +376,10 @@ def pack(files: Mapping[str, bytes]) -> bytes:
             entry.mode = 0o755 if content.startswith(b"#!") else 0o644
             tar.addfile(entry, io.BytesIO(content))
     return buffer.getvalue()
+
+
+def unpack(archive: bytes) -> dict[str, bytes]:
+    """Return the files of a tar archive by path."""
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        files = [(entry.name, tar.extractfile(entry)) for entry in tar]
+        return {n.removeprefix("./"): f.read() for n, f in files if f is not None}

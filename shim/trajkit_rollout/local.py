@@ -25,18 +25,12 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from trajkit_rollout.agents import sandbox
-from trajkit_rollout.agents.bridge import OPEN, PORT, bridge
-from trajkit_rollout.agents.sandbox import (
-    Command,
-    CommandResult,
-    SandboxError,
-    remove,
-)
+from trajkit_rollout import sandbox
+from trajkit_rollout.bridge import OPEN, PORT, bridge
+from trajkit_rollout.sandbox import Command, CommandResult, SandboxError, remove
 
 # variables passed on from this process; keys and proxies are not
 _KEPT = ("LD_LIBRARY_PATH", "LC_ALL")
-
 # the sandbox's directory in its own namespaces, the same in every sandbox, so that equal
 # prompts stay equal
 _INSIDE = "/sandbox"
@@ -56,12 +50,6 @@ _ISOLATED = (
     # otherwise files in /dev could fill half of the memory
     *("--size", str(64 << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
 )
-
-# limits of an isolated sandbox whose task sets none
-_DISK_MB = 2048
-_PROCESSES = 1024
-_MAX_FILES = 1 << 20
-
 _UNSHARE = (
     *("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork"),
     *("--kill-child", "--mount-proc"),
@@ -81,11 +69,13 @@ exec env --ignore-signal=CHLD cat
 _FIRST_ID = 302
 # the kernel that has limits of process ids per namespace; before, they are the machine's
 _IDS_KERNEL = (6, 14)
-
+# limits of an isolated sandbox whose task sets none
+_DISK_MB = 2048
+_PROCESSES = 1024
+_MAX_FILES = 1 << 20
 # a killed process that still exists after this waits for a disk and does nothing more
 _DYING_SECONDS = 5.0
 _LOOK_SECONDS = 0.01
-
 # exit code of a sandbox that failed before the command ran, as in `docker run`
 _FAILED = 125
 
@@ -95,8 +85,7 @@ class LocalSandbox(sandbox.Sandbox):
 
     ``options["namespaces"]`` is ``auto`` (used if available), ``no`` or ``yes``
     (required). ``options["network"]`` is ``gateway`` or ``host``, which shares this
-    machine's network. ``file_mb`` applies to each file. `loose` names the limits that
-    apply per process, or not at all, because the kernel has no means here.
+    machine's network. ``file_mb`` applies to each file.
     """
 
     kind = "local"
@@ -106,80 +95,69 @@ class LocalSandbox(sandbox.Sandbox):
     def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
         if spec.image is not None and not spec.plain:
-            rule = "a local sandbox has no image"
-            raise SandboxError(f"image = {spec.image!r}: {rule}")
+            raise SandboxError(f"image = {spec.image!r}: a local sandbox has no image")
         wanted = self.chosen["namespaces"]
         self._missing = "namespaces = 'no'" if wanted == "no" else _why_not_isolated()
-        if wanted == "yes" and self._missing:
-            raise SandboxError(f"namespaces = 'yes': {self._missing}")
+        if self._missing and (wanted == "yes" or spec.places):
+            places = ", ".join(spec.places)
+            rule = (
+                f"{places}: only there" if places else "required by namespaces = 'yes'"
+            )
+            raise SandboxError(f"no isolated sandbox ({self._missing}): {rule}")
         self._shares_network = self.chosen["network"] == "host"
-        if self._missing:
-            rule = "an agent can read and change this machine's files and processes"
-            reason = f"the local sandbox isolates nothing ({self._missing})"
-            self.exposes = f"{reason}: {rule}"
-        elif self._shares_network:
-            self.exposes = sandbox.SHARED_NETWORK
-        self._root = spec.scratch.resolve() / spec.name
-        self._holder: subprocess.Popen[bytes] | None = None
-        self._first = 0  # the holder's first process
-        self._places = spec.places
-        if self._places and self._missing:
-            rule = "only an isolated sandbox has them where the task expects them"
-            raise SandboxError(f"{', '.join(self._places)}: {rule} ({self._missing})")
-        self._gateway: tuple[str, int] | None = None
         self._scope = () if self._missing else _scope()
         loose = []
         if not self._scope:
-            loose.append(
-                "memory_mb is per process: there is no cgroup v2 of systemd here"
-            )
+            loose = ["memory_mb is per process: there is no cgroup v2 of systemd here"]
             if self._missing or not _limits_ids():
                 loose.append("processes is not enforced")
         if self._missing:
+            rule = "an agent can read and change this machine's files and processes"
+            self.exposes = (
+                f"the local sandbox isolates nothing ({self._missing}): {rule}"
+            )
             loose.append("disk_mb is per file")
+        elif self._shares_network:
+            self.exposes = sandbox.SHARED_NETWORK
         self.loose = "; ".join(loose) or None
+        self._root = spec.scratch.resolve() / spec.name
+        self._holder: subprocess.Popen[bytes] | None = None
+        self._first = 0  # the holder's first process
+        self._gateway: tuple[str, int] | None = None
 
     def start(self) -> None:
         """Make its directories."""
+        names = ("home", "tmp", "work", *self.spec.places)
+        folders = [f"{self._root}/{name.lstrip('/')}" for name in names]
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             if not self._missing:
                 self._hold()
-            folders = [
-                str(self._root / name.lstrip("/"))
-                for name in ("home", "tmp", "work", *self._places)
-            ]
-            self._must("mkdir", "-p", *folders)
-        except OSError as error:
+            self._among("mkdir", "-p", *folders).check_returncode()
+        except (OSError, subprocess.CalledProcessError) as error:
             raise SandboxError(f"{self._root}: {error}") from error
 
     def _hold(self) -> None:
         """Start the process that holds the namespace of the sandbox."""
-        limits = self.spec.limits
+        limits, pipe = self.spec.limits, subprocess.PIPE
         size = f"size={limits.disk_mb or _DISK_MB}m,nr_inodes={_MAX_FILES},mode=755"
-        processes = limits.processes or _PROCESSES
-        ids = str(_FIRST_ID + processes) if _limits_ids() else ""
+        last_id = _FIRST_ID + (limits.processes or _PROCESSES)
+        ids = str(last_id) if _limits_ids() else ""
+        program = (*_UNSHARE, "sh", "-c", _HOLD, "sh", str(self._root), size, ids)
         self._holder = holder = subprocess.Popen(
-            (*_UNSHARE, "sh", "-c", _HOLD, "sh", str(self._root), size, ids),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
+            program, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
         )
         assert holder.stdout is not None
         assert holder.stderr is not None
         if holder.stdout.readline() != b"ready\n":
-            reason = holder.stderr.read().decode(errors="replace").strip()
-            raise SandboxError(f"the local sandbox cannot be held: {reason}")
+            raise OSError(holder.stderr.read().decode(errors="replace").strip())
         children = f"/proc/{holder.pid}/task/{holder.pid}/children"
         self._first = int(Path(children).read_text())
 
-    def _must(self, *arguments: str) -> None:
-        """Run a command among the sandbox's files, which ends here if it fails."""
+    def _among(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+        """Run a command among the sandbox's files."""
         command = (*self._entered(), *arguments)
-        done = subprocess.run(command, capture_output=True, check=False)
-        if done.returncode:
-            raise SandboxError(done.stderr.decode(errors="replace").strip())
+        return subprocess.run(command, capture_output=True, check=False)
 
     def _entered(self) -> Iterator[str]:
         """The arguments before those of a command in the sandbox's own namespace."""
@@ -197,9 +175,8 @@ class LocalSandbox(sandbox.Sandbox):
                 arguments = (*helper, *arguments)
             if not self._missing:
                 arguments = (*self._namespaces(), *arguments)
-            env = self._environment(command.env)
+            env, mark = self._environment(command.env), command.env[sandbox.MARK]
             started = replace(command, arguments=arguments, env=env, pass_fds=passed)
-            mark = command.env[sandbox.MARK]
             done = sandbox.run_here(started, self._check, lambda: self._end(mark))
         failed = done.code == 1 and done.last_line.startswith(("bwrap: ", "nsenter: "))
         if done.code == _FAILED or failed:
@@ -211,8 +188,7 @@ class LocalSandbox(sandbox.Sandbox):
         until = time.monotonic() + _DYING_SECONDS
         while self._alive(mark) and time.monotonic() < until:
             if self._holder is not None:
-                command = (*self._entered(), "sh", "-c", "kill -9 -1")
-                subprocess.run(command, capture_output=True, check=False)
+                self._among("sh", "-c", "kill -9 -1")
             time.sleep(_LOOK_SECONDS)
 
     def _alive(self, mark: str) -> bool:
@@ -224,11 +200,8 @@ class LocalSandbox(sandbox.Sandbox):
 
     def _remove(self) -> None:
         if self._holder is not None:
-            for pipe in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
-                assert pipe is not None
-                pipe.close()
-            # until the kernel has ended all processes of its namespace
-            self._holder.wait()
+            # it ends with its input, when all processes of its namespace have ended
+            self._holder.communicate()
             self._holder = None
         self._end(f"{self.spec.name}/")
         try:
@@ -238,7 +211,7 @@ class LocalSandbox(sandbox.Sandbox):
 
     def map_path(self, path: str) -> str:
         """Return the path below the sandbox's own directory."""
-        if any(f"{path}/".startswith(f"{place}/") for place in self._places):
+        if any(f"{path}/".startswith(f"{place}/") for place in self.spec.places):
             return path
         return (str(self._root) if self._missing else _INSIDE) + path
 
@@ -271,7 +244,7 @@ class LocalSandbox(sandbox.Sandbox):
         yield from ("--bind", root, _INSIDE, "--bind", f"{root}/tmp", "/tmp")
         for path in self.shown():
             yield from ("--ro-bind-try", path, path)
-        for place in self._places:
+        for place in self.spec.places:
             yield from ("--bind", f"{root}{place}", place)
         yield from ("--remount-ro", "/", "--")
 
@@ -333,33 +306,29 @@ def _limits_ids() -> bool:
     return tuple(int(part) for part in version[:2]) >= _IDS_KERNEL
 
 
+def _failure(command: tuple[str, ...]) -> str | None:
+    """Why a command fails; None: it succeeds."""
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=60)
+    except FileNotFoundError:
+        return f"{command[0]} is not installed"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return done.stderr.decode().strip() or "it failed" if done.returncode else None
+
+
 @cache
 def _scope() -> tuple[str, ...]:
     """The start of a command that runs another one in a cgroup; empty if that fails."""
-    if Path("/sys/fs/cgroup/cgroup.controllers").exists():
-        user = () if os.getuid() == 0 else ("--user",)
-        start = ("systemd-run", *user, "--scope", "--quiet", "--collect")
-        with suppress(OSError, subprocess.TimeoutExpired):
-            limited = (*start, "--property=MemoryMax=64M", "--", "true")
-            done = subprocess.run(limited, capture_output=True, check=False, timeout=60)
-            if done.returncode == 0:
-                return start
-    return ()
+    user = () if os.getuid() == 0 else ("--user",)
+    start = ("systemd-run", *user, "--scope", "--quiet", "--collect")
+    limited = (*start, "--property=MemoryMax=64M", "--", "true")
+    v2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    return start if v2 and _failure(limited) is None else ()
 
 
 @cache
 def _why_not_isolated() -> str | None:
     """Why commands cannot be isolated; None: they can."""
-    for command, missing in (
-        ((*_ISOLATED, "--ro-bind", "/", "/", "true"), "bubblewrap is not installed"),
-        ((*_UNSHARE, "true"), "unshare is not installed"),
-    ):
-        try:
-            done = subprocess.run(command, capture_output=True, check=False, timeout=60)
-        except FileNotFoundError:
-            return missing
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return str(error)
-        if done.returncode:
-            return done.stderr.decode().strip()
-    return None
+    isolated = (*_ISOLATED, "--ro-bind", "/", "/", "true")
+    return _failure(isolated) or _failure((*_UNSHARE, "true"))

@@ -1,1 +1,0 @@
-"""Harnesses and the sandboxes that they run in."""

@@ -1,0 +1,292 @@
+"""``trajkit simulate``: what policies keep, lose and cost; ``trajkit drift``: why."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
+from textwrap import fill
+from typing import Annotated, Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+import trajkit as tk
+from trajkit.analysis.drift import other_text_cause
+from trajkit.analysis.simulation import ASKED, Simulation, cheapest_lossless, label
+from trajkit.analysis.tokenizer import Codec
+from trajkit.analysis.words import LOSS_WORDS, TEXT_PHRASES, count
+from trajkit.cli import options as opt
+from trajkit.cli import policies as pol
+from trajkit.cli.files import Writes
+from trajkit.cli.screen import share, text_table, visible
+from trajkit.cli.show import marked
+from trajkit.cli.tokenizer import chosen_tokenizer
+from trajkit.errors import ArgumentError
+from trajkit.policies import ALIASES
+from trajkit.turns.attribution import SessionCalls
+from trajkit.turns.sessions import Sessions
+
+WIDTH = 100
+"""Columns of the table of policies, unless it is to be wide."""
+
+
+def simulate(
+    source: opt.Source,
+    /,
+    *,
+    policy: pol.PoliciesOption = None,
+    sessions: opt.SessionsFile = None,
+    max_row_tokens: opt.MaxRowTokens = None,
+    pad: opt.Count | None = None,
+    pack: opt.Count | None = None,
+    wide: bool = False,
+    job: opt.Job = opt.JOB,
+) -> None:
+    """Compare what the policies keep, lose and cost.
+
+    Count what the rows of every policy train, lose and cost, and name the policy that keeps
+    everything at the lowest cost. Then say in words what each policy loses, and why.
+    'forward' are the tokens of all rows; 'shared once' counts each shared prefix once.
+
+    Parameters
+    ----------
+    pad
+        Count the padding of each row to a multiple of this many tokens.
+    pack
+        Count the packs of this many tokens that rows make as trees.
+    wide
+        All counts, in a table that may be wider than 100 columns.
+    """
+    counts = Simulation(
+        # by default those that the messages of the log allow
+        policy and map(pol.policy_of, pol.many_policies(policy)),
+        pad_to=pad,
+        pack_tokens=pack,
+        sessions=opt.known_sessions(sessions),
+        max_row_tokens=max_row_tokens,
+    )
+
+    def stage(turns: pa.Table) -> pa.Table:
+        counts.add(turns)
+        return turns
+
+    totals = job.run("simulate", source, stage, {})
+    table = counts.table()
+    cheapest = cheapest_lossless(table)
+    facts = {"cheapest": cheapest, "policies": table.to_pylist()}
+    job.print(totals, facts, describe(table, cheapest, wide=wide))
+
+
+# the least important are last
+_COSTS = {
+    "tokens_forward": "forward",
+    "tokens_padding": "padding",
+    "packs": "packs",
+    "tokens_packed": "packed",
+    "tokens_forward_shared": "shared once",
+    "longest_row": "longest row",
+}
+
+
+def describe(table: pa.Table, cheapest: str | None, *, wide: bool = False) -> str:
+    """The table, what the policies lose, and the result, for people."""
+    policies = table.to_pylist()
+    some = {name for line in policies for name, n in line.items() if n}
+    counted = {name for line in policies for name, n in line.items() if n is not None}
+    columns = {"tokens_lost": "lost"}
+    if wide:
+        columns = {f"lost_{x}": x for x in LOSS_WORDS if f"lost_{x}" in some}
+        columns["tokens_duplicated"] = "duplicated"
+    if "tokens_out_of_context" in some:
+        columns["tokens_out_of_context"] = "out of context"
+    columns |= _COSTS | ({"pairs_packed": "attended pairs"} if wide else {})
+    columns = {name: head for name, head in columns.items() if name in counted}
+    shown = _table(policies, columns)
+    while not wide and len(columns) > 1 and shown.index("\n") > WIDTH:
+        columns.popitem()
+        shown = _table(policies, columns)
+    words = [fill(one, WIDTH, subsequent_indent="  ") for one in _losses(policies)]
+    result = "every policy here loses sampled tokens"
+    if cheapest is not None:
+        result = f"keeps everything at the lowest cost: {cheapest}"
+    first = policies[0] if policies else {"turns": 0, "tokens_sampled": 0}
+    head = f"turns {first['turns']:,}, tokens sampled {first['tokens_sampled']:,}"
+    return "\n".join([head, "", shown, "", *words, *[""] * bool(words), result])
+
+
+def _table(policies: list[dict[str, Any]], columns: dict[str, str]) -> str:
+    """A line per policy; the line below the head is as wide as the table."""
+    lines = []
+    for line in policies:
+        trained = line["tokens_trained"]
+        part = share(trained, line["tokens_sampled"])
+        counts = [line[name] for name in columns]
+        lines.append([line["policy"], line["rows"], trained, part, *counts])
+    head = ["policy", "rows", "trained", "of sampled", *columns.values()]
+    return text_table(head, lines)
+
+
+def _losses(policies: list[dict[str, Any]]) -> Iterator[str]:
+    """What each policy loses and why, in sentences."""
+    keeps, same = [], []
+    for line in policies:
+        name, apart = line["policy"], line["tokens_out_of_context"]
+        lost = [x for x in LOSS_WORDS if x not in ASKED and line[f"lost_{x}"]]
+        for x in lost:
+            tokens = count(line[f"lost_{x}"])
+            yield f"{name} loses {tokens} ({x.replace('_', ' ')}). {LOSS_WORDS[x][1]}"
+        if apart:
+            words = "after other tokens than they were sampled after."
+            yield f"{name} trains {count(apart)} {words}"
+        keeps += [name] * (not lost and not apart)
+        systems = [x for x, one in ALIASES.items() if label(one) == name != x]
+        same += [f"{' and '.join(systems)} as {name}"] * bool(systems)
+    if keeps:
+        yield f"lose nothing: {', '.join(keeps)}"
+    for x in ASKED:
+        n = max((line[f"lost_{x}"] for line in policies), default=0)
+        if n:
+            yield f"Up to {count(n)} may not be trained. {LOSS_WORDS[x][1]}"
+    if same:
+        yield f"same rule: {'; '.join(same)}"
+
+
+def drift(
+    source: opt.Source,
+    /,
+    *,
+    out: Annotated[str | None, opt.FILE, Writes("drift")] = None,
+    policy: pol.PolicyOption = None,
+    tokenizer: opt.TokenizerPath = None,
+    findings: Annotated[str | None, Writes("findings")] = None,
+    job: opt.Job = opt.JOB,
+) -> None:
+    """Count drift by region and cause.
+
+    Compare every prompt with the path of the call that it continues (its prompt and
+    output), and count drift by region and cause. 'tokens at stake' are sampled tokens that
+    the prompt changes or lacks. With a tokenizer, causes are found by comparing texts,
+    every finding is counted, and one of each cause is shown. --out gets a line per turn.
+
+    Parameters
+    ----------
+    findings
+        With --tokenizer: write each finding, with spans and texts of both sides.
+    """
+    chosen, loaded = pol.one_policy(policy), chosen_tokenizer(tokenizer, source)
+    if findings is not None and loaded is None:
+        raise ArgumentError("--findings needs --tokenizer")
+    sums: Counter[str] = Counter()
+    groups, causes = list[pl.DataFrame](), list[pl.DataFrame]()
+    examples: dict[str, dict[str, Any]] = {}
+
+    def stage(turns: pa.Table) -> dict[str, pa.Table]:
+        links = tk.link(turns, chosen)
+        table = tk.classify_drift(turns, links, tokenizer=loaded)
+        made = {"drift": table}
+        if loaded is not None:
+            made["findings"] = tk.analysis.explain_drift(turns, links, loaded)
+            own = _counts(turns, made["findings"], Codec(loaded), examples)
+            causes.append(_summed([own], "cause", "origin"))
+        sizes = {"tokens_beyond": "size", "tokens_after_drift": "tokens_after_drift"}
+        lines = pl.DataFrame(table).select(
+            pl.col("region", "cause").cast(pl.String),
+            turns=pl.lit(1),
+            **{name: pl.col(of).cast(pl.Int64) for name, of in sizes.items()},
+        )
+        # last, because a session that was refused would be counted twice
+        groups.append(_summed([lines], "region", "cause"))
+        sums.update(
+            sessions=len(turns["session_id"].unique()),
+            turns=turns.num_rows,
+            turns_compared=table.num_rows,
+            turns_by_tokens=links["link_reason"].to_pylist().count("tokens"),
+            tokens_sampled=sum(map(len, turns["output_ids"])),
+        )
+        return made
+
+    paths = {"drift": out, "findings": findings}
+    outputs = {name: path for name, path in paths.items() if path}
+    totals = job.run("drift", source, stage, outputs)
+    by = _summed(groups, "region", "cause").sort(
+        "tokens_after_drift", "turns", descending=True, maintain_order=True
+    )
+    head = ("region", "cause", "turns", "tokens beyond", "tokens at stake")
+    text = (
+        f"sessions {sums['sessions']:,}; {sums['turns_compared']:,} of {sums['turns']:,} "
+        f"turns continue an earlier one ({sums['turns_by_tokens']:,} found by tokens "
+        f"alone); tokens sampled {sums['tokens_sampled']:,}\n\n"
+        f"{text_table(head, by.rows())}"
+    )
+    facts = {"policy": asdict(chosen), **sums, "groups": by.to_dicts()}
+    if loaded is not None:
+        found = _summed(causes, "cause", "origin")
+        facts["causes"] = found.to_dicts()
+        facts["examples"] = examples
+        text += f"\n\n{_describe_causes(found, examples)}"
+    job.print(totals, facts, text)
+
+
+def _summed(parts: list[pl.DataFrame], *keys: str) -> pl.DataFrame:
+    return pl.concat(parts).group_by(keys, maintain_order=True).sum()
+
+
+def _counts(
+    turns: pa.Table,
+    findings: pa.Table,
+    codec: Codec,
+    examples: dict[str, dict[str, Any]],
+) -> pl.DataFrame:
+    """What is counted of findings; the first one of each cause becomes an example."""
+    located = Sessions.of(turns)
+    numbers = {name: k for k, name in enumerate(located.ids.to_pylist())}
+    origins = []
+    for session, own in groupby(findings.to_pylist(), itemgetter("session_id")):
+        part = located.part(numbers[session], numbers[session] + 1)
+        calls = SessionCalls(part)
+        for found in own:
+            places = np.array([found["parent"], found["turn_index"]])
+            parent, call = part.named(np.zeros(2, np.int64), places).tolist()
+            origins.append(other_text_cause(calls, parent, call))
+            if found["cause"] not in examples:
+                sides = {"path": calls.path(parent), "prompt": calls.prompt(call)}
+                for side, ids in sides.items():
+                    bounds = found[f"{side}_start"], found[f"{side}_stop"]
+                    found[f"{side}_tokens"] = marked(codec, ids, *bounds)
+                examples[found["cause"]] = found
+    turn = pl.struct("session_id", "turn_index", "cause")
+    return pl.DataFrame(findings).select(
+        pl.col("cause").cast(pl.String),
+        origin=pl.Series(origins, dtype=pl.String),
+        findings=pl.lit(1),
+        turns=turn.is_first_distinct().cast(pl.Int64),
+        tokens_held=pl.col("path_stop") - pl.col("path_start"),
+        tokens_shown=pl.col("prompt_stop") - pl.col("prompt_start"),
+    )
+
+
+# who changed a text, by what messages show
+_BY = {"template": " by the template", "rewritten": " by the client", "other_text": ""}
+
+
+def _describe_causes(counts: pl.DataFrame, examples: dict[str, dict[str, Any]]) -> str:
+    """The causes as a table with examples, for people."""
+    causes = _summed([counts.drop("origin")], "cause")
+    causes = causes.sort("findings", "cause", descending=[True, False])
+    head = ("cause", "findings", "turns", "path tokens", "prompt tokens")
+    text = [text_table(head, causes.rows()), ""]
+    happened: Counter[str] = Counter()
+    for cause, origin, n in counts.select("cause", "origin", "findings").rows():
+        happened[TEXT_PHRASES[cause] + _BY[origin]] += n
+    total = happened.total()
+    text += [f"{n:,} of {total:,}: {words}" for words, n in happened.most_common()]
+    for cause in causes["cause"]:
+        one = examples[cause]
+        text.append(
+            f"\n{cause}: session '{visible(one['session_id'])}', turn "
+            f"{one['turn_index']}, from token {one['path_start']}\n"
+            f"  path    {one['path_tokens']}\n  prompt  {one['prompt_tokens']}"
+        )
+    return "\n".join(text)

@@ -1,0 +1,780 @@
+"""A format as a table, and how the records of a file become calls by it.
+
+Ids may stand in the record itself, or in the response of an engine; docs/import.md lists
+where each endpoint of vLLM and SGLang puts them.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from trajkit.errors import ArgumentError
+from trajkit.files.json_numbers import EACH, IDS, ITEMS, Shape
+from trajkit.importers.containers import stem_of
+from trajkit.importers.findings import (
+    Finding,
+    Refused,
+    has_items,
+    is_array,
+    list_of,
+    number_of,
+    object_of,
+    text_of,
+    time_of,
+    unless_empty,
+)
+from trajkit.importers.transcripts import Encoder
+from trajkit.turns.mapping import Map, read_map, route
+
+Value: TypeAlias = dict[str, Any]
+"""A record, or an object of records."""
+
+Source: TypeAlias = tuple[list[Any] | None, list[Any]]
+"""Ids (None: unknown) and their logprobs."""
+
+TARGETS = (
+    *("session_id", "turn_index", "agent_id", "group_id", "reward", "request_id"),
+    *("model", "started_at", "ended_at", "prompt_messages", "response_message"),
+    *("prompt_ids", "output_ids", "output_logprobs", "output_mask", "finish_reason"),
+    *("trainable", "weight_version", "weight_versions", "usage", "tools"),
+    # a request and a response of an engine, which have many of the others
+    *("request", "response"),
+    # a prompt that continues the path of an earlier call
+    *("parent", "delta_ids", "parent_resolution"),
+)
+"""The fields of a mapping."""
+
+# what records of any format may have under trajkit's own names
+_COMMON = {
+    name: route(f"{name}|metadata.{name}|extra.{name}|/{name}|/metadata.{name}")
+    for name in ("session_id", "agent_id", "group_id", "reward", "trainable")
+} | {"started_at": route("started_at|timestamp"), "ended_at": route("ended_at")}
+# fields that some systems write as the text of JSON
+_STRUCTURED = {
+    *("request", "response", "usage", "prompt_ids", "output_ids", "output_logprobs"),
+    *("output_mask", "prompt_messages", "response_message"),
+}
+# objects beside a call that hold facts of its run
+_ASIDE = (
+    *("metadata", "meta", "extra", "extra_info", "extra_body", "info", "tags"),
+    *("attributes", "headers", "sent_headers", "context", "non_tensor_batch"),
+    *("metrics", "tokens"),
+)
+_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
+_RUN = re.compile(
+    r"(x_)?((agent|parent|root|task|source|user)_)?(session|trajectory|traj|rollout|run|"
+    r"episode|conversation|conv|thread|trace|task|sample|instance|attempt|trial|"
+    r"example|chat|dialog|dialogue|problem|question|prompt|group|env|game|user|job|"
+    r"workflow|experiment)(_(id|ids|uid|uuid|name|key|index|idx|no|num|number|hash))"
+    r"|uid|index|idx|session|trajectory|rollout|run|episode|trial|attempt"
+)
+_MATTERS = re.compile(
+    r"(^|_)(rewards?|scores?|returns?|advantages?|groups?|uid|masks?|weights?|parents?|"
+    r"trainable|versions?|error|errors|truncated|aborted|agent|turn|step|experts?|"
+    r"teacher|entropies|entropy|images?|modal|mm|label|labels|success|resolved|"
+    r"log_?probs?|kept_tokens|remove|loss)(_|$)"
+)
+_TAKES = {
+    "reward|score|success|resolved": "reward",
+    "group|uid": "group_id",
+    "agent": "agent_id",
+    "mask": "output_mask",
+    "trainable": "trainable",
+    "version": "weight_version",
+    "log_?prob": "output_logprobs",
+}
+
+# the long arrays of an engine's request and response
+_REQUEST: Shape = {
+    "messages": ITEMS,
+    **dict.fromkeys(("input_ids", "prompt", "token_ids"), IDS),
+}
+_OF_CHOICE = ("prompt_token_ids", "input_token_ids", "token_ids", "response_token_ids")
+_RESPONSE: Shape = {
+    **dict.fromkeys(("prompt_token_ids", "token_ids", "output_ids"), IDS),
+    "choices": {EACH: dict.fromkeys(_OF_CHOICE, IDS)},
+}
+_LONG: Mapping[str, Any] = {
+    **dict.fromkeys(("prompt_ids", "output_ids", "delta_ids"), IDS),
+    "prompt_messages": ITEMS,
+    "request": _REQUEST,
+    "response": {**_RESPONSE, EACH: _RESPONSE},
+}
+_STREAMED = "a part of a stream: log the complete response"
+# numbers that a response states, and what they count
+_COUNTS = {
+    "prompt_tokens": "prompt_ids",
+    "completion_tokens": "output_ids",
+    "output_token_logprobs_length": "output_ids",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Format:
+    """How a format is recognised, and where its calls have what."""
+
+    name: str
+    # in words, for errors
+    title: str
+    # sets of keys by which an object is recognised; one of them is enough
+    keys: tuple[str, ...] = ()
+    # the paths of its fields, as users write a mapping
+    map: str = ""
+    # how token ids get into such records
+    ids: str = ""
+    # whether an object with these keys has the format
+    test: Callable[[Value], bool] = lambda value: True
+    # the containers that it may be in
+    containers: tuple[str, ...] = ("json", "rows")
+    # takes what no other format does
+    generic: bool = False
+    # path of the objects in a larger one; "*" is each element of a list
+    unfold: str = ""
+    # the objects in an object, with places
+    roots: Callable[[Value], Iterable[tuple[str, Value]]] = lambda root: [("", root)]
+    # for formats with rules instead of paths: places and calls (see `Table._fill`) of an
+    # object, and its long arrays
+    calls: Callable[[Value], Iterable[tuple[str, Value]]] | None = None
+    arrays: Shape = field(default_factory=dict)
+    # what a record of the mapping's `each` is called in a place, and what sorts them
+    item: str = "item"
+    order: str = ""
+    # changes a record, refuses it, or passes over it (None)
+    prepare: Callable[[Value], Value | None] = lambda record: record
+    # the conversation of an object, for formats of text
+    talk: Callable[[Value], object] | None = None
+    # findings about a file besides its records, and how the file's name ends
+    beside: Callable[[Path, str | None, set[str]], Iterable[Finding]] | None = None
+    file_suffix: str = ""
+    # its records may have the messages of requests without replies
+    needs_reply: bool = False
+    # how many choices of a response are calls; None: all
+    most_choices: int | None = None
+    # keys that are known and need no line
+    knows: tuple[str, ...] = ()
+
+
+class Table:
+    """A format with a user's mapping: reads the objects of a file."""
+
+    def __init__(
+        self, format: Format, given: Map | None, encoder: Encoder | None, file: Path
+    ) -> None:
+        self.format, self._encoder, self._file = format, encoder, file
+        self.own = given.fields if given else {}
+        if self.own and format.calls:
+            raise ArgumentError(
+                f"map: the format {format.name} is read by its own rules, and has no "
+                "paths to change"
+            )
+        base = read_map(format.map) if format.map else Map({})
+        self.routes = {**_COMMON, **base.fields, **self.own}
+        self._each = (given and given.each) or base.each or ""
+        path, _, value = ((given and given.only) or base.only or "").partition("=")
+        self._only = (route(path), value) if path else None
+        parts = {part for one in self.routes.values() for part in one.parts()}
+        self._known = {(part.keys, part.outer) for part in parts}
+        self._known |= {((self._each.partition(".")[0],), True)}
+        # fields of the user's mapping that some record had
+        self.found: set[str] = set()
+        with_ids = {"output_ids", "output_logprobs", "response"}
+        self.has_ids = bool(format.calls or with_ids & self.routes.keys())
+
+    def shape(self) -> Shape:
+        """The long arrays of an object (see `trajkit.files.json_numbers`)."""
+        shape: dict[str, Any] = {**self.format.arrays}
+        prefix = [*_keys(self.format.unfold), *_keys(self._each)]
+        for target in _LONG.keys() & self.routes.keys():
+            for part in self.routes[target].parts():
+                _put(shape, [*prefix, *part.keys], _LONG[target])
+                if part.outer:
+                    _put(shape, list(part.keys), _LONG[target])
+        return shape
+
+    def calls(self, place: str, value: Value) -> Iterator[Finding]:
+        """The calls of an object."""
+        for where, root in _elements(value, self.format.unfold, place, "span"):
+            if isinstance(root, dict):
+                for below, one in self.format.roots(root):
+                    at = f"{where}{below}"
+                    # a path may name the object: /@name
+                    named = {**one, "@name": f"{self._file.name}, {at}"}
+                    yield from self._object(at, named)
+            else:
+                yield Finding(where, None, "unreadable", _not_object(root))
+
+    def _object(self, place: str, root: Value) -> Iterator[Finding]:
+        calls = list(self._calls(place, root)) if self.has_ids else []
+        # text for supervised training
+        if self._encoder is not None and not any(map(_has_ids, calls)):
+            if self.format.talk is not None:
+                calls = list(self._talk(place, root))
+            else:
+                for one in calls:
+                    self._encoder.encode(one)
+        for one in calls:
+            if not one.problem and not _has_ids(one):
+                one.detail = self.format.ids
+        yield from calls
+
+    def _calls(self, place: str, root: Value) -> Iterator[Finding]:
+        if self.format.calls is not None:
+            for where, values in self.format.calls(root):
+                yield self._filled(Finding(place + where, values["session_id"]), values)
+            return
+        records = list(_elements(root, self._each, place, self.format.item))
+        if self.format.order and self._each:
+            order = route(self.format.order)
+            records.sort(key=lambda pair: str(order.find(pair[1]) or ""))
+        for where, record in records:
+            found = Finding(where)
+            with found:
+                yield from [*self._record(found, record, root)]
+            if found.problem:
+                yield found
+
+    def _talk(self, place: str, root: Value) -> Iterator[Finding]:
+        """The replies of a conversation, as text."""
+        found = Finding(place, origin=place)
+        with found:
+            self._session(found, root, root)
+            self._beside(found, root, root)
+            self._fill(found, self._values(root, root))
+            found.tools = root.get("tools")
+            messages = self.format.talk(root)  # type: ignore[misc]
+            yield from self._encoder.replies(found, messages)  # type: ignore[union-attr]
+        if found.problem:
+            yield found
+
+    def _record(self, found: Finding, record: object, root: Value) -> Iterator[Finding]:
+        """The calls of a record: each choice of a response, or each span of a mask."""
+        if not isinstance(record, dict):
+            self._session(found, {}, root)
+            raise Refused("unreadable", _not_object(record))
+        if self._only is not None:
+            value = self._only[0].find(record, root)
+            # an object without records may be one itself
+            alone = self._each and record is root and value is None
+            if str(value) != self._only[1] and not alone:
+                return
+        self._session(found, record, root)
+        if "request_id" in self.routes:
+            named = self.routes["request_id"].find(record, root)
+            found.fields["request_id"] = text_of(named)
+        prepared = self.format.prepare(record)
+        if prepared is None:
+            return
+        root = prepared if record is root else root
+        self._beside(found, prepared, root)
+        if prepared.get("@cut") is True:
+            found.remarks.append(("cut_output", "is_truncated"))
+        values = self._values(prepared, root)
+        self.found |= {name for name in self.own if values.get(name) is not None}
+        response, has_output = values.get("response"), "output_ids" in self.routes
+        is_object = isinstance(response, dict | list) and not has_output
+        if is_object or is_answer(response):
+            # what a mapping names counts before what a response has
+            first = {*self.own, "request_id", "model", "prompt_messages"}
+            kept = {name: values.get(name) for name in first}
+            kept = {name: one for name, one in kept.items() if one is not None}
+            choices = _choices(object_of(values.get("request")), response)
+            for suffix, one in islice(choices, self.format.most_choices):
+                copy = found.copy(suffix, first=not suffix)
+                yield self._filled(copy, {**values, **one, **kept})
+        elif "response" in self.routes and not has_output:
+            streamed = str(response).lstrip().startswith("data:")
+            text = _STREAMED if streamed else "no request, or no response"
+            raise Refused("unreadable", text)
+        else:
+            self._fill(found, values)
+            yield from _spans(found, values.get("output_mask"))
+
+    def _values(self, record: Value, root: Value) -> Value:
+        stem = stem_of(self._file)
+        values = {
+            name: one.find(record, root, stem) for name, one in self.routes.items()
+        }
+        for name in _STRUCTURED & values.keys():
+            values[name] = _parsed(values[name])
+        if "prompt_messages" not in self.own:
+            values["prompt_messages"] = list_of(values.get("prompt_messages")) or None
+        return values
+
+    def _session(self, found: Finding, record: Value, root: Value) -> None:
+        value = self.routes["session_id"].find(record, root, stem_of(self._file))
+        if not _is_nothing(value):
+            found.session = text_of(value)
+            if found.session is None:
+                text = f"its session is {value!r}: expected text or an integer"
+                raise Refused("unreadable", text)
+            self.found.add("session_id")
+        elif "session_id" in self.own:
+            raise Refused("no_session_id", f"it has no {self.own['session_id'].text}")
+
+    def _beside(self, found: Finding, record: Value, root: Value) -> None:
+        """Keep what may name the run, and what no field reads."""
+        for outer in (root, record) if root is not record else (record,):
+            slash = "" if outer is record else "/"
+            known = [
+                k for k, out in self._known if root is record or out == bool(slash)
+            ]
+            aside = dict(_all_beside(outer))
+            named = dict(aside)
+            for name in ("request", "request_body", "input"):
+                facts = object_of(object_of(outer.get(name)).get("metadata"))
+                named |= {f"{name}.metadata.{key}": one for key, one in facts.items()}
+            for path, value in named.items():
+                name, keys = _word(path), tuple(path.split("."))
+                if found.session is None and text_of(value) and _RUN.fullmatch(name):
+                    found.run_keys[slash + path] = value
+                read = any(keys[: len(k)] == k or k[: len(keys)] == keys for k in known)
+                read = read or path not in aside or path in self.format.knows
+                if not read and _MATTERS.search(name):
+                    found.unread[slash + path] = value
+
+    def _filled(self, found: Finding, values: Value) -> Finding:
+        with found:
+            self._fill(found, values)
+        return found
+
+    def _fill(self, found: Finding, values: Value) -> None:
+        """Make the fields of a call from the values of a mapping.
+
+        Besides these, there may be ``@refused``, a problem and its detail, and what a
+        `Finding` has as ``@remarks``, ``@claims`` and ``@unread``.
+        """
+        found.remarks += values.get("@remarks", ())
+        found.unread |= values.get("@unread", {})
+        if "@refused" in values:
+            raise Refused(*values["@refused"])
+        fields = found.fields
+        for name, convert in _CONVERTED.items():
+            value = values.get(name)
+            fields[name] = convert(value)
+            if name in _NOTED and fields[name] is None and not _is_nothing(value):
+                found.unread[self._text(name)] = value
+        fields["reward"] = self._reward(found, values.get("reward"))
+        output, logprobs, remarks = _aligned(
+            values.get("output_ids"), _logprobs(values.get("output_logprobs"))
+        )
+        fields["output_ids"], fields["output_logprobs"] = output, logprobs
+        n = len(output) if is_array(output) else 0
+        found.remarks += remarks
+        found.tools = values.get("tools")
+        found.claims += values.get("@claims", ())
+        found.claims += _claims(object_of(values.get("usage")), self._text("usage"))
+        fields["weight_versions"] = _versions(found, values, n)
+        for path, value in found.unread.items():
+            marks = "mask" in path and isinstance(value, list) and len(value) == n
+            if marks and not all(list_of(value)):
+                text = f"{path} marks some of its tokens: --map output_mask={path} takes it"
+                found.remarks.append(("mask_unread", text))
+                fields["trainable"] = False
+
+    def _reward(self, found: Finding, value: Any) -> float | None:
+        number = number_of(value)
+        if number is None and (not isinstance(value, list | dict | None) or value):
+            path = self._text("reward").split("|")[0]
+            short = repr(value)
+            short = short if len(short) <= 60 else f"{short[:57]}..."
+            text = f"{path} is {short}: expected a finite number"
+            if isinstance(value, dict):
+                listed, first = (
+                    ", ".join(map(str, value)),
+                    f"{path}.{next(iter(value))}",
+                )
+                text = f"{path} has the parts {listed}: --map reward={first} takes one"
+            found.remarks.append(("reward_unread", text))
+        return number
+
+    def _text(self, name: str) -> str:
+        return self.routes[name].text if name in self.routes else name
+
+
+def advice(path: str) -> str:
+    """How to take a key that no field reads."""
+    name = _word(path)
+    takes = (target for pattern, target in _TAKES.items() if re.search(pattern, name))
+    target = next(takes, None)
+    return f": --map {target}={path} takes it" if target else ""
+
+
+def _flag(value: object) -> bool | None:
+    is_flag = isinstance(value, bool | np.bool_) or (
+        type(value) is int and 0 <= value < 2
+    )
+    return bool(value) if is_flag else None
+
+
+def _reason(value: object) -> str | None:
+    # SGLang's is an object with a type
+    return text_of(object_of(value).get("type", value))
+
+
+def _reply(value: object) -> Value | None:
+    one = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return object_of(one) or None
+
+
+# the fields of a call that follow from one value each
+_CONVERTED: Mapping[str, Callable[[Any], object]] = {
+    **dict.fromkeys(("agent_id", "group_id", "request_id", "model"), text_of),
+    **dict.fromkeys(("parent", "parent_resolution"), text_of),
+    **dict.fromkeys(("started_at", "ended_at"), time_of),
+    **dict.fromkeys(
+        ("prompt_ids", "delta_ids", "prompt_messages"), lambda value: value
+    ),
+    "turn_index": lambda value: value,
+    "trainable": _flag,
+    "finish_reason": _reason,
+    "response_message": _reply,
+}
+# those with a line if their value is of another kind
+_NOTED = ("agent_id", "group_id", "request_id", "model", "trainable")
+
+
+def _is_nothing(value: object) -> bool:
+    return isinstance(value, str | None) and not value
+
+
+def _has_ids(found: Finding) -> bool:
+    names = ("prompt_ids", "output_ids", "delta_ids")
+    return any(has_items(found.fields.get(name)) for name in names)
+
+
+def _word(path: str) -> str:
+    """The last key of a path in lower case, with underscores between its words."""
+    return "_".join(_WORD.findall(path.rpartition(".")[2])).lower()
+
+
+def _parsed(value: object) -> object:
+    """The value of a text of JSON; anything else unchanged."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _not_object(value: object) -> str:
+    return f"a {type(value).__name__}, not an object"
+
+
+def _versions(found: Finding, values: Value, n: int) -> list[Value] | None:
+    """The weight versions of an output; several without lengths have no place."""
+    given: Any = values.get("weight_versions")
+    version: Any = values.get("weight_version")
+    if n and has_items(given):
+        if all(isinstance(one, dict) for one in given):
+            return [
+                {
+                    "version": text_of(piece.get("version")),
+                    "start": piece.get("start"),
+                    "stop": piece.get("end", piece.get("stop")),
+                }
+                for piece in given
+            ]
+        distinct = {text_of(one) for one in given}
+        if len(distinct) > 1:
+            listed = ", ".join(sorted(map(str, distinct)))
+            found.remarks.append(("versions_unplaced", listed))
+            return None
+        version = distinct.pop()
+    if not isinstance(version, list):
+        version = [] if text_of(version) is None else [version] * n
+    # one per token
+    pieces, start = [], 0
+    for name, run in groupby(map(text_of, version if len(version) == n else ())):
+        stop = start + len(list(run))
+        pieces.append({"version": name, "start": start, "stop": stop})
+        start = stop
+    return pieces or None
+
+
+def _spans(found: Finding, mask: Any) -> Iterator[Finding]:
+    """The calls of a training row: the spans under its mask, each with what is before."""
+    fields = found.fields
+    output, prompt = fields["output_ids"], fields["prompt_ids"]
+    if mask is None or not is_array(output) or not is_array(prompt):
+        yield found
+        return
+    if not is_array(mask) or any(flag not in (0, 1) for flag in mask):
+        raise Refused("unreadable", "a mask that is not of 0 and 1")
+    flags, first = np.array(mask, np.bool_), len(prompt)
+    if len(flags) == first + len(output) and not flags[:first].any():
+        flags = flags[first:]
+    if len(flags) != len(output):
+        text = f"a mask of {len(flags)} for {len(output)} output ids"
+        raise Refused("unreadable", text)
+    if len(output) and not flags.any():
+        raise Refused("no_output_ids", "its mask is empty")
+    if flags.all():
+        yield found
+        return
+    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False)).reshape(-1, 2)
+    row = [*prompt, *output]
+    logprobs, versions = fields["output_logprobs"], fields["weight_versions"]
+    for k, (start, stop) in enumerate(edges.tolist()):
+        # counts of the source are those of the row; its reply is none of one span
+        one = found.copy(f", span {k}" if len(edges) > 1 else "")
+        one.fields |= {
+            "prompt_ids": row[: first + start],
+            "output_ids": row[first + start : first + stop],
+            "output_logprobs": logprobs[start:stop] if has_items(logprobs) else None,
+            **dict.fromkeys(("response_message", "prompt_messages")),
+        }
+        if versions is not None:
+            whole = {
+                "version": versions[0]["version"],
+                "start": 0,
+                "stop": stop - start,
+            }
+            one.fields["weight_versions"] = [whole]
+        if stop < len(output):
+            one.fields["finish_reason"] = None
+        yield one
+
+
+def _elements(
+    value: object, path: str, place: str, item: str
+) -> Iterator[tuple[str, object]]:
+    """The values at a path with "*" for the elements of lists; without it, the value."""
+    found = [(place, value)]
+    for key in _keys(path):
+        deeper: list[tuple[str, object]] = []
+        for where, within in found:
+            if key == EACH:
+                several = enumerate(list_of(within))
+                deeper += [(f"{where}, {item} {k}", one) for k, one in several]
+            elif isinstance(within, dict) and key in within:
+                deeper.append((where, within[key]))
+            elif within is value:
+                # an object that is a record itself
+                yield place, value
+                return
+        found = deeper
+    yield from found
+
+
+def _keys(path: str) -> list[str]:
+    keys = path.split(".") if path else []
+    return [*keys, EACH] if keys and keys[-1] != EACH else keys
+
+
+def _put(shape: dict[str, Any], keys: list[str], kind: Any) -> None:
+    for key in keys[:-1]:
+        shape = shape.setdefault(key, {})
+        if not isinstance(shape, dict):
+            return
+    old = shape.get(keys[-1])
+    if isinstance(kind, dict) and (old is None or isinstance(old, dict)):
+        shape[keys[-1]] = {**kind, **(old or {})}
+    elif not isinstance(kind, dict):
+        shape.setdefault(keys[-1], kind)
+
+
+def _all_beside(value: Value, depth: int = 0) -> Iterator[tuple[str, object]]:
+    """The keys of a record and of the objects beside its call, with values."""
+    for name, one in value.items():
+        if name in _ASIDE and isinstance(one, dict) and depth < len(_ASIDE):
+            for inner, within in _all_beside(one, depth + 1):
+                yield f"{name}.{inner}", within
+        elif one is not None and one is not False:
+            if not isinstance(one, str | list | dict | np.ndarray) or len(one):
+                yield name, one
+
+
+# --- responses of engines
+
+
+def is_answer(value: object) -> bool:
+    """Whether a value looks like a response of an engine, or a list of them."""
+    value = value[0] if isinstance(value, list) and value else value
+    return bool(object_of(value).keys() & {"choices", "output_ids", "meta_info"})
+
+
+def _choices(request: Value, response: object) -> Iterator[tuple[str, Value]]:
+    """A suffix of the place, and the values, of each choice of a response.
+
+    SGLang answers ``n`` samples, or a list of prompts, with a list.
+    """
+    listed = response if isinstance(response, list) else [response]
+    if any(map(_is_chunk, listed)):
+        raise Refused("unreadable", _STREAMED)
+    prompts = list_of(request.get("input_ids"))
+    for k, one in enumerate(listed):
+        if prompts and isinstance(prompts[0], list):
+            # if their numbers differ, it is unknown which prompt is that of an answer
+            own = prompts[k] if len(prompts) == len(listed) else None
+            request = {**request, "input_ids": own}
+        answer = object_of(one)
+        choices = answer.get("choices")
+        choices = (choices or [{}]) if isinstance(choices, list) else [one]
+        made = [_of_choice(request, answer, choice) for choice in choices]
+        _claim(made, answer)
+        place = f", choice {k}" if k else ""
+        for j, values in enumerate(made):
+            yield f"{place}, choice {j}" if j else place, values
+
+
+def _is_chunk(answer: object) -> bool:
+    meta = object_of(object_of(answer).get("meta_info"))
+    choices = list_of(object_of(answer).get("choices"))
+    unfinished = "finish_reason" in meta and meta["finish_reason"] is None
+    return unfinished or any("delta" in object_of(choice) for choice in choices)
+
+
+def _of_choice(request: Value, response: Value, choice: object) -> Value:
+    if not isinstance(choice, dict):
+        refused = "unreadable", "an answer, or a choice of it, is not an object"
+        return {"@refused": refused, "@claims": [], "@remarks": []}
+    meta = object_of(choice.get("meta_info"))
+    prompts = (
+        *map(choice.get, ("input_token_ids", "prompt_token_ids")),
+        response.get("prompt_token_ids"),
+        # the last is of vLLM's /inference/v1/generate
+        *map(request.get, ("input_ids", "prompt", "token_ids")),
+    )
+    outputs = (
+        *map(choice.get, ("token_ids", "response_token_ids")),
+        *map(response.get, ("token_ids", "output_ids")),
+    )
+    entries = {"content": meta.get("output_token_logprobs")}
+    sources = choice.get("logprobs"), entries
+    output, logprobs, remarks = _aligned(
+        _first(is_array, outputs), *map(_logprobs, sources)
+    )
+    weights = choice, meta, object_of(response.get("metadata"))
+    names = response.get("id"), response.get("request_id"), request.get("rid")
+    counts = [(f"meta_info.{a}", b, meta[a]) for a, b in _COUNTS.items() if a in meta]
+    return {
+        "prompt_ids": _first(_has_numbers, prompts),
+        "output_ids": output,
+        "output_logprobs": logprobs,
+        "finish_reason": choice.get("finish_reason", meta.get("finish_reason")),
+        "prompt_messages": unless_empty(request.get("messages")),
+        "response_message": choice.get("message"),
+        "weight_version": _first(text_of, (w.get("weight_version") for w in weights)),
+        "weight_versions": _first(
+            has_items, (w.get("weight_versions") for w in weights)
+        ),
+        "request_id": _first(text_of, names),
+        "model": text_of(response.get("model")),
+        "tools": request.get("tools"),
+        "usage": None,
+        "@remarks": remarks,
+        "@claims": counts,
+    }
+
+
+def _first(test: Callable[[Any], object], values: Iterable[object]) -> Any:
+    return next(filter(test, values), None)
+
+
+def _has_numbers(value: Any) -> bool:
+    return has_items(value) and isinstance(value[0], int | float | np.number)
+
+
+def _claim(made: list[Value], response: Value) -> None:
+    """Compare the usage of a response with the ids of all of its choices."""
+    claims = _claims(object_of(response.get("usage")), "usage")
+    if len(made) == 1:
+        made[0]["@claims"] += claims
+        return
+    for name, target, stated in claims:
+        lists: list[Any] = [one.get(target) for one in made]
+        if not all(map(is_array, lists)):
+            continue
+        total = sum(map(len, lists))
+        # a prompt counts once for all of its samples
+        once = sum(len(ids) for ids, _ in groupby(map(list, lists)))
+        if stated != total and (target != "prompt_ids" or stated != once):
+            text = f"{name} is {stated!r}, and the {len(made)} choices have {total}"
+            for one in made:
+                one["@remarks"].append(("usage_contradicts", text))
+
+
+def _claims(usage: Value, name: str) -> list[tuple[str, str, object]]:
+    """The numbers of tokens that a usage states, as `Finding.claims`."""
+    names = {**_COUNTS, "input_tokens": "prompt_ids", "output_tokens": "output_ids"}
+    # Anthropic's input_tokens lack those that were cached
+    if any(usage.get(f"cache_{kind}_input_tokens") for kind in ("read", "creation")):
+        del names["input_tokens"]
+    return [
+        (f"{name}.{spelled}", target, usage[spelled])
+        for spelled, target in names.items()
+        if usage.get(spelled) is not None
+    ]
+
+
+def _aligned(
+    output: Any, *sources: Source | None
+) -> tuple[Any, list[Any] | None, list[tuple[str, str]]]:
+    """An output, the logprobs that belong to it, and the remark if none does.
+
+    Without an output, logprobs that name every id are a source of ids, too.
+    """
+    known = [one for one in sources if one is not None]
+    if output is None:
+        ids, logprobs = next((one for one in known if one[0] is not None), (None, None))
+        return ids, logprobs, []
+    if not known or not is_array(output):
+        return output, None, []
+    listed = output.tolist() if isinstance(output, np.ndarray) else output
+    for ids, logprobs in known:
+        if len(logprobs) == len(listed) and (ids is None or ids == listed):
+            return output, logprobs, []
+    n = len(known[0][1])
+    text = f"{n} logprobs for {len(listed)} output ids"
+    if n == len(listed):
+        text = "they belong to other ids than the output"
+    return output, None, [("logprobs_unaligned", text)]
+
+
+def _logprobs(value: Any) -> Source | None:
+    """Ids and logprobs: numbers, entries that name an id, or a choice's ``logprobs``."""
+    entries = (
+        list(value) if is_array(value) else list_of(object_of(value).get("content"))
+    )
+    if is_array(value) and entries and not isinstance(entries[0], dict | list):
+        return None, entries
+    if not entries:
+        values, texts = (
+            list_of(object_of(value).get(name)) for name in ("token_logprobs", "tokens")
+        )
+        texts = texts if len(texts) == len(values) else [None] * len(values)
+        entries = [
+            [one, _spelled(text)] for one, text in zip(values, texts, strict=True)
+        ]
+    pairs = list(map(_pair, entries))
+    named = all(type(token) is int for _, token in pairs)
+    ids = [token for _, token in pairs] if named else None
+    return (ids, [logprob for logprob, _ in pairs]) if pairs else None
+
+
+def _pair(entry: Any) -> list[Any]:
+    """Logprob and id of an entry: an object, or (logprob, id, text)."""
+    if isinstance(entry, dict):
+        return [
+            entry.get("logprob"),
+            entry.get("token_id", _spelled(entry.get("token"))),
+        ]
+    return entry[:2] if isinstance(entry, list) and len(entry) > 1 else [None, None]
+
+
+def _spelled(token: object) -> int | None:
+    """The id in a token that vLLM writes as ``token_id:5`` on request."""
+    # Python may refuse to parse more digits
+    found = (
+        re.fullmatch(r"token_id:([0-9]{1,10})", token)
+        if isinstance(token, str)
+        else None
+    )
+    return int(found[1]) if found else None
