@@ -26,20 +26,16 @@ from trajkit.turns.trainability import aborted_calls, without_aborted
 _UNKNOWN = -1
 _CODES = {kind: code for code, kind in enumerate(OUTPUT_KINDS)}
 _TRAINED = _CODES["trained"]
-# The loss of a turn in no chain, by its link_reason. Any other turn is unrouted.
+# The loss of a turn in no chain, by its link_reason; any other is quarantined.
 _LINK_LOSSES = {
+    "unrouted": "unrouted",
+    "empty": "unrouted",
     "refused_tokens": "refused",
     "refused_truncated": "refused",
     "retried": "retried",
-    "ambiguous": "quarantined",
-    "superseded": "quarantined",
-    "unresolved": "quarantined",
-    "unresolved_ambiguous": "quarantined",
-    "unresolved_kept": "quarantined",
-    "chain_quarantined": "quarantined",
 }
 _LOSS_OF_REASON = np.array(
-    [_CODES[_LINK_LOSSES.get(name, "unrouted")] for name in LINK_REASONS]
+    [_CODES[_LINK_LOSSES.get(name, "quarantined")] for name in LINK_REASONS]
 )
 
 
