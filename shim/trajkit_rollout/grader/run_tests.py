@@ -103,8 +103,10 @@ def _pytest(arguments: list[str], places: list[str]) -> _Outcome:
             self.ended = True
 
         def judge(self, report: Any, path: object, error: BaseException | None) -> None:
+            if report.outcome != "skipped":
+                return
             raiser = _raiser(error, os.path.realpath(str(path)), places)
-            if report.outcome == "skipped" and raiser is not None:
+            if raiser is not None:
                 report.outcome, report.longrepr = "failed", f"skipped by {raiser}"
                 vars(report).pop("wasxfail", None)
 
