@@ -146,20 +146,10 @@ def test_slime_s_own_tests_pass_on_the_drop_in(tmp_path):
         "from trajkit.export.slime import TrajectoryManager\n"
         "trajectory.TrajectoryManager = TrajectoryManager\n"
     )
+    options = ["-q", "-rf", "--tb=line", "-p", "drop_in"]
+    tests = "tests/test_agent/test_trajectory_manager_branching.py"
     result = subprocess.run(
-        [
-            *(
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "-rf",
-                "--tb=line",
-                "-p",
-                "drop_in",
-            ),
-            "tests/test_agent/test_trajectory_manager_branching.py",
-        ],
+        [sys.executable, "-m", "pytest", *options, tests],
         cwd=SLIME,
         env={
             **os.environ,

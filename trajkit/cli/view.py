@@ -21,7 +21,7 @@ from trajkit.files.tables import log_files, read_any_rows
 from trajkit.schema import SESSIONS
 
 if TYPE_CHECKING:
-    from trajkit.view.selection import Selection
+    from trajkit.view.tables import Selection
 
 Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
 
@@ -87,8 +87,8 @@ def view(
         Print the address only.
     """
     from trajkit.view.document import page
-    from trajkit.view.selection import Selection
     from trajkit.view.server import LiveRun, Options, ViewServer
+    from trajkit.view.tables import Selection
 
     choices = {"--session": session, "--sample": sample, "--worst": worst}
     given = [name for name, value in choices.items() if value is not None]
