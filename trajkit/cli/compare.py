@@ -279,8 +279,8 @@ def _counts(
         changed_by=pl.Series(changed_by, dtype=pl.String),
         findings=pl.lit(1),
         turns=turn.is_first_distinct().cast(pl.Int64),
-        path_tokens=pl.col("path_stop") - pl.col("path_start"),
-        prompt_tokens=pl.col("prompt_stop") - pl.col("prompt_start"),
+        path_tokens=(pl.col("path_stop") - pl.col("path_start")).cast(pl.Int64),
+        prompt_tokens=(pl.col("prompt_stop") - pl.col("prompt_start")).cast(pl.Int64),
     )
 
 
