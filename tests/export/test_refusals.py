@@ -113,6 +113,15 @@ def test_prime_rl_has_experts_for_every_token():
     assert plain(joined[8:15, 0]) == [7, 0, 1, 2, 3, 3, 0]
 
 
+def test_experts_of_two_models_are_no_micro_batch():
+    rows = payload(one_row_each(sample_rows()), "routed_experts")
+    first, second = rows["routed_experts"].to_pylist()
+    wider = [each and [*each, *each] for each in second]
+    rows = with_column(rows, "routed_experts", [first, wider])
+    with pytest.raises(ExportError, match=r"shapes \[\(1, 2\), \(2, 2\)\]"):
+        prime_rl.micro_batch_fields(rows, 16, env_name="e")
+
+
 def test_prime_rl_has_a_count_for_every_token():
     rows = payload(one_row_each(sample_rows()), "sampling_mask")
     found = prime_rl.sample_fields(rows, env_name="e")[1]["sampling_mask"]

@@ -184,8 +184,13 @@ def _micro_batch(samples: list[dict[str, Any]], length: int) -> dict[str, Any]:
         np.frombuffer(each["data"], each["dtype"]).reshape(each["shape"])
         for each in present("routed_experts")
     ]
-    if experts:
-        experts.append(np.zeros((n_padding, *experts[0].shape[1:]), np.uint8))
+    shapes = {each.shape[1:] for each in experts}
+    if len(shapes) > 1:
+        raise ExportError(
+            f"routed_experts of rows in a micro-batch have shapes {sorted(shapes)}: "
+            "expected the layers and experts of one model"
+        )
+    experts += [np.zeros((n_padding, *shape), np.uint8) for shape in shapes]
     masks = present("sampling_mask")
     ids, counts = (b"".join(each[name] for each in masks) for name in ("ids", "counts"))
     support = {"ids": ids, "counts": counts + bytes(4 * n_padding)}
