@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trajkit import view as view
     from trajkit.analysis.drift import classify_drift as classify_drift
     from trajkit.analysis.drift import classify_drift_batches as classify_drift_batches
-    from trajkit.analysis.row_check import check_rows as check_rows
+    from trajkit.analysis.rows import check_rows as check_rows
     from trajkit.analysis.simulation import simulate as simulate
     from trajkit.errors import TrajkitError as TrajkitError
     from trajkit.files.group import scan_turns as scan_turns

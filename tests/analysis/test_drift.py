@@ -148,12 +148,6 @@ def test_the_default_run_is_eight_tokens():
         assert line["cause"] == ("middle_edited" if n == 8 else "diverged")
 
 
-def test_a_run_of_no_tokens_is_refused():
-    table = turns_table(chain(([1], [2])))
-    with pytest.raises(tk.errors.ArgumentError, match="min_run=0"):
-        tk.classify_drift(table, tk.link(table), min_run=0)
-
-
 def test_tokens_tell_drift_where_a_turn_has_no_messages():
     """Under every route by messages, as between turns of a run of token ids only."""
     turns = tk.from_records(

@@ -1,6 +1,6 @@
 """Drift with a tokenizer: where the two sides differ, and why."""
 
-import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from tests.strategies import runs_apart, sessions
 from trajkit import _core, schema
 from trajkit.analysis.drift import json_objects
 from trajkit.analysis.tokenizer import Codec
-from trajkit.errors import LayoutError
+from trajkit.errors import ArgumentError, LayoutError
 from trajkit.turns.sessions import Sessions
 
 ROOT = Path(__file__).parents[2]
@@ -75,91 +75,53 @@ def texts(findings):
 THOUGHT = "<think>\nThe fault is in the second line, so I mend that.\n</think>\n\n"
 
 
+STRING = '"{\\"a\\": 1}"'
+THOUGHTS = "The fault is in the second line, so I mend that", "A fault"
+FRAME = "<think>\n\n</think>\n\n"
+I_MEND = "I mend that line."
+SPELLED = "<|im_end|>b\nThen I go on to say this."
+OLD = ' {"b": 1.50, "a":  "caf\\u00e9 x"}'
+NEW = ' {"a": "café x", "b": 1.5}'
+NOW = " now and then at the test."
+
+
 @pytest.mark.parametrize(
-    ("said", "shown", "expected"),
+    ("said", "shown", "cause", "was", "now"),
     [
-        ("Hello there.", "Hello there.", []),
+        (["Let me re", "turn."], "Let me return.", "same_text", " return", " return"),
+        ("It holds. \n", "It holds.", "white_space", " \n", ""),
+        (THOUGHT + I_MEND, I_MEND, "reasoning_dropped", THOUGHT, ""),
+        (THOUGHT + I_MEND, FRAME + I_MEND, "reasoning_dropped", THOUGHT[7:-10], "\n\n"),
+        (THOUGHT + "A", "<think>\nA fault.\n</think>\n\nA", "other_text", *THOUGHTS),
+        (I_MEND, FRAME + I_MEND, "template", "", FRAME),
+        (CALL(OLD[1:]), CALL(NEW[1:]), "tool_arguments", OLD[3:-1], NEW[3:-1]),
+        (CALL('{"a":  1}'), CALL('{"a": 1}'), "tool_arguments", " ", ""),
+        (CALL(STRING), CALL('{"a": 1}'), "tool_arguments", " " + STRING, ' {"a": 1}'),
+        (CALL('{"a": True}'), CALL('{"a": true}'), "boolean", " True", " true"),
+        (["(", "T", "rue", ")"], "(true)", "boolean", "T", "t"),
         (
-            pieces("Let me re", "turn to it."),
-            "Let me return to it.",
-            [("same_text", " re" + "turn", " return")],
+            "Hm. \n So I stop.",
+            "Hm. So I go.",
+            "other_text",
+            " \n So I stop",
+            " So I go",
         ),
-        ("It holds. \n", "It holds.", [("white_space", " \n", "")]),
-        (
-            THOUGHT + "I mend that line.",
-            "I mend that line.",
-            [("reasoning_dropped", THOUGHT, "")],
-        ),
-        (
-            THOUGHT + "I mend that line.",
-            "<think>\n\n</think>\n\nI mend that line.",
-            [
-                (
-                    "reasoning_dropped",
-                    "\nThe fault is in the second line, so I mend that.\n",
-                    "\n\n",
-                )
-            ],
-        ),
-        (
-            "<think>\nIt is the second line.\n</think>\n\nI mend that.",
-            "<think>\nA fault.\n</think>\n\nI mend that.",
-            [("other_text", "It is the second line", "A fault")],
-        ),
-        (
-            "I mend that line.",
-            "<think>\n\n</think>\n\nI mend that line.",
-            [("template", "", "<think>\n\n</think>\n\n")],
-        ),
-        (
-            CALL('{"b": 1.50, "a":  "caf\\u00e9 x"}'),
-            CALL('{"a": "café x", "b": 1.5}'),
-            [
-                (
-                    "tool_arguments",
-                    'b": 1.50, "a":  "caf\\u00e9 x"',
-                    'a": "café x", "b": 1.5',
-                )
-            ],
-        ),
-        (CALL('{"a":  1}'), CALL('{"a": 1}'), [("tool_arguments", " ", "")]),
-        (
-            CALL('"{\\"a\\": 1}"'),
-            CALL('{"a": 1}'),
-            [("tool_arguments", ' "{\\"a\\": 1}"', ' {"a": 1}')],
-        ),
-        (
-            CALL('{"a": True, "b": None}'),
-            CALL('{"a": true, "b": null}'),
-            [("boolean", ' True, "b": None', ' true, "b": null')],
-        ),
-        (
-            "<parameter=all>\nFalse\n</parameter>",
-            "<parameter=all>\nfalse\n</parameter>",
-            [("boolean", "False", "false")],
-        ),
-        (CALL('{"a": 2}'), CALL('{"a": 3}'), [("other_text", " 2", " 3")]),
-        (
-            "I look at the code now and then at the test.",
-            "I look at the code",
-            [("truncated", " now and then at the test.", "")],
-        ),
-        (
-            pieces("a<", "|im_end|", ">b", "\nThen I go on to say this."),
-            "a<|im_end|>b\nThen I go on to say this.",
-            [("special_tokens", "<|im_end|>b\nThen I go on to say this.", "")],
-        ),
-        (
-            "Let me look at it now.",
-            "No response requested.",
-            [("other_text", "Let me look at it now", "No response requested")],
-        ),
+        ("all>\nFalse\n", "all>\nfalse\n", "boolean", "False", "false"),
+        (CALL('{"a": 2}'), CALL('{"a": 3}'), "other_text", " 2", " 3"),
+        ("I look at the code" + NOW, "I look at the code", "truncated", NOW, ""),
+        (["a<", "|im_end|", SPELLED[9:]], "a" + SPELLED, "special_tokens", SPELLED, ""),
+        ("Let me look.", "No response.", "other_text", "Let me look", "No response"),
     ],
 )
-def test_causes_by_hand(said, shown, expected):
-    said = ids(said + END) if isinstance(said, str) else [*said, *ids(END)]
+def test_causes_by_hand(said, shown, cause, was, now):
+    said = pieces(*([said] if isinstance(said, str) else said)) + ids(END)
     turns = turn(ids(HEAD), said), turn(ids(HEAD + shown + END + AFTER))
-    assert texts(explained(*turns)) == expected
+    assert texts(explained(*turns)) == [(cause, was, now)]
+
+
+def test_a_reply_that_came_back_has_no_finding():
+    said = "Hello there." + END
+    assert not explained(turn(ids(HEAD), ids(said)), turn(ids(HEAD + said + AFTER)))
 
 
 def test_a_prompt_that_ends_is_truncated():
@@ -218,54 +180,37 @@ def test_messages_tell_who_changed_the_text(reply, messages, cause):
         assert found["cause"] == cause
 
 
-def test_half_a_character_on_each_side_is_the_same_text():
+def test_half_a_character_is_other_text():
     tokenizer = byte_tokenizer()
-    # é as its two bytes, or as the bytes of "e" and a broken half: unlike
-    e = tokenizer.encode("é", add_special_tokens=False)
+    e, tail = (tokenizer.encode(text) for text in ("é", "abcdefgh<|im_end|>"))
     prompt = tokenizer.encode("x")
-    tail = tokenizer.encode("abcdefgh<|im_end|>")
-    same = explained(
-        turn(prompt, [*e, *tail]), turn([*prompt, *e, *tail]), tokenizer=tokenizer
-    )
-    assert same == []
-    (found,) = explained(
-        turn(prompt, [*e, *tail]),
-        turn([*prompt, e[0], e[0], *tail]),
-        tokenizer=tokenizer,
-    )
+    held = turn(prompt, [*e, *tail])
+    assert not explained(held, turn([*prompt, *e, *tail]), tokenizer=tokenizer)
+    shown = turn([*prompt, e[0], e[0], *tail])
+    (found,) = explained(held, shown, tokenizer=tokenizer)
     assert found["cause"] == "other_text"
-
-
-class Letters:
-    """A tokenizer that is no one's: a token is a letter, 0 the end; encode splits."""
-
-    def encode(self, text, *, add_special_tokens):
-        assert not add_special_tokens
-        return [0 if word == "END" else ord(word) for word in text.split()]
-
-    def decode(self, ids, *, skip_special_tokens):
-        return "".join(
-            " " + chr(i) if i else ("" if skip_special_tokens else " END") for i in ids
-        )
-
-
-def test_any_tokenizer_will_do():
-    letters = Letters()
-    held, shown = letters.encode("a b END", add_special_tokens=False), [97, 99, 0]
-    found = explained(turn([1], held), turn([1, *shown]), tokenizer=letters)
-    assert texts(found) == [("other_text", " b", " c")]
-    found = explained(turn([1], [97, 98]), turn([1, 97, 0, 98]), tokenizer=letters)
-    assert texts(found) == [("special_tokens", "", " END")]
 
 
 class Numbers:
     """A tokenizer whose token is its number; those that 7 divides are special."""
 
     def encode(self, text, *, add_special_tokens):
-        return [int(word) for word in text.split()]
+        raise AssertionError("drift is found without encoding")
 
     def decode(self, ids, *, skip_special_tokens):
         return " ".join(str(i) for i in ids if i % 7 or not skip_special_tokens)
+
+
+@pytest.mark.parametrize(
+    ("held", "shown", "expected"),
+    [
+        ([9, 10, 7], [9, 11, 7], ("other_text", " 10", " 11")),
+        ([9, 10], [9, 7, 10], ("special_tokens", "", " 7")),
+    ],
+)
+def test_any_tokenizer_will_do(held, shown, expected):
+    found = explained(turn([1], held), turn([1, *shown]), tokenizer=Numbers())
+    assert texts(found) == [expected]
 
 
 @given(
@@ -317,15 +262,10 @@ def test_the_cause_of_a_pair_is_that_of_its_first_finding(turns):
     plain = tk.classify_drift(table, links)
     refined = tk.classify_drift(table, links, tokenizer=TOKENIZER)
     assert refined.drop_columns("cause").equals(plain.drop_columns("cause"))
-    first = {
-        f["turn_index"]: f["cause"]
-        for f in tk.analysis.explain_drift(table, links, TOKENIZER).to_pylist()
-        if f["finding"] == 0
-    }
-    assert refined["cause"].to_pylist() == [
-        first.get(turn_index, "clean")
-        for turn_index in refined["turn_index"].to_pylist()
-    ]
+    found = tk.analysis.explain_drift(table, links, TOKENIZER).to_pylist()
+    first = {f["turn_index"]: f["cause"] for f in found if f["finding"] == 0}
+    causes = [first.get(turn, "clean") for turn in refined["turn_index"].to_pylist()]
+    assert refined["cause"].to_pylist() == causes
     tk.validate(refined)
 
 
@@ -336,34 +276,28 @@ def test_findings_are_of_their_schema():
 
 
 @pytest.mark.parametrize("missing", ["encode", "decode"])
-def test_what_is_no_tokenizer_is_refused(missing):
+@pytest.mark.parametrize("ask", [tk.analysis.explain_drift, tk.classify_drift])
+def test_what_is_no_tokenizer_is_refused(missing, ask):
     other = {"encode": "decode", "decode": "encode"}[missing]
     half = type("Half", (), {other: lambda self, given: given})()
-    table, links = previous(turn([1]))
-    for ask in (
-        lambda: tk.analysis.explain_drift(table, links, half),
-        lambda: tk.classify_drift(table, links, tokenizer=half),
-    ):
-        with pytest.raises(
-            tk.errors.ArgumentError, match=f"Half, which has no method {missing}"
-        ):
-            ask()
+    with pytest.raises(ArgumentError, match=f"Half, which has no method {missing}"):
+        ask(*previous(turn([1])), tokenizer=half)
 
 
-def test_a_run_of_no_tokens_is_refused():
-    with pytest.raises(tk.errors.ArgumentError, match="min_run=0"):
-        tk.analysis.explain_drift(*previous(turn([1])), TOKENIZER, min_run=0)
+@pytest.mark.parametrize(
+    "ask", [tk.classify_drift, partial(tk.analysis.explain_drift, tokenizer=TOKENIZER)]
+)
+def test_a_run_of_no_tokens_is_refused(ask):
+    with pytest.raises(ArgumentError, match="min_run=0"):
+        ask(*previous(turn([1])), min_run=0)
 
 
 def test_json_in_text():
     text = 'a {"a": [1, {"b": True}]} {x} {"arguments": "{\\"c\\": 2.0}"} {"open": 1'
-    found = [
-        (text[start:stop], json.loads(value))
-        for start, stop, value in json_objects(text)
-    ]
+    found = [(text[start:stop], value) for start, stop, value in json_objects(text)]
     assert found == [
-        ('{"a": [1, {"b": True}]}', {"a": [1, {"b": True}]}),
-        ('{"arguments": "{\\"c\\": 2.0}"}', {"arguments": {"c": 2}}),
+        ('{"a": [1, {"b": True}]}', '{"a": [1, {"b": true}]}'),
+        ('{"arguments": "{\\"c\\": 2.0}"}', '{"arguments": {"c": 2}}'),
     ]
     assert json_objects('{"a":' * 5000) == []
 
@@ -373,17 +307,9 @@ def test_json_in_text():
 
 def aligned(a, b, special, run):
     out = np.empty((len(a) + 1, 4), np.int64)
-    borders = [
-        np.cumsum([0, *(token in special for token in side)], dtype=np.int32)
-        for side in (a, b)
-    ]
-    n = _core.align(
-        np.array(a, np.int32),
-        np.array(b, np.int32),
-        *borders,
-        run,
-        out,
-    )
+    ids = [np.array(side, np.int32) for side in (a, b)]
+    borders = [np.append(0, np.cumsum(np.isin(side, special))) for side in ids]
+    n = _core.align(*ids, *(one.astype(np.int32) for one in borders), run, out)
     return [tuple(line) for line in out[:n].tolist()]
 
 
@@ -409,16 +335,9 @@ def test_differences_are_the_twins(pair, run, special):
     ],
 )
 def test_layouts_that_are_refused(change, match):
-    ids = np.array([1, 2], np.int32)
-    given = {
-        "a": ids,
-        "b": ids,
-        "borders_a": np.zeros(3, np.int32),
-        "borders_b": np.zeros(3, np.int32),
-        "run": 1,
-        "out": np.empty((3, 4), np.int64),
-    }
-    given |= change
+    ids, borders = np.array([1, 2], np.int32), np.zeros(3, np.int32)
+    given = {"a": ids, "b": ids, "borders_a": borders, "borders_b": borders}
+    given |= {"run": 1, "out": np.empty((3, 4), np.int64), **change}
     with pytest.raises(LayoutError, match=match):
         _core.align(**given)
 

@@ -763,6 +763,69 @@ PYTHON = (
             "nothing: Bools = (logprobs == 0) | np.isnan(logprobs)",
             "nothing: Bools = logprobs == 0",
         ),
+        (
+            "a part of a reply counts before a complete one",
+            "return wrong, not complete, -n_due",
+            "return wrong, complete, -n_due",
+        ),
+        (
+            "equal replies take each other's tokens",
+            "again = bool((self.trained_by[mine] >= 0).any())",
+            "again = False",
+        ),
+    ),
+    _place(
+        "trajkit/analysis/drift.py",
+        "tests/analysis/test_drift_findings.py",
+        (
+            "a span is split though a part has no cause",
+            "if len(explained) == len(pieces):",
+            "if explained:",
+        ),
+        (
+            "reasoning that the prompt has as well is dropped",
+            "if not still and answer == other:",
+            "if answer == other:",
+        ),
+        (
+            "whole floats are no integers",
+            "return int(value) if value.is_integer() else value",
+            "return value",
+        ),
+        (
+            "words are cut at the span",
+            "return _squeezed(_in_json(head[::-1] + text + rest))",
+            "return _squeezed(_in_json(text))",
+        ),
+    ),
+    _place(
+        "trajkit/analysis/rows.py",
+        "tests/analysis/test_row_check.py tests/analysis/test_row_reasons.py",
+        (
+            "equal tokens before a row are no padding",
+            "for k in (0, run - 1, run) if k >= 0",
+            "for k in (0,)",
+        ),
+        (
+            "what a policy loses is missing",
+            "due = due & ~_lost(self.turns, output_spans(table, policy))",
+            "due = due",
+        ),
+        (
+            "a mask that trains too little is shifted",
+            "if not (moved & ~due).any() and int((due & ~moved).sum()) < missed:",
+            "if not (moved & ~due).any():",
+        ),
+        (
+            "a row is opened by its first turn",
+            "if (name, one) not in seen), turns[-1])",
+            "), turns[-1])",
+        ),
+        (
+            "shifted logprobs are wrong ones",
+            "if n >= least:",
+            "if n > len(at):",
+        ),
     ),
     _place(
         "trajkit/recorder/session.py",

@@ -219,10 +219,8 @@ class Sampled:
             wrong = 1 - float(
                 np.where(turns.given[mine], near, _none(here))[trained].mean()
             )
-        n_due, again = (
-            int(self.due[mine].sum()),
-            bool((self.trained_by[mine] >= 0).any()),
-        )
+        n_due = int(self.due[mine].sum())
+        again = bool((self.trained_by[mine] >= 0).any())
         return wrong, not complete, -n_due, again, -n, n < len(turns.outputs[call])
 
 
